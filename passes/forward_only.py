@@ -109,19 +109,19 @@ def _score(graph: fx.Graph) -> dict[str, fx.Node]:
     They have the targets' shape in the batch. Also returns their sum, and how many targets count.
     """
     returned: Any = graph.output_node().args[0]
-    made = behind([returned[0]])
-    found = [n for n in calls(graph) if n.target is ops.nll and n in made]
-    if len(found) != 1:
-        where = ", ".join(dict.fromkeys(str(source_of(n)) for n in found))
+    of_loss = behind([returned[0]])
+    losses = [n for n in calls(graph) if n.target is ops.nll and n in of_loss]
+    if len(losses) != 1:
+        where = ", ".join(dict.fromkeys(str(source_of(n)) for n in losses))
         raise ShardcError(
-            f"the loss has {len(found)} cross entropies of class indices ({where})"
-            if found
+            f"the loss has {len(losses)} cross entropies of class indices ({where})"
+            if losses
             else "there is no cross entropy of class indices in the loss: it does not say what is to be scored",
             where="score",
             fix="say which log-probabilities are wanted: forward=lambda output, batch:"
             " -F.cross_entropy(output.logits.flatten(0, -2), batch['labels'].flatten(), reduction='none')",
         )
-    (nll,) = found
+    (nll,) = losses
     _, target, *ignore = nll.args
     assert isinstance(target, fx.Node)
     each, shape = value_of(nll), _unflattened(target)

@@ -176,11 +176,11 @@ def _unfit(product: fx.Node, multiple: int) -> str:
 
 def _of_batch(program: Program, graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that depend on the batch."""
-    inputs, found = {i.name for i in program.inputs}, set[fx.Node]()
+    inputs, dependent = {i.name for i in program.inputs}, set[fx.Node]()
     for n in graph.nodes:
-        if n.name in inputs if n.op == "placeholder" else not found.isdisjoint(n.all_input_nodes):
-            found.add(n)
-    return found
+        if n.name in inputs if n.op == "placeholder" else not dependent.isdisjoint(n.all_input_nodes):
+            dependent.add(n)
+    return dependent
 
 
 def _some(names: list[str]) -> str:

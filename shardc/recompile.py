@@ -177,8 +177,8 @@ class Resizer:
 
         form = Form()
         captured = capture(model, prompts(sizes.prompt), forward=Prefill(sizes.length, form, sizes.moves))
-        found = (State.of_output(o.name, o.shape, o.dtype) for o in captured.outputs)
-        states = tuple(s for s in found if s is not None)
+        per_output = (State.of_output(o.name, o.shape, o.dtype) for o in captured.outputs)
+        states = tuple(s for s in per_output if s is not None)
         if not states:
             raise ShardcError("it puts nothing into its cache", where="generate")
         make = functools.partial(self.compile, model, spec=program.spec, prove=False, compatible_with=program)
@@ -263,8 +263,8 @@ def _encoder(sizes: Sizes) -> dict[str, torch.Tensor]:
 def _of_config(model: nn.Module, name: str) -> tuple[int, ...]:
     """Return the token ids under a name in the model's generation_config or config."""
     configs = (getattr(model, of, None) for of in ("generation_config", "config"))
-    found = (getattr(c, name, None) for c in configs if c is not None)
-    ids = next((x for x in found if x is not None), ())
+    values = (getattr(c, name, None) for c in configs if c is not None)
+    ids = next((x for x in values if x is not None), ())
     return (ids,) if isinstance(ids, int) else tuple(ids)
 
 

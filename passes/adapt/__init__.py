@@ -139,8 +139,8 @@ def _stored_narrow(program: Program) -> Program:
     params: list[Param] = []
     for p in program.params:
         users = list(nodes[p.name].users)
-        found: set[Any] = {u.kwargs.get("dtype") if u.target is _CAST else None for u in users}
-        dtype = found.pop() if len(found) == 1 else None
+        dtypes: set[Any] = {u.kwargs.get("dtype") if u.target is _CAST else None for u in users}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
         if not p.frozen or dtype is None or dtype.itemsize >= p.dtype.itemsize:
             params.append(p)
             continue

@@ -18,14 +18,14 @@ from shardc.runtime import ops
 
 def _of_received(graph: fx.Graph) -> set[fx.Node]:
     """Return the lines on which the gradients of received values depend."""
-    found: set[fx.Node] = set()
+    lines: set[fx.Node] = set()
     todo = list(graph.output_node().all_input_nodes)
     while todo:
         n = todo.pop()
-        if n not in found:
-            found.add(n)
+        if n not in lines:
+            lines.add(n)
             todo += n.all_input_nodes
-    return found
+    return lines
 
 
 def _reload_in_each_half(graph: fx.Graph) -> None:

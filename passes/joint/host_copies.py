@@ -134,10 +134,10 @@ class _Back:
         self._arrange()
 
     def _one_ahead(self, begun: Sequence[fx.Node]) -> list[_Reload]:
-        found = [
+        reloads = [
             _Reload(n, 0, min(self._place.get(u, len(self._lines) - 1) for u in _wait_of(n).users), 0, 0) for n in begun
         ]
-        self._reloads = sorted(found, key=lambda r: r.first)
+        self._reloads = sorted(reloads, key=lambda r: r.first)
         for i, r in enumerate(self._reloads):
             r.begin = self._reloads[max(i - 1, 0)].first
         self._arrange()

@@ -136,9 +136,9 @@ class Backward:
     # --- the tasks and what they wait for
 
     def _type(self, made: Made) -> Type:
-        found = self.types[made]
-        assert found is not None
-        return found
+        result = self.types[made]
+        assert result is not None
+        return result
 
     def _results(self, n: fx.Node) -> list[Made]:
         count = len(n.meta["value"]) if isinstance(n.meta["value"], tuple) else 1

@@ -213,14 +213,14 @@ class OrderedGraph:
 
     def ancestors(self, places: Sequence[int], done: bytearray) -> set[int]:
         """Return these lines and all that they take, directly or not, without those that are `done`."""
-        found: set[int] = set()
+        reached: set[int] = set()
         todo = list(places)
         while todo:
             at = todo.pop()
-            if at not in found and not done[at]:
-                found.add(at)
+            if at not in reached and not done[at]:
+                reached.add(at)
                 todo += self.lines[at].before
-        return found
+        return reached
 
     def simulate(self, order: Sequence[fx.Node]) -> float:
         """Return the seconds of the graph on the assumed machine."""

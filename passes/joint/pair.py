@@ -47,7 +47,7 @@ def pairs_of(
     program: Program, seconds: Seconds, sizes: Sizes, wanted: Sequence[tuple[str, int, int]]
 ) -> tuple[Pair, ...]:
     """Return a graph for each (kind, stage of the first half, of the second) whose stages are here."""
-    found = []
+    pairs = []
     for kind, f, t in wanted:
         forward, other = program.stages[f].joint, program.stages[t].joint
         if forward is not None and other is not None:
@@ -55,8 +55,8 @@ def pairs_of(
             second = _whole(other, seconds, sizes) if kind == "FB" else other.forward
             graph = _joined(program, forward.forward, second, prefix)
             _overlap(kind, graph, seconds, sizes)
-            found.append(Pair(kind, f, t, graph))
-    return tuple(found)
+            pairs.append(Pair(kind, f, t, graph))
+    return tuple(pairs)
 
 
 def _joined(program: Program, first: fx.Graph, then: fx.Graph, prefix: str) -> fx.Graph:
@@ -161,16 +161,16 @@ def _overlap(kind: str, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None
     """Move the lines into the fastest order found, with no more memory than one half and then the other."""
     ordered = OrderedGraph(graph, seconds, sizes)
     most = ordered.uses.peak(ordered.nodes)
-    if kind == "FB" and (apart := _one_by_one(ordered, graph)) != most:
-        most = apart
+    if kind == "FB" and (peak := _one_by_one(ordered, graph)) != most:
+        most = peak
         _arrange(graph, sorted(ordered.nodes, key=lambda n: not n.meta.get("back")))
         ordered = OrderedGraph(graph, seconds, sizes)
-    found = [ordered.nodes, best_order(ordered, most)]
+    orders = [ordered.nodes, best_order(ordered, most)]
     beside = [order for lead in LEADS if (order := _side_by_side(ordered, most, lead)) is not None]
     if beside:
         _arrange(graph, best := min(beside, key=ordered.simulate))
-        found += [best, best_order(OrderedGraph(graph, seconds, sizes), most)]
-    _arrange(graph, min(found, key=ordered.simulate))
+        orders += [best, best_order(OrderedGraph(graph, seconds, sizes), most)]
+    _arrange(graph, min(orders, key=ordered.simulate))
 
 
 def _one_by_one(ordered: OrderedGraph, graph: fx.Graph) -> tuple[int, int]:

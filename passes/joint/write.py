@@ -166,32 +166,32 @@ class Writer:
             node = _add(graph, n.target, args, kwargs, name=n.name)
             value = n.meta["value"] if n.target is ops.gather_start else _value(types[0])
             node.meta.update(meta, value=tuple(map(_value, types)) if several else value, like=self._facts[n])
-            found = self._items(graph, n, node, meta) if several else {Wanted(n): node}
-            for w, value in found.items():
+            results = self._items(graph, n, node, meta) if several else {Wanted(n): node}
+            for w, value in results.items():
                 if (view := self._facts[n].views[w.index]) >= 0:
                     self._memory[value] = look(self._template(n).operands[view])
-            return found
+            return results
         assert rule.forward is not None
         operands = self._template(n).operands
         names = self._template(n).names
-        made: dict[int, fx.Node] = {}
+        nodes: dict[int, fx.Node] = {}
 
         def at(r: Ref) -> Any:
             if r.kind == "x":
                 return look(operands[r.index])
             if r.kind == "n":
                 return names[r.index]
-            return made[r.index] if r.kind == "t" else look((self._given[r.kind], 0))
+            return nodes[r.index] if r.kind == "t" else look((self._given[r.kind], 0))
 
         named = {r.index: item_name(n, i) for i, r in enumerate(rule.results) if r.kind == "t"}
         if rule.kind == "opaque":
             named |= {0: f"{n.name}_opaque", len(rule.results) + 1: f"{n.name}_tape"}
         for line in rule.forward:
-            made[line.number] = self._line(graph, line, at, named.get(line.number), meta)
+            nodes[line.number] = self._line(graph, line, at, named.get(line.number), meta)
         if rule.kind == "opaque":
-            self._tapes.add(made[len(rule.results) + 1])
-        found = {Wanted(n, "t", k): node for k, node in made.items()}
-        return found | {Wanted(n, "y", i): at(r) for i, r in enumerate(rule.results) if r.kind != "none"}
+            self._tapes.add(nodes[len(rule.results) + 1])
+        results = {Wanted(n, "t", k): node for k, node in nodes.items()}
+        return results | {Wanted(n, "y", i): at(r) for i, r in enumerate(rule.results) if r.kind != "none"}
 
     def _items(self, graph: fx.Graph, n: fx.Node, node: fx.Node, meta: dict[str, Any]) -> Found:
         """Write and return the results of a call that has several."""
@@ -231,20 +231,20 @@ class Writer:
 
     def _write_forward(self) -> tuple[fx.Graph, dict[Wanted, fx.Node]]:
         graph = fx.Graph()
-        found: Found = {}
+        nodes: Found = {}
 
         def look(made: Made) -> fx.Node:
-            return found[Wanted(made[0], "y", made[1])]
+            return nodes[Wanted(made[0], "y", made[1])]
 
         for n in self._graph.nodes:
             if n.op == "placeholder":
-                found[Wanted(n)] = add_node(graph, "placeholder", n.name, (), name=n.name, meta=n.meta)
+                nodes[Wanted(n)] = add_node(graph, "placeholder", n.name, (), name=n.name, meta=n.meta)
             elif is_call(n):
                 meta = {k: v for k, v in n.meta.items() if k in ("source", "collective", "region", "kept", "again")}
                 if (c := meta.get("collective")) is not None:
                     meta["collective"] = replace(c, backward="none")
-                found |= self._call(graph, n, look, meta)
-        saved = {w: node for w, node in found.items() if w in self._recomputed.held and not self._stored(w.node)}
+                nodes |= self._call(graph, n, look, meta)
+        saved = {w: node for w, node in nodes.items() if w in self._recomputed.held and not self._stored(w.node)}
         returned: Any = self._graph.output_node().args[0]
         loss, news, *sent = fx.map_arg(returned, lambda x: self._operand(x, look))
         handles = self._leave(graph, saved)
@@ -278,8 +278,8 @@ class Writer:
 
     @staticmethod
     def _given_node(graph: fx.Graph, name: str) -> fx.Node:
-        found: fx.Node = next(n for n in graph.find_nodes(op="placeholder") if n.name == name)
-        return found
+        node: fx.Node = next(n for n in graph.find_nodes(op="placeholder") if n.name == name)
+        return node
 
     def _owner(self, node: fx.Node) -> fx.Node:
         """Return the owner of the memory that a value is in."""

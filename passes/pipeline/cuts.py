@@ -113,7 +113,7 @@ def _weights(node: fx.Node, main: dict[fx.Node, int]) -> list[fx.Node]:
 def homes(node: fx.Node, position: dict[fx.Node, int], running: Mapping[str, tuple[int, ...]]) -> set[int]:
     """Return the stages that have a main op's weights, of the weights that only one stage has."""
     stages = (running.get(x.name, ()) for x in _weights(node, position))
-    return {found[0] for found in stages if len(found) == 1}
+    return {numbers[0] for numbers in stages if len(numbers) == 1}
 
 
 def positions(
@@ -141,8 +141,8 @@ def positions(
         position = {op: i for i, op in enumerate(main)}
         each = [homes(op, position, running) for op in main]
         joined = [set[int]().union(*each[a:b]) for a, b in pairwise([*starts, len(main)])]
-        if (found := _beside(whole, n, joined)) is not None:
-            return [starts[start] for start in found]
+        if (begins := _beside(whole, n, joined)) is not None:
+            return [starts[start] for start in begins]
     return [starts[start] for start in even(whole, n)]
 
 

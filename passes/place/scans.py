@@ -121,11 +121,11 @@ def _regions(axis: Axis) -> list[Region]:
             group[node], reads[node] = node, begins
             for other in within:
                 group[root(other)] = node
-    found: dict[fx.Node, list[fx.Node]] = {}
+    by_root: dict[fx.Node, list[fx.Node]] = {}
     for node in group:
-        found.setdefault(root(node), []).append(node)
+        by_root.setdefault(root(node), []).append(node)
     regions = []
-    for nodes in found.values():
+    for nodes in by_root.values():
         first = {o: split[o] for node in nodes for o in reads[node]}
         ordered = sorted(first.items(), key=lambda read: -axis.size(read[0]))
         regions.append(Region(tuple(nodes), tuple(ordered)))
@@ -143,11 +143,11 @@ def _leaves(operand: Key, split: dict[Key, Shard], need: Placement, strategy: St
 def _keeps(axis: Axis, node: fx.Node, split: dict[Key, Shard]) -> Strategy | None:
     """Return the strategy by which an op keeps the split of tokens; None if it has none."""
     choices, operands = axis.choices[node], axis.operands[node]
-    found = [s for i, o in enumerate(operands) if o in split and (s := choices.from_operand(i, split[o], axis.n))]
+    strategies = [s for i, o in enumerate(operands) if o in split and (s := choices.from_operand(i, split[o], axis.n))]
     if choices.rule.extra is not None:
         available: list[frozenset[Placement]] = [frozenset({split.get(o, REPLICATE)}) for o in operands]
-        found += [s for s in choices.rule.extra(choices.call, axis.n, available) if s.kind == STRETCHES]
-    for s in found:
+        strategies += [s for s in choices.rule.extra(choices.call, axis.n, available) if s.kind == STRETCHES]
+    for s in strategies:
         so = all(split.get(o, need) == need for o, need in zip(operands, s.inputs, strict=True))
         if so and all(isinstance(p, Shard) for p in s.outputs) and axis.fits(node, s):
             return s
@@ -219,17 +219,17 @@ def _follow(axis: Axis, region: Region, seed: Key, shard: Shard) -> dict[fx.Node
             if any(source in left for source, _ in operands):
                 left.add(node)
                 continue
-            found = _reached(axis, node, placed, wanted)
-            if found is None and any(isinstance(placed.get(o), Shard) for o in operands):
+            strategy = _reached(axis, node, placed, wanted)
+            if strategy is None and any(isinstance(placed.get(o), Shard) for o in operands):
                 left.add(node)
-            if found is None:
+            if strategy is None:
                 continue
-            for o, need in zip(operands, found.inputs, strict=True):
+            for o, need in zip(operands, strategy.inputs, strict=True):
                 if isinstance(need, Shard):
-                    made = o[0] in split or o in reads or o[0] not in within
-                    (placed if made else wanted)[o] = need
-            placed |= {(node, i): p for i, p in enumerate(found.outputs)}
-            split[node] = found
+                    known = o[0] in split or o in reads or o[0] not in within
+                    (placed if known else wanted)[o] = need
+            placed |= {(node, i): p for i, p in enumerate(strategy.outputs)}
+            split[node] = strategy
     rest = {n: axis.choices[n].partial_grad for n in region.nodes if n not in split and n not in left}
     return {**split, **rest} if split else {}
 

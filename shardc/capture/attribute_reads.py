@@ -92,13 +92,13 @@ class Reads:
 
     def set_too(self, changes: Changes) -> dict[str, Source]:
         """Return the numbers that forward reads and then changes, with the line; remove these from `values`."""
-        found = {}
+        sources = {}
         for path, values in self.values.items():
             for name in [n for n in values if (f"{path}.{n}" if path else n) in changes.set]:
                 full = f"{path}.{name}" if path else name
                 if type(values.pop(name)) in (int, float):
-                    found[full] = changes.set[full]
-        return found
+                    sources[full] = changes.set[full]
+        return sources
 
 
 def _switched(m: nn.Module) -> bool:

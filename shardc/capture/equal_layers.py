@@ -77,8 +77,8 @@ class _Layer:
 
 def _attributes(m: nn.Module) -> dict[str, Any]:
     """Return a module's attributes without a recorded read (shardc.capture.attribute_reads)."""
-    found: dict[str, Any] = object.__getattribute__(m, "__dict__")
-    return found
+    attributes: dict[str, Any] = object.__getattribute__(m, "__dict__")
+    return attributes
 
 
 def _lists(model: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
@@ -94,23 +94,23 @@ def _unlike(a: _Layer, b: _Layer) -> set[tuple[int, str]] | None:
     if len(a.modules) != len(b.modules):
         return None
     twins = {id(x): y for x, y in zip(a.modules, b.modules, strict=True)}
-    found: set[tuple[int, str]] = set()
+    differing: set[tuple[int, str]] = set()
     for i, (x, y) in enumerate(zip(a.modules, b.modules, strict=True)):
-        mine, other = _attributes(x), _attributes(y)
-        if type(x) is not type(y) or mine.keys() != other.keys() or mine["training"] != other["training"]:
+        one, other = _attributes(x), _attributes(y)
+        if type(x) is not type(y) or one.keys() != other.keys() or one["training"] != other["training"]:
             return None
-        for held in ("_parameters", "_buffers", "_modules"):
-            if list(mine[held]) != list(other[held]):
+        for table in ("_parameters", "_buffers", "_modules"):
+            if list(one[table]) != list(other[table]):
                 return None
-        children = zip(mine["_modules"].values(), other["_modules"].values(), strict=True)
+        children = zip(one["_modules"].values(), other["_modules"].values(), strict=True)
         if any(twins.get(id(m)) is not n for m, n in children if m is not None):
             return None
-        if not all(_alike(mine[held][n], other[held][n]) for held in ("_parameters", "_buffers") for n in mine[held]):
+        if not all(_alike(one[table][n], other[table][n]) for table in ("_parameters", "_buffers") for n in one[table]):
             return None
-        if mine["_non_persistent_buffers_set"] != other["_non_persistent_buffers_set"]:
+        if one["_non_persistent_buffers_set"] != other["_non_persistent_buffers_set"]:
             return None
-        found |= {(i, k) for k in mine if k not in _OF_EVERY_MODULE and not _same(mine[k], other[k], twins, _DEEP)}
-    return found if _ties(a.tensors()) == _ties(b.tensors()) else None
+        differing |= {(i, k) for k in one if k not in _OF_EVERY_MODULE and not _same(one[k], other[k], twins, _DEEP)}
+    return differing if _ties(a.tensors()) == _ties(b.tensors()) else None
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
@@ -329,10 +329,10 @@ def _is_made_here(n: fx.Node) -> bool:
 def _own(layer: _Layer, touched: Mapping[tuple[int, str], Any]) -> set[tuple[int, str]]:
     """Return attributes that were read, by the number of their module in the layer."""
     number = {identity(m): i for i, m in enumerate(layer.modules)}
-    found = {(number[m], name) for m, name in touched if m in number}
-    for i in [i for i, name in found if name == "__dict__"]:
-        found |= {(i, name) for name in _attributes(layer.modules[i])}
-    return found
+    reads = {(number[m], name) for m, name in touched if m in number}
+    for i in [i for i, name in reads if name == "__dict__"]:
+        reads |= {(i, name) for name in _attributes(layer.modules[i])}
+    return reads
 
 
 def _contents(x: Any) -> Any:

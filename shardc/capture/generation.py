@@ -92,12 +92,12 @@ class GenerationOf(ValuesOf):
         encoder = batch.get(ENCODER)
         output = self.model(ids) if encoder is None else self.model(**encoder, decoder_input_ids=ids).logits
         rows, length = ids.shape
-        found = [x for x in tensors_in(output).values() if x.dim() == 3 and x.shape[:2] == (rows, length)]
-        if not found:
+        candidates = [x for x in tensors_in(output).values() if x.dim() == 3 and x.shape[:2] == (rows, length)]
+        if not candidates:
             fault = f"of ids [{rows}, {length}] the model gives no logits [{rows}, {length}, vocabulary]"
             fix = 'return logits of every position, as a tensor, .logits or "logits"'
             raise ShardcError(fault, where=of_function(self.model.forward).line, fix=fix)
-        logits = found[0]
+        logits = candidates[0]
         return {LOGITS: logits.gather(1, at[:, None, None].expand(rows, 1, logits.shape[-1]))[:, 0]}
 
 

@@ -82,8 +82,8 @@ def apart(cache: Any) -> tuple[dict[str, Tensor], Form]:
     """Split a cache into its states, by path, and its form."""
     states = {path: x for path, x in _leaves(cache) if isinstance(x, Tensor)}
     slots: dict[str, object] = {path: _Slot() for path in (*states, _NOW)}
-    found = {id(x): slots[path] for path, x in (*states.items(), (_NOW, cache.now))}
-    return states, Form(copy.deepcopy(cache, found), slots)  # deepcopy uses these as copies that already exist
+    memo = {id(x): slots[path] for path, x in (*states.items(), (_NOW, cache.now))}
+    return states, Form(copy.deepcopy(cache, memo), slots)  # deepcopy uses these as copies that already exist
 
 
 def together(form: Form, states: Mapping[str, Tensor], now: Now) -> Any:

@@ -131,8 +131,8 @@ def _same_tensor(node: fx.Node, fits: Callable[[fx.Node], bool]) -> fx.Node:
         before = before.args[0] if writes else unchanged(before) if before.op == "call_function" else None
         if before is None:
             raise UnlikeError("operands or results of a layer are none in the graph")
-    found: fx.Node = before
-    return found
+    result: fx.Node = before
+    return result
 
 
 def _renamer(first: str, layer: str) -> Callable[[str], str]:

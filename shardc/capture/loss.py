@@ -215,10 +215,10 @@ def tensors_in(output: Any, name: str = "") -> dict[str, Tensor]:
         items = ((k, x) for k, x in output.items() if k != "past_key_values")
     elif isinstance(output, (tuple, list)):
         items = enumerate(output)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, x in items:
-        found |= tensors_in(x, f"{name}.{key}" if name else str(key))
-    return found
+        tensors |= tensors_in(x, f"{name}.{key}" if name else str(key))
+    return tensors
 
 
 def _runs_swapped(function: Loss, output: Any, batch: Any) -> bool:

@@ -50,11 +50,11 @@ def command(
         here.program()
         job = here.job(Run(seed=seed), prompts=prompts, generate=options)
         here.start(job)
-        if (found := here.result(job)) is not None:
-            found["texts"] = words.texts(prompts, found["tokens"])
-            new = sum(map(len, found["tokens"]))
-            text = "\n".join([*found["texts"], f"{new} tokens in {found['seconds']:.1f} s, compilation included"])
-            here.show(json.dumps(found) if named.as_json else text)
+        if (output := here.result(job)) is not None:
+            output["texts"] = words.texts(prompts, output["tokens"])
+            new = sum(map(len, output["tokens"]))
+            text = "\n".join([*output["texts"], f"{new} tokens in {output['seconds']:.1f} s, compilation included"])
+            here.show(json.dumps(output) if named.as_json else text)
 
 
 def _check(options: dict[str, Any]) -> None:
@@ -90,18 +90,18 @@ class Words:
 
     def prompts(self, texts: list[str], ids: list[str]) -> list[list[int]]:
         """The ids of each prompt. Raises ShardcError for what are no ids, and where there is no prompt."""
-        errors, found = Errors(), [list(self.tokenizer("--prompt")(text)["input_ids"]) for text in texts]
-        for given in ids:
+        errors, result = Errors(), [list(self.tokenizer("--prompt")(text)["input_ids"]) for text in texts]
+        for written in ids:
             try:
-                found.append([int(i) for i in given.replace(",", " ").split()])
+                result.append([int(i) for i in written.replace(",", " ").split()])
             except ValueError:
-                errors.add(f"{given!r} are no token ids", where="--ids", fix="write numbers: --ids 1,15,7")
-        if not found and not errors.found:
+                errors.add(f"{written!r} are no token ids", where="--ids", fix="write numbers: --ids 1,15,7")
+        if not result and not errors.found:
             errors.add(
                 "there is no prompt", where="generate", fix='give one: --prompt "Once upon a time", or --ids 1,15,7'
             )
         errors.raise_any()
-        return found
+        return result
 
     def stop(self, given: list[str] | None) -> list[int] | None:
         """The ids that end a text; None: those of the model's configuration."""
@@ -109,14 +109,14 @@ class Words:
             file = self.folder / "generation_config.json" if self.folder is not None else None
             ends = json.loads(file.read_text()).get("eos_token_id") if file is not None and file.is_file() else None
             return ends if ends is None or isinstance(ends, list) else [ends]
-        found = []
+        stops = []
         for text in given:
-            made = [int(text)] if text.isdecimal() else self._token(text)
-            if len(made) != 1:
-                fault = f"{text!r} is {len(made)} tokens, and a text ends with one"
+            tokens = [int(text)] if text.isdecimal() else self._token(text)
+            if len(tokens) != 1:
+                fault = f"{text!r} is {len(tokens)} tokens, and a text ends with one"
                 raise ShardcError(fault, where="--stop", fix="name one token, or its id")
-            found += made
-        return found
+            stops += tokens
+        return stops
 
     def _token(self, text: str) -> list[int]:
         made: list[int] = self.tokenizer("--stop")(text, add_special_tokens=False)["input_ids"]

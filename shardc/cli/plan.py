@@ -88,7 +88,7 @@ def command(
             from shardc.plan import planned
             from shardc.plan.planner import HEADROOM
 
-            found = planned(
+            plan = planned(
                 _subject(model, batch, seq, on),
                 model,
                 devices=devices,
@@ -104,17 +104,17 @@ def command(
                 tokens=tokens,
                 on=on,
             )
-        fits = bool(found.candidates) and found.candidates[0].fits
-        failure = found.lacking() if not fits and not given else None
+        fits = bool(plan.candidates) and plan.candidates[0].fits
+        failure = plan.lacking() if not fits and not given else None
         if output and fits:
-            found.save(output)
+            plan.save(output)
         if html:
-            html.write_text(found.html(), encoding="utf-8")
+            html.write_text(plan.html(), encoding="utf-8")
         if as_json:
             errors = {"errors": failure.to_json()} if failure else {}
-            show(json.dumps({**found.to_json(), "output": str(output) if output and fits else None, **errors}))
+            show(json.dumps({**plan.to_json(), "output": str(output) if output and fits else None, **errors}))
         else:
-            _print(found, given=len(given or ()) == 1)
+            _print(plan, given=len(given or ()) == 1)
             if output and fits:
                 show(f"written to {output}")
             if html:
@@ -139,14 +139,14 @@ def _subject(model: str, batch: int | None, seq: int | None, on: Callable[[str, 
 
 def _prices(said: list[str]) -> dict[str, float]:
     """{device: price} of `h100-80g=2.5`."""
-    found = {}
+    prices = {}
     for text in said:
         name, _, number = text.partition("=")
         try:
-            found[name] = float(number)
+            prices[name] = float(number)
         except ValueError:
             raise ShardcError(f"{text!r} is no price", where="--price", fix="e.g. --price h100-80g=2.5") from None
-    return found
+    return prices
 
 
 def _print(plan: Plan, *, given: bool) -> None:

@@ -46,7 +46,7 @@ def command(
             raise ShardcError(fault, where=named.model, fix=fix)
         job = here.job(Run(seed=seed), split=split.value, rows=str(rows.resolve() if rows else ""))
         here.start(job)
-        if (found := here.result(job)) is not None:
+        if (scores := here.result(job)) is not None:
             at = f"; scores of each row in {rows}" if rows else ""
-            text = f"{found['tokens']:,.0f} targets: log-probability {found['logprob']:.4f}, perplexity"
-            here.show(json.dumps(found) if named.as_json else f"{text} {found['perplexity']:.4f}{at}")
+            text = f"{scores['tokens']:,.0f} targets: log-probability {scores['logprob']:.4f}, perplexity"
+            here.show(json.dumps(scores) if named.as_json else f"{text} {scores['perplexity']:.4f}{at}")

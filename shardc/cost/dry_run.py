@@ -180,12 +180,12 @@ def _with_reports(graph: fx.Graph, names: _OpNames, program: Program, ops: Colle
 
 def _belongs_to(n: fx.Node, ops: Collection[str]) -> str:
     """The op of a forward's line: where it has several, the last one has its name."""
-    found, seen = [n], {n}
-    for x in found:
+    queue, seen = [n], {n}
+    for x in queue:
         if x.name in ops:
             return x.name
         new = [u for u in x.users if u.op == "call_function" and u not in seen]
-        found += new
+        queue += new
         seen.update(new)
     return n.name
 

@@ -76,18 +76,18 @@ def forwards(r: DryRun) -> Iterator[tuple[int, Part]]:
 def kept(program: Program, r: DryRun) -> list[Kept]:
     """Of one microbatch on the dry run's rank, in the order in which it is made."""
     types, rules = LocalTypes(program), Rules(program)
-    made = storages(r)
-    graphs = [_Graph(saved_of(program, stage.graph, rules), {x.op for x in made}) for stage in program.stages]
+    stored = storages(r)
+    graphs = [_Graph(saved_of(program, stage.graph, rules), {x.op for x in stored}) for stage in program.stages]
     nodes = {n.name: (n, graph) for graph in graphs for n in graph.saved}
-    found = []
-    for x in made:
+    items = []
+    for x in stored:
         if x.op not in nodes or x.dtype is None:
             continue
         node, graph = nodes[x.op]
         result = any(v.nbytes() == x.nbytes for v in types.of(node))
         wants = tuple(graph.wants(node)) if result else ()
-        found.append(Kept(x.op, op_name(node.target), source_of(node), x.nbytes, x.shape, x.dtype, not result, wants))
-    return found
+        items.append(Kept(x.op, op_name(node.target), source_of(node), x.nbytes, x.shape, x.dtype, not result, wants))
+    return items
 
 
 class _Graph:

@@ -58,9 +58,9 @@ class KnownOps:
 
     def result(self, key: Any, tensors: Sequence[Tensor]) -> tuple[Any, Any] | None:
         """(the result, `more`) of a call that is known."""
-        if (found := self._of.get(key)) is None:
+        if (known := self._of.get(key)) is None:
             return None
-        several, outputs, more = found
+        several, outputs, more = known
         mode = fake_mode_of(tensors[0]) if tensors else fake_mode_on()
         results = [_made(output, tensors, mode) for output in outputs]
         return (results[0] if several is None else several(results)), more

@@ -118,12 +118,12 @@ class Cost:
 
     @cached_property
     def _streams(self) -> list[Streams]:
-        schedule, found = schedules.of(self.program), []
+        schedule, streams = schedules.of(self.program), []
         for r in self.dry_runs:
-            found.append(Streams(started_by(self.device, self.program), self.program.mesh, r.rank))
+            streams.append(Streams(started_by(self.device, self.program), self.program.mesh, r.rank))
             for _, part in parts(r, schedule.actions[r.at]):
-                found[-1].run(part)
-        return found
+                streams[-1].run(part)
+        return streams
 
     def kept(self) -> list[list[Kept]]:
         """What a microbatch's forward keeps for its backward, and which ops want it; of each rank of `ranks`."""

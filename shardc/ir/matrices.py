@@ -64,15 +64,15 @@ def matrices_of(p: Param, cuts: Sequence[Cut] = ()) -> tuple[Matrix, ...]:
         at[0] = Cut(0, (1,) * p.shape[0], alone=True)
     parts = [_stretches(at[d].sizes) if d in at else [(0, n)] for d, n in enumerate(p.shape)]
     kept = [d for d in range(len(p.shape)) if d not in at or not at[d].alone]
-    found = []
+    matrices = []
     for numbers in itertools.product(*(range(len(each)) for each in parts)):
         box = [each[i] for each, i in zip(parts, numbers, strict=True)]
         size = tuple(n for _, n in box)
         behind = [numbers[d] for d in sorted(at) if d >= ahead]
         name = p.members[numbers[0]] if p.members else p.fqn
         name += f"[{','.join(map(str, behind))}]" if behind else ""
-        found.append(Matrix(name, p.name, tuple(a for a, _ in box), size, tuple(size[d] for d in kept)))
-    return tuple(found)
+        matrices.append(Matrix(name, p.name, tuple(a for a, _ in box), size, tuple(size[d] for d in kept)))
+    return tuple(matrices)
 
 
 def inner(program: Program) -> frozenset[str]:
@@ -95,12 +95,12 @@ def inner(program: Program) -> frozenset[str]:
         behind[node] = functools.reduce(operator.or_, [*takes, *(behind.get(user, 0) for user in node.users)], 0)
         for name in (n for n, bit in bits.items() if bit in takes):
             taken[name].append(node)
-    found = set()
+    names = set()
     for name, users in taken.items():
         others = functools.reduce(operator.or_, (behind[user] for user in users), 0) & ~bits[name]
         if others and not any(user.target in _LOOKUPS for user in users):
-            found.add(name)
-    return frozenset(found)
+            names.add(name)
+    return frozenset(names)
 
 
 def fault(shape: Sequence[int], cuts: Sequence[Cut]) -> str:

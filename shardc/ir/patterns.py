@@ -35,8 +35,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         first, *rest = map(re.escape, re.sub(r"\*+", "*", text).split("*"))
         if not rest:
             return first
-        found = "".join(f"(?=(?P<g{(n := next(group))}>.*?{part}))(?P=g{n})" for part in rest[:-1])
-        return f"{first}{found}.*{rest[-1]}"
+        middle = "".join(f"(?=(?P<g{(n := next(group))}>.*?{part}))(?P=g{n})" for part in rest[:-1])
+        return f"{first}{middle}.*{rest[-1]}"
 
     return re.compile("|".join(f"(?:{literal(p)})" for p in expand(pattern)), re.DOTALL)
 

@@ -76,14 +76,14 @@ def _hops(device: Device, ranks: tuple[int, ...]) -> list[tuple[Link, int, int]]
     """The links that the ranks use, inner ones first: each with the number of other ranks that one reaches over it, and
     how many ranks' links of that kind a byte of a ring may take that leaves what they have in common.
     """
-    found = []
+    hops = []
     near = 1  # ranks with whom one shares all smaller domains, itself included
     for link, size in zip(_links(device), [*_domains(device), math.inf], strict=True):
         shared = max(Counter(r // size for r in ranks).values())
         if shared > near:
-            found.append((link, shared - near, near))
+            hops.append((link, shared - near, near))
             near = shared
-    return found
+    return hops
 
 
 def _links(device: Device) -> list[Link]:

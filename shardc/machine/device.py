@@ -225,8 +225,8 @@ class Device(_Section):
     def _own(self, op: Op, what: Literal["launch", "bandwidth", "flops", "each"]) -> float | None:
         """What `ops` says of an op in its dtype, or else of the op."""
         for key in dict.fromkeys((own_rates(op), op.name)) if self.ops else ():
-            if key in self.ops and (found := getattr(self.ops[key], what)) is not None:
-                return float(found)
+            if key in self.ops and (rate := getattr(self.ops[key], what)) is not None:
+                return float(rate)
         return None
 
     def product_seconds(self, op: Op) -> float:

@@ -153,8 +153,8 @@ def traffic_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     """Bytes of memory that one call of an OpOverload reads and writes; None for a view, for an op that only takes
     memory, and for one that makes no tensor: these do not run on a device.
     """
-    found = moved_by(op, args, kwargs, result)
-    return None if found is None else sum(nbytes for _, nbytes in found)
+    traffic = moved_by(op, args, kwargs, result)
+    return None if traffic is None else sum(nbytes for _, nbytes in traffic)
 
 
 def moved_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[tuple[Tensor, int]] | None:

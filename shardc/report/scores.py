@@ -78,13 +78,13 @@ def squares(program: Program) -> list[Square]:
     """Every kind of attention of a program, in its order: torch's op, or ours. What a model writes out is not among
     them.
     """
-    found: dict[Any, tuple[list[str], tuple[Any, ...]]] = {}
+    by_square: dict[Any, tuple[list[str], tuple[Any, ...]]] = {}
     for stage in program.stages:
         for node in calls(stage.graph):
             if node.target in OPS:
                 square = _square(node, program.mesh)
-                found.setdefault(square, ([], square))[0].append(of_every_layer(source_of(node).module) or ".")
-    return [Square(tuple(dict.fromkeys(modules)), *square) for modules, square in found.values()]
+                by_square.setdefault(square, ([], square))[0].append(of_every_layer(source_of(node).module) or ".")
+    return [Square(tuple(dict.fromkeys(modules)), *square) for modules, square in by_square.values()]
 
 
 def _square(node: fx.Node, mesh: Mesh) -> tuple[Any, ...]:

@@ -361,15 +361,15 @@ def by_sections(call: Call, n: int, available: Sequence[frozenset[Placement]]) -
 
 def _in_parts(p: Shard, parts: Sequence[int]) -> tuple[Shard, ...] | None:
     """Return how each part of a dim in sections is split; None if a section is in two parts."""
-    left, found = list(p.sections), []
+    left, shards = list(p.sections), []
     for part in parts:
         inside: list[int] = []
         while left and sum(inside) < part:
             inside.append(left.pop(0))
         if sum(inside) != part:
             return None
-        found.append(Shard(p.dim, len(inside)) if len(set(inside)) <= 1 else Shard(p.dim, 1, tuple(inside)))
-    return tuple(found)
+        shards.append(Shard(p.dim, len(inside)) if len(set(inside)) <= 1 else Shard(p.dim, 1, tuple(inside)))
+    return tuple(shards)
 
 
 def in_sections(p: Shard, size: int) -> tuple[int, ...]:

@@ -106,9 +106,9 @@ class Line:
 
     @cached_property
     def refs(self) -> tuple[Ref, ...]:
-        found: list[Ref] = []
-        map_refs((self.args, tuple(v for _, v in self.kwargs)), found.append)
-        return tuple(found)
+        result: list[Ref] = []
+        map_refs((self.args, tuple(v for _, v in self.kwargs)), result.append)
+        return tuple(result)
 
     @cached_property
     def value(self) -> Any:
@@ -204,9 +204,9 @@ def _out_of_place(func: OpOverload) -> OpOverload | None:
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
     takes = [(a.name, str(a.type)) for a in func._schema.arguments]
     for overload in packet.overloads() if packet is not None else ():
-        found: OpOverload = getattr(packet, overload)
-        if [(a.name, str(a.type)) for a in found._schema.arguments] == takes:
-            return found
+        candidate: OpOverload = getattr(packet, overload)
+        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == takes:
+            return candidate
     return None
 
 

@@ -118,9 +118,9 @@ class Lines:
 
     def type(self, r: Ref) -> Type | None:
         """Return the type of a tensor."""
-        found = self.lines[r.index].types if r.kind == "t" else self._ask.types(r.kind)[r.index]
-        assert not isinstance(found, tuple)
-        return found
+        result = self.lines[r.index].types if r.kind == "t" else self._ask.types(r.kind)[r.index]
+        assert not isinstance(result, tuple)
+        return result
 
     def call(self, target: Any, *args: Any, type_: Type | None = None, **kwargs: Any) -> Ref:
         """Add a call, except a reshape to the same shape. type_: of its result, if known; else the call runs."""
@@ -150,9 +150,9 @@ class Lines:
 
     def rule(self, grads: Sequence[Ref | None], kind: Kind, types: tuple[Type | None, ...] | None = None) -> Rule:
         """Return the rule; gradients are added to those that the operands already have."""
-        found: list[Ref | None] = []
+        totals: list[Ref | None] = []
         for i, g in enumerate(grads):
             before = self._ask.before[i] if types is None else None
-            found.append(g if g is None or before is None else self.call(aten.add.Tensor, Ref("p", i), g))
-        known = types if types is not None else tuple(None if g is None else self.type(g) for g in found)
-        return Rule(None, (), tuple(self.lines), tuple(found), known, kind)
+            totals.append(g if g is None or before is None else self.call(aten.add.Tensor, Ref("p", i), g))
+        known = types if types is not None else tuple(None if g is None else self.type(g) for g in totals)
+        return Rule(None, (), tuple(self.lines), tuple(totals), known, kind)

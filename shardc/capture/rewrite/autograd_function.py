@@ -169,18 +169,18 @@ def _taken_apart(
 
     See shardc.runtime.state.quantized.
     """
-    apart = [inner(a) for a in args]
+    tensors = [inner(a) for a in args]
 
     def whole(parts: Sequence[Any]) -> list[Any]:
-        rest, made = list(parts), list[Any]()
-        for a, own in zip(args, apart, strict=True):
-            some, rest = rest[: len(own)], rest[len(own) :]
-            made += some if own[0] is a else [put_together(a, some)]
-        return made
+        rest, result = list(parts), list[Any]()
+        for a, flat in zip(args, tensors, strict=True):
+            some, rest = rest[: len(flat)], rest[len(flat) :]
+            result += some if flat[0] is a else [put_together(a, some)]
+        return result
 
     def as_given(ctx: Any) -> None:
         needs = tuple(
-            isinstance(a, Tensor) and own[0] is a and a.requires_grad for a, own in zip(args, apart, strict=True)
+            isinstance(a, Tensor) and flat[0] is a and a.requires_grad for a, flat in zip(args, tensors, strict=True)
         )
         ctx.needs_input_grad = needs
 
@@ -193,13 +193,13 @@ def _taken_apart(
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
             as_given(ctx)
-            given = cls.backward(ctx, *gradients)
-            each = given if isinstance(given, tuple) else (given,)
-            found = zip(each, args, apart, strict=True)
-            return tuple(x for g, a, own in found for x in ([g] if own[0] is a else [None] * len(own)))
+            grads = cls.backward(ctx, *gradients)
+            each = grads if isinstance(grads, tuple) else (grads,)
+            triples = zip(each, args, tensors, strict=True)
+            return tuple(x for g, a, flat in triples for x in ([g] if flat[0] is a else [None] * len(flat)))
 
     Apart.__name__ = cls.__name__
-    return Apart, tuple(x for own in apart for x in own)
+    return Apart, tuple(x for flat in tensors for x in flat)
 
 
 class _Replay(fx.Interpreter):
@@ -392,8 +392,8 @@ def _some(x: Tensor, generator: torch.Generator, near: bool = False) -> Tensor:
         return torch.randint(2, x.shape, generator=generator).bool()
     if not _differentiable(x):
         return torch.full(x.shape, int(near), dtype=x.dtype)
-    found = torch.randn(x.shape, generator=generator, dtype=torch.complex128 if x.is_complex() else torch.float64)
-    return found if not near else 0.1 * (found if x.is_complex() else found.abs())
+    numbers = torch.randn(x.shape, generator=generator, dtype=torch.complex128 if x.is_complex() else torch.float64)
+    return numbers if not near else 0.1 * (numbers if x.is_complex() else numbers.abs())
 
 
 def _close(a: Tensor | None, b: Tensor | None) -> bool:

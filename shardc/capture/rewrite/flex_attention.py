@@ -159,8 +159,8 @@ def _no_mask() -> Mod:
 def _form(score_mod: Mod, sizes: Sequence[int], query: Tensor, dtype: torch.dtype) -> str:
     """Return a score's form: "score" unchanged, "sum" with something independent of it, or "other"."""
     tried, out = _tried(score_mod, sizes, query, "score_mod", dtype)
-    found = tried.form(out)
-    return "other" if found == "sum" and out.dtype != dtype else found
+    form = tried.form(out)
+    return "other" if form == "sum" and out.dtype != dtype else form
 
 
 def _tried(

@@ -69,10 +69,10 @@ def once(
             raise
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        found = _awaited(folder)
-        if found is None:
+        saved = _awaited(folder)
+        if saved is None:
             check(folder)
-        yield _read(found, compiled, read)
+        yield _read(saved, compiled, read)
 
 
 def _leave(folder: Path, error: BaseException) -> None:
@@ -136,10 +136,10 @@ def _made(folder: Path) -> bool:
 def _ours(folder: Path) -> bool:
     """Whether only this user can have written there: a program is Python, which runs."""
     try:
-        found = folder.lstat()
+        info = folder.lstat()
     except FileNotFoundError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & 0o077
 
 
 def _awaited(folder: Path) -> Path | None:

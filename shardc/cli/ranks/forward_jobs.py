@@ -51,8 +51,8 @@ def score(job: Job) -> dict[str, Any]:
         seed = job.settings.seed
         if file.data is None:
             data = training_data.example(file, seed, often="")
-        elif (found := training_data.batches(scorer.engine, file, job.split, seed, whole=True)) is not None:
-            data = found
+        elif (batches := training_data.batches(scorer.engine, file, job.split, seed, whole=True)) is not None:
+            data = batches
         else:
             fault, fix = f"data({job.split!r}) returns None", "name the other one, --split; or return what is scored"
             raise ShardcError(fault, where=job.model, fix=fix)

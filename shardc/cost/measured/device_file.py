@@ -85,26 +85,26 @@ def of_spec(spec: Spec | None) -> Device:
     named, where = Path(spec.device.name), spec.where(("device",))
     beside = Path(spec.file).parent / named
     try:
-        found = device(beside if beside.is_file() and not named.exists() else spec.device.name)
+        result = device(beside if beside.is_file() and not named.exists() else spec.device.name)
     except ShardcError as e:
         errors = Errors()
         for each in e.errors:
             errors.add(each.what, where=where if each.where == "device" else each.where, fix=each.fix)
         errors.raise_any()
         raise
-    found = found.model_copy(update={"nodes": spec.device.nodes or found.nodes})
-    found.check_room(spec.mesh.world, where)
-    return found
+    result = result.model_copy(update={"nodes": spec.device.nodes or result.nodes})
+    result.check_room(spec.mesh.world, where)
+    return result
 
 
 def chosen(named: str | Path | Device | None, spec: Spec | None) -> Device:
     """The device of a question on a spec: what a command names, else the spec's. Raises ShardcError as `of_spec`."""
     if named is None:
         return of_spec(spec)
-    found = device(named)
+    result = device(named)
     if spec is not None:
-        found.check_room(spec.mesh.world)
-    return found
+        result.check_room(spec.mesh.world)
+    return result
 
 
 def _keys(place: tuple[int | str, ...]) -> list[str]:

@@ -103,29 +103,29 @@ def measure(
     devices = torch.cuda.device_count() if device.type == "cuda" else max(_cores() // threads, 1)
     if device.type == "cpu":
         on(f"{count} processes at once")
-        found = _in_processes("gloo", threads, count)
+        measured = _in_processes("gloo", threads, count)
         how = f"gloo between {count} processes of this machine"
     else:
         on("ops")
-        found = Measured(*_ops(device, SIZES["cuda"], OP_ROUNDS))
+        measured = Measured(*_ops(device, SIZES["cuda"], OP_ROUNDS))
         on("links between processes")
         if devices > 1:
             between, how = _in_processes("nccl", 1, 2), "NCCL between two GPUs of this machine"
         else:
             between, how = Measured(links=_copies(device)), "there is only one GPU: copies from the host instead"
-        found = Measured(found.ops, found.host, between.links, between.computing)
-    rates = fit([x for x in found.ops if isinstance(x.of, Op)])
-    link = fit_link(found.links)
+        measured = Measured(measured.ops, measured.host, between.links, between.computing)
+    rates = fit([x for x in measured.ops if isinstance(x.of, Op)])
+    link = fit_link(measured.links)
     return Device(
         name=device.type,
         source=f"{_name(device, threads)}, measured {date.today()}, torch {torch.__version__}; link: {how}",
         kind="gpu" if device.type == "cuda" else "cpu",
         memory=_memory(device) / (1 if device.type == "cuda" else devices),
-        host=found.host,
+        host=measured.host,
         node=processes or devices,
         within=link,
         between=link,
-        reaches=Reaches(attention=rates.pop("attention"), computing=found.computing),
+        reaches=Reaches(attention=rates.pop("attention"), computing=measured.computing),
         **rates,
     )
 
@@ -200,11 +200,11 @@ def _positive_least_squares(columns: Sequence[Sequence[float]], seconds: Sequenc
     table, left = table / scale, list(range(table.shape[1]))
     factors = np.full(table.shape[1], 1e-9)
     while left:
-        found = np.linalg.lstsq(table[:, left], np.ones(len(took)), rcond=None)[0]
-        if (found > 0).all():
-            factors[left] = found
+        solution = np.linalg.lstsq(table[:, left], np.ones(len(took)), rcond=None)[0]
+        if (solution > 0).all():
+            factors[left] = solution
             break
-        left = [i for i, x in zip(left, found, strict=True) if x > 0]
+        left = [i for i, x in zip(left, solution, strict=True) if x > 0]
     return [float(x) for x in factors / scale]
 
 

@@ -170,15 +170,15 @@ class Messages:
 
     def _timed(self, cost: Cost) -> None:
         """Replaces what the program says of a message's collectives by what a dry run of the step saw."""
-        found: defaultdict[tuple[int, str, str, str], list[tuple[int, float, float, Mapping[tuple[str, str], float]]]]
-        found = defaultdict(list)
+        by_kind: defaultdict[tuple[int, str, str, str], list[tuple[int, float, float, Mapping[tuple[str, str], float]]]]
+        by_kind = defaultdict(list)
         for span in (s for of_rank in cost.spans() for s in of_rank):
             r = span.record
             number = self.number(r)
             if number is not None and r.kind != "send_recv":
-                found[number, r.direction, r.kind, r.axis].append((r.bytes, span.seconds, span.exposed, span.behind))
+                by_kind[number, r.direction, r.kind, r.axis].append((r.bytes, span.seconds, span.exposed, span.behind))
         ways: defaultdict[int, list[Way]] = defaultdict(list)
-        for (number, direction, kind, axes), spans in found.items():
+        for (number, direction, kind, axes), spans in by_kind.items():
             beside: defaultdict[str, float] = defaultdict(float)
             for _, _, _, behind in spans:
                 for (part, op), together in behind.items():
@@ -187,8 +187,8 @@ class Messages:
             way.exposed = sum(x[2] for x in spans)
             way.behind = max(beside, key=beside.__getitem__) if beside else ""
             ways[number].append(way)
-        for number, those in ways.items():
-            self.all[number].ways = sorted(those, key=lambda w: _ORDER.get(w.direction, 9))
+        for number, its_ways in ways.items():
+            self.all[number].ways = sorted(its_ways, key=lambda w: _ORDER.get(w.direction, 9))
 
     def _rows(self, cost: Cost | None) -> list[dict[str, object]]:
         """The table of `inspect --comm`, each row with the messages that it counts."""

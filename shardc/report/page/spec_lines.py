@@ -43,17 +43,17 @@ class SpecLines:
     @cached_property
     def _by_path(self) -> list[tuple[str, int]]:
         """("spec: shard.use", its line), as a dict's places are cited, the longest first."""
-        found = [(f"spec: {dotted(path)}", _line(place)) for path, place in self._places.keys.items() if path]
-        return sorted(found, key=lambda x: -len(x[0]))
+        pairs = [(f"spec: {dotted(path)}", _line(place)) for path, place in self._places.keys.items() if path]
+        return sorted(pairs, key=lambda x: -len(x[0]))
 
     def of(self, cause: str) -> list[int]:
         """The lines that a cause cites."""
-        found = [self._option(text) for text in _OPTION.findall(cause)]
+        lines = [self._option(text) for text in _OPTION.findall(cause)]
         if self._cited is not None:
-            found += [int(n) for n in self._cited.findall(cause) if int(n) <= self._written]
+            lines += [int(n) for n in self._cited.findall(cause) if int(n) <= self._written]
         elif cause.startswith("spec: "):
-            found += [line for place, line in self._by_path if cause.startswith(place)][:1]
-        return list(dict.fromkeys(found))
+            lines += [line for place, line in self._by_path if cause.startswith(place)][:1]
+        return list(dict.fromkeys(lines))
 
     def _option(self, text: str) -> int:
         if text not in self.lines[self._written :]:
@@ -76,24 +76,24 @@ class SpecLines:
 
     def of_param(self, p: Param) -> list[int]:
         """What splits a parameter: an entry that names it, `use`, experts, or else the axes that it is split over."""
-        found: list[int] = []
+        lines: list[int] = []
         if self.spec is None:
-            return found
+            return lines
         for axis, _ in p.layout.shards():
-            found += self._of_split(p, axis)
-        return list(dict.fromkeys(found))
+            lines += self._of_split(p, axis)
+        return list(dict.fromkeys(lines))
 
     def activations(self, modules: Sequence[str]) -> list[dict[str, Any]]:
         """What the entries of `activations` say, of the modules that they name: outermost ones, as the spec means."""
-        found = []
+        entries = []
         for rule in self.spec.activations if self.spec is not None else ():
             key = f"{rule.pattern}:in" if rule.at == "input" else rule.pattern
             named = [m for m in modules if match(rule.pattern, m)]
             outermost = [m for m in named if not any(m.startswith(f"{other}.") for other in named)]
             dims = ", ".join(f"dim {d} over {'+'.join(s.axis for s in shards)}" for d, shards in rule.dims.items())
             text = f"{rule.at} of {', '.join(outermost) or rule.pattern}: {dims or 'whole'}"
-            found.append({"text": text, "lines": self.at("activations", key), "modules": outermost})
-        return found
+            entries.append({"text": text, "lines": self.at("activations", key), "modules": outermost})
+        return entries
 
     def _of_split(self, p: Param, axis: str) -> list[int]:
         assert self.spec is not None

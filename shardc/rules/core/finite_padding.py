@@ -133,9 +133,9 @@ class _Table:
     @classmethod
     def of(cls, domains: tuple[tuple[float | None, ...], ...], each: list[Tensor | None]) -> _Table | None:
         """Build the table from the result at every point (None: the op raised), or None if it always raised."""
-        if all(found is None for found in each):
+        if all(result is None for result in each):
             return None
-        good = torch.tensor([found is not None and bool(found.all()) for found in each])
+        good = torch.tensor([result is not None and bool(result.all()) for result in each])
         return cls(domains, good.view([len(d) for d in domains]))
 
     def numbers(self, operand: int) -> list[float]:

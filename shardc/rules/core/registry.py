@@ -207,8 +207,8 @@ def find(op: Any) -> Rule | None:
 
 def flops_of(call: Call) -> int:
     """Count the operations that the call's rule counts; 0 for an op without products."""
-    found = find(call.target)
-    return found.flops(call) if found is not None and found.flops is not None else 0
+    rule = find(call.target)
+    return rule.flops(call) if rule is not None and rule.flops is not None else 0
 
 
 def seconds_of(call: Call) -> float:
