@@ -55,7 +55,7 @@ def spec_of(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
         "data: {offload: {optimizer: ...}}": data.offload.optimizer != "none",
         "precision: {loss_scale: ...}": spec.precision.loss_scale is not None,
     }
-    names = [name for name, there in left.items() if there]
+    names = [name for name, present in left.items() if present]
     offload = data.offload.model_copy(update={"optimizer": "none"})
     used = replace(
         spec,
@@ -80,12 +80,12 @@ class ForwardOnly(Pass):
         graph = copy_graph(program.graph)
         outputs = program.outputs
         if self.options.forward == "score":
-            made = _score(graph)
+            scores = _score(graph)
             outputs = tuple(
                 Output(name, value_of(n).shape, value_of(n).dtype, divisor=SCORED if name == MEAN_SCORE else "")
-                for name, n in made.items()
+                for name, n in scores.items()
             )
-            graph.output_node().args = ((None, tuple(made.values())),)
+            graph.output_node().args = ((None, tuple(scores.values())),)
         for node in list(graph.nodes):
             if node.target is aten.detach.default:
                 node.replace_all_uses_with(node.args[0])

@@ -51,13 +51,13 @@ class Adapt(Pass):
         errors = Errors()
         freeze = self.spec.freeze or (("*",) if self.spec.adapters else ())
         self._check(program, errors)
-        own = {p.name for p in program.params}
+        names = {p.name for p in program.params}
         if self.spec.adapters:
             program = LowRank(self.spec, program, errors).run()
         errors.raise_any()
 
         def put(p: Param) -> Param:
-            now = frozen(freeze, p.names) if p.name in own else False
+            now = frozen(freeze, p.names) if p.name in names else False
             return replace(p, requires_grad=False, frozen=True) if now else p
 
         program = replace(program, params=tuple(map(put, program.params)))

@@ -65,15 +65,15 @@ def _units(
     modules: dict[str, list[Param]] = {}
     for p in params:
         modules.setdefault(p.fqn.rpartition(".")[0], []).append(p)
-    for module, own in modules.items():
-        split = [p for p in own if p.name in splits]
+    for module, members in modules.items():
+        split = [p for p in members if p.name in splits]
         if not split:
             continue
         words: list[Style] = ["vocab", "column", "row"]
-        fits = (w for w in words if all(says(w, splits.get(p.name), nodes[p.name], module) for p in own))
+        fits = (w for w in words if all(says(w, splits.get(p.name), nodes[p.name], module) for p in members))
         style = next((w for w in fits if any(says.usually(w, nodes[p.name], splits[p.name].dim) for p in split)), None)
         if style and module:
-            yield _Entry(module, style, None, tuple(own))
+            yield _Entry(module, style, None, tuple(members))
         else:
             yield from (_Entry(p.fqn, None, splits[p.name], (p,)) for p in split)
 

@@ -172,8 +172,8 @@ class _Writer:
         if torch.Tag.pointwise not in node.target.tags and node.target not in _ELEMENTWISE:
             return False
         for x in node.all_input_nodes:
-            theirs = value_of(x).shape
-            rows = len(theirs) == len(shape) and theirs[0] == self.n
+            x_shape = value_of(x).shape
+            rows = len(x_shape) == len(shape) and x_shape[0] == self.n
             if rows != (x in self.plain or x in self.numbers):
                 return False
         return True
@@ -250,11 +250,11 @@ class _Writer:
             return
         self.here = down
         (x,) = rows
-        typed, held, index = value_of(x), value_of(weights[0]), self.index
+        typed, weight, index = value_of(x), value_of(weights[0]), self.index
         assert index is not None
         up = weights[0]
         if len(weights) > 1:
-            up = self._put(aten.cat.default, (weights, 2), replace(held, shape=(*first[:2], m)))
+            up = self._put(aten.cat.default, (weights, 2), replace(weight, shape=(*first[:2], m)))
         choice = self._put(aten.reshape.default, (index, [self.n, 1]), replace(value_of(index), shape=(self.n, 1)))
         ones = replace(typed, shape=(self.n, 1), requires_grad=False)
         share = self._put(aten.full.default, ([self.n, 1], 1.0), ones, dtype=ones.dtype)
@@ -263,13 +263,13 @@ class _Writer:
 
     def _products(self, node: Any) -> list[fx.Node]:
         """Return the products that make up a value, in order; [] if it depends on anything else."""
-        mine, reached = set(self.plain.values()), dict[fx.Node, None]()
+        plain, reached = set(self.plain.values()), dict[fx.Node, None]()
 
         def visit(n: fx.Node) -> bool:
             if (
                 n not in reached
                 and n.target is not product
-                and not (n in mine and n.op == "call_function" and all(map(visit, n.all_input_nodes)))
+                and not (n in plain and n.op == "call_function" and all(map(visit, n.all_input_nodes)))
             ):
                 return False
             reached[n] = None

@@ -71,12 +71,12 @@ def with_joint_graphs(program: Program, how: Execution) -> Program:
     """Add forward and backward graphs to each stage, written on first access. how: the spec's section."""
     graphs, lock = Graphs(program, how), RLock()
     joint = (DeferredJoint(partial(_now, graphs.of, i), lock) for i in range(len(program.stages)))
-    made = replace(program, stages=tuple(replace(s, joint=x) for s, x in zip(program.stages, joint, strict=True)))
-    pairs = pairs_of(made, graphs.seconds, graphs.sizes, _wanted_pairs(made, how))
+    result = replace(program, stages=tuple(replace(s, joint=x) for s, x in zip(program.stages, joint, strict=True)))
+    pairs = pairs_of(result, graphs.seconds, graphs.sizes, _wanted_pairs(result, how))
     for p in pairs:
         if how.compile == "layers":
             mark_fused_regions(p.graph, graphs.sizes)
-    return replace(made, pairs=pairs)
+    return replace(result, pairs=pairs)
 
 
 def _now(write: Callable[[int], Joint], stage: int) -> Joint:

@@ -31,15 +31,15 @@ def _of_received(graph: fx.Graph) -> set[fx.Node]:
 def _reload_in_each_half(graph: fx.Graph) -> None:
     """Reload host values separately in each half of backward, so that nothing holds them in between."""
     first = _of_received(graph)
-    for there in [n for n in graph.nodes if n.target is ops.reload_wait and n in first]:
-        later = [u for u in there.users if u not in first]
+    for wait in [n for n in graph.nodes if n.target is ops.reload_wait and n in first]:
+        later = [u for u in wait.users if u not in first]
         if later:
-            begun: Any = there.args[0]
+            begun: Any = wait.args[0]
             with graph.inserting_before(begun):
                 again = graph.node_copy(begun, lambda x: x)
-                other = graph.node_copy(there, lambda _, again=again: again)  # type: ignore[misc]
+                other = graph.node_copy(wait, lambda _, again=again: again)  # type: ignore[misc]
             for u in later:
-                u.replace_input_with(there, other)
+                u.replace_input_with(wait, other)
 
 
 def _untape_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> None:

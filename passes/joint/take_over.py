@@ -30,8 +30,8 @@ def take_over_memory(graph: fx.Graph) -> None:
         if n.target is not aten.add.Tensor or len(n.args) != 2 or n.kwargs:
             continue
         x, y = n.args
-        alike = isinstance(x, fx.Node) and isinstance(y, fx.Node)
-        if alike and x.meta["value"] == y.meta["value"] == n.meta["value"] and _nobody_elses(x):
+        both = isinstance(x, fx.Node) and isinstance(y, fx.Node)
+        if both and x.meta["value"] == y.meta["value"] == n.meta["value"] and _nobody_elses(x):
             n.target = ops.add_into
 
 

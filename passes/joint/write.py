@@ -91,8 +91,8 @@ class Writer:
             take_over_memory(graph)
             graph.lint()
         output = forward.output_node()
-        given: Any = output.args[0]
-        *returned, kept = given
+        results: Any = output.args[0]
+        *returned, kept = results
         taken = {n.name for n in self._back.find_nodes(op="placeholder")}
         output.args = ((*returned, tuple(n for n in kept if n.name in taken)),)
         _drop_unused(forward)
@@ -125,8 +125,8 @@ class Writer:
                 if r.kind == "t":
                     yield e.node, Wanted(e.node, "t", r.index)
                 else:
-                    made = operands[r.index] if r.kind == "x" else (e.node, r.index)
-                    yield from ((e.node, w) for w in self._through(made))
+                    producer = operands[r.index] if r.kind == "x" else (e.node, r.index)
+                    yield from ((e.node, w) for w in self._through(producer))
 
     def _through(self, made: Made) -> Iterator[Wanted]:
         """Yield a value, or for a view of a gathered bucket its sources: the view is made again."""
@@ -299,8 +299,8 @@ class Writer:
             if self._stored(n):
                 self._found[Wanted(n)] = self._placeholder(n.name, n.meta)
         for w, node in saved.items():
-            given = self._placeholders.get(node.name) or self._placeholder(node.name, node.meta)
-            (self._handles if node.target is ops.offload_wait else self._found)[w] = given
+            placeholder = self._placeholders.get(node.name) or self._placeholder(node.name, node.meta)
+            (self._handles if node.target is ops.offload_wait else self._found)[w] = placeholder
         self._leaving = {node.name: node for node in saved.values() if node.target is ops.offload_wait}
         for (n, i), gradient in self._begin.items():
             meta = {"value": _value(gradient.type), "source": source_of(n)}
@@ -373,8 +373,8 @@ class Writer:
             if r is not None and r.kind == "t" and rule.kind != "begun"
         }
         for ref in rule.wants if self._gathered else ():
-            made = operands[ref.index] if ref.kind == "x" else (n, ref.index)
-            if ref.kind != "t" and made in self._gathered:
+            producer = operands[ref.index] if ref.kind == "x" else (n, ref.index)
+            if ref.kind != "t" and producer in self._gathered:
                 at(ref)  # as under autograd: wait for a gather, and begin the next one, before anything else
         for line in rule.backward:
             local[line.number] = self._line(self._back, line, at, named.get(line.number), meta)
@@ -389,8 +389,8 @@ class Writer:
         if isinstance(e, Complete):
             param = self._look(e.param)
             node = _add(self._back, ops.accumulate, (param, self._gradients[e.gradient]), name=f"{param.name}_put")
-            given: Any = e.param[0]
-            meta["param"] = given.args[0][e.param[1]].name if given.target is ops.updated else given.name
+            source: Any = e.param[0]
+            meta["param"] = source.args[0][e.param[1]].name if source.target is ops.updated else source.name
         elif isinstance(e, BucketComplete):
             name = f"bucket{e.bucket}"
             node = _add(self._back, ops.launch, (self._placeholders["mesh"], name), name=f"{name}_launch")
@@ -435,10 +435,10 @@ class Writer:
             value: Any = left.args[0]
             meta = {**self._reloading, "value": value.meta["value"]}
             start = _add(self._back, ops.reload_start, (handle,), dict(left.kwargs), name=f"{value.name}_coming")
-            there = _add(self._back, ops.reload_wait, (start,), name=value.name)
+            wait = _add(self._back, ops.reload_wait, (start,), name=value.name)
             tape = {"tape": value.name} if value in self._tapes else {}
-            start.meta, there.meta = {**meta, **tape, "copy": left.meta["copy"]}, {**meta, **tape}
-            self._reloaded[handle] = there
+            start.meta, wait.meta = {**meta, **tape, "copy": left.meta["copy"]}, {**meta, **tape}
+            self._reloaded[handle] = wait
         return self._reloaded[handle]
 
     def _recompute(self, plan: KeptValues) -> None:
@@ -468,23 +468,23 @@ class Writer:
         first.meta.update(self._meta(start, repeats=True, value=tuple(map(_value, self._facts[n].types))))
         if (c := start.meta.get("collective")) is not None:
             first.meta["collective"] = replace(c, backward="none")
-        there = _add(self._back, ops.regather_wait, (first,), name=n.name)
-        there.meta.update(self._meta(n, repeats=True, value=first.meta["value"]))
+        wait = _add(self._back, ops.regather_wait, (first,), name=n.name)
+        wait.meta.update(self._meta(n, repeats=True, value=first.meta["value"]))
         for i, t in enumerate(self._facts[n].types):
-            item = _add(self._back, operator.getitem, (there, i), name=item_name(n, i))
+            item = _add(self._back, operator.getitem, (wait, i), name=item_name(n, i))
             item.meta.update(self._meta(n, repeats=True, value=_value(t)))
             self._found[Wanted(n, "y", i)] = item
-        self._gathers.append((n, first, there))
+        self._gathers.append((n, first, wait))
 
     def _begin_gathers_early(self) -> None:
         """Gather the next buckets while one is used, together with a few small ones, such as those of biases."""
         buckets = {f"bucket{i}": b for i, b in enumerate(self._program.buckets)}
         sizes = [sum(v.nbytes() for v in first.meta["value"]) for _, first, _ in self._gathers]
         started: set[int] = set()
-        for k, (n, _, there) in enumerate(self._gathers):
+        for k, (n, _, wait) in enumerate(self._gathers):
             start: Any = n.args[0]
             prefetch, room = buckets[start.args[1]].prefetch, sizes[k] // _SMALL
-            counted, after = 0, there
+            counted, after = 0, wait
             for j in range(k + 1, len(self._gathers)) if prefetch else ():
                 if sizes[j] <= room:
                     room -= sizes[j]

@@ -177,8 +177,8 @@ class _Cut:
             spent[n] = flops[n] + sum(spent[x] for x in n.all_input_nodes if x in light)
             sends = n.meta.get("collective") is not None and "weights" not in depends[n] and not _counts(n)
             again = all(x in light or x.op == "placeholder" for x in n.all_input_nodes)
-            here = n.target is ops.attention_reach  # its result is on the host, so no stage can send it
-            if here or (
+            on_host = n.target is ops.attention_reach  # its result is on the host, so no stage can send it
+            if on_host or (
                 n.op == "call_function" and len(depends[n]) < 2 and again and not sends and spent[n] <= allowed
             ):
                 light.add(n)

@@ -57,8 +57,8 @@ class Place(Pass):
         for axis, n in sorted(mesh.axes, key=lambda a: (a[0] not in batch, a[0] in tokens)):
             if n == 1:
                 continue
-            held = {p.name: p.layout[axis] for p in other.params} if other is not None else {}
-            one = Axis(program, axis, n, mesh, choices, operands, axis in splits_batch, held).choose()
+            fixed = {p.name: p.layout[axis] for p in other.params} if other is not None else {}
+            one = Axis(program, axis, n, mesh, choices, operands, axis in splits_batch, fixed).choose()
             if axis in tokens:
                 one, notes = scans.split_otherwise(one, tokens)
                 program = replace(program, notes=(*program.notes, *notes))

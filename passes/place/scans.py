@@ -135,9 +135,9 @@ def _regions(axis: Axis) -> list[Region]:
 def _leaves(operand: Key, split: dict[Key, Shard], need: Placement, strategy: Strategy) -> bool:
     """Return whether a split float value is read whole, or one entry of it; ids are only a few bytes."""
     node, i = operand
-    made = split.get(operand)
+    placement = split.get(operand)
     numbers = values_of(node)[i].dtype.is_floating_point
-    return made is not None and numbers and (need != made or strategy.kind in _ONE_BY_ONE)
+    return placement is not None and numbers and (need != placement or strategy.kind in _ONE_BY_ONE)
 
 
 def _keeps(axis: Axis, node: fx.Node, split: dict[Key, Shard]) -> Strategy | None:
@@ -158,12 +158,12 @@ def _ways(axis: Axis, region: Region, inner: tuple[int, ...]) -> Iterator[tuple[
     """Yield the other ways to run a region: a name for each, and the strategies of its ops."""
     now = axis.price(set(region.nodes))
     known: list[dict[fx.Node, Strategy]] = []
-    for number, (seed, made) in enumerate(region.reads[:_SEEDS]):
+    for number, (seed, seed_shard) in enumerate(region.reads[:_SEEDS]):
         v = values_of(seed[0])[seed[1]]
-        dims = [d for d in range(len(v.shape)) if d != made.dim]
+        dims = [d for d in range(len(v.shape)) if d != seed_shard.dim]
         for shard in (Shard(d, digit) for d in dims for digit in _digits(axis, seed, d, inner)):
             # fewer bytes may be sent if other values are turned instead, but not by that much
-            if axis.prices.transfer(v, made, shard, axis.size(seed)) > 2 * now:
+            if axis.prices.transfer(v, seed_shard, shard, axis.size(seed)) > 2 * now:
                 continue
             ops = _follow(axis, region, seed, shard)
             if ops and ops not in known:

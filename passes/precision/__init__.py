@@ -145,10 +145,10 @@ class _Writer:
 
     def _number(self, old: fx.Node) -> fx.Node:
         """Return a result of the step; a scalar that the compute dtype reaches becomes float32 or wider."""
-        held = self.held[old]
-        v = value_of(held.node)
-        narrow = held.live and math.prod(v.shape) == 1 and v.dtype.is_floating_point
-        return self._as(held.node, torch.promote_types(v.dtype, torch.float32)) if narrow else held.node
+        entry = self.held[old]
+        v = value_of(entry.node)
+        narrow = entry.live and math.prod(v.shape) == 1 and v.dtype.is_floating_point
+        return self._as(entry.node, torch.promote_types(v.dtype, torch.float32)) if narrow else entry.node
 
     # --- one op
 

@@ -97,8 +97,8 @@ def capture(
                 side_effects.unchanged(model) as changes,
                 attribute_reads.recorded(model, changes, function) as reads,
             ):
-                given = Fold(reads, changes) if fold else None
-                exported = export(model, leaves, loss, forward, sizes=sizes, rows=rows, fold=given)
+                folding = Fold(reads, changes) if fold else None
+                exported = export(model, leaves, loss, forward, sizes=sizes, rows=rows, fold=folding)
             break
         except UnlikeError:
             pass

@@ -261,12 +261,12 @@ def _evaluates(
     except Exception:  # such as a forward that differentiates: its result with gradients counts
         pass
     try:
-        wanted = run(0, grad=True)
-        draws = not _alike(run(1, grad=True), wanted, EVALUATED)
+        expected = run(0, grad=True)
+        draws = not _alike(run(1, grad=True), expected, EVALUATED)
     except Exception:  # in eval mode it may have no loss: evaluating reports it
         return Proof(evaluates="otherwise")
-    notes = () if without is None or draws or _alike(without, wanted) else (_without_gradients(model),)
-    if _alike(wanted, ours, EVALUATED):
+    notes = () if without is None or draws or _alike(without, expected) else (_without_gradients(model),)
+    if _alike(expected, ours, EVALUATED):
         return Proof(notes, evaluates="alike")
     if draws and not branches and any(map(_drops, calls(graph))):
         return Proof((KEEPS_DROPOUT,), evaluates="alike")

@@ -81,10 +81,10 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
         if not _saved(model, n) and b.device.type != "meta" and not isinstance(b, FakeTensor)
     }
 
-    held = {n: model.get_submodule(n.rpartition(".")[0])._buffers for n in kept}
+    buffers = {n: model.get_submodule(n.rpartition(".")[0])._buffers for n in kept}
 
     def known(x: Tensor) -> Tensor | None:
-        now = ((n, b) for n in kept if (b := held[n].get(n.rpartition(".")[2])) is not None)
+        now = ((n, b) for n in kept if (b := buffers[n].get(n.rpartition(".")[2])) is not None)
         names = {node: n for n, b in now if (node := traced_node(b)) is not None}
         value, used = constant_value(x, {node: kept[n] for node, n in names.items()})
         reads.buffers.update(dict.fromkeys((names[node] for node in used), source.of_call()) if used else {})
@@ -108,8 +108,8 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
 
 def _saved(model: nn.Module, name: str) -> bool:
     """Return whether a buffer is in the model's state_dict."""
-    path, _, own = name.rpartition(".")
-    return own not in model.get_submodule(path)._non_persistent_buffers_set
+    path, _, attribute = name.rpartition(".")
+    return attribute not in model.get_submodule(path)._non_persistent_buffers_set
 
 
 def _reading(

@@ -71,8 +71,8 @@ class _Layer:
 
     def tensors(self) -> list[Tensor]:
         """Return parameters and buffers, in order; one that has several names occurs several times."""
-        held = (_attributes(m)[h] for m in self.modules for h in ("_parameters", "_buffers"))
-        return [x for each in held for x in dict.values(each) if x is not None]
+        tables = (_attributes(m)[h] for m in self.modules for h in ("_parameters", "_buffers"))
+        return [x for each in tables for x in dict.values(each) if x is not None]
 
 
 def _attributes(m: nn.Module) -> dict[str, Any]:
@@ -267,9 +267,9 @@ class Folding:
 
     def _state(self, layer: _Layer, operands: list[Tensor]) -> Any:
         """Return what must be the same before and after a layer: its contents, modes, and capture's records."""
-        held = [_contents(v) for m in layer.modules for k, v in _attributes(m).items() if k not in _OF_EVERY_MODULE]
+        values = [_contents(v) for m in layer.modules for k, v in _attributes(m).items() if k not in _OF_EVERY_MODULE]
         return (
-            *(held, call_modes(), self._changes.assigned),
+            *(values, call_modes(), self._changes.assigned),
             [x.requires_grad for x in (*operands, *layer.tensors())],
             self._effects(layer.path),
         )
@@ -318,7 +318,7 @@ def _elsewhere(layer: _Layer, touched: Mapping[tuple[int, str], Any]) -> list[tu
     """Return attributes that were read outside the layer: owner, name, and contents."""
     inside = {identity(m) for m in layer.modules}
     each = ((x, name, _held(x)) for (number, name), x in touched.items() if number not in inside)
-    return [(x, name, _contents(held[name])) for x, name, held in each if name in held]
+    return [(x, name, _contents(attributes[name])) for x, name, attributes in each if name in attributes]
 
 
 def _is_made_here(n: fx.Node) -> bool:

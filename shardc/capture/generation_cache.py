@@ -88,8 +88,8 @@ def apart(cache: Any) -> tuple[dict[str, Tensor], Form]:
 
 def together(form: Form, states: Mapping[str, Tensor], now: Now) -> Any:
     """Build a cache of this form with these states."""
-    given = {**states, _NOW: now}
-    return copy.deepcopy(form.cache, {id(slot): given[path] for path, slot in form.slots.items()})
+    values = {**states, _NOW: now}
+    return copy.deepcopy(form.cache, {id(slot): values[path] for path, slot in form.slots.items()})
 
 
 def unchanged(form: Form, cache: Any) -> dict[str, Tensor]:
@@ -99,8 +99,8 @@ def unchanged(form: Form, cache: Any) -> dict[str, Tensor]:
     for path in {**before, **after}:
         one, other = before.get(path), after.get(path)
         if path not in form.slots and (one != other or type(one) is not type(other)):
-            said = f"a tensor {list(other.shape)}" if isinstance(other, Tensor) else repr(other)
-            fault = f"a token changes what {path!r} of its cache is, from {one!r} to {said}"
+            shown = f"a tensor {list(other.shape)}" if isinstance(other, Tensor) else repr(other)
+            fault = f"a token changes what {path!r} of its cache is, from {one!r} to {shown}"
             raise ShardcError(fault, where="generate")
     return states
 

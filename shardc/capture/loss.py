@@ -67,9 +67,9 @@ _OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "predict
 
 def swapped(name: str, function: Any, names: Sequence[str] = ()) -> ShardcError:
     """Return the error for a loss whose two arguments are in the wrong order."""
-    given = f"({', '.join(names)})" if names else "(batch, output)"
+    shown = f"({', '.join(names)})" if names else "(batch, output)"
     return ShardcError(
-        f"{name} takes {given}, and is called with (output, batch): the model's output comes first",
+        f"{name} takes {shown}, and is called with (output, batch): the model's output comes first",
         where=of_function(function).line or name,
         fix=f"write def {name}(output, batch), or {name}=lambda output, batch: ...",
     )

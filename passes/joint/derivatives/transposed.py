@@ -47,8 +47,8 @@ def transposed(rank: Rank, call: Template, ask: Ask) -> Rule:
     elif call.target in EXCHANGES:
         x = ask.operands[0]
         tokens = {"tokens": x.shape[0]} if call.target is ops.experts_send else {}
-        made = replace(Type.contiguous(x.shape, x.dtype), ragged=x.ragged)
-        g = w.call(ops.transpose, EXCHANGES[call.target], g, *behind, type_=made, **tokens, **kwargs)
+        out_type = replace(Type.contiguous(x.shape, x.dtype), ragged=x.ragged)
+        g = w.call(ops.transpose, EXCHANGES[call.target], g, *behind, type_=out_type, **tokens, **kwargs)
     elif call.target in CONVERTED and BY_OP[op := CONVERTED[call.target]].backward != "identity":
         for forwards in ("overlap", "fp8"):
             kwargs.pop(forwards, None)
@@ -79,9 +79,9 @@ def of_data(rank: Rank, call: Template, ask: Ask) -> Rule:
     w = Lines(rank, call, ask)
     rows = w.call(aten.reshape.default, Ref("g"), [-1, g.shape[-1]])
     matrix = w.conj(weight if call.target is aten.linear.default else w.call(aten.t.default, weight))
-    made = w.call(aten.mm.default, rows, matrix)
+    product = w.call(aten.mm.default, rows, matrix)
     grads: list[Ref | None] = [None] * len(ask.operands)
-    grads[x.index] = w.call(aten.reshape.default, made, list(ask.operands[x.index].shape))
+    grads[x.index] = w.call(aten.reshape.default, product, list(ask.operands[x.index].shape))
     return w.rule(grads, "product")
 
 
@@ -130,8 +130,8 @@ class Lines:
                 return args[0]  # type: ignore[no-any-return]
         if type_ is None:
             with self._rank.mode, torch.no_grad():
-                made = target(*map_refs(args, self._empty), **{k: map_refs(v, self._empty) for k, v in kwargs.items()})
-                type_ = Type.of(made) if isinstance(made, Tensor) else None
+                out = target(*map_refs(args, self._empty), **{k: map_refs(v, self._empty) for k, v in kwargs.items()})
+                type_ = Type.of(out) if isinstance(out, Tensor) else None
         return self.put(Line(0, target, args, tuple(kwargs.items()), type_))
 
     def conj(self, r: Ref) -> Ref:

@@ -320,9 +320,9 @@ class _Call:
             self.given = [g is not None for g in grads]
             self.differentiable = [g is not None and g.requires_grad for g in grads]
             pairs = [(g, dx.to(g.dtype)) for g, dx in zip(grads, dxs, strict=True) if g is not None and g.requires_grad]
-            wanted = [g for g, s in zip(leaves, smooth, strict=True) if s]
+            inputs = [g for g, s in zip(leaves, smooth, strict=True) if s]
             paths_back = (
-                torch.autograd.grad([g for g, _ in pairs], wanted, [d for _, d in pairs], allow_unused=True)
+                torch.autograd.grad([g for g, _ in pairs], inputs, [d for _, d in pairs], allow_unused=True)
                 if pairs
                 else ()
             )
@@ -343,11 +343,11 @@ class _Call:
             xs = [_some(x, generator, near) for x in self.tensors]
             try:
                 with torch.random.fork_rng(devices=[]):
-                    mine, theirs = self.both_gradients(xs, generator)
+                    written, derived = self.both_gradients(xs, generator)
             except Exception:  # the user's code, on random numbers: no result
                 continue
-            if all(bool(g.isfinite().all() and g.any()) for g in (*mine, *theirs) if g is not None):
-                return all(_close(a, b) for a, b in zip(mine, theirs, strict=True))
+            if all(bool(g.isfinite().all() and g.any()) for g in (*written, *derived) if g is not None):
+                return all(_close(a, b) for a, b in zip(written, derived, strict=True))
         return False
 
     def both_gradients(
@@ -359,20 +359,20 @@ class _Call:
         ys = _tensors(outputs)
         gs = [_some(y, generator).to(y.dtype) if _differentiable(y) else y for y in ys]
         with torch.no_grad():
-            mine = self.back(ctx, gs)
+            written = self.back(ctx, gs)
         torch.manual_seed(0)
         with torch.enable_grad():
             leaves = [x.requires_grad_(need) for x, need in zip(xs, self.needs, strict=True)]
             again = _tensors(forward(self.cls, self.fresh(), self.with_tensors(leaves)))
         pairs = [(y, g) for y, g in zip(again, gs, strict=True) if y.requires_grad]
-        wanted = [x for x in leaves if x.requires_grad]
+        inputs = [x for x in leaves if x.requires_grad]
         grads = (
-            torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+            torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
             if pairs
             else ()
         )
         each = iter(grads)
-        return mine, [next(each, None) if x.requires_grad else None for x in leaves]
+        return written, [next(each, None) if x.requires_grad else None for x in leaves]
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
@@ -398,8 +398,8 @@ def _some(x: Tensor, generator: torch.Generator, near: bool = False) -> Tensor:
 
 def _close(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
-        there = a if a is not None else b
-        return there is None or not bool(there.any())
+        only = a if a is not None else b
+        return only is None or not bool(only.any())
     scale = float(b.detach().abs().max()) if b.numel() else 0.0
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     return torch.allclose(a.to(wide), b.to(wide), rtol=0, atol=SAME * max(scale, 1.0))
