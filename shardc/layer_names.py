@@ -108,7 +108,7 @@ def fold(texts: Iterable[str]) -> list[str]:
         numbers: list[str] = []
         pattern = blank(text, numbers)
         kinds.setdefault(pattern, []).append(tuple(numbers))
-    return [_joined(pattern, list(dict.fromkeys(alike))) for pattern, alike in kinds.items()]
+    return [_joined(pattern, list(dict.fromkeys(names))) for pattern, names in kinds.items()]
 
 
 def note_lines(notes: Iterable[str]) -> list[str]:

@@ -143,10 +143,10 @@ def check_outputs(
     for option, path in (folders or {}).items():
         if path is None:
             continue
-        there = next(p for p in (path, *path.absolute().parents) if p.exists())
-        if not there.is_dir():
-            raise ShardcError(f"{there} is a file, not a folder", where=option, fix="name a new or empty folder")
-        _try(there, path, option)
+        existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+        if not existing.is_dir():
+            raise ShardcError(f"{existing} is a file, not a folder", where=option, fix="name a new or empty folder")
+        _try(existing, path, option)
 
 
 def _try(folder: Path, path: Path, option: str) -> None:

@@ -61,8 +61,8 @@ def _check(options: dict[str, Any]) -> None:
     """Before any process is started."""
     from shardc.runtime.generate import Options
 
-    given = {"tokens" if name == "max_new_tokens" else name: x for name, x in options.items()}
-    Options(**given | {"stop": tuple(options["stop"]) if options["stop"] is not None else None})
+    values = {"tokens" if name == "max_new_tokens" else name: x for name, x in options.items()}
+    Options(**values | {"stop": tuple(options["stop"]) if options["stop"] is not None else None})
 
 
 class Words:
@@ -119,8 +119,8 @@ class Words:
         return stops
 
     def _token(self, text: str) -> list[int]:
-        made: list[int] = self.tokenizer("--stop")(text, add_special_tokens=False)["input_ids"]
-        return made
+        ids: list[int] = self.tokenizer("--stop")(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def texts(self, prompts: list[list[int]], tokens: list[list[int]]) -> list[str]:
         """Prompts with what was generated (with an encoder: that alone); ids, where there is no tokenizer."""
@@ -132,8 +132,8 @@ class Words:
 
     def _encodes(self) -> bool:
         file = self.folder / "config.json" if self.folder is not None else None
-        there = file is not None and file.is_file()
-        return bool(there and file is not None and json.loads(file.read_text()).get("is_encoder_decoder"))
+        exists = file is not None and file.is_file()
+        return bool(exists and file is not None and json.loads(file.read_text()).get("is_encoder_decoder"))
 
 
 def _ids(ids: list[int]) -> str:

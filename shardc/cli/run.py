@@ -139,13 +139,13 @@ def _settings(run: Run, **options: Any) -> Run:
     run = run.model_copy(update=options)
     paths = {name: str(Path(x).expanduser()) for name in ("save", "log") if (x := getattr(run, name))}
     run = run.model_copy(update=paths)
-    for name, wanted in (
+    for name, asked in (
         ("tensorboard", run.tensorboard),
         ("trace", run.trace),
         ("breakdown", run.breakdown),
         ("memory-snapshot", run.memory_snapshot),
     ):
-        if wanted and not run.log:
+        if asked and not run.log:
             fix = "name a folder, --log DIR or `run: {log: DIR}`"
             raise ShardcError(f"{name} needs a folder to write to", where=f"--{name}", fix=fix)
     if run.save_every and not run.save:

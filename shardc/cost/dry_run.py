@@ -64,7 +64,7 @@ def dry_run(
     found out about ops. growth: finds out what of each op grows with rows. options: of Engine.
     """
     placement = schedules.of(program).placement
-    mine = [s for s, where in enumerate(placement) if where == coordinate]
+    stages = [s for s, where in enumerate(placement) if where == coordinate]
     ledger = Ledger(known=known, growth=growth)
     with fake_mode(of_gpu=not cpu), ledger:
         names = _OpNames(ledger)
@@ -76,7 +76,7 @@ def dry_run(
         make = optimizer if cpu or optimizer is None else _as_on_gpu(program, optimizer)
         offloaded = OffloadedTensors if cpu else host_memory.offloaded_tensors(ledger.host, ledger)
         engine = _Engine(
-            _reporting(program, names, mine),
+            _reporting(program, names, stages),
             _weights(program),
             make,
             mesh=mesh,
@@ -94,7 +94,7 @@ def dry_run(
         ledger.mark(engine.buffers.values(), "buffers")
         _mark_rest(ledger, "parameters")
         batch = _batch(program)
-        recorded.computes = first_step.leaves_more(program, [program.stages[s] for s in mine])
+        recorded.computes = first_step.leaves_more(program, [program.stages[s] for s in stages])
         *_, first = _step(engine, recorded, batch, 1)
         recorded.computes = True
         ledger.mark([p.grad for p in engine.owned.values()], "gradients")

@@ -150,10 +150,10 @@ class Mesh:
         """The ranks that differ from `rank` only in `axes` (it is one of them), in the
         order of those axes in the mesh.
         """
-        wanted = dict(self.coords_of(part) for a in axes for part in self.parts(a))
-        mine = self.coords(rank)
-        first = rank - sum(mine[a] * self.stride(a) for a in wanted)
-        return tuple(first + offset for offset in self._offsets(wanted))
+        ranges = dict(self.coords_of(part) for a in axes for part in self.parts(a))
+        coords = self.coords(rank)
+        first = rank - sum(coords[a] * self.stride(a) for a in ranges)
+        return tuple(first + offset for offset in self._offsets(ranges))
 
     def groups(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
         """Every group over `axes`, in the order of their first ranks; a rank that has no place on them is in none.
@@ -164,9 +164,9 @@ class Mesh:
         >>> mesh.groups(("tp",)), mesh.groups(("dp",)), mesh.groups(("tp[0,2]",))
         ([(0, 1, 2), (3, 4, 5)], [(0, 3), (1, 4), (2, 5)], [(0, 2), (3, 5)])
         """
-        wanted = dict(self.coords_of(part) for a in axes for part in self.parts(a))
-        offsets = self._offsets(wanted)
-        firsts = self._offsets({name: range(size) for name, size in self.axes if name not in wanted})
+        ranges = dict(self.coords_of(part) for a in axes for part in self.parts(a))
+        offsets = self._offsets(ranges)
+        firsts = self._offsets({name: range(size) for name, size in self.axes if name not in ranges})
         return [tuple(first + offset for offset in offsets) for first in firsts]
 
     def _offsets(self, coordinates: Mapping[str, Iterable[int]]) -> list[int]:

@@ -251,17 +251,17 @@ def runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int
             before = s.split * n
     merged: list[tuple[int, int, int]] = []
     local = 0
-    for padded_start, held in stretches:
+    for padded_start, real in stretches:
         inside = padded_start % block  # a stretch lies within one block
         start, length = (
             padded_start - padded_start // block * pad.padding,
-            max(0, min(held, block - pad.padding - inside)),
+            max(0, min(real, block - pad.padding - inside)),
         )
         if merged and merged[-1][1] + merged[-1][2] == start and merged[-1][0] + merged[-1][2] == local:
             merged[-1] = (merged[-1][0], merged[-1][1], merged[-1][2] + length)
         elif length:
             merged.append((local, start, length))
-        local += held
+        local += real
     return merged
 
 

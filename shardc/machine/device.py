@@ -185,8 +185,8 @@ class Device(_Section):
         """Raises ShardcError where so many ranks are more than there are devices."""
         if self.nodes is None or ranks <= self.nodes * self.node:
             return
-        there = f"{plural(self.nodes, 'node')} of {plural(self.node, 'device')}"
-        fault = f"{ranks:,} ranks have no room on {there}, which are {self.nodes * self.node:,}"
+        machine = f"{plural(self.nodes, 'node')} of {plural(self.node, 'device')}"
+        fault = f"{ranks:,} ranks have no room on {machine}, which are {self.nodes * self.node:,}"
         fix = f"make it at most {self.nodes * self.node:,} ranks, or write nodes: {-(-ranks // self.node)}"
         raise ShardcError(fault, where=where, fix=fix)
 
@@ -215,8 +215,8 @@ class Device(_Section):
 
     def launch_seconds(self, op: Op) -> float:
         """That it takes at least."""
-        own = self._own(op, "launch")
-        return self.launch if own is None else own
+        listed = self._own(op, "launch")
+        return self.launch if listed is None else listed
 
     def each_seconds(self, op: Op) -> float:
         """That a CPU takes for each of an op's products beside their work."""

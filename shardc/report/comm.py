@@ -136,10 +136,10 @@ def _of_buckets(program: Program, at: int | None) -> Iterator[Sent]:
     for i, b in enumerate(program.buckets):
         flat = Flat.of(program, b)
         rest = tuple(a for a in b.axes if a != b.shard) if b.zero else b.axes
-        mine = [s for s in b.stages if at in (None, rank_of[s])]
-        ranks = len({rank_of[s] for s in mine})
+        stages = [s for s in b.stages if at in (None, rank_of[s])]
+        ranks = len({rank_of[s] for s in stages})
         if b.zero and b.shard in b.axes:
-            times = program.microbatches * len(mine) if b.each else ranks
+            times = program.microbatches * len(stages) if b.each else ranks
             yield Sent((b.shard,), "reduce_scatter", "backward", gradients, flat.padded * b.dtype.itemsize, times, i)
         if rest:
             yield Sent(rest, "all_reduce", "backward", gradients, flat.part * b.dtype.itemsize, ranks, i)
@@ -271,8 +271,8 @@ def comm_table(program: Program, cost: Cost | None = None) -> str:
         lines.append([*each, *(cells if cost is not None else []), r.cause])
     for axes in dict.fromkeys(r.axes for r in rows):
         same = [r for r in rows if r.axes == axes]
-        mine = [t for key, t in times.items() if key[0] == axes]
-        cells = [seconds(sum(t.seconds for t in mine)), seconds(sum(t.exposed for t in mine)), ""]
+        of_axes = [t for key, t in times.items() if key[0] == axes]
+        cells = [seconds(sum(t.seconds for t in of_axes)), seconds(sum(t.exposed for t in of_axes)), ""]
         each = [axes, "", "in all", str(sum(r.count for r in same)), size(sum(r.bytes for r in same))]
         lines.append([*each, *(cells if cost is not None else []), ""])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]

@@ -31,8 +31,8 @@ def comparison_table(found: Sequence[Comparison]) -> str:
         steps = f"{len(c.run.quiet)} steps, and {len({x.step for x in c.run.timed})} whose ops were timed"
         rows = [["", "predicted", "measured", "difference"]]
         rows += [[name, *map(_short, pair), _signed(pair[0] - pair[1])] for name, pair in c.lines.items()]
-        ours, theirs = c.seconds
-        rows.append(["step", _short(ours), _short(theirs), f"{ours / theirs - 1:+.1%}"])
+        expected, actual = c.seconds
+        rows.append(["step", _short(expected), _short(actual), f"{expected / actual - 1:+.1%}"])
         for name, pair in (("a step's own", c.made), ("memory", c.memory), ("reserved", c.reserved)):
             if pair is not None:
                 rows.append([name, *map(size, pair), f"{pair[0] / max(pair[1], 1) - 1:+.1%}"])
@@ -60,7 +60,7 @@ def comparison_json(found: Iterable[Comparison]) -> list[dict[str, Any]]:
 
 
 def _pairs(lines: Mapping[str, tuple[float, float]]) -> dict[str, dict[str, float]]:
-    return {name: {"predicted": ours, "measured": theirs} for name, (ours, theirs) in lines.items()}
+    return {name: {"predicted": expected, "measured": actual} for name, (expected, actual) in lines.items()}
 
 
 _HEAD = ["op", "of", "times", "predicted", "measured"]

@@ -46,8 +46,8 @@ def table(cost: Cost) -> str:
 def _held(cost: Cost) -> str:
     """What a GPU has to have for its live bytes."""
     verdict = "fits" if cost.fits else "does not fit"
-    held = f"{size(cost.reserved)} and {size(cost.outside)} of {size(cost.device.memory)}: {verdict}"
-    return f"torch's allocator reserves, and libraries take beside it, {held}"
+    shares = f"{size(cost.reserved)} and {size(cost.outside)} of {size(cost.device.memory)}: {verdict}"
+    return f"torch's allocator reserves, and libraries take beside it, {shares}"
 
 
 def _exposed(cost: Cost) -> str:

@@ -40,11 +40,11 @@ def table(cost: Cost) -> str:
         layer = layer_of(x.source.module)
         name = ".".join(filter(None, layer)) if layer else ""
         layers.setdefault(name, []).append(_line(x, name))
-    alike: dict[tuple[_Line, ...], list[str]] = {}
+    groups: dict[tuple[_Line, ...], list[str]] = {}
     for name, lines in layers.items():
-        alike.setdefault(tuple(lines), []).append(name)
+        groups.setdefault(tuple(lines), []).append(name)
     text = [f"kept from forward to backward, {'of a microbatch, ' if cost.program.microbatches > 1 else ''}by layer"]
-    for each, same in sorted(alike.items(), key=lambda item: not item[1][0]):
+    for each, same in sorted(groups.items(), key=lambda item: not item[1][0]):
         text += ["", _head(same, sum(x.nbytes for x in each)), *_rows(each)]
     return "\n".join(text)
 

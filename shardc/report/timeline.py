@@ -101,8 +101,8 @@ def _title(t: Timeline) -> str:
 
 
 def _stages(s: Schedule, rank: int) -> str:
-    mine = s.stages_of(rank)
-    return f"stage{'s' if len(mine) != 1 else ''} {', '.join(map(str, mine))}"
+    stages = s.stages_of(rank)
+    return f"stage{'s' if len(stages) != 1 else ''} {', '.join(map(str, stages))}"
 
 
 def _kinds(t: Timeline) -> list[str]:

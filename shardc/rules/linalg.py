@@ -84,9 +84,9 @@ def _stacked(call: Call, own: list[int]) -> Signature:
         return (*first, *((f"{mark}{i}",) for i in range(leading, len(shape))))
 
     ins = tuple(dims(v.shape, len(e), f"x{j}_") for j, (v, e) in enumerate(zip(call.operands, lead, strict=True)))
-    wanted = [v.shape[: len(batch)] == batch for v in call.results]  # vectors that were not requested are empty
+    asked = [v.shape[: len(batch)] == batch for v in call.results]  # vectors that were not requested are empty
     outs = tuple(
-        dims(v.shape, len(batch) * full, f"y{j}_") for j, (v, full) in enumerate(zip(call.results, wanted, strict=True))
+        dims(v.shape, len(batch) * full, f"y{j}_") for j, (v, full) in enumerate(zip(call.results, asked, strict=True))
     )
     whole = frozenset(f for f in sizes if not f.startswith("e"))
     return Signature(ins, outs, sizes, frozenset(), whole, frozenset(sizes) - whole)

@@ -36,11 +36,11 @@ def addmm(call: Call) -> Signature:
     every: list[Dim] = [("b",), ("m",), ("n",)]
     names = every[3 - len(out) :]
     skip = len(out) - len(bias)
-    own = tuple(name if s == size else () for name, s, size in zip(names[skip:], bias, out[skip:], strict=True))
+    of_bias = tuple(name if s == size else () for name, s, size in zip(names[skip:], bias, out[skip:], strict=True))
     *batch, m, n = names
     sizes = {f: s for (f,), s in zip(names, out, strict=True)} | {"k": k}
     return Signature(
-        (own, (*batch, m, ("k",)), (*batch, ("k",), n)), (tuple(names),), sizes, frozenset({"k"}), frozenset()
+        (of_bias, (*batch, m, ("k",)), (*batch, ("k",), n)), (tuple(names),), sizes, frozenset({"k"}), frozenset()
     )
 
 
@@ -90,9 +90,9 @@ def einsum(call: Call) -> Signature:
 
     def dims(term: str, shape: tuple[int, ...]) -> tuple[Dim, ...]:
         head, _, tail = term.partition("...")
-        own = len(shape) - len(head) - len(tail)
+        count = len(shape) - len(head) - len(tail)
         # the dims of an ellipsis broadcast: they are counted from the right
-        names = [*head, *(f"e{i}" for i in range(max(unnamed) - own, max(unnamed))), *tail]
+        names = [*head, *(f"e{i}" for i in range(max(unnamed) - count, max(unnamed))), *tail]
         sizes.update({n: s for n, s in zip(names, shape, strict=True) if s != 1 or n not in sizes})
         return tuple((n,) if s != 1 else () for n, s in zip(names, shape, strict=True))
 

@@ -124,9 +124,9 @@ def per_channel(call: Call) -> Signature:
     """Split fake_quantize(x, scale[c], zero[c], dim): every channel has its own scale and zero."""
     sig = first_only(call)
     dim = sig.inputs[0][int(call.arg(3, "axis"))]
-    mine: tuple[Dim, ...] = (dim,)
+    channel: tuple[Dim, ...] = (dim,)
     sizes = {f: n for f, n in sig.sizes.items() if f[0] == "d"}
-    return replace(sig, inputs=(sig.inputs[0], mine, mine), sizes=sizes, whole=frozenset())
+    return replace(sig, inputs=(sig.inputs[0], channel, channel), sizes=sizes, whole=frozenset())
 
 
 for _op in (aten.fake_quantize_per_tensor_affine.default, aten.fake_quantize_per_tensor_affine.tensor_qparams):

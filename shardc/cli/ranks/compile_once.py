@@ -79,8 +79,8 @@ def _leave(folder: Path, error: BaseException) -> None:
     """Say why the first process ends, to those that come yet; the last of them removes the folder."""
     shutil.rmtree(folder / _PROGRAM, ignore_errors=True)
     with suppress(OSError):
-        said = error.to_json() if isinstance(error, ShardcError) else []
-        (folder / ".writing").write_text(json.dumps(said))
+        errors = error.to_json() if isinstance(error, ShardcError) else []
+        (folder / ".writing").write_text(json.dumps(errors))
         (folder / ".writing").rename(folder / _FAILED)
 
 
@@ -89,15 +89,15 @@ def check(folder: Path | None) -> None:
     if folder is None or not _failed(folder):
         return
     try:
-        said = [ShardcError(**error) for error in json.loads((folder / _FAILED).read_text())]
+        errors = [ShardcError(**error) for error in json.loads((folder / _FAILED).read_text())]
         (folder / f"seen{os.environ.get('LOCAL_RANK', '')}").touch()
         if len(list(folder.glob("seen*"))) >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1:
             shutil.rmtree(folder, ignore_errors=True)
     except (OSError, ValueError, TypeError):
         return
-    if said:
-        first = said[0]
-        raise FirstFailedError(first.what, where=first.where, fix=first.fix, errors=said if said[1:] else ())
+    if errors:
+        first = errors[0]
+        raise FirstFailedError(first.what, where=first.where, fix=first.fix, errors=errors if errors[1:] else ())
 
 
 def _failed(folder: Path) -> bool:

@@ -196,9 +196,9 @@ class Training:
 
     def _last(self) -> str:
         """Where the last checkpoint is."""
-        there = generations(Path(self.settings.save) / "checkpoint")
+        saves = generations(Path(self.settings.save) / "checkpoint")
         return (
-            f"the last checkpoint is in {self.settings.save}" if there else "there is no checkpoint (see --save-every)"
+            f"the last checkpoint is in {self.settings.save}" if saves else "there is no checkpoint (see --save-every)"
         )
 
     def _tell_saved(self) -> None:
@@ -249,9 +249,9 @@ class Training:
         if any(failed):
             saved = self._save_and_describe()
             if problem is not None:
-                here = self.engine.mesh.layout.named(rank)
-                said = f"{here} failed in data(), after step {self.engine.step_count}: {saved}"
-                print(said, file=sys.stderr, flush=True)
+                place = self.engine.mesh.layout.named(rank)
+                message = f"{place} failed in data(), after step {self.engine.step_count}: {saved}"
+                print(message, file=sys.stderr, flush=True)
                 raise problem
             time.sleep(FIRST_WORD)
             ranks = self.engine.mesh.layout.named(*(r for r, n in enumerate(failed) if n))
@@ -330,12 +330,12 @@ class Training:
         """Held-out batches, until there are no more, or all ranks agree that one was told to stop by a signal. An
         evaluation that takes long says so: data without end would be read for ever.
         """
-        began = said = time.perf_counter()
+        began = last_told = time.perf_counter()
         for number, batch in enumerate(self._alike(batches)):
             if number and number % ASK_EVERY == 0 and any(self.engine.mesh.sum_on_host([self.signals.seen])):
                 return
-            if (now := time.perf_counter()) - said > SAY_AFTER:
-                said = now
+            if (now := time.perf_counter()) - last_told > SAY_AFTER:
+                last_told = now
                 self.lines.say(
                     f"held-out data: {number} batches in {now - began:.0f} s, and it has not ended (--eval-batches N"
                     " reads the first N)"

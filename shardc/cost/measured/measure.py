@@ -155,15 +155,15 @@ def fit(samples: Sequence[Sample]) -> dict[str, Any]:
     by: defaultdict[str, list[float]] = defaultdict(list)
     for op, seconds in plain:
         by[op.name].append(seconds / device.op_seconds(op))
-    own: dict[str, OpRates] = {}
+    by_op: dict[str, OpRates] = {}
     for name, ratios in sorted(by.items()):
         if abs((ratio := statistics.median(ratios)) - 1) > OWN:
             some_flops = any(op.flops for op, _ in plain if op.name == name)
-            own[name] = OpRates(
+            by_op[name] = OpRates(
                 launch=launch * ratio, bandwidth=1 / traffic / ratio, flops=1 / ratio if some_flops else None
             )
     attention = min(statistics.median(shares), 1.0) if shares else None
-    return {**rates, "ops": own, "attention": attention}
+    return {**rates, "ops": by_op, "attention": attention}
 
 
 def fit_link(samples: Sequence[Sample]) -> Link:
@@ -363,10 +363,10 @@ def _gathered(mesh: TorchMesh, x: Tensor) -> None:
 
 def _copies(device: torch.device) -> list[Sample]:
     """Copies from the host to the only GPU, in the place of messages."""
-    there = torch.zeros(MESSAGES[-1], dtype=torch.uint8, pin_memory=True)
-    here = torch.zeros_like(there, device=device)
+    host = torch.zeros(MESSAGES[-1], dtype=torch.uint8, pin_memory=True)
+    gpu = torch.zeros_like(host, device=device)
     return [
-        Sample(("send_recv", n), min(_seconds(partial(here[:n].copy_, there[:n]), device) for _ in range(ROUNDS)), 2)
+        Sample(("send_recv", n), min(_seconds(partial(gpu[:n].copy_, host[:n]), device) for _ in range(ROUNDS)), 2)
         for n in MESSAGES
     ]
 

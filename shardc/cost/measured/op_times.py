@@ -85,11 +85,11 @@ def _op_json(op: Op) -> dict[str, Any]:
 
 
 def _op(value: dict[str, Any]) -> Op:
-    said = {k: x for k, x in value.items() if k in Op._fields}
+    fields = {k: x for k, x in value.items() if k in Op._fields}
     for name in ("shape", "matrices"):
-        if name in said:
-            said[name] = tuple(said[name])
-    return Op(**said)
+        if name in fields:
+            fields[name] = tuple(fields[name])
+    return Op(**fields)
 
 
 class OpTimes(Ledger):

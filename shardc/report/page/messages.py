@@ -106,10 +106,10 @@ class Messages:
             if of[i]:
                 key = replace(b, params=(), stages=()), tuple(params[n] for n in b.params), Flat.of(program, b).padded
                 equal.setdefault(key, []).append(i)
-        for those in equal.values():
-            self._tags |= {f"bucket{i}": len(self.all) for i in those}
-            self.all.append(self._of_buckets(those))
-            for i in those:
+        for buckets in equal.values():
+            self._tags |= {f"bucket{i}": len(self.all) for i in buckets}
+            self.all.append(self._of_buckets(buckets))
+            for i in buckets:
                 self._add(len(self.all) - 1, of[i])
         self.of_node |= {n: self._tags[f"bucket{i}"] for n, i in gathers.items() if f"bucket{i}" in self._tags}
         self.rows = self._rows(cost)

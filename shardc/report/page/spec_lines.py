@@ -28,9 +28,9 @@ class SpecLines:
 
     def __init__(self, program: Program) -> None:
         self.spec: Spec | None = program.spec
-        said = program.meta.get("spec", {})
-        text = said.get("text") or (str(self.spec) if self.spec is not None else "")
-        self.file: str = said.get("file", "")
+        meta = program.meta.get("spec", {})
+        text = meta.get("text") or (str(self.spec) if self.spec is not None else "")
+        self.file: str = meta.get("file", "")
         self.lines: list[str] = text.rstrip().splitlines()
         self._written = len(self.lines)
         self._cited = re.compile(rf"{re.escape(self.file)}:(\d+):\d+") if self.file else None
@@ -62,9 +62,9 @@ class SpecLines:
 
     def at(self, *path: str | int) -> list[int]:
         """The line of a key, or of the nearest one around it."""
-        own = self.spec.where(path) if self.spec is not None else ""
-        if _OPTION.match(own):
-            return [self._option(own)]
+        place = self.spec.where(path) if self.spec is not None else ""
+        if _OPTION.match(place):
+            return [self._option(place)]
         for n in range(len(path), 0, -1):
             if (key := path[:n]) in self._places.keys:
                 return [_line(self._places.keys[key])]

@@ -105,9 +105,9 @@ def fills(choices: Choices, padded: Padded) -> Fills | None:
     for some in (each for k in range(len(operands) + 1) for each in itertools.combinations(operands, k)):
         for numbers in itertools.product(*(table.numbers(i) for i in some)):
             chosen = dict(zip(some, numbers, strict=True))
-            given = tuple(chosen.get(i) for i in range(count))
-            if all(table.finite(group, given) for group in padded.groups):
-                return given
+            filling = tuple(chosen.get(i) for i in range(count))
+            if all(table.finite(group, filling) for group in padded.groups):
+                return filling
     return None
 
 
@@ -147,16 +147,16 @@ class _Table:
         Numbers of other operands count only if some padding would do: one device also divides by their zeros.
         """
         dims = sorted(group)
-        possible, here = self.good, self.good
+        possible, filled = self.good, self.good
         for i in dims:
             possible = possible.any(i, keepdim=True)
             if (number := holds[i]) is None:
-                here = here.all(i, keepdim=True)
+                filled = filled.all(i, keepdim=True)
             elif number in self.domains[i]:
-                here = here.select(i, self.domains[i].index(number)).unsqueeze(i)
+                filled = filled.select(i, self.domains[i].index(number)).unsqueeze(i)
             else:
                 return False
-        return bool((here | ~possible).all())
+        return bool((filled | ~possible).all())
 
 
 _TABLES: dict[Any, _Table | None] = {}
@@ -312,18 +312,18 @@ def _good(run: Run, call: Call, tensors: list[Tensor]) -> Tensor | None:
     """Return whether results and gradients are finite (per element if elementwise); None if it raises."""
     leaves = [x.clone().requires_grad_(v.requires_grad) for x, v in zip(tensors, call.operands, strict=True)]
     try:
-        made = run(leaves)
+        output = run(leaves)
     except _RAISED:
         return None
-    results = [y for y in (made if isinstance(made, tuple | list) else [made]) if isinstance(y, Tensor)]
+    results = [y for y in (output if isinstance(output, tuple | list) else [output]) if isinstance(y, Tensor)]
     each = [y.detach() for y in results]
-    wanted, ends = [x for x in leaves if x.requires_grad], [y for y in results if y.requires_grad]
-    if wanted and ends:
+    inputs, ends = [x for x in leaves if x.requires_grad], [y for y in results if y.requires_grad]
+    if inputs and ends:
         with suppress(*_RAISED):  # it has no backward for one of them
-            grads = torch.autograd.grad(ends, wanted, [torch.ones_like(y) for y in ends], allow_unused=True)
+            grads = torch.autograd.grad(ends, inputs, [torch.ones_like(y) for y in ends], allow_unused=True)
             each += [g for g in grads if g is not None]
     flags = [torch.isfinite(x) for x in each if x.dtype.is_floating_point or x.dtype.is_complex]
     if not flags:
         return torch.ones(each[0].shape if each else (), dtype=torch.bool)
-    alike = len({f.shape for f in flags}) == 1
-    return torch.stack(flags).all(0) if alike else torch.stack([f.all() for f in flags]).all()
+    same_shape = len({f.shape for f in flags}) == 1
+    return torch.stack(flags).all(0) if same_shape else torch.stack([f.all() for f in flags]).all()

@@ -127,11 +127,11 @@ def _expand(operand: Operand, ndim: int, lead: int) -> Operand:
         if len(operand) != ndim:
             raise ValueError(f"{len(operand)} dims in the rule, {ndim} in the tensor")
         return operand
-    own = ndim - len(operand) + 1
-    if own < 0:
+    count = ndim - len(operand) + 1
+    if count < 0:
         raise ValueError(f"{len(operand) - 1} dims in the rule, {ndim} in the tensor")
     # right-aligned, so that operands with fewer leading dims broadcast
-    return (*((f"e{lead - own + i}",) for i in range(own)), *operand[1:])
+    return (*((f"e{lead - count + i}",) for i in range(count)), *operand[1:])
 
 
 @lru_cache(maxsize=4096)
