@@ -124,17 +124,17 @@ def _score(graph: fx.Graph) -> dict[str, fx.Node]:
     (nll,) = losses
     _, target, *ignore = nll.args
     assert isinstance(target, fx.Node)
-    each, shape = value_of(nll), _unflattened(target)
+    per_target, shape = value_of(nll), _unflattened(target)
     with graph.inserting_before(graph.output_node()):
-        score = _node(graph, aten.neg.default, (nll,), SCORE, each, nll)
-        wide = replace(each, dtype=torch.float64)
+        score = _node(graph, aten.neg.default, (nll,), SCORE, per_target, nll)
+        wide = replace(per_target, dtype=torch.float64)
         summed = _node(graph, aten._to_copy.default, (score,), "score_wide", wide, nll, dtype=wide.dtype)
         summed = _node(graph, aten.sum.default, (summed,), "score_sum", replace(wide, shape=()), nll)
         counted = Value(value_of(target).shape, torch.bool)
         count = _node(graph, aten.ne.Scalar, (target, *(ignore or (-100,))), "scored", counted, nll)
         count = _node(graph, aten.sum.default, (count,), "score_count", Value((), torch.int64), nll)
-        if shape != each.shape:
-            rows = replace(each, shape=shape)
+        if shape != per_target.shape:
+            rows = replace(per_target, shape=shape)
             score = _node(graph, aten.reshape.default, (score, list(shape)), "score_rows", rows, nll)
     return {SCORE: score, MEAN_SCORE: summed, SCORED: count}
 

@@ -114,13 +114,13 @@ def _type_gradients(program: Program, before: Mapping[fx.Node, _Before]) -> None
         was = before.get(node)
         if was is None:
             reached = carries_gradient(node.target, node.args, node.kwargs)
-            each = [reached] * len(values_of(node))
+            carries = [reached] * len(values_of(node))
         elif was.operands:
             reached = any(map(requires_grad, operands_of(node)))
-            each = [reached and x for x in was.results]
+            carries = [reached and x for x in was.results]
         else:
-            each = [carries_gradient(node.target, node.args, node.kwargs)] * len(was.results)
-        flags = iter(each)
+            carries = [carries_gradient(node.target, node.args, node.kwargs)] * len(was.results)
+        flags = iter(carries)
 
         def put(v: Any, flags: Any = flags) -> Any:
             floating = v.dtype.is_floating_point or v.dtype.is_complex

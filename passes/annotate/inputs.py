@@ -130,8 +130,8 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
             nodes[x.name].meta["cause"] = {a: f"{_axis_place(spec, a)} batch dim {dim} of {name!r}" for a in axes}
     disagree = disagreements(spec, program)
     for (fault, place, fix), group in wrong.items():
-        for each in (disagree[name] for name in group if name in disagree):
-            fault, fix = f"{fault}: {each.what}", each.fix
+        for error in (disagree[name] for name in group if name in disagree):
+            fault, fix = f"{fault}: {error.what}", error.fix
         errors.add(f"input {', '.join(map(repr, group))}: {fault}", where=place, fix=fix)
     by_name = {x.name: name for x, name in zip(program.inputs, names, strict=True)}
     for placeholder, why in split_sequence(spec, program, mesh, by_name, layouts, errors).items():

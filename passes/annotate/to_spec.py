@@ -45,9 +45,9 @@ def entries(program: Program, splits: Mapping[str, Shard], axis: str, named: Ite
     for entry in _units(free, splits, nodes, says):
         groups.setdefault((of_every_layer(entry.name), entry.style, entry.shard), []).append(entry)
     patterns: list[tuple[str, Style | None, Shard | None]] = []
-    for (pattern, style, shard), some in groups.items():
-        inner = dict.fromkeys(of_every_outer_layer(e.name) for e in some)  # Sequentials of layers: "blocks.*.0"
-        for way in ([pattern], inner, [e.name for e in some]):
+    for (pattern, style, shard), members in groups.items():
+        inner = dict.fromkeys(of_every_outer_layer(e.name) for e in members)  # Sequentials of layers: "blocks.*.0"
+        for way in ([pattern], inner, [e.name for e in members]):
             if all(_means(w, style, shard, p, splits.get(p.name), nodes[p.name], says) for w in way for p in free):
                 patterns += [(w, style, shard) for w in way]
                 break

@@ -217,8 +217,8 @@ class _Writer:
         k = self._times(_column(numbers), to.shape[0]) if numbers is not None else 0
         if k and value_of(rows).shape[1:] == to.shape[1:]:
             value = replace(value_of(rows), shape=(to.shape[0], k, *to.shape[1:]))
-            each = self._put(aten.reshape.default, (rows, list(value.shape)), value)
-            total = self._put(aten.sum.dim_IntList, (each, [1]), replace(value, shape=to.shape))
+            terms = self._put(aten.reshape.default, (rows, list(value.shape)), value)
+            total = self._put(aten.sum.dim_IntList, (terms, [1]), replace(value, shape=to.shape))
             node.replace_all_uses_with(self._put(aten.add.Tensor, (base, total), to))
 
     def _times(self, index: Tensor | None, rows: int) -> int:

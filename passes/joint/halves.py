@@ -61,8 +61,8 @@ def _untape_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> N
             own = tuple(x if k in wanted else None for k, x in enumerate(before))
             line.args = (*line.args[:2], own, *line.args[3:])
             line.kwargs = {**line.kwargs, "only": wanted, **({"keep": True} if line is n else {})}
-            made: Any = line.meta["value"]
-            line.meta["value"] = tuple(v if k in wanted else None for k, v in enumerate(made))
+            values: Any = line.meta["value"]
+            line.meta["value"] = tuple(v if k in wanted else None for k, v in enumerate(values))
 
 
 def halves_of(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> list[fx.Graph]:

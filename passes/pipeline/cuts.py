@@ -139,8 +139,8 @@ def positions(
     whole, starts = Ops.of(main, mesh, spec.batch.microbatches).joined()
     if running is not None:
         position = {op: i for i, op in enumerate(main)}
-        each = [homes(op, position, running) for op in main]
-        joined = [set[int]().union(*each[a:b]) for a, b in pairwise([*starts, len(main)])]
+        per_op = [homes(op, position, running) for op in main]
+        joined = [set[int]().union(*per_op[a:b]) for a, b in pairwise([*starts, len(main)])]
         if (begins := _beside(whole, n, joined)) is not None:
             return [starts[start] for start in begins]
     return [starts[start] for start in even(whole, n)]
@@ -195,29 +195,29 @@ def layers(main: Sequence[fx.Node]) -> dict[str, list[tuple[str, int]]]:
         if layer := layer_of(source_of(n).module):
             name, number = layer
             starts.setdefault(name, {}).setdefault(f"{name}.{number}" if name else number, position)
-    return {name: sorted(each.items(), key=lambda item: item[1]) for name, each in starts.items()}
+    return {name: sorted(begins.items(), key=lambda item: item[1]) for name, begins in starts.items()}
 
 
 def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list[int]:
-    lists_of_layers = {name: each for name, each in layers(main).items() if len(each) > 1}
+    lists_of_layers = {name: items for name, items in layers(main).items() if len(items) > 1}
     lists = {
         ", ".join(lists_of_layers): sorted(
-            (layer for each in lists_of_layers.values() for layer in each), key=lambda item: item[1]
+            (layer for items in lists_of_layers.values() for layer in items), key=lambda item: item[1]
         )
     } | lists_of_layers
-    fitting = {name: each for name, each in lists.items() if len(each) == sum(counts)}
+    fitting = {name: items for name, items in lists.items() if len(items) == sum(counts)}
     if len(fitting) != 1:
         has = (
-            ", ".join(f"{name or 'the model'} ({len(each)})" for name, each in lists_of_layers.items())
+            ", ".join(f"{name or 'the model'} ({len(items)})" for name, items in lists_of_layers.items())
             or "no lists of layers"
         )
         fault = f"balance counts {sum(counts)} layers, and the model has {has}"
         many = len(lists[", ".join(lists_of_layers)])
         fix = f"make the counts add up to {many}" if many else "write stages: N, or cut: [modules]"
         raise ShardcError(fault, where=spec.where(("pipeline", "balance")), fix=fix)
-    (each,) = fitting.values()
+    (items,) = fitting.values()
     starts = list(accumulate(counts))[:-1]
-    return [each[i][1] for i in starts]
+    return [items[i][1] for i in starts]
 
 
 # --- by cost ----------------------------------------------------------------------------------------------------------

@@ -398,8 +398,8 @@ class Axis:
         choices = self.choices[node]
         if strategy.kind == softmax.PARTS:  # the largest element and the sum, of each softmax
             v = choices.call.operands[0]
-            each = self.size(operands[0]) / softmax.elements(choices.call)
-            return 2 * self.prices.transfer(v, PARTIAL, REPLICATE, each)
+            nbytes = self.size(operands[0]) / softmax.elements(choices.call)
+            return 2 * self.prices.transfer(v, PARTIAL, REPLICATE, nbytes)
         if strategy.kind == reduce_parts.PARTS:  # one number of each rank, or two, per number of the result
             return 2 * self.prices.transfer(choices.call.results[0], PARTIAL, REPLICATE, self.size((node, 0)))
         if strategy.kind in ("replicate", "partial_grad", "partial"):

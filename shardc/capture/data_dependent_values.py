@@ -280,14 +280,14 @@ def ctc_loss(
     batched = log_probs.dim() == 3
     x = log_probs if batched else log_probs.unsqueeze(1)
     ins, outs = (torch.as_tensor(ls, dtype=torch.int64).reshape(-1) for ls in (input_lengths, target_lengths))
-    each: Tensor = torch.ops.shardc.ctc_loss.default(
+    losses: Tensor = torch.ops.shardc.ctc_loss.default(
         x, targets if batched else targets.reshape(1, -1), ins, outs, blank, zero_infinity
     )
     if zero_infinity:
-        each = torch.where(each == torch.inf, 0.0, each)
+        losses = torch.where(losses == torch.inf, 0.0, losses)
     if reduction == 1:
-        return (each / outs.clamp(min=1).to(each.dtype)).mean()
-    return each.sum() if reduction == 2 else each if batched else each.squeeze(0)
+        return (losses / outs.clamp(min=1).to(losses.dtype)).mean()
+    return losses.sum() if reduction == 2 else losses if batched else losses.squeeze(0)
 
 
 #: Ops that only check values.

@@ -72,7 +72,7 @@ class _Layer:
     def tensors(self) -> list[Tensor]:
         """Return parameters and buffers, in order; one that has several names occurs several times."""
         tables = (_attributes(m)[h] for m in self.modules for h in ("_parameters", "_buffers"))
-        return [x for each in tables for x in dict.values(each) if x is not None]
+        return [x for table in tables for x in dict.values(table) if x is not None]
 
 
 def _attributes(m: nn.Module) -> dict[str, Any]:
@@ -277,9 +277,9 @@ class Folding:
     def _copy(self, first: _First, layer: _Layer, operands: list[Tensor]) -> Any:
         self.calls.append(Copied(first.layer.path, layer.path))
         others, first.copied = [] if first.copied else first.operands, True
-        each = iter(traced_call(EQUAL_LAYER, (len(self.calls) - 1, operands, others, first.made), first.made))
+        outputs = iter(traced_call(EQUAL_LAYER, (len(self.calls) - 1, operands, others, first.made), first.made))
         results = [
-            (operands[i] if i >= 0 else next(each)) if isinstance(x, Tensor) else x
+            (operands[i] if i >= 0 else next(outputs)) if isinstance(x, Tensor) else x
             for x, i in zip(first.results, first.at, strict=True)
         ]
         for i, name in first.touched:  # so that later changes of this layer's attributes are detected, too
@@ -317,8 +317,8 @@ def _held(x: Any) -> dict[str, Any]:
 def _elsewhere(layer: _Layer, touched: Mapping[tuple[int, str], Any]) -> list[tuple[Any, str, Any]]:
     """Return attributes that were read outside the layer: owner, name, and contents."""
     inside = {identity(m) for m in layer.modules}
-    each = ((x, name, _held(x)) for (number, name), x in touched.items() if number not in inside)
-    return [(x, name, _contents(attributes[name])) for x, name, attributes in each if name in attributes]
+    reads = ((x, name, _held(x)) for (number, name), x in touched.items() if number not in inside)
+    return [(x, name, _contents(attributes[name])) for x, name, attributes in reads if name in attributes]
 
 
 def _is_made_here(n: fx.Node) -> bool:

@@ -100,10 +100,10 @@ def lift(
             env[placeholder] = constants[key]
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             env[exported_nodes[spec.arg.name]] = by_fqn[str(spec.target).removeprefix("model.")]
-    each = iter(zip(leaves.paths, leaves.tensors, strict=True))
+    pairs = iter(zip(leaves.paths, leaves.tensors, strict=True))
     for spec in specs:
         if spec.kind == InputKind.USER_INPUT:
-            path, x = next(each)
+            path, x = next(pairs)
             named = path if path and isinstance(path[0], str) else ("input", *path)
             node = place("_".join(map(str, named)), values.of_tensor(x))
             inputs.append(Input(node.name, path, tuple(x.shape), x.dtype))

@@ -70,7 +70,7 @@ def check_hooks(model: nn.Module) -> None:
             )
     for name, p in model.named_parameters():
         tables = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)
-        if hooks := [hook for each in tables if each for hook in each.values()]:
+        if hooks := [hook for table in tables if table for hook in table.values()]:
             errors.add(
                 "the parameter has a gradient hook, which a captured graph cannot keep",
                 where=_at(name, hooks),

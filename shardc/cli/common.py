@@ -75,9 +75,9 @@ def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
 def _end(error: ShardcError, show_json: Show | None) -> NoReturn:
     """Print an error, unless another rank prints the same, and end the process."""
     quiet = isinstance(error, FirstFailedError)  # the first process of this machine says it
-    told = for_this_rank(error.text(), alone=not quiet)
-    print_error(told)
-    if show_json is not None and told:
+    text = for_this_rank(error.text(), alone=not quiet)
+    print_error(text)
+    if show_json is not None and text:
         show_json(json.dumps({"errors": error.to_json()}))
     raise typer.Exit(2) from None
 

@@ -41,20 +41,20 @@ def command(
     """Generate: continue texts with the model's tokens, greedily or drawn, the same on every mesh."""
     from shardc.spec import Run
 
-    with ranks(dataclasses.replace(named, forward=True), nproc, weights) as here:
+    with ranks(dataclasses.replace(named, forward=True), nproc, weights) as all_ranks:
         words = Words(named.model)
         prompts = words.prompts(prompt or [], ids or [])
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
         options |= {"top_k": top_k, "top_p": top_p, "stop": words.stop(stop)}
         _check(options)
-        here.program()
-        job = here.job(Run(seed=seed), prompts=prompts, generate=options)
-        here.start(job)
-        if (output := here.result(job)) is not None:
+        all_ranks.program()
+        job = all_ranks.job(Run(seed=seed), prompts=prompts, generate=options)
+        all_ranks.start(job)
+        if (output := all_ranks.result(job)) is not None:
             output["texts"] = words.texts(prompts, output["tokens"])
             new = sum(map(len, output["tokens"]))
             text = "\n".join([*output["texts"], f"{new} tokens in {output['seconds']:.1f} s, compilation included"])
-            here.show(json.dumps(output) if named.as_json else text)
+            all_ranks.show(json.dumps(output) if named.as_json else text)
 
 
 def _check(options: dict[str, Any]) -> None:

@@ -164,9 +164,9 @@ def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:
 
 
 def _cost(program: Program, device: str | None, *, quiet: bool) -> Cost:
-    with common.progress("running a step without data", quiet=quiet) as told:
+    with common.progress("running a step without data", quiet=quiet) as report:
         return program.cost(
-            device, on=lambda rank, done, total: told(f"running a step of {rank} without data", done, total)
+            device, on=lambda rank, done, total: report(f"running a step of {rank} without data", done, total)
         )
 
 

@@ -80,10 +80,10 @@ def command(
         if is_artifact(model):
             fix = "name a model file; `shardc inspect DIR --memory` prices a compiled one"
             raise ShardcError("a compiled DIR already has its spec", where=model, fix=fix)
-        with progress(PREPARING[0], quiet=as_json) as told:
+        with progress(PREPARING[0], quiet=as_json) as report:
 
             def on(subject: str, done: int, total: int) -> None:
-                told(subject if subject in PREPARING else f"pricing {subject}", done, total)
+                report(subject if subject in PREPARING else f"pricing {subject}", done, total)
 
             from shardc.plan import planned
             from shardc.plan.planner import HEADROOM

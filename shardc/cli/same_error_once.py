@@ -71,9 +71,9 @@ def _told(text: str, rank: int, world: int) -> str:
     )
     store.set(_key(rank), text)
     if rank:
-        told = json.loads(store.get(_DONE))
+        ranks = json.loads(store.get(_DONE))
         store.add(_READ, 1)
-        return "" if rank in told else text
+        return "" if rank in ranks else text
     texts = {0: text, **_collected(store, world)}
     store.set(_DONE, json.dumps(list(texts)))
     _wait(lambda: store.add(_READ, 0) >= len(texts) - 1, 1.0)

@@ -308,9 +308,9 @@ class _Run(Run):
     def _sort(self, action: Action) -> None:
         """After an action: what is not freed by now is kept for a purpose, which becomes its kind."""
         ledger = self.on.ledger
-        passing: list[Tensor] = [x for each in self.inbox.values() for x in each.values()]
-        passing += [x for each in self.grads.values() for x in each.values()]
-        passing += [x for each in self.outbox.values() for x in each]
+        passing: list[Tensor] = [x for box in self.inbox.values() for x in box.values()]
+        passing += [x for box in self.grads.values() for x in box.values()]
+        passing += [x for box in self.outbox.values() for x in box]
         passing += [x for posted in self.posted.values() for _, into, _ in posted for x in into.values()]
         ledger.mark(self.on.rng.tensors(), "buffers")  # of the next steps too
         ledger.mark((x for copies in self.weight_copies.values() for x in copies.values()), "parameters")

@@ -110,7 +110,7 @@ class Cost:
 
     def spans(self) -> list[list[Span]]:
         """When every collective of a step runs, behind what, and how long it is waited for; of each rank of `ranks`."""
-        return [each.spans for each in self.streams()]
+        return [streams.spans for streams in self.streams()]
 
     def streams(self) -> list[Streams]:
         """When each rank of `ranks` computes, and when its collectives run, by the clock of that rank."""
@@ -216,7 +216,7 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
         transfer[e.source, e.target] = collective_seconds(
             device, "send_recv", float(sum(v.nbytes(program.mesh) for v in e.values)), pair
         )
-    pairs = {stages: sorted(each)[len(each) // 2] for stages, each in of_pair.items()}
+    pairs = {stages: sorted(times)[len(times) // 2] for stages, times in of_pair.items()}
     timeline = schedules.timeline(schedule, _costs(of_action, schedule, transfer, pairs, begin), program.edges)
     seconds = timeline.end + max(ends)
     return Cost(device, tuple(ranks), seconds, timeline.bubble(), program, tuple(dry_runs), timeline)

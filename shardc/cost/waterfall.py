@@ -96,8 +96,8 @@ def measured(run: RunLog, cost: Cost, at: int) -> dict[str, float]:
     spent: defaultdict[str, float] = defaultdict(float)
     for step in steps:
         for x in step.ops:
-            each = lines_of(cost.device, x.op, x.seconds / x.count, updating=x.part == "update")
-            for name, seconds in each.items():
+            lines = lines_of(cost.device, x.op, x.seconds / x.count, updating=x.part == "update")
+            for name, seconds in lines.items():
                 spent[name] += seconds * x.count / len(steps)
     waited = run.waited if at == 0 else _waited(steps)
     for axes, seconds in waited.items():

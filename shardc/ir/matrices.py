@@ -65,8 +65,8 @@ def matrices_of(p: Param, cuts: Sequence[Cut] = ()) -> tuple[Matrix, ...]:
     parts = [_stretches(at[d].sizes) if d in at else [(0, n)] for d, n in enumerate(p.shape)]
     kept = [d for d in range(len(p.shape)) if d not in at or not at[d].alone]
     matrices = []
-    for numbers in itertools.product(*(range(len(each)) for each in parts)):
-        box = [each[i] for each, i in zip(parts, numbers, strict=True)]
+    for numbers in itertools.product(*(range(len(stretches)) for stretches in parts)):
+        box = [stretches[i] for stretches, i in zip(parts, numbers, strict=True)]
         size = tuple(n for _, n in box)
         behind = [numbers[d] for d in sorted(at) if d >= ahead]
         name = p.members[numbers[0]] if p.members else p.fqn

@@ -151,10 +151,10 @@ def _of_buckets(program: Program, at: int | None) -> Iterator[Sent]:
 def _of_step(program: Program, at: int | None, moved: Sequence[int] | None) -> Iterator[Sent]:
     """Values beside the loss, the loss, buffers, and matrices of the optimizer."""
     rank_of, stages = _placement(program), program.mesh.size(program.axis) if program.axis else 1
-    each = stages if at is None else 1
+    count = stages if at is None else 1
     if axes := sum_axes(program.outputs, program.mesh, program.axis):
         nbytes = 8 * sum(math.prod(o.shape) for o in summed(program.outputs, program.axis))
-        yield Sent(axes, "all_reduce", "forward", "outputs beside the loss", nbytes, each)
+        yield Sent(axes, "all_reduce", "forward", "outputs beside the loss", nbytes, count)
     for o in program.outputs if program.axis else ():
         if not o.small:
             nbytes = Value(o.shape, o.dtype, False, o.layout).nbytes(program.mesh)
@@ -163,7 +163,7 @@ def _of_step(program: Program, at: int | None, moved: Sequence[int] | None) -> I
             yield Sent((program.axis,), "send_recv", "forward", cause, nbytes, len(receivers))
     loss = loss_value(program)
     if loss is not None and (axes := loss_axes(program)):
-        yield Sent(axes, "all_reduce", "forward", "the loss, to every rank", loss.dtype.itemsize, each)
+        yield Sent(axes, "all_reduce", "forward", "the loss, to every rank", loss.dtype.itemsize, count)
     if stages > 1:
         for x in program.buffers:
             receivers = [to for to in program.broadcast_of(x)[1] if at in (None, to)]
@@ -189,7 +189,7 @@ def host_rows(cost: Cost) -> list[Row]:
     for r in (s.record for of_rank in cost.spans() for s in of_rank if s.record.axes == HOST_LINK):
         sizes[r.direction, r.kind, cause_of(r)].append(r.bytes)
     axes = "+".join(HOST_LINK)
-    rows = [Row(axes, kind, way, cause, len(each), sum(each)) for (way, kind, cause), each in sizes.items()]
+    rows = [Row(axes, kind, way, cause, len(nbytes), sum(nbytes)) for (way, kind, cause), nbytes in sizes.items()]
     return sorted(rows, key=lambda r: r.direction != "forward")
 
 
@@ -267,14 +267,14 @@ def comm_table(program: Program, cost: Cost | None = None) -> str:
     for r in rows:
         t = times.get((r.axes, r.direction, r.kind, r.cause))
         cells = [seconds(t.seconds), seconds(t.exposed), t.behind] if t is not None else [""] * 3
-        each = [r.axes, r.direction, r.kind, str(r.count), size(r.bytes)]
-        lines.append([*each, *(cells if cost is not None else []), r.cause])
+        row = [r.axes, r.direction, r.kind, str(r.count), size(r.bytes)]
+        lines.append([*row, *(cells if cost is not None else []), r.cause])
     for axes in dict.fromkeys(r.axes for r in rows):
         same = [r for r in rows if r.axes == axes]
         of_axes = [t for key, t in times.items() if key[0] == axes]
         cells = [seconds(sum(t.seconds for t in of_axes)), seconds(sum(t.exposed for t in of_axes)), ""]
-        each = [axes, "", "in all", str(sum(r.count for r in same)), size(sum(r.bytes for r in same))]
-        lines.append([*each, *(cells if cost is not None else []), ""])
+        row = [axes, "", "in all", str(sum(r.count for r in same)), size(sum(r.bytes for r in same))]
+        lines.append([*row, *(cells if cost is not None else []), ""])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]
     text = []
     for line in lines:

@@ -15,11 +15,11 @@ SHOWN = 8
 
 def waterfall_table(cost: Cost) -> str:
     """The lines of a step, of each rank that differs, slowest last."""
-    each = [predicted(cost, at) for at in range(len(cost.ranks))]
-    names = list({name: None for lines in each for name in lines})
+    places = [predicted(cost, at) for at in range(len(cost.ranks))]
+    names = list({name: None for lines in places for name in lines})
     head = ["", *(f"rank {r.rank}" if len(cost.ranks) > 1 else "each rank" for r in cost.ranks)]
-    rows = [[name, *(_short(lines.get(name, 0.0)) for lines in each)] for name in names]
-    rows.append(["step", *(_short(sum(lines.values())) for lines in each)])
+    rows = [[name, *(_short(lines.get(name, 0.0)) for lines in places)] for name in names]
+    rows.append(["step", *(_short(sum(lines.values())) for lines in places)])
     return "\n".join([f"on {cost.device.name}: {cost.step_words}, by what its seconds go to", *_aligned([head, *rows])])
 
 

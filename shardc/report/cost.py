@@ -52,8 +52,8 @@ def _held(cost: Cost) -> str:
 
 def _exposed(cost: Cost) -> str:
     """What a step waits for collectives of, by axis; "" if for nothing."""
-    each = [f"{axes} {seconds(s)}" for axes, s in sorted(cost.exposed.items(), key=lambda item: -item[1]) if s > 0]
-    return f"{cost.step_words}, waits for collectives over {', '.join(each)}" if each else ""
+    texts = [f"{axes} {seconds(s)}" for axes, s in sorted(cost.exposed.items(), key=lambda item: -item[1]) if s > 0]
+    return f"{cost.step_words}, waits for collectives over {', '.join(texts)}" if texts else ""
 
 
 def peak_place(cost: Cost, m: Memory) -> str:

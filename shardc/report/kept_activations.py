@@ -36,7 +36,7 @@ class _Line:
 def table(cost: Cost) -> str:
     """Every layer once, if those after it keep the same; then what is kept outside of layers."""
     layers: dict[str, list[_Line]] = {}
-    for x in (x for each in cost.kept() for x in each):
+    for x in (x for items in cost.kept() for x in items):
         layer = layer_of(x.source.module)
         name = ".".join(filter(None, layer)) if layer else ""
         layers.setdefault(name, []).append(_line(x, name))
@@ -44,8 +44,8 @@ def table(cost: Cost) -> str:
     for name, lines in layers.items():
         groups.setdefault(tuple(lines), []).append(name)
     text = [f"kept from forward to backward, {'of a microbatch, ' if cost.program.microbatches > 1 else ''}by layer"]
-    for each, same in sorted(groups.items(), key=lambda item: not item[1][0]):
-        text += ["", _head(same, sum(x.nbytes for x in each)), *_rows(each)]
+    for items, same in sorted(groups.items(), key=lambda item: not item[1][0]):
+        text += ["", _head(same, sum(x.nbytes for x in items)), *_rows(items)]
     return "\n".join(text)
 
 

@@ -78,8 +78,8 @@ class Resharding:
         most, world = max(self.sends + self.receives), self.new.world
         if not most:
             return 0.0
-        each = most * world / (world - 1) / self.rounds  # of an all_to_all, with a rank's own part
-        return self.rounds * collective_seconds(device(on), "all_to_all", each, tuple(range(world)))
+        nbytes = most * world / (world - 1) / self.rounds  # of an all_to_all, with a rank's own part
+        return self.rounds * collective_seconds(device(on), "all_to_all", nbytes, tuple(range(world)))
 
     def __str__(self) -> str:
         more = f", and {plural(self.moments, 'tensor')} for each trained one" if self.moments else ""

@@ -137,13 +137,13 @@ def histc(call: Call) -> Signature:
     names, x = tuple((f"d{i}",) for i in range(len(call.operands[0].shape))), call.operands[0].shape
     sizes = {f"d{i}": s for i, s in enumerate(x)} | {"bins": call.results[0].shape[0]}
     ranged = call.arg(2, "min", 0) != call.arg(3, "max", 0)
-    each = frozenset(f for (f,) in names)
+    factors = frozenset(f for (f,) in names)
     return Signature(
         (names,),
         ((("bins",),),),
         sizes,
-        each if ranged else frozenset(),
-        frozenset({"bins"}) | (frozenset() if ranged else each),
+        factors if ranged else frozenset(),
+        frozenset({"bins"}) | (frozenset() if ranged else factors),
     )
 
 

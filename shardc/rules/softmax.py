@@ -102,10 +102,10 @@ def local_softmax(call: LocalCall) -> fx.Node:
             value=whole,
             collective=Collective("none", "all_reduce", axes, size, "softmax over a split dim: the normaliser"),
         )
-    each = Value(x.shape, dtype, grad, layout)
-    y = call.emit(aten.sub.Tensor, (call.args[0], lse), {}, value=each)
+    typed = Value(x.shape, dtype, grad, layout)
+    y = call.emit(aten.sub.Tensor, (call.args[0], lse), {}, value=typed)
     if "log" not in str(call.call.target):
-        y = call.emit(aten.exp.default, (y,), {}, value=each)
+        y = call.emit(aten.exp.default, (y,), {}, value=typed)
     return _cast(call, y, dtype)
 
 

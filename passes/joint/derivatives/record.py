@@ -179,8 +179,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add_several(self, func: Any, args: Any, kwargs: Any, out: Sequence[Any]) -> None:
         number = len(self.lines)
-        each = tuple(Type.of(x) if isinstance(x, Tensor) else None for x in out)
-        self.lines.append(Line(number, func, args, kwargs, each))
+        types = tuple(Type.of(x) if isinstance(x, Tensor) else None for x in out)
+        self.lines.append(Line(number, func, args, kwargs, types))
         for k, x in enumerate(out):
             if isinstance(x, Tensor):
                 self._add(operator.getitem, (Ref("t", number), k), (), x)

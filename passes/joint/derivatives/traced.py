@@ -114,8 +114,8 @@ def _tidied(lines: list[Line], grads: tuple[Ref | None, ...], ask: Ask) -> tuple
     by_number: dict[int, Line] = {line.number: line for line in lines}
     same: dict[Ref, Ref] = {}
     kept: list[Line] = []
-    for each in lines:
-        line = _renamed(each, same)
+    for old in lines:
+        line = _renamed(old, same)
         by_number[line.number] = line
         kept.append(line)
         if line.target not in (aten.t.default, aten.reshape.default):

@@ -114,8 +114,8 @@ class _Writer:
             if first.adds:
                 result = self._call(aten.add.Tensor, base, result)
             else:
-                some = self._call(aten.any.dim, self._call(aten.ge.Scalar, index, 0), -1)
-                result = self._call(aten.where.self, self._shaped(some, *shape[:-1], 1), result, base)
+                routed = self._call(aten.any.dim, self._call(aten.ge.Scalar, index, 0), -1)
+                result = self._call(aten.where.self, self._shaped(routed, *shape[:-1], 1), result, base)
         last.replace_all_uses_with(result)
 
     # --- the expert
@@ -190,8 +190,8 @@ class _Writer:
             t = numel_of(x) // shape_of(x)[-1]
             k = max(n // t, 1)
             ways = (torch.arange(n).view(t, k), torch.arange(n).view(k, t).t()) if n == k * t else ()
-            each = torch.arange(t)[:, None].expand(t, k)
-            fits = next((o for o in ways if torch.equal(to[o], each)), None) if _equal(rows, to) else None
+            row_numbers = torch.arange(t)[:, None].expand(t, k)
+            fits = next((o for o in ways if torch.equal(to[o], row_numbers)), None) if _equal(rows, to) else None
             if fits is None:
                 raise _StaysLoop("rows are not added to the tokens that they are made of")
             order = fits
@@ -291,16 +291,16 @@ class _Trial:
         """Return the leaf that contains, in this order of the masks' rows, the number of the true mask."""
         n = order.numel()
         for leaf in (m for m in self._numbers(n) if numel_of(m) == n):
-            each = zip(self.known, self.chosen, strict=True)
-            if all(torch.equal(self._chosen_by(leaf, k, n)[..., 0], c[:, order.reshape(-1)]) for k, c in each):
+            pairs = zip(self.known, self.chosen, strict=True)
+            if all(torch.equal(self._chosen_by(leaf, k, n)[..., 0], c[:, order.reshape(-1)]) for k, c in pairs):
                 return leaf
         return None
 
     def covering(self, n: int) -> fx.Node | None:
         """Return numbers of experts [n, k], without repeats, that include all whose mask is true."""
         for leaf in self._numbers(n):
-            each = zip(self.known, self.chosen, strict=True)
-            more = any(bool((c & ~self._chosen_by(leaf, k, n).any(-1)).any()) for k, c in each)
+            pairs = zip(self.known, self.chosen, strict=True)
+            more = any(bool((c & ~self._chosen_by(leaf, k, n).any(-1)).any()) for k, c in pairs)
             if not more and unrepeated(leaf) and shape_of(leaf)[-1] == numel_of(leaf) // n:
                 return leaf
         return None

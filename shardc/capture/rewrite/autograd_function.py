@@ -147,8 +147,8 @@ def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[S
     side += [
         SideTerm((c.detach() * x).sum(), nodes) for x, c in zip(call.tensors, constants, strict=True) if c is not None
     ]
-    each = iter(results)
-    return pytree.tree_map(lambda y: next(each) if isinstance(y, Tensor) else y, study.outputs)
+    values = iter(results)
+    return pytree.tree_map(lambda y: next(values) if isinstance(y, Tensor) else y, study.outputs)
 
 
 def _with_gradient(y: Tensor, path: Tensor | None, missing: Sequence[Tensor]) -> Tensor:
@@ -194,8 +194,8 @@ def _taken_apart(
         def backward(ctx: Any, *gradients: Any) -> Any:
             as_given(ctx)
             grads = cls.backward(ctx, *gradients)
-            each = grads if isinstance(grads, tuple) else (grads,)
-            triples = zip(each, args, tensors, strict=True)
+            grad_tuple = grads if isinstance(grads, tuple) else (grads,)
+            triples = zip(grad_tuple, args, tensors, strict=True)
             return tuple(x for g, a, flat in triples for x in ([g] if flat[0] is a else [None] * len(flat)))
 
     Apart.__name__ = cls.__name__
@@ -326,8 +326,8 @@ class _Call:
                 if pairs
                 else ()
             )
-        each = iter(paths_back)
-        paths = [next(each, None) if s else None for s in smooth]
+        remaining = iter(paths_back)
+        paths = [next(remaining, None) if s else None for s in smooth]
         return ys, paths, [None if g is None else g.detach() for g in grads]
 
     def is_derivative(self) -> bool:
@@ -371,8 +371,8 @@ class _Call:
             if pairs
             else ()
         )
-        each = iter(grads)
-        return written, [next(each, None) if x.requires_grad else None for x in leaves]
+        remaining = iter(grads)
+        return written, [next(remaining, None) if x.requires_grad else None for x in leaves]
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

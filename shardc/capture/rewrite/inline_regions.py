@@ -93,10 +93,10 @@ def _region(
         return x
 
     env: dict[fx.Node, Any] = {}
-    each = iter(operands)
+    remaining = iter(operands)
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            env[node] = crossing(next(each), inner)
+            env[node] = crossing(next(remaining), inner)
         elif node.op == "get_attr":
             env[node] = node  # a nested region: looked up in its owner by name
         elif node.op == "output":

@@ -175,11 +175,11 @@ class _Backward:
                 where=source.place(node),
                 fix="compute that part without the op, or under detach()",
             )
-        each = iter([*(seeds[i] for i in sorted(seeds)), *operands])
+        inputs = iter([*(seeds[i] for i in sorted(seeds)), *operands])
         env: dict[fx.Node, Any] = {}
         for n in module.graph.nodes:
             if n.op == "placeholder":
-                env[n] = next(each)
+                env[n] = next(inputs)
             elif n.op == "output":
                 for x, g in zip(wanted, n.args[0], strict=True):
                     if g is not None:
@@ -280,12 +280,12 @@ def convolution_backward(
         of_x = aten.convolution.default(grad, w, None, stride, padding, dilation, not transposed, rest, groups)
     if wanted[1]:
         small, large = (x, grad) if transposed else (grad, x)  # w: [channels of small, channels of large / groups, ...]
-        each = zip(large.chunk(groups, 1), small.chunk(groups, 1), strict=True)
+        pairs = zip(large.chunk(groups, 1), small.chunk(groups, 1), strict=True)
         many = [
             aten.convolution.default(
                 a.transpose(0, 1), b.transpose(0, 1), None, dilation, padding, stride, False, [0] * n, 1
             )
-            for a, b in each
+            for a, b in pairs
         ]
         of_w = torch.cat([m.transpose(0, 1) for m in many])
         for d, size in enumerate(w.shape[2:], 2):  # the strides left out the rest

@@ -33,13 +33,13 @@ def ranks(named: Named, nproc: int | None, weights: Path | None) -> Iterator[Ran
     one_rank = any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
     lasting_output.install(tell=named.as_json or one_rank)  # else rank 0, which writes the lines, says it
     with reporting(named.debug, named.as_json) as show, ExitStack() as stack:
-        here = Ranks(named, nproc, weights, show, stack)
-        yield here
-    if here.joined:
+        all_ranks = Ranks(named, nproc, weights, show, stack)
+        yield all_ranks
+    if all_ranks.joined:
         from shardc.cli.ranks import worker
 
-        worker.leave(here.status)
-    raise typer.Exit(here.status)
+        worker.leave(all_ranks.status)
+    raise typer.Exit(all_ranks.status)
 
 
 class Ranks:

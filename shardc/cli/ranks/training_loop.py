@@ -268,10 +268,10 @@ class Training:
             return
         begin = time.perf_counter()
         numbers = [float(x.loss) for x in steps]
-        each = (sum(x.seconds for x in steps) + time.perf_counter() - begin) / len(steps)
+        mean = (sum(x.seconds for x in steps) + time.perf_counter() - begin) / len(steps)
         self.losses += numbers
         waited = {axes: round(s / len(steps), 6) for axes, s in self.engine.mesh.waits.take().items()}
-        *earlier, last = (self._line(x, loss, each, waited) for x, loss in zip(steps, numbers, strict=True))
+        *earlier, last = (self._line(x, loss, mean, waited) for x, loss in zip(steps, numbers, strict=True))
         if any(x.step in self.settings.breakdown for x in steps):  # slower by that
             for line in (*earlier, last):
                 line["breakdown"] = True

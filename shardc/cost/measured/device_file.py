@@ -66,11 +66,11 @@ def device(name: str | Path | Device) -> Device:
         return Device.model_validate(value)
     except ValidationError as e:
         errors = Errors()
-        for each in e.errors():
-            key = ".".join(map(str, each["loc"]))
-            close = nearest(str(each["loc"][-1]), _keys(each["loc"])) if each["type"] == "extra_forbidden" else ""
+        for detail in e.errors():
+            key = ".".join(map(str, detail["loc"]))
+            close = nearest(str(detail["loc"][-1]), _keys(detail["loc"])) if detail["type"] == "extra_forbidden" else ""
             fix = f"did you mean {close!r}? {example}" if close else example
-            errors.add(f"{key}: {each['msg'][0].lower()}{each['msg'][1:]}", where=where, fix=fix)
+            errors.add(f"{key}: {detail['msg'][0].lower()}{detail['msg'][1:]}", where=where, fix=fix)
         errors.raise_any()
         raise AssertionError from e
 
@@ -88,8 +88,8 @@ def of_spec(spec: Spec | None) -> Device:
         result = device(beside if beside.is_file() and not named.exists() else spec.device.name)
     except ShardcError as e:
         errors = Errors()
-        for each in e.errors:
-            errors.add(each.what, where=where if each.where == "device" else each.where, fix=each.fix)
+        for error in e.errors:
+            errors.add(error.what, where=where if error.where == "device" else error.where, fix=error.fix)
         errors.raise_any()
         raise
     result = result.model_copy(update={"nodes": spec.device.nodes or result.nodes})

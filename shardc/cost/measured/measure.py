@@ -147,8 +147,8 @@ def fit(samples: Sequence[Sample]) -> dict[str, Any]:
         products = [(op, s) for op, s in plain if op.flops and format_of(op.dtype) == dtype]
         large = statistics.median(op.flops for op, _ in products)
         rest = [(op.flops, max(s - launch - op.traffic * traffic, 0.1 * s)) for op, s in products if op.flops >= large]
-        (each,) = _positive_least_squares([[x] for x, _ in rest], [s for _, s in rest])
-        flops[dtype] = 1 / each
+        (per_flop,) = _positive_least_squares([[x] for x, _ in rest], [s for _, s in rest])
+        flops[dtype] = 1 / per_flop
     rates: dict[str, Any] = {"flops": flops, "bandwidth": 1 / traffic, "launch": launch}
     device = Device(name="", memory=1, kind="cpu", within=_NO_LINK, between=_NO_LINK, **rates)
     shares = [op.computed() / device.flops_per_second(op.dtype) / s for op, s in ops if op.attention]
@@ -178,16 +178,16 @@ def fit_link(samples: Sequence[Sample]) -> Link:
     unit_latency, unit_rate = Link(bandwidth=1e30, latency=1.0), Link(bandwidth=1.0, latency=0.0)
     of = [(x.of[0], float(x.of[1]), x.count) for x in samples if not isinstance(x.of, Op)]
     columns = [[seconds(*x, unit_latency), seconds(*x, unit_rate)] for x in of]
-    latency, each = _positive_least_squares(columns, [x.seconds for x in samples])
-    link = Link(bandwidth=1 / each, latency=latency)
+    latency, per_byte = _positive_least_squares(columns, [x.seconds for x in samples])
+    link = Link(bandwidth=1 / per_byte, latency=latency)
     by: defaultdict[str, list[float]] = defaultdict(list)
     for x, sample in zip(of, samples, strict=True):
         if x[1] >= 2**20:
             by[x[0]].append(seconds(*x, link) / sample.seconds)
-    reached = {kind: statistics.median(some) for kind, some in by.items()}
+    reached = {kind: statistics.median(factors) for kind, factors in by.items()}
     most = max(reached.values(), default=1.0)
     kinds = {kind: share / most for kind, share in sorted(reached.items()) if share < (1 - OWN) * most}
-    return link.model_copy(update={"bandwidth": most / each, "kinds": kinds})
+    return link.model_copy(update={"bandwidth": most / per_byte, "kinds": kinds})
 
 
 def _positive_least_squares(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -230,7 +230,7 @@ def _ops(device: torch.device, sizes: Sequence[tuple[int, int]], rounds: int) ->
                 piece()
         for x in times.measured(0).ops if turn else ():  # the first round allocates
             took[x.op._replace(of="", again=False)].append(x.seconds / x.count)
-    return [Sample(op, statistics.median(each)) for op, each in took.items() if min(each) > 0], _host(device, sizes[0])
+    return [Sample(op, statistics.median(runs)) for op, runs in took.items() if min(runs) > 0], _host(device, sizes[0])
 
 
 def _pieces(tokens: int, hidden: int, device: torch.device, dtype: torch.dtype) -> Iterator[Callable[[], None]]:
@@ -294,9 +294,9 @@ def _host(device: torch.device, size: tuple[int, int]) -> float:
     least = min(_seconds(step, device) for _ in range(ROUNDS))
     with OpTimes(device) as times:
         step()
-    each = times.measured(0).ops
-    count = sum(op.count for op in each)
-    spent = sum(op.count * op.least for op in each) if device.type == "cpu" else 0.0
+    timed = times.measured(0).ops
+    count = sum(op.count for op in timed)
+    spent = sum(op.count * op.least for op in timed) if device.type == "cpu" else 0.0
     return max(least - spent, 0.0) / count
 
 
@@ -353,7 +353,7 @@ def _links(mesh: TorchMesh, device: torch.device) -> list[Sample]:
             for kind in KINDS:
                 dist.barrier()
                 took[kind, nbytes].append(_seconds(ways[kind], device, calls))
-    return [Sample(of, min(each), count) for of, each in took.items()]
+    return [Sample(of, min(seconds), count) for of, seconds in took.items()]
 
 
 def _gathered(mesh: TorchMesh, x: Tensor) -> None:

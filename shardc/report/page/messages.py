@@ -85,8 +85,8 @@ class Messages:
         self._of_row: defaultdict[tuple[str, str, str, str], dict[int, None]] = defaultdict(dict)
         self._program, self._spec, self._params = program, spec, params
         of: defaultdict[fx.Node | int | None, list[Sent]] = defaultdict(list)
-        for each in sent(program):
-            of[each.of].append(each)
+        for message in sent(program):
+            of[message.of].append(message)
         gathers: dict[fx.Node, int] = {}  # parts of what buckets send
         for i, stage in enumerate(program.stages):
             for n in (n for n in stage.graph.nodes if "collective" in n.meta):
