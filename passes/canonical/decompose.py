@@ -129,8 +129,8 @@ def _copy(module: fx.GraphModule, operands: list[fx.Node], add: Add) -> Result:
         elif node.op == "get_attr":
             env[node] = _constant(getattr(module, node.target), add)
         elif node.op == "call_function":
-            if node.target is operator.getitem and isinstance(many := env[node.args[0]], tuple):
-                env[node] = many[node.args[1]]
+            if node.target is operator.getitem and isinstance(results := env[node.args[0]], tuple):
+                env[node] = results[node.args[1]]
             elif node.target is operator.getitem or isinstance(node.target, OpOverload):
                 if node.target is not operator.getitem and not node.users:
                     continue  # checks for errors

@@ -204,11 +204,11 @@ class _Writer:
             per_token = self._put(
                 aten.reshape.default, (x, [shape[0], 1, *rest]), replace(dtype, shape=(shape[0], 1, *rest))
             )
-            each = self._put(
+            repeated = self._put(
                 aten.expand.default, (per_token, [shape[0], k, *rest]), replace(dtype, shape=(shape[0], k, *rest))
             )
             self.plain[node] = self._put(
-                aten.reshape.default, (each, [self.n, *rest]), replace(dtype, shape=(self.n, *rest))
+                aten.reshape.default, (repeated, [self.n, *rest]), replace(dtype, shape=(self.n, *rest))
             )
 
     def _summed(self, node: fx.Node, base: fx.Node, index: Any, rows: fx.Node) -> None:

@@ -93,7 +93,7 @@ def _saved(n: fx.Node, types: Mapping[Made, Type | None], facts: Facts, rules: R
     if not any(needs) or not any(tangents) or n.target in (ops.gather_wait, ops.updated):
         return Saved(views=views)
     rule = rules.rule(n, Ask(taken, tangents, (None,) * len(taken), needs))
-    of = {kind: [r.index for r in rule.wants if r.kind == kind] for kind in ("x", "y", "t")}
-    kept = [rule.forward[i].types for i in of["t"]] if rule.forward is not None else []
+    by_kind = {kind: [r.index for r in rule.wants if r.kind == kind] for kind in ("x", "y", "t")}
+    kept = [rule.forward[i].types for i in by_kind["t"]] if rule.forward is not None else []
     nbytes = rule.own + sum(t.nbytes for t in kept if isinstance(t, Type))
-    return Saved(tuple(operands[i] for i in of["x"]), tuple(of["y"]), nbytes, views)
+    return Saved(tuple(operands[i] for i in by_kind["x"]), tuple(by_kind["y"]), nbytes, views)

@@ -122,9 +122,9 @@ class Seconds:
 
     def held(self, n: fx.Node) -> int:
         """Return the bytes that a tape holds, in an unfinished graph; 0 for other values."""
-        of: Any = n.args[0] if n.target is operator.getitem else None
-        is_result = of is not None and of.target is ops.opaque and n.meta.get("value") is None
-        return self.of(of if is_result else n).tape
+        source: Any = n.args[0] if n.target is operator.getitem else None
+        is_result = source is not None and source.target is ops.opaque and n.meta.get("value") is None
+        return self.of(source if is_result else n).tape
 
     def _of_tape(self, n: fx.Node) -> Work:
         return self._found[self._tapes[n.meta.get("tape", _name(n))]]

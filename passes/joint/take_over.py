@@ -49,6 +49,6 @@ def _nobody_elses(x: fx.Node | None) -> bool:
 
 def _fresh(n: fx.Node) -> bool:
     """Return whether an op makes new memory that nothing else has. Each of several results has its own."""
-    of: Any = n.args[0] if n.target is operator.getitem else n
-    makes = isinstance(of.target, OpOverload) and not is_view(of.target)
-    return makes and not of.meta.get("repeats") and isinstance(n.meta["value"], Value)
+    maker: Any = n.args[0] if n.target is operator.getitem else n
+    makes = isinstance(maker.target, OpOverload) and not is_view(maker.target)
+    return makes and not maker.meta.get("repeats") and isinstance(n.meta["value"], Value)

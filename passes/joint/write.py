@@ -150,8 +150,8 @@ class Writer:
 
     def _nbytes(self, made: Made) -> int:
         value: Any = made[0].meta["value"]
-        of: Value = value[made[1]] if isinstance(value, tuple) else value
-        return of.nbytes(self._program.mesh)
+        typed: Value = value[made[1]] if isinstance(value, tuple) else value
+        return typed.nbytes(self._program.mesh)
 
     # --- calls
 

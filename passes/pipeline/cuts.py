@@ -151,7 +151,7 @@ def positions(
 
 def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[int]:
     errors = Errors()
-    every = dict.fromkeys(m for n in main for m in enclosing(source_of(n).module))
+    modules = dict.fromkeys(m for n in main for m in enclosing(source_of(n).module))
     starts = []
     for i, name in enumerate(names):
         where = spec.where(("pipeline", "cut", i))
@@ -160,7 +160,7 @@ def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[i
         ]
         if not inside:
             otherwise = "name a module as model.named_modules() does; one whose ops depend on its input"
-            fix = did_you_mean(name, every, otherwise)
+            fix = did_you_mean(name, modules, otherwise)
             errors.add(f"no op of the model runs in a module {name!r}", where=where, fix=fix)
         elif inside[0] == 0:
             errors.add(
@@ -212,8 +212,8 @@ def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list
             or "no lists of layers"
         )
         fault = f"balance counts {sum(counts)} layers, and the model has {has}"
-        many = len(lists[", ".join(lists_of_layers)])
-        fix = f"make the counts add up to {many}" if many else "write stages: N, or cut: [modules]"
+        total = len(lists[", ".join(lists_of_layers)])
+        fix = f"make the counts add up to {total}" if total else "write stages: N, or cut: [modules]"
         raise ShardcError(fault, where=spec.where(("pipeline", "balance")), fix=fix)
     (items,) = fitting.values()
     starts = list(accumulate(counts))[:-1]

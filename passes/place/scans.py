@@ -71,10 +71,10 @@ def split_otherwise(axis: Axis, tokens: set[str]) -> tuple[Axis, list[str]]:
         best, lowest, taken = axis, axis.price(), None
         if sum(axis.price(set(region.nodes)) for region in regions) < _LEAST * lowest:
             continue
-        every = [dict(_ways(axis, region, inner)) for region in regions]
-        for name in every[0]:
-            if all(name in ways for ways in every):
-                ops = {node: s for ways in every for node, s in ways[name].items()}
+        per_region = [dict(_ways(axis, region, inner)) for region in regions]
+        for name in per_region[0]:
+            if all(name in ways for ways in per_region):
+                ops = {node: s for ways in per_region for node, s in ways[name].items()}
                 tried = axis.choose_with({**axis.decided, **ops})
                 if (price := tried.price()) < lowest * (1 - 1e-9):
                     best, lowest, taken = tried, price, name
@@ -183,8 +183,8 @@ def _digits(axis: Axis, operand: Key, dim: int, inner: tuple[int, ...]) -> list[
         for a, s in placed
         if a != axis.name and isinstance(p := s.outputs[i], Shard) and p.dim == dim
     ]
-    every = (max(taken),) if taken else inner
-    return [digit for digit in every if size % (digit * axis.n) == 0]
+    candidates = (max(taken),) if taken else inner
+    return [digit for digit in candidates if size % (digit * axis.n) == 0]
 
 
 def _ranks_beside(axis: Axis, tokens: set[str]) -> tuple[int, ...]:
@@ -239,11 +239,11 @@ def _reached(axis: Axis, node: fx.Node, placed: dict[Key, Placement], wanted: di
     choices, operands = axis.choices[node], axis.operands[node]
     split = [(i, p) for i, o in enumerate(operands) if isinstance(p := placed.get(o), Shard)]
     if split:
-        every = [choices.from_operand(*split[0], axis.n)]
+        strategies = [choices.from_operand(*split[0], axis.n)]
     else:
         results = range(len(choices.call.results))
-        every = [choices.from_result(i, p, axis.n) for i in results if (p := wanted.get((node, i))) is not None]
-    for s in every:
+        strategies = [choices.from_result(i, p, axis.n) for i in results if (p := wanted.get((node, i))) is not None]
+    for s in strategies:
         if s is None or any(isinstance(p, Partial) for p in s.outputs) or not axis.fits(node, s):
             continue
         if all(

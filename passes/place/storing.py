@@ -64,8 +64,8 @@ def _needs(axis: Axis, node: fx.Node, i: int = 0) -> set[Placement]:
         for u in x.users
         if u in axis.operands
     }
-    every = ((o, need) for u in users for o, need in zip(axis.operands[u], _inputs(axis, u), strict=True))
-    return {need for o, need in every if o == (node, i)}
+    reads = ((o, need) for u in users for o, need in zip(axis.operands[u], _inputs(axis, u), strict=True))
+    return {need for o, need in reads if o == (node, i)}
 
 
 def _inputs(axis: Axis, user: fx.Node) -> tuple[Placement, ...]:
@@ -105,8 +105,8 @@ def _explain(axis: Axis) -> None:
             if axis.chosen[node].kind == "pin":
                 why[axis.name] = node.meta["cause"].get(axis.name, "")
                 continue
-            every = zip(axis.operands[node], axis.chosen[node].inputs, strict=True)
-            sharded = [source for (source, _), need in every if isinstance(need, Shard | Partial)]
+            reads = zip(axis.operands[node], axis.chosen[node].inputs, strict=True)
+            sharded = [source for (source, _), need in reads if isinstance(need, Shard | Partial)]
             causes = [
                 s.meta["why"][axis.name]
                 for s in sorted(sharded, key=lambda s: s not in axis.from_parameters)

@@ -99,12 +99,12 @@ class _Graph:
         self.saved = saved
         self.again: set[fx.Node] = set()
         for n in reversed(list(self.saved)):
-            of = self.saved[n]
-            if "region" in n.meta and (n in self.again or ((of.own or of.results) and n.name not in held)):
+            record = self.saved[n]
+            if "region" in n.meta and (n in self.again or ((record.own or record.results) and n.name not in held)):
                 self.again.add(n)
                 taken = n.all_input_nodes
             else:
-                taken = list(of.operands)
+                taken = list(record.operands)
             for x in taken:  # what is not kept, and was made in a region, is made again
                 while (viewed := self._viewed(x)) is not None:
                     x = viewed
@@ -115,8 +115,8 @@ class _Graph:
         """Return the operand that a result is a part, or a view, of."""
         if x.target is operator.getitem:
             return x.all_input_nodes[0]
-        of = self.saved.get(x)
-        return of.views[0] if of is not None and len(of.views) == 1 else None
+        record = self.saved.get(x)
+        return record.views[0] if record is not None and len(record.views) == 1 else None
 
     def wants(self, node: fx.Node) -> list[Want]:
         """Ops that want a node's result, or what follows from it through views and ops that run again."""

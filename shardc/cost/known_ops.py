@@ -120,5 +120,5 @@ def _made(output: _Output, tensors: Sequence[Tensor], mode: FakeTensorMode) -> T
         return None
     if output[0] == "same":
         return tensors[output[1]]
-    _, of, shape, strides, dtype, place, device = output
-    return fake_result(shape, strides, dtype, device, mode, (tensors[of], place) if of >= 0 else None)
+    _, operand, shape, strides, dtype, place, device = output
+    return fake_result(shape, strides, dtype, device, mode, (tensors[operand], place) if operand >= 0 else None)

@@ -181,9 +181,9 @@ def compare(cost: Cost, run: RunLog) -> list[Comparison]:
         steps = [x for x in run.timed if _at(cost, x) == at]
         memory = cost.ranks[at].memory
         made = memory.peak - sum(memory.resident.values()), max(x.made for x in steps)
-        had = run.memory if cost.device.kind == "gpu" and at == 0 else {}
-        live = (memory.peak, had["memory"]) if "memory" in had else None
-        reserved = (cost.reserved, had["reserved"]) if "reserved" in had else None
+        peaks = run.memory if cost.device.kind == "gpu" and at == 0 else {}
+        live = (memory.peak, peaks["memory"]) if "memory" in peaks else None
+        reserved = (cost.reserved, peaks["reserved"]) if "reserved" in peaks else None
         comparisons.append(Comparison(cost, run, at, lines, made, live, reserved, _differences(cost.device, steps)))
     return comparisons
 
@@ -195,5 +195,5 @@ def _differences(device: Device, steps: list[MeasuredStep]) -> tuple[Difference,
         for x in step.ops:
             spent[x.part, x.op] += x.seconds / len(steps)
             count[x.part, x.op] += x.count / len(steps)
-    every = [Difference(op, part, n, spent[part, op], n * device.op_seconds(op)) for (part, op), n in count.items()]
-    return tuple(sorted(every, key=lambda x: -abs(x.measured - x.predicted)))
+    rows = [Difference(op, part, n, spent[part, op], n * device.op_seconds(op)) for (part, op), n in count.items()]
+    return tuple(sorted(rows, key=lambda x: -abs(x.measured - x.predicted)))

@@ -81,19 +81,19 @@ def inner(program: Program) -> frozenset[str]:
     """
     wide = {p.name for p in program.params if len(p.shape) - bool(p.members) > 1}
     bits = {name: 1 << i for i, name in enumerate(sorted(wide))}
-    of: dict[fx.Node, int] = {}  # a parameter, and what is made of it alone: its bit
+    bit_of: dict[fx.Node, int] = {}  # a parameter, and what is made of it alone: its bit
     taken: dict[str, list[fx.Node]] = {name: [] for name in wide}
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            of[node] = bits.get(node.name, 0)
+            bit_of[node] = bits.get(node.name, 0)
         elif len(node.all_input_nodes) == 1:  # a cast, a view
-            of[node] = of.get(node.all_input_nodes[0], 0)
+            bit_of[node] = bit_of.get(node.all_input_nodes[0], 0)
     # of each op: what it takes of them, and what all after it do (proofs leave users that are not in the graph)
     behind: dict[fx.Node, int] = {}
     for node in reversed(program.graph.nodes):
-        takes = [of.get(x, 0) for x in node.all_input_nodes] if not of.get(node) else []
-        behind[node] = functools.reduce(operator.or_, [*takes, *(behind.get(user, 0) for user in node.users)], 0)
-        for name in (n for n, bit in bits.items() if bit in takes):
+        taken_bits = [bit_of.get(x, 0) for x in node.all_input_nodes] if not bit_of.get(node) else []
+        behind[node] = functools.reduce(operator.or_, [*taken_bits, *(behind.get(user, 0) for user in node.users)], 0)
+        for name in (n for n, bit in bits.items() if bit in taken_bits):
             taken[name].append(node)
     names = set()
     for name, users in taken.items():

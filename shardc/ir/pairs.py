@@ -44,8 +44,8 @@ def role(n: fx.Node) -> str:
     """ "mesh" or "rng" of what a graph is given besides values: those of one microbatch; "" of anything else."""
     if n.name in ("mesh", "rng"):
         return n.name
-    given = n.op == "placeholder" and n.meta.get("value") is None
-    return "mesh" if given and re.fullmatch("(back|next)_+mesh", n.name) else ""
+    no_value = n.op == "placeholder" and n.meta.get("value") is None
+    return "mesh" if no_value and re.fullmatch("(back|next)_+mesh", n.name) else ""
 
 
 def shared(program: Program) -> frozenset[str]:

@@ -97,8 +97,8 @@ class Layout:
     @classmethod
     def of(cls, placements: Mapping[str, Placement], mesh: Mesh) -> Layout:
         """The layout with these placements. On an axis that is seen as several digits each of them gets its own."""
-        every = {part: p for a, placed in placements.items() for part, p in _digits(a, placed, mesh)}
-        return cls(tuple((a, every[a]) for a in mesh.names if a in every and every[a] != REPLICATE))
+        by_part = {part: p for a, placed in placements.items() for part, p in _digits(a, placed, mesh)}
+        return cls(tuple((a, by_part[a]) for a in mesh.names if a in by_part and by_part[a] != REPLICATE))
 
     def __getitem__(self, axis: str) -> Placement:
         return dict(self.items).get(axis, REPLICATE)
@@ -199,11 +199,11 @@ class Layout:
         """This rank's part as boxes, each a tuple per dim of (local start, global start,
         length). Padding is in none.
         """
-        every: list[list[tuple[int, int, int]]] = []
+        per_dim: list[list[tuple[int, int, int]]] = []
         for dim, size in enumerate(shape):
             digits = [(s, mesh.size(axis), coords[axis]) for axis, s in self.shards(dim) if mesh.size(axis) > 1]
-            every.append(runs(size, digits))
-        yield from _product(every)
+            per_dim.append(runs(size, digits))
+        yield from _product(per_dim)
 
     def __str__(self) -> str:
         return " ".join(f"{a}:{p}" for a, p in self.items)

@@ -67,8 +67,8 @@ class Repeats:
             return [self.names.get(node.name, "")]
         if source_of(node) != _NOWHERE:
             return [source_of(node).module]
-        every = [m for x in node.all_input_nodes for m in self.modules(x)]
-        return [every[node.args[1]]] if node.target is operator.getitem else every  # type: ignore[index]
+        names = [m for x in node.all_input_nodes for m in self.modules(x)]
+        return [names[node.args[1]]] if node.target is operator.getitem else names  # type: ignore[index]
 
 
 def repeats(program: Program) -> Repeats:

@@ -239,10 +239,10 @@ class Device(_Section):
             peak *= self.reaches.attention or self.reaches.flops
             return op.computed(self._left_out(op)) / (peak * share)
         if self.products is not None and op.matrices and min(op.matrices[1:]) > 1:  # a matrix by a vector has no tiles
-            many, m, n = op.matrices
+            count, m, n = op.matrices
             # a ramp takes its seconds, in which 8 bits get further
             faster = peak / self.flops_per_second("bfloat16") if op.dtype in NARROW else 1.0
-            share *= self.products.share(m, n, op.flops / (2 * many * m * n), many, faster)
+            share *= self.products.share(m, n, op.flops / (2 * count * m * n), count, faster)
             if op.dtype in ("bfloat16", "float16", *NARROW):
                 share *= self.products.unaligned.get(op.aligned, 1.0)
         return op.flops / (peak * self.reaches.flops * share)

@@ -88,8 +88,8 @@ def comm_rows(program: Program, at: int | None = None, moved: Sequence[int] | No
 
 def sent(program: Program, at: int | None = None, moved: Sequence[int] | None = None) -> Iterator[Sent]:
     """All collectives of a step, as `comm_rows` counts them: of stages, of buckets, then what else a step sends."""
-    every = chain(_of_stages(program, at), _of_buckets(program, at), _of_step(program, at, moved))
-    return (s for s in every if s.kind != "none" and s.times)
+    all_sent = chain(_of_stages(program, at), _of_buckets(program, at), _of_step(program, at, moved))
+    return (s for s in all_sent if s.kind != "none" and s.times)
 
 
 def _placement(program: Program) -> Sequence[int]:
@@ -209,18 +209,18 @@ def timed(cost: Cost) -> dict[tuple[str, str, str, str], Timed]:
     each other is not in it: `--schedule` shows who waits for whom.
     """
     cause_of = _causes(cost.program)
-    takes: defaultdict[Any, float] = defaultdict(float)
+    spent: defaultdict[Any, float] = defaultdict(float)
     exposed: defaultdict[Any, float] = defaultdict(float)
     behind: dict[Any, defaultdict[str, float]] = {}
     for span in (s for of_rank in cost.spans() for s in of_rank if s.record.kind != "send_recv"):
         r = span.record
         key = (r.axis, r.direction, r.kind, cause_of(r))
-        takes[key] += span.seconds
+        spent[key] += span.seconds
         exposed[key] += span.exposed
         for (way, op), together in span.behind.items():
             behind.setdefault(key, defaultdict(float))[_work(cost, way, op)] += together
     most = {key: max(beside, key=beside.__getitem__) for key, beside in behind.items()}
-    return {key: Timed(takes[key], exposed[key], most.get(key, "")) for key in takes}
+    return {key: Timed(spent[key], exposed[key], most.get(key, "")) for key in spent}
 
 
 def _work(cost: Cost, way: str, op: str) -> str:

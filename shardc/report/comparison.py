@@ -27,7 +27,7 @@ def comparison_table(found: Sequence[Comparison]) -> str:
     """Line by line, predicted and measured; memory; and the ops that differ most."""
     texts = []
     for c in found:
-        whose = f", {c.cost.program.axis}={c.cost.ranks[c.at].at}" if c.cost.program.axis else ""
+        place = f", {c.cost.program.axis}={c.cost.ranks[c.at].at}" if c.cost.program.axis else ""
         steps = f"{len(c.run.quiet)} steps, and {len({x.step for x in c.run.timed})} whose ops were timed"
         rows = [["", "predicted", "measured", "difference"]]
         rows += [[name, *map(_short, pair), _signed(pair[0] - pair[1])] for name, pair in c.lines.items()]
@@ -36,7 +36,7 @@ def comparison_table(found: Sequence[Comparison]) -> str:
         for name, pair in (("a step's own", c.made), ("memory", c.memory), ("reserved", c.reserved)):
             if pair is not None:
                 rows.append([name, *map(size, pair), f"{pair[0] / max(pair[1], 1) - 1:+.1%}"])
-        texts.append("\n".join([f"{c.run.folder} on {c.cost.device.name}{whose}: {steps}", *_aligned(rows)]))
+        texts.append("\n".join([f"{c.run.folder} on {c.cost.device.name}{place}: {steps}", *_aligned(rows)]))
         texts.append("\n".join(["ops that differ most", *_aligned([_HEAD, *map(_op, c.ops[:SHOWN])])]))
     return "\n\n".join(texts)
 
@@ -67,8 +67,8 @@ _HEAD = ["op", "of", "times", "predicted", "measured"]
 
 
 def _op(x: Difference) -> list[str]:
-    many, *shape = x.op.matrices or (1,)
-    sizes = "×".join(map(str, ([many] if many > 1 else []) + shape))
+    count, *shape = x.op.matrices or (1,)
+    sizes = "×".join(map(str, ([count] if count > 1 else []) + shape))
     moved = f"[{sizes}]" if sizes else size(x.op.traffic)
     name = f"{x.op.name} {moved} {x.op.dtype}"
     return [name, x.part, f"{x.count:.0f}", seconds(x.predicted), seconds(x.measured)]

@@ -85,9 +85,9 @@ def part_name(part: str, cost: Cost) -> str:
     if action is None:
         return "optimizer" if part == "STEP" else part
     stage, kind, microbatch = action.groups()
-    of = [f"microbatch {microbatch}"] if microbatch and cost.program.microbatches > 1 else []
-    of += [f"stage {stage}"] if len(cost.program.stages) > 1 else []
-    return _WORDS[kind] + (f" of {', '.join(of)}" if of else "")
+    details = [f"microbatch {microbatch}"] if microbatch and cost.program.microbatches > 1 else []
+    details += [f"stage {stage}"] if len(cost.program.stages) > 1 else []
+    return _WORDS[kind] + (f" of {', '.join(details)}" if details else "")
 
 
 def op_place(cost: Cost, op: str) -> str:

@@ -90,9 +90,9 @@ def _want(w: Want, layer: str) -> str:
 
 def _op(module: str, name: str, layer: str) -> str:
     """`mlp.gate_proj linear`, of a module in a layer; `the next layer's norm mul`, of one in the layer after it."""
-    if layer and (of := layer_of(module)) is not None:
-        number = int(of[1]) - int(layer.rpartition(".")[2])
-        if of[0] == layer.rpartition(".")[0] and number in (0, 1):
-            inside = module.removeprefix(".".join(filter(None, of))).removeprefix(".")
+    if layer and (parts := layer_of(module)) is not None:
+        number = int(parts[1]) - int(layer.rpartition(".")[2])
+        if parts[0] == layer.rpartition(".")[0] and number in (0, 1):
+            inside = module.removeprefix(".".join(filter(None, parts))).removeprefix(".")
             return " ".join(filter(None, ("the next layer's" if number else "", inside, name)))
     return f"{module} {name}".strip()

@@ -62,8 +62,8 @@ def candidates(
 
 def _ring(choices: Choices, n: int, available: Sequence[Sequence[Placement]]) -> list[Strategy]:
     assert choices.rule.extra is not None
-    every = choices.rule.extra(choices.call, n, [frozenset(a) for a in available])
-    return [s for s in every if s.kind == RING]
+    strategies = choices.rule.extra(choices.call, n, [frozenset(a) for a in available])
+    return [s for s in strategies if s.kind == RING]
 
 
 def _by_heads(method: Method, choices: Choices, n: int) -> list[Strategy]:

@@ -32,9 +32,9 @@ def convolution(call: Call, groups: int, transposed: bool = False) -> Signature:
     sizes = {"g": groups, "i": x[len(lead)] // groups, "o": y[len(lead)] // groups} | ({"b": x[0]} if lead else {})
     sizes |= {f"{k}{d}": s for k, shape in (("x", x), ("k", w), ("y", y)) for d, s in enumerate(shape[-space:])}
     whole = {f"{k}{d}" for k in "xky" for d in range(space)}
-    many: Dim = ("g",) if groups > 1 else ()
+    group: Dim = ("g",) if groups > 1 else ()
     # depthwise: the dim is one factor, which may be split in sections
-    into, out = (many, many) if groups > 1 and sizes["i"] == sizes["o"] == 1 else ((*many, "i"), (*many, "o"))
+    into, out = (group, group) if groups > 1 and sizes["i"] == sizes["o"] == 1 else ((*group, "i"), (*group, "o"))
     channels: list[Dim] = [into, ("o",)] if transposed else [out, ("i",)]
 
     def at(prefix: str) -> list[Dim]:

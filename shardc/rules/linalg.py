@@ -179,8 +179,8 @@ def cdist(call: Call) -> Signature:
         skip = len(batch) - len(own)
         return tuple((f"e{skip + i}",) if s == batch[skip + i] and s != 1 else () for i, s in enumerate(own))
 
-    every = tuple((f"e{i}",) for i in range(len(batch)))
-    ins, out_dims = ((*leading(a), ("p",), ("m",)), (*leading(b), ("r",), ("m",))), (*every, ("p",), ("r",))
+    batch_dims = tuple((f"e{i}",) for i in range(len(batch)))
+    ins, out_dims = ((*leading(a), ("p",), ("m",)), (*leading(b), ("r",), ("m",))), (*batch_dims, ("p",), ("r",))
     summed = frozenset({"m"} if call.arg(2, "p", 2) == 1 else ())
     return Signature(ins, (out_dims,), sizes, summed, frozenset({"m"}) - summed)
 

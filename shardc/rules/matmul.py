@@ -33,8 +33,8 @@ rule(aten.outer.default, "m, n -> m n", linear="0 | 1")
 def addmm(call: Call) -> Signature:
     """Split bias + a @ b, with or without a batch dim. The bias broadcasts."""
     bias, out, k = call.operands[0].shape, call.results[0].shape, call.operands[1].shape[-1]
-    every: list[Dim] = [("b",), ("m",), ("n",)]
-    names = every[3 - len(out) :]
+    all_names: list[Dim] = [("b",), ("m",), ("n",)]
+    names = all_names[3 - len(out) :]
     skip = len(out) - len(bias)
     of_bias = tuple(name if s == size else () for name, s, size in zip(names[skip:], bias, out[skip:], strict=True))
     *batch, m, n = names
@@ -99,9 +99,9 @@ def einsum(call: Call) -> Signature:
     ins = tuple(dims(t, v.shape) for t, v in zip(terms, call.operands, strict=True))
     out = dims(right, call.results[0].shape)
     kept = {f for d in out for f in d}
-    every = {f for o in ins for d in o for f in d}
+    factors = {f for o in ins for d in o for f in d}
     double = {f for o in ins for d in o for f in d if sum(f in e for e in o) > 1}
-    return Signature(ins, (out,), sizes, frozenset(every - kept), frozenset(double))
+    return Signature(ins, (out,), sizes, frozenset(factors - kept), frozenset(double))
 
 
 def _einsum_linear(call: Call) -> str:

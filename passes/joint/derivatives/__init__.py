@@ -118,7 +118,7 @@ class Rules:
     def _by_value(self, node: fx.Node, operands: Sequence[Type]) -> Facts:
         grad = any(t.grad for t in operands) or node.target in (ops.gather_wait, ops.updated)
         shapes = [(v.local_shape(self._program.mesh), v.dtype, grad and v.requires_grad) for v in values_of(node)]
-        return Facts(tuple(Type.contiguous(*each) for each in shapes), (-1,) * len(shapes))
+        return Facts(tuple(Type.contiguous(*pair) for pair in shapes), (-1,) * len(shapes))
 
     def _run(self, call: Template, operands: Sequence[Type]) -> Facts:
         with self.rank.mode, torch.enable_grad():

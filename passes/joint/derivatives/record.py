@@ -202,10 +202,10 @@ def _out_of_place(func: OpOverload) -> OpOverload | None:
     """Return the counterpart of an in-place op that does not write; None if there is none."""
     name = func._schema.name.removeprefix("aten::")
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    takes = [(a.name, str(a.type)) for a in func._schema.arguments]
+    arguments = [(a.name, str(a.type)) for a in func._schema.arguments]
     for overload in packet.overloads() if packet is not None else ():
         candidate: OpOverload = getattr(packet, overload)
-        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == takes:
+        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == arguments:
             return candidate
     return None
 

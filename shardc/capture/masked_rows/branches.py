@@ -215,10 +215,10 @@ def _effects(tree: ast.AST, statements: Sequence[ast.stmt], branch: ast.stmt) ->
     """Return (names that statements bind and that are used outside, whether all effects can be checked)."""
     nodes = [n for s in statements for n in ast.walk(s)]
     inside = set(map(id, nodes))
-    every = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
-    bound = {n.id for n in every if id(n) in inside and not isinstance(n.ctx, ast.Load)}
-    used = {n.id for n in every if id(n) not in inside and isinstance(n.ctx, ast.Load)}
-    before = {n.id for n in every if id(n) not in inside and not isinstance(n.ctx, ast.Load)}
+    all_names = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
+    bound = {n.id for n in all_names if id(n) in inside and not isinstance(n.ctx, ast.Load)}
+    used = {n.id for n in all_names if id(n) not in inside and isinstance(n.ctx, ast.Load)}
+    before = {n.id for n in all_names if id(n) not in inside and not isinstance(n.ctx, ast.Load)}
     names = {n.id for n in ast.walk(branch.target) if isinstance(n, ast.Name)} if isinstance(branch, ast.For) else set()
     added = {n.target.id for n in nodes if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
     fits = all(isinstance(n, _PLAIN) for n in nodes if isinstance(n, ast.stmt)) and not any(

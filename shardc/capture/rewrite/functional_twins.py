@@ -74,8 +74,8 @@ def twin_of(op: OpOverload) -> OpOverload | None:
     namespace, _, name = op._schema.name.partition("::")
     name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")  # x &= y is __iand__
     packet = getattr(getattr(torch.ops, namespace), _RENAMED.get(name, name), None)
-    every = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-    twins = [x for x in every if not x._schema.is_mutable and _arguments(x) == _arguments(op)]
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    twins = [x for x in overloads if not x._schema.is_mutable and _arguments(x) == _arguments(op)]
     return next(iter(twins), None)
 
 

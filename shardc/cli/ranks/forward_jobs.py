@@ -67,8 +67,8 @@ def score(job: Job) -> dict[str, Any]:
         except NoBatchesError:
             fault, fix = f"data({job.split!r}) has no batch", "return what is to be scored"
             raise ShardcError(fault, where=job.model, fix=fix) from None
-    of = {"model": program.meta.get("model"), "mesh": dict(program.mesh.axes)}
-    return {**of, **scores, "rows": job.rows or None}
+    about = {"model": program.meta.get("model"), "mesh": dict(program.mesh.axes)}
+    return {**about, **scores, "rows": job.rows or None}
 
 
 class Rows:

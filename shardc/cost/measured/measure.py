@@ -176,12 +176,12 @@ def fit_link(samples: Sequence[Sample]) -> Link:
         return collective_seconds(device, kind, nbytes, tuple(range(count)))
 
     unit_latency, unit_rate = Link(bandwidth=1e30, latency=1.0), Link(bandwidth=1.0, latency=0.0)
-    of = [(x.of[0], float(x.of[1]), x.count) for x in samples if not isinstance(x.of, Op)]
-    columns = [[seconds(*x, unit_latency), seconds(*x, unit_rate)] for x in of]
+    messages = [(x.of[0], float(x.of[1]), x.count) for x in samples if not isinstance(x.of, Op)]
+    columns = [[seconds(*x, unit_latency), seconds(*x, unit_rate)] for x in messages]
     latency, per_byte = _positive_least_squares(columns, [x.seconds for x in samples])
     link = Link(bandwidth=1 / per_byte, latency=latency)
     by: defaultdict[str, list[float]] = defaultdict(list)
-    for x, sample in zip(of, samples, strict=True):
+    for x, sample in zip(messages, samples, strict=True):
         if x[1] >= 2**20:
             by[x[0]].append(seconds(*x, link) / sample.seconds)
     reached = {kind: statistics.median(factors) for kind, factors in by.items()}

@@ -74,11 +74,11 @@ class Padded:
     @classmethod
     def of(cls, node: fx.Node, strategies: Iterable[Strategy], signature: Signature, copies: Group) -> Padded:
         """Find the padded operands. Padding that copies real entries (in `copies`) is as finite as those."""
-        each = {
+        padded = {
             frozenset(i for i, p in enumerate(s.inputs) if isinstance(p, Shard)) - copies
             for s in kept(strategies, signature)
         } - {frozenset()}
-        groups = tuple(sorted({frozenset().union(*some) for some in _subsets(each)}, key=sorted))
+        groups = tuple(sorted({frozenset().union(*subset) for subset in _subsets(padded)}, key=sorted))
         return cls(
             groups, tuple((i, x) for i, n in enumerate(operands_of(node)) if not math.isfinite(x := _constant(n)))
         )
@@ -102,9 +102,9 @@ def fills(choices: Choices, padded: Padded) -> Fills | None:
     if table is None:
         return (None,) * count
     operands = sorted(frozenset().union(*padded.groups))
-    for some in (subset for k in range(len(operands) + 1) for subset in itertools.combinations(operands, k)):
-        for numbers in itertools.product(*(table.numbers(i) for i in some)):
-            chosen = dict(zip(some, numbers, strict=True))
+    for filled in (subset for k in range(len(operands) + 1) for subset in itertools.combinations(operands, k)):
+        for numbers in itertools.product(*(table.numbers(i) for i in filled)):
+            chosen = dict(zip(filled, numbers, strict=True))
             filling = tuple(chosen.get(i) for i in range(count))
             if all(table.finite(group, filling) for group in padded.groups):
                 return filling
@@ -173,13 +173,13 @@ def _table(choices: Choices, padded: Padded) -> _Table | None:
         or _multilinear(choices, padded)
     ):
         return None
-    one_by_one, some = _elementwise(signature), frozenset().union(*padded.groups)
+    one_by_one, operands = _elementwise(signature), frozenset().union(*padded.groups)
     types = tuple((v.dtype, v.requires_grad, () if one_by_one else v.shape) for v in call.operands)
-    key = (call.target, repr(call.args), repr(call.kwargs), types, one_by_one or some, padded.infinite)
+    key = (call.target, repr(call.args), repr(call.kwargs), types, one_by_one or operands, padded.infinite)
     if key not in _TABLES:
         with unintercepted(), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _TABLES[key] = _of_elements(call, dict(padded.infinite)) if one_by_one else _of_rows(choices, some)
+            _TABLES[key] = _of_elements(call, dict(padded.infinite)) if one_by_one else _of_rows(choices, operands)
     return _TABLES[key]
 
 
