@@ -50,9 +50,9 @@ def batch_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], lis
     odd = [shape[d] for shape, d in dims if d is not None and d < len(shape) and shape[d] % ranks]
     if not of_experts or not odd:
         return axes, []
-    same = f"outside of experts the ranks of {', '.join(of_experts)} do the same"
+    note = f"outside of experts the ranks of {', '.join(of_experts)} do the same"
     return [a for a in axes if a not in of_experts], [
-        f"{spec.where(('experts',))}: the batch of {odd[0]} does not divide by {ranks} ranks: {same}"
+        f"{spec.where(('experts',))}: the batch of {odd[0]} does not divide by {ranks} ranks: {note}"
     ]
 
 

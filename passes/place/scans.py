@@ -148,8 +148,8 @@ def _keeps(axis: Axis, node: fx.Node, split: dict[Key, Shard]) -> Strategy | Non
         available: list[frozenset[Placement]] = [frozenset({split.get(o, REPLICATE)}) for o in operands]
         strategies += [s for s in choices.rule.extra(choices.call, axis.n, available) if s.kind == STRETCHES]
     for s in strategies:
-        so = all(split.get(o, need) == need for o, need in zip(operands, s.inputs, strict=True))
-        if so and all(isinstance(p, Shard) for p in s.outputs) and axis.fits(node, s):
+        matches = all(split.get(o, need) == need for o, need in zip(operands, s.inputs, strict=True))
+        if matches and all(isinstance(p, Shard) for p in s.outputs) and axis.fits(node, s):
             return s
     return None
 

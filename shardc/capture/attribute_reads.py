@@ -122,9 +122,9 @@ def recorded(model: nn.Module, changes: Changes, loss: Any = None) -> Iterator[R
     reads = Reads()
     names = {identity(m): name for name, m in model.named_modules()}
     held_objects = _HeldObjects(reads, changes)
-    if (thing := loss_object(loss)) is not None:
+    if (owner := loss_object(loss)) is not None:
         reads.values[LOSS] = reads.of_loss
-        held_objects.watch(thing, LOSS, "")
+        held_objects.watch(owner, LOSS, "")
 
     def read(self: nn.Module, name: str) -> Any:
         value = super(nn.Module, self).__getattribute__(name)
@@ -158,8 +158,8 @@ def recorded(model: nn.Module, changes: Changes, loss: Any = None) -> Iterator[R
 
 def loss_object(loss: Any) -> Any:
     """Return the object whose settings a loss may read, such as a method's object; None for a function."""
-    thing = getattr(loss, "__self__", loss)
-    return thing if hasattr(thing, "__dict__") and not isinstance(thing, (FunctionType, ModuleType)) else None
+    owner = getattr(loss, "__self__", loss)
+    return owner if hasattr(owner, "__dict__") and not isinstance(owner, (FunctionType, ModuleType)) else None
 
 
 class _HeldObjects:

@@ -403,8 +403,8 @@ def unfold(model: nn.Module, exported: ExportedProgram, folding: Folding | None,
     }
     by_tensor: dict[int, fx.Node] = {}
     for name, node in ((n, by_name[n]) for n in tensors if n in by_name):  # one of two names has two placeholders
-        if (one := by_tensor.setdefault(id(tensors[name]), node)) is not node:
-            node.replace_all_uses_with(one)
+        if (first := by_tensor.setdefault(id(tensors[name]), node)) is not node:
+            node.replace_all_uses_with(first)
     stored = {name: by_tensor[id(x)] for name, x in tensors.items() if id(x) in by_tensor}
     constants = {nodes[s.arg.name] for s in exported.graph_signature.input_specs if s.kind == InputKind.CONSTANT_TENSOR}
     layer_copies.unfold(graph, folding.calls, stored, constants, cut)

@@ -138,9 +138,9 @@ def command(
         elif comm:
             show(report.comm_table(program, cost()))
         elif stage is not None:
-            one = program.stages[stage]
-            left_out = {} if full else fold(program).nodes[one.name]
-            show(emit.function(one.graph, program, one.name, left_out))
+            chosen = program.stages[stage]
+            left_out = {} if full else fold(program).nodes[chosen.name]
+            show(emit.function(chosen.graph, program, chosen.name, left_out))
         elif written:
             show(f"written to {' and '.join(written)}")
         else:

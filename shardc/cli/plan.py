@@ -168,8 +168,8 @@ def _print(plan: Plan, *, given: bool) -> None:
         out.print(helpful(plan))
     for name, answer in plan.answers.items():
         if name == "duration":
-            hours, every = answer["value"], answer["device_hours"]
-            out.print(f"{answer['tokens']:.3g} tokens: {hours:,.1f} hours, {every:,.0f} device-hours")
+            hours, device_hours = answer["value"], answer["device_hours"]
+            out.print(f"{answer['tokens']:.3g} tokens: {hours:,.1f} hours, {device_hours:,.0f} device-hours")
         elif name == "clusters":
             out.print(of_clusters(answer))
         elif answer["value"] is None:

@@ -128,8 +128,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
         errors = []
         for wrong in e.errors():
             name = str(wrong["loc"][0])
-            like = Run.model_fields[name].examples or [Run.model_fields[name].default]
-            fix = f"e.g. --{name} {like[0]}, or leave it out"
+            examples = Run.model_fields[name].examples or [Run.model_fields[name].default]
+            fix = f"e.g. --{name} {examples[0]}, or leave it out"
             errors.append(ShardcError(wrong["msg"], where=f"--{name.replace('_', '-')}", fix=fix))
         raise ShardcError("wrong options", errors=errors) from None
 

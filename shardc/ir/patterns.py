@@ -98,8 +98,8 @@ def nearest(name: str, candidates: Iterable[str], *, alike: float = 0.6) -> str:
 
 def _nearest_pattern(pattern: str, names: Sequence[str]) -> str:
     tried = []
-    for one in expand(pattern)[:_TRIED]:
-        head, star, tail = one.rpartition("*")
+    for option in expand(pattern)[:_TRIED]:
+        head, star, tail = option.rpartition("*")
         dots = tail.count(".")
         ends = dict.fromkeys(end for n in names if (end := _end(n, dots, tail.startswith("."))))
         begin = head.partition("*")[0]
@@ -111,7 +111,7 @@ def _nearest_pattern(pattern: str, names: Sequence[str]) -> str:
         ):
             repaired = start + middle + star + end
             if any(match(repaired, n) for n in names):
-                tried.append((difflib.SequenceMatcher(None, one, repaired).ratio(), repaired))
+                tried.append((difflib.SequenceMatcher(None, option, repaired).ratio(), repaired))
     if not tried and pattern.startswith("*.") and not any(c in pattern[2:] for c in "*{"):
         return nearest(pattern[2:], names)  # of the model itself: `*.up` is no name of its `up`
     return max(tried, key=lambda t: t[0])[1] if tried else ""

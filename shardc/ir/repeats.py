@@ -88,10 +88,10 @@ def repeats(program: Program) -> Repeats:
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for layer in sorted(keys, key=in_order):
         of, _, number = layer.rpartition(".")
-        one = of_key.setdefault((of, tuple(keys[layer])), layer)
-        groups[one].append(number)
-        if one != layer:
-            first[layer] = one
+        twin = of_key.setdefault((of, tuple(keys[layer])), layer)
+        groups[twin].append(number)
+        if twin != layer:
+            first[layer] = twin
     return Repeats(first, {k: tuple(v) for k, v in groups.items()}, ops, {name: of[0] for name, of in names.items()})
 
 

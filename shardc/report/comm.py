@@ -270,10 +270,10 @@ def comm_table(program: Program, cost: Cost | None = None) -> str:
         row = [r.axes, r.direction, r.kind, str(r.count), size(r.bytes)]
         lines.append([*row, *(cells if cost is not None else []), r.cause])
     for axes in dict.fromkeys(r.axes for r in rows):
-        same = [r for r in rows if r.axes == axes]
+        its_rows = [r for r in rows if r.axes == axes]
         of_axes = [t for key, t in times.items() if key[0] == axes]
         cells = [seconds(sum(t.seconds for t in of_axes)), seconds(sum(t.exposed for t in of_axes)), ""]
-        row = [axes, "", "in all", str(sum(r.count for r in same)), size(sum(r.bytes for r in same))]
+        row = [axes, "", "in all", str(sum(r.count for r in its_rows)), size(sum(r.bytes for r in its_rows))]
         lines.append([*row, *(cells if cost is not None else []), ""])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]
     text = []

@@ -44,8 +44,8 @@ def table(cost: Cost) -> str:
     for name, lines in layers.items():
         groups.setdefault(tuple(lines), []).append(name)
     text = [f"kept from forward to backward, {'of a microbatch, ' if cost.program.microbatches > 1 else ''}by layer"]
-    for items, same in sorted(groups.items(), key=lambda item: not item[1][0]):
-        text += ["", _head(same, sum(x.nbytes for x in items)), *_rows(items)]
+    for items, names in sorted(groups.items(), key=lambda item: not item[1][0]):
+        text += ["", _head(names, sum(x.nbytes for x in items)), *_rows(items)]
     return "\n".join(text)
 
 

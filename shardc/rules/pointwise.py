@@ -82,9 +82,9 @@ rule(aten.masked_fill.Tensor, broadcast, linear="0 2")
 def first_only(call: Call) -> Signature:
     """Split dims of the first operand elementwise; keep the others whole (type_as, bucketize)."""
     rest = tuple(tuple((f"x{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.operands) if j)
-    one = broadcast(replace(call, operands=call.operands[:1]))
+    first = broadcast(replace(call, operands=call.operands[:1]))
     sizes = {f"x{j}_{i}": s for j, v in enumerate(call.operands) if j for i, s in enumerate(v.shape)}
-    return Signature((*one.inputs, *rest), one.outputs, {**one.sizes, **sizes}, frozenset(), frozenset(sizes))
+    return Signature((*first.inputs, *rest), first.outputs, {**first.sizes, **sizes}, frozenset(), frozenset(sizes))
 
 
 def unreduced(call: Call) -> Signature:

@@ -401,19 +401,19 @@ def cat(call: Call) -> Signature:
     names = names_of(len(out))
     parts = [v.shape[d] if len(v.shape) == len(out) else 0 for v in call.operands]
     full = [p for p in parts if p]
-    same = len(set(full)) == 1
+    equal = len(set(full)) == 1
     sizes = (
         sizes_of(out)
-        | ({"k": len(full), "c": full[0]} if same else {f"c{i}": p for i, p in enumerate(parts)})
+        | ({"k": len(full), "c": full[0]} if equal else {f"c{i}": p for i, p in enumerate(parts)})
         | {"z": 0}
     )
-    dim_names: list[Dim] = [("z",) if p == 0 else ("c",) if same else (f"c{i}",) for i, p in enumerate(parts)]
+    dim_names: list[Dim] = [("z",) if p == 0 else ("c",) if equal else (f"c{i}",) for i, p in enumerate(parts)]
     ins = [
         [*names[:d], o, *names[d + 1 :]] if len(v.shape) == len(out) else [o]
         for o, v in zip(dim_names, call.operands, strict=True)
     ]
-    result: list[Dim] = [*names[:d], ("k", "c") if same else (f"d{d}",), *names[d + 1 :]]
-    return signature_of(call, ins, [result], sizes, {"k", "z"} if same else {f"d{d}", *(f for (f,) in dim_names)})
+    result: list[Dim] = [*names[:d], ("k", "c") if equal else (f"d{d}",), *names[d + 1 :]]
+    return signature_of(call, ins, [result], sizes, {"k", "z"} if equal else {f"d{d}", *(f for (f,) in dim_names)})
 
 
 def stack(call: Call) -> Signature:

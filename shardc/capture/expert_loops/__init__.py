@@ -143,8 +143,8 @@ class _Writer:
 
         visit(second.x)
         ups = [p for t in firsts if (p := product_of(t)) is not None]
-        same = {(p.x, p.transposed, p.weight.shape, p.bias is None) for p in ups}
-        if len(same) != 1 or not isinstance(ups[0].x, Same):
+        forms = {(p.x, p.transposed, p.weight.shape, p.bias is None) for p in ups}
+        if len(forms) != 1 or not isinstance(ups[0].x, Same):
             raise _StaysLoop("its experts do not begin with products of the rows")
         out = [rows[1] for t in firsts if (rows := rows_of(t)) is not None]
         m, i = sum(out), second.weight.shape[0 if second.transposed else 1]
@@ -216,11 +216,11 @@ class _Writer:
         share: Any = 1.0
         for f in factors:
             if isinstance(f, Same):
-                one = numel_of(f.node) == 1
-                origin = f.node if one else _moved(f.node, order)
+                single = numel_of(f.node) == 1
+                origin = f.node if single else _moved(f.node, order)
                 if origin is None:
                     raise _StaysLoop("its weights are not of its rows")
-                f = self._shaped(origin, *((1, 1) if one else (t, k)))
+                f = self._shaped(origin, *((1, 1) if single else (t, k)))
             elif not isinstance(f, (int, float)):
                 if len(f.nodes) != len(trial.masks):
                     raise _StaysLoop("its weights are one tensor of all experts")

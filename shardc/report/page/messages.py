@@ -93,13 +93,13 @@ class Messages:
                 if n.target is ops.gather_start:
                     gathers[n] = bucket_number(n)
                 elif n.op == "call_function" or n in of:  # what comes from another stage of the same rank is no message
-                    one = layers.same(n) if n.op == "call_function" else n
-                    if one in self.of_node:
-                        self.all[self.of_node[one]].layers += 1
+                    shown = layers.same(n) if n.op == "call_function" else n
+                    if shown in self.of_node:
+                        self.all[self.of_node[shown]].layers += 1
                     else:
-                        self.of_node[one] = len(self.all)
+                        self.of_node[shown] = len(self.all)
                         self.all.append(self._of_node(n, i))
-                    self.of_node[n] = self._tags[n.name] = self.of_node[one]
+                    self.of_node[n] = self._tags[n.name] = self.of_node[shown]
                     self._add(self.of_node[n], of[n])
         equal: dict[Hashable, list[int]] = {}
         for i, b in enumerate(program.buckets):
@@ -122,10 +122,10 @@ class Messages:
             self._of_row[s.row][number] = None
             way = Way(s.direction, s.kind, "+".join(s.axes), 0, s.bytes)
             ways = self.all[number].ways
-            one = next((w for w in ways if replace(w, count=0) == way), way)
-            if one is way:
+            known = next((w for w in ways if replace(w, count=0) == way), way)
+            if known is way:
                 ways.append(way)
-            one.count += s.times
+            known.count += s.times
 
     def _of_node(self, n: fx.Node, stage: int) -> Message:
         source, c = source_of(n), n.meta["collective"]
