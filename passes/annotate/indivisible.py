@@ -86,7 +86,7 @@ class Indivisible:
 def indivisible_dim(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Indivisible | None:
     """Return the first dim of a shape that a layout's ranks do not divide; None if all divide.
 
-    Dims with sections or padding do not count: Layout.fits checks them.
+    Dims with sections or padding do not count: Layout.problem checks them.
     """
     for dim in sorted({s.dim for _, s in layout.shards() if s.dim < len(shape) and not s.sections and not s.padding}):
         shards = sorted(layout.shards(dim), key=lambda item: item[1].split)

@@ -60,7 +60,7 @@ def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> 
                         done.add((name, s.dim))
     shapes = {name: program.param(name).shape for name in widened}
     return {
-        name: padded(layout, shapes[name], mesh) if layout.fits(shapes[name], mesh) else layout
+        name: padded(layout, shapes[name], mesh) if layout.problem(shapes[name], mesh) else layout
         for name, layout in widened.items()
     }
 

@@ -43,7 +43,7 @@ def check_fits(
     pad: sizes that only need padding fit.
     """
     layout = padded(layout, shape, mesh) if pad else layout
-    wrong = layout.fits(shape, mesh)
+    wrong = layout.problem(shape, mesh)
     if not wrong:
         return True
     if odd := indivisible_dim(layout, shape, mesh):

@@ -42,7 +42,7 @@ class Routes:
                 i
                 for i, (row, axes) in enumerate(steps)
                 if not any({*self._parts(axes)} & {*self._parts(earlier)} for _, earlier in steps[:i])
-                and not self.after(row, axes, layout, new).fits(v.shape, self.mesh)
+                and not self.after(row, axes, layout, new).problem(v.shape, self.mesh)
             )
             turned = next((i for i, (row, _) in enumerate(steps) if row.source is row.target), 0)
             if (i := next(ready, None)) is None and steps[turned][0].source is steps[turned][0].target:

@@ -291,7 +291,7 @@ class Axis:
                         for a, s in others.items()
                         if isinstance(p := (s.inputs, s.outputs)[side][i], Shard) and p.dim == placement.dim
                     }
-                    if beside and Layout.of({**beside, self.name: placement}, self.mesh).fits(v.shape, self.mesh):
+                    if beside and Layout.of({**beside, self.name: placement}, self.mesh).problem(v.shape, self.mesh):
                         return False
         return True
 

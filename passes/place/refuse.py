@@ -31,7 +31,7 @@ def refuse_pins(program: Program, mesh: Mesh) -> None:
         layout = Layout.of({a: s.outputs[0] for a, s in node.meta["strategies"].items()}, mesh)
         for axis, shard in node.meta["pin"].shards():
             others = [a for a, _ in layout.shards(shard.dim) if a != axis]
-            if others and (problem := layout.fits(v.shape, mesh)):
+            if others and (problem := layout.problem(v.shape, mesh)):
                 errors.add(
                     f"dim {shard.dim} of {replace(v, layout=Layout(tuple(i for i in layout.items if i[0] != axis)))} is"
                     f" split over {' and '.join(others)} already, and cannot be split over {axis} as well: {problem}",

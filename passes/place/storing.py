@@ -90,7 +90,7 @@ def _read_caches(axis: Axis) -> Iterator[tuple[fx.Node, Placement]]:
 
 def _collides(axis: Axis, node: fx.Node, placement: Shard) -> bool:
     layout = next(p.layout for p in axis.program.stored if p.name == node.name)
-    return bool(layout.replace(axis.name, placement, axis.mesh).fits(values_of(node)[0].shape, axis.mesh))
+    return bool(layout.replace(axis.name, placement, axis.mesh).problem(values_of(node)[0].shape, axis.mesh))
 
 
 def _explain(axis: Axis) -> None:

@@ -170,7 +170,7 @@ class Loader:
         )
 
     def _local(self, layout: Layout, leaf: Any) -> Any:
-        fits = isinstance(leaf, Tensor) and not layout.fits(leaf.shape, self.program.mesh)
+        fits = isinstance(leaf, Tensor) and not layout.problem(leaf.shape, self.program.mesh)
         return (
             layout.local(leaf, self.program.mesh, self._coords) if fits else leaf
         )  # the engine's step reports what does not fit

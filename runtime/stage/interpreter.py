@@ -108,13 +108,13 @@ class Interpreter:
         Returns (the global loss, 0-dim, on every rank; {buffer: its new value} of the stages here; {output: value}).
         """
         run = Run(self, values, self.actions, hooks)
-        run.go()
-        return self._total(run.losses), self._spread(run.news), self._outputs(run.outputs)
+        run.run_all()
+        return self._total(run.losses), self._spread(run.new_values), self._outputs(run.outputs)
 
     def _outputs(self, parts: outputs.Parts) -> outputs.Values:
         return outputs.combined(self.program, self.mesh, parts)
 
-    def _spread(self, news: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _spread(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the new values of the buffers here; receive them from the ranks that computed them."""
         received, works = {}, []
         for b in self.program.buffers if self.axis else ():
@@ -122,13 +122,13 @@ class Interpreter:
             if self.at in others:
                 received[b.name] = self.empty(b.value)
                 works.append(self.mesh.start_receive(received[b.name], self.axis, home, tag=b.name))
-            elif b.name in news:
+            elif b.name in new:
                 works += [
-                    self.mesh.start_send(news[b.name], self.axis, c, direction="update", tag=b.name) for c in others
+                    self.mesh.start_send(new[b.name], self.axis, c, direction="update", tag=b.name) for c in others
                 ]
         for work in works:
             work.wait()
-        return {**news, **received}
+        return {**new, **received}
 
     def empty(self, value: Value) -> Tensor:
         """Allocate this rank's part of a value."""
@@ -146,7 +146,7 @@ class Interpreter:
         """Run one microbatch of a forward-only program: (new values of buffers, outputs) of the stages here."""
         self.count([values])
         run = self._forward([values])
-        return run.news, {name: parts[0] for name, parts in run.outputs.items()}
+        return run.new_values, {name: parts[0] for name, parts in run.outputs.items()}
 
     @contextmanager
     def replaced(self, runs: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
@@ -163,7 +163,7 @@ class Interpreter:
     def _forward(self, values: Values, *, keep_outputs: bool = True) -> Run:
         """Run forward of all microbatches. keep_outputs: keep the values beside the loss."""
         run = Run(self, values, self._forward_actions, None, keep_outputs=keep_outputs)
-        run.go()
+        run.run_all()
         return run
 
     @cached_property

@@ -1,9 +1,9 @@
-"""Run the joint graph of a stage (shardc.passes.joint) as two functions, an overlapped pair as one.
+"""Run a stage's forward and backward graphs (shardc.passes.joint) as functions; a merged pair of graphs as one.
 
 forward(*inputs of the stage)    -> loss, new values, values for other stages; and what backward needs, by name
 backward({name: value})          -> gradients of received values; it pops each value from the dict, so that
                                     the values that forward kept are freed at their last use
-    weights({name: value})           -> second half of a backward in two halves: gradients go into buckets
+weights({name: value})           -> second half of a backward in two halves: gradients go into buckets
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from shardc.runtime.stage.repeated_lines import tell_repeated
 class JointStage:
     """The forward and backward graphs of a stage with `joint`.
 
-    graphs: for the device; compiler: of fused regions; copies: to the host and back. .weights: the second half, if any.
+    graphs: forward, backward, perhaps weights, as prepared for this device. copies: activations kept on the host.
+    compiler: compiles fused regions. .weights: the second half, if any.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class JointStage:
         self._forward = fx.GraphModule(nn.Module(), bind(copy_graph(with_compiled_regions(forward, compiler))))
         if ranges:
             self._forward = with_ranges(self._forward, forward)
-        self._backward = _Half(backward, compiler, ranges=ranges)
-        self.weights = _Half(graphs["weights"], compiler, ranges=ranges) if "weights" in graphs else None
+        self._backward = _Popping(backward, compiler, ranges=ranges)
+        self.weights = _Popping(graphs["weights"], compiler, ranges=ranges) if "weights" in graphs else None
         results: Any = backward.output_node().args[0]
         self._handed_on = [n.name for n in results[1]] if self.weights is not None else []
 
@@ -95,8 +96,7 @@ class JointStage:
 class JointPair:
     """One microbatch's forward and another's backward or forward as one graph (shardc.passes.joint.pair).
 
-    graph: for the device; forward, then: the stages of its halves; compiler: of fused regions, if compiled; copies: to
-    the host and back.
+    graph: as prepared for this device. forward, then: the stages of its halves. copies, compiler: see JointStage.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class JointPair:
         halves = returned[:1] if kind == "FB" else returned
         #: For each forward, the names of the values that it keeps.
         self._kept = [[n.name.removeprefix(self._prefix) for n in half[3]] for half in halves]
-        self._graph, self._half = graph, _Half(graph, compiler, ranges=ranges)
+        self._pair = _Popping(graph, compiler, ranges=ranges)
 
     @torch.no_grad()
     def run(
@@ -140,10 +140,10 @@ class JointPair:
         view = mesh.beside()
         view.step.in_backward, view.step.microbatch = True, microbatch
         kept |= begin
-        inputs = self._taken(given, view, values, kept)
+        inputs = self._take_inputs(given, view, values, kept)
         kept.clear()
         with mesh.step.training(launch, self._copies), view.step.training(launch):
-            returned, grads = self._half.call(inputs, mesh.step)
+            returned, grads = self._pair.call(inputs, mesh.step)
         return self._forward(0, returned), dict(zip(self._then.received, grads, strict=True))
 
     @torch.no_grad()
@@ -163,17 +163,17 @@ class JointPair:
         view = mesh.beside()
         view.step.microbatch, view.step.routings = microbatch, mesh.step.routings
         view.step.weight_copies = weight_copies
-        inputs = self._taken(given, view, values, {})
+        inputs = self._take_inputs(given, view, values, {})
         with mesh.step.training(host_copies=self._copies), view.step.training(host_copies=self._copies):
-            returned = self._half.call(inputs, mesh.step)
+            returned = self._pair.call(inputs, mesh.step)
         return tuple(self._forward(i, half) for i, half in enumerate(returned))
 
-    def _taken(
+    def _take_inputs(
         self, given: Mapping[str, Any], view: Any, values: Mapping[str, Any], kept: dict[str, Any]
     ) -> dict[str, Any]:
         """Return all inputs of the graph by name. view: the mesh as the second half sees it."""
         inputs: dict[str, Any] = {}
-        for name in self._half.takes:
+        for name in self._pair.takes:
             plain = name.removeprefix(self._prefix)
             if plain == name:
                 inputs[name] = given[name] if name in given else values[name]
@@ -188,8 +188,8 @@ class JointPair:
         return tuple(results), dict(zip(self._kept[half], saved, strict=True))
 
 
-class _Half:
-    """A graph of backward, as a function that pops its inputs from a dict. takes: names."""
+class _Popping:
+    """A graph as a function that pops its inputs from a dict, to free each at its last use. takes: their names."""
 
     def __init__(self, graph: fx.Graph, compiler: Compiler | None, *, ranges: bool) -> None:
         self._graph, self.takes = graph, {n.name for n in graph.find_nodes(op="placeholder")}

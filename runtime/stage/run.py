@@ -53,7 +53,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Calls of the engine around backward: see zero.buckets.Buckets. scaled: its first gradient."""
+    """Functions that a run calls around each backward (zero.buckets.Buckets). scaled: scales the loss's gradient."""
 
     start: Callable[..., None]
     pause: Callable[[], None]
@@ -62,9 +62,8 @@ class StepHooks:
     scaled: Callable[[Tensor], Tensor]
 
 
-#: Kind of action -> the method that runs it. (A table of bound methods in Run would be a reference cycle, which is
-#: freed much later.)
-_DOES = {
+#: Kind of action -> the method that runs it (names: a table of bound methods in Run would be a reference cycle).
+_METHODS = {
     "F": "forward",
     "B": "backward",
     "I": "inputs",
@@ -75,7 +74,7 @@ _DOES = {
     "RECV_B": "post",
     "REDUCE": "reduce",
 }
-_SAYS = {"B": "backward", "I": "backward", "W": "backward", "F": "forward"}
+_PHASES = {"B": "backward", "I": "backward", "W": "backward", "F": "forward"}
 
 
 class Run:
@@ -90,120 +89,119 @@ class Run:
         *,
         keep_outputs: bool = True,
     ) -> None:
-        self.on, self.values, self.actions, self.hooks = interpreter, values, actions, hooks
+        self.interpreter, self.mesh = interpreter, interpreter.mesh
+        self.values, self.actions, self.hooks = values, actions, hooks
         self.losses: list[Tensor] = []
-        self.news: dict[str, Tensor] = {}
+        self.new_values: dict[str, Tensor] = {}
         self.outputs: dict[str, dict[int, Tensor]] = {}  # by microbatch
         self._keep_outputs = keep_outputs
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.inbox: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> values of other stages
         self.grads: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> gradients of what it made
-        self.posted: dict[
-            tuple[int, int, Way], list[tuple[Edge, dict[str, Tensor], list[Work]]]
-        ] = {}  # (stage, microbatch, way)
+        # (stage, microbatch, way)
+        self.posted: dict[tuple[int, int, Way], list[tuple[Edge, dict[str, Tensor], list[Work]]]] = {}
         self.outbox: dict[tuple[int, int, int, Way], list[Tensor]] = {}
         self.sending: deque[list[Work]] = deque()
         backwards = [a for a in computed(actions) if a.kind in ("B", "W")]
-        self.first = backwards[0] if backwards else None
-        self.last = {a.stage: a for a in backwards}
+        self.first_backward = backwards[0] if backwards else None
+        self.last_backward = {a.stage: a for a in backwards}
         self.last_forward = {a.stage: a for a in computed(actions) if a.kind == "F"}
         self.weight_copies: dict[int, dict[str, Tensor]] = {}  # by stage
 
-    def go(self) -> None:
+    def run_all(self) -> None:
         for action in self.actions:
-            self.do(action)
+            self.run_action(action)
         for works in self.sending:
             for work in works:
                 work.wait()
-        self._act("")
+        self._note_activity("")
 
-    def do(self, action: Action) -> None:
+    def run_action(self, action: Action) -> None:
         """Run one action. The engine does STEP."""
         doing = f"at {action} of the schedule" + (
             f": stage {action.stage}, microbatch {action.microbatch}" if action.microbatch >= 0 else ""
         )
-        self._act(doing)
+        self._note_activity(doing)
         try:
-            if action.kind in PAIRS and self.hooks is not None and action.of_pair in self.on.pairs:
+            if action.kind in PAIRS and self.hooks is not None and action.of_pair in self.interpreter.pairs:
                 (self._pair if action.kind == "FB" else self._forwards)(*action.parts)
             else:
                 for part in action.parts:
-                    self._do(part)
+                    self._run_part(part)
         except ShardcError:
             raise
         except Exception as e:
             if op_errors.no_memory(e):
-                raise op_errors.out_of_memory(e, _SAYS.get(action.kind, "a step")) from e
-            if self.on.axis and hasattr(e, "add_note"):  # Python 3.11
+                raise op_errors.out_of_memory(e, _PHASES.get(action.kind, "a step")) from e
+            if self.interpreter.axis and hasattr(e, "add_note"):  # Python 3.11
                 e.add_note(doing)
             raise
 
     def _set_microbatch(self, action: Action) -> None:
-        step = self.on.mesh.step
+        step = self.mesh.step
         step.set_microbatch(action.microbatch, len(self.values), step.running.totals, step.running.sums)
 
-    def _do(self, action: Action) -> None:
+    def _run_part(self, action: Action) -> None:
         if action.kind in ("F", "B", "I", "W"):
             self._set_microbatch(action)
         if action.kind != "STEP":
-            getattr(self, _DOES[action.kind])(action)
+            getattr(self, _METHODS[action.kind])(action)
 
-    def _act(self, doing: str) -> None:
-        if self.on.axis:
-            self.on.mesh.activity.act(doing)
+    def _note_activity(self, doing: str) -> None:
+        if self.interpreter.axis:
+            self.mesh.activity.act(doing)
 
     # --- computing
 
     def forward(self, action: Action) -> None:
-        stage = self.on.stages[action.stage]
-        inputs = self._given(action)
+        stage = self.interpreter.stages[action.stage]
+        inputs = self._wait_for_inputs(action)
         if self.hooks is None:
             with op_errors.named(stage.graph):
-                loss, news, *rest = stage.run(*inputs.values())
-            self._forwarded(action, (loss, news, rest[0] if stage.piped else ()), None)
+                loss, new_values, *rest = stage.run(*inputs.values())
+            self._store_results(action, (loss, new_values, rest[0] if stage.piped else ()), None)
             return
         with self._weight_copies(action):
-            returned, kept = stage.joint.forward(self.on.mesh, *inputs.values())
-        self._forwarded(action, returned, kept)
+            returned, kept = stage.joint.forward(self.mesh, *inputs.values())
+        self._store_results(action, returned, kept)
 
-    def _given(self, action: Action) -> dict[str, Any]:
+    def _wait_for_inputs(self, action: Action) -> dict[str, Any]:
         """Return all inputs of a stage's forward, by name."""
-        stage, key = self.on.stages[action.stage], (action.stage, action.microbatch)
-        self._received(*key, "forward")
+        stage, key = self.interpreter.stages[action.stage], (action.stage, action.microbatch)
+        self._wait_for_receives(*key, "forward")
         received, values = self.inbox.pop(key, {}), self.values[action.microbatch]
         return {n: received[n] if n in received else values[n] for n in stage.takes}
 
-    def _forwarded(self, action: Action, returned: Any, kept: dict[str, Any] | None) -> None:
+    def _store_results(self, action: Action, returned: Any, kept: dict[str, Any] | None) -> None:
         """Store the results of a forward. kept: for its backward, in training."""
         s, m = action.stage, action.microbatch
-        stage = self.on.stages[s]
-        loss, news, sent = returned
+        stage = self.interpreter.stages[s]
+        loss, new_values, sent = returned
         if self._keep_outputs:
-            for name, x in zip(stage.outputs, news[len(stage.updates) :], strict=True):
+            for name, x in zip(stage.outputs, new_values[len(stage.updates) :], strict=True):
                 self.outputs.setdefault(name, {})[m] = x.detach().clone() if name in stage.copied else x.detach()
-        for name, new in zip(stage.updates, news, strict=False):
-            self.news[name] = (
-                self.news[name] + new.detach() if name in self.news and name in self.on.adding else new.detach()
-            )
+        for name, new in zip(stage.updates, new_values, strict=False):
+            adds = name in self.new_values and name in self.interpreter.adding
+            self.new_values[name] = self.new_values[name] + new.detach() if adds else new.detach()
         if loss is not None:
             self.losses.append(loss.detach())
         if kept is not None:
             self.kept[s, m] = _Kept(loss, kept)
         out = dict(zip(stage.sends, sent, strict=True))
-        for edge in self.on.edges.values():
+        for edge in self.interpreter.edges.values():
             if edge.source == s:
                 self._deliver(edge, m, {n: out[n].detach() for n in edge.names}, "forward")
 
     @contextmanager
     def _weight_copies(self, action: Action) -> Iterator[None]:
-        """Share one copy of the stage's cast weights between the forwards of all microbatches.
+        """Share a stage's cast weights between the forwards of all microbatches (shardc.runtime.ops.cast_once).
 
-        (shardc.runtime.ops.cast_once.) After the stage's last forward, only copies that backward needs are alive.
+        After the stage's last forward, only copies that backward needs are alive.
         """
         if self.hooks is None or len(self.values) == 1:
             yield
             return
-        step = self.on.mesh.step
+        step = self.mesh.step
         step.weight_copies = self.weight_copies.setdefault(action.stage, {})
         try:
             yield
@@ -216,6 +214,7 @@ class Run:
             self.weight_copies.pop(action.stage, None)
 
     def backward(self, action: Action) -> None:
+        """Run a whole backward (B): `inputs` (I) and `weights` (W) run its halves in schedules that separate them."""
         key = (action.stage, action.microbatch)
         kept = self.kept.pop(key)
         self._start(action)
@@ -227,7 +226,7 @@ class Run:
     def _backward(self, kept: _Kept, key: tuple[int, int]) -> dict[str, Tensor | None]:
         """Run a backward graph. Returns the gradients of values that the stage received."""
         assert self.hooks is not None
-        grads = self.on.stages[key[0]].joint.backward(
+        grads = self.interpreter.stages[key[0]].joint.backward(
             kept.values, self.values[key[1]], *self._begin(kept, key), self.hooks.launch
         )
         return {n: g if g is None else g.contiguous() for n, g in grads.items()}
@@ -235,54 +234,56 @@ class Run:
     def _begin(self, kept: _Kept, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return the gradients that a backward begins with: of values that the stage sent, and of the loss."""
         assert self.hooks is not None
-        self._received(*key, "backward")
+        self._wait_for_receives(*key, "backward")
         return self.grads.pop(key, {}), None if kept.loss is None else self.hooks.scaled(torch.ones_like(kept.loss))
 
     def _pair(self, forward: Action, backward: Action) -> None:
         """Run a forward and a backward as one graph."""
         assert self.hooks is not None
         self._set_microbatch(backward)
-        theirs = self.on.mesh.step.running
+        context = self.mesh.step.running
         self._set_microbatch(forward)
-        inputs = self._given(forward)
+        inputs = self._wait_for_inputs(forward)
         key = (backward.stage, backward.microbatch)
         kept = self.kept.pop(key)
-        begin = self.on.stages[backward.stage].joint.begin(*self._begin(kept, key))
+        begin = self.interpreter.stages[backward.stage].joint.begin(*self._begin(kept, key))
         self._start(backward)
-        pair = self.on.pairs["FB", forward.stage, backward.stage]
+        pair = self.interpreter.pairs["FB", forward.stage, backward.stage]
         with self._weight_copies(forward):
             (returned, forward_kept), grads = pair.run(
-                self.on.mesh, theirs, inputs, kept.values, self.values[key[1]], begin, self.hooks.launch
+                self.mesh, context, inputs, kept.values, self.values[key[1]], begin, self.hooks.launch
             )
-        self._forwarded(forward, returned, forward_kept)
+        self._store_results(forward, returned, forward_kept)
         self._pause()
         self._give_back(backward, {n: g if g is None else g.contiguous() for n, g in grads.items()})
 
     def _forwards(self, first: Action, then: Action) -> None:
         """Run two forwards as one graph."""
         self._set_microbatch(then)
-        theirs = self.on.mesh.step.running
+        context = self.mesh.step.running
         self._set_microbatch(first)
-        inputs, values = self._given(first), self._given(then)
-        pair = self.on.pairs["FF", first.stage, then.stage]
+        inputs, values = self._wait_for_inputs(first), self._wait_for_inputs(then)
+        pair = self.interpreter.pairs["FF", first.stage, then.stage]
         copies = self.weight_copies.setdefault(then.stage, {})
         with self._weight_copies(first):
-            (one, kept), (other, their_kept) = pair.run_forwards(self.on.mesh, theirs, inputs, values, copies)
+            (one, kept), (other, other_kept) = pair.run_forwards(self.mesh, context, inputs, values, copies)
         self._end_weight_copies(then)
-        self._forwarded(first, one, kept)
-        self._forwarded(then, other, their_kept)
+        self._store_results(first, one, kept)
+        self._store_results(then, other, other_kept)
 
     def _weights(self, kept: _Kept, key: tuple[int, int]) -> None:
         """Run the second half of a backward that has two."""
         assert self.hooks is not None
-        if (weights := self.on.stages[key[0]].joint.weights) is not None:
+        if (weights := self.interpreter.stages[key[0]].joint.weights) is not None:
             weights(kept.values, self.values[key[1]], self.hooks.launch)
 
     def inputs(self, action: Action) -> None:
+        """Run the half of a backward that computes gradients of received values (I)."""
         key = (action.stage, action.microbatch)
         self._give_back(action, self._backward(self.kept[key], key))
 
     def weights(self, action: Action) -> None:
+        """Run the half of a backward that computes gradients of parameters (W)."""
         key = (action.stage, action.microbatch)
         self._start(action)
         self._weights(self.kept.pop(key), key)
@@ -290,7 +291,8 @@ class Run:
 
     def _start(self, action: Action) -> None:
         assert self.hooks is not None
-        self.hooks.start(stage=action.stage, first=action == self.first, last=action == self.last[action.stage])
+        first, last = action == self.first_backward, action == self.last_backward[action.stage]
+        self.hooks.start(stage=action.stage, first=first, last=last)
 
     def _pause(self) -> None:
         assert self.hooks is not None
@@ -299,13 +301,13 @@ class Run:
     def _give_back(self, action: Action, grads: Mapping[str, Tensor | None]) -> None:
         """Deliver gradients of received values: at once to stages of this rank; the rest waits to be sent."""
         s, m = action.stage, action.microbatch
-        for edge in self.on.edges.values():
+        for edge in self.interpreter.edges.values():
             if edge.target == s:
-                theirs = {}
+                edge_grads = {}
                 for name, value in edge.differentiable():
                     grad = grads.get(name)
-                    theirs[name] = grad if grad is not None else self.on.empty(value).zero_()
-                self._deliver(edge, m, theirs, "backward")
+                    edge_grads[name] = grad if grad is not None else self.interpreter.empty(value).zero_()
+                self._deliver(edge, m, edge_grads, "backward")
 
     def reduce(self, action: Action) -> None:
         if self.hooks is not None:
@@ -318,12 +320,12 @@ class Run:
 
         A stage here gets them contiguous, as if sent, so that results do not depend on where stages are.
         """
-        if (edge.target if way == "forward" else edge.source) in self.on.stages:
-            self._arrived(edge, microbatch, {n: x.contiguous() for n, x in values.items()}, way)
+        if (edge.target if way == "forward" else edge.source) in self.interpreter.stages:
+            self._store(edge, microbatch, {n: x.contiguous() for n, x in values.items()}, way)
         else:
             self.outbox[edge.source, edge.target, microbatch, way] = list(values.values())
 
-    def _arrived(self, edge: Edge, microbatch: int, values: dict[str, Tensor], way: Way) -> None:
+    def _store(self, edge: Edge, microbatch: int, values: dict[str, Tensor], way: Way) -> None:
         if way == "forward":
             self.inbox.setdefault((edge.target, microbatch), {}).update(values)
         else:
@@ -335,38 +337,35 @@ class Run:
         """Return the edge over which an action sends or receives, and the direction."""
         stage, peer = action.stage, action.peer
         source, target = (stage, peer) if action.kind in ("SEND_F", "RECV_B") else (peer, stage)
-        return self.on.edges[source, target], "forward" if action.kind in ("SEND_F", "RECV_F") else "backward"
+        return self.interpreter.edges[source, target], "forward" if action.kind in ("SEND_F", "RECV_F") else "backward"
 
     def post(self, action: Action) -> None:
         """Begin to receive."""
         edge, way = self._way(action)
-        into = {
-            n: self.on.empty(v)
-            for n, v in (zip(edge.names, edge.values, strict=True) if way == "forward" else edge.differentiable())
-        }
-        peer = self.on.schedule.placement[action.peer]
-        works = [self.on.mesh.start_receive(x, self.on.axis, peer, tag=n) for n, x in into.items()]
+        received = zip(edge.names, edge.values, strict=True) if way == "forward" else edge.differentiable()
+        into = {n: self.interpreter.empty(v) for n, v in received}
+        peer = self.interpreter.schedule.placement[action.peer]
+        works = [self.mesh.start_receive(x, self.interpreter.axis, peer, tag=n) for n, x in into.items()]
         self.posted.setdefault((action.stage, action.microbatch, way), []).append((edge, into, works))
 
-    def _received(self, stage: int, microbatch: int, way: Way) -> None:
+    def _wait_for_receives(self, stage: int, microbatch: int, way: Way) -> None:
         """Wait for the values that an action receives."""
         for edge, into, works in self.posted.pop((stage, microbatch, way), ()):
             for work in works:
                 work.wait()
-            self._arrived(edge, microbatch, into, way)
+            self._store(edge, microbatch, into, way)
 
     def send(self, action: Action) -> None:
         edge, way = self._way(action)
         names = edge.names if way == "forward" else tuple(n for n, _ in edge.differentiable())
-        to = self.on.schedule.placement[action.peer]
+        to = self.interpreter.schedule.placement[action.peer]
         values = self.outbox.pop((edge.source, edge.target, action.microbatch, way))
         works = [
-            self.on.mesh.start_send(x, self.on.axis, to, direction=way, tag=n)
+            self.mesh.start_send(x, self.interpreter.axis, to, direction=way, tag=n)
             for n, x in zip(names, values, strict=True)
         ]
         self.sending.append(works)
-        if (
-            len(self.sending) > IN_FLIGHT
-        ):  # no deadlock: schedules are proven to end even if every send blocks until its receive
+        # no deadlock: schedules are proven to end even if every send blocks until its receive
+        if len(self.sending) > IN_FLIGHT:
             for work in self.sending.popleft():
                 work.wait()

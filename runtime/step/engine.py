@@ -263,7 +263,7 @@ class Engine:
         else:  # the recorded step has finished them
             for names in model.buckets.of_each:
                 update.reduced(names)
-        update.all_reduced()
+        update.finish_gradients()
         checks.gradients()
         return outputs.result(interpreter.program, self.mesh, checks.loss(loss), beside, gather=gather)
 

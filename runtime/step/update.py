@@ -132,7 +132,7 @@ class Update:
             with self._checks.stepping():
                 self._overlapped.step(names)
 
-    def all_reduced(self) -> None:
+    def finish_gradients(self) -> None:
         """Finish the remaining gradients after all sums have ended, and agree on an overflow."""
         self.reduced(self._unbucketed)
         if self.scaler is not None:

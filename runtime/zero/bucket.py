@@ -83,7 +83,7 @@ class Bucket:
         self._final = False  # the running sum is the step's last
         self._sum: Tensor | None = None  # this rank's part of the gradients
         self._coming: Tensor | None = None  # the result of the running sum, to add to earlier ones
-        self._flying: Tensor | None = None  # the whole gradients that the running sum reads
+        self._keep_alive: Tensor | None = None  # the whole gradients that the running sum reads
         # parameters
         self.rank = mesh.coordinate(self.spec.shard) if self.sharded else 0
         self.runs: dict[str, FlatShard] = self.flat.runs(self.rank) if self.sharded else {}
@@ -267,7 +267,7 @@ class Bucket:
         self._rest_work.wait()
         self._rest_begun = self._final = False
         self.seen, self._there, self.sums = set(), set(), {}
-        self._sum = self._coming = self._flying = None
+        self._sum = self._coming = self._keep_alive = None
         if self.scatters:
             self._free()
         self._kept = {n: p.grad for n, p in self.owned.items() if p.grad is not None}
@@ -316,7 +316,7 @@ class Bucket:
         self.missing.discard(name)
         self.seen.add(name)
 
-    def _filled(self) -> Tensor:
+    def _with_zeros(self) -> Tensor:
         """Return the buffer, with zeros for the gradients that did not arrive."""
         buffer = self._flat()
         for name in self.spec.params:
@@ -326,7 +326,7 @@ class Bucket:
 
     def launch(self) -> None:
         """Start the sum of the buffer over ranks, in the background."""
-        flat = self._filled()
+        flat = self._with_zeros()
         if not self.sharded:
             self._work = self.mesh.start_all_reduce(flat, self.spec.axes, direction="backward", tag=self.tag)
             return
@@ -336,7 +336,7 @@ class Bucket:
             self._rest(self._sum, at_once=True)
             return
         self.settle()
-        self._flying, self._coming = flat, torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
+        self._keep_alive, self._coming = flat, torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
         self._free()
         self._reduce(flat, self._coming)
         self._final = not self.spec.late and self._last(self)  # of a late bucket, other ranks may have the last one
@@ -372,7 +372,7 @@ class Bucket:
         if self._coming is not None:
             self._work.wait()
             self._sum = self._coming if self._sum is None else self._sum.add_(self._coming)
-            self._coming = self._flying = None
+            self._coming = self._keep_alive = None
             if self._final:
                 self._rest(self._sum)
         elif not self.scatters and self._sum is not None and (self._rest_due or not self.mesh.streams):

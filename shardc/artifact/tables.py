@@ -296,7 +296,7 @@ def layout_of(shape: tuple[int, ...], placements: Mapping[str, Any], mesh: Mesh)
         except KeyError:
             raise ValueError(f"the mesh has no axis {axis}") from None
     layout = Layout.of(placements, mesh)
-    if why := layout.fits(shape, mesh):
+    if why := layout.problem(shape, mesh):
         raise ValueError(f"{list(shape)} cannot be laid out so: {why}")
     return layout
 

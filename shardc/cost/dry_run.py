@@ -255,8 +255,8 @@ class _Recorded(Interpreter):
             _mark_rest(self.ledger, "activations")  # as after a forward
             first_step.give_gradients(self.program, list(backwards.values()), self.buckets.given, hooks)
             return self.zero(), {}, {}
-        losses, news, outputs = self._recorded(values, hooks)
-        return self._total(losses), self._spread(news), self._outputs(outputs)
+        losses, new_values, outputs = self._recorded(values, hooks)
+        return self._total(losses), self._spread(new_values), self._outputs(outputs)
 
     def evaluate(self, values: Values) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Run the step of a forward-only program."""
@@ -278,10 +278,10 @@ class _Recorded(Interpreter):
             [x for a in self.actions for x in a.among(there)],
             hooks,
         )
-        run.go()
+        run.run_all()
         self.performed = run.performed
         self.begin("sums")
-        return run.losses, run.news, run.outputs
+        return run.losses, run.new_values, run.outputs
 
     def begin(self, name: str) -> Part:
         """Start the next part of the step."""
@@ -295,29 +295,29 @@ class _Recorded(Interpreter):
 
 
 class _Run(Run):
-    on: _Recorded
+    interpreter: _Recorded
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.performed: list[tuple[Action, Part]] = []
 
-    def do(self, action: Action) -> None:
-        self.performed.append((action, self.on.begin(str(action))))
-        super().do(action)
+    def run_action(self, action: Action) -> None:
+        self.performed.append((action, self.interpreter.begin(str(action))))
+        super().run_action(action)
         self._sort(action)
 
     def _sort(self, action: Action) -> None:
         """Set the kind of all storages that an action leaves: they are kept for a purpose."""
-        ledger = self.on.ledger
+        ledger = self.interpreter.ledger
         passing: list[Tensor] = [x for box in self.inbox.values() for x in box.values()]
         passing += [x for box in self.grads.values() for x in box.values()]
         passing += [x for box in self.outbox.values() for x in box]
         passing += [x for posted in self.posted.values() for _, into, _ in posted for x in into.values()]
-        ledger.mark(self.on.rng.tensors(), "buffers")  # later steps use them too
+        ledger.mark(self.interpreter.rng.tensors(), "buffers")  # later steps use them too
         ledger.mark((x for copies in self.weight_copies.values() for x in copies.values()), "parameters")
-        grads = [p.grad for p in self.on.buckets.given.values() if isinstance(p, Tensor)]
+        grads = [p.grad for p in self.interpreter.buckets.given.values() if isinstance(p, Tensor)]
         ledger.mark(grads, "gradients")
-        ledger.stay([*grads, *self.on.buckets.sums])
+        ledger.stay([*grads, *self.interpreter.buckets.sums])
         if action.kind == "F":
             _mark_rest(ledger, "activations")
             return

@@ -136,7 +136,7 @@ class Layout:
         outer = [mesh.size(a) for a, s in self.shards(shard.dim) if a != axis and s.split < shard.split]
         return shard.split // math.prod(outer)
 
-    def fits(self, shape: Sequence[int], mesh: Mesh) -> str:
+    def problem(self, shape: Sequence[int], mesh: Mesh) -> str:
         """Return "" if every shard divides its dim and digits are disjoint; else a description of the error."""
         for axis, s in self.shards():
             n = mesh.size(axis)

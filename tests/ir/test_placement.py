@@ -68,7 +68,7 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
 @given(cases())
 def test_a_layout_that_is_built_from_digits_fits(case: Case) -> None:
     mesh, shape, layout = case
-    assert layout.fits(shape, mesh) == ""
+    assert layout.problem(shape, mesh) == ""
 
 
 @given(cases())
@@ -151,10 +151,10 @@ def test_inputs_are_padded_by_copies() -> None:
 
 def test_a_layout_says_what_padding_does_not_fit() -> None:
     mesh = Mesh((("dp", 2), ("tp", 2)))
-    assert Layout.of({"tp": Shard(0, 1, (), 1)}, mesh).fits((7,), mesh) == ""
-    assert "does not divide" in Layout.of({"tp": Shard(0, 1, (), 2)}, mesh).fits((7,), mesh)
-    assert "differently" in Layout.of({"dp": Shard(0, 1), "tp": Shard(0, 2, (), 1)}, mesh).fits((8,), mesh)
-    assert "blocks" in Layout.of({"tp": Shard(0, 1, (), 1, 2)}, mesh).fits((8,), mesh)
+    assert Layout.of({"tp": Shard(0, 1, (), 1)}, mesh).problem((7,), mesh) == ""
+    assert "does not divide" in Layout.of({"tp": Shard(0, 1, (), 2)}, mesh).problem((7,), mesh)
+    assert "differently" in Layout.of({"dp": Shard(0, 1), "tp": Shard(0, 2, (), 1)}, mesh).problem((8,), mesh)
+    assert "blocks" in Layout.of({"tp": Shard(0, 1, (), 1, 2)}, mesh).problem((8,), mesh)
 
 
 def test_chunks_are_views_where_nothing_has_to_move() -> None:
@@ -188,7 +188,7 @@ MESH = Mesh.of({"dp": 2, "tp": 4})
     ],
 )
 def test_what_does_not_fit_is_told(placements: Mapping[str, Placement], shape: tuple[int, ...], what: str) -> None:
-    assert Layout.of(placements, MESH).fits(shape, MESH) == what
+    assert Layout.of(placements, MESH).problem(shape, MESH) == what
 
 
 @given(cases(), st.data())
@@ -199,7 +199,7 @@ def test_fits_accepts_only_what_can_be_joined(case: Case, data: st.DataObject) -
         return
     axis, _ = data.draw(st.sampled_from(layout.shards()))
     moved = layout.replace(axis, Shard(data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 9))), mesh)
-    if moved.fits(shape, mesh):
+    if moved.problem(shape, mesh):
         return
     whole = numbered(shape)
     parts = [moved.local(whole, mesh, mesh.coords(r)) for r in range(mesh.world)]

@@ -460,7 +460,7 @@ def stored(program: Program) -> Iterator[Callable[[], Program]]:
             if not s.sections and not s.padding and size % (2 * n) == 0 and size > 2 * n:
                 split = 2 if s.split == 1 else 1
                 layout = p.layout.replace(axis, replace(s, split=split), program.mesh)
-                if not layout.fits(p.shape, program.mesh):
+                if not layout.problem(p.shape, program.mesh):
                     yield lambda p=p, layout=layout: with_param(program, p.name, layout=layout)  # type: ignore[misc]
 
 
@@ -473,7 +473,7 @@ def inputs(program: Program) -> Iterator[Callable[[], Program]]:
 
                 def other(x: Any = x, axis: str = axis, s: Shard = s) -> Program:
                     layout = x.layout.replace(axis, replace(s, split=2 * s.split), program.mesh)
-                    if layout.fits(x.shape, program.mesh):
+                    if layout.problem(x.shape, program.mesh):
                         raise NothingError
                     return program.with_layouts({x.name: layout})
 

@@ -221,7 +221,7 @@ class Case:
         )
         for side, layouts, tensors in (("operand", ins, self.tensors), ("result", outs, self.outputs)):
             for i, (layout, x) in enumerate(zip(layouts, tensors, strict=True)):
-                if fault := layout.fits(x.shape, mesh):
+                if fault := layout.problem(x.shape, mesh):
                     return f"{side} {i} cannot be laid out: {fault}"
         self.node.meta["strategies"] = strategies
         held = [

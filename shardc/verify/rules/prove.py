@@ -150,7 +150,7 @@ def fits(choices: Choices, mesh: Mesh, first: Strategy, second: Strategy) -> boo
         (first.outputs, second.outputs, choices.call.results),
     )
     return not any(
-        Layout.of({"a": p, "b": q}, mesh).fits(v.shape, mesh)
+        Layout.of({"a": p, "b": q}, mesh).problem(v.shape, mesh)
         for ps, qs, vs in sides
         for p, q, v in zip(ps, qs, vs, strict=True)
     )

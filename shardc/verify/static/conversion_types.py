@@ -55,7 +55,7 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
         return replace(claim, layout=normal(new, value))
     (axis,) = axes
     for new in _candidates(row, axis, claim.layout, digits, value, mesh):
-        if _digits(axis, claim.layout, new, mesh) == digits and not new.fits(value.shape, mesh):
+        if _digits(axis, claim.layout, new, mesh) == digits and not new.problem(value.shape, mesh):
             return Claim(claim.of, normal(new, value), _zeros(row, claim, new))
     raise WrongError(f"{row.op} names the digits {digits}: no part of a value that is {claim.layout or 'whole'}")
 

@@ -91,7 +91,7 @@ def results(choices: Choices, strategies: Strategies, mesh: Mesh) -> tuple[Layou
     layouts = []
     for i, v in enumerate(choices.call.results):
         layout = Layout.of({a: on_axis(s.outputs[i], v) for a, s in strategies.items()}, mesh)
-        if layout.fits(v.shape, mesh):
+        if layout.problem(v.shape, mesh):
             return None
         layouts.append(layout)
     return tuple(layouts)

@@ -46,7 +46,7 @@ def digits(layout: Layout) -> Any:
 def test_masks_do_not_know_the_mesh(placed: dict[str, Shard]) -> None:
     mesh = Mesh((("a", 2), ("b", 3)))
     layout = Layout.of(placed, mesh)
-    assert not layout.fits(SHAPE, mesh)
+    assert not layout.problem(SHAPE, mesh)
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     whole = ops.dropout(x, 0.4, Rng(seed=3), 5)
     parts = loopback(

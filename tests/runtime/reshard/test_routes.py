@@ -30,7 +30,7 @@ class Split:
 def split(shape: tuple[int, ...], sizes: dict[str, int], **placements: Placement) -> Split:
     mesh = Mesh.of(sizes)
     layout = Layout.of(placements, mesh)
-    assert not layout.fits(shape, mesh)
+    assert not layout.problem(shape, mesh)
     return Split(shape, mesh, layout)
 
 

@@ -78,7 +78,7 @@ def program_of(model: nn.Module, sizes: Sizes, zero: bool = False) -> Program:
             outer = own.split * sizes["tp"] if isinstance(own, Shard) and own.dim == 0 else 1
             found["dp"] = Shard(0, outer)
         made = Layout.of(found, mesh)
-        assert not made.fits(shape, mesh), (name, made.fits(shape, mesh))
+        assert not made.problem(shape, mesh), (name, made.problem(shape, mesh))
         return made
 
     def grouped(named: Any) -> list[tuple[list[str], Any]]:
