@@ -91,21 +91,17 @@ class Engine:
     .params: this rank's shards of parameters, by the model's names. At ZeRO >= 1 a shard is a flat range of the
     parameter, perhaps empty. Gradients are in `.grad`; after the update they have the dtype of their sum. .owned and
     .buffers: by the program's placeholder names. .interpreter: runs the program's stages.
-    .buckets: holds parameters and sums gradients (shardc.runtime.zero.buckets).
-    .clip_norm: the norm that gradients are clipped to; `set` changes it.
-    .grad_norm: 2-norm of the whole gradient of the last step, before clipping; 0-dim, on every rank; None before the
-    first step, and if nothing needs it (`norm`, `clip_norm`, `nonfinite`).
     .scaler: the loss scaling of `precision.loss_scale` (shardc.runtime.step.loss_scale), or None. If gradients are not
     finite on some rank, the step leaves parameters and optimizer unchanged on every rank.
 
     At ZeRO 0 on a CPU, `step` updates a bucket's parameters as soon as their gradients are summed, while later buckets
     are still summed (shardc.runtime.zero.early_step). The optimizer must step each parameter separately, and nothing
-    may need all gradients first (clip_norm, nonfinite, loss scaling, offload). Under the same condition, gradients of
-    matrices are sent to their owners while backward runs.
+    may need all gradients first (clip_norm, nonfinite, loss scaling, offload). If nothing needs them, gradients of
+    matrices are also sent to their owners while backward runs, at every ZeRO stage and on every device.
 
-    An error before the update of a step (a wrong batch, a failing op, Ctrl-C) leaves the engine unchanged if all ranks
-    meet it: the next step starts fresh. After an error in the update, as in a custom optimizer, the engine must load a
-    checkpoint.
+    An error in forward or backward (a wrong batch, a failing op, Ctrl-C) leaves the engine unchanged if all ranks meet
+    it: the next step starts fresh. (While the last sums are waited for, buffers are new already.) After an error in the
+    update, as in a custom optimizer, the engine must load a checkpoint.
     """
 
     def __init__(
@@ -215,8 +211,8 @@ class Engine:
     def backward(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
         """Run the first half of `step`: put reduced gradients into `.params[...].grad`, and return its result.
 
-        They replace the last ones; to sum batches: `batch: {microbatches: n}`. A norm of a gradient of which this rank
-        has a part is refused (shardc.runtime.checks.tensor_parts).
+        They replace the last ones; to sum batches: `batch: {microbatches: n}`. Taking a norm of a gradient raises if
+        this rank holds only a part of it (shardc.runtime.checks.tensor_parts).
         """
         if self._waiting and not self._noted_replaced:
             self._noted_replaced = True
@@ -246,7 +242,7 @@ class Engine:
 
     @torch.enable_grad()  # even if the caller disabled it: nobody would notice a step that trains nothing
     def _backward(self, batch: Any, *, local: bool, gather: bool, early: bool) -> Any:
-        """Cut the batch, run the graphs, finish the sums of gradients. early: see Update.begin."""
+        """Cut the batch, run forward and backward, replace buffers, wait for gradients. early: see Update.begin."""
         model, update, checks = self._model, self._updating, self._checks
         update.check_whole()
         self._saver.saves.poll()
@@ -260,7 +256,7 @@ class Engine:
         update.replace_buffers(buffers)
         if self._graphs is None:
             model.buckets.finish(update.reduced)
-        else:  # the recorded step has finished them
+        else:  # the CUDA graph of the step has already run `buckets.finish`
             for names in model.buckets.of_each:
                 update.reduced(names)
         update.finish_gradients()
@@ -278,7 +274,7 @@ class Engine:
             interpreter.count(values)
             return interpreter.step(values, hooks)
 
-        def recorded(values: Values) -> step_graph.Result:
+        def recorded(values: Values) -> step_graph.Result:  # what a CUDA graph records
             result = work(values)
             buckets.finish()
             return result
@@ -572,18 +568,18 @@ class Engine:
 
     @cached_property
     def params(self) -> dict[str, nn.Parameter]:
-        """See above. Reading it starts the checks of parameters of which this rank has parts."""
+        """This rank's shards, by the model's names. Reading it starts the checks of partial parameters."""
         self._checks.read_params()
         return parameter_parts.ByName(self.program, self.owned)
 
     @property
     def buckets(self) -> Buckets:
-        """See above."""
+        """Holds parameters and sums gradients (shardc.runtime.zero.buckets)."""
         return self._model.buckets
 
     @property
     def owned(self) -> dict[str, nn.Parameter]:
-        """See above."""
+        """This rank's shards of parameters: {placeholder name: shard}."""
         return self._model.owned
 
     @property
@@ -593,7 +589,7 @@ class Engine:
 
     @property
     def interpreter(self) -> Interpreter:
-        """See above."""
+        """Runs the program's stages."""
         return self._model.interpreter
 
     @property
@@ -609,17 +605,20 @@ class Engine:
 
     @property
     def scaler(self) -> LossScaler | None:
-        """See above."""
+        """The loss scaling of `precision.loss_scale`, or None."""
         return self._updating.scaler
 
     @property
     def clip_norm(self) -> float | None:
-        """See above."""
+        """The norm that gradients are clipped to; `set` changes it."""
         return self._updating.clip_norm
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """See above."""
+        """2-norm of the last step's whole gradient, before clipping; 0-dim, on every rank.
+
+        None before the first step, and if nothing needs it (`norm`, `clip_norm`, `nonfinite`).
+        """
         return self._updating.norm
 
     @property

@@ -25,10 +25,11 @@ from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
 class Update:
     """The optimizer's half of a step.
 
-    In each step: `begin`, backward, `look_at_loss`, `reduced` for gradients whose sums have ended, `all_reduced`,
-    `apply`.
+    In each step: `begin`, backward, `look_at_loss`, `replace_buffers`, `reduced` for each bucket whose sum has ended
+    (with matrices: during backward), `finish_gradients`, `apply`, `step_schedule`. Matrices: gradients go to the
+    owners of whole matrices, which step, and send new values back (shardc.runtime.matrices.whole).
     optimizer: of what this rank owns; None: it has nothing to train. trains: the engine has an optimizer.
-    .whole: all of the state is that of one step. .norm: the gradient's 2-norm, before clipping; None: nothing needs it.
+    .whole: all of the state belongs to one step. .norm: the gradient's 2-norm, before clipping; None: nothing needs it.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Update:
         self.model, self.optimizer, self.trains, self._checks = model, optimizer, trains, checks
         program = model.program
         if optimizer is not None and model.mesh.device.type == "cuda" and not model.offload.places:
-            choose_as_on_gpu(optimizer)  # not with offload, where a page's state moves
+            choose_as_on_gpu(optimizer)  # not with offload, where optimizer state moves between host and device
         self.new_schedule = NewSchedule(optimizer, scheduler) if optimizer is not None else None
         checks.optimizer(optimizer)  # before schedulers are made, which read its method `step`
         self.paged = Paged(optimizer, model.offload) if optimizer is not None and model.offload.places else None
@@ -64,7 +65,7 @@ class Update:
         """Apply the options that `engine.set` may change."""
         self.clip_norm, self._nonfinite = clip_norm, nonfinite
         self._needs_norm = norm or clip_norm is not None or nonfinite != "ignore"
-        #: Whether an update needs all gradients first.
+        # whether an update needs all gradients first; else it may begin with some (`_apart`)
         at_once = clip_norm is not None or nonfinite != "ignore" or self.scaler is not None
         self._apart = not at_once and not self.model.offload.places
         self._overlapped = (
@@ -93,11 +94,11 @@ class Update:
 
     @property
     def scale(self) -> Callable[[Tensor], Tensor]:
-        """The function from the loss's gradient to the one that backward begins with."""
-        return self.scaler.scale if self.scaler is not None else lambda loss: loss
+        """Multiplies the gradient of the loss by the loss scale."""
+        return self.scaler.scale if self.scaler is not None else lambda gradient: gradient
 
     def begin(self, *, early: bool) -> None:
-        """Clear the last step's gradients. early: this step may update a bucket while others are summed."""
+        """Clear the last step's gradients. early: this step may step or send a bucket while others are summed."""
         model = self.model
         self._early = early and self._overlapped is not None and self._overlapped.possible()
         self._sends = early and self._apart and model.matrices is not None
@@ -133,7 +134,7 @@ class Update:
                 self._overlapped.step(names)
 
     def finish_gradients(self) -> None:
-        """Finish the remaining gradients after all sums have ended, and agree on an overflow."""
+        """Finish the gradients that are in no bucket, after all sums have ended; agree on an overflow."""
         self.reduced(self._unbucketed)
         if self.scaler is not None:
             self.scaler.sync_overflow()
@@ -167,7 +168,7 @@ class Update:
             matrices.publish()
 
     def _look_at_gradients(self, norm: Tensor) -> None:
-        """Skip or stop if gradients are not finite; buffers then return to their values before the step."""
+        """Skip or stop if gradients are not finite. Buffers keep their values of before the step, also on a raise."""
         model = self.model
         new, model.buffers = model.buffers, self._buffers_before
         self._skipping = not_finite.skips_gradient(
@@ -177,7 +178,7 @@ class Update:
             model.buffers = new
 
     def step_schedule(self) -> None:
-        """Step the user's schedulers, which may fail, unless the optimizer's step was left out."""
+        """Step the user's schedulers, unless the update was skipped. They may raise."""
         if self.schedulers is not None and self._updated:
             try:
                 self.schedulers.step()

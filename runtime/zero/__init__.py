@@ -6,7 +6,7 @@
     gather             ZeRO 3: gathers ahead of use, freed after it, repeated in backward (those of forward are in
                        the program: shardc.passes.gradient_buckets)
     rounded_gather     the same, for parameters that are rounded to float8 before
-    optimizer          makes the user's optimizer update this rank's stretches of parameters
+    optimizer          makes the user's optimizer update this rank's shards of parameters
     optimizer_check    tests on a small copy whether an optimizer may be sharded, or may step bucket by bucket
     early_step         steps the optimizer bucket by bucket, while later gradients are still being summed
     optimizer_kernels  chooses among torch's implementations of an optimizer: fused ones on GPUs
@@ -14,6 +14,6 @@
     offloaded_optimizer  an optimizer whose state is outside of the device
     trained_params     finds the parameters that get gradients
 
-The optimizer works on a bucket's `.owned`: {name: parameter}: the parameter itself, or the stretch of it in this rank's
+The optimizer works on a bucket's `.owned`: {name: parameter}: the parameter itself, or the shard of it in this rank's
 part (1-d, perhaps empty). Reduced gradients are in `.owned[name].grad`. (Rajbhandari et al. 2020, "ZeRO")
 """

@@ -6,16 +6,13 @@
     2      yes     yes         parameters                optimizer state, gradients
     3      no      yes                                   optimizer state, gradients, parameters
 
-    a a a a | a b b b | c c c c      parameters of 5, 3 and 4 elements on 3 ranks; rank 1 owns a[4:5] and b[0:3]
+    a a a a | a - - - | b b b - | c c c c      parameters of 5, 3 and 4 elements, aligned to 4, on 4 ranks:
+                                               rank 1 owns a[4:5], rank 2 b[0:3] (flat_partition.py)
 
-Gradients are copied into one flat buffer. Without `scatters` they add up there over microbatches, and are summed over
-ranks once a step. With `scatters` every backward reduce-scatters them, and they add up in this rank's part: the whole
-gradients of a few buckets exist at a time, however many microbatches a step has. After the last backward of the step an
-all-reduce over the axes that replicate follows.
-
-Without `scatters`, on a GPU, waiting for a sum in backward frees nothing, so the wait comes after backward: otherwise
-each pipeline stage would delay the next. With `scatters`, and on a CPU, where a running sum needs as much memory again
-for what it receives, one sum runs at a time. (Rajbhandari et al. 2020, "ZeRO")
+Gradients are copied into one flat buffer. Without `scatters` (or with `keep`) they add up there over microbatches, and
+are summed over ranks once a step. With `scatters` they add up in this rank's part: the whole gradients of a few buckets
+exist at a time, however many microbatches a step has. buckets.py has a table of when each sum starts and is waited for;
+shardc.ir.buckets explains `keep`, `late`, `compute` and `prefetch`. (Rajbhandari et al. 2020, "ZeRO")
 """
 
 from __future__ import annotations
@@ -42,12 +39,10 @@ class Bucket:
     """A bucket of parameters. Call `adopt` for each parameter, then `ready`; after an update `publish`.
 
     In each step: `start`, `put` for each gradient (ZeRO 3: `arrived`), `launch`, `settle`, `close`, `finish`.
-    aliased: for a custom loop. At ZeRO 0 the graph gets separate leaves on the same memory. A loss term that the loop
-    computes from the parameters themselves then has its gradient in the parameter, whole on every rank, and not in the
-    graph's sum. A shard without elements gets a gradient without elements, which a loop reads like any other; elsewhere
-    None, and the optimizer skips it.
-    last: returns whether this is the step's last backward that reaches the bucket. launched: called when ZeRO 3 has
-    started a sum.
+    last: whether this is the step's last backward that reaches the bucket. launched: called when ZeRO 3 starts a sum.
+    aliased: for a custom loop, whose loss may have terms of its own, such as `0.1 * w.norm()`. At ZeRO 0 the graph gets
+    separate leaves on the parameters' memory, so ranks do not sum the gradient of such a term: it is whole on every
+    rank. A shard without elements gets a gradient without elements, which a loop can read (in an engine: None).
     """
 
     def __init__(
@@ -66,7 +61,7 @@ class Bucket:
         self.sharded, self.whole, self.scatters = self.spec.zero > 0, self.spec.zero < 3, self.spec.zero > 1
         self.tag, self.mesh, self._aliased = f"bucket{index}", mesh, aliased
         self._offload, self._gathered, self._last, self._launched = offload, gathered, last, launched
-        # parameters whose gradients may come only from ranks of other stages
+        # of a late bucket (tied weights: stages on other ranks use them too): the parameters that are trained anywhere
         self.elsewhere = trained_params(program).intersection(self.spec.params) if self.spec.late else frozenset()
         self.flat = Flat.of(program, self.spec)
         self.params: dict[str, nn.Parameter] = {}  # whole local parts, as the graph has them; none at ZeRO 3
@@ -77,19 +72,18 @@ class Bucket:
         self._kept: dict[str, Tensor] = {}  # gradients from before this step
         self._buffer: Tensor | None = None
         self._views: dict[str, Tensor] = {}
-        self._there: set[str] = set()  # gradients that are in the buffer
+        self._there: set[str] = set()  # gradients that are in the buffer (its other elements are not written yet)
         self._work, self._rest_work, self._gather = Work(), Work(), Work()
         self._rest_begun = False  # whether the sum over the other axes has started
         self._final = False  # the running sum is the step's last
         self._sum: Tensor | None = None  # this rank's part of the gradients
         self._coming: Tensor | None = None  # the result of the running sum, to add to earlier ones
-        self._keep_alive: Tensor | None = None  # the whole gradients that the running sum reads
+        self._keep_alive: Tensor | None = None  # the buffer that the running sum reads: not freed before
         # parameters
         self.rank = mesh.coordinate(self.spec.shard) if self.sharded else 0
         self.runs: dict[str, FlatShard] = self.flat.runs(self.rank) if self.sharded else {}
         self.rest = tuple(a for a in self.spec.axes if a != self.spec.shard)
         self.low, self.high = self.rank * self.flat.part, (self.rank + 1) * self.flat.part
-        self.prefetch, self.elements = self.spec.prefetch, self.flat.padded
         rounds = bool(self.spec.rounded) and not self.whole
         self._rounded = RoundedGather(self.spec, self.flat, self.runs, mesh, self.tag) if rounds else None
         self._trains: dict[str, bool] = {}
@@ -138,8 +132,8 @@ class Bucket:
         """Make `.owned`, when all parameters are adopted."""
         if self._master is None:
             return
-        # An engine checks for writes to them (`written`): gathers write by another tensor, which is counted separately.
-        # In a custom loop torch has to see all writes between forward and backward.
+        # `.data` has its own version counter: in an engine gathers do not change `_version`, so `written` sees only
+        # other writes. In a custom loop autograd must see all writes between forward and backward.
         master = self._master.data if self.whole and not self._aliased else self._master
         self.owned = {n: nn.Parameter(x, requires_grad=self._trains[n]) for n, x in self._slices(master).items()}
         if self._home is not None:
@@ -325,7 +319,7 @@ class Bucket:
         return buffer
 
     def launch(self) -> None:
-        """Start the sum of the buffer over ranks, in the background."""
+        """Start the sum of the buffer over ranks, in the background: see buckets.py."""
         flat = self._with_zeros()
         if not self.sharded:
             self._work = self.mesh.start_all_reduce(flat, self.spec.axes, direction="backward", tag=self.tag)
@@ -339,7 +333,7 @@ class Bucket:
         self._keep_alive, self._coming = flat, torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
         self._free()
         self._reduce(flat, self._coming)
-        self._final = not self.spec.late and self._last(self)  # of a late bucket, other ranks may have the last one
+        self._final = not self.spec.late and self._last(self)  # others may have the last of a late one
         if self._final and self._sum is None:
             self._rest(self._coming, at_once=True)
 
@@ -368,7 +362,7 @@ class Bucket:
         self._rest_begun = True
 
     def settle(self) -> None:
-        """Wait for the running sum if necessary, and continue over the other axes. Later buckets have started."""
+        """Wait for the running sum, and start the sum over the other axes. ZeRO 0, ZeRO 1 on a GPU: do nothing."""
         if self._coming is not None:
             self._work.wait()
             self._sum = self._coming if self._sum is None else self._sum.add_(self._coming)
@@ -381,7 +375,7 @@ class Bucket:
 
     @property
     def final(self) -> bool:
-        """Whether the running sum is the step's last."""
+        """Whether no other sum of this bucket follows in this step."""
         return self._final if self.scatters else not self.spec.late
 
     def close(self) -> None:
@@ -391,7 +385,7 @@ class Bucket:
         if self._buffer is not None:  # the last backward did not reach this bucket
             self.launch()
         self.settle()
-        if self._sum is None and self.elsewhere:  # other ranks need this one for their sum
+        if self._sum is None and self.elsewhere:  # ranks of other stages sum with this one
             self._sum = torch.zeros(self.flat.part, dtype=self.spec.dtype, device=self.mesh.device)
         if self._sum is not None:
             self._rest(self._sum)
@@ -416,7 +410,7 @@ class Bucket:
 
     def _give(self, sums: dict[str, Tensor]) -> None:
         for name, p in self.owned.items():
-            # from before this backward, and from other terms of the loss since
+            # the new sum, plus gradients from before the step, plus those of loss terms outside of the graph (aliased)
             others = [g for g in (self._kept.get(name), p.grad) if g is not None]
             if name in (self.seen | self.elsewhere) and name in sums:
                 others.insert(0, sums[name].to(p.dtype))

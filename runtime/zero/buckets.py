@@ -1,10 +1,24 @@
 """Sum gradients over ranks in buckets, overlapped with backward.
 
-When backward has finished a parameter's gradient, it is copied to its place in the bucket's flat buffer. When a bucket
-is full, and all before it have started, its sum starts in the background (Li et al. 2020, "PyTorch Distributed"). The
-pass shardc.passes.gradient_buckets decides which parameters share a bucket, of which size, in which order: the order in
-which backward finishes them. It reads this from the graph, so no warm-up step is needed and all ranks agree. Each
-bucket shards itself for ZeRO (shardc.runtime.zero.bucket).
+When backward has finished a parameter's gradient, it is copied to its place in the bucket's flat buffer. A full bucket
+is summed in the background (Li et al. 2020, "PyTorch Distributed"). The pass shardc.passes.gradient_buckets decides
+which parameters share a bucket, in the order of backward: it reads this from the graph, so no warm-up step is needed
+and all ranks agree. Each bucket shards itself for ZeRO (shardc.runtime.zero.bucket).
+
+When a sum starts, and when a rank waits for it (`Bucket.launch`, `settle`):
+
+    zero  starts                          sum                                waits
+    0     last backward of the step*      all_reduce                         `finish`: all may run at once
+    1     the same                        reduce_scatter into this rank's    GPU: `finish`. CPU: when the next bucket
+                                          part, a view of the buffer         started, as a sum needs its memory twice
+    2     every backward*                 reduce_scatter, added to what      when the next bucket has started, or before
+    3     every backward (with `keep`:    the part has already               its own next sum: this frees the buffer
+          last), by `Bucket.arrived`
+
+    * when the bucket is full and those before it have started; buckets that did not fill, after the (stage's) backward.
+    ZeRO 1 to 3: once a step an all_reduce over the other data axes follows. `late` buckets (of parameters that stages
+    on other ranks use too): ZeRO 0 and 1 start them in `finish`, 2 and 3 that all_reduce. With `early`, a bucket whose
+    last sum runs is finished when the next one has started.
 
 A step at ZeRO 2 with two microbatches and buckets a, b (the backward graph calls `ops.accumulate` for each gradient and
 `ops.launch` where a bucket is full):
@@ -37,19 +51,14 @@ Reduced = Callable[[Sequence[str]], None]
 class Buckets:
     """The buckets of one rank. params: whole local parameters by name, which are taken over one at a time.
 
-    Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. With several backwards a step,
-    of
-    microbatches and of pipeline stages: `start(...)`, backward, `pause()` for each, `reduce()` after a stage's last,
-    and
-    `finish()`.
+    Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. With several backwards a step
+    (of microbatches and stages): `start(...)`, backward, `pause()` for each, `reduce()` after a stage's last, `finish`.
 
-    .given: the inputs of the program's graph, in order. .owned: what the optimizer works on, and whose `.grad` is
-    reduced: the parameters, or this rank's stretch of each (1-d). .runs: the stretches of the sharded parameters.
+    .given: what the graph takes for each parameter: the parameter, or its bucket. .owned: what the optimizer steps, and
+    whose `.grad` is reduced: the parameters, or this rank's shard of each (1-d). .runs: where each such shard is.
 
-    If a parameter has a `.grad` when backward starts, the new sum is added to it, as on one device. If backward does
-    not reach a parameter, it counts as zeros in the sum, and keeps its `.grad`, also as on one device.
-
-    aliased: for a custom loop: see Bucket.
+    A custom loop may add gradients up: if a parameter has a `.grad` when a step starts, the new sum is added to it (an
+    engine clears it before). A parameter that no backward reaches counts as zeros in the sum, and keeps its `.grad`.
     """
 
     def __init__(
@@ -83,7 +92,7 @@ class Buckets:
         #: The buckets that are summed once a step, in order, and the index of the next one to start.
         self._once = [b for b in self._all if not b.scatters]
         self._next = 0
-        #: The buckets with whole parameters that every backward sums; those that the running backward has yet to start.
+        #: ZeRO 2: the buckets that every backward sums; those that the running backward has yet to start.
         self._each = [b for b in self._all if b.scatters and b.whole]
         self._due: deque[Bucket] = deque()
         self._active = False
@@ -126,7 +135,7 @@ class Buckets:
 
     @property
     def arrive_apart(self) -> bool:
-        """Whether some sums still run after backward when the first are ready, so that updates hide them.
+        """Whether sums end one by one after backward, so that updating the first buckets hides later sums.
 
         Not with ZeRO, where one sum runs at a time; nor on a GPU, which queues updates behind backward anyway.
         """
@@ -168,7 +177,7 @@ class Buckets:
         self._launch(all_of_them=False)
 
     def reset(self, *, forward: bool = False) -> None:
-        """Forget a backward that failed; with `forward` also forwards without backward. Not while one runs."""
+        """Forget a failed backward. forward: forwards without backward too. No backward may be running."""
         if self._active or forward:
             self._gathered.finish()
         self._due.clear()
@@ -206,7 +215,7 @@ class Buckets:
             self._launched(bucket)
 
     def _launched(self, bucket: Bucket) -> None:
-        """Settle the buckets that started before, to free their buffers, as the sum of `bucket` runs now."""
+        """Wait for the sums that started before that of `bucket`, to free their buffers."""
         for other in (b for b in self._running if b is not bucket):
             other.settle()
             if self.early is not None and other.final and other not in self._done:
@@ -258,20 +267,20 @@ class Buckets:
         return grads
 
     def narrow(self) -> None:
-        """Move gradients to the narrower memory of their sums, after an update, if nothing adds to them later."""
+        """Move gradients to the narrower memory of their sums, after an update. Nothing may add to them later."""
         for b in self._all:
             b.narrow()
 
     # --- parameters
 
     def publish(self) -> None:
-        """Start to gather what other ranks updated, first what forward needs first."""
+        """Start to gather what other ranks updated, in the order of forward."""
         for b in reversed(self._all):
             b.publish()
 
     @property
     def written(self) -> bool:
-        """Whether anything has written to parameters that are still to gather, since `publish`."""
+        """Whether anything wrote to shards since `publish`, so that parameters must be gathered again."""
         return any(b.written for b in self._all)
 
     def wait_for_gathers(self) -> None:

@@ -1,6 +1,6 @@
 """Compute the layout of a bucket's flat buffer, and the part that each rank of the data axis keeps.
 
-    parameters of 5, 3 and 4 elements, 3 ranks    a a a a | a - - - | b b b - | c c c c    aligned to 4 elements
+    parameters of 5, 3 and 4 elements, 4 ranks    a a a a | a - - - | b b b - | c c c c    aligned to 4 elements
     the same, 2 ranks                             a a a a a - - - | b b b - c c c c        each rank keeps 8 elements
 
 Parameters and parts begin at multiples of 16 bytes, for kernels that read 16 bytes at once (grouped products reject
@@ -70,7 +70,7 @@ class Flat:
         return self.part * self.ranks
 
     def runs(self, rank: int) -> dict[str, FlatShard]:
-        """Return the stretch of each parameter's flattened local part that a rank keeps."""
+        """Return the shard of each parameter's flattened local part that a rank keeps."""
         low, high = rank * self.part, (rank + 1) * self.part
         runs = {}
         for name, shape, start, size in zip(self.names, self.shapes, self.starts, self.sizes, strict=True):
@@ -80,7 +80,7 @@ class Flat:
 
 
 class Stretches:
-    """The stretch of each parameter of a program that ZeRO leaves to each rank."""
+    """The flat shard of each parameter of a program that ZeRO leaves to each rank."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -89,7 +89,7 @@ class Stretches:
         self._places: dict[tuple[str, int], int] = {}
 
     def of(self, p: Param, rank: int) -> FlatShard | None:
-        """Return the stretch of a parameter's flattened local part that a rank keeps; None: all of it."""
+        """Return the shard of a parameter's flattened local part that a rank keeps; None: all of it."""
         bucket = self._program.bucket(p)
         if bucket is None or not bucket.zero:
             return None

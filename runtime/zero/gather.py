@@ -17,10 +17,7 @@ from shardc.runtime.mesh import Work
 
 
 class Source(Protocol):
-    """A bucket that can be gathered. elements: the number of all its parameters' elements."""
-
-    prefetch: int
-    elements: int
+    """A bucket that can be gathered."""
 
     def start_gather(self, direction: str) -> tuple[Tensor, Work]:
         """Start to gather; return a flat tensor, and the work after which it holds the parameters."""
