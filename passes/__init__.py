@@ -1,7 +1,7 @@
-"""List the stages of compilation in order, each with the reason for its place.
+"""List the passes in order, each with the reason for its place.
 
-`shardc.compile` runs them. A stage is a file or a folder with one `Pass` (shardc.passes.base). To add one, write it
-and add a line here. runner.py runs the passes; outputs.py decides how ranks hold a step's outputs; dump.py writes the
+`shardc.compile` runs them. Each is a file or a folder with one `Pass` (shardc.passes.base). To add one, write it and
+add a line here. (A `Stage` here is an entry of this list, not shardc.ir.stage.Stage, a part of a pipeline.) runner.py runs the passes; outputs.py decides how ranks hold a step's outputs; dump.py writes the
 program's text after each pass.
 """
 
@@ -36,12 +36,12 @@ from shardc.passes.weight_casts import WeightCasts
 
 __all__ = ["CAPTURE", "PIPELINE", "Options", "Pass", "Stage"]
 
-#: The name of what comes before the first stage: the model becomes a program.
+#: The name of what comes before the first pass: the model becomes a program.
 CAPTURE = "capture"
 
 
 class Stage(NamedTuple):
-    """A stage of compilation.
+    """An entry of the list of passes.
 
     name: in dumps, timings and `shardc inspect --diff`. make: its pass. why: the reason for its place.
     """
@@ -53,30 +53,38 @@ class Stage(NamedTuple):
 
 PIPELINE = (
     # the global graph, of one device
-    Stage("precision", Precision, "torch's autocast lists name the ops of a captured graph, which canonical rewrites"),
-    Stage("canonical", Canonical, "one spelling per operation, so that all that follows has few ops to know"),
-    Stage("grouped_mm", GroupedMM, "its pattern is of canonical ops; the rules know `experts` in its place"),
+    Stage("precision", Precision, "before canonical, which rewrites ops that torch's autocast lists name"),
+    Stage("canonical", Canonical, "before all passes that look at ops: afterwards there are few kinds of them"),
+    Stage("grouped_mm", GroupedMM, "after canonical, whose ops it matches; before place: only its result has a rule"),
+    Stage("unknown_ops", UnknownOps, "after canonical, which decomposes ops; before place: every op needs a rule"),
+    Stage("stack_experts", StackExperts, "before annotate, as the stacked parameter is what gets a layout"),
+    Stage("matrices", Matrices, "after stack_experts, as each expert of a stack is a matrix; attention ops show heads"),
+    Stage("expert_capacity", ExpertCapacity, "after grouped_mm makes `experts`; before place, which places its op too"),
+    Stage("annotate", Annotate, "before place, which starts from the layouts that the spec names"),
     Stage(
-        "unknown_ops", UnknownOps, "canonical has decomposed what it can; place needs a rule for every op that is left"
+        "adapt", Adapt, "after annotate: plans are of the model without adapters, which are split like their weights"
     ),
-    Stage("stack_experts", StackExperts, "annotate gives layouts to parameters, and stacks of them are what is split"),
-    Stage("matrices", Matrices, "members of a stack are matrices of their own; attention shows the heads of weights"),
-    Stage("expert_capacity", ExpertCapacity, "adds an op to every `experts`, which has to be placed like the others"),
-    Stage("annotate", Annotate, "placement starts from the layouts of weights, inputs and activations in the spec"),
-    Stage("adapt", Adapt, "plans and structures are the model's; adapters are split as the weights beside them"),
-    Stage("forward_only", ForwardOnly, "annotate tells activations by their gradients; nothing after it needs them"),
-    Stage("products", Products, "all before it knows linear layers by their shape; scales are placed with all else"),
-    Stage("place", Place, "every op runs by one strategy per mesh axis before collectives can be known"),
+    Stage("forward_only", ForwardOnly, "after annotate, which knows activations by their gradients; before place"),
+    Stage("products", Products, "after all that finds linear layers by their shape; before place, as scales are split"),
+    Stage("place", Place, "after annotate; before partition: collectives follow from the strategies of all ops"),
     # the local graph, of one rank
-    Stage("partition", Partition, "conversions between placements become collectives, and sizes those of one rank"),
-    Stage("accumulate", Accumulate, "microbatches are an axis up to here; what follows sees one microbatch"),
-    Stage("pipeline", Pipeline, "cuts where few bytes cross, and these are known once sizes are local"),
-    Stage("loss_chunks", LossChunks, "a product and its loss become one op, which cannot be cut into stages"),
-    Stage("packed_inputs", PackedInputs, "recompute counts what is kept for backward, and how inputs lie is known"),
-    Stage("recompute", Recompute, "a region is part of one stage, and its budget counts bytes of one rank"),
-    Stage("match_recompiled", MatchRecompiled, "gives the buckets that the next pass would otherwise make"),
-    Stage("gradient_buckets", GradientBuckets, "they follow the order of the final graphs, and gathers stand in them"),
-    Stage("weight_casts", WeightCasts, "sharded buckets that hold the dtype of products have taken their casts out"),
-    Stage("joint", JointGraphs, "the backward graph is of all that forward and its buckets have become"),
-    Stage("unused_axes", UnusedAxes, "only now is every axis seen that something uses"),
+    Stage(
+        "partition", Partition, "after place, whose conversions become collectives; before all that counts local bytes"
+    ),
+    Stage(
+        "accumulate", Accumulate, "after partition: microbatches are a mesh axis up to here, later there is only one"
+    ),
+    Stage("pipeline", Pipeline, "after partition, as it cuts where few local bytes cross"),
+    Stage(
+        "loss_chunks", LossChunks, "after pipeline, which could not cut the op that it makes of a product and its loss"
+    ),
+    Stage(
+        "packed_inputs", PackedInputs, "after partition, for the layouts of inputs; before recompute counts kept bytes"
+    ),
+    Stage("recompute", Recompute, "after pipeline, as a region is part of one stage; its budget is in local bytes"),
+    Stage("match_recompiled", MatchRecompiled, "before gradient_buckets, which would otherwise make other buckets"),
+    Stage("gradient_buckets", GradientBuckets, "after recompute: the order is of final graphs; gathers go into these"),
+    Stage("weight_casts", WeightCasts, "after gradient_buckets: buckets that gather in 16 bits need no casts to share"),
+    Stage("joint", JointGraphs, "after all that changes forward or buckets: backward is derived from both"),
+    Stage("unused_axes", UnusedAxes, "last: only now every use of an axis is known"),
 )

@@ -10,7 +10,7 @@ When a sum starts, and when a rank waits for it (`Bucket.launch`, `settle`):
     zero  starts                          sum                                waits
     0     last backward of the step*      all_reduce                         `finish`: all may run at once
     1     the same                        reduce_scatter into this rank's    GPU: `finish`. CPU: when the next bucket
-                                          part, a view of the buffer         started, as a sum needs its memory twice
+                                          part, a view of the buffer         has started: a sum needs its memory twice
     2     every backward*                 reduce_scatter, added to what      when the next bucket has started, or before
     3     every backward (with `keep`:    the part has already               its own next sum: this frees the buffer
           last), by `Bucket.arrived`

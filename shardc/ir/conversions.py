@@ -14,7 +14,7 @@ has all pairs of a forward and its backward; no other file says which belong tog
 
     passes/partition                 which ops to insert, in which order, their names and collectives
     passes/place/transfer_cost.py    what they cost
-    passes/accumulate                which of them depend on the microbatch, and that all are linear
+    passes/accumulate                which of them depend on the microbatch; relies on all being linear
     runtime/ops/convert.py           what they run, forward and backward
     docs/explanation/algebra.md      shows the table as `python -m shardc.ir.conversions` prints it
 
@@ -33,8 +33,8 @@ from shardc.ir.placement import Partial, PartialGrad, Placement, Replicate, Shar
 #: "pad" puts a part among zeros, "first" keeps the first rank's tensor and zeroes the others', "identity" keeps all.
 Move = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice", "pad", "first", "identity"]
 
-#: Bytes that each of n ranks sends, in units of (n-1)/n of the whole tensor; in an all_to_all, of the rank's own part,
-#: the n-th of it. (For the docs; seconds: shardc.machine.collectives.)
+#: The collectives, each with what a rank sends: a multiple of (n-1)/n of the whole tensor (all_to_all: of this rank's
+#: part, 1/n of the tensor). Only docs use the numbers; seconds: shardc.machine.collectives.
 COLLECTIVES = {"all_gather": 1, "all_reduce": 2, "all_to_all": 1, "reduce_scatter": 1}
 
 
@@ -43,9 +43,10 @@ class Conversion:
     """A row: the op that turns one kind of placement into another on an axis, and what it runs.
 
     forward, backward: the move of the value, and of its gradient. suffix: ends the name of the result (`proj_sum`).
-    distance: where a value exists in several forms, the one with the smallest total distance is converted.
-    reason: why a program needs it. deferred: what it makes later ops send, in all_gathers; part of its price.
-    joint: one call converts several axes, in one collective.
+    distance: if a value exists in several forms, the nearest is converted: with the smallest sum over the axes. 1 or 2
+    sends nothing, 20 only in backward, 30 to 50 in forward (unshard_partial: later); they are only compared.
+    deferred: added to the price, in all_gathers, for the sum that is still to be done: 3, above an all_reduce's 2.
+    reason: why a program needs it. joint: one call converts several axes, in one collective.
     """
 
     source: type[Placement]
@@ -65,7 +66,7 @@ class Conversion:
         return self.forward if self.forward in COLLECTIVES else "none", backward
 
     def price(self, each: Mapping[str, float], *, gradient: bool, packed: float = 1.0) -> float:
-        """Add up the collectives of one byte of the whole tensor, forward and backward, now and later.
+        """Return the price per byte of the whole tensor: the collectives of forward and backward, and `deferred`.
 
         each: the price of a byte in a collective, by kind. packed: the share of the bytes that a forward gather sends,
         if the value is rounded to 8 bits.
@@ -80,7 +81,7 @@ class Conversion:
 # The table keeps its columns, hence no formatter.
 # fmt: off
 #: The order of rows is the order of steps for a value that is converted on several axes: cut first, so that less is
-#: sent; then sum, then gather; last the rows that only change whose value counts.
+#: sent; then exchange, sum, gather; the last four send nothing in forward. (Nor does first_grad.)
 CONVERSIONS = (
     #          from         to           op                         forward           backward          suffix distance
     Conversion(Replicate,   Shard,       "shard",                   "slice",          "all_gather",     "cut",    1,
@@ -94,7 +95,7 @@ CONVERSIONS = (
     Conversion(Partial,     Replicate,   "all_reduce",              "all_reduce",     "identity",       "sum",    40,
                "a sum that every rank uses whole: after a row-parallel layer (Megatron's g, JAX's psum)", joint=True),
     Conversion(PartialGrad, Replicate,   "first_grad",              "identity",       "first",          "one",    2,
-               "ranks that repeat the same work with a value whose gradients are summed: one of them counts"),
+               "all ranks do the same work with a value whose gradients are summed: only the first's enters the sum"),
     Conversion(Shard,       Replicate,   "all_gather",              "all_gather",     "slice",          "whole",  40,
                "a value in parts is used whole, and the ranks repeat the same work"),
     Conversion(Shard,       PartialGrad, "all_gather_partial_grad", "all_gather",     "reduce_scatter", "whole",  50,
@@ -130,7 +131,7 @@ def path(old: Placement, new: Placement) -> tuple[Conversion, ...]:
     if old == new:
         return ()
     if isinstance(old, Shard) and isinstance(new, Shard) and old.dim == new.dim:
-        return by_way_of_replicate(Shard, Shard)
+        return by_way_of_replicate(Shard, Shard)  # `distance` and place's prices count one all_to_all: a rare case
     return between(type(old), type(new))
 
 
@@ -152,6 +153,7 @@ def steps(paths: Mapping[str, tuple[Conversion, ...]]) -> list[tuple[Conversion,
     for axis, path in paths.items():
         for k, row in enumerate(path):
             place = max(order[before.op] for before in path[: k + 1])
+            # in one place the second conversion, whose row is earlier in the table, must come last: hence the minus
             axes.setdefault((place, -order[row.op]), []).append(axis)
     return [(CONVERSIONS[-row], axes[place, row]) for place, row in sorted(axes)]
 

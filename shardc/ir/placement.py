@@ -1,8 +1,11 @@
 """Define how a value is placed on a mesh: its placement on each axis, and the part that each rank has.
 
 On every mesh axis a value is `Replicate`, `Shard`, `Partial` or `PartialGrad`; a `Layout` has one for each axis.
-A shard is an *absolute digit*: the global dim is viewed as [split, axis size, rest], and the middle digit is spread
-over the axis. Axes that share a dim must hold disjoint digits; then they can be cut and gathered in any order.
+A shard takes one *digit* of a dim: the global dim is viewed as [split, axis size, rest], and the middle index is spread
+over the axis. Axes that share a dim take different digits, and can cut and gather it in any order.
+
+    dim of 12, tp=2, split=3    viewed as [3, 2, 2]: rank 0 has 0 1, 4 5, 8 9; rank 1 has 2 3, 6 7, 10 11
+    dim of 12, dp=2, split=1    viewed as [2, 6]: rank 0 has 0 .. 5. With tp=2, split=2 ([2, 2, 3]): 0 1 2 or 3 4 5
 
 Related files: shard_chunks.py cuts tensors by a shard and joins them; type_text.py prints layouts for programs.
 """
@@ -26,16 +29,16 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """A dim is viewed as [split, axis, rest], and the middle digit is spread over the axis.
+    """A dim is viewed as [split, axis size, rest], and the middle index is spread over the axis.
 
     dim: dimension of the global tensor, >= 0.
-    split: product of the major digits; 1 is the plain case, 3 a fused q|k|v weight.
+    split: number of parts of the dim that are each spread; 1 is the plain case, 3 a fused q|k|v weight.
     sections: sizes of concatenated parts of the dim, each of which is split separately (then split is 1).
-    padding, blocks: for sizes that do not divide. The dim is viewed as [blocks, size/blocks], and each block gets
-    `padding` more elements at its end; split counts in the padded dim. Parameters are padded with zeros, inputs with
+    padding, blocks: for sizes that are not divisible. The dim is viewed as [blocks, size/blocks], and each block gets
+    `padding` more elements at its end; `split` divides the padded size. Parameters are padded with zeros, inputs with
     copies of their first entries. The gradient of padding is zero. Elsewhere padding may hold any finite number: ops
     that sum over it set it to zero first, and ops that are not finite there fill it (shardc.rules.core.finite_padding).
-    mirrored: of the `split` blocks (an even number), every second one is dealt out backwards. With split=2 rank r of n
+    mirrored: of the `split` parts (an even number), every second one is dealt out backwards. With split=2 rank r of n
     has parts r and 2 n - 1 - r of 2 n: a zigzag, which balances causal work. Padding comes after all 2 n parts, so it
     is at the end of a rank's part, as elsewhere. Sequence dims of inputs (`balance: zigzag`) and of values computed
     from them are mirrored; parameters never are.
@@ -60,7 +63,7 @@ class Shard:
 
     @property
     def in_order(self) -> bool:
-        """Whether an entry's place in the padded dim is its index: no sections, no padding of earlier blocks."""
+        """Whether `split` alone gives an index's rank and place: no sections, no padding before later blocks."""
         return not self.sections and (self.blocks == 1 or not self.padding)
 
     def padded(self, size: int) -> int:
@@ -98,7 +101,7 @@ class Layout:
 
     @classmethod
     def of(cls, placements: Mapping[str, Placement], mesh: Mesh) -> Layout:
-        """Return the layout with these placements. On an axis made of several digits, each digit gets its own."""
+        """Return the layout with these placements. An axis seen as several (Mesh.refine) gets one for each of them."""
         by_part = {part: p for a, placed in placements.items() for part, p in _digits(a, placed, mesh)}
         return cls(tuple((a, by_part[a]) for a in mesh.names if a in by_part and by_part[a] != REPLICATE))
 
@@ -137,7 +140,7 @@ class Layout:
         return shard.split // math.prod(outer)
 
     def problem(self, shape: Sequence[int], mesh: Mesh) -> str:
-        """Return "" if every shard divides its dim and digits are disjoint; else a description of the error."""
+        """Return why a tensor cannot have the layout; "" if each shard divides its dim, and digits are disjoint."""
         for axis, s in self.shards():
             n = mesh.size(axis)
             if s.dim >= len(shape):
@@ -145,7 +148,7 @@ class Layout:
             if s.mirrored and (s.sections or self._free(axis, mesh) % 2 or (s.padding and s.split % (2 * s.blocks))):
                 return f"{axis} deals dim {s.dim} out in a zigzag, which no other axis may cut through"
             if s.padding and (s.sections or s.split % s.blocks or shape[s.dim] % s.blocks):
-                return f"padding of {s.blocks} blocks does not fit {s}"
+                return f"dim {s.dim} of {shape[s.dim]}, split over {axis}, cannot be padded in {s.blocks} blocks"
             for part in s.sections or (s.padded(shape[s.dim]),):
                 if part % (s.split * n):
                     return f"{part} does not divide by {axis}={n}" + (f" in {s.split} parts" if s.split > 1 else "")
@@ -186,7 +189,7 @@ class Layout:
             done = [build(todo[1:], {**coords, axis: i}) for i in range(mesh.size(axis))]
             return unchunk(done, s)
 
-        # outermost level of the recursion joins last: inner digits are joined last, mirror image of `local`
+        # the first entry is joined last: inner digits, which `local` cuts first
         order = sorted(self.shards(), key=lambda item: -item[1].split)
         whole = build(order, dict.fromkeys(mesh.names, 0))
         for s in self.paddings():
@@ -208,24 +211,21 @@ class Layout:
 
 
 def _digits(axis: str, placement: Placement, mesh: Mesh) -> Iterator[tuple[str, Placement]]:
-    """Yield the digits that an axis consists of, each with its part of a placement on the axis."""
+    """Yield the mesh axes that an axis is seen as, outermost first, each with its part of the placement."""
     outer = 1
     for part in mesh.parts(axis):
-        yield (
-            part,
-            (
-                replace(placement, split=placement.split * outer)
-                if isinstance(placement, Shard) and outer > 1
-                else placement
-            ),
-        )
+        if isinstance(placement, Shard) and outer > 1:
+            yield part, replace(placement, split=placement.split * outer)
+        else:
+            yield part, placement
         outer *= mesh.size(part)
 
 
 def runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int, int]]:
-    """Return (local start, global start, length) of each stretch of a dim that one rank holds.
+    """Return (local start, global start, length) of each run of indices of a dim that one rank holds.
 
-    digits: (shard, number of ranks, this rank's coordinate) of each axis that splits the dim.
+    digits: (shard, number of ranks, this rank's coordinate) of each axis that splits the dim. First come the runs of
+    the padded dim; then padding is cut off, and neighbours are merged.
     """
     if size == 0:
         return []
@@ -238,7 +238,7 @@ def runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int
             starts = [sum(s.sections[:k]) for k in range(len(s.sections))]
             stretches = [(start + i * (part // n), part // n) for start, part in zip(starts, s.sections, strict=True)]
         else:
-            free = s.split // before  # digits between that axis and this one: a rank holds all their values
+            free = s.split // before  # parts of a run, between the previous axis and this one: a rank has some of each
             stretches = [
                 (
                     start + f * (length // free) + (n - 1 - i if s.mirrored and f % 2 else i) * (length // free // n),
@@ -250,12 +250,10 @@ def runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int
             before = s.split * n
     merged: list[tuple[int, int, int]] = []
     local = 0
-    for padded_start, real in stretches:
-        inside = padded_start % block  # a stretch lies within one block
-        start, length = (
-            padded_start - padded_start // block * pad.padding,
-            max(0, min(real, block - pad.padding - inside)),
-        )
+    for padded_start, real in stretches:  # real: the length with padding
+        inside = padded_start % block  # its place in its block; a run is within one block
+        start = padded_start - padded_start // block * pad.padding
+        length = max(0, min(real, block - pad.padding - inside))
         if merged and merged[-1][1] + merged[-1][2] == start and merged[-1][0] + merged[-1][2] == local:
             merged[-1] = (merged[-1][0], merged[-1][1], merged[-1][2] + length)
         elif length:
