@@ -1,8 +1,8 @@
 """List the passes in order, each with the reason for its place.
 
 `shardc.compile` runs them. Each is a file or a folder with one `Pass` (shardc.passes.base). To add one, write it and
-add a line here. (A `Stage` here is an entry of this list, not shardc.ir.stage.Stage, a part of a pipeline.) runner.py runs the passes; outputs.py decides how ranks hold a step's outputs; dump.py writes the
-program's text after each pass.
+add a line here. (`Stage` is an entry of this list; in shardc.ir.stage it is a part of a pipeline.) runner.py runs the
+passes; outputs.py decides how ranks hold a step's outputs; dump.py writes the program's text after each pass.
 """
 
 from __future__ import annotations
@@ -61,26 +61,16 @@ PIPELINE = (
     Stage("matrices", Matrices, "after stack_experts, as each expert of a stack is a matrix; attention ops show heads"),
     Stage("expert_capacity", ExpertCapacity, "after grouped_mm makes `experts`; before place, which places its op too"),
     Stage("annotate", Annotate, "before place, which starts from the layouts that the spec names"),
-    Stage(
-        "adapt", Adapt, "after annotate: plans are of the model without adapters, which are split like their weights"
-    ),
+    Stage("adapt", Adapt, "after annotate: plans know no adapters, and an adapter is split like its weight"),
     Stage("forward_only", ForwardOnly, "after annotate, which knows activations by their gradients; before place"),
     Stage("products", Products, "after all that finds linear layers by their shape; before place, as scales are split"),
     Stage("place", Place, "after annotate; before partition: collectives follow from the strategies of all ops"),
     # the local graph, of one rank
-    Stage(
-        "partition", Partition, "after place, whose conversions become collectives; before all that counts local bytes"
-    ),
-    Stage(
-        "accumulate", Accumulate, "after partition: microbatches are a mesh axis up to here, later there is only one"
-    ),
+    Stage("partition", Partition, "after place, for the conversions it implies; before all that counts local bytes"),
+    Stage("accumulate", Accumulate, "after partition: until here microbatches are a mesh axis; later passes see one"),
     Stage("pipeline", Pipeline, "after partition, as it cuts where few local bytes cross"),
-    Stage(
-        "loss_chunks", LossChunks, "after pipeline, which could not cut the op that it makes of a product and its loss"
-    ),
-    Stage(
-        "packed_inputs", PackedInputs, "after partition, for the layouts of inputs; before recompute counts kept bytes"
-    ),
+    Stage("loss_chunks", LossChunks, "after pipeline: one op for a product and its loss could not be cut"),
+    Stage("packed_inputs", PackedInputs, "after partition, for layouts of inputs; before recompute counts bytes"),
     Stage("recompute", Recompute, "after pipeline, as a region is part of one stage; its budget is in local bytes"),
     Stage("match_recompiled", MatchRecompiled, "before gradient_buckets, which would otherwise make other buckets"),
     Stage("gradient_buckets", GradientBuckets, "after recompute: the order is of final graphs; gathers go into these"),

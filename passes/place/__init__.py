@@ -4,8 +4,8 @@ The graph stays the same; its nodes get `strategies` and `why` (shardc.ir.metada
 and inputs get their layouts. Partition then inserts the conversions that the choices imply.
 
 one_axis        chooses strategies on one axis, greedily
-storing         writes the choices to parameters and buffers, with the annotation behind each
-scans           splits ops that read a whole split sequence by another dim instead
+storing         moves conversions to parameters and buffers; writes strategies and their causes to nodes
+scans           splits ops that read all tokens of a split sequence by another dim instead
 refuse          refuses annotated splits that could not be carried out
 transfer_cost   prices conversions and repeated work
 """
@@ -47,13 +47,13 @@ class Place(Pass):
         }
         for node in program.graph.nodes:
             node.meta["strategies"] = {}
-        # the batch first: the rest of a dim that other axes split cannot be padded, and annotations split the rest of
-        # the batch's dims
+        # `splits_batch`: the spec's axes of the batch. `batch`: axes that split an input, which come first: only a dim
+        # that no axis has split yet can be padded, and an annotation of such a dim splits what these axes leave of it
         splits_batch, other = outputs.batch_axes(self.spec, mesh), self.options.compatible_with
         batch = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
         section = self.spec.sequence
         tokens = {part for a in section.axis for part in mesh.parts(a)} if section is not None else set[str]()
-        # of these the sequence's last: a split by rows instead of tokens takes the rest of the rows
+        # in both groups the sequence's come last: `scans` may split rows by them, and takes what other axes left
         for axis, n in sorted(mesh.axes, key=lambda a: (a[0] not in batch, a[0] in tokens)):
             if n == 1:
                 continue
@@ -73,5 +73,5 @@ class Place(Pass):
 
 
 def _of_whole_sums(choices: Choices) -> Choices:
-    """Return the choices that take no partial sums."""
+    """Return the choices without those that take partial sums: rounding is not linear."""
     return replace(choices, rule=replace(choices.rule, linear=(), linear_of=None))

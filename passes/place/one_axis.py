@@ -1,4 +1,4 @@
-"""Place on one axis: choose which strategy every op takes, by the cost of conversions. See `Axis`."""
+"""Choose a strategy for every op on one axis, by the price of conversions. See `Axis`."""
 
 from __future__ import annotations
 
@@ -37,29 +37,30 @@ _shown = lru_cache(maxsize=1024)(repr)  # placements sort by their text
 
 @dataclass
 class Axis:
-    """Placement on one axis. Axes are placed in turn; they share only the digits that each has taken.
+    """Placement on one axis. Axes are placed in turn; of the others, each sees only which digits of dims they took.
 
     The algorithm is greedy, in sweeps over the ops, until a sweep changes nothing (at most `SWEEPS`):
 
-    1. `_choose`, front to back: each op takes its cheapest strategy. Candidates are those that take an operand as it is
-       available, those that make a result as a user demanded it in the last sweep, and to run replicated. The price is
-       in bytes that a rank sends: conversions of operands and to demanded results, forward and backward, and the work
-       that a replicated op repeats on every rank, as bytes (shardc.passes.place.transfer_cost).
+    1. `_choose`, front to back: each op takes its cheapest strategy. Candidates: those that take an operand as it is
+       available (weights and partial sums also as users demand it); those that make a result as a user demanded it in
+       the last sweep; the rule's extra ones; replicated (also with partial gradients or sums). The price: bytes sent to
+       convert operands, and to convert results to what users demand, in forward and backward; what the op itself sends;
+       and the work that a replicated op repeats on every rank, as bytes (shardc.passes.place.transfer_cost).
     2. `_collect_demands`, back to front: what each op needs of its operands. An op that could serve its users'
        demand for no more than the conversion costs passes it on to its own operands. So demands travel up through ops
        that only follow, and the next sweep sees them at an op that has a choice.
 
-    Last, shardc.passes.place.storing moves conversions of values made from parameters alone to the parameters: there
-    `sum_grad` is the gradient's reduction, and a slice is a parameter that is stored split.
+    Last, shardc.passes.place.storing moves conversions of values that are computed from parameters alone to the
+    parameters. A `sum_grad` there is the reduction of the gradient; a slice means that the parameter is stored split.
 
     Two linear layers on tp, of which the spec only says `up: column`:
 
         x [B, D]             Replicate
-        h = linear(x, up)    `up` is Shard(0). Splitting n takes it so: x becomes PartialGrad (sum_grad: an all_reduce
-                             in backward), h is Shard(1). To replicate, `up` is gathered against an annotation: x1000.
+        h = linear(x, up)    `up` is Shard(0). To split output features needs no gather of it: x becomes PartialGrad (an
+                             all_reduce in backward), h Shard(1). To replicate gathers an annotated weight: x1000.
         a = relu(h)          follows: Shard(1) in, Shard(1) out, for nothing
-        y = linear(a, down)  a is available as Shard(1). Splitting k takes it so: `down` becomes Shard(1), free as no
-                             annotation says otherwise; y is Partial. To gather a and repeat the product costs more.
+        y = linear(a, down)  a is available as Shard(1). Splitting the input features uses it: `down` becomes Shard(1),
+                             free without an annotation; y is Partial. To gather a and repeat the product costs more.
         z = x + y            y becomes Replicate, by an all_reduce. `_collect_demands` notes it, and the second sweep
                              changes nothing; `storing` stores `down` as Shard(1). It is the MLP of Megatron-LM.
     """
@@ -71,9 +72,9 @@ class Axis:
     choices: dict[fx.Node, Choices]
     operands: dict[fx.Node, list[Key]]  # for every op and the output, in order
     splits_batch: bool = False
-    #: Placements of parameters in a program that already runs, by name.
+    #: Placements that parameters must keep, by name (Options.compatible_with: a program that already runs).
     running: Mapping[str, Placement] = field(default_factory=dict)
-    #: Strategies of ops that are already decided, together with others (shardc.passes.place.scans).
+    #: Strategies that shardc.passes.place.scans has fixed, for regions of ops.
     decided: Mapping[fx.Node, Strategy] = field(default_factory=dict)
     #: Outputs that are summed after the step, on this axis.
     summed_after: set[fx.Node] = field(default_factory=set)
@@ -151,9 +152,8 @@ class Axis:
                 if self.name in node.meta.get("shared", ()):
                     self.shared_heads.add(node)
             elif node.op == "call_function":
-                sources = (
-                    [source for source, _ in self.operands[node]] if node in self.operands else [producer_of(node)[0]]
-                )
+                operands = self.operands.get(node, [producer_of(node)])
+                sources = [source for source, _ in operands]
                 if all(s in constant for s in sources):
                     constant.add(node)
                 elif all(s in constant or s in self.from_parameters for s in sources):
@@ -197,16 +197,13 @@ class Axis:
             assert best is not None, f"{node} cannot even be replicated"
             self.chosen[node] = best
             for operand, need in zip(operands, best.inputs, strict=True):
-                if need not in self.available[operand]:
+                forms = self.available[operand]
+                if need not in forms:
                     # a partial value becomes whole on its way to anything but a shard: others may use that too
-                    if (
-                        PARTIAL in self.available[operand][:1]
-                        and not isinstance(need, Shard)
-                        and REPLICATE not in self.available[operand]
-                    ):
-                        self.available[operand].append(REPLICATE)
-                    if need not in self.available[operand]:
-                        self.available[operand].append(need)
+                    if PARTIAL in forms[:1] and not isinstance(need, Shard) and REPLICATE not in forms:
+                        forms.append(REPLICATE)
+                    if need not in forms:
+                        forms.append(need)
             for i, placement in enumerate(best.outputs):
                 self.available[node, i] = [placement]
 
@@ -227,8 +224,7 @@ class Axis:
                 yield from attention_methods.candidates(method, choices, self.n, available)
                 return
         if any(o[0] in self.shared_heads for o in operands) and node not in self.shared_heads:
-            # every rank computes the heads that it shares, as a part of its own work: any other split would have to
-            # be gathered
+            # ranks that share key-value heads each compute them whole: a split would have to be gathered
             yield choices.partial_grad
             return
         seen: list[Strategy] = []  # few, and mostly the same objects: hashing would be slower
@@ -329,7 +325,8 @@ class Axis:
         cost = self._nearest(operand, forms, need)
         if isinstance(forms[0], Partial) and not isinstance(need, Partial):
             others = self.demands.get(operand, {}).get(need, set()) - {user}
-            cost = 0.0 if others and not fresh else cost / len(operand[0].users)  # all users share one sum
+            # users share one sum: it is free if others demanded it in the last sweep; else each pays an equal part
+            cost = 0.0 if others and not fresh else cost / len(operand[0].users)
         return cost
 
     def _nearest(self, operand: Key, forms: list[Placement], need: Placement) -> float:
@@ -347,16 +344,17 @@ class Axis:
 
     def _strategy_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
         """Return the bytes a rank sends for a strategy's operands and results, plus repeated work as bytes."""
+        # whether the result, a partial sum, is only added to others that must be summed anyway: that sum costs the same
         joins = PARTIAL in strategy.outputs and self._joins_a_sum(node)
         pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
-        # a shard that becomes a partial sum moves nothing; it costs its sum, which is done here anyway
+        # so an operand that becomes partial is not priced either (the table's `deferred` is for that same sum)
         cost = sum(self._operand_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
         cost += self._own_cost(node, operands, strategy)
         if strategy.kind == "pin":
             return cost
         for i, (v, out) in enumerate(zip(self.choices[node].call.results, strategy.outputs, strict=True)):
             if joins:
-                continue  # it is added to another value that has to be summed anyway
+                continue
             later = [need for need in self.demands.get((node, i), ()) if need != out]
             nbytes = self.size((node, i))
             forms: list[Placement] = [out]
@@ -428,13 +426,13 @@ class Axis:
         return total
 
     def _joins_a_sum(self, node: fx.Node) -> bool:
-        """Return whether each user can add a result to another partial value that nothing else needs whole."""
+        """Return whether each user adds a result to another partial value that nothing else needs whole."""
 
         def only_summed(o: Key, user: fx.Node) -> bool:
             others = {p for p, users in self.demands.get(o, {}).items() if users - {user}}
             return PARTIAL in self.available.get(o, self.available_before.get(o, ())) and others <= {PARTIAL}
 
-        def joint(user: fx.Node) -> bool:
+        def adds(user: fx.Node) -> bool:
             if user.op != "call_function" or user not in self.choices:
                 return False
             operands = self.operands[user]
@@ -442,14 +440,14 @@ class Axis:
             groups = map(set, self.choices[user].rule.groups(self.choices[user].call))
             return any(reads < group and any(only_summed(operands[i], user) for i in group - reads) for group in groups)
 
-        return all(joint(user) for user in node.users)
+        return all(adds(user) for user in node.users)
 
     def _collect_demands(self) -> None:
         """Collect what users need of every value. An op passes a demand on to its operands if that is free."""
         self.demands, self.known_costs = {}, {}
         output = self.program.graph.output_node()
         loss = [] if self.program.forward_only else self.operands[output][:1]
-        # new values of buffers may stay as they are produced (see storing.py), and outputs on the batch's axes
+        # no demand for new values of buffers, nor for outputs on the batch's axes: they may stay as produced
         demanded: list[tuple[Key, Placement]] = [(value, REPLICATE) for value in loss]
         for o, value in zip(self.program.outputs, self._outputs(), strict=True):
             asked = dict(o.wanted.items) if o.wanted is not None and not self.of_time else {}
@@ -481,9 +479,8 @@ class Axis:
     def _extra_cost(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:
         """Return how much more an op's operands cost with another strategy; their makers may change too."""
         operands = self.operands[node]
-        before = sum(
-            self._conversion_cost(o, need, fresh=True) for o, need in zip(operands, chosen.inputs, strict=True)
-        )
+        needs = zip(operands, chosen.inputs, strict=True)
+        before = sum(self._conversion_cost(o, need, fresh=True) for o, need in needs)
         return sum(self._cheapest(o, need, depth) for o, need in zip(operands, other.inputs, strict=True)) - before
 
     def _cheapest(self, operand: Key, need: Placement, depth: int) -> float:
@@ -508,9 +505,8 @@ class Axis:
         works = choices.rule.flops is not None
         if chosen.kind != "replicate" and (works or chosen.kind != "split"):
             return None
-        other = (
-            (None if works else choices.partial_grad)
-            if wanted == PARTIAL_GRAD
-            else choices.from_result(0, wanted, self.n)
-        )
+        if wanted == PARTIAL_GRAD:
+            other = None if works else choices.partial_grad
+        else:
+            other = choices.from_result(0, wanted, self.n)
         return other if other is not None and self.fits(node, other) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,7 @@ _TURNS = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.op
 
 
 def refuse_pins(program: Program, mesh: Mesh) -> None:
-    """Raise ShardcError for annotated activations whose dim cannot be split: another axis already does."""
+    """Raise ShardcError for annotated activations whose dim cannot be split as another axis already splits it."""
     errors = Errors()
     for node in program.graph.nodes:
         if "pin" not in node.meta:
@@ -42,7 +43,7 @@ def refuse_pins(program: Program, mesh: Mesh) -> None:
 
 
 def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices], tokens: set[str]) -> None:
-    """Raise ShardcError for heads or groups that an axis does not divide, where a view divides a dim.
+    """Raise ShardcError where a view splits a dim into heads or groups that an axis does not divide.
 
     Such a value could be gathered, but that would silently undo the annotation. There is one error for each size and
     annotation. tokens: the axes of a sequence. Chunks of tokens that they do not divide are gathered, with a note.
@@ -61,21 +62,13 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices],
                 continue
             if produced.padding:  # it divides with padding: partition notes why it is gathered
                 continue
-            for factor, (places, _) in c.places.items():
-                place_of, size = places[0], c.signature.sizes[factor]
-                if (
-                    place_of is None
-                    or place_of[0] != produced.dim
-                    or produced.split % place_of[1]
-                    or size % (produced.split // place_of[1] * n) == 0
-                ):
-                    continue
-                if produced.split // place_of[1] >= size or (why, size) in reported:
+            for size in _indivisible_factors(c, produced, n):
+                if (why, size) in reported:
                     continue
                 reported.add((why, size))
                 better = fused_weights.suggest_split(program, axis)
                 rest = (
-                    f"or write {better} before the entries that split a fused weight as one"
+                    f"or split the fused weight by its parts: write {better} before its entry"
                     if better
                     else "or leave that weight whole"
                 )
@@ -86,6 +79,16 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices],
                     fix=f"{rank_counts(axis, size, n)}; {rest}",
                 )
     errors.raise_any()
+
+
+def _indivisible_factors(c: Choices, shard: Shard, n: int) -> Iterator[int]:
+    """Yield the factors of a view ([72] seen as [3, 6, 4]: 3, 6, 4) that a shard cuts and n ranks do not divide."""
+    for factor, (places, _) in c.places.items():
+        place, size = places[0], c.signature.sizes[factor]  # place: (its dim, the product of the factors before it)
+        if place is not None and place[0] == shard.dim and shard.split % place[1] == 0:
+            split = shard.split // place[1]  # within the factor; from its size on, the shard cuts an inner one
+            if split < size and size % (split * n):
+                yield size
 
 
 def _noun(node: fx.Node) -> str:

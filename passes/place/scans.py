@@ -1,13 +1,13 @@
-"""Split ops that read a whole split sequence token after token by another dim instead.
+"""Split ops that need all tokens of a split sequence by another dim, where that is cheaper than a gather.
 
 The scan of a state space, a loop over tokens or over chunks, a sort, a roll: no rule splits these ops by their tokens.
-Each op alone is cheaper with its operand gathered than as the only one with another split. Together they may be
-independent over another dim: channels, heads or rows. Then an all_to_all makes the tokens whole and splits that dim,
-each rank computes its share, and an all_to_all leads back. For attention, `method: ulysses` does the same.
+For one such op alone, gathering its operand is cheaper than changing the split. Together they may be independent over
+another dim: channels, heads or rows. Then an all_to_all makes the tokens whole and splits that dim, each rank computes
+its share, and an all_to_all leads back. For attention, `method: ulysses` does the same.
 
-    before   h0 = a[:, :, 0] * 0 + b[:, :, 0]      a, b: f32[8, 128, 16@cp]   each rank has a sum of every token, and
-             h1 = a[:, :, 1] * h0 + b[:, :, 1]                                 computes all of the scan
-    after    the same ops                          a, b: f32[8, 128@cp, 16]   turned once, by all_to_all
+    before   h0 = a[:, :, 0] * 0 + b[:, :, 0]      a, b: f32[8, 128, 16@cp]   an all_reduce fetches each token from its
+             h1 = a[:, :, 1] * h0 + b[:, :, 1]                                 rank; every rank computes all of the scan
+    after    the same ops                          a, b: f32[8, 128@cp, 16]   one all_to_all of a and b before
 
 1. Placement runs as usual. Ops that it left whole, though they come from a value with split tokens, are grouped into
    connected *regions* (`_regions`).
@@ -56,13 +56,13 @@ class Region:
         return tuple((n.target, values_of(n)) for n in self.nodes)
 
 
-#: The name of a way to run a region: the number of a value that it reads, and its split. None: whole.
-Name = tuple[int, Shard] | None
+#: A way to run a region: the number of a value that it reads, and the shard of that value. None: whole.
+Way = tuple[int, Shard] | None
 
 
 def split_otherwise(axis: Axis, tokens: set[str]) -> tuple[Axis, list[str]]:
     """Decide an axis's regions. Return the axis placed again, and notes. tokens: all axes of the sequence."""
-    inner = _ranks_beside(axis, tokens)
+    inner = _inner_splits(axis, tokens)
     kinds: dict[tuple[object, ...], list[Region]] = {}
     for region in _regions(axis):
         kinds.setdefault(region.kind, []).append(region)
@@ -133,7 +133,7 @@ def _regions(axis: Axis) -> list[Region]:
 
 
 def _leaves(operand: Key, split: dict[Key, Shard], need: Placement, strategy: Strategy) -> bool:
-    """Return whether a split float value is read whole, or one entry of it; ids are only a few bytes."""
+    """Return whether an op needs a split value whole, or single entries. Integers do not count: they are small."""
     node, i = operand
     placement = split.get(operand)
     numbers = values_of(node)[i].dtype.is_floating_point
@@ -154,27 +154,27 @@ def _keeps(axis: Axis, node: fx.Node, split: dict[Key, Shard]) -> Strategy | Non
     return None
 
 
-def _ways(axis: Axis, region: Region, inner: tuple[int, ...]) -> Iterator[tuple[Name, dict[fx.Node, Strategy]]]:
-    """Yield the other ways to run a region: a name for each, and the strategies of its ops."""
+def _ways(axis: Axis, region: Region, inner: tuple[int, ...]) -> Iterator[tuple[Way, dict[fx.Node, Strategy]]]:
+    """Yield the other ways to run a region, each with the strategies of its ops."""
     now = axis.price(set(region.nodes))
     known: list[dict[fx.Node, Strategy]] = []
     for number, (seed, seed_shard) in enumerate(region.reads[:_SEEDS]):
         v = values_of(seed[0])[seed[1]]
         dims = [d for d in range(len(v.shape)) if d != seed_shard.dim]
-        for shard in (Shard(d, digit) for d in dims for digit in _digits(axis, seed, d, inner)):
-            # fewer bytes may be sent if other values are turned instead, but not by that much
+        for shard in (Shard(d, digit) for d in dims for digit in _possible_splits(axis, seed, d, inner)):
+            # not worth trying: the all_to_all of this value alone costs twice the region as it is now
             if axis.prices.transfer(v, seed_shard, shard, axis.size(seed)) > 2 * now:
                 continue
             ops = _follow(axis, region, seed, shard)
             if ops and ops not in known:
                 known.append(ops)
                 yield (number, shard), ops
-    # the note is added where it is gathered
+    # partition adds the note about the gather
     yield None, {n: axis.choices[n].replicate for n in region.nodes}
 
 
-def _digits(axis: Axis, operand: Key, dim: int, inner: tuple[int, ...]) -> list[int]:
-    """Return where in a dim the axis may have its digit: inside those of axes that split it, or may do so."""
+def _possible_splits(axis: Axis, operand: Key, dim: int, inner: tuple[int, ...]) -> list[int]:
+    """Return the possible `split`s of this axis in a dim: inside those of axes that split it; if none does, `inner`."""
     node, i = operand
     size = values_of(node)[i].shape[dim]
     placed = node.meta["strategies"].items()
@@ -187,10 +187,10 @@ def _digits(axis: Axis, operand: Key, dim: int, inner: tuple[int, ...]) -> list[
     return [digit for digit in candidates if size % (digit * axis.n) == 0]
 
 
-def _ranks_beside(axis: Axis, tokens: set[str]) -> tuple[int, ...]:
-    """Return the digits that an axis may have in channels: inside other axes' digits, or the outermost.
+def _inner_splits(axis: Axis, tokens: set[str]) -> tuple[int, ...]:
+    """Return the `split`s to try in a dim that no axis splits yet.
 
-    The others split weights and are placed later, or split the sequence and may have taken some already.
+    They leave room for axes that may split it too: those of weights and of the sequence; those of weights; none.
     """
     params = axis.program.params
     weights = {a for p in params for a, s in p.layout.items if isinstance(s, Shard) and a not in tokens}

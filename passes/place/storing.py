@@ -1,4 +1,4 @@
-"""Write an axis's placements back to parameters and buffers, with the annotation behind each.
+"""Move an axis's conversions to parameters and buffers; write strategies, and the annotation behind each, to nodes.
 
 Two linear layers of which the spec only says `up: column` (shardc.passes.place.one_axis):
 
@@ -20,7 +20,7 @@ from shardc.rules.core.strategy import needs_sum_grad
 
 
 def write(axis: Axis) -> None:
-    """Write the chosen strategies to the graph's nodes."""
+    """Set the stored placements (`axis.stored`), and the nodes' `strategies` and `why` on this axis."""
     _hoist(axis)
     for node, strategy in axis.chosen.items():
         node.meta["strategies"][axis.name] = strategy
@@ -38,12 +38,12 @@ def _hoist(axis: Axis) -> None:
             needs = _needs(axis, node)
             v = values_of(node)[0]
             only = next(iter(needs)) if len(needs) == 1 else None
-            whole = axis.running.get(node.name, only) != only
-            if isinstance(only, Shard) and not (only.mirrored or axis.of_time or whole or _collides(axis, node, only)):
+            moved = axis.running.get(node.name, only) != only  # a running program stores it differently
+            if isinstance(only, Shard) and not (only.mirrored or axis.of_time or moved or _collides(axis, node, only)):
                 axis.stored[node] = only
             elif needs_sum_grad(v) and (PARTIAL_GRAD in needs or (isinstance(only, Shard) and only.mirrored)):
                 axis.stored[node] = PARTIAL_GRAD
-    # statistics of split channels are stored split if they are produced and used so; read-only caches, as used
+    # a buffer is stored split if its uses need that, and its new value (if any) is produced so: channels' statistics
     for node, p in (*_updated_buffers(axis), *_read_caches(axis)):
         if (
             axis.stored[node] == REPLICATE
@@ -94,7 +94,7 @@ def _collides(axis: Axis, node: fx.Node, placement: Shard) -> bool:
 
 
 def _explain(axis: Axis) -> None:
-    """Record the annotation behind each op's strategy: a weight's first, else its split operand's."""
+    """Record the annotation behind each op's strategy: that of its weight, else of its first split operand."""
     for node in axis.program.graph.nodes:
         why = node.meta.setdefault("why", {})
         if node.op == "placeholder":
