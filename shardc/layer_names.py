@@ -2,9 +2,9 @@
 
 Texts that differ only in layer numbers become one: a mistake in 80 layers is one mistake.
 
-blocks.0.q: 4 heads do not divide by tp=3
-blocks.1.q: 4 heads do not divide by tp=3      ->   blocks.{0-2}.q: 4 heads do not divide by tp=3 (3 alike)
-blocks.2.q: 4 heads do not divide by tp=3
+blocks.0.q: 4 heads are not divisible by tp=3
+blocks.1.q: 4 heads are not divisible by tp=3      ->   blocks.{0-2}.q: 4 heads are not divisible by tp=3 (3 alike)
+blocks.2.q: 4 heads are not divisible by tp=3
 
 Which layers compute the same: shardc.ir.repeats.
 """

@@ -10,8 +10,8 @@ from shardc.errors import Errors, ShardcError
 
 
 def test_text_has_place_cause_and_fix() -> None:
-    error = ShardcError("12 heads do not divide by tp=8", where="spec.yaml:7:3", fix="use tp=4")
-    assert str(error) == "spec.yaml:7:3: 12 heads do not divide by tp=8\n  fix: use tp=4"
+    error = ShardcError("12 heads are not divisible by tp=8", where="spec.yaml:7:3", fix="use tp=4")
+    assert str(error) == "spec.yaml:7:3: 12 heads are not divisible by tp=8\n  fix: use tp=4"
     assert str(ShardcError("no place, no fix")) == "no place, no fix"
     assert error.errors == (error,)
 

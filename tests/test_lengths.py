@@ -211,6 +211,6 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_split_length_that_does_not_divide() -> None:
     """Refused, or padded, as the spec says."""
     spec = SPECS["sequence"]
-    with pytest.raises(ShardcError, match=r"compiling it for ids \[8, 11\].* does not divide"):
+    with pytest.raises(ShardcError, match=r"compiling it for ids \[8, 11\].* is not divisible"):
         check(compiled(spec), [batch_of(11)], [batch_of(11)], 1)
     check(compiled({**spec, "uneven": "pad"}), [batch_of(11)], [batch_of(11)], 1)

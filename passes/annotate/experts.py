@@ -93,16 +93,14 @@ class Experts:
                     continue
                 if any(layout[a] != Layout()[a] for a in mesh.parts(entry.axis)):
                     fault = f"{p.fqn} is split over {entry.axis} by `shard:` too"
-                    errors.add(
-                        fault,
-                        where=self.where(i, "axis"),
-                        fix=f"leave {entry.axis} to the experts: drop that entry of `shard:`",
-                    )
+                    fix = f"leave {entry.axis} to the experts: drop that entry of `shard:`"
+                    errors.add(fault, where=self.where(i, "axis"), fix=fix)
                 elif size % n and self.spec.uneven != "pad":
                     if (i, str(size)) not in reported:
                         reported.add((i, str(size)))
                         errors.add(
-                            f"the {size} experts of {_named(source_of(user).module)} do not divide by {entry.axis}={n}",
+                            f"the {size} experts of {_named(source_of(user).module)} are not divisible by"
+                            f" {entry.axis}={n}",
                             where=self.where(i, "axis"),
                             fix=f"{rank_counts(entry.axis, size, n)}, or set `uneven: pad`",
                         )

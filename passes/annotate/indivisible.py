@@ -1,8 +1,8 @@
 """Report sizes that an axis's ranks do not divide, with the cause and the sizes that would fit.
 
-    8 does not divide by dp=2 × microbatches=3
+    8 is not divisible by dp=2 × microbatches=3
       fix: make it 6 or 12, or microbatches=2 or 4, or set `uneven: pad`
-    q.weight, q.bias, k.weight and 4 more: 4 heads of 16 do not divide by tp=3
+    q.weight, q.bias, k.weight and 4 more: 4 heads of 16 are not divisible by tp=3
       fix: make it 3 or 6 heads, or tp=2 or 4, or set `uneven: pad`
 
 Weights that share a split are one error, by the heads (or other pieces) that they share.
@@ -74,7 +74,7 @@ class Indivisible:
 
     def what(self, mesh: Mesh, size: str = "") -> str:
         parts = f" in {self.parts} parts" if self.parts > 1 else ""
-        return f"{size or self.size} does not divide by {_ranks(self.axes, mesh)}{parts}"
+        return f"{size or self.size} is not divisible by {_ranks(self.axes, mesh)}{parts}"
 
     def fix(self, mesh: Mesh, size: str = "the size") -> str:
         axis, other = self.axes[-1], ""
@@ -143,7 +143,7 @@ class _Weights:
         outer = dim.split // dim.parts  # ranks of the axes before the one at fault
         other = "" if pieces % outer else f", or {rank_counts(dim.axes[-1], pieces // outer, n // outer)}"
         errors.add(
-            f"{names}: {pieces} {noun} of {block // pieces} do not divide by {_ranks(dim.axes, mesh)}",
+            f"{names}: {pieces} {noun} of {block // pieces} are not divisible by {_ranks(dim.axes, mesh)}",
             where=self.where,
             fix=f"make it {_multiples(pieces, n)} {noun}{other}, or set `uneven: pad`",
         )

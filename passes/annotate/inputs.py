@@ -52,7 +52,7 @@ def batch_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], lis
         return axes, []
     note = f"outside of experts the ranks of {', '.join(of_experts)} do the same"
     return [a for a in axes if a not in of_experts], [
-        f"{spec.where(('experts',))}: the batch of {odd[0]} does not divide by {ranks} ranks: {note}"
+        f"{spec.where(('experts',))}: the batch of {odd[0]} is not divisible by {ranks} ranks: {note}"
     ]
 
 

@@ -61,7 +61,7 @@ def choose(
     ):
         if taken.isdisjoint(node.users) and _vocabulary(follower, node):
             if p.shape[0] % n and not pad:
-                left[f"{p.fqn} is left whole: its {p.shape[0]} rows do not divide by {axis}={n}"] = None
+                left[f"{p.fqn} is left whole: its {p.shape[0]} rows are not divisible by {axis}={n}"] = None
             else:
                 chosen[p.name] = (Shard(0), f"{where} use: structure '{p.fqn}: vocabulary'")
     if not chosen and not fixed:
@@ -149,7 +149,7 @@ def _uneven(program: Program, group: SplitGroup, shared: Mapping[fx.Node, kv_hea
                 names = ", ".join(dict.fromkeys(of_every_layer(program.param(p.name).fqn) for p in group.params))
                 source = source_of(node)
                 place = f"at {replace(source, module=of_every_layer(source.module))}, " if str(source) else ""
-                return f"{names} are left whole: {place}{size} (of {list(shape)}) does not divide by {axis}={n}"
+                return f"{names} are left whole: {place}{size} (of {list(shape)}) is not divisible by {axis}={n}"
     return ""
 
 

@@ -37,7 +37,7 @@ from shardc.runtime.ops.factors import multiplies
 
 @dataclass(frozen=True)
 class Partition(Pass):
-    """Makes the local graph of one stage from a placed global graph.
+    """Makes the graph of one rank from a placed global graph. (Pipeline cuts it into stages later.)
 
     With `strict: true`, collectives without an annotation behind them are errors, not notes.
     """
@@ -88,9 +88,8 @@ def refuse_implicit(graph: fx.Graph) -> None:
     for node in graph.nodes:
         c: Collective | None = node.meta.get("collective")
         if c is not None and c.implicit:
-            runs = " and ".join(
-                f"{k} in {d}" for k, d in ((c.kind, "forward"), (c.backward, "backward")) if k != "none"
-            )
+            kinds = ((c.kind, "forward"), (c.backward, "backward"))
+            runs = " and ".join(f"{k} in {d}" for k, d in kinds if k != "none")
             errors.add(
                 f"{runs} over {', '.join(c.axes)} of {node.meta['value']} is implied by no annotation (strict: true)",
                 where=str(node.meta["source"]),

@@ -23,7 +23,11 @@ from shardc.torch_private import OpOverload
 
 
 def digit_arguments(mesh: Mesh, axis: str, old: Layout, new: Layout) -> tuple[Any, ...]:
-    """Return the digits that a conversion joins and cuts, as op arguments (shardc.runtime.ops.convert)."""
+    """Return the digits that a conversion joins and cuts, as op arguments (shardc.runtime.ops.convert).
+
+    `dim, split` of the old shard, of the new one; if there is one, its sections; with padding: `padding, blocks` of
+    each. all_gather of Shard(1, split=3): (1, 3, ()); all_to_all from Shard(0) to Shard(1): (0, 1, 1, 1).
+    """
     sides = [(s, a, b) for a, b in ((old, new), (new, old)) if isinstance(s := a[axis], Shard)]
     digits = [arg for s, layout, _ in sides for arg in (s.dim, layout.local_split(axis, mesh))]
     sections = [s.sections for s, _, _ in sides[:1] if len(sides) == 1]
@@ -46,23 +50,23 @@ def collective_of(
     v: Value,
     producer: fx.Node,
     user: fx.Node,
-    asked: str,
+    cause: str,
 ) -> Collective | None:
     """Return the collective of a conversion with its cause; None if it does not communicate.
 
     old, new: layouts before and after. v: the global value. producer: the global node that it comes from. user: the
-    node that needs it. asked: the cause of the layout, "" if it is the user's strategy.
+    node that needs it. cause: the spec line behind the layout; "": that of the user's strategy.
     """
     forward, backward = row.collectives(gradient=needs_sum_grad(v))
     if forward == backward == "none":
         return None
-    why = _cause(mesh, row, axes, producer, user) or asked
+    cause = _cause(mesh, row, axes, producer, user) or cause
     whole = new if row.source is Shard else old  # the larger of the two
     nbytes = replace(v, layout=whole).nbytes(mesh)
     for s in old.paddings() or new.paddings():  # what is sent is padded
         if not whole.shards(s.dim):
             nbytes = nbytes // v.shape[s.dim] * s.padded(v.shape[s.dim])
-    return Collective(forward, backward, axes, nbytes, why, not why)
+    return Collective(forward, backward, axes, nbytes, cause, not cause)
 
 
 def _cause(mesh: Mesh, row: Conversion, axes: tuple[str, ...], producer: fx.Node, user: fx.Node) -> str:
@@ -73,9 +77,8 @@ def _cause(mesh: Mesh, row: Conversion, axes: tuple[str, ...], producer: fx.Node
     causes: list[str] = []
     for axis in (part for a in axes for part in mesh.parts(a)):
         strategy = user.meta.get("strategies", {}).get(axis)
-        if row.forward == "all_gather" and (
-            strategy is None or strategy.kind in ("replicate", "partial_grad", "partial")
-        ):
+        unsplit = strategy is None or strategy.kind in ("replicate", "partial_grad", "partial")
+        if row.forward == "all_gather" and unsplit:
             continue  # the op cannot be split, so no annotation is the cause
         for n in (first, second):
             why = n.meta.get("why", {}).get(axis, "")
@@ -96,7 +99,7 @@ def gather_note(v: Value, axis: str, user: fx.Node) -> str:
 def needing(user: fx.Node) -> str:
     """Return the name of a value's user: an op such as `aten.mm.default`, or the use at the step's end."""
     if user.op == "output":
-        return "the buffer that it is the new value of, or the caller who gets it beside the loss,"
+        return "the step's end (a new value of a buffer, or an output)"
     target: Any = user.target
     return str(target) if isinstance(target, OpOverload) else str(target.__name__)
 
@@ -108,6 +111,6 @@ def _in_parts(user: fx.Node, axis: str) -> str:
     sizes: Any = user.args[1]
     how = f"split: {len(sizes)}" if len(set(sizes)) == 1 else f"sections: {list(sizes)}"
     return (
-        f"; of a fused weight each part can be split: {{0: {{axis: {axis.partition('.')[0]}, {how}}}}} instead of"
-        " `column`"
+        f"; if this is a fused weight, split each of its parts: {{0: {{axis: {axis.partition('.')[0]}, {how}}}}}"
+        " instead of `column`"
     )

@@ -88,12 +88,10 @@ class LocalProgram:
             op, i = producer_of(value)
             produced = next(iter(self.forms[op, i]))
             layouts.append(outputs.layout_of(o, values_of(op)[i], dict(produced.items), self.batch, self.mesh))
-        whys = [""] * (len(layouts) - len(self.program.outputs)) + [
+        causes = [""] * (len(layouts) - len(self.program.outputs)) + [
             o.cause or ("it is an output, which comes out whole" if loss is None else "") for o in self.program.outputs
         ]
-        new = tuple(
-            self._get(value, layout, node, why) for value, layout, why in zip(new_values, layouts, whys, strict=True)
-        )
+        new = tuple(self._get(v, layout, node, c) for v, layout, c in zip(new_values, layouts, causes, strict=True))
         self.graph.output((self._get(loss, Layout(), node) if loss is not None else None, new))
 
     def placeholder(self, node: fx.Node, layout: Layout) -> None:
@@ -131,7 +129,7 @@ class LocalProgram:
         kwargs = dict(fx.node.map_arg(dict(sorted(node.kwargs.items())), local_operand))
         rule = registry.find(node.target)
         typed = tuple(replace(v, layout=layout) for v, layout in zip(values_of(node), out, strict=True))
-        last = typed[0] if not isinstance(node.meta["value"], tuple) else typed
+        result = typed[0] if not isinstance(node.meta["value"], tuple) else typed
 
         def emit(
             target: Any,
@@ -146,13 +144,11 @@ class LocalProgram:
             if once and key in self.made:
                 return self.made[key]
             if collective is not None and not collective.cause:
-                why = [
-                    node.meta.get("why", {}).get(part, "") for axis in collective.axes for part in self.mesh.parts(axis)
-                ]
-                cause = "; ".join(dict.fromkeys(filter(None, why)))
+                causes = (node.meta.get("why", {}).get(p, "") for a in collective.axes for p in self.mesh.parts(a))
+                cause = "; ".join(dict.fromkeys(filter(None, causes)))
                 collective = replace(collective, cause=cause, implicit=not cause)
             name = f"{node.name}_{once}" if once else ""
-            new = self._emit(target, a, k, last if value is None else value, node, collective, name)
+            new = self._emit(target, a, k, result if value is None else value, node, collective, name)
             if once:
                 self.made[key] = new
             return new
@@ -222,9 +218,8 @@ class LocalProgram:
     ) -> fx.Node:
         """Return operand i with zeros in the padding of dims that the op sums away.
 
-        A weight's padding is zero already. The padding of its gradient is zero too if the gradient is a product with
-        another zero-padded operand. If the weight itself is summed it is not zero, and an optimizer would change the
-        weight's padding.
+        A weight's padding is zero already. Its gradient's is zero too if that is a product with another zero-padded
+        operand. If not, an optimizer would change the padding, so an op sets it to zero, in backward the gradient's.
         """
         sums = [s for s in strategies.values() if s.sums_padding(i)]
         node, values = operands[i], [value_of(x) for x in operands]
@@ -282,10 +277,10 @@ class LocalProgram:
 
     # --- conversions
 
-    def _get(self, node: fx.Node, need: Layout, user: fx.Node, why: str = "") -> fx.Node:
+    def _get(self, node: fx.Node, need: Layout, user: fx.Node, cause: str = "") -> fx.Node:
         """Return the local node of a value in the layout that a user needs, converted from the nearest form.
 
-        why: the cause of that layout if it is not the user's strategy.
+        cause: the spec line behind that layout; "": that of the user's strategy.
         """
         key = producer_of(node)
         have = self.forms[key]
@@ -300,7 +295,7 @@ class LocalProgram:
         start = min(have, key=lambda layout: routes.distance(layout, need))
         layout, local = start, have[start]
         for row, axes in routes.in_order(start, need, value):
-            layout, local = self._step(row, axes, layout, need, local, value, key[0], user, why)
+            layout, local = self._step(row, axes, layout, need, local, value, key[0], user, cause)
             have[layout] = local
         assert layout == need, f"{node}: {start} -> {need} ended at {layout}"
         return local
@@ -315,19 +310,19 @@ class LocalProgram:
         v: Value,
         producer: fx.Node,
         user: fx.Node,
-        asked: str,
+        cause: str,
     ) -> tuple[Layout, fx.Node]:
         """Write one call of a conversion's op. Return the layout that it leads to, and its node.
 
         x: the local node. v: its global value. producer: the global node that it comes from. user: the node that needs
-        it. asked: the cause of the layout, "" if it is the user's strategy.
+        it. cause: the spec line behind the layout; "": that of the user's strategy.
         """
         digit, new = self.mesh.parts(axes[0])[0], Routes(self.mesh).after(row, axes, old, need)
         over = axes if row.joint else axes[0]
         args = (x, self.mesh_node, over, *digit_arguments(self.mesh, digit, old, new))
-        cause = producer if row.source is Partial else user  # the op that is summed causes a sum, the user all else
+        line = producer if row.source is Partial else user  # a sum belongs to the op whose result is summed
         name = f"{producer.name}_{row.suffix}"
-        collective = collective_of(self.mesh, row, axes, old, new, v, producer, user, asked)
+        collective = collective_of(self.mesh, row, axes, old, new, v, producer, user, cause)
         if collective is not None and collective.implicit and collective.kind == "all_gather":
             self.gathered.add(axes[0])
             self.notes.append(gather_note(v, axes[0], user))
@@ -337,4 +332,4 @@ class LocalProgram:
             kwargs["fp8"] = producer.args[2], granule
             message = message_bytes(old.local_shape(v.shape, self.mesh), granule)
             collective = replace(collective, packed=self.mesh.size(axes[0]) * message)
-        return new, self._emit(getattr(ops, row.op), args, kwargs, replace(v, layout=new), cause, collective, name)
+        return new, self._emit(getattr(ops, row.op), args, kwargs, replace(v, layout=new), line, collective, name)

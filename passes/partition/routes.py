@@ -6,7 +6,7 @@
                                                  all_to_all over tp:      f32[8@tp, 64]
                                                  shard on dp:             f32[8@tp, 64@dp]
 
-The rows of shardc.ir.conversions turn one placement into another; here several axes do so together.
+A row of shardc.ir.conversions is for one axis; here a value changes on several.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Routes:
         return sum(conversions.distance(old[axis], new[axis]) for axis in self.mesh.names)
 
     def in_order(self, old: Layout, new: Layout, v: Value) -> Iterator[tuple[Conversion, tuple[str, ...]]]:
-        """Yield the conversions in an order in which each leads to a layout that is possible.
+        """Yield the conversions in an order in which each leads to a possible layout, if there is such an order.
 
         A dim that another axis leaves is cut afterwards. If two axes change places, one of them is gathered, and cut
-        again after the other has moved.
+        again after the other has moved. If no step is possible, the first is taken; the last always leads to `new`.
         """
         steps, layout = self._steps(old, new), old
         while len(steps) > 1:
@@ -78,7 +78,7 @@ class Routes:
         return calls
 
     def _whole(self, axes: list[str], old: Layout, new: Layout) -> list[str]:
-        """Return these axes, with digits that form a whole axis, and stay adjacent, replaced by that axis."""
+        """Return the axes. Digits that together are a whole axis, before and after, are replaced by that axis."""
         merged: list[str] = []
         for axis in dict.fromkeys(a.partition(".")[0] for a in axes):
             digits = [a for a in axes if a.partition(".")[0] == axis]

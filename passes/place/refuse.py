@@ -74,7 +74,7 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices],
                 )
                 seen = f"of {list(c.call.operands[0].shape)} seen as {list(c.call.results[0].shape)}"
                 errors.add(
-                    f"{size}{_noun(node)} ({seen}) does not divide by {axis}={n}",
+                    f"{size}{_noun(node)} ({seen}) is not divisible by {axis}={n}",
                     where=f"{why}, {node.meta['source']}",
                     fix=f"{rank_counts(axis, size, n)}; {rest}",
                 )

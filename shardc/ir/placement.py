@@ -151,7 +151,7 @@ class Layout:
                 return f"dim {s.dim} of {shape[s.dim]}, split over {axis}, cannot be padded in {s.blocks} blocks"
             for part in s.sections or (s.padded(shape[s.dim]),):
                 if part % (s.split * n):
-                    return f"{part} does not divide by {axis}={n}" + (f" in {s.split} parts" if s.split > 1 else "")
+                    return f"{part} is not divisible by {axis}={n}" + (f" in {s.split} parts" if s.split > 1 else "")
             if s.sections and (sum(s.sections) != shape[s.dim] or s.split != 1):
                 return f"sections {list(s.sections)} do not sum to the dim's size {shape[s.dim]}"
             for other, o in self.shards(s.dim):

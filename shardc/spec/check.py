@@ -231,7 +231,7 @@ class Check:
             common = math.gcd(*s.sections)
             fits = [str(n) for n in range(1, min(common, 2 * size) + 1) if common % n == 0]
             fix = f"{s.axis}={' or '.join(fits[-2:])}, or change the sections"
-            self.add((*place, "sections"), f"the section of {odd[0]} does not divide by {s.axis}={size}", fix)
+            self.add((*place, "sections"), f"the section of {odd[0]} is not divisible by {s.axis}={size}", fix)
 
     def jobs(self) -> None:
         """Check that the pipeline's axis splits nothing else, and that no axis splits batch and sequence.

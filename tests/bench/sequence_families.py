@@ -59,7 +59,7 @@ REASONS = {
     "do not divide": "heads do not divide",
     "written out": "no ring: attention written out",
     "no gradient": "no ring: the mask has a gradient, or keys are not split",
-    "does not divide": "sizes do not divide",
+    "is not divisible": "sizes do not divide",
 }
 
 

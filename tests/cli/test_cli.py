@@ -208,7 +208,7 @@ def test_errors_are_json_too(files: Path, command: list[str]) -> None:
         assert found == [
             {
                 "where": "--mesh dp=3",
-                "what": "input 'x': the batch of 4 (dim 0) does not divide by dp=3",
+                "what": "input 'x': the batch of 4 (dim 0) is not divisible by dp=3",
                 "fix": "make it 3 or 6, or dp=2 or 4, or set `uneven: pad`",
             }
         ]

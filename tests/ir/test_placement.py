@@ -152,7 +152,7 @@ def test_inputs_are_padded_by_copies() -> None:
 def test_a_layout_says_what_padding_does_not_fit() -> None:
     mesh = Mesh((("dp", 2), ("tp", 2)))
     assert Layout.of({"tp": Shard(0, 1, (), 1)}, mesh).problem((7,), mesh) == ""
-    assert "does not divide" in Layout.of({"tp": Shard(0, 1, (), 2)}, mesh).problem((7,), mesh)
+    assert "is not divisible" in Layout.of({"tp": Shard(0, 1, (), 2)}, mesh).problem((7,), mesh)
     assert "differently" in Layout.of({"dp": Shard(0, 1), "tp": Shard(0, 2, (), 1)}, mesh).problem((8,), mesh)
     assert "blocks" in Layout.of({"tp": Shard(0, 1, (), 1, 2)}, mesh).problem((8,), mesh)
 
@@ -176,11 +176,11 @@ MESH = Mesh.of({"dp": 2, "tp": 4})
 @pytest.mark.parametrize(
     ("placements", "shape", "what"),
     [
-        ({"tp": Shard(0)}, (6, 8), "6 does not divide by tp=4"),
-        ({"tp": Shard(0, 3)}, (8,), "8 does not divide by tp=4 in 3 parts"),
+        ({"tp": Shard(0)}, (6, 8), "6 is not divisible by tp=4"),
+        ({"tp": Shard(0, 3)}, (8,), "8 is not divisible by tp=4 in 3 parts"),
         ({"tp": Shard(2)}, (8, 8), "dim 2 does not exist in a tensor of 2 dims"),
         ({"tp": Shard(0, 1, (8, 4, 4))}, (12,), "sections [8, 4, 4] do not sum to the dim's size 12"),
-        ({"tp": Shard(0, 1, (8, 6, 2))}, (16,), "6 does not divide by tp=4"),
+        ({"tp": Shard(0, 1, (8, 6, 2))}, (16,), "6 is not divisible by tp=4"),
         ({"dp": Shard(0), "tp": Shard(0, 1, (8, 8))}, (16,), "dp and tp both split dim 0, and one of them by sections"),
         ({"dp": Shard(0), "tp": Shard(0)}, (16,), "dp and tp take the same part of dim 0"),
         ({"dp": Shard(0), "tp": Shard(0, 3)}, (48,), "tp and dp take the same part of dim 0"),

@@ -46,8 +46,8 @@ KINDS = (
         "nothing: a program's sizes are known when it is compiled. The message says how to keep the size",
     ),
     (
-        r"does not divide",
-        "what a view splits apart, or groups, do not divide by the ranks, and padding would fall among them",
+        r"does not divide|is not divisible",
+        "what a view splits apart, or groups, are not divisible by the ranks, and padding would fall among them",
         "padding inside of each part of a dim",
     ),
     (

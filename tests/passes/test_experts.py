@@ -711,7 +711,7 @@ SPECS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], str, str]] = {
     "divides": (
         {"mesh": {"ep": 3}, "batch": {"axes": []}},
         [{"match": "*"}],
-        "the 8 experts of the model do not divide by ep=3",
+        "the 8 experts of the model are not divisible by ep=3",
         "ep=2 or 4",
     ),
     "nothing": (
@@ -765,7 +765,7 @@ def test_batch_that_does_not_divide() -> None:
     """Outside of experts the ranks of an axis of their own do the same then, and it is said."""
     program = one("mixtral").compile(spec("mixtral", mesh={"dp": 4, "ep": 4}))
     assert any(
-        "does not divide by 16 ranks: outside of experts the ranks of ep do the same" in n for n in program.notes
+        "is not divisible by 16 ranks: outside of experts the ranks of ep do the same" in n for n in program.notes
     )
     sim = shardc.verify.simulate(program, one("mixtral").model, one("mixtral").batch)
     equality.assert_equal(sim, one("mixtral").loss, one("mixtral").grads)

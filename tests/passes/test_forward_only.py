@@ -275,7 +275,7 @@ def test_outputs_of_a_spec_that_cannot_be() -> None:
     with pytest.raises(ShardcError, match=r"'logits' matches no output") as e:
         compiled({"logits": {2: "tp"}}, {"tp": 2})
     assert "the outputs are 0, 1" in str(e.value)
-    with pytest.raises(ShardcError, match=r"output 1 of shape \[8, 16, 128\].*128 does not divide by tp=3"):
+    with pytest.raises(ShardcError, match=r"output 1 of shape \[8, 16, 128\].*128 is not divisible by tp=3"):
         compiled({"1": {2: "tp"}}, {"tp": 3})
     with pytest.raises(ShardcError, match="the mesh has no axis 'tq'"):
         compiled({"1": {2: "tq"}}, {"tp": 2})

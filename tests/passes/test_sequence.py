@@ -661,14 +661,14 @@ def refused(spec: dict[str, Any]) -> shardc.ShardcError:
 
 def test_sizes_that_do_not_divide() -> None:
     error = refused({"sequence": CP})
-    assert "input 'ids': the sequence of 16 (dim 1) does not divide by cp=3" in str(error)
+    assert "input 'ids': the sequence of 16 (dim 1) is not divisible by cp=3" in str(error)
     assert "cp=2 or 4" in error.fix
     assert "{ids: null}" in error.fix
 
 
 def test_a_zigzag_that_does_not_divide() -> None:
     error = refused({"sequence": CP | {"balance": "zigzag"}})
-    assert "does not divide by cp=3 in 2 parts" in str(error)
+    assert "is not divisible by cp=3 in 2 parts" in str(error)
     assert "balance: none" in error.fix
     assert "uneven: pad" in error.fix
 

@@ -166,7 +166,7 @@ def test_with_every_other_section(mixer: type[nn.Module], what: str) -> None:
     rows = 4 if what in ("pp", "dp behind cp, microbatches") else 1
     program = check(one(mixer, rows), mesh, "auto", **more)
     assert program.prove().ok
-    # 64 channels and 8 heads do not divide by 3, which is noted
+    # 64 channels and 8 heads are not divisible by 3, which is noted
     assert bool(told(program)) != (what == "padded")
     assert bool(equality.gathered(program)) or what != "padded"
 

@@ -132,7 +132,7 @@ SECTIONS = [  # after HEAD
     (
         "shard:\n  a: {0: {axis: tp, sections: [4, 3]}}\n",
         "4:31",
-        "the section of 3 does not divide by tp=2",
+        "the section of 3 is not divisible by tp=2",
         "tp=1, or change the sections",
     ),
     ("shard:\n  a: {0: {axis: tp, sections: [4, x]}}\n", "4:35", "must be a whole number, not 'x'", "sections: [512"),

@@ -262,7 +262,7 @@ def test_mesh_sizes_are_overridden() -> None:
         ("tp", 2),
     ), "a spec without a mesh takes it whole"
     found = errors_of(text, mesh={"tp": 4})
-    assert [(e.where, e.what) for e in found] == [("spec.yaml:3:37", "the section of 6 does not divide by tp=4")]
+    assert [(e.where, e.what) for e in found] == [("spec.yaml:3:37", "the section of 6 is not divisible by tp=4")]
     found = errors_of(text, mesh={"tpp": 4, "dp": 0})
     assert [(e.where, e.what, e.fix) for e in found] == [
         ("--mesh tpp=4", "the spec's mesh has no axis 'tpp'", "did you mean 'tp'? its axes are dp, tp"),

@@ -84,7 +84,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
         "weight does not divide",
         {"mesh": {"tp": 5}, "shard": {"q": "column"}},
         "shard.q",
-        "q.weight, q.bias: 6 heads of 4 do not divide by tp=5",
+        "q.weight, q.bias: 6 heads of 4 are not divisible by tp=5",
         "make it 5 or 10 heads, or tp=3 or 6",
     ),
     (
@@ -119,35 +119,35 @@ WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
         "batch does not divide",
         {"mesh": {"dp": 3}},
         "mesh.dp",
-        "'ids': the batch of 8 (dim 0) does not divide by dp=3",
+        "'ids': the batch of 8 (dim 0) is not divisible by dp=3",
         "6 or 9, or dp=2 or 4",
     ),
     (
         "batch over two axes",
         {"mesh": {"dp": 2, "dp_x": 3}},
         "mesh.dp_x",
-        "8 (dim 0) does not divide by dp=2 × dp_x=3",
+        "8 (dim 0) is not divisible by dp=2 × dp_x=3",
         "or dp_x=2 or 4",
     ),
     (
         "microbatches do not divide",
         {"mesh": {"dp": 2}, "batch": {"microbatches": 3}},
         "batch.microbatches",
-        "input 'ids': the batch of 8 (dim 0) does not divide by dp=2 × microbatches=3",
+        "input 'ids': the batch of 8 (dim 0) is not divisible by dp=2 × microbatches=3",
         "make it 6 or 12, or microbatches=2 or 4",
     ),
     (
         "more ranks than rows",
         {"mesh": {"dp": 16}},
         "mesh.dp",
-        "8 (dim 0) does not divide by dp=16",
+        "8 (dim 0) is not divisible by dp=16",
         "make it 16, or dp=8",
     ),
     (
         "structure",
         {"mesh": {"tp": 5}, "shard": {"use": "structure"}},
         "shard.use",
-        "does not divide by tp=5",
+        "is not divisible by tp=5",
         "another number of ranks for tp",
     ),
     (
@@ -169,7 +169,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
         "sequence does not divide",
         {"mesh": {"tp": 5}, "activations": {"emb": {1: "tp"}}},
         "activations.emb",
-        "12 does not divide by tp=5",
+        "12 is not divisible by tp=5",
         "10 or 15",
     ),
     (
@@ -216,8 +216,8 @@ def test_one_error_for_all_weights_that_share_heads() -> None:
     with pytest.raises(shardc.ShardcError) as e:
         compiled({"mesh": {"tp": 5}, "shard": {"{q,k,v}": "column", "o": "row", "emb": "vocab"}})
     assert [(x.where, x.what) for x in e.value.errors] == [
-        ("spec: shard.emb", "emb.weight of shape [32, 24]: 32 does not divide by tp=5"),
-        ('spec: shard."{q,k,v}"', "q.weight, q.bias, k.weight and 4 more: 6 heads of 4 do not divide by tp=5"),
+        ("spec: shard.emb", "emb.weight of shape [32, 24]: 32 is not divisible by tp=5"),
+        ('spec: shard."{q,k,v}"', "q.weight, q.bias, k.weight and 4 more: 6 heads of 4 are not divisible by tp=5"),
     ]
 
 
@@ -336,7 +336,7 @@ def test_an_entry_without_effect_is_an_error() -> None:
 def test_inputs_that_disagree_about_rows() -> None:
     differs = r"'positions' has 3 rows \(dim 0\), but 'x' has 8"
     fix = r"if the rows of 'positions' are its dim 1, write `batch: \{dims: \{positions: 1\}\}`"
-    with pytest.raises(ShardcError, match=rf"does not divide by dp=2: {differs}\n  fix: {fix}"):
+    with pytest.raises(ShardcError, match=rf"is not divisible by dp=2: {differs}\n  fix: {fix}"):
         tower({"mesh": {"dp": 2}})
     assert any(re.search(f"{differs}: {fix}", note) for note in tower({"mesh": {"dp": 3}, "uneven": "pad"}).notes)
     assert not tower({"mesh": {"dp": 2}, "batch": {"dims": {"positions": 1}}}).notes

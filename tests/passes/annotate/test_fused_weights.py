@@ -77,13 +77,13 @@ def test_implicit_gathers_name_what_to_write(how: str, kv: int, tp: int, written
 
 def test_parts_that_the_ranks_do_not_divide_name_it_too() -> None:
     with pytest.raises(
-        ShardcError, match=r"3 \(of \[2, 4, 72\] seen as \[2, 4, 3, 6, 4\]\) does not divide by tp=2"
+        ShardcError, match=r"3 \(of \[2, 4, 72\] seen as \[2, 4, 3, 6, 4\]\) is not divisible by tp=2"
     ) as e:
         compiled("view", 6, 2, {"qkv": "column"})
     assert (
         e.value.fix
-        == 'tp=1 or 3; or write "qkv.{weight,bias}": {0: {axis: tp, split: 3}} before the entries that split a fused'
-        " weight as one"
+        == 'tp=1 or 3; or split the fused weight by its parts: write "qkv.{weight,bias}": {0: {axis: tp, split: 3}}'
+        " before its entry"
     )
 
 

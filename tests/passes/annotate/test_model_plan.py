@@ -359,7 +359,7 @@ def test_heads_that_do_not_divide() -> None:
     build = causal(
         transformers.LlamaConfig, **{**GQA, "num_attention_heads": 6, "hidden_size": 96}
     )  # 6 heads, 2 of keys
-    with pytest.raises(shardc.ShardcError, match="does not divide by tp=4") as e:
+    with pytest.raises(shardc.ShardcError, match="is not divisible by tp=4") as e:
         compiled(build, mesh={"tp": 4})
     assert "use: model 'model.layers.*.self_attn.q_proj: colwise'" in str(e.value)
 

@@ -181,9 +181,9 @@ class Net(nn.Module):
         (
             {"tp": 4},
             {"up": "column"},
-            "10 does not divide by tp=4.*make the size 8 or 12, or tp=2 or 5, or set `uneven: pad`",
+            "10 is not divisible by tp=4.*make the size 8 or 12, or tp=2 or 5, or set `uneven: pad`",
         ),
-        ({"dp": 4}, {}, r"the batch of 7 \(dim 0\) does not divide by dp=4.*make it 4 or 8.*`uneven: pad`"),
+        ({"dp": 4}, {}, r"the batch of 7 \(dim 0\) is not divisible by dp=4.*make it 4 or 8.*`uneven: pad`"),
     ],
 )
 def test_without_the_word_it_is_an_error_with_what_would_fit(

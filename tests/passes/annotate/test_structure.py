@@ -333,7 +333,7 @@ def test_sizes_that_do_not_divide_stay_whole_with_a_note() -> None:
     program = compiled(of(lambda: Plain(32, 63, 32, 64, 32), (4, 32)))
     assert [line.strip() for line in program.meta["shard"]] == ["layers.2: column", "layers.3: row"]
     assert any(
-        "layers.*.weight, layers.*.bias are left whole: 63 (of [63, 32]) does not divide by tp=2" in n
+        "layers.*.weight, layers.*.bias are left whole: 63 (of [63, 32]) is not divisible by tp=2" in n
         for n in program.notes
     ), program.notes
 
@@ -385,7 +385,7 @@ def test_heads_that_do_not_divide_leave_their_pair_whole_with_a_note() -> None:
     """The first stages have fewer heads than ranks, and no query heads that could share them."""
     one = equality.reference(lambda: hf.build(hf_more.FAMILIES["segformer"]))
     program = one.compile({"shardc": 1, "mesh": {"tp": 4}, "shard": {"use": "structure"}})
-    assert [n for n in program.notes if "2 (of [8, 256, 2, 8]) does not divide by tp=4" in n and "left whole" in n]
+    assert [n for n in program.notes if "2 (of [8, 256, 2, 8]) is not divisible by tp=4" in n and "left whole" in n]
     equality.assert_equal(shardc.verify.simulate(program, one.model, one.batch), one.loss, one.grads)
 
 

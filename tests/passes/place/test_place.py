@@ -212,7 +212,7 @@ def test_a_new_value_that_comes_split_is_gathered_for_its_buffer() -> None:
     model, batch = zoo.ready(Critic(), torch.float64), values()
     shard = {"up.parametrizations.weight.original": "column", "down": "row"}
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 2}, "shard": shard})
-    assert any("because the buffer that it is the new value of" in n for n in program.notes)
+    assert any("because the step's end (a new value of a buffer" in n for n in program.notes)
     sim = shardc.verify.simulate(program, model, batch)
     loss = model(batch)  # eager updates its own
     assert torch.allclose(sim.loss, loss.detach(), rtol=1e-12)

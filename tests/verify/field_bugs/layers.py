@@ -99,7 +99,7 @@ TENSOR = [
         "a fused gate and up of 2 F rows was accepted by ranks that divide 2 F but not F",
         "fused",
         on("tp=64", shard={"layers.*.up.weight": {0: {"axis": "tp", "split": 2}}}),
-        "refused: does not divide by tp=64 in 2 parts",
+        "refused: is not divisible by tp=64 in 2 parts",
     ),
     Bug(
         "pytorch/torchtitan pull 4637",
