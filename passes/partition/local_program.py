@@ -318,7 +318,7 @@ class LocalProgram:
         it. cause: the spec line behind the layout; "": that of the user's strategy.
         """
         digit, new = self.mesh.parts(axes[0])[0], Routes(self.mesh).after(row, axes, old, need)
-        over = axes if row.joint else axes[0]
+        over = axes if row.merged else axes[0]
         args = (x, self.mesh_node, over, *digit_arguments(self.mesh, digit, old, new))
         line = producer if row.source is Partial else user  # a sum belongs to the op whose result is summed
         name = f"{producer.name}_{row.suffix}"

@@ -71,7 +71,7 @@ class Routes:
         paths = {axis: conversions.path(old[axis], new[axis]) for axis in self.mesh.names}
         calls: list[tuple[Conversion, tuple[str, ...]]] = []
         for row, axes in conversions.steps(paths):
-            if row.joint:
+            if row.merged:
                 calls.append((row, self.mesh.merge(axes)))
             else:
                 calls += [(row, (axis,)) for axis in self._whole(axes, old, new)]

@@ -104,10 +104,10 @@ class Axis:
     @cached_property
     def prices(self) -> Prices:
         """The prices on this axis. Microbatches send nothing; they are priced as devices of one node."""
-        return Prices.among(tuple(range(min(self.n, LARGE.node))) if self.of_time else self.mesh.group(0, (self.name,)))
+        return Prices.among(tuple(range(min(self.n, LARGE.node))) if self.in_turn else self.mesh.group(0, (self.name,)))
 
     @property
-    def of_time(self) -> bool:
+    def in_turn(self) -> bool:
         """Whether the axis's "ranks" are microbatches: they run in turn on one rank, with the same storage."""
         return self.name == MICROBATCH
 
@@ -143,7 +143,7 @@ class Axis:
                 self.stored[node] = by_name[node.name].layout[self.name]
                 if node.name in params:
                     self.from_parameters.add(node)
-                    if not self.of_time:
+                    if not self.in_turn:
                         self.splittable.add(node)
                 elif node.name in buffers:
                     constant.add(node)
@@ -247,7 +247,7 @@ class Axis:
                     yield s
         if choices.rule.extra:
             extra = choices.rule.extra(choices.call, self.n, [frozenset(self.available[o]) for o in operands])
-            yield from (s for s in extra if s.kind != RING and not (s.kind in _TELL and self.of_time))
+            yield from (s for s in extra if s.kind != RING and not (s.kind in _TELL and self.in_turn))
         # at equal cost a value keeps its placement
         produced_so = any(self.available[o][0] == PARTIAL_GRAD for o in operands)
         if produced_so:
@@ -339,7 +339,7 @@ class Axis:
         cost = min(self.prices.transfer(v, p, need, nbytes, self._packed(operand)) for p in forms)
         if not isinstance(forms[0], Shard):
             return cost
-        kept = node in self.annotated or self.of_time
+        kept = node in self.annotated or self.in_turn
         return cost * (UNDO if kept else REPEATED if need == REPLICATE else 1.0)
 
     def _strategy_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
@@ -450,7 +450,7 @@ class Axis:
         # no demand for new values of buffers, nor for outputs on the batch's axes: they may stay as produced
         demanded: list[tuple[Key, Placement]] = [(value, REPLICATE) for value in loss]
         for o, value in zip(self.program.outputs, self._outputs(), strict=True):
-            asked = dict(o.wanted.items) if o.wanted is not None and not self.of_time else {}
+            asked = dict(o.wanted.items) if o.wanted is not None and not self.in_turn else {}
             if self.name in asked or not (self.splits_batch or o.as_made):
                 demanded.append((value, asked.get(self.name, REPLICATE)))
         for value, need in demanded:

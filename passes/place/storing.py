@@ -39,7 +39,7 @@ def _hoist(axis: Axis) -> None:
             v = values_of(node)[0]
             only = next(iter(needs)) if len(needs) == 1 else None
             moved = axis.running.get(node.name, only) != only  # a running program stores it differently
-            if isinstance(only, Shard) and not (only.mirrored or axis.of_time or moved or _collides(axis, node, only)):
+            if isinstance(only, Shard) and not (only.mirrored or axis.in_turn or moved or _collides(axis, node, only)):
                 axis.stored[node] = only
             elif needs_sum_grad(v) and (PARTIAL_GRAD in needs or (isinstance(only, Shard) and only.mirrored)):
                 axis.stored[node] = PARTIAL_GRAD
@@ -47,7 +47,7 @@ def _hoist(axis: Axis) -> None:
     for node, p in (*_updated_buffers(axis), *_read_caches(axis)):
         if (
             axis.stored[node] == REPLICATE
-            and not axis.of_time
+            and not axis.in_turn
             and isinstance(p, Shard)
             and not p.mirrored
             and _needs(axis, node) == {p}

@@ -26,8 +26,7 @@ class Update:
     """The optimizer's half of a step.
 
     In each step: `begin`, backward, `look_at_loss`, `replace_buffers`, `reduced` for each bucket whose sum has ended
-    (with matrices: during backward), `finish_gradients`, `apply`, `step_schedule`. Matrices: gradients go to the
-    owners of whole matrices, which step, and send new values back (shardc.runtime.matrices.whole).
+    (matrices: in backward), `finish_gradients`, `apply`, `step_schedule`. Matrices: see shardc.runtime.matrices.whole.
     optimizer: of what this rank owns; None: it has nothing to train. trains: the engine has an optimizer.
     .whole: all of the state belongs to one step. .norm: the gradient's 2-norm, before clipping; None: nothing needs it.
     """
@@ -55,7 +54,8 @@ class Update:
         self._norm = GradNorm(program, model.owned, model.mesh)
         self._unbucketed = [n for n in model.owned if n not in model.buckets.names]
         self.norm: Tensor | None = None
-        self.whole, self._skipping, self._updated, self._early, self._sends = True, False, False, False, False
+        self.whole, self._skipping, self._updated = True, False, False
+        self._steps_early = self._sends_early = False
         self._buffers_before = model.buffers
         self.settle(**options)
 
@@ -65,13 +65,13 @@ class Update:
         """Apply the options that `engine.set` may change."""
         self.clip_norm, self._nonfinite = clip_norm, nonfinite
         self._needs_norm = norm or clip_norm is not None or nonfinite != "ignore"
-        # whether an update needs all gradients first; else it may begin with some (`_apart`)
         at_once = clip_norm is not None or nonfinite != "ignore" or self.scaler is not None
-        self._apart = not at_once and not self.model.offload.places
+        #: Whether an update may begin before all gradients are there.
+        self._may_begin_early = not at_once and not self.model.offload.places
         self._overlapped = (
             OverlappedStep(self.optimizer, self.model.owned)
             if self.optimizer is not None
-            and self._apart
+            and self._may_begin_early
             and self.model.matrices is None
             and self.model.buckets.arrive_apart
             else None
@@ -100,13 +100,13 @@ class Update:
     def begin(self, *, early: bool) -> None:
         """Clear the last step's gradients. early: this step may step or send a bucket while others are summed."""
         model = self.model
-        self._early = early and self._overlapped is not None and self._overlapped.possible()
-        self._sends = early and self._apart and model.matrices is not None
+        self._steps_early = early and self._overlapped is not None and self._overlapped.possible()
+        self._sends_early = early and self._may_begin_early and model.matrices is not None
         for p in model.owned.values():
             p.grad = None
         if model.matrices is not None:
             model.matrices.forget()
-        model.buckets.early = self.reduced if self._sends else None
+        model.buckets.early = self.reduced if self._sends_early else None
         self._norm.start()
 
     def look_at_loss(self, loss: Tensor, interpreter: Interpreter, values: Values) -> None:
@@ -126,9 +126,9 @@ class Update:
             self.scaler.unscale(self.model.owned[n].grad for n in names)
         if self._needs_norm:
             self._norm.add(names)
-        if self._sends and self.model.matrices is not None:
+        if self._sends_early and self.model.matrices is not None:
             self.model.matrices.begin(names)
-        if self._early and self._overlapped is not None and names and not self._skipping:
+        if self._steps_early and self._overlapped is not None and names and not self._skipping:
             self.whole = False
             with self._checks.stepping():
                 self._overlapped.step(names)
@@ -151,7 +151,7 @@ class Update:
             self.whole = False
             if self.clip_norm is not None and self.norm is not None:
                 self._norm.clip(self.clip_norm, self.norm)
-            if self.optimizer is not None and not self._early:
+            if self.optimizer is not None and not self._steps_early:
                 self._step(self.optimizer)
             model.buckets.publish()
         model.buckets.narrow()

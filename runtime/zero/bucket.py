@@ -327,7 +327,7 @@ class Bucket:
         if not self.scatters:
             self._sum = flat[self.low : self.high]
             self._reduce(flat, self._sum)
-            self._rest(self._sum, at_once=True)
+            self._start_rest(self._sum, at_once=True)
             return
         self.settle()
         self._keep_alive, self._coming = flat, torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
@@ -335,7 +335,7 @@ class Bucket:
         self._reduce(flat, self._coming)
         self._final = not self.spec.late and self._last(self)  # others may have the last of a late one
         if self._final and self._sum is None:
-            self._rest(self._coming, at_once=True)
+            self._start_rest(self._coming, at_once=True)
 
     def _reduce(self, flat: Tensor, part: Tensor) -> None:
         """Start to sum flat into part."""
@@ -349,7 +349,7 @@ class Bucket:
         """Whether a sum over the other axes has still to start."""
         return not self._rest_begun and bool(self.rest) and self.mesh.members(self.rest) > 1
 
-    def _rest(self, part: Tensor, *, at_once: bool = False) -> None:
+    def _start_rest(self, part: Tensor, *, at_once: bool = False) -> None:
         """Start the sum over the other axes, once a step.
 
         at_once: queue it behind the sum over the first axis, without waiting for that here; only on meshes with
@@ -368,10 +368,10 @@ class Bucket:
             self._sum = self._coming if self._sum is None else self._sum.add_(self._coming)
             self._coming = self._keep_alive = None
             if self._final:
-                self._rest(self._sum)
+                self._start_rest(self._sum)
         elif not self.scatters and self._sum is not None and (self._rest_due or not self.mesh.streams):
             self._work.wait()
-            self._rest(self._sum)
+            self._start_rest(self._sum)
 
     @property
     def final(self) -> bool:
@@ -388,7 +388,7 @@ class Bucket:
         if self._sum is None and self.elsewhere:  # ranks of other stages sum with this one
             self._sum = torch.zeros(self.flat.part, dtype=self.spec.dtype, device=self.mesh.device)
         if self._sum is not None:
-            self._rest(self._sum)
+            self._start_rest(self._sum)
 
     def finish(self) -> None:
         """Wait for the sums, and put the gradients into `.owned`, which then holds the only references."""

@@ -46,7 +46,7 @@ class Conversion:
     distance: if a value exists in several forms, the nearest is converted: with the smallest sum over the axes. 1 or 2
     sends nothing, 20 only in backward, 30 to 50 in forward (unshard_partial: later); they are only compared.
     deferred: added to the price, in all_gathers, for the sum that is still to be done: 3, above an all_reduce's 2.
-    reason: why a program needs it. joint: one call converts several axes, in one collective.
+    reason: why a program needs it. merged: one call converts several axes, in one collective.
     """
 
     source: type[Placement]
@@ -58,7 +58,7 @@ class Conversion:
     distance: int
     reason: str
     deferred: int = 0
-    joint: bool = False
+    merged: bool = False
 
     def collectives(self, *, gradient: bool) -> tuple[str, str]:
         """Return the collectives of forward and backward, or "none". gradient: whether one flows."""
@@ -93,7 +93,7 @@ CONVERSIONS = (
     Conversion(Shard,       Shard,       "all_to_all",              "all_to_all",     "all_to_all",     "turned", 40,
                "another dim is split from here on"),
     Conversion(Partial,     Replicate,   "all_reduce",              "all_reduce",     "identity",       "sum",    40,
-               "a sum that every rank uses whole: after a row-parallel layer (Megatron's g, JAX's psum)", joint=True),
+               "a sum that every rank uses whole: after a row-parallel layer (Megatron's g, JAX's psum)", merged=True),
     Conversion(PartialGrad, Replicate,   "first_grad",              "identity",       "first",          "one",    2,
                "all ranks do the same work with a value whose gradients are summed: only the first's enters the sum"),
     Conversion(Shard,       Replicate,   "all_gather",              "all_gather",     "slice",          "whole",  40,
@@ -104,7 +104,7 @@ CONVERSIONS = (
     Conversion(Shard,       Partial,     "unshard_partial",         "pad",            "slice",          "padded", 40,
                "parts are added to a sum that is still to be done", deferred=3),
     Conversion(Replicate,   PartialGrad, "sum_grad",                "identity",       "all_reduce",     "each",   20,
-               "each rank does other work: before a column-parallel layer (Megatron's f, JAX's pvary)", joint=True),
+               "each rank does other work: before a column-parallel layer (Megatron's f, JAX's pvary)", merged=True),
     Conversion(Replicate,   Partial,     "to_partial",              "first",          "identity",       "once",   1,
                "a value is added to a sum that is still to be done: one rank brings it"),
     Conversion(PartialGrad, Partial,     "partial_grad_to_partial", "first",          "first",          "once",   2,

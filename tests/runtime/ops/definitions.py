@@ -136,7 +136,7 @@ def placements(row: Conversion, n: int) -> Iterator[tuple[tuple[int, ...], Place
 
 def arguments(row: Conversion, old: Placement, new: Placement) -> tuple[Any, ...]:
     """Of a row's op behind the mesh."""
-    if row.joint:
+    if row.merged:
         return (("a",),)
     each = [p for p in (old, new) if isinstance(p, Shard)]
     if len(each) == 2:

@@ -76,7 +76,7 @@ def run(row: Conversion, x: Tensor, mesh: LoopbackMesh, old: Placement, new: Pla
     """The row's op, called as programs call it."""
     op = getattr(ops, row.op)
     shards = [p for p in (old, new) if isinstance(p, Shard)]
-    if row.joint:
+    if row.merged:
         return op(x, mesh, ("a",), tag="node")
     if not shards:
         return op(x, mesh, "a", tag="node")
