@@ -37,7 +37,7 @@ _shown = lru_cache(maxsize=1024)(repr)  # placements sort by their text
 
 @dataclass
 class Axis:
-    """Placement on one axis. Axes are placed in turn; of the others, each sees only which digits of dims they took.
+    """Placement on one axis. Axes are placed in turn; each sees only the digits that others took.
 
     The algorithm is greedy, in sweeps over the ops, until a sweep changes nothing (at most `SWEEPS`):
 

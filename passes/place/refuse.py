@@ -23,7 +23,7 @@ _TURNS = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.op
 
 
 def refuse_pins(program: Program, mesh: Mesh) -> None:
-    """Raise ShardcError for annotated activations whose dim cannot be split as another axis already splits it."""
+    """Raise ShardcError for annotated activations whose dim another axis already splits."""
     errors = Errors()
     for node in program.graph.nodes:
         if "pin" not in node.meta:
@@ -82,7 +82,7 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices],
 
 
 def _indivisible_factors(c: Choices, shard: Shard, n: int) -> Iterator[int]:
-    """Yield the factors of a view ([72] seen as [3, 6, 4]: 3, 6, 4) that a shard cuts and n ranks do not divide."""
+    """Yield the factors of a view ([72] as [3, 6, 4]: 3, 6, 4) that a shard cuts, but n does not divide."""
     for factor, (places, _) in c.places.items():
         place, size = places[0], c.signature.sizes[factor]  # place: (its dim, the product of the factors before it)
         if place is not None and place[0] == shard.dim and shard.split % place[1] == 0:

@@ -1,4 +1,4 @@
-"""Split ops that need all tokens of a split sequence by another dim, where that is cheaper than a gather.
+"""Split ops that need all tokens of a split sequence by another dim, if a gather costs more.
 
 The scan of a state space, a loop over tokens or over chunks, a sort, a roll: no rule splits these ops by their tokens.
 For one such op alone, gathering its operand is cheaper than changing the split. Together they may be independent over
@@ -133,7 +133,7 @@ def _regions(axis: Axis) -> list[Region]:
 
 
 def _leaves(operand: Key, split: dict[Key, Shard], need: Placement, strategy: Strategy) -> bool:
-    """Return whether an op needs a split value whole, or single entries. Integers do not count: they are small."""
+    """Return whether an op needs a split float value whole, or single entries. (Integers are small.)"""
     node, i = operand
     placement = split.get(operand)
     numbers = values_of(node)[i].dtype.is_floating_point
@@ -174,7 +174,7 @@ def _ways(axis: Axis, region: Region, inner: tuple[int, ...]) -> Iterator[tuple[
 
 
 def _possible_splits(axis: Axis, operand: Key, dim: int, inner: tuple[int, ...]) -> list[int]:
-    """Return the possible `split`s of this axis in a dim: inside those of axes that split it; if none does, `inner`."""
+    """Return the possible `split`s in a dim: inside those of axes that split it; if none does, `inner`."""
     node, i = operand
     size = values_of(node)[i].shape[dim]
     placed = node.meta["strategies"].items()

@@ -1,4 +1,4 @@
-"""Move an axis's conversions to parameters and buffers; write strategies, and the annotation behind each, to nodes.
+"""Move an axis's conversions to parameters and buffers; write strategies and causes to nodes.
 
 Two linear layers of which the spec only says `up: column` (shardc.passes.place.one_axis):
 
@@ -94,7 +94,7 @@ def _collides(axis: Axis, node: fx.Node, placement: Shard) -> bool:
 
 
 def _explain(axis: Axis) -> None:
-    """Record the annotation behind each op's strategy: that of its weight, else of its first split operand."""
+    """Record the annotation behind each op's strategy: its weight's, else its first split operand's."""
     for node in axis.program.graph.nodes:
         why = node.meta.setdefault("why", {})
         if node.op == "placeholder":

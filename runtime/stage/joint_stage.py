@@ -1,4 +1,4 @@
-"""Run a stage's forward and backward graphs (shardc.passes.joint) as functions; a merged pair of graphs as one.
+"""Run a stage's forward and backward graphs (passes/joint) as functions; a merged pair as one.
 
 forward(*inputs of the stage)    -> loss, new values, values for other stages; and what backward needs, by name
 backward({name: value})          -> gradients of received values; it pops each value from the dict, so that
@@ -189,7 +189,7 @@ class JointPair:
 
 
 class _Popping:
-    """A graph as a function that pops its inputs from a dict, to free each at its last use. takes: their names."""
+    """A graph as a function that pops its inputs from a dict: each is freed at its last use."""
 
     def __init__(self, graph: fx.Graph, compiler: Compiler | None, *, ranges: bool) -> None:
         self._graph, self.takes = graph, {n.name for n in graph.find_nodes(op="placeholder")}

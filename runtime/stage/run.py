@@ -53,7 +53,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Functions that a run calls around each backward (zero.buckets.Buckets). scaled: scales the loss's gradient."""
+    """Calls around each backward (zero.buckets.Buckets). scaled: multiplies the loss's gradient."""
 
     start: Callable[..., None]
     pause: Callable[[], None]
@@ -194,7 +194,7 @@ class Run:
 
     @contextmanager
     def _weight_copies(self, action: Action) -> Iterator[None]:
-        """Share a stage's cast weights between the forwards of all microbatches (shardc.runtime.ops.cast_once).
+        """Share a stage's cast weights between the forwards of all microbatches (ops.cast_once).
 
         After the stage's last forward, only copies that backward needs are alive.
         """
@@ -214,7 +214,7 @@ class Run:
             self.weight_copies.pop(action.stage, None)
 
     def backward(self, action: Action) -> None:
-        """Run a whole backward (B): `inputs` (I) and `weights` (W) run its halves in schedules that separate them."""
+        """Run a whole backward (B). Some schedules run its halves: `inputs` (I), then `weights` (W)."""
         key = (action.stage, action.microbatch)
         kept = self.kept.pop(key)
         self._start(action)

@@ -242,7 +242,7 @@ class Engine:
 
     @torch.enable_grad()  # even if the caller disabled it: nobody would notice a step that trains nothing
     def _backward(self, batch: Any, *, local: bool, gather: bool, early: bool) -> Any:
-        """Cut the batch, run forward and backward, replace buffers, wait for gradients. early: see Update.begin."""
+        """Run the batch forward and backward, replace buffers, wait for gradients. early: see Update.begin."""
         model, update, checks = self._model, self._updating, self._checks
         update.check_whole()
         self._saver.saves.poll()

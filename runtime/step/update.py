@@ -168,7 +168,7 @@ class Update:
             matrices.publish()
 
     def _look_at_gradients(self, norm: Tensor) -> None:
-        """Skip or stop if gradients are not finite. Buffers keep their values of before the step, also on a raise."""
+        """Skip or stop if gradients are not finite. Buffers then have their old values, also on a raise."""
         model = self.model
         new, model.buffers = model.buffers, self._buffers_before
         self._skipping = not_finite.skips_gradient(

@@ -40,7 +40,7 @@ class Bucket:
 
     In each step: `start`, `put` for each gradient (ZeRO 3: `arrived`), `launch`, `settle`, `close`, `finish`.
     last: whether this is the step's last backward that reaches the bucket. launched: called when ZeRO 3 starts a sum.
-    aliased: for a custom loop, whose loss may have terms of its own, such as `0.1 * w.norm()`. At ZeRO 0 the graph gets
+    aliased: for a custom loop, whose loss may have other terms, such as `0.1 * w.norm()`. At ZeRO 0 the graph gets
     separate leaves on the parameters' memory, so ranks do not sum the gradient of such a term: it is whole on every
     rank. A shard without elements gets a gradient without elements, which a loop can read (in an engine: None).
     """
@@ -362,7 +362,7 @@ class Bucket:
         self._rest_begun = True
 
     def settle(self) -> None:
-        """Wait for the running sum, and start the sum over the other axes. ZeRO 0, ZeRO 1 on a GPU: do nothing."""
+        """Wait for the running sum; start that over the other axes. ZeRO 0, ZeRO 1 on a GPU: do nothing."""
         if self._coming is not None:
             self._work.wait()
             self._sum = self._coming if self._sum is None else self._sum.add_(self._coming)

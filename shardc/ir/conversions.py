@@ -66,7 +66,7 @@ class Conversion:
         return self.forward if self.forward in COLLECTIVES else "none", backward
 
     def price(self, each: Mapping[str, float], *, gradient: bool, packed: float = 1.0) -> float:
-        """Return the price per byte of the whole tensor: the collectives of forward and backward, and `deferred`.
+        """Return the price per byte of the whole tensor: forward and backward collectives, and `deferred`.
 
         each: the price of a byte in a collective, by kind. packed: the share of the bytes that a forward gather sends,
         if the value is rounded to 8 bits.

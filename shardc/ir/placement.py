@@ -63,7 +63,7 @@ class Shard:
 
     @property
     def in_order(self) -> bool:
-        """Whether `split` alone gives an index's rank and place: no sections, no padding before later blocks."""
+        """Whether `split` alone defines an index's rank and place: no sections, no padding between blocks."""
         return not self.sections and (self.blocks == 1 or not self.padding)
 
     def padded(self, size: int) -> int:
@@ -101,7 +101,7 @@ class Layout:
 
     @classmethod
     def of(cls, placements: Mapping[str, Placement], mesh: Mesh) -> Layout:
-        """Return the layout with these placements. An axis seen as several (Mesh.refine) gets one for each of them."""
+        """Return the layout with these placements. An axis seen as several (Mesh.refine) gets one for each."""
         by_part = {part: p for a, placed in placements.items() for part, p in _digits(a, placed, mesh)}
         return cls(tuple((a, by_part[a]) for a in mesh.names if a in by_part and by_part[a] != REPLICATE))
 
@@ -140,7 +140,7 @@ class Layout:
         return shard.split // math.prod(outer)
 
     def problem(self, shape: Sequence[int], mesh: Mesh) -> str:
-        """Return why a tensor cannot have the layout; "" if each shard divides its dim, and digits are disjoint."""
+        """Return why a tensor cannot have the layout; "" if shards divide their dims, and digits are disjoint."""
         for axis, s in self.shards():
             n = mesh.size(axis)
             if s.dim >= len(shape):
