@@ -79,7 +79,7 @@ def example(folder: Path) -> None:
     """Write README's model.py and spec.yaml into a folder."""
     block = re.compile(r"^`(model\.py|spec\.yaml)`[^\n]*\n\n```\w+\n(.*?)```", re.DOTALL | re.MULTILINE)
     blocks = block.findall((ROOT / "README.md").read_text())
-    assert [name for name, _ in blocks] == ["model.py", "spec.yaml"], blocks
+    assert {name for name, _ in blocks} == {"model.py", "spec.yaml"}, blocks
     for name, text in blocks:
         (folder / name).write_text(text)
 

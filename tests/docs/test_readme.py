@@ -55,6 +55,14 @@ def test_its_commands(example: Path) -> None:
     assert done == ["compile", "verify", "inspect", "compile"]
 
 
+def test_what_a_rank_runs(example: Path) -> None:
+    """Each value of the first block is a line of the program, with its type."""
+    (block,) = (b for b in README.blocks("python") if "what a rank runs" in b.notes)
+    program = " ".join(CliRunner().invoke(app, ["compile", "model.py", "spec.yaml"]).output.split())
+    for line in re.split(r"\n(?=\w)", block.text):
+        assert " ".join(line.split()) in program
+
+
 def test_run(example: Path) -> None:
     """On real processes: the losses are those that README shows."""
     assert CliRunner().invoke(app, ["compile", "model.py", "spec.yaml", "-o", "out"]).exit_code == 0
