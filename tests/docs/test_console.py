@@ -22,7 +22,9 @@ from tests.docs.pages import PAGES, ROOT, Page
 from tests.docs.test_readme import same
 
 LM = ROOT / "docs" / "tutorial" / "from-ddp-to-3d.md"
-_FILE = re.compile(r"^`([\w.]+\.(?:py|yaml))`[^\n]*\n\n(?:<!-- [^\n]* -->\n)?```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_FILE = re.compile(
+    r"^`([\w.]+\.(?:py|yaml))`[^\n]*\n\n(?:<!-- [^\n]* -->\n)?```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 _RUN = re.compile(r"^<!-- run -->\n```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _STARTS_RANKS = ("run", "score", "generate")
 

@@ -30,8 +30,9 @@ def shown() -> Iterator[tuple[list[str], str]]:
 def same(text: str) -> str:
     """Without what differs from run to run and from processor to processor: seconds, speeds, memory, rounding."""
     text = re.sub(r"(?<=relative difference )\d\.\de-1[3-9]", "_", text)
+    text = re.sub(r" +\d+ s left$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\b\d[\d.]* s\b", "_ s", text)
-    return re.sub(r" +[\d.]+( [kM])? samples/s( +[\d.]+ MiB( peak)?)?", " _ samples/s", text)
+    return re.sub(r" +[\d.]+( [kM])? (samples|tokens)/s( +[\d.]+ MiB( peak)?)?", " _ a second", text)
 
 
 @pytest.fixture
