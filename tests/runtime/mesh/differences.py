@@ -1,4 +1,4 @@
-"""The ways in which ranks come to differ, each made on purpose on rank 3 of 4. The table of docs/reference/rank-checks.md.
+"""The ways in which ranks come to differ, made on rank 3 of 4 on purpose. The table of docs/reference/rank-checks.md.
 
 Run by test_differences.py on processes that it starts, and by hand in any world of 4:
 
