@@ -1,4 +1,4 @@
-"""`shardc export`: a saved checkpoint as a folder that transformers or peft load, or as plain safetensors files."""
+"""Define `shardc export`: export a checkpoint for transformers or peft, or as safetensors files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Dtype(str, Enum):
-    """Of the exported floating-point tensors."""
+    """The dtype of exported floating-point tensors."""
 
     float32 = "float32"
     float16 = "float16"
@@ -41,7 +41,7 @@ def command(
     ] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write the weights of a checkpoint for others. Reads and writes a slice at a time, in one process."""
+    """Export the weights of a checkpoint for other tools, slice by slice, in one process."""
     with reporting(debug) as show:
         import torch
 
@@ -95,9 +95,7 @@ def command(
 
 
 def _adapters(file: ModelFile, spec: Path | None, stored: Mapping[str, Any], *, merge: bool) -> OfSpec | None:
-    """The adapters of a checkpoint's program, found by compiling the spec. Raises ShardcError where one of the two has
-    some and the other has not.
-    """
+    """Compile the spec and return its adapters, or None. Raises ShardcError if the checkpoint differs."""
     from shardc.compile import compile
     from shardc.ir.adapters import A
     from shardc.runtime.state.adapters import OfSpec, parts
@@ -119,7 +117,7 @@ def _adapters(file: ModelFile, spec: Path | None, stored: Mapping[str, Any], *, 
 
 
 def _blocks(shape: tuple[int, ...], dtype: Any) -> Iterator[list[tuple[int, int]]]:
-    """A tensor as boxes of whole rows, of at most 64 MiB each (or one row)."""
+    """Yield boxes that split a tensor into whole rows, at most 64 MiB each (or one row)."""
     if not shape:
         yield []
         return
