@@ -366,7 +366,9 @@ def _kind(form: dict[str, Any]) -> str:
         return " \\| ".join(f"`{_word(x)}`" for x in form["enum"])
     if "anyOf" in form:
         kinds = list(dict.fromkeys(_kind(f) for f in form["anyOf"] if f.get("type") != "null"))
-        return ", or ".join(kind.replace(kinds[0], "these") if i and "|" in kinds[0] else kind for i, kind in enumerate(kinds))
+        return ", or ".join(
+            kind.replace(kinds[0], "these") if i and "|" in kinds[0] else kind for i, kind in enumerate(kinds)
+        )
     if "const" in form:
         return f"`{_word(form['const'])}`"
     if form.get("type") == "array":
