@@ -7,7 +7,6 @@ compiles the refused pairs and a sample of the others again.
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 import warnings
@@ -73,10 +72,11 @@ FEATURES = (
 
 
 def pairs() -> Iterator[tuple[Feature, Feature]]:
-    """The cells of the table below its diagonal, row by row, without those that exclude each other."""
-    for (j, column), (i, row) in itertools.product(enumerate(FEATURES), repeat=2):
-        if i < j and not (row.family and row.family == column.family):
-            yield column, row
+    """The cells of the table, (column, row), row by row, without those that exclude each other."""
+    for i, row in enumerate(FEATURES):
+        for column in FEATURES[:i]:
+            if not (row.family and row.family == column.family):
+                yield column, row
 
 
 def together(a: Any, b: Any) -> Any:
@@ -125,39 +125,33 @@ def cell(a: Feature, b: Feature) -> str:
     return "" if proof.ok else f"not proven: {proof.gaps[0]}"
 
 
-def matrix() -> str:
-    """The table and its reasons, as Markdown."""
-    reasons: dict[str, list[str]] = {}
-    cells: dict[tuple[int, int], str] = {}
-    for column, row in pairs():
-        reason = cell(column, row)
-        at = FEATURES.index(row), FEATURES.index(column)
-        cells[at] = (
-            "✓" if not reason else str(list(reasons).index(reason) + 1 if reason in reasons else len(reasons) + 1)
-        )
-        if reason:
-            reasons.setdefault(reason, []).append(f"{row.name} × {column.name}")
-    lines = ["| | | " + " | ".join(str(j + 1) for j in range(len(FEATURES) - 1)) + " |"]
+def table(cells: dict[tuple[str, str], str]) -> str:
+    """The table and its reasons as Markdown. cells: {(column, row): what `cell` returns}."""
+    reasons = list(dict.fromkeys(filter(None, cells.values())))
+    lines = ["| | | " + " | ".join(str(j) for j in range(1, len(FEATURES))) + " |"]
     lines.append("|---:|---|" + ":-:|" * (len(FEATURES) - 1))
     for i, row in enumerate(FEATURES):
-        shown = [cells.get((i, j), "–" if j < i else "") for j in range(len(FEATURES) - 1)]
+        shown = []
+        for column in FEATURES[: max(i, 1)]:
+            reason = cells.get((column.name, row.name))
+            shown.append("–" if reason is None else str(reasons.index(reason) + 1) if reason else "✓")
+        shown[i:] = [""] * (len(FEATURES) - 1 - i)
         lines.append(f"| {i + 1} | {row.name} | " + " | ".join(shown) + " |")
-    notes = [f"{n}. {re.sub(r'[<>]', '', reason)}" for n, reason in enumerate(reasons, 1)]
-    return "\n".join(lines) + "\n\n" + "\n".join(notes)
+    return "\n".join([*lines, "", *(f"{n}. {reason}" for n, reason in enumerate(reasons, 1))])
 
 
 def written(page: str) -> dict[tuple[str, str], str]:
-    """{(column, row): "✓", or the reason} as a page has it."""
+    """{(column, row): "", or the reason} as a page has it."""
     rows = [
         [c.strip() for c in line.strip("| \n").split("|")] for line in page.splitlines() if re.match(r"\| \d+ \|", line)
     ]
     reasons = dict(re.findall(r"^(\d+)\. (.*)$", page, re.MULTILINE))
     names = [row[1] for row in rows]
     return {
-        (names[j], row[1]): reasons.get(text, text)
+        (names[j], row[1]): reasons.get(text, "")
         for row in rows
         for j, text in enumerate(row[2:])
-        if text and text != "–"
+        if text not in ("", "–")
     }
 
 
@@ -165,4 +159,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     from docs.generate import write
 
-    write(PAGE, {"support": matrix()})
+    write(PAGE, {"support": table({(a.name, b.name): cell(a, b) for a, b in pairs()})})
