@@ -46,6 +46,12 @@ def fenced(text: str, language: str) -> str:
     return f"```{language}\n{text.strip(chr(10))}\n```"
 
 
+def lines_of(text: str) -> str:
+    """Lines of a program, fenced; the comment of a long line follows on the next one."""
+    broken = re.sub(r"^(?=.{161})( *)(.*?)  (# .*)$", r"\1\2\n\1    \3", text, flags=re.MULTILINE)
+    return fenced(broken, "python")
+
+
 def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(r) + " |" for r in [head, ["---"] * len(head), *rows])
 
@@ -172,7 +178,7 @@ def mlp(spec: str) -> str:
     begin = next(i for i, line in enumerate(lines) if "# blocks.0.norm2 " in line)
     end = next(i for i, line in enumerate(lines) if "# blocks.1" in line)
     kept = [line.strip() for line in lines[begin:end] if not line.strip().startswith(("#", "del "))]
-    return fenced("\n".join(kept), "python")
+    return lines_of("\n".join(kept))
 
 
 # --- experts.md, from examples/moe.py
@@ -308,7 +314,7 @@ def joint() -> Blocks:
         "overlap": _with(beside[0], r"ops\.(\w*start|wait)\(|aten\.mm\b"),
         "fused": _with(compiled, rf"\| {fused}$"),
     }
-    return {name: fenced(text, "python") for name, text in blocks.items()}
+    return {name: lines_of(text) for name, text in blocks.items()}
 
 
 def _joint(*settings: str) -> str:
