@@ -1,13 +1,12 @@
-"""One op under autograd, whole: what a graph of a step (shardc.passes.joint) calls where an op's derivative is not
-written out.
+"""Run one op under autograd as a whole, for step graphs (shardc.passes.joint) without its derivative.
 
     y, tape = ops.opaque('ops.experts_apply', (0, 2, 3), (0, 2, 3), rows, counts, up, down, ...)
     ...
     rows_grad, up_grad, down_grad = ops.opaque_backward(tape, (y_grad,), (None, None, None), (rows, up, down))
 
-Tensors among the arguments are counted from 0, in order. Those that autograd wants of them again are given to
-`opaque_backward` again: so a program says itself which values it keeps, recomputes, or gathers again. The tape holds
-the rest: what the op made for its backward alone.
+Tensors among the arguments are counted from 0, in order. `opaque_backward` gets those that autograd needs again: so a
+program itself defines which values it keeps, recomputes, or gathers again. The tape holds the rest, which only the op's
+backward uses.
 """
 
 from __future__ import annotations
@@ -26,14 +25,15 @@ from shardc.errors import ShardcError
 from shardc.runtime.ops.with_backward import with_backward
 from shardc.torch_private import OpOverload
 
-#: The ops of shardc.runtime.ops, by name, but for those of backward graphs; it fills this in.
+#: The ops of shardc.runtime.ops, by name, without those of backward graphs; that module fills it.
 OPS: dict[str, Callable[..., Any]] = {}
 
 
 @cache
 def op_of(name: str) -> Callable[..., Any]:
-    """The op that a program's text calls so: `ops.experts_apply`, `aten.silu.default`, `torch.ops.lib.op.default`.
-    Raises ShardcError for any other text: programs may come from anybody.
+    """Return the op of a name: `ops.experts_apply`, `aten.silu.default`, `torch.ops.lib.op.default`.
+
+    Raises ShardcError for any other text: programs may come from untrusted sources.
     """
     kind, _, own = name.partition(".")
     if kind == "ops" and own in OPS:
@@ -47,7 +47,7 @@ def op_of(name: str) -> Callable[..., Any]:
 
 
 def tensors_in(a: Any) -> Iterator[Tensor]:
-    """The tensors among arguments, in order."""
+    """Yield the tensors among arguments, in order."""
     if isinstance(a, Tensor):
         yield a
     elif isinstance(a, (tuple, list)):
@@ -69,7 +69,7 @@ def _replaced(a: Any, those: Iterator[Tensor]) -> Any:
 
 
 def _opened(xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the places of operands in autograd's graph: backward ends before them. A leaf would hold its operand."""
+    """Return operands' places in autograd's graph, where backward ends. A leaf would hold the operand."""
     anchor = torch.empty(0, device=xs[0].device, requires_grad=True)
     places: tuple[Tensor, ...] = with_backward(_views, _ends_here, anchor, *xs)
     return places
@@ -84,8 +84,9 @@ def _ends_here(needs: Any, *gs: Tensor) -> tuple[()]:
 
 
 class Own:
-    """The place of a tensor that an op has saved: one of its own, or an operand, which is lent to it. None: it is
-    elsewhere (shardc.runtime.ops.host_handle). Autograd holds the place as long as it may want the tensor.
+    """The place of a saved tensor: the op's own, or an operand that is lent to it.
+
+    None: it is elsewhere (shardc.runtime.ops.host_handle). Autograd holds the place as long as it may need the tensor.
     """
 
     __slots__ = ("__weakref__", "tensor")
@@ -96,9 +97,11 @@ class Own:
 
 @dataclass
 class Tape:
-    """One op's way back, as places in autograd's graph. begins: by result; ends: by operand that gets a gradient;
-    zeros: what makes zeros like these operands; again: those that backward is given, which then stand in `operands`.
-    saved: what it holds, which autograd frees op by op; lent: of that, what is a copy of what waits on the host.
+    """The backward of one op, as places in autograd's graph.
+
+    begins: by result; ends: by operand that gets a gradient; zeros: functions that make zeros like these operands;
+    again: the operands that backward receives, to be put into `operands`. saved: what it holds, which autograd frees op
+    by op; lent: those of `saved` that are copies from the host.
     """
 
     begins: list[Any]
@@ -110,7 +113,7 @@ class Tape:
     lent: Sequence[weakref.ref[Own]] = ()
 
     def own(self) -> list[Own]:
-        """What it holds."""
+        """Return the places of the op's saved tensors that are still alive."""
         return [own for ref in self.saved if (own := ref()) is not None]
 
 
@@ -118,8 +121,10 @@ _Seen = tuple[Own, tuple[int, ...], torch.Size, tuple[int, ...], int]
 
 
 def opaque(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """(the op's result or results, a tape). needs: the tensors among its arguments that get gradients; again: those
-    that `opaque_backward` is given again."""
+    """Run an op; return its result or results, and a tape. needs: numbers of tensors that get gradients.
+
+    again: numbers of the tensors that `opaque_backward` receives again.
+    """
     given = list(tensors_in((args, kwargs)))
     with torch.enable_grad():
         of_needs = dict(zip(needs, _opened([given[i] for i in needs]), strict=True))
@@ -165,25 +170,26 @@ def opaque(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kw
     ]
     ends = [_edge(opened[i]) for i in needs]
     tape = Tape(begins, ends, like, tuple(again), operands, saved)
-    given.clear()  # autograd holds `pack`, which would hold what it was given
+    given.clear()  # autograd holds `pack`, which would hold these tensors
     places.clear()
     return (*(y.detach() if isinstance(y, Tensor) else y for y in results), tape)
 
 
 def _edge(y: Tensor) -> GradientEdge:
-    """Return the edge by which a result of an op's gradient enters its graph, without the checks of torch's own."""
+    """Return the edge of an op's result in autograd's graph, without the checks of torch's function."""
     assert y.grad_fn is not None
     return GradientEdge(y.grad_fn, y.output_nr)
 
 
 def _memory(x: Tensor) -> object:
-    """Return what views of one tensor have in common, as long as it is in use."""
+    """Return the key that the views of one tensor share, as long as its memory is in use."""
     return x.untyped_storage()._cdata, x.dtype, x.is_conj(), x.is_neg()
 
 
 def _within(x: Tensor, places: Sequence[int], given: Sequence[Tensor]) -> int | None:
-    """Which of these operands, all of x's dtype and in its memory, x is a view of. They may be parts of one tensor, and
-    come back as several: only one that begins where x does is certain then.
+    """Return the operand that x is a view of, among operands of its dtype and memory.
+
+    They may be parts of one tensor that come back separately: then only one that begins where x does is certain.
     """
     same = places
     if len(same) > 1:
@@ -192,8 +198,9 @@ def _within(x: Tensor, places: Sequence[int], given: Sequence[Tensor]) -> int | 
 
 
 def _seen(x: Tensor, strides: tuple[int, ...], size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    """The view of an operand that has this size, stride and offset where the operand has these strides. It may come
-    back with others: from the host without gaps.
+    """Return the view of an operand that has this size, stride and offset under the operand's old strides.
+
+    It may come back with other strides: from the host without gaps.
     """
     if x.stride() == strides or all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
         if not offset and x.stride() == stride and x.size() == size:
@@ -228,8 +235,8 @@ def opaque_backward(
     """Return the gradients of the operands that `opaque` has in `needs`; the tape is empty then.
 
     grads: of the results. before: what each of the operands has from other ops, to which the new gradients are added,
-    or None. operands: those of `again`. zeros: what gets no gradient gets zeros. only: of these alone, counted among
-    those that need one; the others get None. keep: the tape stays, for the others.
+    or None. operands: those of `again`. zeros: return zeros instead of missing gradients. only: of these alone, counted
+    among those that need one; the others get None. keep: the tape stays, for the others.
     """
     wanted = only or range(len(tape.ends))
     for at, x in zip(tape.again, operands, strict=True):
