@@ -119,7 +119,7 @@ _PAGE = re.compile(r"(?<![\w/])docs/((?:tutorial|how-to|reference|explanation|me
 
 
 def markdown(owner: Any) -> str:
-    """The docstring of a function or class: its arguments as a list, examples as code, names of modules as code."""
+    """Write a docstring as Markdown: its arguments as a list, examples and names of modules as code."""
     text = inspect.getdoc(owner) or ""
     names = set(inspect.signature(owner).parameters) if callable(owner) else set()
     if inspect.isclass(owner):
@@ -128,7 +128,7 @@ def markdown(owner: Any) -> str:
 
 
 def paragraph(text: str, names: set[str]) -> str:
-    """names: of arguments and attributes, each of which begins an item of a list, also behind another one."""
+    """Write one paragraph. names: of arguments and attributes, each of which begins an item of a list."""
     if text.lstrip().startswith(">>>"):
         return "```text\n" + re.sub(r"\s+# doctest.*", "", text) + "\n```"
     begins = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)"
@@ -149,13 +149,14 @@ def _filled(text: str, indent: str = "") -> str:
 
 
 def _inline(line: str) -> str:
-    """Names of modules and dunders as code, paths of pages as links; nothing inside of code is touched."""
+    """Write names of modules, dunders and options as code, and paths of pages as links, outside of code."""
 
     def outside(text: str) -> str:
         text = _PAGE.sub(lambda m: f"[{m[2]}](../{m[1]})", text)
         text = re.sub(r"\bshardc(?:\.\w+)+", lambda m: f"`{m[0]}`", text)
         text = re.sub(r"\b(shardc/[\w/.]+\.py)", r"`\1`", text)
         text = re.sub(r"(?<!\w)__\w+__", lambda m: f"`{m[0]}`", text)
+        text = re.sub(r"(?<![\w-])--[a-z][\w-]*", lambda m: f"`{m[0]}`", text)  # no dash of typographers
         return text.replace("<", "&lt;").replace("**", "\\*\\*")
 
     pieces = re.split(r"(`[^`]*`)", line)
@@ -163,7 +164,7 @@ def _inline(line: str) -> str:
 
 
 def signature(name: str, function: Any) -> str:
-    """A call with its arguments and defaults, wrapped at 100 columns."""
+    """Write a call with its arguments and defaults, wrapped at 100 columns."""
     parameters = list(inspect.signature(function).parameters.values())
     shown, star = [], False
     for p in parameters:
@@ -200,7 +201,7 @@ def entry(name: str, function: Any, level: int = 3) -> str:
 
 
 def members(owner: Any, shown: str, names: Sequence[str]) -> str:
-    """The class's docstring, and its methods."""
+    """Write a class's docstring and its methods."""
     parts = [markdown(owner)]
     for name in names:
         member = inspect.getattr_static(owner, name)
@@ -210,7 +211,7 @@ def members(owner: Any, shown: str, names: Sequence[str]) -> str:
 
 
 def python() -> dict[str, str]:
-    """Functions, and the methods of what they return."""
+    """Return the blocks of reference/python.md: functions, and the methods of what they return."""
     import shardc
     from shardc.cost import Cost
     from shardc.runtime.step.engine import Engine
@@ -240,7 +241,7 @@ def python() -> dict[str, str]:
 
 
 def cli() -> dict[str, str]:
-    """Every command, with its arguments and options."""
+    """Return the block of reference/cli.md: every command, with its arguments and options."""
     import typer
 
     from shardc.cli import app
@@ -255,8 +256,10 @@ def _commands(path: str, group: Any) -> Iterator[str]:
             continue
         arguments = [p for p in command.params if p.param_type_name == "argument"]
         usage = " ".join(_argument(p) for p in arguments)
-        lines = [f"## {path} {name}", "", _filled(_inline(" ".join((command.help or "").split()))), "", "```text"]
-        lines += [f"{path} {name} {usage} [options]".replace("  ", " "), "```", "", "| | | |", "|---|---|---|"]
+        about = _filled(_inline(" ".join((command.help or "").split())))
+        call = f"{path} {name} {usage} [options]".replace("  ", " ")
+        lines = [f"## {path} {name}", "", about, "", "```text", call, "```", ""]
+        lines += ["| argument or option | value | |", "|---|---|---|"]
         lines += [f"| `{_argument(p)}` | | {_cell(getattr(p, 'help', '') or '')} |" for p in arguments]
         for p in command.params:
             if p.param_type_name == "option" and not getattr(p, "hidden", False):
@@ -271,7 +274,7 @@ def _argument(p: Any) -> str:
 
 
 def _value(p: Any) -> str:
-    """What an option takes."""
+    """Name what an option takes."""
     annotation = p.type_descriptor.annotation
     text = getattr(annotation, "__name__", str(annotation))
     if text == "bool":
@@ -298,7 +301,7 @@ def _cell(text: str) -> str:
 
 
 def errors() -> dict[str, str]:
-    """Classes, mistakes in a spec as the compiler reports them, and the causes for which a model is refused."""
+    """Return the blocks of reference/errors.md: classes, mistakes in a spec, causes for which a model is refused."""
     from shardc.capture.refusals import _ADVICE, REFUSALS
     from shardc.errors import ShardcError
     from shardc.spec import Spec

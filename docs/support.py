@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from functools import lru_cache
@@ -44,21 +45,21 @@ FEATURES = (
     Feature("padding (`uneven`)", {"mesh": {"dp": 3}, "uneven": "pad"}),
     Feature("tensor parallel", _SPLIT),
     Feature("sequence parallel", {**_SPLIT, "activations": {"model.layers.*": {1: "tp"}}}),
-    Feature("context, ring", {"mesh": {"cp": 2}, "sequence": {"axis": "cp", "method": "ring"}}, "context"),
-    Feature("context, ulysses", {"mesh": {"cp": 2}, "sequence": {"axis": "cp", "method": "ulysses"}}, "context"),
+    Feature("ring attention", {"mesh": {"cp": 2}, "sequence": {"axis": "cp", "method": "ring"}}, "context"),
+    Feature("Ulysses attention", {"mesh": {"cp": 2}, "sequence": {"axis": "cp", "method": "ulysses"}}, "context"),
     Feature("microbatches", {"batch": {"microbatches": 2}}),
-    Feature("pipeline, 1f1b", {**_PIPE, "pipeline": {"axis": "pp", "stages": 2}}, "pipeline"),
-    Feature("pipeline, zb-v", {**_PIPE, "pipeline": {"axis": "pp", "stages": 4, "schedule": "zb-v"}}, "pipeline"),
+    Feature("pipeline 1f1b", {**_PIPE, "pipeline": {"axis": "pp", "stages": 2}}, "pipeline"),
+    Feature("pipeline zb-v", {**_PIPE, "pipeline": {"axis": "pp", "stages": 4, "schedule": "zb-v"}}, "pipeline"),
     Feature(
-        "pipeline, dualpipe-v", {**_PIPE, "pipeline": {"axis": "pp", "stages": 4, "schedule": "dualpipe-v"}}, "pipeline"
+        "pipeline dualpipe-v", {**_PIPE, "pipeline": {"axis": "pp", "stages": 4, "schedule": "dualpipe-v"}}, "pipeline"
     ),
     Feature("experts", {"mesh": {"ep": 2}, "experts": [_EXPERTS]}, "experts"),
-    Feature("experts, capacity", {"mesh": {"ep": 2}, "experts": [{**_EXPERTS, "capacity": 1.25}]}, "experts"),
+    Feature("experts with capacity", {"mesh": {"ep": 2}, "experts": [{**_EXPERTS, "capacity": 1.25}]}, "experts"),
     Feature("recomputation", {"checkpoint": [_SAVE]}, "checkpoint"),
     Feature("activation offload", {"checkpoint": [{**_SAVE, "offload": "cpu"}]}, "checkpoint"),
     Feature("loss in chunks", {"loss": {"chunks": 2}}),
     Feature("bfloat16", {"precision": {"compute": "bfloat16"}}, "precision"),
-    Feature("float16, loss scale", {"precision": {"compute": "float16", "loss_scale": "dynamic"}}, "precision"),
+    Feature("float16 with loss scale", {"precision": {"compute": "float16", "loss_scale": "dynamic"}}, "precision"),
     Feature("fp8-rowwise", {"precision": {"compute": "bfloat16", "products": "fp8-rowwise"}}, "precision"),
     Feature("fp8-tensorwise", {"precision": {"compute": "bfloat16", "products": "fp8-tensorwise"}}, "precision"),
     Feature("adapters", {"adapters": [{"match": "*.{q,v}_proj", "rank": 2}]}),
@@ -72,7 +73,7 @@ FEATURES = (
 
 
 def pairs() -> Iterator[tuple[Feature, Feature]]:
-    """The cells of the table, (column, row), row by row, without those that exclude each other."""
+    """Yield the cells of the table, (column, row), row by row, without those that exclude each other."""
     for i, row in enumerate(FEATURES):
         for column in FEATURES[:i]:
             if not (row.family and row.family == column.family):
@@ -80,7 +81,7 @@ def pairs() -> Iterator[tuple[Feature, Feature]]:
 
 
 def together(a: Any, b: Any) -> Any:
-    """Two parts of a spec as one; of two values the second one."""
+    """Join two parts of a spec; of two values the second one wins."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a | {key: together(a[key], value) if key in a else value for key, value in b.items()}
     return b
@@ -88,7 +89,7 @@ def together(a: Any, b: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def model() -> tuple[Any, Any, Any, Any]:
-    """The model, its batch, and its graph: with the loss, and forward alone."""
+    """Return the model, its batch, its graph with the loss, and its graph of forward alone."""
     import torch
 
     from shardc.capture import capture
@@ -126,7 +127,7 @@ def cell(a: Feature, b: Feature) -> str:
 
 
 def table(cells: dict[tuple[str, str], str]) -> str:
-    """The table and its reasons as Markdown. cells: {(column, row): what `cell` returns}."""
+    """Write the reasons and the table as Markdown. cells: {(column, row): what `cell` returns}."""
     reasons = list(dict.fromkeys(filter(None, cells.values())))
     lines = ["| | | " + " | ".join(str(j) for j in range(1, len(FEATURES))) + " |"]
     lines.append("|---:|---|" + ":-:|" * (len(FEATURES) - 1))
@@ -137,11 +138,21 @@ def table(cells: dict[tuple[str, str], str]) -> str:
             shown.append("–" if reason is None else str(reasons.index(reason) + 1) if reason else "✓")
         shown[i:] = [""] * (len(FEATURES) - 1 - i)
         lines.append(f"| {i + 1} | {row.name} | " + " | ".join(shown) + " |")
-    return "\n".join([*lines, "", *(f"{n}. {reason}" for n, reason in enumerate(reasons, 1))])
+    notes = []
+    for n, reason in enumerate(reasons, 1):
+        refused: dict[str, list[str]] = {}
+        for (column, row), why in cells.items():
+            if why == reason:
+                refused.setdefault(row, []).append(column)
+        pairs = "; ".join(f"*{row}* with {', '.join(columns)}" for row, columns in refused.items())
+        notes.append(
+            f"{n}. {reason}\n" + textwrap.fill(f"({pairs})", 150, initial_indent="   ", subsequent_indent="   ")
+        )
+    return "\n".join([*notes, "", *lines])
 
 
 def written(page: str) -> dict[tuple[str, str], str]:
-    """{(column, row): "", or the reason} as a page has it."""
+    """Read {(column, row): "", or the reason} from a page."""
     rows = [
         [c.strip() for c in line.strip("| \n").split("|")] for line in page.splitlines() if re.match(r"\| \d+ \|", line)
     ]
