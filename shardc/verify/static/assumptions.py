@@ -1,8 +1,6 @@
-"""What the proof assumes, each with the test that checks it: the proof's output says in short what this is, and
-docs/explanation/proof.md shows it as `python -m shardc.verify.static.assumptions` prints it.
+"""The assumptions of the proof, each with the test that checks it: docs/explanation/proof.md lists them.
 
-A test fails where an op of the runtime is in no row, or where a row's test is not there
-(tests/verify/test_assumptions.py).
+A test fails if an op of the runtime is in no row, or if a row's test does not exist (tests/verify/test_assumptions.py).
 """
 
 from __future__ import annotations
