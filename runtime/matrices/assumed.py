@@ -32,8 +32,8 @@ def muon_and_adamw(params: Any) -> list[torch.optim.Optimizer]:
 def costs_of(program: Program, coords: dict[str, int]) -> dict[Matrix, float]:
     """Return {matrix that Muon would step: its work} of a rank."""
     names = inner(program) & trained_params(program)
-    held = {p.name: None for p in program.params if p.name in names and program.has(p, coords)}
-    return {m: work(m.shape) for m in matrices_here(program, held) if len(m.shape) == 2}
+    local = {p.name: None for p in program.params if p.name in names and program.has(p, coords)}
+    return {m: work(m.shape) for m in matrices_here(program, local) if len(m.shape) == 2}
 
 
 def routes(program: Program, rank: int) -> Routes:
@@ -45,5 +45,5 @@ def messages(program: Program, rank: int) -> list[int]:
     """Return the bytes of each message of a rank in a step, to owners and back; [] with a single rank."""
     if program.matrices is None or program.forward_only:
         return []
-    found = routes(program, rank)
-    return bytes_sent(planned(found, {p.name: p.dtype for p in program.params})) if len(found.ranks) > 1 else []
+    paths = routes(program, rank)
+    return bytes_sent(planned(paths, {p.name: p.dtype for p in program.params})) if len(paths.ranks) > 1 else []

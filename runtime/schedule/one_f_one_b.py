@@ -25,9 +25,9 @@ def one_f_one_b(stages: int, ranks: int, microbatches: int) -> list[list[Action]
     orders = []
     for rank in range(ranks):
         warm = (v - 1) * ranks + 2 * (ranks - 1 - rank) if v > 1 else ranks - 1 - rank
-        mine = range(rank, stages, ranks)
-        forward = [Action("F", s, m) for s, m in _rounds(mine, ranks, whole)]
-        backward = [Action("B", s, m) for s, m in _rounds(mine[::-1], ranks, whole)]
+        chunks = range(rank, stages, ranks)
+        forward = [Action("F", s, m) for s, m in _rounds(chunks, ranks, whole)]
+        backward = [Action("B", s, m) for s, m in _rounds(chunks[::-1], ranks, whole)]
         order = forward[:warm]
         for i, b in enumerate(backward):
             order += [*forward[warm + i : warm + i + 1], b]

@@ -147,10 +147,10 @@ class Engine:
         self._checks = EngineChecks(program, self.mesh) if check else Moments()
         self._checks.making(seed, broadcast=broadcast, routing=routing, **settable)
         model = state.plain(model)
-        given = state.weights_of(program, model, weights, seed)
-        self.weight_notes = given.notes
-        self._checks.weights(model, given)
-        parts, buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast, whole_of=self._checks.whole)
+        loaded = state.weights_of(program, model, weights, seed)
+        self.weight_notes = loaded.notes
+        self._checks.weights(model, loaded)
+        parts, buffers = state.local_parts(program, loaded, self.mesh, broadcast=broadcast, whole_of=self._checks.whole)
         local = LocalModel(
             program,
             self.mesh,
@@ -158,18 +158,18 @@ class Engine:
             self._checks.parts(parts),
             buffers,
             offload(program.offload, self.mesh),
-            inputs.arguments(given.model),
+            inputs.arguments(loaded.model),
             interpreter,
         )
         self._model = local
         self._checks.made(local)
         trains = optimizer is not None and not program.forward_only
-        made = self._make_optimizer(local, optimizer) if trains and optimizer is not None else None
+        local_optimizer = self._make_optimizer(local, optimizer) if trains and optimizer is not None else None
         schedules = scheduler if trains else None
-        self._updating = Update(local, made, schedules, self._checks, settable, trains=trains)
+        self._updating = Update(local, local_optimizer, schedules, self._checks, settable, trains=trains)
         self._evaluation = Evaluation(local, self._checks)
-        skeleton = state.skeleton(given.model)
-        self._saver = Saver(local, self._updating, self.loaders, self._checks, skeleton, given.folder)
+        skeleton = state.skeleton(loaded.model)
+        self._saver = Saver(local, self._updating, self.loaders, self._checks, skeleton, loaded.folder)
         self.loads: tuple[Load, ...] = ()
         self._loads = Loads(program, self.mesh) if routing else None
         self._graphs = step_graph.of(program, self.mesh, self.rng, local.buckets, self.mesh.note)
@@ -522,14 +522,14 @@ class Engine:
     def _compiled_for(self, spec: Any) -> Program:
         """Compile the model for another spec. Collective. Raises ShardcError, on all ranks, if one cannot."""
         self.mesh.barrier()  # if ranks are threads of one process, none may run during compilation
-        made, error = self.program, None
+        program, error = self.program, None
         try:
-            made = self.program.for_spec(spec, self.mesh.layout.world)
+            program = self.program.for_spec(spec, self.mesh.layout.world)
         except ShardcError as e:
             error = e
         if self.mesh.sum_on_host([error is not None])[0]:
             raise error or ShardcError("another rank could not compile the program for it", where="engine.to")
-        return made
+        return program
 
     # --- data
 
@@ -656,9 +656,9 @@ class Engine:
         return object.__getattribute__(self, name)  # raises: where a property failed, that property's own error
 
     def __repr__(self) -> str:
-        made = class_of(self.optimizer) if self.optimizer is not None else "no optimizer"
+        kind = class_of(self.optimizer) if self.optimizer is not None else "no optimizer"
         name, mesh = self.program.meta.get("model", ""), self.mesh
-        return f"<Engine of {name}: rank {mesh.rank} of {mesh.layout}, {made}, {self.step_count} steps done>"
+        return f"<Engine of {name}: rank {mesh.rank} of {mesh.layout}, {kind}, {self.step_count} steps done>"
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         fix = (

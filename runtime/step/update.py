@@ -48,8 +48,8 @@ class Update:
         self.new_schedule = lr.NewSchedule(optimizer, scheduler) if optimizer is not None else None
         checks.optimizer(optimizer)  # before schedulers are made, which read its method `step`
         self.paged = Paged(optimizer, model.offload) if optimizer is not None and model.offload.places else None
-        made = lr.Schedulers.make(scheduler, optimizer) if scheduler is not None and optimizer is not None else None
-        self.schedule(made)
+        schedule = lr.Schedulers.make(scheduler, optimizer) if scheduler is not None and optimizer is not None else None
+        self.schedule(schedule)
         self.scaler = LossScaler(program.loss_scale, model.mesh) if program.loss_scale is not None else None
         self._norm = GradNorm(program, model.owned, model.mesh)
         self._unbucketed = [n for n in model.owned if n not in model.buckets.names]

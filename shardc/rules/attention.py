@@ -94,8 +94,7 @@ def by_ring(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> It
 
     def fits(x: Value, placements: frozenset[Placement]) -> list[Shard]:
         plain = Shard(len(x.shape) - 2)
-        every = placements | ({plain} if plain in placements else set())
-        found = (p for p in every if isinstance(p, Shard) and p.dim == plain.dim and not p.sections)
+        found = (p for p in placements if isinstance(p, Shard) and p.dim == plain.dim and not p.sections)
         return sorted((p for p in found if p.padded(x.shape[p.dim]) % (p.split * n) == 0), key=repr)
 
     for rows in fits(q, available[0]):

@@ -113,9 +113,7 @@ for _op in (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.con
 def pooled(call: Call) -> Signature:
     """Keep space whole on both sides; split the dims before it."""
     x, y = call.operands[0].shape, call.results[0].shape
-    same = 0
-    limit = len(x) - (1 if "1d" in str(call.target) else 2 if "2d" in str(call.target) else 3)
-    same = max(limit, 0)
+    same = max(len(x) - (1 if "1d" in str(call.target) else 2 if "2d" in str(call.target) else 3), 0)
     names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
     out = [*names[:same], *((f"o{i}",) for i in range(same, len(y)))]
     sizes = {f"d{i}": s for i, s in enumerate(x)} | {f"o{i}": y[i] for i in range(same, len(y))}

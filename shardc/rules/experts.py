@@ -76,11 +76,7 @@ def linear(call: Call) -> str:
 def exchange(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Yield strategies that split tokens and experts over the same ranks."""
     tokens = {p for p in available[X] | {Shard(0)} if isinstance(p, Shard) and p.dim == 0 and not p.sections}
-    held = {
-        p
-        for p in available[UP] | ({Shard(0)} if Shard(0) in available[UP] else set())
-        if isinstance(p, Shard) and p.dim == 0
-    }
+    held = {p for p in available[UP] if isinstance(p, Shard) and p.dim == 0}
     t, e = call.operands[X].shape[0], call.operands[UP].shape[0]
     for x in sorted(tokens, key=repr):
         for w in sorted(held, key=repr):
