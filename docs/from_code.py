@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -122,8 +123,8 @@ def markdown(owner: Any) -> str:
     """Write a docstring as Markdown: its arguments as a list, examples and names of modules as code."""
     text = inspect.getdoc(owner) or ""
     names = set(inspect.signature(owner).parameters) if callable(owner) else set()
-    if inspect.isclass(owner):
-        names |= set(dir(owner)) | set(inspect.get_annotations(owner))
+    if dataclasses.is_dataclass(owner):
+        names |= set(dir(owner))
     return "\n\n".join(filter(None, (paragraph(p, names) for p in re.split(r"\n\s*\n", text.strip()))))
 
 
