@@ -351,7 +351,7 @@ Made by `python tests/bench/published.py` on {date}. Each row is a step that oth
 and from measurements of single products and collectives (`shardc device NAME`).
 
 - **published**: seconds of a step, from the source's own figures: TFLOP/s by its formula, or tokens a second.
-- **op by op**: as torch runs the model. **compiled**: with `execution: {{compile: layers}}`, which fuses what lies between products, as the published programs do with kernels of their own. Seconds, and how many times the published ones.
+- **op by op**: as torch runs the model. **compiled**: with `execution: {{compile: layers}}`, which fuses the ops between products, as the published programs do with kernels of their own. Seconds, and how many times the published ones.
 - **reserved**: by torch's allocator, published and predicted (of the program that the source has, compiled or not).
 {notes}
 | source | run | published | op by op | | compiled | | reserved | |

@@ -1,13 +1,12 @@
-"""What the proof assumes, each with the test that checks it: the proof's output says in short what this is, and
-docs/explanation/proof.md shows it as `python -m shardc.verify.static.assumptions` prints it.
+"""The assumptions of the proof, each with the test that checks it: docs/explanation/proof.md lists them.
 
-A test fails where an op of the runtime is in no row, or where a row's test is not there
-(tests/verify/test_assumptions.py).
+A test fails if an op of the runtime is in no row, or if a row's test does not exist (tests/verify/test_assumptions.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from textwrap import fill
 
 from shardc.ir.conversions import BY_OP
 
@@ -138,12 +137,13 @@ def short() -> str:
 
 
 def markdown() -> str:
-    """The table as docs/explanation/proof.md shows it."""
-    lines = ["| assumed | of the runtime's ops | checked by |", "|---|---|---|"]
+    """Write the list that docs/explanation/proof.md shows."""
+    rows = []
     for a in ASSUMPTIONS:
-        ops = ", ".join(f"`{op}`" for op in a.ops)
-        lines.append(f"| {a.name}: {a.sentence[0].lower()}{a.sentence[1:]} | {ops} | `{a.test}` |")
-    return "\n".join(lines)
+        ops = f" Ops: {', '.join(f'`{op}`' for op in a.ops)}." if a.ops else ""
+        test = "" if a.test == DEFINITIONS else f" Test: `{a.test}`."
+        rows.append(fill(f"- **{a.name}**: {a.sentence}{ops}{test}", 150, subsequent_indent="  "))
+    return "\n".join([*rows, "", f"Test of all ops: `{DEFINITIONS}`."])
 
 
 if __name__ == "__main__":
