@@ -284,7 +284,7 @@ def steps(r: Rank, weight: float = 1.0, lr: float = 0.1, probe: bool = False) ->
 
 
 @case(
-    "a factor on a module's loss, such as of one's own rows",
+    "a factor on a module's loss, made of a rank's rows",
     "loss.backward(): the gradient of the loss in backward differs on rank 3 (dp=1, tp=1): 1 on rank 0, 2 on rank 3",
 )
 def _(r: Rank) -> None:
