@@ -9,7 +9,7 @@ import pytest
 from tests.docs.pages import PAGES, README, ROOT, Page
 
 _TOP = "(?:shardc|passes|runtime|specs|tests|docs|examples)"
-_PATH = re.compile(rf"(?<![\w/.{{<*-])({_TOP}/[\w./-]+\.(?:py|md|yaml|json|svg)|{_TOP}(?:/\w+)+/?)(?![\w*{{<-])")
+_PATH = re.compile(rf"(?<![\w/.{{<*-])({_TOP}/[\w./-]+\.(?:py|md|yaml|json|svg|toml)|{_TOP}(?:/\w+)+/?)(?![\w*{{<-])")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

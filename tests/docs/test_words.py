@@ -26,7 +26,7 @@ WORDS = {
     r"anew": "again",
 }
 _AVOID = re.compile(rf"\b(?:{'|'.join(WORDS)})\b")
-#: Lines of the product that have such a word. The number only falls: a commit that removes some sets it to what there is.
+#: Lines of the product that have such a word. The number only falls: who removes some sets it to what there is.
 PRODUCT_LINES = 198
 PRODUCT = ("shardc", "passes", "runtime", "specs")
 
