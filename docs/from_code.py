@@ -154,7 +154,7 @@ def _inline(line: str) -> str:
 
     def outside(text: str) -> str:
         text = _PAGE.sub(lambda m: f"[{m[2]}](../{m[1]})", text)
-        text = re.sub(r"\bshardc(?:\.\w+)+", lambda m: f"`{m[0]}`", text)
+        text = re.sub(r"\bshardc(?:\.\w+)+(?:\([^()]*\))?", lambda m: f"`{m[0]}`", text)
         text = re.sub(r"\b(shardc/[\w/.]+\.py)", r"`\1`", text)
         text = re.sub(r"(?<!\w)__\w+__", lambda m: f"`{m[0]}`", text)
         text = re.sub(r"(?<![\w-])--[a-z][\w-]*", lambda m: f"`{m[0]}`", text)  # no dash of typographers

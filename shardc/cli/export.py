@@ -35,7 +35,7 @@ def command(
     merge: Annotated[
         bool, typer.Option("--merge", help="the whole model, with adapters added to the weights that they are beside")
     ] = False,
-    max_file_gb: Annotated[float, typer.Option(min=0.001, help="a file has at most so many GB")] = 5.0,
+    max_file_gb: Annotated[float | None, typer.Option(min=0.001, help="a file has at most so many GB (5)")] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace weights in OUT that shardc did not write")
     ] = False,
@@ -52,6 +52,7 @@ def command(
         from shardc.runtime.state.export import foreign_weights, plan, refused, skeleton, write
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
+        from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
         from shardc.runtime.state.weight_files import is_checkpoint, open_weights
 
         check_outputs(folders={"OUT": out.parent if out.suffix == ".safetensors" else out})
@@ -88,7 +89,7 @@ def command(
         def run(mesh: Any) -> None:
             for layout in layouts:
                 single = out if out.suffix == ".safetensors" else None
-                write(layout, held, gathered, mesh, int(max_file_gb * 1e9), single)
+                write(layout, held, gathered, mesh, int(max_file_gb * 1e9) if max_file_gb else MAX_FILE_BYTES, single)
 
         loopback(Mesh.of({"dp": 1}), run)
         show(f"written to {out}: {', '.join(sorted({f'{x.stem}.safetensors' for x in layouts}))}")

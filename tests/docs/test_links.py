@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.docs.pages import PAGES, README, ROOT, Page
+from tests.docs.test_words import by_hand
 
 _TOP = "(?:shardc|passes|runtime|specs|tests|docs|examples)"
 _PATH = re.compile(rf"(?<![\w/.{{<*-])({_TOP}/[\w./-]+\.(?:py|md|yaml|json|svg|toml)|{_TOP}(?:/\w+)+/?)(?![\w*{{<-])")
@@ -56,6 +57,14 @@ def test_readme_is_short() -> None:
     assert max(len(re.sub(r"\]\([^)]*\)", "]", line)) for line in lines) <= 160  # as one reads it
     assert "`make test`" in README.text  # what CI runs
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "/explanation/" in str(p)], ids=str)
+def test_explanations_are_short(page: Page) -> None:
+    """Words by hand, without code; decisions are read in one breath."""
+    assert len(re.findall(r"\S*\w\S*", by_hand(page))) <= 1500
+    assert max(map(len, page.text.splitlines())) <= 200
+    assert [d for d in re.findall(r"^\*\*\d+\. .*", page.text, re.MULTILINE) if len(d.split()) > 40] == []
 
 
 def test_decisions_have_one_number_each() -> None:
