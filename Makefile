@@ -107,7 +107,7 @@ table: $(READY)   ## docs/measured/models.md and memory.md, and the generated bl
 	$(BIN)/python tests/bench/memory.py
 	$(BIN)/python docs/generate.py
 
-support: $(READY)   ## the table of docs/reference/support.md: a small model compiled and proven for each pair of features, 5 minutes
+support: $(READY)   ## the table of docs/reference/support.md: a small model compiled and proven for each pair of features, in minutes
 	$(BIN)/python docs/support.py
 
 .venv/.docs: $(READY)

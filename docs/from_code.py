@@ -174,7 +174,7 @@ def signature(name: str, function: Any) -> str:
         if p.kind is p.KEYWORD_ONLY and not star:
             shown.append("*")
         star = star or p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)
-        prefix = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        prefix = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
         shown.append(f"{prefix}{p.name}{'' if p.default is p.empty else f'={_default(p.default)}'}")
     line, lines = f"{name}(", []
     for i, each in enumerate(shown):
@@ -309,10 +309,9 @@ def errors() -> dict[str, str]:
 
     classes = []
     for name in ERRORS:
-        error = load(name)
         module, _, attribute = name.partition(":")
-        first = _cell((inspect.getdoc(error) or "").split("\n\n")[0])
-        classes.append(f"| `{attribute}` | `{module}` | {first} |")
+        about = _cell((inspect.getdoc(load(name)) or "").split("\n\n")[0])
+        classes.append(f"| `{attribute}` | `{module}` | {about} |")
     specs = []
     for line in WRONG:
         try:

@@ -431,14 +431,15 @@ def field_bugs() -> Blocks:
     """Bugs of other frameworks, by chapter, and what happens here."""
     from tests.verify.field_bugs import BUGS, CHAPTERS
 
-    found = []
+    chapters = []
     for title, bugs in CHAPTERS.items():
-        rows = [[f"[{b.name}]({b.link})", b.wrong, b.here, b.mutant] for b in bugs]
-        found.append(f"## {title}\n\n" + table(["bug", "what went wrong", "here", "mutant"], rows))
+        rows = [[f"[{b.name}]", b.wrong, b.here, b.mutant] for b in bugs]
+        chapters.append(f"## {title}\n\n" + table(["bug", "what went wrong", "here", "mutant"], rows))
+    links = "\n".join(dict.fromkeys(f"[{b.name}]: {b.link}" for b in BUGS))
     refused = sum(b.here != "equal" for b in BUGS)
     threads, mutants = len({b.thread for b in BUGS}), sum(bool(b.mutant) for b in BUGS)
     said = f"{len(BUGS)} bugs of {threads} threads: {len(BUGS) - refused} equal to one device here, {refused} refused."
-    return {"bugs": f"{said} {mutants} are a kind of mutant, too.\n\n" + "\n\n".join(found)}
+    return {"bugs": f"{said} {mutants} are a kind of mutant, too.\n\n" + "\n\n".join([*chapters, links])}
 
 
 def reshard() -> Blocks:

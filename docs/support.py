@@ -141,10 +141,10 @@ def table(cells: dict[tuple[str, str], str]) -> str:
     notes = []
     for n, reason in enumerate(reasons, 1):
         refused: dict[str, list[str]] = {}
-        for (column, row), why in cells.items():
+        for (first, second), why in cells.items():
             if why == reason:
-                refused.setdefault(row, []).append(column)
-        pairs = "; ".join(f"*{row}* with {', '.join(columns)}" for row, columns in refused.items())
+                refused.setdefault(second, []).append(first)
+        pairs = "; ".join(f"*{second}* with {', '.join(first)}" for second, first in refused.items())
         notes.append(
             f"{n}. {reason}\n" + textwrap.fill(f"({pairs})", 150, initial_indent="   ", subsequent_indent="   ")
         )
