@@ -33,22 +33,6 @@ aten = torch.ops.aten
 
 #: Their elements are not defined: only shapes and dtypes are compared.
 UNDEFINED = {aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default}
-#: They do not check that their operands fit together: run on what does not, they read and write beside them.
-TRUSTING = {
-    "aten.lstm.input",
-    "aten.gru.input",
-    "aten.rnn_tanh.input",
-    "aten.rnn_relu.input",
-    "aten.put.default",
-    "aten._weight_norm.default",
-    "aten._weight_norm_interface.default",
-    "shardc.ctc_loss.default",
-    "experts",
-    "aten.avg_pool2d_backward.default",
-    "aten.avg_pool3d_backward.default",
-    "aten._adaptive_avg_pool2d_backward.default",
-    "aten._adaptive_avg_pool3d_backward.default",
-}
 #: What ops raise for operands that do not fit: a finding, not a fault of the check.
 MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ShardcError)
 AXIS = "ax"
@@ -62,8 +46,7 @@ class Finding:
     allow.
 
     strategy: the factor, partial or extra strategy. ranks: how many ranks (parts). what: which result or gradient
-    differs, by how much.
-    call: types and arguments of the call. why: for what a rule forbids on purpose, the reason.
+    differs, by how much. call: types and arguments of the call.
     """
 
     op: str
@@ -71,7 +54,6 @@ class Finding:
     ranks: int
     what: str
     call: str = ""
-    why: str = ""
 
     def __str__(self) -> str:
         on = f", {self.ranks} ranks" if self.ranks > 1 else ""
