@@ -1,8 +1,9 @@
 """A compiled program on disk: readable Python, layouts, a manifest. No pickle.
 
-manifest.json           format, versions, mesh, hashes of the other files, notes, facts
+manifest.json           format, versions, mesh, hashes of the other files, facts
 spec.yaml               the spec that it was compiled from
-layouts.json            parameters, buffers, inputs, buckets, in the notation of shardc.ir.placement
+layouts.json            parameters, buffers, inputs, buckets, in the notation of shardc.ir.placement, and all else that
+                        a Program has beside its graphs
 single.py               the model as one device runs it
 stage0.py               what every rank runs: `forward` in it is exactly what runs after loading
 stage1.py, ...          of a pipeline: what the ranks of the other stages run
@@ -20,11 +21,10 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -33,25 +33,20 @@ from torch import Tensor, fx
 from shardc.artifact import emit, model_source
 from shardc.artifact.folder_files import CONSTANTS, LAYOUTS, MANIFEST, SCHEDULE, SPEC, FolderFiles, digest
 from shardc.artifact.parser import graph_of
-from shardc.artifact.rows import of_row, row
-from shardc.artifact.tables import Checked, Facts, Layouts, Manifest, of_form
+from shardc.artifact.rows import form, row
+from shardc.artifact.tables import Facts, Manifest, check, of_form
 from shardc.errors import Errors, ShardcError
-from shardc.ir.adapters import Adapter
-from shardc.ir.buckets import Bucket
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.metadata import Value
-from shardc.ir.offload import OffloadPlaces
-from shardc.ir.outputs import Output
 from shardc.ir.pairs import Pair
 from shardc.ir.program import Program
-from shardc.ir.stage import Joint, Region, Stage
-from shardc.ir.stored import Buffer, Input, Param
+from shardc.ir.stage import Joint, Stage
+from shardc.ir.stored import Buffer
 from shardc.runtime import schedule
 from shardc.spec import Spec
 from shardc.version import VERSION
 
 FORMAT = 2
-T = TypeVar("T")
 
 
 def write(program: Program, folder: str | Path) -> None:
@@ -114,7 +109,7 @@ def _write(program: Program, folder: Path) -> None:
         )
     if program.schedule is not None:
         files[SCHEDULE] = f"{program.schedule}\n"
-    files[LAYOUTS] = json.dumps(_layouts(program), indent=1, ensure_ascii=False)
+    files[LAYOUTS] = json.dumps(row(program), indent=1, ensure_ascii=False)
     if program.spec is not None:
         files[SPEC] = str(program.spec)
     for name, content in files.items():
@@ -127,42 +122,32 @@ def _write(program: Program, folder: Path) -> None:
     }
     if constants:
         save_file(constants, folder / CONSTANTS)
-    cuts = program.matrices
     manifest = {
         "format": FORMAT,
         "shardc": VERSION,
         "torch": str(torch.__version__),
         "mesh": dict(program.mesh.axes),
-        "stages": [{"name": s.name, "updates": s.updates, "outputs": s.outputs} for s in program.stages],
-        "axis": program.axis,
-        "notes": list(program.notes),
-        "shared_modules": program.shared_modules,
-        "loss_scale": program.loss_scale,
-        "evaluates": program.evaluates,
-        "eval_mode": program.eval_mode,
-        "still": program.still,
-        "baked": program.baked,
         "record": program.record.to_json() if program.record is not None else None,
-        "offload": row(program.offload),
-        "matrices": None if cuts is None else {name: [row(c) for c in each] for name, each in cuts.items()},
         "meta": program.meta | model_source.record(program.origins),
         "sha256": {f.name: digest(f) for f in sorted(folder.iterdir())},
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def _layouts(program: Program) -> dict[str, Any]:
-    rows = ("params", "buffers", "inputs", "outputs", "buckets", "regions", "adapters")
-    return {"microbatches": program.microbatches} | {name: [row(x) for x in getattr(program, name)] for name in rows}
-
-
 def read(folder: str | Path, *, trust: bool = False) -> Program:
     """Read a program that `write` wrote: see shardc.api.load."""
     files = FolderFiles(Path(folder), trust=trust)
     manifest = _manifest(files)
-    tables = Checked(manifest, of_form(Layouts, files.table(LAYOUTS), files.path(LAYOUTS)), str(folder))
-    tables.run()
-    return _with_texts(_program(tables, files), manifest, files)
+    where = files.path(LAYOUTS)
+    program: Program = of_form(form(Program), files.table(LAYOUTS), where, context=manifest.mesh)
+    check(program, where)
+    program = replace(
+        program,
+        buffers=_with_constants(program, files),
+        meta=manifest.meta,
+        recorded=partial(ForwardRecord.read, manifest.record),
+    )
+    return _with_texts(program, files)
 
 
 def read_facts(folder: str | Path, *, trust: bool = False) -> dict[str, Any]:
@@ -195,54 +180,19 @@ def _manifest(files: FolderFiles) -> Manifest:
     return manifest
 
 
-def _program(tables: Checked, files: FolderFiles) -> Program:
-    """The program without its graphs and its spec."""
-    manifest, layouts = tables.manifest, tables.layouts
-    constants = files.constants()
-
-    def constant(row: Any) -> Tensor | None:
-        """The tensor of a constant. Raises ShardcError for one that is not of its type."""
-        if not row.constant:
-            return None
-        shape, dtype, _ = tables.typed(row.type)
-        held = constants.get(row.name)
-        held = None if held is None else _as(held, dtype)
-        if held is None or tuple(held.shape) != shape or held.dtype != dtype:
-            fault = f"the constant {row.name} is {'missing' if held is None else f'not {row.type}'}"
+def _with_constants(program: Program, files: FolderFiles) -> tuple[Buffer, ...]:
+    """The buffers with the tensors of constants. Raises ShardcError for one that is not of its type."""
+    constants, buffers = files.constants(), []
+    for b in program.buffers:
+        x = _as(constants[b.name], b.dtype) if b.constant and b.name in constants else None
+        if b.constant and (x is None or tuple(x.shape) != b.shape or x.dtype != b.dtype):
+            fault = f"the constant {b.name} is {'missing' if x is None else f'not {b.value}'}"
             raise ShardcError(fault, where=files.path(CONSTANTS), fix="compile again")
-        return held
-
-    def read_rows(kind: Callable[..., T], rows: Any) -> tuple[T, ...]:
-        return tuple(of_row(kind, x, tables.typed) for x in rows)
-
-    return Program(
-        tables.mesh,
-        fx.Graph(),
-        read_rows(Param, layouts.params),
-        tuple(of_row(Buffer, b, tables.typed, constant=constant(b)) for b in layouts.buffers),
-        read_rows(Input, layouts.inputs),
-        (),
-        read_rows(Bucket, layouts.buckets),
-        layouts.microbatches,
-        outputs=read_rows(Output, layouts.outputs),
-        notes=tuple(manifest.notes),
-        meta=manifest.meta,
-        axis=manifest.axis,
-        regions=read_rows(Region, layouts.regions),
-        adapters=read_rows(Adapter, layouts.adapters),
-        shared_modules=tuple(map(tuple, manifest.shared_modules)),
-        loss_scale=manifest.loss_scale,
-        offload=of_row(OffloadPlaces, manifest.offload, tables.typed),
-        matrices=tables.matrices(),
-        evaluates=manifest.evaluates,
-        eval_mode=manifest.eval_mode,
-        still=tuple(manifest.still),
-        baked=tuple((tuple(path), value) for path, value in manifest.baked),
-        recorded=partial(ForwardRecord.read, manifest.record),
-    )
+        buffers.append(replace(b, constant=x))
+    return tuple(buffers)
 
 
-def _with_texts(program: Program, manifest: Manifest, files: FolderFiles) -> Program:
+def _with_texts(program: Program, files: FolderFiles) -> Program:
     """The program with its graphs, schedule and spec, which are read."""
     local = {x.name: x.value for x in program.stored}
     whole = {n: Value(v.shape, v.dtype, v.requires_grad) for n, v in local.items()}
@@ -300,11 +250,11 @@ def _with_texts(program: Program, manifest: Manifest, files: FolderFiles) -> Pro
     beside = sum(b.updated for b in program.buffers) + len(program.outputs)
     program = replace(program, spec=spec, graph=returns("single.py", graph("single.py", whole), (beside,)))
     stages = []
-    for i, listed in enumerate(manifest.stages):
-        name, own = f"stage{i}.py", len(listed.updates) + len(listed.outputs)
+    for i, stage in enumerate(program.stages):
+        name, own = f"stage{i}.py", len(stage.updates) + len(stage.outputs)
         code = graph(name, local, piped=bool(program.axis))
         returns(name, code, (own, -1) if program.axis else (beside,))
-        stages.append(Stage(code, listed.name, tuple(listed.updates), tuple(listed.outputs), joint_of(f"stage{i}")))
+        stages.append(replace(stage, graph=code, joint=joint_of(f"stage{i}")))
     program = replace(program, stages=tuple(stages))
     giving = [s.name for s in stages if s.graph.output_node().args[0][0] is not None]  # type: ignore[index]
     if len(giving) != (not program.forward_only):
