@@ -200,8 +200,9 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
     regions = {r.name for r in program.regions}
     unknown = spec is not None and spec.unknown_ops == "replicate"
 
-    def graph(name: str, types: dict[str, Value], *, piped: bool = False, joint: bool = False) -> fx.Graph:
-        return graph_of(
+    def graph(name: str, types: dict[str, Value], form: Any, *, piped: bool = False, joint: bool = False) -> fx.Graph:
+        """Reads a text. form: of what it returns."""
+        made = graph_of(
             files.text(name),
             program.mesh,
             types,
@@ -211,8 +212,12 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
             regions=regions,
             unknown_ops=unknown,
         )
+        if not _has_form(made.output_node().args[0], form):
+            fault = "it does not return the loss, and what the tables list beside it"
+            raise ShardcError(fault, where=files.path(name), fix="compile again")
+        return made
 
-    def joint_of(stage: str) -> Joint | None:
+    def joint_of(stage: str, forward: Any) -> Joint | None:
         if f"{stage}_forward.py" not in files:
             return None
         halves = [f"{stage}_{way}.py" for way in ("forward", "backward", "weights")]
@@ -222,39 +227,18 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
                 where=files.path(f"{stage}.py"),
                 fix="edit all of them, or compile again",
             )
-        return Joint(*(graph(f, local, joint=True) for f in halves if f in files or f.endswith("backward.py")))
-
-    def returns(name: str, graph: fx.Graph, counts: tuple[int, ...]) -> fx.Graph:
-        """Checks that a text returns so many values: see the conventions of shardc.ir.program."""
-        returned: Any = graph.output_node().args[0]
-        ok = isinstance(returned, tuple) and len(returned) == 1 + len(counts)
-        parts = returned[1:] if ok else ()
-        ok = ok and (returned[0] is None or isinstance(returned[0], fx.Node))
-        if not all(isinstance(x, tuple) and n in (-1, len(x)) for x, n in zip(parts, counts, strict=ok)):
-            ok = False
-        if not ok or not all(isinstance(x, fx.Node) for part in parts for x in part):
-            fault = "it does not return the loss, and what the tables list beside it"
-            raise ShardcError(fault, where=files.path(name), fix="compile again")
-        return graph
-
-    def paired(name: str, kind: str, graph: fx.Graph) -> fx.Graph:
-        """Checks that a pair's text returns what its two halves do."""
-        returned: Any = graph.output_node().args[0]
-        both = isinstance(returned, tuple) and len(returned) == 2 and all(isinstance(x, tuple) for x in returned)
-        forwards = returned[: kind.count("F")] if both else ()
-        if not both or any(len(half) != 4 or not isinstance(half[3], tuple) for half in forwards):
-            fault = f"it does not return what a forward and a {emit.SECOND[kind]} do"
-            raise ShardcError(fault, where=files.path(name), fix="compile again")
-        return graph
+        forms = [forward, ((), ANY), None] if halves[2] in files else [forward, ()]
+        return Joint(*(graph(f, local, form, joint=True) for f, form in zip(halves, forms, strict=False)))
 
     beside = sum(b.updated for b in program.buffers) + len(program.outputs)
-    program = replace(program, spec=spec, graph=returns("single.py", graph("single.py", whole), (beside,)))
-    stages = []
+    program = replace(program, spec=spec, graph=graph("single.py", whole, (OPTIONAL, beside)))
+    stages, forwards = [], []
     for i, stage in enumerate(program.stages):
-        name, own = f"stage{i}.py", len(stage.updates) + len(stage.outputs)
-        code = graph(name, local, piped=bool(program.axis))
-        returns(name, code, (own, -1) if program.axis else (beside,))
-        stages.append(replace(stage, graph=code, joint=joint_of(f"stage{i}")))
+        own = len(stage.updates) + len(stage.outputs) if program.axis else beside
+        forwards.append((OPTIONAL, own, ANY, ANY))
+        form_of_stage = (OPTIONAL, own, ANY) if program.axis else (OPTIONAL, own)
+        code = graph(f"stage{i}.py", local, form_of_stage, piped=bool(program.axis))
+        stages.append(replace(stage, graph=code, joint=joint_of(f"stage{i}", forwards[-1])))
     program = replace(program, stages=tuple(stages))
     giving = [s.name for s in stages if s.graph.output_node().args[0][0] is not None]  # type: ignore[index]
     if len(giving) != (not program.forward_only):
@@ -278,15 +262,29 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
         if (file := f"{emit.pair_name(p)}.py") in files:
             if any(stages[s].joint is None for s in (p.first, p.then)):
                 raise ShardcError("its stages have no backward graph", where=files.path(file), fix="compile again")
-            pairs.append(replace(p, graph=paired(file, p.kind, graph(file, local, joint=True))))
+            both = forwards[p.first], forwards[p.then] if p.kind == "FF" else ()
+            pairs.append(replace(p, graph=graph(file, local, both, joint=True)))
     program = replace(program, pairs=tuple(pairs))
     if "counts.py" in files:
-        counts = graph("counts.py", local)
-        returned: Any = counts.output_node().args[0]
-        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], tuple):
-            raise ShardcError("it does not return the summands", where=files.path("counts.py"), fix="compile again")
-        program = replace(program, prologue=Stage(counts, "counts"))
+        program = replace(program, prologue=Stage(graph("counts.py", local, ((), None)), "counts"))
     return program
+
+
+#: In the form of what a text returns: a value or None; any number of values.
+OPTIONAL, ANY = "optional", -1
+
+
+def _has_form(x: Any, form: Any) -> bool:
+    """Whether what a text returns has a form: a tuple of forms; (): any tuple; a number: so many values; None: all."""
+    if form is None:
+        return True
+    if form == OPTIONAL:
+        return x is None or isinstance(x, fx.Node)
+    if not isinstance(x, tuple):
+        return False
+    if isinstance(form, int):
+        return form in (ANY, len(x)) and all(isinstance(y, fx.Node) for y in x)
+    return not form or (len(x) == len(form) and all(map(_has_form, x, form)))
 
 
 def _reals(x: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ NOT_WRITTEN: dict[type, frozenset[str]] = {
 }
 #: Names in annotations of fields that are not written, which their modules import for type checkers only.
 _UNSEEN = dict.fromkeys(("ForwardRecord", "Pair", "Schedule", "Spec"), object)
+_NO_GRAPH = fx.Graph()
 #: Names that the texts use themselves.
 _TAKEN = {"mesh", "rng", "ops", "aten", "torch"}
 
@@ -131,7 +132,7 @@ def form(kind: Any) -> Any:
         values = {name: getattr(row, name) for name in entries}
         if "type" in values:
             values |= dict(zip(_TYPE, values.pop("type"), strict=True))
-        return kind(**values, **{name: info.context if name == "mesh" else fx.Graph() for name in missing})
+        return kind(**values, **{name: info.context if name == "mesh" else _NO_GRAPH for name in missing})
 
     return Annotated[model, AfterValidator(made)]
 

@@ -26,7 +26,7 @@ from shardc.runtime.rng import Rng
 from shardc.runtime.stage.outputs import divided
 from shardc.verify.not_finite import op_on_ranks
 from shardc.verify.random_batch import random_inputs, random_state
-from shardc.verify.reference import interpret_all, reach
+from shardc.verify.reference import interpret, reach
 from shardc.verify.simulate import ReplicasDifferError, Simulation, simulate
 from shardc.verify.to_float64 import to_float64
 
@@ -126,7 +126,7 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
         buffers = {b.name: weights[b.fqn] for b in double.buffers if b.constant is None}
         batch = random_inputs(double, seed, fractions=fractions)
         try:
-            loss, news, outputs = interpret_all(
+            loss, news, outputs = interpret(
                 double, params, buffers, {i.name: reach(batch, i.path) for i in double.inputs}, Rng(seed)
             )
         except OUTSIDE_DOMAIN as e:  # a target that is no probability, a matrix that is not positive definite
