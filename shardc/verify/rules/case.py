@@ -27,7 +27,7 @@ from shardc.rules.core.registry import Rule, find
 from shardc.rules.core.sample_calls import RNG, Sample, Tensors
 from shardc.rules.core.strategy import Strategy
 from shardc.runtime.rng import Rng
-from shardc.verify.rules.compare import RTOL, Memo, continuous, differs, dual, gradients, on_ranks, run_nodes
+from shardc.verify.rules.compare import RTOL, continuous, differs, dual, gradients, on_ranks, run_nodes, spread
 
 aten = torch.ops.aten
 
@@ -122,7 +122,6 @@ class Case:
     rtol: float | None
     forward_only: str = ""
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
-    memo: Memo = field(default_factory=Memo)
 
     @property
     def name(self) -> str:
@@ -207,11 +206,11 @@ class Case:
                     return f"{side} {i} cannot be laid out: {fault}"
         self.node.meta["strategies"] = strategies
         held = [
-            self.memo.spread(x, layout, mesh, self.generator, padding=padding if continuous(x) else None)
+            spread(x, layout, mesh, self.generator, padding=padding if continuous(x) else None)
             for x, layout in zip(self.tensors, ins, strict=True)
         ]
         weights = [
-            w if w is None else self.memo.spread(w, dual(o), mesh, self.generator, filled=False)
+            w if w is None else spread(w, dual(o), mesh, self.generator, filled=False)
             for w, o in zip(self.weights, outs, strict=True)
         ]
 
@@ -228,13 +227,13 @@ class Case:
         except MISFIT as e:
             return message_of(e)
         for i, (want, layout) in enumerate(zip(self.outputs, outs, strict=True)):
-            if fault := differs([outputs[i] for outputs, _ in ranks], layout, mesh, want, self.rtol, memo=self.memo):
+            if fault := differs([outputs[i] for outputs, _ in ranks], layout, mesh, want, self.rtol):
                 return f"result {i}: {fault}"
         for i, (grad, layout) in enumerate(zip(self.grads, ins, strict=True)):
             if grad is None:
                 continue
             parts, laid = [grads[i] for _, grads in ranks], dual(layout)
-            if fault := differs(parts, laid, mesh, grad, self.rtol, gradient=True, memo=self.memo):
+            if fault := differs(parts, laid, mesh, grad, self.rtol, gradient=True):
                 return f"gradient of operand {i}: {fault}"
         return ""
 

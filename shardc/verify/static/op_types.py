@@ -14,12 +14,12 @@ from torch import fx
 
 from shardc.ir.graph import operands_of, repeats, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
-from shardc.ir.placement import REPLICATE, Layout, Partial, Placement, Shard
+from shardc.ir.placement import Layout, Partial, Placement, Shard
 from shardc.rules.core import registry
 from shardc.rules.core.choices import Choices
 from shardc.rules.core.registry import LocalCall
 from shardc.rules.core.strategy import Strategy
-from shardc.verify.static.statement import Claim, on_axis
+from shardc.verify.static.statement import WORDS, Claim, on_axis
 
 if TYPE_CHECKING:
     from shardc.verify.static.same_values import Model
@@ -60,10 +60,8 @@ def misfit(choices: Choices, claims: Sequence[Claim], mesh: Mesh) -> str:
 
 def _shown(p: Placement) -> str:
     if isinstance(p, Shard):
-        return f"split by dim {p.dim}" + (f" after {p.split}" if p.split > 1 else "")
-    if isinstance(p, Partial):
-        return "a sum still to be done" if p.op == "sum" else f"a {p.op} still to be done"
-    return "whole" if p == REPLICATE else "whole with a gradient in summands"
+        return f"{WORDS[Shard]} by dim {p.dim}" + (f" after {p.split}" if p.split > 1 else "")
+    return f"a {p.op} still to be done" if isinstance(p, Partial) else WORDS[type(p)]
 
 
 def _possible(choices: Choices, have: Sequence[Placement], hint: Sequence[Placement], n: int) -> Iterator[Strategy]:
