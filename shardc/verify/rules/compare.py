@@ -96,7 +96,7 @@ def differs(
     *,
     gradient: bool = False,
 ) -> str:
-    """What is wrong with parts that should make up `expected`; "" if nothing. rtol None: only shapes and types count."""
+    """What is wrong with parts that should make up `expected`; "" if nothing. rtol None: only types count."""
     wants = [layout.local(expected, mesh, mesh.coords(r)) if layout.items else expected for r in range(mesh.world)]
     padding = gaps(expected, layout, mesh) if layout.paddings() and not gradient else None
     axes = partial_axes(layout)
