@@ -132,6 +132,7 @@ def packed_input(kept: Any, x: Any, recipe: Any, one: Mapping[fx.Node, fx.Node])
 
 
 def misreads(node: fx.Node) -> bool:
-    """Does an op read bytes of 8-bit numbers as values?"""
+    """Does an op read bytes of 8-bit numbers, or a loss's statistics, as values?"""
     kept = node.args[5:6] if node.target is ops.fp8_linear else ()
-    return any(x.target is ops.fp8_pack and x not in kept for x in node.all_input_nodes)
+    kept = node.args[:1] if node.target in (ops.nll_top, ops.nll_exp, ops.nll_alone) else kept
+    return any(x.target in (ops.fp8_pack, ops.linear_nll) and x not in kept for x in node.all_input_nodes)

@@ -70,7 +70,8 @@ class Text:
         self.explained: set[fx.Node] = set()
         for node in self.graph.nodes:
             own = node.op != "call_function" or misreads(node)
-            key = node if own else call_key(node.target, node.args, node.kwargs, self.one)
+            key = chunked_loss.as_ops(self, node)
+            key = key or (node if own else call_key(node.target, node.args, node.kwargs, self.one))
             self.one[node] = self.by_call.setdefault(key, node)
             self.twins.setdefault(self.one[node], []).append(node)
         nodes = {n.name: n for n in self.graph.nodes}
@@ -84,15 +85,13 @@ class Text:
         for node in self.graph.nodes:  # what is made of nothing but the mesh
             if node.op == "call_function" and node.target in (ops.total, aten.full.default):
                 follow(self, node, node, None)
-        chunked = {}
-        if any(n.target is ops.linear_nll for n in self.graph.nodes):
-            chunked = {way.loss: way for way in chunked_loss.reordered(self.model)}
+        in_chunks = any(n.target is ops.linear_nll for n in self.graph.nodes)
+        chunked = dict(chunked_loss.reordered(self.model)) if in_chunks else {}
         for call in self.model.calls:
             if time.perf_counter() > self.until:
                 raise TooLongError
-            self.find(call)
-            if call in chunked:
-                chunked_loss.find(self, chunked[call])
+            for each in (call, *chunked.get(call, ())):
+                self.find(each)
 
     def unexplained(self) -> Iterator[fx.Node]:
         """The first lines that hold nothing known: all that they take does."""
@@ -101,17 +100,26 @@ class Text:
             if node.op == "call_function" and node not in self.explained and known:
                 yield node
 
+    def unwritten(self, key: Any) -> fx.Node:
+        """A value that the text has no line for."""
+        node = self.by_call.setdefault(key, fx.Node(fx.Graph(), "unwritten", "call_function", ops.start, (), {}))
+        self.one[node] = node
+        self.twins.setdefault(node, [node])
+        return node
+
     # --- what has a claim
 
     def claim(self, node: fx.Node, claim: Claim) -> None:
         """A line holds this; and what follows of it."""
         one = self.one[node]
-        if claim in self.claims.get(one, ()):
+        forms = self.forms.setdefault(claim.of, [])
+        if (one, claim) in forms:
             return
-        self.forms.setdefault(claim.of, []).append((one, claim))
+        forms.append((one, claim))
         for twin in self.twins[one]:
-            self.claims.setdefault(twin, []).append(claim)
             self.explained.add(twin)
+            if twin.target is not ops.linear_nll:  # its readers read it as logits, and nothing else may
+                self.claims.setdefault(twin, []).append(claim)
         for twin in self.twins[one]:
             for user in list(twin.users):
                 follow(self, user, twin, claim)
@@ -232,7 +240,7 @@ class Text:
 
     def _result(self, call: fx.Node, line: fx.Node, layouts: tuple[Layout, ...]) -> None:
         if not isinstance(call.meta["value"], tuple):
-            self.claim(line, Claim(call, layouts[0]))
+            self.claim(line, Claim(self.model.one[call], layouts[0]))
             return
         for twin in self.twins[self.one[line]]:
             self.explained.add(twin)
