@@ -168,7 +168,7 @@ def _manifest(files: FolderFiles) -> Manifest:
     if found["format"] != FORMAT:
         fault = f"artifact of format {str(found['format'])[:20]}, this shardc reads {FORMAT}"
         raise ShardcError(fault, where=folder, fix="compile again")
-    manifest = of_form(Manifest, found, where)
+    manifest: Manifest = of_form(Manifest, found, where)
     of_form(Facts, manifest.meta, where, "meta")
     errors = Errors()
     then, here = (".".join(str(v).split(".")[:2]) for v in (manifest.torch, torch.__version__))

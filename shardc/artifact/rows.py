@@ -110,9 +110,9 @@ def row(x: Any) -> Any:
         return True
     if isinstance(x, torch.dtype):
         return str(x)
-    if not is_dataclass(x):
-        return x
     kind: Any = type(x)
+    if not is_dataclass(kind):
+        return x
     head = {"type": show(x.shape, x.dtype, x.layout)} if _has_type(kind) else {}
     return head | {name: row(getattr(x, name)) for name in written(kind)}
 
@@ -125,7 +125,8 @@ def form(kind: Any) -> Any:
     entries = {name: BOUNDS.get((kind, name)) or _form_of(hint) for name, hint in written(kind).items()}
     if _has_type(kind):
         entries |= {"type": Annotated[str, AfterValidator(_typed)]}
-    model = create_model(kind.__name__, __base__=Form, **{name: (entry, ...) for name, entry in entries.items()})
+    required: dict[str, Any] = {name: (entry, ...) for name, entry in entries.items()}
+    model = create_model(kind.__name__, __base__=Form, **required)
     missing = {f.name for f in fields(kind)} & {"mesh", "graph"}
 
     def made(row: Any, info: ValidationInfo) -> Any:
@@ -163,7 +164,8 @@ def _form_of(annotation: Any) -> Any:
         return Annotated[str, AfterValidator(dtype)]
     if annotation is int:
         return Number
-    return form(annotation) if is_dataclass(annotation) else annotation
+    kind: Any = annotation
+    return form(kind) if is_dataclass(kind) else kind
 
 
 def _typed(text: str, info: ValidationInfo) -> tuple[tuple[int, ...], torch.dtype, Layout]:

@@ -172,7 +172,8 @@ def _wrong(program: Program) -> Iterator[tuple[str, str]]:
                 yield f"{key}[{i}].microbatch", f"{cut} does not fit a tensor {list(x.shape)}"
     yield from known("matrices", program.matrices or (), params)
     for name, cuts in (program.matrices or {}).items():
-        if (p := params.get(name)) and (why := matrices.fault(p.shape[1:] if p.members else p.shape, cuts)):
+        of = params.get(name)
+        if of is not None and (why := matrices.fault(of.shape[1:] if of.members else of.shape, cuts)):
             yield f"matrices[{name}]", why
     for i, a in enumerate(program.adapters):
         yield from known(f"adapters[{i}]", (a.base, *a.names), params)

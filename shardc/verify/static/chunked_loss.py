@@ -92,14 +92,15 @@ def _as_ops(text: Text, n: fx.Node) -> Any:
     stats = args[0] if args else None
     if not isinstance(stats, fx.Node) or stats.target is not ops.linear_nll:
         return None
-    weight, labels, mesh, digits, classes, ignore = (stats.args[i] for i in (1, 3, 4, 5, 6, 7))
+    of_stats: Any = stats.args
+    weight, labels, mesh, digits, classes, ignore = (of_stats[i] for i in (1, 3, 4, 5, 6, 7))
     if n.target is ops.nll_top:
         return call_key(ops.nll_max, (stats,), n.kwargs, text.one)
     if n.target is ops.nll_exp:
         return call_key(ops.nll_parts, (stats, labels, args[1], mesh, digits, classes, ignore), n.kwargs, text.one)
     if n.target is ops.nll_alone:
         said = (text.one[labels], digits, classes, ignore)
-        of_all = (text.one[args[1]], (), value_of(weight).shape[0], args[2] if len(args) > 2 else -100)  # type: ignore[arg-type]
+        of_all = (text.one[args[1]], (), value_of(weight).shape[0], args[2] if len(args) > 2 else -100)
         return call_key(ops.nll, (stats, *args[1:]), n.kwargs, text.one) if said == of_all else None
     return None
 
@@ -108,15 +109,13 @@ def _layer(text: Text, n: fx.Node) -> Any:
     """A linear layer; a cast, if its sums have another dtype; and a fill of padding, if there is any. The last of them
     is the line, the others have none.
     """
-    rows, weight, bias, _, mesh, _, _, _, chunks, dtype, *padding = n.args
+    args: Any = n.args
+    rows, weight, bias, _, mesh, _, _, _, chunks, dtype, *padding = args
     if not isinstance(chunks, int):
         return None
-    keys = [call_key(aten.linear.default, (rows, weight) if bias is None else (rows, weight, bias), {}, text.one)]
-    steps: list[Any] = []
-    if value_of(rows).dtype != dtype:  # type: ignore[arg-type]
-        steps.append(lambda x: call_key(aten._to_copy.default, (x,), {"dtype": dtype}, text.one))
+    key = call_key(aten.linear.default, (rows, weight) if bias is None else (rows, weight, bias), {}, text.one)
+    if value_of(rows).dtype != dtype:
+        key = call_key(aten._to_copy.default, (text.unwritten(key),), {"dtype": dtype}, text.one)
     if padding and padding[0]:
-        steps.append(lambda x: call_key(ops.fill_padding, (x, mesh, *padding[0]), {}, text.one))  # type: ignore[misc]
-    for step in steps:
-        keys.append(step(text.unwritten(keys[-1])))
-    return keys[-1]
+        key = call_key(ops.fill_padding, (text.unwritten(key), mesh, *padding[0]), {}, text.one)
+    return key
