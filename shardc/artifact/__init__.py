@@ -91,22 +91,7 @@ def check_free(folder: Path, shown: str) -> None:
 
 
 def _write(program: Program, folder: Path) -> None:
-    files = {"single.py": emit.module(program.graph, program, "The model as one device runs it.")}
-    for i, stage in enumerate(program.stages):
-        files[f"stage{i}.py"] = emit.module(
-            stage.graph, program, f"{stage.name}: what {emit.who(program, i)} of {program.mesh} runs."
-        )
-        if stage.joint is not None:
-            for way, graph in stage.joint.graphs.items():
-                doc = f"{stage.name}, {way} of a training step. Types are those of one rank."
-                files[f"stage{i}_{way}.py"] = emit.module(graph, program, doc)
-    for p in program.pairs:
-        doc = f"Forward of stage {p.first} beside {emit.SECOND[p.kind]} of stage {p.then}, of two microbatches."
-        files[f"{emit.pair_name(p)}.py"] = emit.module(p.graph, program, doc)
-    if program.prologue is not None:
-        files["counts.py"] = emit.module(
-            program.prologue.graph, program, "Sums over all microbatches that a step needs before they run."
-        )
+    files = {f"{name}.py": emit.module(graph, program, f"{what}.") for name, graph, what, _ in emit.graphs(program)}
     if program.schedule is not None:
         files[SCHEDULE] = f"{program.schedule}\n"
     files[LAYOUTS] = json.dumps(row(program), indent=1, ensure_ascii=False)
