@@ -1,7 +1,7 @@
 """Read this first: the whole of compilation in one straight function.
 
 The spec is read, the model is captured as a global graph, and the passes of `shardc.passes.PIPELINE` turn it into the
-program of one rank. docs/architecture.md follows a linear layer through all of them.
+program of one rank. docs/explanation/architecture.md follows a linear layer through all of them.
 
 capture ► precision ► canonical ► annotate ► place ► partition ► accumulate ► pipeline ► recompute ► buckets
 global graph of one device                 one rank's program
@@ -64,9 +64,9 @@ def compile(
     batch: one *global* batch, as a single device would get it: dict (keyword arguments), tuple or tensor, real or fake.
     spec: path, dict or Spec. mesh: sizes that override the spec's; overrides: dotted settings such as "data.zero=0".
     world: number of ranks, where known: it fills in an axis of size -1, and has to be what the mesh needs.
-    loss: (model's output, batch) -> scalar, or (scalar, {name: tensor}) to keep values beside it (docs/training.md);
+    loss: (model's output, batch) -> scalar, or (scalar, {name: tensor}) beside it (docs/how-to/training.md);
         default: the output itself, its `.loss`, or its first element.
-    forward: a program that runs forward alone, of the model in eval mode (docs/forward.md), and what it gives: True:
+    forward: a program that runs forward alone, in eval mode (docs/how-to/forward.md), and what it gives: True:
         the tensors in the model's output, by name; a function (model's output, batch) -> {name: tensor}; "score": the
         log-probability of each target of the loss's cross entropy.
     prove: run the captured graph once against the model on small real numbers. captured: what `shardc.capture.capture`

@@ -1,4 +1,4 @@
-"""What an engine and a module check of the user's code, beside their step. Not checked: docs/not-checked.md.
+"""What an engine and a module check of the user's code, beside their step. Not checked: docs/reference/not-checked.md.
 
 moments             when checks look: with check=False nothing does; checks: what an engine and a module have in common;
                     engine_checks, module_checks: what each looks at, at which moment

@@ -220,7 +220,8 @@ def check_trains(program: Program) -> None:
     """Raises ShardcError where no parameter is trained: a step would do nothing, without a word."""
     if program.forward_only:
         fault, fix = "the program is forward-only: there is no loss to train by", "compile without forward="
-        raise ShardcError(fault, where="engine.step", fix=f"{fix}; program.forward(model) runs it (docs/forward.md)")
+        fix = f"{fix}; program.forward(model) runs it (docs/how-to/forward.md)"
+        raise ShardcError(fault, where="engine.step", fix=fix)
     if not any(p.requires_grad for p in program.params):
         fault = f"no parameter of the model is trained: requires_grad is False for all {len(program.params)}"
         fix = (

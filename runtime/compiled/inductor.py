@@ -126,4 +126,7 @@ def _alone(key: str) -> Iterator[None]:
         return
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:  # closing is not enough: a process that was forked meanwhile has the same lock
+            fcntl.flock(file, fcntl.LOCK_UN)

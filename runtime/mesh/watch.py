@@ -246,6 +246,10 @@ class Watch:
         return f"shardc/watch{number}"
 
 
+#: For ranks that have not begun what the others are in.
+_EVERY_RANK = "if it never gets there: a step, a backward, an evaluation and a save are calls that every rank makes"
+
+
 def verdict(
     layout: Mesh | World, answers: dict[int, dict[str, Any]], seconds: float, silent: Mapping[int, str] = {}
 ) -> str:
@@ -270,7 +274,9 @@ def verdict(
         said = f"{keep} the others waiting for {seconds:.0f} s: {are} at {at}"
         if not waiting:
             said = f"{have} been busy for {seconds:.0f} s, at {at}"
-        return f"{layout.named(*busy)} {said}" + (f"; {where}" if where else "")
+        elsewhere = not any(answers[r]["doing"].startswith("in ") for r in busy)
+        fix = f"; fix: {_EVERY_RANK}" if where and elsewhere else ""
+        return f"{layout.named(*busy)} {said}" + (f"; {where}{fix}" if where else "")
     each = [f"rank {r} {doing}" for r, doing in list(waiting.items())[:_SHOWN]]
     return f"all ranks wait for each other for {seconds:.0f} s: {'; '.join(each)}"
 

@@ -15,15 +15,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from shardc.errors import ShardcError
-from shardc.runtime.ops.by_storage import ByStorage
 from shardc.runtime.ops.with_backward import with_backward
 from shardc.torch_private import OpOverload
 
@@ -31,6 +30,7 @@ from shardc.torch_private import OpOverload
 OPS: dict[str, Callable[..., Any]] = {}
 
 
+@cache
 def op_of(name: str) -> Callable[..., Any]:
     """The op that a program's text calls so: `ops.experts_apply`, `aten.silu.default`, `torch.ops.lib.op.default`.
     Raises ShardcError for any other text: programs may come from anybody.
@@ -68,14 +68,18 @@ def _replaced(a: Any, those: Iterator[Tensor]) -> Any:
     return a
 
 
-def _opened(x: Tensor) -> Tensor:
-    """Return the place of an operand in autograd's graph: backward ends before it. A leaf would hold the operand."""
-    anchor = torch.empty(0, device=x.device, requires_grad=True)
-    place: Tensor = with_backward(lambda anchor, x: (x.view_as(x), ()), _ends_here, anchor, x)
-    return place
+def _opened(xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the places of operands in autograd's graph: backward ends before them. A leaf would hold its operand."""
+    anchor = torch.empty(0, device=xs[0].device, requires_grad=True)
+    places: tuple[Tensor, ...] = with_backward(_views, _ends_here, anchor, *xs)
+    return places
 
 
-def _ends_here(needs: Any, g: Tensor) -> tuple[()]:
+def _views(anchor: Tensor, *xs: Tensor) -> tuple[tuple[Tensor, ...], tuple[()]]:
+    return tuple(x.view_as(x) for x in xs), ()
+
+
+def _ends_here(needs: Any, *gs: Tensor) -> tuple[()]:
     return ()
 
 
@@ -118,26 +122,26 @@ def opaque(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kw
     that `opaque_backward` is given again."""
     given = list(tensors_in((args, kwargs)))
     with torch.enable_grad():
-        of_needs = {i: _opened(given[i]) for i in needs}
+        of_needs = dict(zip(needs, _opened([given[i] for i in needs]), strict=True))
         # an operand that has two places is one: autograd adds up the gradients of both
         same = {id(given[i]): x for i, x in reversed(of_needs.items())}
         opened = [of_needs[i] if i in of_needs else same.get(id(x), x) for i, x in enumerate(given)]
-    places = ByStorage[list[int]]()
+    places: dict[object, list[int]] = {}  # of memory that `given` holds as long as the op runs
     for i in again:
         if given[i].layout is torch.strided:
-            places.first(given[i], []).append(i)
-    given_strides = {i: given[i].stride() for i in again if given[i].layout is torch.strided}
+            places.setdefault(_memory(given[i]), []).append(i)
     operands: weakref.WeakValueDictionary[int, Own] = weakref.WeakValueDictionary()
     saved: list[weakref.ref[Own]] = []
 
     def pack(x: Tensor) -> Own | _Seen:
-        at = _within(x, places.get(x) or (), given) if x.layout is torch.strided and x.numel() else None
+        at = _within(x, places.get(_memory(x), ()), given) if x.layout is torch.strided and x.numel() else None
         if at is not None:
             place = operands.get(at)
             if place is None:
                 place = operands[at] = Own(None)
-            offset = int(x.storage_offset()) - int(given[at].storage_offset())
-            return place, given_strides[at], x.size(), x.stride(), offset
+            of = given[at]
+            offset = int(x.storage_offset()) - int(of.storage_offset())
+            return place, of.stride(), x.size(), x.stride(), offset
         own = Own(x.detach() if x.grad_fn is not None else x)
         saved.append(weakref.ref(own))
         return own
@@ -155,14 +159,26 @@ def opaque(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kw
     with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
         made = op_of(op)(*args, **kwargs)
     results = tuple(made) if isinstance(made, (tuple, list)) else (made,)
-    begins = [get_gradient_edge(y) if isinstance(y, Tensor) and y.requires_grad else None for y in results]
+    begins = [_edge(y) if isinstance(y, Tensor) and y.requires_grad else None for y in results]
     like: list[Callable[[], Tensor]] = [
         partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in (given[i] for i in needs)
     ]
-    ends = [get_gradient_edge(opened[i]) for i in needs]
+    ends = [_edge(opened[i]) for i in needs]
     tape = Tape(begins, ends, like, tuple(again), operands, saved)
     given.clear()  # autograd holds `pack`, which would hold what it was given
+    places.clear()
     return (*(y.detach() if isinstance(y, Tensor) else y for y in results), tape)
+
+
+def _edge(y: Tensor) -> GradientEdge:
+    """Return the edge by which a result of an op's gradient enters its graph, without the checks of torch's own."""
+    assert y.grad_fn is not None
+    return GradientEdge(y.grad_fn, y.output_nr)
+
+
+def _memory(x: Tensor) -> object:
+    """Return what views of one tensor have in common, as long as it is in use."""
+    return x.untyped_storage()._cdata, x.dtype, x.is_conj(), x.is_neg()
 
 
 def _within(x: Tensor, places: Sequence[int], given: Sequence[Tensor]) -> int | None:
@@ -179,7 +195,9 @@ def _seen(x: Tensor, strides: tuple[int, ...], size: torch.Size, stride: tuple[i
     """The view of an operand that has this size, stride and offset where the operand has these strides. It may come
     back with others: from the host without gaps.
     """
-    if all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
+    if x.stride() == strides or all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
+        if not offset and x.stride() == stride and x.size() == size:
+            return x
         return x.as_strided(size, stride, int(x.storage_offset()) + offset)
     dims = [d for d, n in enumerate(x.shape) if n > 1]
     left, order = list(dims), []

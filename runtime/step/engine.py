@@ -70,7 +70,7 @@ class Engine:
     shardc.runtime.step.expert_load.Load a layer.
     check: compare what all ranks share: weights, program and seed here, batch, step and learning rate in each step
         (shardc.runtime.mesh.agreement); a difference is an error on all ranks. False: the user's model,
-        optimizer and scheduler are not checked either (docs/not-checked.md).
+        optimizer and scheduler are not checked either (docs/reference/not-checked.md).
     check_every: steps between two comparisons of all copies of weights, buffers and optimizer states, which find a bit
         that flipped in one of them (shardc.runtime.mesh.replicas); `save` compares them too. 0: never.
     broadcast: rank 0's weights for all ranks, for models that are not seeded.

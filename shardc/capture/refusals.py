@@ -323,7 +323,7 @@ _ADVICE = (
         "a forward with **keywords is given every key of the batch: let it name its arguments (what it does not"
         " name is for the loss alone), or leave that key out",
     ),
-    (r"no fake impl", "give the op a shape function, @OP.register_fake (docs/rules.md)"),
+    (r"no fake impl", "give the op a shape function, @OP.register_fake (docs/explanation/rules.md)"),
 )
 
 

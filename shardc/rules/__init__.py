@@ -1,4 +1,4 @@
-"""Rules: one line an op, in factor notation (docs/algebra.md). Importing this package registers all of them.
+"""Rules: one line an op, in factor notation (docs/explanation/algebra.md). Importing this package registers all.
 
 core: what rules are made of.
 

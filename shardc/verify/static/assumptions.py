@@ -1,5 +1,5 @@
 """What the proof assumes, each with the test that checks it: the proof's output says in short what this is, and
-docs/proof.md shows it as `python -m shardc.verify.static.assumptions` prints it.
+docs/explanation/proof.md shows it as `python -m shardc.verify.static.assumptions` prints it.
 
 A test fails where an op of the runtime has no definition that it is checked against, or where a row's test is not there
 (tests/verify/test_assumptions.py).
@@ -59,11 +59,11 @@ ASSUMPTIONS = (
 
 def short() -> str:
     """Name in one line what is assumed."""
-    return f"assumed, each with its test (docs/proof.md): {', '.join(a.name for a in ASSUMPTIONS)}"
+    return f"assumed, each with its test (docs/explanation/proof.md): {', '.join(a.name for a in ASSUMPTIONS)}"
 
 
 def markdown() -> str:
-    """The table as docs/proof.md shows it."""
+    """The table as docs/explanation/proof.md shows it."""
     rows = (f"| {a.name}: {a.sentence[0].lower()}{a.sentence[1:]} | `{a.test}` |" for a in ASSUMPTIONS)
     return "\n".join(["| assumed | checked by |", "|---|---|", *rows])
 
