@@ -111,10 +111,10 @@ def row(x: Any) -> Any:
     if isinstance(x, torch.dtype):
         return str(x)
     kind: Any = type(x)
-    if not is_dataclass(kind):
+    if not _is_dataclass(kind):
         return x
     head = {"type": show(x.shape, x.dtype, x.layout)} if _has_type(kind) else {}
-    return head | {name: row(getattr(x, name)) for name in written(kind)}
+    return head | {name: row(getattr(x, name)) for name in _written(kind)}
 
 
 @functools.cache
@@ -122,7 +122,7 @@ def form(kind: Any) -> Any:
     """The type by which pydantic reads rows of a dataclass and makes it, with an empty graph, and True where it has a
     constant. The validation's context is the mesh.
     """
-    entries = {name: BOUNDS.get((kind, name)) or _form_of(hint) for name, hint in written(kind).items()}
+    entries = {name: BOUNDS.get((kind, name)) or _form_of(hint) for name, hint in _written(kind).items()}
     if _has_type(kind):
         entries |= {"type": Annotated[str, AfterValidator(_typed)]}
     required: dict[str, Any] = {name: (entry, ...) for name, entry in entries.items()}
@@ -139,11 +139,15 @@ def form(kind: Any) -> Any:
 
 
 @functools.cache
-def written(kind: Any) -> Mapping[str, Any]:
+def _written(kind: Any) -> Mapping[str, Any]:
     """The annotations of the fields that are entries of a row, by name."""
     left_out = {name for k in kind.__mro__ for name in NOT_WRITTEN.get(k, ())} | {*(_TYPE if _has_type(kind) else ())}
     hints = get_type_hints(kind, localns=_UNSEEN | {"Cut": Cut, "Mapping": Mapping})
     return {f.name: hints[f.name] for f in fields(kind) if f.name not in left_out}
+
+
+def _is_dataclass(kind: Any) -> bool:  # mypy would narrow the type
+    return is_dataclass(kind)
 
 
 def _has_type(kind: Any) -> bool:
@@ -164,8 +168,7 @@ def _form_of(annotation: Any) -> Any:
         return Annotated[str, AfterValidator(dtype)]
     if annotation is int:
         return Number
-    kind: Any = annotation
-    return form(kind) if is_dataclass(kind) else kind
+    return form(annotation) if _is_dataclass(annotation) else annotation
 
 
 def _typed(text: str, info: ValidationInfo) -> tuple[tuple[int, ...], torch.dtype, Layout]:
