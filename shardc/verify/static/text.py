@@ -79,11 +79,13 @@ class Text:
         self.no_tensors = {
             n: nodes[n.name] for n in self.model.graph.nodes if n.op == "placeholder" and n.meta.get("value") is None
         }
+        # a parameter of a cut bucket is read where its owners have published it
+        cut = {name for b in self.model.program.buckets if b.zero for name in b.params}
         for node, claims in self.given.items():
-            for claim in list(claims):
+            for claim in list(claims) if node.name not in cut else ():
                 self.claim(node, claim)
-        for node in self.graph.nodes:  # what is made of nothing but the mesh
-            if node.op == "call_function" and node.target in (ops.total, aten.full.default):
+        for node in self.graph.nodes:  # what is made of nothing but the mesh, and of buckets
+            if node.target in (ops.total, aten.full.default, ops.gather_start, ops.updated):
                 follow(self, node, node, None)
         in_chunks = any(n.target is ops.linear_nll for n in self.graph.nodes)
         chunked = dict(chunked_loss.reordered(self.model)) if in_chunks else {}
