@@ -116,7 +116,6 @@ class _Checker:
         self.model = Model(program)
         nodes = {n.name: n for n in self.model.graph.nodes if n.op == "placeholder"}
         self.stored = {x.name: self._stored(x, nodes[x.name]) for x in program.stored if x.name in nodes}
-        self.model.seen = [c.layout for c in self.stored.values()]
         totals: tuple[tuple[Claim, ...], ...] = ()
         if program.prologue is not None:
             text = yield from self._text(program.prologue, ())

@@ -18,7 +18,6 @@ from torch import fx
 
 from shardc.ir.graph import calls, producer_of, values_of
 from shardc.ir.metadata import Value
-from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.rules.core.choices import Choices, choices_of
 from shardc.runtime import ops
@@ -45,8 +44,6 @@ class Model:
         self.one: dict[fx.Node, fx.Node] = {}
         self.by_call: dict[Any, fx.Node] = {}
         self.items: dict[tuple[fx.Node, int], fx.Node] = {}
-        #: The padded or split layouts that inputs have: hints for what is made without operands.
-        self.seen: list[Layout] = []
         #: Values that are no node of the model's: the number that is added to a sum, truth values as counts.
         self.others: dict[Any, fx.Node] = {}
         self.stand_ins = fx.Graph()

@@ -140,19 +140,13 @@ class Text:
         alike = [[by[x] for x in operands] for by in once]
         apart = [list(each) for each in product(*(forms[x] for x in operands))] if len(forms) < len(operands) else []
 
-        def matches(hint: op_types.Hints, *, shown_alone: bool = False) -> bool:
-            """Each way is tried: several lines may be this op."""
-            for ways in (alike, apart):
-                if sum(self._match(call, choices, way, hint, shown_alone=shown_alone) for way in ways):
-                    return True
-            return False
-
-        if not any(all(place is None for place in ins) for ins, _ in choices.places.values()):
-            matches({})
-            return
-        shows = self._shown_of(call)  # what its lines show is tried first: what a constant may be is thousands of ways
-        if not matches(op_types.hints(call, shows, self.mesh, shows=True), shown_alone=True):
-            matches(op_types.hints(call, [*self.model.seen, *shows], self.mesh))
+        free = any(all(place is None for place in ins) for ins, _ in choices.places.values())
+        # what a constant may be is thousands of ways: its lines say which
+        hint = op_types.hints(call, self._shown_of(call), self.mesh) if free else {}
+        for ways in (alike, apart):
+            # each way is tried: several lines may be this op
+            if sum(self._match(call, choices, way, hint) for way in ways):
+                return
 
     def _match(
         self,
@@ -160,10 +154,8 @@ class Text:
         choices: Choices,
         forms: list[tuple[fx.Node, Claim]],
         hint: op_types.Hints,
-        *,
-        shown_alone: bool,
     ) -> bool:
-        """Is there a line that is this op on these forms? It gets its claim. shown_alone: only if the text says so."""
+        """Is there a line that is this op on these forms? It gets its claim; with a hint, only if the text says so."""
         order = iter(line for line, _ in forms)
 
         def local(n: fx.Node) -> fx.Node:
@@ -197,7 +189,7 @@ class Text:
                 continue
             found.append((line, touched, layouts))
         shown = [(line, touched, layouts) for line, touched, layouts in found if self._shows(line, layouts)]
-        if shown_alone:
+        if hint:
             found = shown
         for line, touched, layouts in shown or found:
             for each in touched:
