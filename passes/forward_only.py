@@ -1,4 +1,4 @@
-"""ForwardOnly: a program that runs nothing backward (`shardc.compile(..., forward=...)`).
+"""ForwardOnly: compile a program without a backward (`shardc.compile(..., forward=...)`).
 
     before   logits = linear(h, w)                  f32[8, 16, 512] grad
              nll = nll(logits_rows, labels_rows)    f32[128] grad
@@ -8,8 +8,8 @@
              score = reshape(neg(nll), [8, 16])     f32[8, 16]                `forward="score"`: the log-probability of
              return (None, (score,))                                          each target of the loss, and no loss
 
-So partition puts in no collectives for gradients, and nothing is kept for a backward. It stands behind annotate, which
-tells activations from masks by their gradients.
+So partition inserts no collectives for gradients, and nothing is kept for a backward. The pass runs after annotate,
+which distinguishes activations from masks by their gradients.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ _VIEWS = {aten.reshape.default, aten.view.default, aten.flatten.using_ints, aten
 
 
 def generating(spec: Spec) -> Spec:
-    """What of a spec remains where one token comes at a time: nothing that splits a sequence, or cuts a batch into
-    microbatches, and nothing that names inputs, outputs or activations of another forward.
+    """Return the part of a spec that applies when tokens are generated one at a time.
+
+    It splits no sequence, has no microbatches, and names no inputs, outputs or activations of another forward.
     """
     batch = Batch(axes=spec.batch.axes)
     return replace(spec, batch=batch, activations=(), outputs=(), sequence=None, strict=False, uneven="pad")
 
 
 def spec_of(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
-    """What of a spec a forward-only program has a use for, and a note on the rest."""
+    """Return the part of a spec that a forward-only program uses, and a note on the rest."""
     data = spec.data
     zero = data.zero if data.zero == 3 else 0
     left: dict[str, bool] = {
@@ -70,7 +71,7 @@ def spec_of(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class ForwardOnly(Pass):
-    """Takes gradients out of the global graph; with `forward="score"`, the loss too."""
+    """Removes gradients from the global graph; with `forward="score"`, the loss too."""
 
     def applies(self, program: Program) -> bool:
         return bool(self.options.forward)
@@ -103,8 +104,9 @@ class ForwardOnly(Pass):
 
 
 def _score(graph: fx.Graph) -> dict[str, fx.Node]:
-    """The log-probabilities of the targets of the loss's cross entropy, in the form that they have in the batch; their
-    sum, and how many there are.
+    """Write and return the log-probabilities of the targets of the loss's cross entropy.
+
+    They have the targets' shape in the batch. Also returns their sum, and how many targets count.
     """
     returned: Any = graph.output_node().args[0]
     made = behind([returned[0]])
@@ -138,7 +140,7 @@ def _score(graph: fx.Graph) -> dict[str, fx.Node]:
 
 
 def _unflattened(target: fx.Node) -> tuple[int, ...]:
-    """The shape of the targets before they were flattened to rows."""
+    """Return the shape of the targets before they were flattened to rows."""
     while target.target in _VIEWS:
         (before,) = operands_of(target)
         if len(value_of(before).shape) < len(value_of(target).shape):

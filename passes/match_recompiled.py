@@ -1,7 +1,7 @@
-"""Recompile for another batch size with the parameter layouts and buckets of an existing program (shardc.recompile).
+"""Compile for another batch with the parameter layouts and buckets of an existing program.
 
-For few rows, an op that is cheap to repeat may be repeated by every rank, so that a weight's gradient is whole where
-that of the other program is a summand:
+Part of shardc.recompile. With few rows, every rank may repeat a cheap op. Then a weight's gradient is whole where it
+is a partial sum in the other program:
 
     before   linear = aten.linear(x, w)              # w: f32[8, 8]         its gradient is whole on every rank
     after    w_once = ops.first_grad(w, mesh, 'dp')  # w: f32[8, 8] ~dp     the first rank's counts, the others' is zero
@@ -31,9 +31,7 @@ from shardc.runtime import ops
 
 @dataclass(frozen=True)
 class MatchRecompiled(Pass):
-    """Gives a program the parameters and buckets of `options.compatible_with`. Raises ShardcError for parameters and
-    buffers that are split in another way.
-    """
+    """Takes parameters and buckets from `options.compatible_with`. Raises ShardcError if splits differ."""
 
     def applies(self, program: Program) -> bool:
         return self.options.compatible_with is not None
@@ -45,7 +43,7 @@ class MatchRecompiled(Pass):
         errors = Errors()
         theirs = _named(other)
         for name, x in _named(program).items():
-            if self.options.forward:  # it may use what a stage has on fewer of them, or not at all
+            if self.options.forward:  # it may use a parameter on fewer stages, or on none
                 used = tuple(i for i, stage in enumerate(program.stages) if x.name in stage.takes)
                 x = replace(x, stages=theirs[name].stages) if set(used) <= set(theirs[name].stages) else x
             if not _fits(x, theirs[name]):
@@ -66,7 +64,7 @@ class MatchRecompiled(Pass):
 
 
 def _named(program: Program) -> dict[str, Param | Buffer]:
-    """Parameters and buffers of the model; constants of the graph and caches are each program's own."""
+    """Return the model's parameters and buffers by name, without graph constants and caches."""
     stored: list[Param | Buffer] = [*program.params, *program.buffers]
     return {x.fqn: x for x in stored if x.fqn and not (isinstance(x, Buffer) and x.cache)}
 
@@ -90,7 +88,7 @@ def _partial_grad_axes(layout: Layout) -> set[str]:
 
 
 def _bring(graph: fx.Graph, node: fx.Node, mesh_node: fx.Node, p: Param, layout: Layout, mesh: Mesh) -> None:
-    """Convert a parameter, or what it is cast to, from the other program's layout to the one that this graph takes."""
+    """Convert a parameter, or its cast, from the other program's layout to the one that this graph takes."""
     value = p.value
     node.meta["value"] = replace(value, layout=layout)
     missing = [a for a in mesh.names if a in _partial_grad_axes(layout) - _partial_grad_axes(p.layout)]

@@ -1,4 +1,4 @@
-"""`outputs`: how the values come out that a program gives, as the spec asks for it."""
+"""Read `outputs`: the layouts in which a program returns its outputs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from shardc.spec import Spec
 def wanted_outputs(
     spec: Spec, outputs: Sequence[Output], mesh: Mesh, errors: Errors, *, all_named: bool
 ) -> tuple[Output, ...]:
-    """The outputs with what the first entry that names each asks for. Adds an error for an entry that cannot be, and,
-    if all_named, for one that names none.
+    """Return the outputs with the layout of the first entry that names each.
+
+    Adds an error for an entry that does not fit, and, if all_named, for one that matches no output.
     """
     found = list(outputs)
     for rule in reversed(spec.outputs):  # the first match wins
@@ -34,7 +35,7 @@ def wanted_outputs(
                 wanted = padded(wanted, o.shape, mesh) if spec.uneven == "pad" else wanted
                 check_fits(wanted, o.shape, mesh, f"output {o.name}", where, errors)
             cause = quote(spec, "outputs", rule.pattern, dims_text(rule.dims) if rule.dims is not None else "whole")
-            asked = None if rule.dims is not None and not wanted.items else wanted  # of axes of one rank
+            asked = None if rule.dims is not None and not wanted.items else wanted  # its axes have one rank
             found[i] = replace(o, wanted=asked, cause=cause)
         if not named and all_named:
             known = f"the outputs are {', '.join(o.name for o in outputs)}"
@@ -43,8 +44,9 @@ def wanted_outputs(
 
 
 def generated(step: Step, outputs: Sequence[Output]) -> tuple[Output, ...]:
-    """The outputs of a step that generates: logits stay as split as the vocabulary is, the cache is as the next step
-    has it.
+    """Return the outputs of a step that generates tokens.
+
+    Logits are as split as the vocabulary; caches have the layouts of the next step.
     """
     layouts = step.layouts if isinstance(step, Prefill) else {}
     return tuple(replace(o, wanted=layouts.get(o.name), as_made=o.name == LOGITS) for o in outputs)

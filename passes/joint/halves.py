@@ -1,8 +1,8 @@
-"""Backward in two halves, for schedules that put the second one off (zb-h1, zb-v): what the gradients of received
-values hang on, and the rest, which is for weights.
+"""Split backward in two halves, for schedules that delay the second one (zb-h1, zb-v).
 
-An op whose backward is one line (`ops.opaque_backward`) makes gradients for both. Those for weights then wait for the
-second half, or that line runs in each half, as it does under autograd, and what it takes waits: whatever is less.
+The first half computes the gradients of received values. The second computes the rest, for weights. An op whose
+backward is one line (`ops.opaque_backward`) makes gradients for both. Then those for weights wait for the second half,
+or the line runs in each half, as under autograd, and its operands wait, if they are smaller.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardc.runtime import ops
 
 
 def _of_received(graph: fx.Graph) -> set[fx.Node]:
-    """What the gradients of received values hang on."""
+    """Return the lines on which the gradients of received values depend."""
     found: set[fx.Node] = set()
     todo = list(graph.output_node().all_input_nodes)
     while todo:
@@ -29,7 +29,7 @@ def _of_received(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _reload_in_each_half(graph: fx.Graph) -> None:
-    """What comes back from the host for both halves of backward comes back for each: it is not held between them."""
+    """Reload host values separately in each half of backward, so that nothing holds them in between."""
     first = _of_received(graph)
     for there in [n for n in graph.nodes if n.target is ops.reload_wait and n in first]:
         later = [u for u in there.users if u not in first]
@@ -43,7 +43,7 @@ def _reload_in_each_half(graph: fx.Graph) -> None:
 
 
 def _untape_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> None:
-    """What is taken by a line that both halves want waits between them, where that is less than what it makes."""
+    """Run an opaque backward in both halves if its operands are smaller than its results for the second."""
     first = _of_received(graph)
     for n in [n for n in graph.nodes if n.target is ops.opaque_backward and n in first]:
         later = {u: int(u.args[1]) for u in n.users if u not in first}
@@ -66,9 +66,7 @@ def _untape_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> N
 
 
 def halves_of(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> list[fx.Graph]:
-    """Backward as what the gradients of received values hang on, and the rest: weights. nbytes: of a value on one rank,
-    or of what a tape holds.
-    """
+    """Split backward into what received values' gradients need, and the rest. nbytes: of a value or tape."""
     _untape_in_each_half(graph, nbytes)
     _reload_in_each_half(graph)
     first = _of_received(graph)
@@ -85,7 +83,7 @@ def halves_of(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> list[fx.Grap
 def _part(
     graph: fx.Graph, nodes: Sequence[fx.Node], given: Mapping[fx.Node, None]
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """Some of a graph's calls as a graph. given: calls elsewhere whose results it takes."""
+    """Return some of a graph's calls as a graph. given: outside calls that it uses."""
     part, env = fx.Graph(), dict[fx.Node, fx.Node]()
     used = dict.fromkeys(x for n in nodes for x in n.all_input_nodes) | dict.fromkeys(nodes)
     for n in graph.nodes:

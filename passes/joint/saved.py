@@ -1,8 +1,8 @@
-"""What the backward of each call keeps of it: read from the rules by which joint graphs are written.
+"""Find what the backward of each call keeps, from the rules by which joint graphs are written.
 
 relu(x)                  its result
 linear(x, w)             x, w
-layer_norm(x, w, b)      x, w, b, and 2 numbers a row of its own
+layer_norm(x, w, b)      x, w, b, and 2 numbers per row that it makes
 transpose(x), add(x, y)  nothing
 """
 
@@ -26,8 +26,9 @@ from shardc.runtime import ops
 
 @dataclass(frozen=True)
 class Saved:
-    """Of one call. operands: those that are kept; results: which of them are; own: bytes of what the op makes for its
-    backward only; views: for every result the operand whose memory it is, or None.
+    """What backward keeps of one call: operands, and results by index.
+
+    own: bytes that the op makes only for its backward. views: by result the operand whose memory it shares, or None.
     """
 
     operands: tuple[fx.Node, ...] = ()
@@ -44,16 +45,16 @@ class LocalTypes:
         self._inputs = {x.name: x.local_shape(program.mesh, program.microbatches) for x in program.inputs}
 
     def of(self, node: fx.Node) -> tuple[Value, ...]:
-        """Of a node's results."""
+        """Return the types of a node's results."""
         types = tuple(
             Value(v.local_shape(self.mesh), v.dtype, v.requires_grad) for v in values_of(node) if v is not None
         )
-        if node.op == "placeholder" and node.name in self._inputs:  # its type is that of the whole step's
+        if node.op == "placeholder" and node.name in self._inputs:  # its type is that of the whole step's input
             return (replace(types[0], shape=self._inputs[node.name]),)
         return types
 
     def call(self, node: fx.Node) -> Call:
-        """A call with the types of one rank."""
+        """Return a call with the types of one rank."""
         operands = tuple(self.of(x)[0] for x in operands_of(node))
         return replace(call_of(node), operands=operands, results=self.of(node))
 

@@ -1,4 +1,4 @@
-"""What is checked at the moments of an engine: what the user's code did, and what ranks have to share."""
+"""Check the user's code, and what ranks share, at the moments of an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardc.runtime.zero.optimizer_list import lr_rates, rates_text
 
 
 class EngineChecks(Checks):
-    """See Moments."""
+    """The checks of an engine: see Moments."""
 
     def __init__(self, program: Program, mesh: Any) -> None:
         super().__init__(program, mesh, "an engine")
@@ -69,11 +69,11 @@ class EngineChecks(Checks):
         if self.compares:
             facts = shared_facts.batch_facts(self._program, batch, local=local)
             call = "a step" if training else "evaluating"
-            alike = agreement.check(self._mesh, [*facts, *self._between_steps()], call)
-            self._same_rows.look(self._program, batch, facts, alike, self._mesh.note)
+            equal_facts = agreement.check(self._mesh, [*facts, *self._between_steps()], call)
+            self._same_rows.look(self._program, batch, facts, equal_facts, self._mesh.note)
 
     def _between_steps(self) -> list[Fact]:
-        """What all ranks share between steps. Stages of a pipeline may have other parameter groups."""
+        """Return facts that ranks share between steps. Stages of a pipeline may have other parameter groups."""
         rates, rng, axis = lr_rates(self._optimizer), self._model.rng, self._program.axis
         stage = (axis,) if axis else ()
         return [

@@ -1,8 +1,8 @@
-"""The model that an engine or a module took its weights from: what is done to it later does not reach them.
+"""Warn when the source model changes after an engine or a module copied its weights.
 
 They have copies, and the program is what was captured. A user who freezes a layer of the model after the first epoch,
-or loads weights into it, means the training; so each kind of change is told, once. It is no error: the model may be
-used for something else by now, such as a teacher that stands still.
+or loads weights into it, means to change the training, so each kind of change gets one note. It is no error: the model
+may now be used for something else, such as a fixed teacher.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IN_VAIN = (
     "it steps the parameters of the model, which get no gradients: {made} trains a copy of them, by an optimizer of its"
     " own. Give it this one as a function, program.engine(model, optimizer=lambda params: ...), and leave its step out"
 )
-#: Who took weights from a module, of a model or all of it, and is still there; ranks may be threads.
+#: {module: the living objects that took weights from it or from a model around it}; ranks may be threads.
 _LOCK = threading.Lock()
 _TAKERS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[GivenModel]] = weakref.WeakKeyDictionary()
 
@@ -49,20 +49,21 @@ class _Module(NamedTuple):
 
 
 class GivenModel:
-    """A model as it was when `made` was made of it; it is not kept alive. What is no module (a builder, a folder)
-    cannot be changed by anybody.
+    """A model as it was when `made` was made of it; it is not kept alive.
+
+    Other sources (a builder, a folder) cannot change.
     """
 
     def __init__(self, model: Any, made: str, rank: int, *, copied: bool = False) -> None:
-        """copied: `made` is a copy of a module, such as an average of weights, which nobody takes for what trains."""
+        """Record the model. copied: `made` is a copy, such as an average of weights, which nobody trains."""
         self._made, self._rank = made, rank
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._then = dict(_modules(model)) if isinstance(model, nn.Module) else {}
-        #: The trained weights were given out, so that new values in the model may be these.
+        #: The user got the trained weights, so new values in the model may be these.
         self.handed_out = False
         self._used = False
         self._in_vain = ""  # the class of an optimizer that steps the model, whose parameters have no gradients
-        #: Others that took the same weights, and the module that has them: a discriminator within two models.
+        #: Others that took the same weights, and the shared module: for example a discriminator inside two models.
         self._others: weakref.WeakKeyDictionary[GivenModel, str] = weakref.WeakKeyDictionary()
         if isinstance(model, nn.Module) and not copied:
             self._join(model)
@@ -80,7 +81,7 @@ class GivenModel:
                 takers.add(self)
 
     def changes(self) -> Notes:
-        """Notes, by the name of what changed first, one of each kind."""
+        """Return {name of the first change: note}, one per kind of change."""
         model: nn.Module | None = self._model() if self._model is not None else None
         if model is None:
             return {}
@@ -92,49 +93,49 @@ class GivenModel:
         return self._changes(model)
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """Of `shardc.runtime.checks.every_optimizer`."""
+        """Record an optimizer that steps the source model: see every_optimizer."""
         model = self._model() if self._model is not None else None
         if model is None or not self._used or self._in_vain:
             return
         ids = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is None}
-        if ids and any(id(p) in ids for p in model.parameters()):  # a bucket's own step has none, many times a step
+        if ids and any(id(p) in ids for p in model.parameters()):  # steps by bucket, which are frequent, have no ids
             self._in_vain = type(optimizer).__name__
 
     def _changes(self, model: nn.Module) -> Notes:
         lost = _LOST.format(made=self._made)
-        found: dict[str, list[str]] = {}
+        by_fault: dict[str, list[str]] = {}
         if self._in_vain:
-            found[_IN_VAIN.format(made=self._made)] = [f"the optimizer {self._in_vain}"]
+            by_fault[_IN_VAIN.format(made=self._made)] = [f"the optimizer {self._in_vain}"]
         for path, m in model.named_modules():
             then = self._then.get(path)
             same: Any = then.module() if then is not None else None
             if then is None or m is not same:
-                found.setdefault(f"another module, {lost}{_AGAIN}", []).append(path)
+                by_fault.setdefault(f"another module, {lost}{_AGAIN}", []).append(path)
                 continue
             if hooks_of(m) > then.hooks:
-                found.setdefault(f"a hook, {lost}{_AGAIN}", []).append(path)
+                by_fault.setdefault(f"a hook, {lost}{_AGAIN}", []).append(path)
             if model.training and self._then[""].training and m.training != then.training:
                 mode = "training" if m.training else "eval"
-                found.setdefault(f"in {mode} mode, {lost}{_AGAIN}", []).append(path)
+                by_fault.setdefault(f"in {mode} mode, {lost}{_AGAIN}", []).append(path)
             for name, was in then.parameters.items():
                 p, fqn = m._parameters.get(name), f"{path}.{name}" if path else name
-                held: Any = was.parameter()
+                original: Any = was.parameter()
                 if p is None:
                     continue
                 if p.requires_grad != was.trains:
-                    found.setdefault(f"requires_grad, {lost}{_AGAIN}", []).append(fqn)
+                    by_fault.setdefault(f"requires_grad, {lost}{_AGAIN}", []).append(fqn)
                 if p.dtype != was.dtype:
-                    found.setdefault(f"its dtype, {lost}it is the spec's `precision`", []).append(fqn)
-                elif not self.handed_out and (held is not p or _version(p) != was.version):
-                    found.setdefault(f"its values, {lost}{_WEIGHTS.format(made=self._made)}", []).append(fqn)
+                    by_fault.setdefault(f"its dtype, {lost}it is the spec's `precision`", []).append(fqn)
+                elif not self.handed_out and (original is not p or _version(p) != was.version):
+                    by_fault.setdefault(f"its values, {lost}{_WEIGHTS.format(made=self._made)}", []).append(fqn)
         notes: Notes = {}
-        for fault, names in found.items():
+        for fault, names in by_fault.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             notes[f"{names[0]}{more}"] = fault
         return notes
 
     def notes(self, noted: set[str]) -> Iterator[str]:
-        """The notes of kinds that are new. noted: new ones are added."""
+        """Yield the notes of kinds that are new. noted: new ones are added."""
         for name, fault in self.changes().items():
             if fault not in noted:
                 noted.add(fault)
@@ -143,12 +144,12 @@ class GivenModel:
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, _Module]]:
     for path, m in model.named_modules():
-        held = {
+        parameters = {
             name: _Parameter(weakref.ref(p), _version(p), p.requires_grad, p.dtype)
             for name, p in m._parameters.items()
             if p is not None
         }
-        yield path, _Module(weakref.ref(m), m.training, hooks_of(m), held)
+        yield path, _Module(weakref.ref(m), m.training, hooks_of(m), parameters)
 
 
 def _version(p: Tensor) -> int:

@@ -1,10 +1,10 @@
-"""Weights of adapters that the spec puts beside a model's: as they begin, and from files of peft's or our own.
+"""Make weights of the spec's adapters: initial ones, or from files of peft or shardc.
 
     A     uniform in 1 / sqrt(in), as torch's linear layers and peft begin it         B     zeros
     m     the lengths of the weight's rows (out-features), so that a model with adapters begins as the one without
 
-Names in files are ours, or peft's: `base_model.model.` before them, and of experts in one tensor as its ParamWrapper
-has them, [experts * rank, in] and [out, rank * experts].
+Names in files are ours, or peft's: with `base_model.model.` before them, and experts in one tensor as in its
+ParamWrapper, [experts * rank, in] and [out, rank * experts].
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from shardc.runtime.state.sources import Weights, from_files, of_recipe, weights
 from shardc.runtime.state.weight_files import WeightFiles, is_checkpoint, open_weights
 
 CONFIG, PREFIX = "adapter_config.json", "base_model.model."
-#: Added to the seed, so that adapters draw other numbers than the model's own weights.
+#: Added to the seed, so that adapters draw other numbers than the model's weights.
 _STREAM = 1 << 32
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of an adapter: of a parameter, or of a member of a stack. base: the weight that it is beside."""
+    """One tensor of an adapter: of a parameter, or of a member of a stack. base: the adapted weight."""
 
     adapter: Adapter
     base: str
@@ -50,8 +50,8 @@ class Part:
 
 
 def parts(program: Program) -> dict[str, Part]:
-    """The tensors of a program's adapters, by their names."""
-    found: dict[str, Part] = {}
+    """Return the tensors of a program's adapters, by name."""
+    result: dict[str, Part] = {}
     by_name = {p.name: p for p in program.params}
     for adapter in program.adapters:
         base = by_name[adapter.base]
@@ -60,48 +60,47 @@ def parts(program: Program) -> dict[str, Part]:
             shape = p.shape[1:] if p.members else p.shape
             for of in base.members or (base.fqn,):
                 part = Part(adapter, whole_name(of), kind, shape)
-                found[part.name] = part
-    return found
+                result[part.name] = part
+    return result
 
 
 def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
-    """The weights for a program: see `shardc.runtime.state.weights_for`; those of its adapters from files that have
-    them, else as they begin.
+    """Return the weights for a program, with those of its adapters from files, or initial ones.
 
-    files: also a pair, of the model's weights and of the adapters', either of which may be None. A folder that peft
-    saved has adapters alone: then the model's weights are as `model` has them.
+    files: as of `weights_for`, or a pair of the model's weights and the adapters', either of which may be None. A
+    folder that peft saved has only adapters: then the model's weights are `model`'s.
     """
     if isinstance(model, Weights):
         return model
     if not program.adapters:
         return weights_for(model, files, seed)
-    wanted = parts(program)
-    base, own = files if isinstance(files, tuple) else (files, None)
-    opened = [(x, open_weights(x)) for x in (base, own) if x is not None]
-    found: dict[str, Tensor] = {}
+    expected = parts(program)
+    base, adapter_files = files if isinstance(files, tuple) else (files, None)
+    opened = [(x, open_weights(x)) for x in (base, adapter_files) if x is not None]
+    tensors: dict[str, Tensor] = {}
     recorder, notes = Recorder(), list[str]()
     rest: list[WeightFiles] = []
-    for _, each in opened:
-        mine = _spelled(each.tensors, wanted, program)
-        _check_config(each, program)
-        if mine:
-            notes.append(f"adapters: {len(mine)} tensors of {each.path} ({each.what})")
-            found |= _read(each, mine, wanted, recorder)
-        left = {n: x for n, x in each.tensors.items() if n not in mine.values()}
+    for _, source in opened:
+        names = _spelled(source.tensors, expected, program)
+        _check_config(source, program)
+        if names:
+            notes.append(f"adapters: {len(names)} tensors of {source.path} ({source.what})")
+            tensors |= _read(source, names, expected, recorder)
+        left = {n: x for n, x in source.tensors.items() if n not in names.values()}
         if left:
-            rest.append(replace(each, tensors=left, ties={k: v for k, v in each.ties.items() if v in left}))
-    given = weights_for(model, rest[0] if rest else None, seed)
-    for more in rest[1:]:  # modules that were trained beside the adapters: all else is as before
-        given = replace(from_files(more, given, seed), notes=given.notes)
+            rest.append(replace(source, tensors=left, ties={k: v for k, v in source.ties.items() if v in left}))
+    weights = weights_for(model, rest[0] if rest else None, seed)
+    for more in rest[1:]:  # modules that were trained with the adapters: all other weights stay
+        weights = replace(from_files(more, weights, seed), notes=weights.notes)
         notes.append(f"{len(more.tensors)} more tensors of {more.path}")
-    if len(found) not in (0, len(wanted)):
-        lost = sorted(set(wanted) - set(found))
-        fault = f"{len(lost)} of the {len(wanted)} tensors of adapters are not in the files, such as {lost[0]}"
+    if len(tensors) not in (0, len(expected)):
+        lost = sorted(set(expected) - set(tensors))
+        fault = f"{len(lost)} of the {len(expected)} tensors of adapters are not in the files, such as {lost[0]}"
         raise ShardcError(fault, where=str(opened[-1][1].path), fix="write `adapters` as they were trained")
-    begun = {n: p for n, p in wanted.items() if n not in found and n not in given.shapes}
-    if begun and not found:
+    begun = {n: p for n, p in expected.items() if n not in tensors and n not in weights.shapes}
+    if begun and not tensors:
         notes.append("adapters: as they begin")
-    return _with(given, begun, found, recorder, seed, program, notes)
+    return _with(weights, begun, tensors, recorder, seed, program, notes)
 
 
 def _with(
@@ -113,8 +112,8 @@ def _with(
     program: Program,
     notes: Sequence[str],
 ) -> Weights:
-    """Weights with those of adapters: begun: as they begin; found: on the recorder's tape."""
-    # in the order of their names, which is the same for experts in one tensor or apart
+    """Add weights of adapters. begun: with initial values; found: on the recorder's tape."""
+    # in the order of names, which is the same whether experts are in one tensor or separate
     drawn = [begun[n] for n in sorted(begun) if begun[n].kind != MAGNITUDE]
     recipe, keys = _begin(drawn)
     first = of_recipe(recipe, seed + _STREAM)
@@ -143,16 +142,16 @@ def _with(
 
 
 def _begin(wanted: Sequence[Part]) -> tuple[Recipe, dict[str, str]]:
-    """How A and B begin, each drawn by itself; and their names in the recipe."""
+    """Return the initial A and B as a recipe, each drawn separately, and their names in it."""
     keys = {p.name: f"p{i}" for i, p in enumerate(wanted)}
 
     def build() -> nn.Module:
-        held = nn.Module()
+        module = nn.Module()
         for p in wanted:
             x = torch.empty(p.shape)
             x = x.uniform_(-1 / math.sqrt(p.shape[-1]), 1 / math.sqrt(p.shape[-1])) if p.kind == A else x.zero_()
-            held.register_parameter(keys[p.name], nn.Parameter(x))
-        return held
+            module.register_parameter(keys[p.name], nn.Parameter(x))
+        return module
 
     return record(build)[1], keys
 
@@ -161,13 +160,14 @@ def _begin(wanted: Sequence[Part]) -> tuple[Recipe, dict[str, str]]:
 
 
 def has_adapters_alone(path: Path) -> bool:
-    """Is this a folder in which peft has saved adapters, without the model that they belong to?"""
+    """Return whether peft saved adapters in this folder without their model."""
     return (path / CONFIG).is_file() and not is_checkpoint(path)
 
 
 def peft_name(part: Part, program: Program) -> str:
-    """The name of a tensor in peft's files. Weights that are not called `weight` are wrapped one around the other, the
-    module's last one outermost.
+    """Return the name of a tensor in peft's files.
+
+    Weights that are not called `weight` are wrapped inside each other, the module's last one outermost.
     """
     module, _, name = part.base.rpartition(".")
     if name == "weight":
@@ -180,7 +180,7 @@ def peft_name(part: Part, program: Program) -> str:
 
 
 def as_peft(x: Tensor, part: Part) -> Tensor:
-    """A tensor of ours in the form that peft has it."""
+    """Convert one of our tensors to peft's form."""
     if x.dim() < 3:
         return x
     return x.flatten(0, 1) if part.kind == A else x.permute(1, 2, 0).reshape(x.shape[1], -1)
@@ -196,18 +196,18 @@ def _of_peft(x: Tensor, part: Part) -> Tensor:
 
 
 def _spelled(tensors: Mapping[str, Any], wanted: Mapping[str, Part], program: Program) -> dict[str, str]:
-    """{name of an adapter's tensor: its name in the files}."""
-    found = {n: n for n in wanted if n in tensors}
-    if found:
-        return found
+    """Return {name of an adapter's tensor: its name in the files}."""
+    names = {n: n for n in wanted if n in tensors}
+    if names:
+        return names
     return {n: key for n, part in wanted.items() if (key := peft_name(part, program)) in tensors}
 
 
 def _read(
     files: WeightFiles, mine: Mapping[str, str], wanted: Mapping[str, Part], recorder: Recorder
 ) -> dict[str, Tensor]:
-    """The tensors on the recorder's tape. Raises ShardcError for those of another shape."""
-    errors, found = Errors(), dict[str, Tensor]()
+    """Return the tensors on the recorder's tape. Raises ShardcError for those of another shape."""
+    errors, tensors = Errors(), dict[str, Tensor]()
     for name, key in mine.items():
         x, part = recorder.stored(files.tensors[key]), wanted[name]
         if x.numel() != math.prod(part.shape):
@@ -217,13 +217,13 @@ def _read(
         if key != name:
             with recorder.recording():
                 x = _of_peft(x, part)
-        found[name] = x
+        tensors[name] = x
     errors.raise_any()
-    return found
+    return tensors
 
 
 def _check_config(files: WeightFiles, program: Program) -> None:
-    """Raises ShardcError where adapter_config.json says another scale or kind than the spec: weights do not."""
+    """Raise ShardcError if adapter_config.json has another scale or kind than the spec."""
     file = files.folder / CONFIG
     if not file.is_file():
         return
@@ -252,26 +252,28 @@ def _check_config(files: WeightFiles, program: Program) -> None:
 
 @dataclass(frozen=True)
 class OfSpec:
-    """The adapters of a program's spec, for an export. merge: into the weights that they are beside."""
+    """The adapters of a program's spec, for an export. merge: add them to the adapted weights."""
 
     program: Program
     merge: bool
 
     def apart(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The adapters' tensors, and those of modules that are trained themselves, under peft's names. Raises
-        ShardcError for what peft has no form for.
+        """Return the tensors of adapters, and of modules that are trained themselves, under peft's names.
+
+        Raises ShardcError if peft has no form for them.
         """
         self._check()
-        found = {peft_name(part, self.program): as_peft(tensors[n], part) for n, part in parts(self.program).items()}
+        result = {peft_name(part, self.program): as_peft(tensors[n], part) for n, part in parts(self.program).items()}
         saved = tuple(f"{m}." for m in self._saved())
-        own = parts(self.program)
-        return found | {PREFIX + n: x for n, x in tensors.items() if n.startswith(saved) and n not in own}
+        of_adapters = parts(self.program)
+        return result | {PREFIX + n: x for n, x in tensors.items() if n.startswith(saved) and n not in of_adapters}
 
     def merged(self, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
-        """The model's tensors, with adapters added. ties: {other name: name}. Raises ShardcError for a tied weight, of
-        which an adapter is beside one use only.
+        """Return the model's tensors, with adapters added. ties: {other name: name}.
+
+        Raises ShardcError for a tied weight whose adapter belongs to one use only.
         """
-        made = {n: x for n, x in tensors.items() if n not in parts(self.program)}
+        result = {n: x for n, x in tensors.items() if n not in parts(self.program)}
         for adapter in self.program.adapters:
             base = self._of(adapter)
             if whole_name(base.fqn) != base.fqn:
@@ -285,17 +287,17 @@ class OfSpec:
             for name in base.members or (base.fqn,):
                 a, b = (tensors[name_beside(name, kind)] for kind in (A, B))
                 m = tensors[name_beside(name, MAGNITUDE)] if adapter.magnitude else None
-                made[name] = merged(tensors[name], a, b, m, adapter)
-        return made
+                result[name] = merged(tensors[name], a, b, m, adapter)
+        return result
 
     def write_config(self, folder: Path, base: Path | None) -> None:
-        """adapter_config.json. base: the folder that the model's weights came from."""
+        """Write adapter_config.json. base: the folder that the model's weights came from."""
         adapters = self.program.adapters
         modules = {a: self._of(a) for a in adapters}
-        # peft's patterns are of modules: those of single parameters get what holds for all
-        alike = [a for a, p in modules.items() if not whole_name(p.names[0]).endswith(".weight")] or adapters
-        rank = Counter(a.rank for a in alike).most_common(1)[0][0]
-        alpha = Counter(a.alpha for a in alike).most_common(1)[0][0]
+        # peft's patterns name modules: single parameters get the settings for all
+        unnamed = [a for a, p in modules.items() if not whole_name(p.names[0]).endswith(".weight")] or adapters
+        rank = Counter(a.rank for a in unnamed).most_common(1)[0][0]
+        alpha = Counter(a.alpha for a in unnamed).most_common(1)[0][0]
         named = {a: [whole_name(n) for n in (p.members or (p.fqn,))] for a, p in modules.items()}
         layers = [n for names in named.values() for n in names]
         keys = {n.removesuffix(".weight"): a for a, names in named.items() for n in names}
@@ -324,9 +326,9 @@ class OfSpec:
         return next(p for p in self.program.params if p.name == adapter.base)
 
     def _saved(self) -> list[str]:
-        """Modules with parameters of the model's own that are trained."""
-        own = {n for a in self.program.adapters for n in a.names}
-        trained = [p for p in self.program.params if p.requires_grad and p.name not in own]
+        """Return the modules with trained parameters of the model itself."""
+        adapter_names = {n for a in self.program.adapters for n in a.names}
+        trained = [p for p in self.program.params if p.requires_grad and p.name not in adapter_names]
         return list(dict.fromkeys(n.rpartition(".")[0] for p in trained for n in p.names))
 
     def _check(self) -> None:
@@ -342,14 +344,14 @@ class OfSpec:
 
 
 def merged(w: Tensor, a: Tensor, b: Tensor, m: Tensor | None, adapter: Adapter) -> Tensor:
-    """W + scale B A; of dora its rows are as long as m says. The products are in float32 at least."""
+    """Return W + scale B A; for dora with rows of length m. Computes products in float32 at least."""
     wide = torch.promote_types(w.dtype, torch.float32)
     factors = [x.to(wide) for x in (a, b)]
     if adapter.flipped:
-        made = torch.matmul(*(x.transpose(-2, -1) for x in factors))
+        product = torch.matmul(*(x.transpose(-2, -1) for x in factors))
     else:
-        made = torch.matmul(*reversed(factors))
-    summed = w.to(wide) + made * adapter.scale
+        product = torch.matmul(*reversed(factors))
+    summed = w.to(wide) + product * adapter.scale
     if m is not None:
         dim = 0 if adapter.flipped else 1
         gain = m.to(wide) / summed.norm(dim=dim)

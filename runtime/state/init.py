@@ -1,11 +1,10 @@
-"""Weights without a copy of the whole model: a builder is recorded without memory, and each parameter is computed by
-itself, on the host.
+"""Compute weights one by one on the host, from a builder that was recorded without memory.
 
     model, recipe = record(lambda: GPT(config))                     # the model on the meta device; nothing is allocated
     recipe.materialise("blocks.0.qkv.weight", seed=0)               # that parameter, as after torch.manual_seed(0)
 
-Every rank replays what made a tensor (init_tape.py), keeps its part and frees the rest: nothing is broadcast, and every
-mesh gets the numbers that the builder gives on one device.
+Every rank replays the ops of a tensor (init_tape.py), keeps its part and frees the rest. Nothing is broadcast, and
+every mesh gets the numbers that the builder makes on one device.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ Builder = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to compute each parameter and buffer of a model. names: FQN (all names of tied
-    tensors) -> place on the tape. notes: what to say of weights that building it read from files. folder: where
-    those came from.
+    """How to compute each tensor of a model. names: FQN (all tied names) -> place on the tape.
+
+    notes: about weights that the builder read from files. folder: where those came from.
     """
 
     tape: Tape
@@ -42,9 +41,9 @@ class Recipe:
     folder: Path | None = None
 
     def materialise(self, fqn: str, seed: int) -> Tensor:
-        """The whole tensor of this name, in the dtype that the builder gave it; it may be memory of the builder's.
+        """Compute the whole tensor of this name, in the builder's dtype; it may be memory of the builder.
 
-        Raises ShardcError if the builder never gave it a value, KeyError if there is no such name.
+        Raises ShardcError if the builder never initialised it, KeyError if there is no such name.
         """
         ref = self.names[fqn]
         writers = [self.tape.entries[i] for i in self.tape.writers.get(ref.storage, ())]
@@ -59,10 +58,9 @@ class Recipe:
 
 
 def record(builder: Builder) -> tuple[nn.Module, Recipe]:
-    """Run a zero-argument builder without memory: the model it builds, on the meta device, and the recipe of its
-    values.
+    """Run a zero-argument builder without memory; return (model on the meta device, recipe of its values).
 
-    Raises ShardcError, with the line, where building depends on random values or uses randomness that is not torch's.
+    Raises ShardcError, with the line, if building depends on random values or uses other randomness than torch's.
     """
     with Recorder() as recorder, lazily(recorder):
         before = _foreign_randomness()
@@ -85,14 +83,14 @@ def record(builder: Builder) -> tuple[nn.Module, Recipe]:
 
 
 def record_reset(model: nn.Module) -> Recipe:
-    """The recipe of a model that lies on the meta device: every module's own `reset_parameters`, as FSDP does it.
+    """Record every module's `reset_parameters` for a model on the meta device, as FSDP does.
 
-    Only for what is on the meta device. Raises ShardcError for modules that have no `reset_parameters`, and for models
-    with an initialisation of their own, which `reset_parameters` would not follow.
+    Only for meta tensors. Raises ShardcError for modules without `reset_parameters`, and for models with a custom
+    initialisation, which `reset_parameters` would not follow.
     """
     errors = Errors()
     for name, module in model.named_modules():
-        if any(hasattr(module, own) for own in ("init_weights", "_init_weights")):
+        if any(hasattr(module, method) for method in ("init_weights", "_init_weights")):
             errors.add(
                 "the model is on the meta device and has an initialisation of its own, which ran there without effect",
                 where=name or type(module).__name__,
@@ -111,12 +109,12 @@ def record_reset(model: nn.Module) -> Recipe:
     def build() -> nn.Module:
         fresh: dict[int, Tensor] = {}
         for module in duplicate.modules():
-            for held in (module._parameters, module._buffers):
-                for name, x in held.items():
+            for tensors in (module._parameters, module._buffers):
+                for name, x in tensors.items():
                     if x is not None and x.untyped_storage().device.type == "meta":
                         empty = torch.empty(x.shape, dtype=x.dtype)
                         cloned = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-                        held[name] = fresh.setdefault(id(x), cloned)  # type: ignore[assignment]
+                        tensors[name] = fresh.setdefault(id(x), cloned)  # type: ignore[assignment]
         changed = {id(x) for x in fresh.values()}
         for module in duplicate.modules():
             reset = _reset_of(module)
@@ -135,11 +133,11 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
 
 
 def _own(module: nn.Module) -> Iterator[Tensor]:
-    yield from (x for held in (module._parameters, module._buffers) for x in held.values() if x is not None)
+    yield from (x for tensors in (module._parameters, module._buffers) for x in tensors.values() if x is not None)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All names of all parameters and buffers, also of tied and non-persistent ones."""
+    """Yield all names of all parameters and buffers, also of tied and non-persistent ones."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
@@ -150,9 +148,7 @@ def _foreign_randomness() -> tuple[str, str]:
 
 
 def _settle_attributes(model: nn.Module, recorder: Recorder) -> None:
-    """Tensors that modules hold as plain attributes become real: they are constants of the program, not state of the
-    model.
-    """
+    """Make tensors in plain attributes real: they are constants of the program, not model state."""
 
     def real(x: Any) -> Any:
         if not isinstance(x, Tensor) or isinstance(x, nn.Parameter) or not x.is_meta:
@@ -163,9 +159,9 @@ def _settle_attributes(model: nn.Module, recorder: Recorder) -> None:
 
     registered = {id(x) for _, x in named_tensors(model)}
     for module in model.modules():
-        for name, held in list(vars(module).items()):
-            if name not in ("_parameters", "_buffers", "_modules") and _holds_tensors(held):
-                vars(module)[name] = pytree.tree_map(real, held)
+        for name, value in list(vars(module).items()):
+            if name not in ("_parameters", "_buffers", "_modules") and _holds_tensors(value):
+                vars(module)[name] = pytree.tree_map(real, value)
 
 
 def _holds_tensors(x: Any) -> bool:

@@ -1,5 +1,4 @@
-"""The optimizer in a checkpoint: tensors of its state lie like their parameters; all the rest of it stands in the
-index.
+"""Save and load the optimizer: its tensors are stored like their parameters, the rest in the index.
 
 "optimizer": {"class": "AdamW", "groups": [{"class": "AdamW", "lr": 1e-3, ..., "params": [FQN, ...]}, ...],
               "numbers": {FQN: {"step": 3}}}
@@ -31,22 +30,23 @@ if TYPE_CHECKING:
 # --- state that is no tensor but holds some
 
 
-#: In the place of a tensor in plain values: the key of {KEY: name}.
+#: {KEY: name} replaces a tensor in plain values.
 KEY = "tensor"
 
 
 def flattened(name: str, x: Any) -> tuple[dict[str, Tensor], Any]:
-    """({name: tensor}, the rest): of a container its tensors as "name/0" and so on, and itself with {"tensor": name} in
-    their places; of what holds no tensor, none, and itself.
+    """Split a value into ({name: tensor}, the rest with {"tensor": name} in their places).
+
+    The tensors of a container are named "name/0" and so on. Without tensors: ({}, the value).
     """
     if isinstance(x, Tensor):
         return {name: x}, {KEY: name}
     items = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, (list, tuple)) else ()
     tensors: dict[str, Tensor] = {}
     rest: list[tuple[Any, Any]] = []
-    for k, each in items:
-        found, plain = flattened(f"{name}/{k}", each)
-        tensors |= found
+    for k, value in items:
+        inner, plain = flattened(f"{name}/{k}", value)
+        tensors |= inner
         rest.append((k, plain))
     if not tensors:
         return {}, x
@@ -55,7 +55,7 @@ def flattened(name: str, x: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def restored(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `flattened` took apart."""
+    """Rebuild what `flattened` took apart."""
     if isinstance(plain, Mapping) and len(plain) == 1:
         ((kind, inside),) = plain.items()
         if kind == KEY and isinstance(inside, str) and inside in tensors:
@@ -63,37 +63,37 @@ def restored(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
         if kind == "dict" and isinstance(inside, Mapping):
             return {k: restored(v, tensors) for k, v in inside.items()}
         if kind in ("list", "tuple") and isinstance(inside, list):
-            each = [restored(v, tensors) for v in inside]
-            return tuple(each) if kind == "tuple" else each
+            values = [restored(v, tensors) for v in inside]
+            return tuple(values) if kind == "tuple" else values
     return plain
 
 
 # --- the optimizer
 
-#: (parameter, name of a state of it, a tensor of its form) -> a tensor to fill
+#: (parameter, name of a state of it, a tensor with its shape and dtype) -> a tensor to fill
 Room = Callable[[Any, str, Tensor], Tensor]
 
 
 def _groups(
     program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, matrices: WholeMatrices | None
 ) -> list[list[Param]]:
-    """The program's parameters in the optimizer's groups; none in groups of whole matrices."""
+    """Return the program's parameters in the optimizer's groups; none in groups of whole matrices."""
     known = {id(params[p.name]): p for p in program.params if p.name in params}
-    own = [group if whole is None else {"params": []} for group, whole in _with_matrices(optimizer, matrices)]
-    for group in own:
+    groups = [group if whole is None else {"params": []} for group, whole in _with_matrices(optimizer, matrices)]
+    for group in groups:
         for x in group["params"]:
             if id(x) not in known:
                 raise ShardcError(
                     f"the optimizer holds a tensor of shape {list(x.shape)} that is not a parameter of the program",
                     fix="make the optimizer from the parameters that shardc gives it",
                 )
-    return [[known[id(x)] for x in group["params"]] for group in own]
+    return [[known[id(x)] for x in group["params"]] for group in groups]
 
 
 def _with_matrices(
     optimizer: Optimizer, matrices: WholeMatrices | None
 ) -> list[tuple[dict[str, Any], list[Matrix] | None]]:
-    """Each group of the optimizer with its matrices, of whichever owner; with None, where it steps what is stored."""
+    """Return each group with its matrices, of any owner; with None if it steps stored parameters."""
     whole = matrices.by_group(optimizer) if matrices is not None else [None] * len(optimizer.param_groups)
     return list(zip(optimizer.param_groups, whole, strict=True))
 
@@ -108,10 +108,10 @@ def state_parts(
     *,
     copies: bool = False,
 ) -> tuple[dict[str, Part], dict[str, Any]]:
-    """Tensors of the optimizer's state as parts, and all the rest of it as JSON-able values.
+    """Return tensors of the optimizer's state as parts, and all the rest of it as JSON-able values.
 
-    matrices: those that optimizers step whole: their owner writes what it has, under the matrix's name. copies:
-    also what another rank has the same of and writes, such as a tensor that counts steps.
+    matrices: those that optimizers step whole: their owner writes what it has, under the matrix's name. copies: also
+    return what another rank has too and writes, such as a tensor that counts steps.
     """
     parts: dict[str, Part] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -126,7 +126,7 @@ def state_parts(
     for p in (p for group in groups for p in group):
         local, run = params[p.name], runs.get(p.name)
         if run is not None and not run.size:
-            continue  # of a stretch without elements there is no state, or none that means anything
+            continue  # an empty shard has no useful state
         # a number is the same on all ranks; the first that holds some of the parameter writes it
         first = run is None or not run.start
         whole = replicas(program, Layout(), cut_axes(program, p) if run is not None else ())
@@ -135,10 +135,10 @@ def state_parts(
                 for n in _named(p):
                     numbers.setdefault(n, {})[name] = x
                 continue
-            x = x.as_subclass(Tensor)  # what an optimizer of one's own keeps of a gradient
+            x = x.as_subclass(Tensor)  # a custom optimizer may keep a gradient's subclass
             if x.shape == local.shape:
-                each = by_name(p, part_of(program, p, x, run, mesh))
-                parts |= {f"optimizer.{n}.{name}": part for n, part in each.items()}
+                named_parts = by_name(p, part_of(program, p, x, run, mesh))
+                parts |= {f"optimizer.{n}.{name}": part for n, part in named_parts.items()}
             elif x.dim() == 0 or (run is None and not p.layout.shards()):
                 if first or copies:
                     part = Part(x, tuple(x.shape), replicas=whole, copy=copied(program, p, mesh))
@@ -160,34 +160,35 @@ def state_parts(
 
 
 def _named(p: Param) -> tuple[str, ...]:
-    """The names under which a checkpoint has its state."""
+    """Return the names under which a checkpoint stores a parameter's state."""
     return p.members or (p.fqn,)
 
 
 def _names(members: list[Param], whole: list[Matrix] | None) -> list[str]:
-    """The names of a group's parameters in a checkpoint."""
+    """Return the names of a group's parameters in a checkpoint."""
     return [n for p in members for n in _named(p)] if whole is None else [m.name for m in whole]
 
 
 def _owned_states(optimizer: Optimizer, matrices: WholeMatrices | None) -> list[tuple[Matrix, dict[str, Any]]]:
-    """The matrices that this rank owns, with the state of each."""
+    """Return the matrices that this rank owns, with the state of each."""
     if matrices is None:
         return []
     return [(m, optimizer.state.get(matrices.owned[n], {})) for n, m in matrices.matrices.items()]
 
 
 def together(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The optimizer's facts from those of all ranks: the first rank that has a number says it.
+    """Combine the optimizer's facts of all ranks: of a number, the value of the first rank that has it.
 
-    The n-th groups of all stages are one group, if their settings are the same; else each stays what it is (a learning
-    rate by layer)."""
+    The n-th groups of all stages are one group, if their settings are the same; else each stays separate (a learning
+    rate by layer).
+    """
     numbers: dict[str, Any] = {}
-    for found in reversed(facts):
-        for fqn, values in found["numbers"].items():
+    for rank_facts in reversed(facts):
+        for fqn, values in rank_facts["numbers"].items():
             numbers[fqn] = {**numbers.get(fqn, {}), **values}
     groups = [dict(group) for group in facts[0]["groups"]]
-    for found in facts[1:]:
-        for i, group in enumerate(found["groups"]):
+    for rank_facts in facts[1:]:
+        for i, group in enumerate(rank_facts["groups"]):
             if i < len(groups) and _settings(groups[i]) == _settings(group):
                 groups[i]["params"] = list(dict.fromkeys([*groups[i]["params"], *group["params"]]))
             elif group not in groups:
@@ -211,8 +212,9 @@ def room_for(
     mesh: Any,
     matrices: WholeMatrices | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """New state, to be filled, for every parameter of the optimizer: {fqn: {name: tensor or number}}. Adds tensors to
-    `parts`.
+    """Make new state, to be filled, for every parameter: {fqn: {name: tensor or number}}.
+
+    Adds its tensors to `parts`.
     """
     facts, stored = index.optimizer, index.tensors
     if facts is None:
@@ -245,37 +247,37 @@ def room_for(
         [n for p in program.params for n in _named(p)],
         "the checkpoint's optimizer",
     )
-    there = {n for group in facts["groups"] for n in group["params"]}
-    if absent := [n for n in wholes if n not in there]:
+    existing = {n for group in facts["groups"] for n in group["params"]}
+    if absent := [n for n in wholes if n not in existing]:
         fault = f"the checkpoint's optimizer has no matrix {', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}"
         fix = "write the `optimizer: {matrices: ...}` that it was saved with, or load it with optimizer=None"
         errors.add(fault, where=folder, fix=fix)
-    for i, each in enumerate(names):
-        _check_settings(errors, i, each, facts["groups"], folder)
+    for i, group_names in enumerate(names):
+        _check_settings(errors, i, group_names, facts["groups"], folder)
     errors.raise_any()
     states: dict[str, dict[str, Any]] = {n: dict(facts["numbers"].get(_named(p)[0], {})) for n, p in members.items()}
     owners = {n: p for p in members.values() for n in _named(p)}
-    for m, held in _owned_states(optimizer, matrices):
-        states[m.name] = _room_of_matrix(m, held, facts["numbers"].get(m.name, {}), stored, parts, matrices)
+    for m, state in _owned_states(optimizer, matrices):
+        states[m.name] = _room_of_matrix(m, state, facts["numbers"].get(m.name, {}), stored, parts, matrices)
     for key, tensor in stored.items():
         fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
         if not key.startswith("optimizer.") or fqn not in owners:
             continue
         p = owners[fqn]
         local, shape = params[p.name], p.shapes[fqn]
-        alike = tensor.shape == shape and (bool(shape) or name != "step")
+        like_param = tensor.shape == shape and (bool(shape) or name != "step")
         if name not in states[p.fqn]:
-            form = torch.empty(local.shape if alike else tensor.shape, dtype=tensor.dtype, device="meta")
-            there = optimizer.state.get(local, {}).get(name)
+            form = torch.empty(local.shape if like_param else tensor.shape, dtype=tensor.dtype, device="meta")
+            existing = optimizer.state.get(local, {}).get(name)
             if room and name != "step":
                 states[p.fqn][name] = room(local, name, form)
-            elif isinstance(there, Tensor) and (there.shape, there.dtype) == (form.shape, form.dtype):
-                states[p.fqn][name] = there  # filled in place: no second state in memory
+            elif isinstance(existing, Tensor) and (existing.shape, existing.dtype) == (form.shape, form.dtype):
+                states[p.fqn][name] = existing  # filled in place: no second state in memory
             else:
                 states[p.fqn][name] = torch.zeros_like(form, device="cpu" if name == "step" else local.device)
         x = states[p.fqn][name]
-        part = part_of(program, p, x, runs.get(p.name), mesh) if alike else Part(x, tensor.shape)
-        parts[key] = by_name(p, part)[fqn] if alike else part
+        part = part_of(program, p, x, runs.get(p.name), mesh) if like_param else Part(x, tensor.shape)
+        parts[key] = by_name(p, part)[fqn] if like_param else part
     return states
 
 
@@ -287,28 +289,28 @@ def _room_of_matrix(
     parts: dict[str, Part],
     matrices: WholeMatrices | None,
 ) -> dict[str, Any]:
-    """New state of a matrix that this rank owns, to be filled. held: what there is now."""
+    """Make new state, to be filled, of a matrix that this rank owns. held: its present state."""
     assert matrices is not None
     device, prefix = matrices.owned[m.name].device, f"optimizer.{m.name}."
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, tensor in stored.items():
         name = key.removeprefix(prefix)
         if key.startswith(prefix) and "." not in name:
-            there = held.get(name)
-            if isinstance(there, Tensor) and (tuple(there.shape), there.dtype) == (tensor.shape, tensor.dtype):
-                found[name] = there  # filled in place: no second state in memory
+            existing = held.get(name)
+            if isinstance(existing, Tensor) and (tuple(existing.shape), existing.dtype) == (tensor.shape, tensor.dtype):
+                tensors[name] = existing  # filled in place: no second state in memory
             else:
                 where = torch.device("cpu") if name == "step" else device
-                found[name] = torch.zeros(tensor.shape, dtype=tensor.dtype, device=where)
-            parts[key] = Part(found[name], tensor.shape)
-    nested = {name: restored(plain, found) for name, plain in numbers.items()}
-    return {n: x for n, x in found.items() if "/" not in n} | nested
+                tensors[name] = torch.zeros(tensor.shape, dtype=tensor.dtype, device=where)
+            parts[key] = Part(tensors[name], tensor.shape)
+    nested = {name: restored(plain, tensors) for name, plain in numbers.items()}
+    return {n: x for n, x in tensors.items() if "/" not in n} | nested
 
 
 def _check_classes(names: list[list[str]], optimizer: Optimizer, facts: Mapping[str, Any], folder: str) -> None:
-    """Was every parameter stepped by the class that steps it now? names: of each group."""
-    for kind, each in zip(group_classes(optimizer), names, strict=True):
-        for name in each:
+    """Check that every parameter was stepped by its present optimizer class. names: of each group."""
+    for kind, group_names in zip(group_classes(optimizer), names, strict=True):
+        for name in group_names:
             saved = next((g.get("class", facts["class"]) for g in facts["groups"] if name in g["params"]), kind)
             if saved != kind:
                 several = "" if class_of(optimizer) == kind and facts["class"] == saved else f" for {name}"
@@ -321,7 +323,7 @@ def _check_classes(names: list[list[str]], optimizer: Optimizer, facts: Mapping[
 
 
 def _check_settings(errors: Errors, i: int, names: list[str], saved: list[dict[str, Any]], folder: str) -> None:
-    """Have the parameters of a group the same settings in the checkpoint?"""
+    """Check that the parameters of a group had the same settings in the checkpoint."""
     first: tuple[str, dict[str, Any]] | None = None
     for name in names:
         theirs = next((_settings(g) for g in saved if name in g["params"]), None)
@@ -330,10 +332,10 @@ def _check_settings(errors: Errors, i: int, names: list[str], saved: list[dict[s
         first = first or (name, theirs)
         if other := [k for k in theirs.keys() | first[1].keys() if theirs.get(k) != first[1].get(k)]:
             k = min(other)
-            each = f"{first[0]} {first[1].get(k)}, {name} {theirs.get(k)}"
+            example = f"{first[0]} {first[1].get(k)}, {name} {theirs.get(k)}"
             fault = (
                 f"parameters of the optimizer's group {i} were in groups of other settings when this was saved: {k} of"
-                f" {each}"
+                f" {example}"
             )
             errors.add(fault, where=folder, fix="make the same groups as then, or load it with optimizer=None")
             return
@@ -347,15 +349,15 @@ def fill(
     states: Mapping[str, dict[str, Any]],
     matrices: WholeMatrices | None = None,
 ) -> None:
-    """Through the optimizer's own load_state_dict, which knows where its state lies and in which dtype."""
+    """Load states by the optimizer's load_state_dict, which knows their device and dtype."""
     state: dict[int, dict[str, Any]] = {}
     groups = []
     every = _with_matrices(optimizer, matrices)
     of_class = zip(group_classes(optimizer), every, _groups(program, params, optimizer, matrices), strict=True)
     for i, (kind, (group, whole), stored) in enumerate(of_class):
-        # by name; a group of which this rank has nothing, by number
+        # match groups by name; one without parameters here by its number
         names = _names(stored, whole)
-        alike = (
+        matching = (
             [g for g in facts["groups"] if names[0] in g["params"]]
             if names
             else [g for g in facts["groups"][i : i + 1] if g.get("class", kind) == kind]
@@ -363,7 +365,7 @@ def fill(
         members = [p.fqn for p in stored]
         if whole is not None and matrices is not None:
             members = [m.name for m in whole if m.name in matrices.owned]
-        hyper = {k: x for k, x in alike[0].items() if k not in ("class", *IMPLEMENTATIONS)} if alike else {}
+        hyper = {k: x for k, x in matching[0].items() if k not in ("class", *IMPLEMENTATIONS)} if matching else {}
         numbered = list(range(len(state), len(state) + len(members)))
         state |= dict(zip(numbered, (states[n] for n in members), strict=True))
         settled = {k: _like(group.get(k), x) for k, x in hyper.items()}
@@ -372,7 +374,7 @@ def fill(
 
 
 def _like(now: Any, saved: Any) -> Any:
-    """JSON knows no tuples and no tensors (a learning rate may be one)."""
+    """Convert a JSON value to a tuple or a tensor (a learning rate may be one), which JSON does not have."""
     if isinstance(now, Tensor):
         return torch.full_like(now, saved)
     return tuple(saved) if isinstance(now, tuple) and isinstance(saved, list) else saved

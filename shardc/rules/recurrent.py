@@ -1,5 +1,6 @@
-"""Recurrent layers as one op: the batch may be split; time is sequential and the hidden
-units all depend on each other.
+"""Rules of recurrent layers as one op: only the batch may be split.
+
+Time is sequential, and all hidden units depend on each other.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ aten = torch.ops.aten
 
 
 def recurrent(call: Call) -> Signature:
-    """x[t, b, i] (or [b, t, i]), states [layers, b, h], weights -> y[t, b, o], states."""
+    """Split b: x[t, b, i] (or [b, t, i]), states [layers, b, h], weights -> y[t, b, o], states."""
     batch_first = bool(call.arg(8, "batch_first"))
     sizes = {"b": call.operands[1].shape[1]}
-    states = 1 + (len(call.results) - 1)
+    states = len(call.results)
 
     def dims(shape: tuple[int, ...], b: int | None, mark: str) -> tuple[Dim, ...]:
         sizes.update({f"{mark}{i}": s for i, s in enumerate(shape) if i != b})

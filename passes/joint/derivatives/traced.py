@@ -1,4 +1,4 @@
-"""The rule of an op of torch's: what autograd runs for it, read off by running it on tensors without data."""
+"""Trace the rule of a torch op: record the ops that autograd runs for it on tensors without data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def traced(rank: Rank, call: Template, ask: Ask) -> Rule:
-    """Raises what the op, or autograd's way through it, raises where there is no data."""
+    """Return the traced rule. Raises any error that the op or its autograd raises without data."""
     recorder = Recorder()
     with rank.mode:
         leaves = [replace(t, grad=t.grad and w) for t, w in zip(ask.operands, ask.wanted, strict=True)]
@@ -59,7 +59,7 @@ def _grad(xs: list[Tensor], made: list[Any], gs: Sequence[Any], ps: Sequence[Any
 
 
 def _same_without_autograd(rank: Rank, call: Template, ask: Ask, lines: list[Line]) -> bool:
-    """Whether the call runs the same ops where no gradient is asked for: some of torch's look at that."""
+    """Return whether the call runs the same ops if no gradient is needed; some torch ops check that."""
     recorder = Recorder()
     with rank.mode:
         xs = [replace(t, grad=False).empty() for t in ask.operands]
@@ -81,12 +81,12 @@ def _renamed(line: Line, names: dict[Ref, Ref]) -> Line:
 def _moved(
     forward: list[Line], backward: list[Line], grads: Sequence[Ref | None], ours: dict[Ref, Ref]
 ) -> tuple[list[Line], set[int]]:
-    """Of what backward wants of forward: (views of operands and results, which it makes again; what must be kept)."""
+    """Return (the views of operands and results that backward makes again, what forward must keep)."""
     moved: dict[int, Line] = {}
     own: set[int] = set()
 
     def visit(r: Ref) -> bool:
-        """Can backward have it without keeping something of forward's own?"""
+        """Return whether backward can have it without keeping a result of forward's lines."""
         if r.kind != "t" or r.index >= len(forward):
             return True
         if r.index in moved:
@@ -110,7 +110,7 @@ def _moved(
 
 
 def _tidied(lines: list[Line], grads: tuple[Ref | None, ...], ask: Ask) -> tuple[list[Line], tuple[Ref | None, ...]]:
-    """Two transposes are none, nor is a view of the same shape one."""
+    """Remove pairs of transposes and views to the same shape."""
     by_number: dict[int, Line] = {line.number: line for line in lines}
     same: dict[Ref, Ref] = {}
     kept: list[Line] = []
@@ -132,7 +132,7 @@ def _tidied(lines: list[Line], grads: tuple[Ref | None, ...], ask: Ask) -> tuple
 
 
 def _used(lines: list[Line], grads: Sequence[Ref | None]) -> list[Line]:
-    """The lines that the gradients hang on."""
+    """Return the lines on which the gradients depend."""
     needed = {g for g in grads if g is not None}
     kept: list[Line] = []
     for line in reversed(lines):

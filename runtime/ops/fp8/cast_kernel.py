@@ -1,8 +1,8 @@
-"""Rounding to float8 as Triton kernels: one reads numbers once and writes bytes, or rounded numbers; one finds the
-largest of each row of products with a power of two for each column.
+"""Round to float8 (`cast`), and find rows' largest scaled numbers (`largest`), by Triton kernels.
 
-The same arithmetic as torch's casts in shardc.runtime.ops.fp8.casts, on the bits of float32, so that the results are
-equal bit for bit, and a GPU needs no float8 of its own. A granule's scale is made of its largest number in registers.
+They have the arithmetic of torch's casts in shardc.runtime.ops.fp8.casts, on the bits of float32, so that the results
+are equal bit for bit, and a GPU needs no float8 type. A granule's scale is computed from its largest number in
+registers.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 
 from shardc.runtime.ops.fp8.format import EXPONENTS, FORMATS, NAN
 
-#: Elements that one program computes; at most so many of them side by side.
+#: Elements that one program computes; at most this many in a row.
 TILE = 2048
 ACROSS = 512
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _exponent(amax, TOP: tl.constexpr, STEP: tl.constexpr, MOST: tl.constexpr, NOT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp8.exponents, of float32."""
-    own = (amax.to(tl.int32, bitcast=True) + (8388608 - STEP)) >> 23
-    found = tl.minimum(tl.maximum(TOP - own, -MOST), MOST)
-    found = tl.where(amax == 0, 0, found)
-    return tl.where(amax < float("inf"), found, NOT)
+    """Compute fp8.exponents of float32."""
+    biased = (amax.to(tl.int32, bitcast=True) + (8388608 - STEP)) >> 23
+    exponent = tl.minimum(tl.maximum(TOP - biased, -MOST), MOST)
+    exponent = tl.where(amax == 0, 0, exponent)
+    return tl.where(amax < float("inf"), exponent, NOT)
 
 
 @triton.jit
 def _power(exponent):  # type: ignore[no-untyped-def]
-    """2 ** exponent, of such as are finite."""
+    """Compute 2 ** exponent, for finite ones."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -63,26 +63,27 @@ def _cast(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """HEIGHT rows by WIDTH columns of height x width numbers. down, across: numbers of a granule; scales: granules side
-    by side.
+    """Round HEIGHT rows by WIDTH columns of height x width numbers.
+
+    down, across: numbers of a granule; scales: granules side by side.
     """
     many = (width + WIDTH - 1) // WIDTH
     program = tl.program_id(0)
     row = (program // many) * HEIGHT + tl.arange(0, HEIGHT)
     column = (program % many) * WIDTH + tl.arange(0, WIDTH)
-    there = (row < height)[:, None] & (column < width)[None, :]
+    inside = (row < height)[:, None] & (column < width)[None, :]
     place = row.to(tl.int64)[:, None] * width + column[None, :]
     granule = (row // down).to(tl.int64)[:, None] * scales + (column // across)[None, :]
-    exponent = _exponent(tl.load(amax_at + granule, mask=there, other=0.0), TOP, STEP, MOST, NOT)
+    exponent = _exponent(tl.load(amax_at + granule, mask=inside, other=0.0), TOP, STEP, MOST, NOT)
     broken = exponent == NOT
     up = tl.where(broken, 0, exponent)
 
-    x = tl.load(x_at + place, mask=there, other=0.0)
+    x = tl.load(x_at + place, mask=inside, other=0.0)
     v = x.to(tl.float32)
     if WEIGHTS:
         of_rows = tl.load(weights_at + column, mask=column < width, other=0.0)
-        own = _exponent(of_rows, ROW_TOP, ROW_STEP, MOST, NOT)[None, :]
-        v = v * _power(-own)
+        row_exponent = _exponent(of_rows, ROW_TOP, ROW_STEP, MOST, NOT)[None, :]
+        v = v * _power(-row_exponent)
     v = v * _power(up)
     bits = v.to(tl.int32, bitcast=True)
     sign = bits & -2147483648
@@ -95,18 +96,18 @@ def _cast(  # type: ignore[no-untyped-def]
     if BYTES:
         byte = tl.where(normal, (round_up >> drop) - ((127 - BIAS) << MANTISSA), low.to(tl.int32, bitcast=True) - magic)
         byte = tl.where(broken, 127, byte | ((sign >> 24) & 128))
-        tl.store(out_at + place, byte.to(tl.uint8), mask=there)
+        tl.store(out_at + place, byte.to(tl.uint8), mask=inside)
         if PACK:
-            first = there & (row % down == 0)[:, None] & (column % across == 0)[None, :]
+            first = inside & (row % down == 0)[:, None] & (column % across == 0)[None, :]
             tl.store(scales_at + granule, exponent.to(tl.uint8), mask=first)
     else:
         small = low - tl.full((1, 1), magic, tl.int32).to(tl.float32, bitcast=True)
         bits = tl.where(normal, (round_up >> drop) << drop, small.to(tl.int32, bitcast=True)) | sign
         r = bits.to(tl.float32, bitcast=True) * _power(-up)
         if WEIGHTS:
-            r = r * _power(own)
+            r = r * _power(row_exponent)
         r = tl.where(broken, float("nan"), r)
-        tl.store(out_at + place, r.to(x.dtype), mask=there)
+        tl.store(out_at + place, r.to(x.dtype), mask=inside)
 
 
 @triton.jit
@@ -126,20 +127,20 @@ def _largest(  # type: ignore[no-untyped-def]
     NOT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One row."""
+    """Find the largest number of one row."""
     row = tl.program_id(0).to(tl.int64)
     most = tl.full((WIDTH,), 0.0, tl.float32)
     for begin in range(0, width, WIDTH):
         column = begin + tl.arange(0, WIDTH)
         v = tl.load(x_at + row * width + column, mask=column < width, other=0.0).to(tl.float32)
-        own = _exponent(tl.load(weights_at + column, mask=column < width, other=0.0), TOP, STEP, MOST, NOT)
-        v = tl.abs(v * _power(-own))
+        exponent = _exponent(tl.load(weights_at + column, mask=column < width, other=0.0), TOP, STEP, MOST, NOT)
+        v = tl.abs(v * _power(-exponent))
         most = _larger(most, tl.where(v == v, v, float("inf")))
     tl.store(out_at + row, tl.reduce(most, 0, _larger))
 
 
 def _top(format: str) -> tuple[int, int]:
-    """TOP and STEP, as in fp8.exponents."""
+    """Return TOP and STEP, as in fp8.exponents."""
     _, top, even = FORMATS[format]
     most, power = math.frexp(top)
     return power - 1 + 127, int((2 * most - 1) * (1 << 23)) + int(even)
@@ -148,7 +149,7 @@ def _top(format: str) -> tuple[int, int]:
 def cast(
     x: Tensor, amax: Tensor, weights: Tensor | None, format: str, granule: Sequence[int], out: Tensor, kind: str
 ) -> None:
-    """x [height, width] into `out`: "bytes", with its scales' exponents behind them ("packed"), or "values"."""
+    """Write x [height, width] into `out`: "bytes", "packed" (with the scales' exponents after), "values"."""
     x = x.contiguous()
     height, width = x.shape
     down, across = granule[0] or max(height, 1), granule[1] or max(width, 1)
@@ -176,13 +177,14 @@ def cast(
             PACK=kind == "packed",
             HEIGHT=rows,
             WIDTH=side,
-            enable_fp_fusion=False,  # each rounding is torch's
+            enable_fp_fusion=False,  # round like torch
         )
 
 
 def largest(x: Tensor, weights: Tensor) -> Tensor:
-    """f32[height, 1]: of each row of x [height, width], the largest absolute value of a number over its column's scale
-    of e4m3, or infinity. weights: largest values of the columns.
+    """Return f32[height, 1]: for each row of x the largest absolute number over its column's e4m3 scale.
+
+    It is infinity where something is not finite. weights: largest values of the columns.
     """
     x = x.contiguous()
     height, width = x.shape
