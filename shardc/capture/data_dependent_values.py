@@ -33,6 +33,7 @@ from shardc.capture.data_dependent_sizes import KnownSizes
 from shardc.capture.masked_rows import ChosenRows
 from shardc.capture.masked_rows.branches import needed, parsed
 from shardc.capture.masked_rows.rows import seen_by_the_model
+from shardc.capture.refusals import BRANCH
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.source import Source
@@ -60,7 +61,7 @@ class ValueReads:
             raise ShardcError(
                 f"the program depends on the value of the buffer {name!r}, which it changes ({place.shown})",
                 where=place.line,
-                fix="compute both branches and choose with torch.where(condition, a, b)",
+                fix=BRANCH,
             )
 
 

@@ -56,6 +56,7 @@ NUMBER = (
     "a tensor becomes a Python number (.item(), int(), float(), tolist(), an index of one element): the program"
     f" {DEPENDS}"
 )
+BRANCH = "compute both branches and choose with torch.where(condition, a, b)"
 KEEP = (
     "keep it a tensor: x * n.detach(), not x * n.item(), as no gradient goes through a number; pick rows with"
     " index_select(0, i.view(1)) or gather"
@@ -148,7 +149,7 @@ REFUSALS = (
     ),
     Cause(
         f"a branch {DEPENDS}",
-        "compute both branches and choose with torch.where(condition, a, b)",
+        BRANCH,
         raised=DATA,
         code=r"^\s*(if|elif|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b",
     ),

@@ -1,4 +1,4 @@
-"""`shardc compile`: a model and a spec become an artifact, or the program's text on stdout."""
+"""Define `shardc compile`: compile a model and a spec to an artifact, or to text on stdout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardc.api import Program
 
 
-#: A proof that takes longer is left to `shardc verify --static`.
+#: Seconds. A longer proof is left to `shardc verify --static`.
 PROOF_SECONDS = 1.0
 
 
@@ -53,7 +53,7 @@ def command(
 
 
 def _summary(program: Program) -> str:
-    """Sizes, the entries of `shard:` that `use:` stands for, and notes."""
+    """Summarize a program: sizes, the verdict of its proof, the entries that `use:` made, notes."""
     from shardc.ir.units import size
     from shardc.layer_names import note_lines
     from shardc.report.comm import bytes_sent

@@ -1,4 +1,4 @@
-"""`shardc generate`: tokens after prompts, with one process a rank as `shardc run` has them."""
+"""Define `shardc generate`: generate tokens after prompts, with one process for each rank."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def command(
 
 
 def _check(options: dict[str, Any]) -> None:
-    """Before any process is started."""
+    """Check the options of generation before any process is started."""
     from shardc.runtime.generate import Options
 
     given = {"tokens" if name == "max_new_tokens" else name: x for name, x in options.items()}
@@ -66,7 +66,7 @@ def _check(options: dict[str, Any]) -> None:
 
 
 class Words:
-    """What is between texts and tokens: the tokenizer in a model's folder, if there is one."""
+    """Conversion between texts and tokens, by the tokenizer in a model's folder, if there is one."""
 
     def __init__(self, model: str) -> None:
         named = Path(model.rpartition(":")[2]) if model.startswith("hf:") else None
@@ -74,7 +74,7 @@ class Words:
         self._tokenizer: Any = None
 
     def tokenizer(self, option: str) -> Any:
-        """Raises ShardcError where there is none."""
+        """Return the tokenizer. Raises ShardcError if there is none, or if it cannot be read."""
         if self._tokenizer is None:
             fix = "save one there (tokenizer.save_pretrained), or give token ids: --ids 1,15,7"
             if self.folder is None or not any(self.folder.glob("*token*")):
@@ -83,13 +83,13 @@ class Words:
 
             try:
                 self._tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-            except Exception as e:  # of any kind: each tokenizer reads its own files
+            except Exception as e:  # any exception: each tokenizer reads its files with its own code
                 fault = f"transformers cannot read the tokenizer in {self.folder}: {type(e).__name__}: {e}"
                 raise ShardcError(fault, where=option, fix=fix) from e
         return self._tokenizer
 
     def prompts(self, texts: list[str], ids: list[str]) -> list[list[int]]:
-        """The ids of each prompt. Raises ShardcError for what are no ids, and where there is no prompt."""
+        """Return the token ids of each prompt. Raises ShardcError for wrong ids, or without any prompt."""
         errors, found = Errors(), [list(self.tokenizer("--prompt")(text)["input_ids"]) for text in texts]
         for given in ids:
             try:
@@ -104,7 +104,7 @@ class Words:
         return found
 
     def stop(self, given: list[str] | None) -> list[int] | None:
-        """The ids that end a text; None: those of the model's configuration."""
+        """Return the ids that end a text: those given, else those of the model's generation_config.json."""
         if given is None:
             file = self.folder / "generation_config.json" if self.folder is not None else None
             ends = json.loads(file.read_text()).get("eos_token_id") if file is not None and file.is_file() else None
@@ -123,7 +123,7 @@ class Words:
         return made
 
     def texts(self, prompts: list[list[int]], tokens: list[list[int]]) -> list[str]:
-        """Prompts with what was generated (with an encoder: that alone); ids, where there is no tokenizer."""
+        """Return prompts with the generated texts; ids without a tokenizer. An encoder's prompt is left out."""
         if self._tokenizer is None:
             return [f"{_ids(p)} -> {_ids(t)}" for p, t in zip(prompts, tokens, strict=True)]
         before = [[] for _ in prompts] if self._encodes() else prompts

@@ -1,4 +1,4 @@
-"""`shardc inspect`: a program as text, tables, one page or JSON."""
+"""Define `shardc inspect`: show a program as text, tables, one page or JSON."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def command(
 
 
 def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:
-    """Which ops of a model file have no rule."""
+    """Find the ops of a model file that have no rule."""
     if common.is_artifact(source):
         raise ShardcError(
             "every op of a compiled DIR has a rule",
@@ -171,7 +171,7 @@ def _cost(program: Program, device: str | None, *, quiet: bool) -> Cost:
 
 
 def _page(program: Program, file: Path, cost: Callable[[], Cost], *, full: bool) -> None:
-    """Write the page. A program that is not compiled has no step to price and nothing to prove."""
+    """Write the HTML page. A program that is not compiled has no step to price and nothing to prove."""
     from shardc import report
 
     priced = cost() if program.stages else None
@@ -198,7 +198,7 @@ def _schedule(cost: Cost, as_json: bool, show: common.Show) -> None:
 
 
 def _difference(folder: Path, name: str, model: str) -> str:
-    """The difference that a pass of this name made, from the dumps in folder."""
+    """Return the difference that one pass made, from the dumps in `folder`."""
     diffs = {p.stem.partition("-")[2]: p for p in sorted(folder.glob("*.diff"))}
     if not diffs:
         raise ShardcError(

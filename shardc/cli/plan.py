@@ -1,4 +1,4 @@
-"""`shardc plan`: a progress bar while specs are priced, then the table, the answers, and the best spec as a file."""
+"""Define `shardc plan`: search the fastest spec; print a table and answers, write the best spec."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from shardc.plan import Plan
     from shardc.plan.few_layers import Subject
 
-#: Columns of a table that goes to a file.
+#: Columns of a table that is written to a file.
 WIDE = 200
-#: What happens before anything is priced.
+#: Names of the work that is done before pricing.
 PREPARING = ("loading the model", "capturing")
 
 
@@ -72,8 +72,9 @@ def command(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Find the spec that trains a model fastest on so many devices, by the cost model alone: meshes, ZeRO,
-    recomputation, schedules.
+    """Find the spec that trains a model fastest on so many devices, by the cost model alone.
+
+    Searches meshes, ZeRO, recomputation and schedules.
     """
     with reporting(debug, as_json) as show:
         check_outputs({"--output": output, "--html": html})
@@ -126,7 +127,7 @@ def command(
 
 
 def _subject(model: str, batch: int | None, seq: int | None, on: Callable[[str, int, int], None]) -> Subject:
-    """The model, without weights. on: as of `plan`."""
+    """Load the model without weights, as a subject to plan for. on: as in `shardc.plan.planned`."""
     on("loading the model", 0, 0)
     from shardc.cli import model_file
     from shardc.plan.few_layers import Subject
@@ -138,7 +139,7 @@ def _subject(model: str, batch: int | None, seq: int | None, on: Callable[[str, 
 
 
 def _prices(said: list[str]) -> dict[str, float]:
-    """{device: price} of `h100-80g=2.5`."""
+    """Parse the --price options: h100-80g=2.5 becomes {"h100-80g": 2.5}."""
     found = {}
     for text in said:
         name, _, number = text.partition("=")
@@ -150,7 +151,7 @@ def _prices(said: list[str]) -> dict[str, float]:
 
 
 def _print(plan: Plan, *, given: bool) -> None:
-    """The table of candidates, or the parts of the one given, and the answers, on stdout."""
+    """Print the table of candidates, or the parts of the one given, and the answers, on stdout."""
     from shardc.ir.units import size
     from shardc.plan.table import breakdown, heading, helpful, of_clusters, table, waterfall
 

@@ -1,4 +1,4 @@
-"""`shardc rules`: list the rules of ops, or prove them against the whole ops."""
+"""Define `shardc rules`: list the rules of ops, or prove them against the unsplit ops."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def command(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """List the rules of ops: what may be split. --check proves those of a file: forward, backward, on 2, 3, 4, 6 parts
-    and on two axes.
+    """List the rules of ops: how each op may be split.
+
+    --check proves the rules of a file, forward and backward, on 2, 3, 4, 6 parts and on two axes.
     """
     with reporting(debug, as_json) as show:
         from shardc.report.rule_table import TAGGED, check_text, row, rule_table
@@ -65,7 +66,7 @@ def command(
 
 
 def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
-    """The rules that the command names, by op: of patterns, else those that the file registers, else all."""
+    """Return the rules that the command names: those that match, else those of the file, else all."""
     from shardc.rules import RULES
     from shardc.verify.rules.case import name_of
 
@@ -91,8 +92,9 @@ def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
 
 
 def _select(patterns: Sequence[str]) -> tuple[dict[Any, Rule], list[str]]:
-    """Ops whose name matches one of the globs (default: all with a rule of their own), with their rules, and the
-    patterns that match none.
+    """Return the ops that match one of the globs, with their rules, and the patterns that match no op.
+
+    Without patterns: all ops with a registered rule.
     """
     from shardc.rules import RULES
     from shardc.rules.core.registry import find
@@ -119,7 +121,7 @@ def _matching(pattern: str, rules: Mapping[Any, Rule]) -> dict[Any, Rule]:
 
 
 def _op(name: str) -> Any:
-    """`aten.asinh.default` or `aten.asinh`: an op without a line of its own."""
+    """Find an op by name, such as `aten.asinh.default` or `aten.asinh`; return None if torch has none."""
     import torch
 
     op: Any = torch.ops

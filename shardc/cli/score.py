@@ -1,4 +1,4 @@
-"""`shardc score`: log-probabilities and perplexity of data, with one process a rank as `shardc run` has them."""
+"""Define `shardc score`: log-probabilities and perplexity of data, with one process for each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardc.errors import ShardcError
 
 
 class Split(str, Enum):
-    """What data(split) is asked for."""
+    """The argument of data(split)."""
 
     valid = "valid"
     train = "train"
@@ -35,7 +35,7 @@ def command(
     nproc: NprocOption = None,
     seed: Annotated[int, typer.Option(min=0, help="of weights that no file has, and of data()")] = 0,
 ) -> None:
-    """Score: the log-probability of each target of the loss, and the perplexity, over all of data('valid')."""
+    """Score: compute the log-probability of each target of the loss, and the perplexity, of all data."""
     from shardc.spec import Run
 
     rows = rows.expanduser() if rows else None

@@ -1,4 +1,4 @@
-"""`shardc verify`: a proof without running, or one step of all ranks in this process, compared with one device."""
+"""Define `shardc verify`: prove a program equal to one device, or compare one step of all ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def command(
         bool, typer.Option("--static", help="prove it without running: any number of ranks, no weights, no devices")
     ] = False,
 ) -> None:
-    """Run one step on all ranks in this process, in float64, and compare loss and every gradient with one device.
+    """Run a step of all ranks in this process, in float64; compare loss and gradients with one device.
 
-    With --static nothing is run: every line of a rank's program is proven to compute its part of what the model does.
+    With --static nothing runs: each line of a rank's program is proven to compute its part of the model's work.
     """
     with common.reporting(named.debug, named.as_json) as show:
         program = common.program_of(named, as_compiled=True)

@@ -1,10 +1,9 @@
-"""The matrices that an optimizer over whole matrices sees (`optimizer: {matrices: ...}`), and who steps which of them.
-Pure arithmetic.
+"""Define the matrices that an optimizer over whole matrices updates (`optimizer: {matrices: ...}`).
 
-    parameter [12, 4]            whole      one matrix [12, 4]
-    the same, {0: 3}             three      [4, 4] each: a fused q|k|v weight
-    experts   [8, 16, 4]         experts    eight [16, 4]
-    several of the model's parameters in a stack: each is a matrix, as on one device
+parameter [12, 4]            whole      one matrix [12, 4]
+the same, {0: 3}             three      [4, 4] each: a fused q|k|v weight
+experts   [8, 16, 4]         experts    eight [16, 4]
+several of the model's parameters in a stack: each is a matrix, as on one device
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ _LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.defaul
 
 @dataclass(frozen=True)
 class Cut:
-    """One dim of a parameter that is cut. sizes: of its parts, in order. alone: they are of one row each, and the
-    matrices are without that dim.
+    """One dim of a parameter that is cut. sizes: of its parts, in order.
+
+    alone: each part has one row, and the matrices do not have that dim.
     """
 
     dim: int
@@ -41,9 +41,10 @@ class Cut:
 class Matrix:
     """A box of a parameter that an optimizer steps as one tensor.
 
-    name: under which checkpoints have its state: the parameter's, of a stack the member's, with the number of each
-    part behind it ("qkv.weight[2]"). param: the placeholder's name. offset, size: of the box in the global parameter.
-    shape: as the optimizer sees it, without dims that are cut `alone`."""
+    name: the key of its state in checkpoints: the name of the parameter (or of a stack's member) and the index of each
+    part ("qkv.weight[2]"). param: the placeholder's name. offset, size: of the box in the global parameter.
+    shape: as the optimizer sees it, without dims that are cut `alone`.
+    """
 
     name: str
     param: str
@@ -57,7 +58,7 @@ class Matrix:
 
 
 def matrices_of(p: Param, cuts: Sequence[Cut] = ()) -> tuple[Matrix, ...]:
-    """The matrices that a parameter consists of, in order. cuts: dims of a stack are those of its members."""
+    """Return the matrices of a parameter, in order. cuts: their dims are those of a stack's members."""
     ahead = 1 if p.members else 0
     at = {c.dim + ahead: c for c in cuts}
     if p.members:
@@ -76,19 +77,21 @@ def matrices_of(p: Param, cuts: Sequence[Cut] = ()) -> tuple[Matrix, ...]:
 
 
 def inner(program: Program) -> frozenset[str]:
-    """Placeholder names of the parameters that optimizers over matrices are for (Jordan et al. 2024, "Muon"): of two
-    dims or more, and neither a table that is looked up nor the head, after which nothing takes such a parameter.
+    """Return the placeholder names of parameters for optimizers over matrices.
+
+    They have two dims or more and are neither a lookup table nor the head (Jordan et al. 2024, "Muon"). A parameter
+    counts as the head if no other such parameter is used after it.
     """
     wide = {p.name for p in program.params if len(p.shape) - bool(p.members) > 1}
     bits = {name: 1 << i for i, name in enumerate(sorted(wide))}
-    of: dict[fx.Node, int] = {}  # a parameter, and what is made of it alone: its bit
+    of: dict[fx.Node, int] = {}  # the bit of each parameter, and of values computed from it alone
     taken: dict[str, list[fx.Node]] = {name: [] for name in wide}
     for node in program.graph.nodes:
         if node.op == "placeholder":
             of[node] = bits.get(node.name, 0)
         elif len(node.all_input_nodes) == 1:  # a cast, a view
             of[node] = of.get(node.all_input_nodes[0], 0)
-    # of each op: what it takes of them, and what all after it do (proofs leave users that are not in the graph)
+    # for each op: the bits that it or any later op takes (proofs leave users that are not in the graph)
     behind: dict[fx.Node, int] = {}
     for node in reversed(program.graph.nodes):
         takes = [of.get(x, 0) for x in node.all_input_nodes] if not of.get(node) else []
@@ -104,7 +107,7 @@ def inner(program: Program) -> frozenset[str]:
 
 
 def fault(shape: Sequence[int], cuts: Sequence[Cut]) -> str:
-    """Why a parameter of a shape (of a stack: its members') cannot be cut so; "" if it can."""
+    """Return why a parameter (or a stack's member) of this shape cannot be cut so; "" if it can."""
     if len({c.dim for c in cuts}) < len(cuts):
         return "a dim is cut twice"
     for c in cuts:

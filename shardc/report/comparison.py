@@ -1,4 +1,4 @@
-"""A step's seconds by cause, and what of them and of its memory a run says otherwise: tables and JSON."""
+"""Show a step's seconds by cause, and where a run differs in time or memory: tables and JSON."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shardc.cost import Cost
 from shardc.cost.waterfall import Comparison, Difference, predicted
 from shardc.ir.units import seconds, size
 
-#: Ops that are shown, those that differ most.
+#: Number of ops that are shown, those that differ most.
 SHOWN = 8
 
 
 def waterfall_table(cost: Cost) -> str:
-    """The lines of a step, of each rank that differs, slowest last."""
+    """Format the predicted seconds of a step by cause, one column for each rank that differs."""
     each = [predicted(cost, at) for at in range(len(cost.ranks))]
     names = list({name: None for lines in each for name in lines})
     head = ["", *(f"rank {r.rank}" if len(cost.ranks) > 1 else "each rank" for r in cost.ranks)]
@@ -24,7 +24,7 @@ def waterfall_table(cost: Cost) -> str:
 
 
 def comparison_table(found: Sequence[Comparison]) -> str:
-    """Line by line, predicted and measured; memory; and the ops that differ most."""
+    """Compare predicted and measured seconds by cause, memory, and the ops that differ most."""
     texts = []
     for c in found:
         whose = f", {c.cost.program.axis}={c.cost.ranks[c.at].at}" if c.cost.program.axis else ""

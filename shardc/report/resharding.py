@@ -1,4 +1,4 @@
-"""What would move between the ranks of two plans (shardc.runtime.reshard), found without running anything.
+"""Compute which bytes would move between the ranks of two plans (shardc.runtime.reshard).
 
     dp=8 to dp=2 × tp=4, 8 ranks: weights, and 2 tensors for each trained one
     545.2 KiB move, of 780.0 KiB that ranks have then (70 %)
@@ -9,7 +9,7 @@
     dp+tp                         155.2 KiB     18
     about 39 µs on h100-80g, were all to send as much as the busiest
 
-Each byte that moves is one that its rank lacks, and comes once.
+Nothing is run. A rank receives only bytes that it lacks, each once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from shardc.runtime.reshard.wanted import weights
 
 @dataclass(frozen=True)
 class Resharding:
-    """old, new: the meshes; moments: tensors of the optimizer for each trained parameter. sent: bytes, [from][to];
-    held: bytes that all ranks have under the new plan, of what may move; rounds: all_to_alls, one after the other.
+    """The bytes that move between two plans.
+
+    old, new: the meshes; moments: tensors of the optimizer for each trained parameter. sent: bytes, [from][to]; held:
+    bytes of what may move, on all ranks under the new plan; rounds: all_to_alls, one after the other.
     """
 
     old: Mesh
@@ -48,7 +50,7 @@ class Resharding:
 
     @property
     def bytes(self) -> int:
-        """That move, of all ranks: no fewer can."""
+        """The bytes that move between all ranks, which is the minimum."""
         return sum(map(sum, self.sent))
 
     @property
@@ -74,7 +76,7 @@ class Resharding:
         return {axes: (n, pairs[axes]) for axes, n in nbytes.most_common()}
 
     def seconds(self, on: str | Path | Device = "h100-80g") -> float:
-        """About, on a device, if all ranks sent as much as the one that sends or receives most, to all others alike."""
+        """Estimate seconds on a device, as if all ranks sent as much as the busiest, evenly to all others."""
         most, world = max(self.sends + self.receives), self.new.world
         if not most:
             return 0.0
@@ -103,9 +105,9 @@ class Resharding:
 
 
 def resharding(old: Program, new: Program, moments: int = 0) -> Resharding:
-    """Of weights, and of `moments` tensors of the optimizer for each parameter that is trained (AdamW: 2).
+    """Return what moves: weights, and `moments` optimizer tensors for each trained parameter (AdamW: 2).
 
-    Raises ShardcError for programs of other numbers of ranks, or of different models.
+    Raises ShardcError if the programs have different numbers of ranks, or different models.
     """
     if isinstance(moments, bool) or not isinstance(moments, int) or moments < 0:
         raise ShardcError(f"{moments!r} is no number of tensors", where="moments", fix="AdamW has 2, SGD 0 or 1")
@@ -134,7 +136,7 @@ def resharding(old: Program, new: Program, moments: int = 0) -> Resharding:
 
 
 def _moments(old: Plan, new: Plan) -> list[Wanted]:
-    """One tensor of the optimizer for each trained parameter: it lies as ZeRO cuts that."""
+    """Return one optimizer tensor for each trained parameter, split as ZeRO splits the parameter."""
     found = []
     for name, p in new.params.items():
         q = old.params[name]

@@ -1,4 +1,4 @@
-"""The table of rules, and what a check of it found, as text and JSON."""
+"""Format the table of rules, and the results of their check, as text and JSON."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from shardc.rules.core.registry import Rule
 from shardc.verify.rules.case import Finding, name_of
 from shardc.verify.rules.check import OpReport
 
-#: Findings of one op that are printed; the rest is counted.
+#: Number of findings of one op that are printed; the rest is counted.
 SHOWN = 4
 TAGGED = "\nand every other op that torch itself tags as elementwise: broadcasting, every dim splits"
 
 
 @dataclass(frozen=True)
 class RuleRow:
-    """One rule. notation, linear: as they were written, or `<name>` of the function of a call that makes them.
+    """One rule. where: file:line that registered it.
 
-    about: `<name>` -> the first paragraph of the function's docstring, in a line. family: its file in shardc/rules, or
-    "own". extras: besides the notation: local | extra | flops. where: file:line that registered it.
+    notation, linear: as written, or `<name>` of the function that makes them from a call. about: `<name>` -> the first
+    paragraph of that function's docstring, in one line. family: its file in shardc/rules, or "own" for a custom rule.
+    extras: parts beside the notation: local | extra | flops.
     """
 
     op: str
@@ -39,7 +40,7 @@ class RuleRow:
 
 
 def named(function: Callable[[Any], Any]) -> str:
-    """The entry of a function of the call in the table: `<conv>`."""
+    """Return the entry in the table for a function that makes a notation from a call: `<conv>`."""
     return f"<{function.__name__.strip('_<>')}>"
 
 
@@ -58,7 +59,7 @@ def row(op: Any, rule: Rule) -> RuleRow:
 
 
 def rule_table(rows: Iterable[RuleRow]) -> str:
-    """A line a rule, by family; what functions make of a call, before the ops that share them."""
+    """Format one line for each rule, by family; descriptions of functions that make rules come first."""
     lines: list[tuple[str, ...]] = [("op", "rule", "linear in", "beside it", "registered at")]
     by_family = {
         f: list(g) for f, g in groupby(sorted(rows, key=lambda r: (r.family == "own", r.family)), lambda r: r.family)
@@ -74,7 +75,7 @@ def rule_table(rows: Iterable[RuleRow]) -> str:
 
 
 def short(where: str) -> str:
-    """A place as seen from the current folder, or, inside of it, from the package's."""
+    """Shorten file:line: relative to the package's parent for shardc's files, else to the current folder."""
     path, _, line = where.rpartition(":")
     base = Path(errors.__file__).parents[1]
     if Path(path).is_relative_to(base / "shardc"):
@@ -84,7 +85,7 @@ def short(where: str) -> str:
 
 
 def check_text(reports: Sequence[OpReport], strict: Sequence[Finding], places: dict[str, str]) -> str:
-    """What a check found: wrong rules, rules that are too strict, ops without gradients, the counts.
+    """Format a check: wrong rules, rules that are too strict, ops without gradients, the counts.
 
     places: op -> where its rule was registered.
     """

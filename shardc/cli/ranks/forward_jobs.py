@@ -1,4 +1,4 @@
-"""What every process of `shardc score` and `shardc generate` does: load the program, take the weights, run forward."""
+"""Do the work of each process of `shardc score` and `generate`: load, take the weights, run forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _begun(job: Job) -> tuple[ModelFile, Program, TorchMesh, Forward]:
-    """The model file, the program, this rank of its mesh, and the program with weights. Collective."""
+    """Return the model file, the program, this rank's mesh, and the program with weights. Collective."""
     file, program, mesh = joined(job)
     with mesh.together("taking the weights"):
         weights = weights_of(job, file, program)
@@ -30,7 +30,7 @@ def _begun(job: Job) -> tuple[ModelFile, Program, TorchMesh, Forward]:
 
 
 def generate(job: Job) -> dict[str, Any]:
-    """Generate. Returns the summary: the new tokens of each prompt, and seconds. Collective over the world."""
+    """Generate; return a summary with the new tokens of each prompt, and seconds. Collective."""
     file, program, mesh, forward = _begun(job)
     if mesh.rank == 0 and not job.quiet:
         print("\n".join(forward.engine.weight_notes or [file.note] * bool(file.note)), flush=True)
@@ -43,7 +43,7 @@ def generate(job: Job) -> dict[str, Any]:
 
 
 def score(job: Job) -> dict[str, Any]:
-    """Score, and write a line a row. Returns tokens, mean log-probability, perplexity. Collective over the world."""
+    """Score data and write a line for each row; return tokens, log-probability, perplexity. Collective."""
     from shardc.cli.ranks import training_data
 
     file, program, mesh, scorer = _begun(job)
@@ -72,9 +72,7 @@ def score(job: Job) -> dict[str, Any]:
 
 
 class Rows:
-    """Writes a line for each row of scores: {"row": number, "logprob": sum, "scores": [of each target]}. Called on all
-    ranks; the first one has the file.
-    """
+    """A writer of scores, one JSON line for each row. Called on all ranks; the first one has the file."""
 
     def __init__(self, file: TextIO | None) -> None:
         self._file, self._count = file, 0

@@ -1,4 +1,4 @@
-"""The spec as the page shows it, and which of its lines caused what."""
+"""Number the lines of the spec that the page shows, and find which of them caused what."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ _OPTION = re.compile(r"--(?:mesh|set) \S+")
 
 
 class SpecLines:
-    """The lines of a program's spec, as it was written; of one that was given as a dict, as `str` writes it. Settings
-    of the command line that caused something follow as lines of their own.
+    """The lines of a program's spec as written, or, for a dict, as `str` writes it; numbered from 1.
 
-    Lines are numbered from 1 in all that is returned.
+    Settings of the command line that caused something follow, each as a line.
     """
 
     def __init__(self, program: Program) -> None:
@@ -37,17 +36,17 @@ class SpecLines:
 
     @cached_property
     def _places(self) -> Places:
-        """Of all keys of the text, whose file is called "" here."""
+        """The places of all keys in the text, whose file is called "" here."""
         return read("\n".join(self.lines[: self._written]), "", Errors()).places if self._written else Places()
 
     @cached_property
     def _by_path(self) -> list[tuple[str, int]]:
-        """("spec: shard.use", its line), as a dict's places are cited, the longest first."""
+        """("spec: shard.use", its line) for each key, as causes cite a dict, the longest first."""
         found = [(f"spec: {dotted(path)}", _line(place)) for path, place in self._places.keys.items() if path]
         return sorted(found, key=lambda x: -len(x[0]))
 
     def of(self, cause: str) -> list[int]:
-        """The lines that a cause cites."""
+        """Return the lines that a cause cites."""
         found = [self._option(text) for text in _OPTION.findall(cause)]
         if self._cited is not None:
             found += [int(n) for n in self._cited.findall(cause) if int(n) <= self._written]
@@ -61,7 +60,7 @@ class SpecLines:
         return self.lines.index(text, self._written) + 1
 
     def at(self, *path: str | int) -> list[int]:
-        """The line of a key, or of the nearest one around it."""
+        """Return the line of a key, or of the nearest key around it."""
         own = self.spec.where(path) if self.spec is not None else ""
         if _OPTION.match(own):
             return [self._option(own)]
@@ -71,11 +70,11 @@ class SpecLines:
         return []
 
     def of_axes(self, axes: tuple[str, ...]) -> list[int]:
-        """Where axes get their sizes."""
+        """Return the lines that set the sizes of axes."""
         return list(dict.fromkeys(line for axis in axes for line in self.at("mesh", axis)))
 
     def of_param(self, p: Param) -> list[int]:
-        """What splits a parameter: an entry that names it, `use`, experts, or else the axes that it is split over."""
+        """Return the lines that split a parameter: an entry with its name, `use`, experts, or the mesh's axes."""
         found: list[int] = []
         if self.spec is None:
             return found
@@ -84,7 +83,7 @@ class SpecLines:
         return list(dict.fromkeys(found))
 
     def activations(self, modules: Sequence[str]) -> list[dict[str, Any]]:
-        """What the entries of `activations` say, of the modules that they name: outermost ones, as the spec means."""
+        """Return the entries of `activations`, with the outermost modules that each names."""
         found = []
         for rule in self.spec.activations if self.spec is not None else ():
             key = f"{rule.pattern}:in" if rule.at == "input" else rule.pattern
@@ -110,13 +109,13 @@ class SpecLines:
         return self.of_axes((base,))
 
     def of_bucket(self, b: Bucket) -> list[int]:
-        """Why gradients are summed so: ZeRO, and the axes over which the batch is split."""
+        """Return the lines behind a bucket: ZeRO, and the axes over which the batch is split."""
         zero = self.at("data", "zero") if b.zero else []
         return list(dict.fromkeys([*zero, *self.of_axes(tuple(dict.fromkeys((*b.axes, *filter(None, (b.shard,))))))]))
 
 
 def _within(pattern: str, weight: str) -> bool:
-    """Whether a weight is in a module that the pattern names."""
+    """Return whether a weight is in a module that the pattern names."""
     parts = weight.split(".")
     return any(match(pattern, ".".join(parts[:i])) for i in range(1, len(parts) + 1))
 
