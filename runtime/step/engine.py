@@ -48,6 +48,7 @@ from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.saver import Saver
+from shardc.runtime.step.schedulers import SchedulerOf
 from shardc.runtime.step.update import Update
 from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.optimizer_list import class_of, lr_rates

@@ -65,14 +65,14 @@ def command(
         built, recipe = record(file.build)
         stored = open_weights(checkpoint).tensors
         adapters = _adapters(file, spec, stored, merge=merge)
-        own = named_state(built)
-        first = {id(x): n for n, x in reversed(own.items())}
-        ties = {n: first[id(x)] for n, x in own.items() if first[id(x)] != n}
-        lacking = [n for n in own if n not in ties and n not in stored]
+        state = named_state(built)
+        first = {id(x): n for n, x in reversed(state.items())}
+        ties = {n: first[id(x)] for n, x in state.items() if first[id(x)] != n}
+        lacking = [n for n in state if n not in ties and n not in stored]
         if lacking:
-            fault = f"the checkpoint lacks {len(lacking)} of the model's {len(own)} tensors, such as {lacking[0]}"
+            fault = f"the checkpoint lacks {len(lacking)} of the model's {len(state)} tensors, such as {lacking[0]}"
             raise ShardcError(fault, where=str(checkpoint), fix="name the model file that was trained")
-        tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in own if n not in ties}
+        tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in state if n not in ties}
         carried = file.weights if file.weights is not None and file.weights.is_dir() else recipe.folder
         chosen = getattr(torch, dtype.value) if dtype is not None else None
         if adapters is not None:
@@ -101,15 +101,15 @@ def _adapters(file: ModelFile, spec: Path | None, stored: Mapping[str, Any], *, 
     from shardc.ir.adapters import A
     from shardc.runtime.state.adapters import OfSpec, parts
 
-    own = file.on_meta()
-    there = [n for n in stored if n.endswith(A) and n not in own.state_dict()]
+    model = file.on_meta()
+    names = [n for n in stored if n.endswith(A) and n not in model.state_dict()]
     if spec is None:
-        if there or merge:
-            fault = f"the checkpoint has adapters, such as {there[0]}" if there else "there is no spec with adapters"
+        if names or merge:
+            fault = f"the checkpoint has adapters, such as {names[0]}" if names else "there is no spec with adapters"
             raise ShardcError(fault, where="--spec", fix="name the spec that they were trained with: --spec spec.yaml")
         return None
     overrides = ("data.zero=0",)
-    program = compile(own, file.batch, spec, loss=file.loss, prove=False, overrides=overrides)
+    program = compile(model, file.batch, spec, loss=file.loss, prove=False, overrides=overrides)
     lost = [n for n in parts(program) if n not in stored]
     if lost or not program.adapters:
         fault = f"the checkpoint has no {lost[0]}" if lost else "the spec has no `adapters`"

@@ -35,8 +35,8 @@ def command(
             with common.console.status(f"proving the program of {program.mesh.world} ranks"):
                 proof = program.prove()
             gaps = [{"where": g.where, "what": g.what, "line": g.line, "model": g.source} for g in proof.gaps]
-            said = {"ok": proof.ok, "lines": proof.lines, "seconds": proof.seconds, "gaps": gaps}
-            show(json.dumps({**said, "assumed": [a.name for a in ASSUMPTIONS]}) if named.as_json else str(proof))
+            summary = {"ok": proof.ok, "lines": proof.lines, "seconds": proof.seconds, "gaps": gaps}
+            show(json.dumps({**summary, "assumed": [a.name for a in ASSUMPTIONS]}) if named.as_json else str(proof))
             raise typer.Exit(0 if proof.ok else 1)
         with common.console.status(f"running {program.mesh.world} ranks in float64"):
             report = program.verify(seed=seed, compiled=compiled)

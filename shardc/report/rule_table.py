@@ -51,11 +51,11 @@ def row(op: Any, rule: Rule) -> RuleRow:
     if not where:  # found by torch's tag
         where = f"{inspect.getfile(functions[0])}:{functions[0].__code__.co_firstlineno}"
     path = Path(where.rpartition(":")[0])
-    own = path.parent != Path(errors.__file__).parent / "rules"
+    foreign = path.parent != Path(errors.__file__).parent / "rules"
     linear = named(rule.linear_of) if rule.linear_of else " | ".join(" ".join(map(str, g)) for g in rule.linear)
     extras = tuple(n for n in ("local", "extra", "flops") if getattr(rule, n) is not None)
     text = rule.text if isinstance(rule.notation, str) else named(rule.notation)
-    return RuleRow(name_of(op), text, linear, about, "own" if own else path.stem, extras, where)
+    return RuleRow(name_of(op), text, linear, about, "own" if foreign else path.stem, extras, where)
 
 
 def rule_table(rows: Iterable[RuleRow]) -> str:
@@ -64,12 +64,12 @@ def rule_table(rows: Iterable[RuleRow]) -> str:
     by_family = {
         f: list(g) for f, g in groupby(sorted(rows, key=lambda r: (r.family == "own", r.family)), lambda r: r.family)
     }
-    for family, mine in by_family.items():
-        about = {name: text for r in mine for name, text in r.about.items() if text}
+    for family, members in by_family.items():
+        about = {name: text for r in members for name, text in r.about.items() if text}
         lines += [("",), (f"# {family}",)]
         for name, text in about.items():
             lines += [(x,) for x in wrap(f"{name}: {text}", 118, initial_indent="#   ", subsequent_indent="#     ")]
-        lines += [(r.op, r.notation, r.linear, ", ".join(r.extras), short(r.where)) for r in mine]
+        lines += [(r.op, r.notation, r.linear, ", ".join(r.extras), short(r.where)) for r in members]
     widths = [max(len(line[i]) for line in lines if len(line) > 1) for i in range(5)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)
 
