@@ -5,7 +5,7 @@ sequence, and the fewest devices that fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,11 +17,10 @@ from shardc.machine.device import Device
 from shardc.plan.few_layers import Facts, Subject
 from shardc.plan.price import Priced, price
 from shardc.plan.questions import Largest, what_if
-from shardc.plan.rank import Rough
 from shardc.plan.result import Candidate, Plan, Target
 from shardc.plan.runs import Library, Runs
 from shardc.plan.search import FAR, Search
-from shardc.plan.space import Choice, Core, Keep, SpecTemplate, spec
+from shardc.plan.space import Choice, Keep, SpecTemplate, spec
 from shardc.spec import Spec
 
 #: `--precision`, as the section of a spec.
@@ -129,15 +128,14 @@ class Planner:
         finder = self.finder
         self.on("one microbatch", 0, 0)
         self.library.takes_microbatches()
-        cores = finder.splits(devices)
-        rows, note = self._batch(devices, batch, cores)
-        exact = self._refined(devices, rows, cores)
+        rows, note = self._batch(devices, batch)
+        exact = self._refined(devices, rows)
         target = self.target(devices, rows, (note,))
         candidates = [self._candidate(c, p, target) for c, p in exact.items()]
         candidates.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.needs))
         return Plan(target, tuple(candidates), finder.considered, {k: e.what for k, e in finder.refused.items()})
 
-    def _refined(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
+    def _refined(self, devices: int, rows: int) -> dict[Choice, Priced]:
         """Exact prices of the best for so many devices, and for half of them, a quarter, and so on, where a first price
         says that these may be faster: others are idle then.
         """
@@ -149,47 +147,32 @@ class Planner:
 
         for tight in TIGHT:  # more is reserved than is live: where nothing fits, others are the best
             finder.tight = tight
-            some = self.ranked(devices, rows, cores)
+            some = finder.ranked(devices, rows)
             exact |= finder.refine(some)
             if best() < math.inf or not any(r.peak <= finder.room for _, r in some):
                 break
         finder.tight = 1.0
-        least = 3 * self.library.products
         while best() < math.inf and devices % 2 == 0:
             devices //= 2
             limit = UNSURE * best()
-            if least * rows / devices > limit:  # still fewer are slower still
-                break
-            some = finder.ranked(devices, rows, finder.splits(devices), below=limit)
-            if some and some[0][1].peak <= finder.room and some[0][1].seconds <= limit:
-                exact |= finder.refine(some)
+            some = finder.ranked(devices, rows, below=limit)
+            if not some or some[0][1].peak > finder.room or some[0][1].seconds > limit:
+                break  # still fewer are slower still
+            exact |= finder.refine(some)
         return exact
-
-    def ranked(self, devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
-        """First prices of choices for so many devices: of what is slow, or in the machine's memory, only where nothing
-        fits without.
-        """
-        finder = self.finder
-        found = finder.ranked(devices, rows, cores)
-        if not found or found[0][1].peak > finder.room:
-            found += finder.ranked(devices, rows, finder.splits(devices, over_nodes=True))
-        if not any(r.peak <= finder.room for _, r in found):
-            found += finder.ranked(devices, rows, cores, on_host=True)
-        return found
 
     def _candidate(self, c: Choice, p: Priced, target: Target) -> Candidate:
         return Candidate(Spec.load(spec(c, self.template, p.counts if c.pp > 1 else ())), p, target)
 
-    def _batch(self, devices: int, batch: int | None, cores: list[Core]) -> tuple[int, str]:
-        """Rows of the global batch, and a note on their source. cores: the splits for so many devices."""
+    def _batch(self, devices: int, batch: int | None) -> tuple[int, str]:
+        """Rows of the global batch, and a note on their source."""
         rows, finder = self.facts.rows, self.finder
-        longer = [longer for core in cores for longer in finder.longer(core, devices)]
 
-        def spreads(rows: int, some: Iterable[Core] = cores) -> bool:
-            return finder.spreads(devices, rows, some)
+        def spreads(rows: int, *, longer: bool = False) -> bool:
+            return finder.spreads(devices, rows, finder.splits(devices, longer=longer))
 
         if batch is not None:
-            if not spreads(batch) and not spreads(batch, longer):
+            if not spreads(batch, longer=True):
                 fault = f"a global batch of {batch} rows cannot be spread over {devices} devices"
                 raise ShardcError(
                     fault,
@@ -198,7 +181,7 @@ class Planner:
                 )
             return batch, f"global batch of {batch} rows (--global-batch)"
         for k in (1, *(2**i for i in range(1, 40) if 2**i * rows < 2 * devices), devices):
-            if spreads(k * rows) or (k == 1 and spreads(rows, longer)):
+            if spreads(k * rows, longer=k == 1):
                 times = (
                     f", times {k}: as some of {devices} devices would be idle with fewer"
                     if k > 1
@@ -265,7 +248,8 @@ class Planner:
         """
         rows, found = best.priced.batch, []
         ep = dict(best.spec.mesh.axes).get("ep", 1)
-        for core in filter(None, map(self.finder.accepted, self.finder.splits(devices))):
+        blocks = map(self.finder.block, self.finder.splits(devices))
+        for core in (block.core for block in blocks if block is not None):
             cp = devices // (core.tp * ep)
             if cp > 1 and core.ep == ep and devices % (core.tp * ep) == 0:
                 keep: Keep = "full" if self.template.regions else "none"
@@ -371,7 +355,7 @@ class Planner:
         """A candidate that fits on so many devices, if there is one: tried in the order of estimated memory."""
         self.on(f"{devices} devices", 0, 0)
         finder = self.finder
-        estimates = sorted(finder.ranked(devices, batch, finder.splits(devices)), key=lambda x: x[1].peak)
+        estimates = sorted(finder.ranked(devices, batch), key=lambda x: x[1].peak)
         target = self.target(devices, batch)
         for c, p in estimates[:3]:
             if p.peak > FAR * finder.room:

@@ -31,7 +31,7 @@ from shardc.ir.program import Program
 from shardc.machine.device import Device
 from shardc.plan.few_layers import Facts, Subject, facts
 from shardc.plan.space import Choice, Core, Layers, SpecTemplate, spec
-from shardc.plan.stage import CAUSES, FLOPS, Meter, Stage, joined, lines, part_of, roles, stage
+from shardc.plan.stage import FLOPS, Meter, Stage, lines, part_of, roles, stage
 from shardc.runtime import ops
 from shardc.runtime.schedule import SCHEDULES
 from shardc.runtime.step.engine_optimizer import assumed
@@ -47,15 +47,13 @@ _SHORT = 9
 class Weights(NamedTuple):
     """Of a stage's parameters, bytes: casts: of their copies in the dtype of products; experts: of those that are
     spread over an axis of experts; trained: of those that get gradients. buckets: into how many buckets of the
-    smallest size they go; what fills a part of one counts as that; of_experts: those of experts. copies: how many ops
-    cast weights.
+    smallest size they go; what fills a part of one counts as that. copies: how many ops cast weights.
     """
 
     casts: float = 0.0
     experts: float = 0.0
     trained: float = 0.0
     buckets: float = 0.0
-    of_experts: float = 0.0
     copies: float = 0.0
 
 
@@ -92,12 +90,6 @@ class Stages:
             return lines(self.first, self.two, self.one, (layers - self.before) / self.period - self.base)
         base = self.last if index == count - 1 else self.one
         return lines(base, self.two, self.one, layers / self.period - self.base)
-
-    def alone(self, layers: int) -> Stage:
-        """The whole model as one stage, from the first and the last stage run one after the other."""
-        if self.whole is not None:
-            return self.whole
-        return joined(lines(self.first, self.two, self.one, (layers - self.before) / self.period - 2), self.last)
 
 
 @dataclass
@@ -176,13 +168,11 @@ def _weights(program: Program, coordinate: int) -> Weights:
     parts = {part for e in experts if e.axis in mesh.names for part in mesh.parts(e.axis)}
     trained, smallest = [p for p in held if p.requires_grad], Data().bucket_bytes()
     spread = [p for p in held if any(isinstance(p.layout[x], Shard) for x in parts)]
-    buckets = {p.name: min(p.value.nbytes(mesh) / smallest, 1.0) for p in trained}
     return Weights(
         float(sum(n.meta["value"].nbytes(mesh) for n in casts)),
         float(sum(p.value.nbytes(mesh) for p in spread)),
         float(sum(p.value.nbytes(mesh) for p in trained)),
-        sum(buckets.values()),
-        sum(buckets.get(p.name, 0.0) for p in spread),
+        sum(min(p.value.nbytes(mesh) / smallest, 1.0) for p in trained),
         float(len(casts)),
     )
 
@@ -329,17 +319,16 @@ class Library:
         """Of the model and one row, forward and backward: twice forward's products in backward, fewer where weights are
         frozen. Nothing is recomputed, scores of attention neither.
         """
-        forward, backward = (float(part_of(self._whole(1), kind, "middle")[FLOPS]) for kind in "FB")
+        s, layers = self.block(Core()), self.layers
+
+        def of(kind: str) -> float:
+            if s.whole is not None:
+                return float(part_of(s.whole, kind, "middle")[FLOPS])
+            first, one, two, last = (float(part_of(x, kind, "middle")[FLOPS]) for x in (s.first, s.one, s.two, s.last))
+            return first + last + ((layers.number - s.before) / s.period - 2) * (two - one) if layers else 0.0
+
+        forward, backward = of("F"), of("B")
         return forward + min(backward, 2 * forward)
-
-    @property
-    def products(self) -> float:
-        """Seconds of forward's products of one row on one device, in a large microbatch."""
-        return float(part_of(self._whole(64), "F", "middle")[CAUSES][0]) / 64
-
-    def _whole(self, rows: int) -> Stage:
-        """The model on one device."""
-        return self.block(Core(), rows).alone(self.layers.number if self.layers else 0)
 
 
 def fill(bucket: float, trained: float) -> int:

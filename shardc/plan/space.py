@@ -37,18 +37,12 @@ OFFLOADS: dict[Offload, dict[str, str]] = {
 }
 
 
-def budget(keep: Keep) -> float | None:
-    """The share of a region's bytes that is kept for backward, where the spec says so."""
-    entry = CHECKPOINTS[keep] or {}
-    return entry.get("budget")
-
-
 def casts_kept(keep: Keep) -> float:
     """The share of weights whose copy in the dtype of products is kept, and not made again in backward: none where only
-    named results are.
+    named results are; of a budget, its share.
     """
-    share = budget(keep)
-    return share if share is not None else 0.0 if "save" in (CHECKPOINTS[keep] or {}) else 1.0
+    entry = CHECKPOINTS[keep] or {}
+    return float(entry.get("budget", 0.0 if "save" in entry else 1.0))
 
 
 @dataclass(frozen=True)
