@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardc.ir.units import seconds, size
-from shardc.plan.table import distinct, limit, microbatches, named, needed, rate, recompute, schedule
+from shardc.plan.table import limit, microbatches, named, needed, rate, recompute, schedule
 
 if TYPE_CHECKING:
     from shardc.plan.result import Candidate, Plan
@@ -17,13 +17,13 @@ def annotated(c: Candidate, plan: Plan) -> str:
     kinds = [f"{k} {size(n)}" for k, n in sorted(c.memory.items(), key=lambda x: -x[1]) if n > 0.01 * c.peak]
     head = [
         f"{a.model} on {c.devices} × {a.device.name}, planned by `shardc plan`: a prediction, not a measurement",
-        f"global batch of {c.priced.batch} rows" + (f" of {a.sequence} tokens" if a.sequence else ""),
+        f"global batch of {c.batch} rows" + (f" of {a.sequence} tokens" if a.sequence else ""),
         f"step {seconds(c.step_seconds)}, {rate(c)}, MFU {c.mfu:.1%}, limited by {limit(c)}",
         needed(c),
         f"{size(c.peak)} live at the peak: {', '.join(kinds)}",
         *a.assumed,
     ]
-    why = {**reasons(c, plan), **c.why}
+    why = reasons(c, plan)
     out = [f"# {line}" for line in head]
     for line in str(c.spec).splitlines():
         section = line.partition(":")[0]
@@ -54,8 +54,7 @@ def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
     if c.devices < a.devices:
         mesh.append(f"{c.devices} of {a.devices} devices: with more it is slower, so the others are idle")
     reasons["mesh"] = "; ".join(mesh) or "one device"
-    twins = next((group for first, group in distinct(plan.candidates) if first is c), [])
-    if fitting := [x for x in others if x.fits and x not in twins]:
+    if fitting := [x for x in others if x.fits]:
         near = min(fitting, key=lambda x: x.step_seconds)
         reasons["mesh"] += f". Next best that fits: {named(near)}, in {seconds(near.step_seconds)}"
     elif others:

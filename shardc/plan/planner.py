@@ -1,6 +1,4 @@
-"""The planner: the best spec of a model on one kind of device, the price of a given spec, the largest batch or
-sequence, and the fewest devices that fit.
-"""
+"""The planner: the best spec of a model on one kind of device, the price of a given spec, and answers to questions."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from shardc.cost.premises import gradients_norm
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 from shardc.machine.device import Device
-from shardc.plan.few_layers import Facts, Subject
+from shardc.plan.few_layers import Subject
 from shardc.plan.price import Priced, price
 from shardc.plan.questions import Largest, what_if
 from shardc.plan.result import Candidate, Plan, Target
 from shardc.plan.runs import Library, Runs
 from shardc.plan.search import FAR, Search
-from shardc.plan.space import Choice, Keep, SpecTemplate, spec
+from shardc.plan.space import Choice, Facts, Keep, spec
 from shardc.spec import Spec
 
 #: `--precision`, as the section of a spec.
@@ -31,25 +29,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "pure-bfloat16": {"params": "bfloat16"},
     "model": {},
 }
-
-
 #: What is estimated at so many times the best price may be faster all the same.
 UNSURE = 1.15
 #: Shares of the room for live bytes: the next one where nothing fits that was thought to.
 TIGHT = (1.0, 0.9, 0.75, 0.6)
-
-
-#: The share of a device's memory that is left, where nobody says another one.
-HEADROOM = 0.0
-
-
-def usable(device: Device, headroom: float) -> float:
-    """Bytes of a device's memory that a step may use. Raises ShardcError for what is no share."""
-    if not 0 <= headroom < 1:
-        raise ShardcError(
-            f"headroom {headroom} is not a share", where="--headroom", fix="a number from 0 to 1, such as 0.05"
-        )
-    return device.memory * (1 - headroom)
 
 
 @dataclass
@@ -59,7 +42,6 @@ class Planner:
     subject: Subject
     device: Device
     precision: str
-    headroom: float
     name: str
     on: Callable[[str, int, int], None]
 
@@ -69,58 +51,34 @@ class Planner:
             fix = (f"did you mean {close}? " if close else "") + f"one of {', '.join(PRECISIONS)}"
             raise ShardcError(f"unknown precision {self.precision!r}", where="--precision", fix=fix)
 
-    @property
-    def usable(self) -> float:
-        return usable(self.device, self.headroom)
-
     @cached_property
     def runs(self) -> Runs:
         return Runs(self.subject, self.device.kind == "cpu")
 
-    @property
-    def facts(self) -> Facts:
-        return self.runs.facts
-
     @cached_property
-    def template(self) -> SpecTemplate:
-        f = self.facts
-        shard = {"use": "model" if f.carried else "structure"}
-        words = tuple(f.regions), tuple(f.sequences), tuple(f.experts), tuple(f.encoders)
-        return SpecTemplate(shard, PRECISIONS[self.precision], *words, f.inputs)
+    def facts(self) -> Facts:
+        return replace(self.runs.facts, precision=PRECISIONS[self.precision])
 
     @cached_property
     def library(self) -> Library:
-        return Library(self.runs, self.template, self.device)
+        return Library(self.runs, self.facts, self.device)
 
     @cached_property
     def finder(self) -> Search:
-        return Search(self.library, self.usable, self.on)
+        return Search(self.library, self.on)
 
-    def target(self, devices: int, batch: int, assumed: tuple[str, ...] = ()) -> Target:
-        dtypes = (
-            "products in bfloat16, master weights and AdamW's state in float32"
-            if self.precision == "bfloat16"
-            else f"precision {self.precision}"
+    def target(self, devices: int, batch: int, note: str, given: Spec | None = None) -> Target:
+        section: Any = PRECISIONS[self.precision] if given is None else given.precision.model_dump()
+        bfloat16 = "products in bfloat16, master weights and AdamW's state in float32"
+        assumed = (
+            note,
+            bfloat16 if self.precision == "bfloat16" else f"precision {self.precision}",
+            f"a step {gradients_norm(norm=False, clipped=False)} (`shardc run` takes it: `shardc cost`)",
+            "memory: what torch's allocator reserves, and what the process and its libraries take outside of it",
         )
-        step = f"a step {gradients_norm(norm=False, clipped=False)} (`shardc run` takes it: `shardc cost`)"
-        left = "memory: what torch's allocator reserves, and what the process and its libraries take outside of it"
-        left += f"; {self.headroom:.0%} is left (--headroom)" if self.headroom else ""
-        return Target(
-            self.name,
-            self.device,
-            devices,
-            batch,
-            self.library.sequence or self.facts.sequence,
-            self.library.flops,
-            self._dtype(),
-            self.usable,
-            (*assumed, dtypes, step, left),
-        )
-
-    def _dtype(self) -> str:
-        """Of products."""
-        section = PRECISIONS[self.precision]
-        return str(section.get("compute", section.get("params", self.facts.dtype)))
+        dtype = str(section.get("compute") or section.get("params") or self.facts.dtype)
+        sequence = self.library.sequence or self.facts.sequence
+        return Target(self.name, self.device, devices, batch, sequence, self.library.flops, dtype, assumed)
 
     # --- which spec
 
@@ -130,10 +88,14 @@ class Planner:
         self.library.takes_microbatches()
         rows, note = self._batch(devices, batch)
         exact = self._refined(devices, rows)
-        target = self.target(devices, rows, (note,))
+        target = self.target(devices, rows, note)
         candidates = [self._candidate(c, p, target) for c, p in exact.items()]
-        candidates.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.needs))
-        return Plan(target, tuple(candidates), finder.considered, {k: e.what for k, e in finder.refused.items()})
+        one_of_each = {
+            (c.spec.mesh.axes, f"{c.step_seconds:.4g}", f"{c.peak:.4g}", f"{c.needs:.4g}"): c
+            for c in sorted(candidates, key=_order, reverse=True)
+        }  # schedules that come to the same, or settings that nothing uses
+        best = sorted(one_of_each.values(), key=_order)
+        return Plan(target, tuple(best), finder.considered, {k: e.what for k, e in finder.refused.items()})
 
     def _refined(self, devices: int, rows: int) -> dict[Choice, Priced]:
         """Exact prices of the best for so many devices, and for half of them, a quarter, and so on, where a first price
@@ -143,7 +105,7 @@ class Planner:
         exact = dict[Choice, Priced]()
 
         def best() -> float:
-            return min((p.seconds for p in exact.values() if p.needs <= self.usable), default=math.inf)
+            return min((p.step_seconds for p in exact.values() if p.needs <= self.device.memory), default=math.inf)
 
         for tight in TIGHT:  # more is reserved than is live: where nothing fits, others are the best
             finder.tight = tight
@@ -162,7 +124,8 @@ class Planner:
         return exact
 
     def _candidate(self, c: Choice, p: Priced, target: Target) -> Candidate:
-        return Candidate(Spec.load(spec(c, self.template, p.counts if c.pp > 1 else ())), p, target)
+        one = Spec.load(spec(c, self.facts, p.counts if c.pp > 1 else ()))
+        return Candidate(**vars(p), spec=one, target=target)
 
     def _batch(self, devices: int, batch: int | None) -> tuple[int, str]:
         """Rows of the global batch, and a note on their source."""
@@ -201,10 +164,9 @@ class Planner:
         found = []
         for one in specs:
             self.on("the given spec", 0, 0)
-            dtype = one.precision.compute or one.precision.params or self._dtype()
-            target = replace(self.target(one.mesh.world, rows, (note,)), dtype=dtype)
-            found.append(Candidate(one, price(self.library, one, rows), target))
-        found.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.needs))
+            target = self.target(one.mesh.world, rows, note, one)
+            found.append(Candidate(**vars(price(self.library, one, rows)), spec=one, target=target))
+        found.sort(key=_order)
         return Plan(found[0].target, tuple(found), len(found))
 
     # --- how much, how few
@@ -223,20 +185,20 @@ class Planner:
                 self.on(f"a global batch of {n * data} rows", 0, 0)
                 return price(self.library, best.spec, n * data).needs
 
-            solver = Largest(needs, self.usable)
-            answer = _answer(solver, solver.solve(max(best.priced.batch // data, 1)), data, best.spec)
+            solver = Largest(needs, self.device.memory)
+            answer = _answer(solver, solver.solve(max(best.batch // data, 1)), data, best.spec)
             answer["what"] = "rows of the global batch"
             return replace(plan, answers={**plan.answers, "largest batch": answer})
         if what == "model":
-            answer = {**self._deepest(best.spec, best.priced.batch), "what": "layers"}
+            answer = {**self._deepest(best.spec, best.batch), "what": "layers"}
             return replace(plan, answers={**plan.answers, "largest model": answer})
         if self.facts.sequence is None:
             raise ShardcError(
                 "the inputs have no sequence dim in common", where="--largest sequence", fix="use --largest batch"
             )
-        answer = self._longest(best.spec, best.priced.batch, self.facts.sequence)
+        answer = self._longest(best.spec, best.batch, self.facts.sequence)
         for one in () if given else self._for_long_rows(best, plan.target.devices):
-            longer = self._longest(one, best.priced.batch, 2 * answer["value"], above=answer["value"])
+            longer = self._longest(one, best.batch, 2 * answer["value"], above=answer["value"])
             if longer["value"] > answer["value"]:
                 answer = {**longer, "priced": answer["priced"] + longer["priced"]}
         answer["what"] = "tokens of a row"
@@ -246,17 +208,17 @@ class Planner:
         """Specs for so many devices that take the longest rows: one row at a time, its tokens over all ranks
         that do not split weights, every layer recomputed, all state sharded.
         """
-        rows, found = best.priced.batch, []
+        rows, found = best.batch, []
         ep = dict(best.spec.mesh.axes).get("ep", 1)
         blocks = map(self.finder.block, self.finder.splits(devices))
         for core in (block.core for block in blocks if block is not None):
             cp = devices // (core.tp * ep)
             if cp > 1 and core.ep == ep and devices % (core.tp * ep) == 0:
-                keep: Keep = "full" if self.template.regions else "none"
+                keep: Keep = "full" if self.facts.regions else "none"
                 each = self.library.microbatches > 1
                 choice = Choice(cp=cp, ep=ep, tp=core.tp, sequence_parallel=core.sequence_parallel, checkpoint=keep)
                 choice = replace(choice, zero=3, rows=1 if each else rows, microbatches=rows if each else 1)
-                found.append(Spec.load(spec(choice, self.template)))
+                found.append(Spec.load(spec(choice, self.facts)))
         return sorted(found, key=lambda s: -s.sequence_ranks)
 
     def _longest(self, one: Spec, rows: int, start: int, above: int = 0) -> dict[str, Any]:
@@ -272,8 +234,8 @@ class Planner:
             except ShardcError:
                 return math.inf  # too long for the model
 
-        solver = Largest(needs, self.usable)
-        if above and solver.at(above // unit + 1) > self.usable:
+        solver = Largest(needs, self.device.memory)
+        if above and solver.at(above // unit + 1) > self.device.memory:
             return {"value": 0, "priced": 1}
         return _answer(solver, solver.solve(max(start // unit, 1)), unit, one)
 
@@ -296,7 +258,7 @@ class Planner:
             self.on(f"{number} layers", 0, 0)
             return price(self.library.of_layers(number), spec, rows).needs if number >= stages else 0.0
 
-        solver = Largest(needs, self.usable)
+        solver = Largest(needs, self.device.memory)
         n = solver.solve(max((layers.number - layers.first) // layers.period, 1))
         answer = _answer(solver, n, layers.period, spec)
         return answer | {
@@ -336,7 +298,7 @@ class Planner:
             raise plan.lacking()
         best = plan.candidates[0]
         self.on("what would help", 0, 0)
-        return replace(plan, what_if=tuple(what_if(self.library, best.spec, best.priced.batch, self.usable)))
+        return replace(plan, what_if=tuple(what_if(self.library, best.spec, best.batch)))
 
     def duration(self, plan: Plan, tokens: float) -> Plan:
         """Answers how long the best candidate takes for so many tokens."""
@@ -356,7 +318,7 @@ class Planner:
         self.on(f"{devices} devices", 0, 0)
         finder = self.finder
         estimates = sorted(finder.ranked(devices, batch), key=lambda x: x[1].peak)
-        target = self.target(devices, batch)
+        target = self.target(devices, batch, "")
         for c, p in estimates[:3]:
             if p.peak > FAR * finder.room:
                 break
@@ -364,6 +326,11 @@ class Planner:
             if one.fits:
                 return one
         return None
+
+
+def _order(c: Candidate) -> tuple[bool, float]:
+    """The best first: the fastest of what fits."""
+    return not c.fits, c.step_seconds if c.fits else c.needs
 
 
 def _answer(solver: Largest, n: int, unit: int, one: Spec) -> dict[str, Any]:

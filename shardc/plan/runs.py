@@ -3,14 +3,13 @@
     five units of layers on four stages     [first, 1]   [1]   [2]   [1, last]      one compile, four dry runs
     two units, and three                    the whole model on one stage
 
-A unit is a period of the model's layers; where gradients are summed in buckets that hold several, it is as many as fill
-one, so that each unit sends, and keeps, as much as the next. A model without a long list of layers is run as a whole.
+A unit is a period of the model's layers. A model without a long list of layers is run as a whole, and so is one whose
+gradients are summed in buckets that hold several.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,19 +28,14 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.machine.device import Device
-from shardc.plan.few_layers import Facts, Subject, facts
-from shardc.plan.space import Choice, Core, Layers, SpecTemplate, spec
+from shardc.plan.few_layers import UNITS, Subject, facts
+from shardc.plan.space import Choice, Core, Facts, Layers, spec
 from shardc.plan.stage import FLOPS, Meter, Stage, lines, part_of, roles, stage
 from shardc.runtime import ops
 from shardc.runtime.schedule import SCHEDULES
 from shardc.runtime.step.engine_optimizer import assumed
 from shardc.spec import Spec
 from shardc.spec.data_section import Data
-
-#: Units of a stage that are buckets, so many that one more keeps no more: one fills while the one before it is summed.
-_BASE = 2
-#: Units of a model whose dry run takes no longer than those of a few.
-_SHORT = 9
 
 
 class Weights(NamedTuple):
@@ -69,7 +63,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Stages:
-    """Stages of one rank each: of a model of layers the first, a middle one of `base` units and of one more (two), and
+    """Stages of one rank each: of a model of layers the first, a middle one of one unit and of two, and
     the last; of another model only `whole`. period: layers of a unit; before: layers of the first stage besides its
     units. ranks: those that were run, by the name of their stage.
     """
@@ -82,14 +76,13 @@ class Stages:
     last: Stage = field(default_factory=dict)
     period: int = 1
     before: int = 0
-    base: int = 1
 
     def at(self, index: int, count: int, layers: float) -> Stage:
         """Stage `index` of `count`, with so many layers (several stages)."""
         if index == 0:
-            return lines(self.first, self.two, self.one, (layers - self.before) / self.period - self.base)
+            return lines(self.first, self.two, self.one, (layers - self.before) / self.period - 1)
         base = self.last if index == count - 1 else self.one
-        return lines(base, self.two, self.one, layers / self.period - self.base)
+        return lines(base, self.two, self.one, layers / self.period - 1)
 
 
 @dataclass
@@ -142,7 +135,7 @@ class Runs:
         """Whether a spec says the same of every layer: only then are few layers like many. Not so with `every: 2`, or
         with a pattern that names single layers, nor where matrices have owners, which are balanced over all layers.
         """
-        if self.facts.layers is None:
+        if self.subject.layers is None:
             return True
         if spec.optimizer.matrices is not None or any(entry.every > 1 for entry in spec.checkpoint):
             return False
@@ -179,13 +172,13 @@ def _weights(program: Program, coordinate: int) -> Weights:
 
 @dataclass
 class Library:
-    """The stages of every way to split and recompute, on one device. template: what all specs have in common.
+    """The stages of every way to split and recompute, on one device. facts: of the model, with its precision.
     microbatches: of the runs of blocks: a first and a last one, or 1 for a model that cannot be run in microbatches, as
     where statistics of the batch are used. number: of layers, where it is not the model's.
     """
 
     runs: Runs
-    template: SpecTemplate
+    facts: Facts
     device: Device
     sequence: int | None = None
     microbatches: int = 2
@@ -195,17 +188,13 @@ class Library:
     _alone: dict[str, tuple[Stage, DryRun]] = field(default_factory=dict)
     _priced: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    @property
-    def facts(self) -> Facts:
-        return self.runs.facts
-
     def on(self, device: Device) -> Library:
         """The same on another device of its kind, from the same dry runs."""
-        return Library(self.runs, self.template, device, self.sequence, self.microbatches, self.number)
+        return Library(self.runs, self.facts, device, self.sequence, self.microbatches, self.number)
 
     def of_length(self, sequence: int) -> Library:
         """The same with rows of so many tokens."""
-        return Library(self.runs, self.template, self.device, sequence, self.microbatches)
+        return Library(self.runs, self.facts, self.device, sequence, self.microbatches)
 
     def of_layers(self, number: int) -> Library:
         """The same of a model with so many layers."""
@@ -223,7 +212,7 @@ class Library:
         """
         if (core, rows) not in self._blocks:
             choice = Choice(**core._asdict(), microbatches=self.microbatches)
-            entries = spec(choice, self.template)
+            entries = spec(choice, self.facts)
             if self.layers is None:
                 ranks = {"whole": self._only(entries, choice.batch, None)}
                 self._blocks[core, rows] = Stages(ranks, self._stage(ranks["whole"], rows=rows))
@@ -231,11 +220,9 @@ class Library:
                 self._blocks[core, rows] = self.pipelined(entries, choice.batch, more_rows=rows)
         return self._blocks[core, rows]
 
-    def pipelined(
-        self, spec: Mapping[str, Any], rows: int, axis: str = "pp", times: int = 1, more_rows: int = 1
-    ) -> Stages:
-        """A spec's stages, from a pipeline of four stages along `axis` in place of its own. times: so many periods of
-        layers are a unit. more_rows: priced with so many times the rows.
+    def pipelined(self, spec: Mapping[str, Any], rows: int, axis: str = "pp", more_rows: int = 1) -> Stages:
+        """A spec's stages, from a pipeline of four stages along `axis` in place of its own. more_rows: priced with so
+        many times the rows.
         """
         layers, sizes = self.layers, spec["mesh"]
         assert layers is not None
@@ -243,28 +230,23 @@ class Library:
         mesh = {a: n for a, n in sizes.items() if a != axis}
         inside = axis in sizes and next(iter(sizes)) != axis  # then neighbours elsewhere lie further apart
         key = json.dumps(
-            ({**spec, "pipeline": split, "mesh": mesh}, rows, list(sizes.items()) if inside else (), times, more_rows)
+            ({**spec, "pipeline": split, "mesh": mesh}, rows, list(sizes.items()) if inside else (), more_rows)
         )
         if key not in self._pipelined:
-            ranks = self._four({**spec, "mesh": mesh}, rows, axis, split, times)
+            ranks = self._four({**spec, "mesh": mesh}, rows, axis, split)
             named = dict(zip(("first", "one", "two", "last"), ranks, strict=True))
             each = (self._stage(rank, sizes if inside else None, more_rows) for rank in ranks)
-            shape = times * layers.period, layers.first, _BASE if times > 1 else 1
-            first, one, two, last = each
-            self._pipelined[key] = Stages(named, None, first, one, two, last, *shape)
+            self._pipelined[key] = Stages(named, None, *each, layers.period, layers.first)
         return self._pipelined[key]
 
-    def _four(self, spec: Mapping[str, Any], rows: int, axis: str, split: bool, times: int) -> list[Rank]:
-        """Ranks of the program of five units of layers on four stages; of nine where units fill buckets (_BASE)."""
+    def _four(self, spec: Mapping[str, Any], rows: int, axis: str, split: bool) -> list[Rank]:
+        """Ranks of the program of five units of layers on four stages."""
         layers = self.layers
         assert layers is not None
-        base, p = _BASE if times > 1 else 1, times * layers.period
-        counts = [layers.first + base * p, base * p, (base + 1) * p, base * p]
-        mesh = {axis: 4, **{a: n for a, n in spec["mesh"].items() if a != axis}}
+        counts = [layers.first + layers.period, layers.period, 2 * layers.period, layers.period]
         pipeline = {"axis": axis, "balance": counts, "schedule": "zb-h1" if split else "1f1b"}
-        units = (sum(counts) - layers.first) // layers.period
-        document = {**spec, "mesh": mesh, "pipeline": pipeline}
-        return self.runs.ranks(document, rows, units, self.sequence, (0, 1, 2, 3))
+        document = {**spec, "mesh": {axis: 4, **spec["mesh"]}, "pipeline": pipeline}
+        return self.runs.ranks(document, rows, UNITS, self.sequence, (0, 1, 2, 3))
 
     def alone(self, spec: Mapping[str, Any], rows: int, bucket: float = 0.0) -> tuple[Stage, DryRun]:
         """The whole model on one stage, and the dry run that stands for it: from two units of its layers and three, or
@@ -274,26 +256,16 @@ class Library:
         if key in self._alone:
             return self._alone[key]
         if layers is not None:
-            units = (layers.number - layers.first) / layers.period
             two, three = (self._only(spec, rows, n) for n in (2, 3))
-            times = fill(bucket, three.weights.trained - two.weights.trained)
-            if times > 1 and not self.short(times):
-                two, three = (self._only(spec, rows, n * times) for n in (2, 3))
-                units /= times
-            elif 1 < times < units and self.number is None:
+            if self.number is None and several(three.weights.trained - two.weights.trained, bucket):
                 layers = None
         if layers is None:
             only = self._only(spec, rows, None)
             self._alone[key] = self._stage(only), only.run
         else:
-            few = self._stage(two)
+            few, units = self._stage(two), (layers.number - layers.first) / layers.period
             self._alone[key] = lines(few, self._stage(three), few, units - 2), three.run
         return self._alone[key]
-
-    def short(self, times: int) -> bool:
-        """Whether a dry run of the whole model takes no longer than those of a few units of so many periods."""
-        layers = self.layers
-        return layers is None or layers.number - layers.first <= _SHORT * times * layers.period
 
     def _only(self, spec: Mapping[str, Any], rows: int, units: int | None) -> Rank:
         return self.runs.ranks(spec, rows, units, self.sequence, (0,))[0]
@@ -331,17 +303,9 @@ class Library:
         return forward + min(backward, 2 * forward)
 
 
-def fill(bucket: float, trained: float) -> int:
-    """How many periods of layers fill a bucket of gradients, about. trained: bytes of one's parameters that get
-    gradients.
-
-    >>> fill(25.0, 8.0), fill(25.0, 10.0), fill(25.0, 40.0), fill(0.0, 10.0)
-    (3, 3, 1, 1)
-    """
-    if bucket <= trained or not trained:
-        return 1
-    some = math.floor(bucket / trained), math.ceil(bucket / trained)
-    return min(some, key=lambda n: abs(1 - bucket / (n * trained)))
+def several(trained: float, bucket: float) -> bool:
+    """Whether a bucket of gradients holds several layers of so many bytes each: then few are unlike many."""
+    return 0 < 4 / 3 * trained < bucket
 
 
 def ordered(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,13 +60,12 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass
 class Search:
-    """One model on one kind of device. memory: bytes of a device that a step may use. on: called with what is being
-    priced: (subject, done, total). refused: why compile refused a split, by name. considered: how many choices were
-    ranked. tight: the share of the room that live bytes may have at first.
+    """One model on one kind of device. on: called with what is being priced: (subject, done, total). refused: why
+    compile refused a split, by name. considered: how many choices were ranked. tight: the share of the room that live
+    bytes may have at first.
     """
 
     library: Library
-    memory: float
     on: OnProgress = lambda subject, done, total: None
     refused: dict[str, ShardcError] = field(default_factory=dict)
     considered: int = 0
@@ -74,6 +74,10 @@ class Search:
     _tables: dict[object, Table | None] = field(default_factory=dict)
     _lines: dict[object, tuple[float, float]] = field(default_factory=dict)
     _exact: dict[Choice, Priced | ShardcError] = field(default_factory=dict)
+
+    @property
+    def memory(self) -> float:
+        return self.library.device.memory
 
     @property
     def room(self) -> float:
@@ -143,20 +147,24 @@ class Search:
     ) -> dict[Core, _Found]:
         """First prices of splits, from those that were run and corners to the best."""
         keeps = KEEPS if on_host else tuple(k for k in KEEPS if k != "host")
-        known = [c for c in self._blocks if c._replace(checkpoint="none") in cores and c.checkpoint in keeps]
-        found = dict[Core, _Found | None]()
-        todo, runs = [*known, *(_corners(cores) if below == math.inf else ())], 0
+        found, runs = dict[Core, _Found](), 0
+        todo = [c for c in self._blocks if c._replace(checkpoint="none") in cores and c.checkpoint in keeps]
+        todo += _corners(cores) if below == math.inf else []
+        tried = set[Core]()
         while todo:
+            tried |= {*todo}
             for core in todo:
                 runs += core not in self._blocks
-                found[core] = self._found(core, devices, batch, on_host)
-            priced = {core: x for core, x in found.items() if x is not None}
-            best = min(priced, key=lambda core: priced[core].key, default=None)
-            if best is None or runs >= BLOCKS or priced[best].key > (False, below):
+                if (one := self._found(core, devices, batch, on_host)) is not None:
+                    found[core] = one
+            best = min(found, key=lambda core: found[core].key, default=None)
+            if best is None or runs >= BLOCKS or (below < math.inf and found[best].key > (False, below)):
                 break
-            again = bool(self.library.template.regions) and bool((priced[best].peaks > self.room).any())
-            todo = [x for x in _neighbours(best, cores, keeps if again else ()) if x not in found][:1]
-        return {core: x for core, x in found.items() if x is not None}
+            near = _neighbours(best, cores, tried)
+            if self.library.facts.regions and (found[best].peaks > self.room).any():
+                near += [best._replace(checkpoint=keep) for keep in ("full", *keeps)]
+            todo = [core for core in near if core not in tried][:1]
+        return found
 
     def _found(self, core: Core, devices: int, batch: int, on_host: bool) -> _Found | None:
         table = self._table(core, devices, batch, on_host)
@@ -185,7 +193,7 @@ class Search:
         """Raises ShardcError if compile refuses it."""
         if c not in self._exact:
             try:
-                self._exact[c] = price(self.library, Spec.load(spec(c, self.library.template)), c.batch)
+                self._exact[c] = price(self.library, Spec.load(spec(c, self.library.facts)), c.batch)
             except ShardcError as e:
                 self._exact[c] = e
         found = self._exact[c]
@@ -225,8 +233,8 @@ class Search:
                 self.refused[str(c)] = e
                 continue
             dry_runs.add(run)
-            off[c.core] = found.seconds / rough.seconds, found.needs / self.memory * room / max(rough.peak, 1.0)
-            best = min(best, found.seconds if found.needs <= self.memory else math.inf)
+            off[c.core] = found.step_seconds / rough.seconds, found.needs / self.memory * room / max(rough.peak, 1.0)
+            best = min(best, found.step_seconds if found.needs <= self.memory else math.inf)
         self._vary(prices)
         return prices
 
@@ -234,16 +242,16 @@ class Search:
         """Price the best also as it is not in tier one: the sequence whole between layers, an encoder's rows split over
         more axes, element-wise work compiled; each on top of the best so far.
         """
-        template = self.library.template
+        facts = self.library.facts
         changes: tuple[dict[str, Any], ...] = {"sequence_parallel": False}, {"encoder_rows": True}, {"compiled": True}
         for change in changes:
-            fits = {c: p.seconds for c, p in prices.items() if p.needs <= self.memory}
+            fits = {c: p.step_seconds for c, p in prices.items() if p.needs <= self.memory}
             if not fits:
                 return
             c = min(fits, key=fits.__getitem__)
             other = replace(c, **change)
             on_cpu = self.library.device.kind == "cpu"
-            if spec(c, template) == spec(other, template) or (on_cpu and other.compiled):
+            if spec(c, facts) == spec(other, facts) or (on_cpu and other.compiled):
                 continue
             self.on(str(other), len(prices), len(prices))
             try:
@@ -294,14 +302,22 @@ def _corners(cores: Sequence[Core]) -> list[Core]:
     return [c for c in cores if c.tp in (1, tp) and c.ep in (1, ep) and c.cp == 1]
 
 
-def _neighbours(core: Core, cores: Sequence[Core], keeps: Sequence[Keep]) -> Iterator[Core]:
-    """What differs by a step: in what is recomputed, of keeps, or that is everything; along one axis."""
-    if core.checkpoint in keeps:
-        at = keeps.index(core.checkpoint)
-        yield from (core._replace(checkpoint=k) for k in (*keeps[at + 1 : at + 2], *keeps[max(at - 1, 0) : at], "full"))
+def _neighbours(core: Core, cores: Sequence[Core], tried: Container[Core]) -> list[Core]:
+    """What differs along one axis: halfway to the nearest that was tried, or by a step."""
+    near = []
     for i in range(3):
-        sizes = sorted({c[i] for c in cores})
-        at = sizes.index(core[i])
-        for size in (*sizes[at + 1 : at + 2], *sizes[max(at - 1, 0) : at]):
-            near = [c for c in cores if c[:3] == (*core[:i], size, *core[i + 1 : 3])]
-            yield from (c._replace(checkpoint=core.checkpoint) for c in near)
+        line = sorted((c for c in cores if _but(c, i) == _but(core, i)), key=itemgetter(i))
+        line = [c._replace(checkpoint=core.checkpoint) for c in line]
+        at, known = (
+            next(j for j, c in enumerate(line) if c[i] == core[i]),
+            [j for j, c in enumerate(line) if c in tried],
+        )
+        after = (at + min((j for j in known if j > at), default=at + 2)) // 2
+        before = (at + max((j for j in known if j < at), default=at - 2) + 1) // 2
+        near += [line[j] for j in (after, before) if 0 <= j < len(line) and j != at]
+    return near
+
+
+def _but(core: Core, i: int) -> tuple[object, ...]:
+    """The axes of a split without one."""
+    return (*core[:i], *core[i + 1 : 3])
