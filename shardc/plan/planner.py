@@ -171,38 +171,47 @@ class Planner:
 
     # --- how much, how few
 
-    def largest(self, plan: Plan, what: str, *, given: bool = False) -> Plan:
-        """Answers how many rows (what: "batch"), or how long a sequence, the best candidate can take. A sequence also
-        with the meshes that take the longest, unless the candidate's spec was given.
+    def largest(self, plan: Plan, kind: str, *, given: bool = False) -> Plan:
+        """Answers how many rows (kind: "batch"), how many layers ("model"), or how long a sequence, the best candidate
+        can take. A sequence also with the meshes that take the longest, unless the candidate's spec was given.
         """
-        best = plan.candidates[0] if plan.candidates else None
-        if best is None:
-            raise plan.lacking()
-        if what == "batch":
-            data = best.spec.data_ranks * best.spec.batch.microbatches
+        best = _first(plan)
+        one, rows = best.spec, best.batch
+        if kind == "batch":
+            unit = one.data_ranks * one.batch.microbatches
+            words = "a global batch of {} rows"
+            answer = self._most(one, unit, rows, words, lambda n: price(self.library, one, n).needs)
+        elif kind == "model":
+            answer = self._deepest(one, rows)
+        else:
+            answer = self._longest(one, rows)
+            for other in () if given else self._for_long_rows(best, plan.target.devices):
+                longer = self._longest(other, rows, answer["value"])
+                answer = longer if longer["value"] > answer["value"] else answer
+        units = {"batch": "rows of the global batch", "model": "layers", "sequence": "tokens of a row"}
+        return replace(plan, answers={**plan.answers, f"largest {kind}": {**answer, "what": units[kind]}})
 
-            def needs(n: int) -> float:
-                self.on(f"a global batch of {n * data} rows", 0, 0)
-                return price(self.library, best.spec, n * data).needs
+    def _most(
+        self, one: Spec, unit: int, start: int, words: str, needs: Callable[[int], float], first: int = 0
+    ) -> dict[str, Any]:
+        """The largest multiple of a unit, beyond the first so many, that fits."""
 
-            solver = Largest(needs, self.device.memory)
-            answer = _answer(solver, solver.solve(max(best.batch // data, 1)), data, best.spec)
-            answer["what"] = "rows of the global batch"
-            return replace(plan, answers={**plan.answers, "largest batch": answer})
-        if what == "model":
-            answer = {**self._deepest(best.spec, best.batch), "what": "layers"}
-            return replace(plan, answers={**plan.answers, "largest model": answer})
-        if self.facts.sequence is None:
-            raise ShardcError(
-                "the inputs have no sequence dim in common", where="--largest sequence", fix="use --largest batch"
-            )
-        answer = self._longest(best.spec, best.batch, self.facts.sequence)
-        for one in () if given else self._for_long_rows(best, plan.target.devices):
-            longer = self._longest(one, best.batch, 2 * answer["value"], above=answer["value"])
-            if longer["value"] > answer["value"]:
-                answer = {**longer, "priced": answer["priced"] + longer["priced"]}
-        answer["what"] = "tokens of a row"
-        return replace(plan, answers={**plan.answers, "largest sequence": answer})
+        def of(n: int) -> float:
+            self.on(words.format(first + n * unit), 0, 0)
+            return needs(first + n * unit)
+
+        solver = Largest(of, self.device.memory)
+        n = solver.solve(max((start - first) // unit, 1))
+        following = solver.peaks.get(n + 1, math.inf)
+        return {
+            "value": n and first + n * unit,
+            "step": unit,
+            "needs_bytes": solver.peaks.get(n),
+            "next": first + (n + 1) * unit,
+            "next_needs_bytes": following if math.isfinite(following) else None,
+            "spec": one.to_dict(),
+            "priced": len(solver.peaks),
+        }
 
     def _for_long_rows(self, best: Candidate, devices: int) -> list[Spec]:
         """Specs for so many devices that take the longest rows: one row at a time, its tokens over all ranks
@@ -210,138 +219,101 @@ class Planner:
         """
         rows, found = best.batch, []
         ep = dict(best.spec.mesh.axes).get("ep", 1)
-        blocks = map(self.finder.block, self.finder.splits(devices))
-        for core in (block.core for block in blocks if block is not None):
-            cp = devices // (core.tp * ep)
-            if cp > 1 and core.ep == ep and devices % (core.tp * ep) == 0:
-                keep: Keep = "full" if self.facts.regions else "none"
-                each = self.library.microbatches > 1
-                choice = Choice(cp=cp, ep=ep, tp=core.tp, sequence_parallel=core.sequence_parallel, checkpoint=keep)
-                choice = replace(choice, zero=3, rows=1 if each else rows, microbatches=rows if each else 1)
-                found.append(Spec.load(spec(choice, self.facts)))
+        keep: Keep = "full" if self.facts.regions else "none"
+        each = rows if self.library.microbatches > 1 else 1
+        for split in self.finder.splits(devices):
+            cp = devices // (split.tp * ep)
+            if cp == 1 or split.ep != ep or devices % (split.tp * ep) or not (block := self.finder.block(split)):
+                continue
+            core = block.core._replace(cp=cp, checkpoint=keep)
+            choice = Choice(**core._asdict(), zero=3, rows=rows // each, microbatches=each)
+            found.append(Spec.load(spec(choice, self.facts)))
         return sorted(found, key=lambda s: -s.sequence_ranks)
 
-    def _longest(self, one: Spec, rows: int, start: int, above: int = 0) -> dict[str, Any]:
+    def _longest(self, one: Spec, rows: int, above: int = 0) -> dict[str, Any]:
         """How long rows may be for a spec. above: an answer is of no use unless it is longer."""
-        split = one.mesh.world // one.data_ranks
+        if self.facts.sequence is None:
+            fault = "the inputs have no sequence dim in common"
+            raise ShardcError(fault, where="--largest sequence", fix="use --largest batch")
+        start = 2 * above or self.facts.sequence
         zigzag = 2 * one.sequence_ranks if one.sequence else 1
-        unit = math.lcm(128 if start >= 128 else 1, split, zigzag)
+        unit = math.lcm(128 if start >= 128 else 1, one.mesh.world // one.data_ranks, zigzag)
 
         def needs(n: int) -> float:
-            self.on(f"a sequence of {n * unit} tokens", 0, 0)
             try:
-                return price(self.library.of_length(n * unit), one, rows).needs
+                return price(self.library.of_length(n), one, rows).needs
             except ShardcError:
                 return math.inf  # too long for the model
 
-        solver = Largest(needs, self.device.memory)
-        if above and solver.at(above // unit + 1) > self.device.memory:
-            return {"value": 0, "priced": 1}
-        return _answer(solver, solver.solve(max(start // unit, 1)), unit, one)
+        if above and needs((above // unit + 1) * unit) > self.device.memory:
+            return {"value": 0}
+        return self._most(one, unit, start, "a sequence of {} tokens", needs)
 
     def _deepest(self, one: Spec, rows: int) -> dict[str, Any]:
         """How many layers a spec takes: a pipeline has as many stages as before, with other numbers of layers."""
         layers = self.facts.layers
         if layers is None or not self.runs.treats_layers_alike(one):
-            raise ShardcError(
-                "the model has no long list of equal layers, or the spec tells them apart",
-                where="--largest model",
-                fix="use --largest batch",
-            )
+            fault = "the model has no long list of equal layers, or the spec tells them apart"
+            raise ShardcError(fault, where="--largest model", fix="use --largest batch")
         document = one.to_dict()
         if balance := document.get("pipeline", {}).pop("balance", None):
             document["pipeline"]["stages"] = len(balance)
         spec, stages = Spec.load(document), len(balance or [0])
 
         def needs(n: int) -> float:
-            number = layers.first + n * layers.period
-            self.on(f"{number} layers", 0, 0)
-            return price(self.library.of_layers(number), spec, rows).needs if number >= stages else 0.0
+            return price(self.library.of_layers(n), spec, rows).needs if n >= stages else 0.0
 
-        solver = Largest(needs, self.device.memory)
-        n = solver.solve(max((layers.number - layers.first) // layers.period, 1))
-        answer = _answer(solver, n, layers.period, spec)
-        return answer | {
-            "value": answer["value"] and answer["value"] + layers.first,
-            "next": answer["next"] + layers.first,
-        }
+        return self._most(spec, layers.period, layers.number, "{} layers", needs, layers.first)
 
     def fewest(self, plan: Plan) -> Plan:
         """Answers on how few devices anything fits, for the same global batch: by halving the number while something
         does.
         """
-        batch = plan.target.batch
-        answer: dict[str, Any] = {"what": "devices", "value": None}
-        n = plan.target.devices
-        fits = self._smallest(n, batch)
-        while fits is None and n < 1 << 20:
+        n, batch = plan.target.devices, plan.target.batch
+        while (fits := self._smallest(n, batch)) is None and n < 1 << 20:
             n *= 2
-            fits = self._smallest(n, batch)
-        while fits is not None:
-            answer |= {
-                "value": n,
-                "spec": fits.spec.to_dict(),
-                "needs_bytes": fits.needs,
-                "step_seconds": fits.step_seconds,
-            }
-            if n == 1:
-                break
-            n //= 2
-            fits = self._smallest(n, batch)
+        while fits is not None and n > 1 and (fewer := self._smallest(n // 2, batch)) is not None:
+            n, fits = n // 2, fewer
+        answer: dict[str, Any] = {"what": "devices", "value": None}
+        if fits is not None:
+            spec = fits.spec.to_dict()
+            answer |= {"value": n, "spec": spec, "needs_bytes": fits.needs, "step_seconds": fits.step_seconds}
         return replace(plan, answers={**plan.answers, "fewest devices": answer})
+
+    def _smallest(self, devices: int, batch: int) -> Candidate | None:
+        """A candidate that fits on so many devices, if there is one: tried in the order of estimated memory."""
+        self.on(f"{devices} devices", 0, 0)
+        finder, target = self.finder, self.target(devices, batch, "")
+        estimates = sorted(finder.ranked(devices, batch), key=lambda x: x[1].peak)[:3]
+        some = (self._candidate(c, finder.exact(c), target) for c, p in estimates if p.peak <= FAR * finder.room)
+        return next((one for one in some if one.fits), None)
 
     # --- why, how long
 
     def what_if(self, plan: Plan) -> Plan:
         """Answers what would make the best candidate faster."""
-        if not plan.candidates:
-            raise plan.lacking()
-        best = plan.candidates[0]
+        best = _first(plan)
         self.on("what would help", 0, 0)
         return replace(plan, what_if=tuple(what_if(self.library, best.spec, best.batch)))
 
     def duration(self, plan: Plan, tokens: float) -> Plan:
         """Answers how long the best candidate takes for so many tokens."""
-        best = plan.candidates[0] if plan.candidates else None
-        if best is None:
-            raise plan.lacking()
+        best = _first(plan)
         if best.tokens_per_second is None:
-            raise ShardcError(
-                "the rows of this model are not sequences of tokens", where="--tokens", fix="leave it out"
-            )
+            fault = "the rows of this model are not sequences of tokens"
+            raise ShardcError(fault, where="--tokens", fix="leave it out")
         hours = tokens / best.tokens_per_second / 3600
         answer = {"what": "hours", "value": hours, "device_hours": hours * best.devices, "tokens": tokens}
         return replace(plan, answers={**plan.answers, "duration": answer})
 
-    def _smallest(self, devices: int, batch: int) -> Candidate | None:
-        """A candidate that fits on so many devices, if there is one: tried in the order of estimated memory."""
-        self.on(f"{devices} devices", 0, 0)
-        finder = self.finder
-        estimates = sorted(finder.ranked(devices, batch), key=lambda x: x[1].peak)
-        target = self.target(devices, batch, "")
-        for c, p in estimates[:3]:
-            if p.peak > FAR * finder.room:
-                break
-            one = self._candidate(c, finder.exact(c), target)
-            if one.fits:
-                return one
-        return None
+
+def _first(plan: Plan) -> Candidate:
+    """The best candidate, whether it fits or not."""
+    if not plan.candidates:
+        raise plan.lacking()
+    return plan.candidates[0]
 
 
 def _order(c: Candidate) -> tuple[bool, float]:
     """The best first: the fastest of what fits."""
     return not c.fits, c.step_seconds if c.fits else c.needs
-
-
-def _answer(solver: Largest, n: int, unit: int, one: Spec) -> dict[str, Any]:
-    """What was found out, of numbers that are multiples of a unit."""
-    following = solver.peaks.get(n + 1, math.inf)
-    return {
-        "value": n * unit,
-        "step": unit,
-        "needs_bytes": solver.peaks.get(n),
-        "next": (n + 1) * unit,
-        "next_needs_bytes": following if math.isfinite(following) else None,
-        "spec": one.to_dict(),
-        "priced": len(solver.peaks),
-    }

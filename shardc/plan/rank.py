@@ -130,8 +130,8 @@ class Table:
         ]
         columns = np.array(numbers, float).T[:, :, None]
         self.pp, self.per_rank, self.rows, self.m, self.zero, self.sharded, dp, self.bucket = columns
-        flags = [(c.kept, c.over_experts, bool(c.offload), c.offload == "all") for c in some]
-        self.kept, self.over, self.host, self.all = np.array(flags, bool).T[:, :, None]
+        flags = [(c.over_experts, bool(c.offload), c.offload == "all") for c in some]
+        self.over, self.host, self.all = np.array(flags, bool).T[:, :, None]
         self.experts_sharded = np.where(self.over, dp, self.sharded)
         self.of_rows = np.array([_parts_of_rows(c.rows) for c in some])[:, None, :]
         timed = [_schedule(c.schedule, c.pp, c.per_rank, c.microbatches) for c in some]
@@ -183,7 +183,7 @@ COLLECTIVES = SHARED, OF_EXPERTS, SUM, SUM_OF_EXPERTS, TO_NEXT = range(5)
 
 
 def _placed(c: Choice) -> tuple[object, ...]:
-    return c.pp, c.dp, c.cp, c.ep, c.tp, c.inside, c.zero > 0, c.outer, c.over_experts
+    return c.pp, c.dp, c.cp, c.ep, c.tp, c.zero > 0, c.outer, c.over_experts
 
 
 def _lines(c: Choice, device: Device, known: dict[object, tuple[float, float]]) -> list[tuple[float, float]]:
@@ -270,14 +270,13 @@ def _peaks(t: Table, ranks: Vector, casts_kept: float) -> Vector:
     whole, experts, buckets = _weights(t, ranks)
     cast = np.minimum(ranks[..., CASTS], p)
     part = 1 / t.sharded + experts * (1 / t.experts_sharded - 1 / t.sharded)
-    each = (t.zero > 1) & ~t.kept  # sharded and gathered with each microbatch
-    gathered = np.where((cast > 0) | t.kept, whole + p * part, p)
-    weights = np.where((t.zero == 3) & ~t.kept, p * part, np.where(t.zero > 0, gathered, p + cast * casts_kept))
+    gathered = np.where(cast > 0, whole + p * part, p)
+    weights = np.where(t.zero == 3, p * part, np.where(t.zero > 0, gathered, p + cast * casts_kept))
     state = np.where(t.all, cast, weights) + o * np.where(t.zero > 0, part, 1) * ~t.host
-    state = state + grads * np.where(each, part, 1) + rest
+    state = state + grads * np.where(t.zero > 1, part, 1) + rest
     kept, height = ranks[..., KEPT] * t.rows, ranks[..., HEIGHT] * t.rows
     passing = np.minimum(2 / buckets, 1) * (grads + np.where(t.zero == 3, whole, 0))
-    total = state + t.alive * kept + np.maximum(height, -kept) + ranks[..., STILL] + np.where(each, passing, 0)
+    total = state + t.alive * kept + np.maximum(height, -kept) + ranks[..., STILL] + np.where(t.zero > 1, passing, 0)
     return total.max(1)  # type: ignore[no-any-return]
 
 
@@ -291,8 +290,6 @@ def _step(t: Table, ranks: Vector, uneven: Vector, casts_kept: float, device: De
     busy = f + b + forward + backward
     waits = t.idle * uneven * busy.mean(1, keepdims=True)
     waits = waits + 2 * (t.pp - 1) * t.taken(TO_NEXT, ranks[..., SEND] * t.rows, np.ones_like(once))
-    # one stage after the other waits for gathers of the whole step
-    step = step * np.where(t.kept & (t.zero > 0), t.pp, 1)
     return (t.m * busy + waits + once - casting * casts_kept + step).max(1)  # type: ignore[no-any-return]
 
 
@@ -314,7 +311,7 @@ def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> t
     summed = summed + t.taken(SUM_OF_EXPERTS, left * experts, buckets * (experts > 0))
     ends = t.per_rank / buckets
     seen = np.maximum(ends, _SEEN)
-    each = (t.zero == 3) & ~t.kept
+    each = t.zero == 3
     scattered = beside(scatter, b, ends)
     forward = np.where(each, beside(gather, f, seen), 0)
     backward = np.where(each, beside(gather + scatter, b, seen), np.where(t.zero == 2, scattered, 0))

@@ -183,22 +183,19 @@ class Library:
     sequence: int | None = None
     microbatches: int = 2
     number: int | None = None
-    _blocks: dict[tuple[Core, int], Stages] = field(default_factory=dict)
-    _pipelined: dict[str, Stages] = field(default_factory=dict)
-    _alone: dict[str, tuple[Stage, DryRun]] = field(default_factory=dict)
     _priced: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def on(self, device: Device) -> Library:
         """The same on another device of its kind, from the same dry runs."""
-        return Library(self.runs, self.facts, device, self.sequence, self.microbatches, self.number)
+        return replace(self, device=device, _priced={})
 
     def of_length(self, sequence: int) -> Library:
         """The same with rows of so many tokens."""
-        return Library(self.runs, self.facts, self.device, sequence, self.microbatches)
+        return replace(self, sequence=sequence)
 
     def of_layers(self, number: int) -> Library:
         """The same of a model with so many layers."""
-        return replace(self, number=number, _alone={})
+        return replace(self, number=number)
 
     @property
     def layers(self) -> Layers | None:
@@ -210,15 +207,12 @@ class Library:
         """The stages of a core, priced with so many rows a microbatch, from a dry run of one row, without a data axis.
         Raises ShardcError if compile refuses it.
         """
-        if (core, rows) not in self._blocks:
-            choice = Choice(**core._asdict(), microbatches=self.microbatches)
-            entries = spec(choice, self.facts)
-            if self.layers is None:
-                ranks = {"whole": self._only(entries, choice.batch, None)}
-                self._blocks[core, rows] = Stages(ranks, self._stage(ranks["whole"], rows=rows))
-            else:
-                self._blocks[core, rows] = self.pipelined(entries, choice.batch, more_rows=rows)
-        return self._blocks[core, rows]
+        choice = Choice(**core._asdict(), microbatches=self.microbatches)
+        entries = spec(choice, self.facts)
+        if self.layers is not None:
+            return self.pipelined(entries, choice.batch, more_rows=rows)
+        whole = self._only(entries, choice.batch, None)
+        return Stages({"whole": whole}, self._stage(whole, rows=rows))
 
     def pipelined(self, spec: Mapping[str, Any], rows: int, axis: str = "pp", more_rows: int = 1) -> Stages:
         """A spec's stages, from a pipeline of four stages along `axis` in place of its own. more_rows: priced with so
@@ -227,17 +221,11 @@ class Library:
         layers, sizes = self.layers, spec["mesh"]
         assert layers is not None
         split = SCHEDULES[spec.get("pipeline", {}).get("schedule", "1f1b")].splits_backward
-        mesh = {a: n for a, n in sizes.items() if a != axis}
         inside = axis in sizes and next(iter(sizes)) != axis  # then neighbours elsewhere lie further apart
-        key = json.dumps(
-            ({**spec, "pipeline": split, "mesh": mesh}, rows, list(sizes.items()) if inside else (), more_rows)
-        )
-        if key not in self._pipelined:
-            ranks = self._four({**spec, "mesh": mesh}, rows, axis, split)
-            named = dict(zip(("first", "one", "two", "last"), ranks, strict=True))
-            each = (self._stage(rank, sizes if inside else None, more_rows) for rank in ranks)
-            self._pipelined[key] = Stages(named, None, *each, layers.period, layers.first)
-        return self._pipelined[key]
+        ranks = self._four({**spec, "mesh": {a: n for a, n in sizes.items() if a != axis}}, rows, axis, split)
+        named = dict(zip(("first", "one", "two", "last"), ranks, strict=True))
+        each = (self._stage(rank, sizes if inside else None, more_rows) for rank in ranks)
+        return Stages(named, None, *each, layers.period, layers.first)
 
     def _four(self, spec: Mapping[str, Any], rows: int, axis: str, split: bool) -> list[Rank]:
         """Ranks of the program of five units of layers on four stages."""
@@ -252,20 +240,14 @@ class Library:
         """The whole model on one stage, and the dry run that stands for it: from two units of its layers and three, or
         as it is. bucket: bytes of gradients that are summed over data axes at once; 0: none are.
         """
-        layers, key = self.layers, repr((spec, rows, bucket))
-        if key in self._alone:
-            return self._alone[key]
+        layers = self.layers
         if layers is not None:
             two, three = (self._only(spec, rows, n) for n in (2, 3))
-            if self.number is None and several(three.weights.trained - two.weights.trained, bucket):
-                layers = None
-        if layers is None:
-            only = self._only(spec, rows, None)
-            self._alone[key] = self._stage(only), only.run
-        else:
-            few, units = self._stage(two), (layers.number - layers.first) / layers.period
-            self._alone[key] = lines(few, self._stage(three), few, units - 2), three.run
-        return self._alone[key]
+            if self.number is not None or not several(three.weights.trained - two.weights.trained, bucket):
+                few, units = self._stage(two), (layers.number - layers.first) / layers.period
+                return lines(few, self._stage(three), few, units - 2), three.run
+        only = self._only(spec, rows, None)
+        return self._stage(only), only.run
 
     def _only(self, spec: Mapping[str, Any], rows: int, units: int | None) -> Rank:
         return self.runs.ranks(spec, rows, units, self.sequence, (0,))[0]

@@ -1,4 +1,4 @@
-"""The search: tier one ranks all choices by arithmetic (shardc.plan.rank), tier two prices the best two dozen by dry
+"""The search: tier one ranks all choices by arithmetic (shardc.plan.rank), tier two prices the best by dry
 runs of their own (shardc.plan.price).
 
 A split is a way to divide a layer: (tp, ep, cp, what is recomputed). Tier one climbs: it runs a block of a few splits,
@@ -35,7 +35,6 @@ from shardc.plan.space import (
     tensor_widths,
 )
 from shardc.plan.stage import Vector
-from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
 
 #: How many blocks a climb runs at most.
@@ -44,9 +43,7 @@ BLOCKS = 24
 EXPERTS = 8
 #: How many choices tier two prices, and how many that differ only in ZeRO and schedule: their first prices are off in
 #: the same way.
-PRICED, ALIKE = 24, 4
-#: From how many dry runs of their own; twice as many where nothing fits.
-DRY_RUNS = 6
+PRICED, ALIKE = 24, 6
 #: Where one fits, others are priced whose first price is at most so many times its price.
 SLOWER = 1.12
 #: What needs so many times the memory at first is not priced.
@@ -207,8 +204,7 @@ class Search:
         """
         prices: dict[Choice, Priced] = {}
         off: dict[Core, tuple[float, float]] = {}
-        dry_runs, families = set[object](), Counter[object]()
-        alike = ALIKE if self.library.facts.layers else ALIKE // 2  # each needs a dry run of its own
+        families = Counter[object]()
         best, rest, room = math.inf, list(ranked), self.memory - self.library.device.outside_bytes(0)
 
         def key(x: tuple[Choice, Rough]) -> tuple[bool, float]:
@@ -219,12 +215,11 @@ class Search:
         while rest and len(prices) < PRICED:
             c, rough = one = min(rest, key=key)
             rest.remove(one)
-            family, run = (c.core, c.pp, c.dp, c.rows), self._dry_run(c)
-            full = len(dry_runs) >= (DRY_RUNS if best < math.inf else 2 * DRY_RUNS)
-            if families[family] >= alike or (run not in dry_runs and full):
+            family = c.core, c.pp, c.dp, c.rows
+            if families[family] == ALIKE or (prices and rough.peak > FAR * self.memory):
                 continue
-            if key(one) > (False, SLOWER * best) or (prices and rough.peak > FAR * self.memory):
-                continue
+            if best < math.inf and key(one) > (False, SLOWER * best):
+                break
             families[family] += 1
             self.on(str(c), len(prices), PRICED)
             try:
@@ -232,7 +227,6 @@ class Search:
             except ShardcError as e:
                 self.refused[str(c)] = e
                 continue
-            dry_runs.add(run)
             off[c.core] = found.step_seconds / rough.seconds, found.needs / self.memory * room / max(rough.peak, 1.0)
             best = min(best, found.step_seconds if found.needs <= self.memory else math.inf)
         self._vary(prices)
@@ -258,17 +252,6 @@ class Search:
                 prices[other] = self.exact(other)
             except ShardcError as e:
                 self.refused[str(other)] = e
-
-    def _dry_run(self, c: Choice) -> object:
-        """A key that is equal for choices priced from the same dry run: of a model of layers, for any schedule and
-        stages.
-        """
-        whole = (
-            (c.pp, c.schedule, c.per_rank)
-            if self.library.facts.layers is None
-            else (SCHEDULES[c.schedule].splits_backward, c.pp == 1)
-        )
-        return c.core, c.dp, c.outer, c.over_experts, c.zero, c.kept, c.offload, c.rows, min(c.microbatches, 3), whole
 
 
 class _Found(NamedTuple):

@@ -71,10 +71,9 @@ class Core(NamedTuple):
 class Choice:
     """One way to train. rows: of a microbatch, on one rank. per_rank: stages on each rank of a pipeline.
 
-    outer: of the dp ranks, so many groups are replicas of each other, and ZeRO shards inside of one. kept: at ZeRO 3,
-    parameters stay whole over a step. over_experts: what is not experts' is sharded over the ranks that experts are
-    spread over, and replicated over dp; experts over dp. inside: neighbours in the pipeline share nodes, in place of
-    those in dp. encoder_rows: an encoder splits its rows over tp, too. compiled: element-wise work of layers is.
+    outer: of the dp ranks, so many groups are replicas of each other, and ZeRO shards inside of one. over_experts: what
+    is not experts' is sharded over the ranks that experts are spread over, and replicated over dp; experts over dp.
+    encoder_rows: an encoder splits its rows over tp, too. compiled: element-wise work of layers is.
     """
 
     pp: int = 1
@@ -90,9 +89,7 @@ class Choice:
     rows: int = 1
     microbatches: int = 1
     outer: int = 1
-    kept: bool = False
     over_experts: bool = False
-    inside: bool = False
     offload: Offload = ""
     encoder_rows: bool = False
     compiled: bool = False
@@ -100,9 +97,7 @@ class Choice:
     @property
     def mesh(self) -> dict[str, int]:
         data = {"dp_outer": self.outer, "dp": self.dp // self.outer, "cp": self.cp, "ep": self.ep}
-        stages = {"pp": self.pp}
-        sizes = {**data, **stages, "tp": self.tp} if self.inside else {**stages, **data, "tp": self.tp}
-        return {a: n for a, n in sizes.items() if n > 1} or {"dp": 1}
+        return {a: n for a, n in {"pp": self.pp, **data, "tp": self.tp}.items() if n > 1} or {"dp": 1}
 
     @property
     def batch(self) -> int:
@@ -128,7 +123,7 @@ class Choice:
             axis: Any = ["dp_outer", "dp"] if self.outer > 1 else self.sharding
             if self.over_experts and self.dp > 1:
                 axis = ["dp", "ep"]
-            section = {"axis": axis, "zero": self.zero, **({"keep": True} if self.kept else {})}
+            section = {"axis": axis, "zero": self.zero}
         return section | ({"offload": OFFLOADS[self.offload]} if self.offload else {})
 
     @property
@@ -146,7 +141,7 @@ class Choice:
         said = [f"{a}={n}" for a, n in self.mesh.items()]
         said += ["sp"] if self.sequence_parallel else []
         over = " over ep" if self.over_experts else ""
-        said += [f"zero {self.zero}{over}{', kept' if self.kept else ''}"] if self.sharded > 1 else []
+        said += [f"zero {self.zero}{over}"] if self.sharded > 1 else []
         said += [f"offload {self.offload}"] if self.offload else []
         said += [self.schedule + (f" ×{self.per_rank}" if self.per_rank > 1 else "")] if self.pp > 1 else []
         said += ["encoder's rows over tp"] if self.encoder_rows else []
@@ -273,34 +268,20 @@ def choices(
                 if each // rows > most or (rows > 1 and pp > 1 and each // rows < pp and each // pp > 0):
                     continue  # too many, or too few to fill the pipeline, as fewer rows would
                 sized = _with(base, rows=rows, microbatches=each // rows)
-                for one in placed(sized, node):
-                    for sharded in sharding(one, node):
-                        yield from scheduled(sharded, layers)
-
-
-def placed(c: Choice, node: int) -> Iterator[Choice]:
-    """With stages in different nodes; and inside of nodes, where then other ranks are in different ones."""
-    yield c
-    neighbours = c.tp * c.cp * c.ep
-    if c.pp > 1 and c.dp > 1 and neighbours < node < neighbours * c.pp * c.dp:
-        yield _with(c, inside=True)
+                for sharded in sharding(sized, node):
+                    yield from scheduled(sharded, layers)
 
 
 def sharding(c: Choice, node: int) -> Iterator[Choice]:
     """With every level of ZeRO: over all ranks of the data's axis, over those in a node where there are more, and over
     the ranks that experts are spread over.
     """
+    near = node // (c.tp * c.cp * c.ep)
+    replicas = [c.dp // near] if 1 < near < c.dp and c.dp % near == 0 else []
     for zero in range(4) if c.sharded > 1 else (0,):
-        one = _with(c, zero=zero)
-        near = node // (c.tp * c.cp * c.ep * (c.pp if c.inside else 1))
-        for outer in (1, *([c.dp // near] if zero and 1 < near < c.dp and c.dp % near == 0 else [])):
-            yield _with(one, outer=outer)
-            if zero == 3 and c.microbatches > 1:
-                yield _with(one, outer=outer, kept=True)
+        yield from (_with(c, zero=zero, outer=outer) for outer in (1, *(replicas if zero else ())))
     for zero in range(1, 4) if c.ep > 1 else ():
         yield _with(c, zero=zero, over_experts=True)
-        if zero == 3 and c.microbatches > 1:
-            yield _with(c, zero=zero, over_experts=True, kept=True)
 
 
 def scheduled(c: Choice, layers: int) -> Iterator[Choice]:

@@ -143,7 +143,7 @@ def blocks() -> Plan:
         Choice(pp=2, dp=2, zero=3, rows=2, microbatches=4, schedule="interleaved", per_rank=2, checkpoint="selective"),
         Choice(pp=2, tp=2, rows=4, microbatches=4, schedule="zb-v", per_rank=2),
         Choice(cp=2, tp=2, zero=3, rows=4, microbatches=4, sequence_parallel=True, checkpoint="full"),
-        Choice(pp=2, dp=4, outer=2, zero=3, kept=True, rows=1, microbatches=4, schedule="1f1b"),
+        Choice(pp=2, dp=4, outer=2, zero=3, rows=1, microbatches=4, schedule="1f1b"),
     ],
     ids=str,
 )
@@ -155,9 +155,8 @@ def test_a_price_from_few_layers_is_that_of_the_whole_program(c: Choice) -> None
     asked = spec(c, q.facts, found.counts if c.pp > 1 else ())
     model, _ = stack()
     whole = shardc.compile(model, q.subject.example(c.batch), asked, prove=False).cost(H100)
-    # `keep` over replicas in a pipeline: 6 % too fast here, not explained yet. Interleaved: 4 % too slow where the host
-    # takes no time, and 7 % here, where what is computed again waits for it
-    near = 0.08 if c.kept or c.schedule == "interleaved" else 0.05
+    # interleaved: 4 % too slow where the host takes no time, and 7 % here, where what is computed again waits for it
+    near = 0.08 if c.schedule == "interleaved" else 0.05
     assert found.step_seconds == pytest.approx(whole.step_seconds, rel=near)
     assert found.peak == pytest.approx(whole.memory.peak, rel=0.05)
     assert sum(found.spent.values()) == pytest.approx(found.step_seconds, rel=1e-6)
@@ -167,7 +166,7 @@ def test_a_price_from_few_layers_is_that_of_the_whole_program(c: Choice) -> None
     "c",
     [
         Choice(pp=2, dp=2, zero=2, rows=2, microbatches=4, schedule="interleaved", per_rank=3),
-        Choice(pp=2, dp=2, zero=3, kept=True, rows=2, microbatches=4, schedule="gpipe"),
+        Choice(pp=2, dp=2, zero=1, rows=2, microbatches=4, schedule="gpipe"),
         Choice(pp=2, rows=2, microbatches=1, schedule="interleaved", per_rank=2),
         Choice(pp=2, dp=2, zero=1, rows=2, microbatches=1, schedule="1f1b"),
     ],
@@ -225,7 +224,7 @@ def large() -> Planner:
     [
         Choice(dp=2, rows=2, microbatches=2),
         Choice(dp=8, zero=1, rows=2, microbatches=1, checkpoint="full"),
-        Choice(dp=2, zero=3, kept=True, rows=2, microbatches=4),
+        Choice(dp=2, zero=3, rows=2, microbatches=4),
         Choice(pp=2, dp=2, zero=1, rows=1, microbatches=8, schedule="zb-h1"),
         Choice(pp=4, dp=2, zero=3, rows=1, microbatches=8, schedule="1f1b", checkpoint="full"),
     ],
@@ -262,16 +261,19 @@ def test_a_pipeline_inside_of_nodes_sends_gradients_between_them() -> None:
     q, pairs = stacked(), H100.model_copy(update={"node": 2})
     library = q.library.on(pairs)
     c = Choice(pp=2, dp=2, rows=2, microbatches=4)
-    for inside in (False, True):
-        found = price(library, Spec.load(spec(replace(c, inside=inside), q.facts)), c.batch)
-        asked = spec(replace(c, inside=inside), q.facts, found.counts)
-        assert list(asked["mesh"]) == (["dp", "pp"] if inside else ["pp", "dp"])
+
+    def placed(axes: tuple[str, ...], counts: tuple[int, ...] = ()) -> dict[str, Any]:
+        return {**spec(c, q.facts, counts), "mesh": dict.fromkeys(axes, 2)}
+
+    for axes in (("pp", "dp"), ("dp", "pp")):
+        found = price(library, Spec.load(placed(axes)), c.batch)
+        asked = placed(axes, found.counts)
         model, _ = stack()
         whole = shardc.compile(model, q.subject.example(c.batch), asked, prove=False).cost(pairs)
         assert found.step_seconds == pytest.approx(whole.step_seconds, rel=0.05)
     slow = pairs.model_copy(update={"between": Link(bandwidth=1e7, latency=1e-5)})
     apart, inside = (
-        price(q.library.on(slow), Spec.load(spec(replace(c, inside=x), q.facts)), c.batch) for x in (False, True)
+        price(q.library.on(slow), Spec.load(placed(axes)), c.batch) for axes in (("pp", "dp"), ("dp", "pp"))
     )
     assert inside.spent["dp"] > 2 * apart.spent["dp"]
     assert inside.spent["pp"] + inside.spent["bubble"] < apart.spent["pp"] + apart.spent["bubble"]

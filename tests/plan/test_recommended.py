@@ -97,7 +97,7 @@ def test_a_higher_zero_takes_no_more_memory(pytestconfig: pytest.Config) -> None
     for number in numbers(pytestconfig, 2):
         r, model, on, devices, batch = drawn(number)
         plans = planner(model, on)
-        c = next(c for c in some(plans, r, max(devices, 2), batch) if not c.kept and not c.over_experts)
+        c = next(c for c in some(plans, r, max(devices, 2), batch) if not c.over_experts)
         if c.dp == 1:
             continue
         plain = exact(plans, replace(c, zero=0, outer=1))  # whose layers on each stage all have: others wait elsewhere
@@ -117,7 +117,7 @@ def test_layers_of_stages_that_wait_for_gathers() -> None:
     r, model, on, devices, batch = drawn(72)
     plans = planner(model, on)
     c = next(c for c in some(plans, r, devices, batch) if c.pp == 2 and c.dp == 2 and c.per_rank == 1)
-    c = replace(c, zero=3, kept=False, outer=1, over_experts=False)
+    c = replace(c, zero=3, outer=1, over_experts=False)
     own, even = exact(plans, c), exact(plans, c, counts=(4, 4))
     assert own is not None
     assert even is not None
