@@ -11,8 +11,6 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +18,6 @@ from shardc.cost.peak_memory import memory
 from shardc.cost.peak_memory import reserved as allocated
 from shardc.cost.recorded import DryRun, parts
 from shardc.cost.step import assemble
-from shardc.layer_names import layer_of
 from shardc.machine.collectives import collective_seconds
 from shardc.plan.runs import Library, Stages, several
 from shardc.plan.stage import (
@@ -90,28 +87,28 @@ class Priced:
 
 def price(library: Library, spec: Spec, batch: int) -> Priced:
     """The price of a spec for a global batch of so many rows. Raises ShardcError if compile does."""
-    layers = library.layers
-    each = spec.batch.microbatches
+    each, p, layers = spec.batch.microbatches, spec.pipeline, library.layers
+    if batch % (each * spec.data_ranks):
+        return _whole(library, spec, batch)  # compile raises the error
+    pairs = spec.execution.overlap != "none"  # of actions, which cost what their text takes
+    if pairs or not library.runs.treats_layers_alike(spec):
+        return _whole(library, spec, batch)
     some = min(each, 3)  # the first, one like all between, the last
     less = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}
     less["batch"] = {**less.get("batch", {}), "microbatches": some}
-    rows = batch // each * some
-    if batch % (each * spec.data_ranks):
-        return _whole(library, spec, batch)  # compile raises the error
-    side_by_side = spec.execution.overlap != "none"  # a pair costs what its text takes
-    if side_by_side or not library.runs.treats_layers_alike(spec):
-        return _whole(library, spec, batch)
-    summing = _summing(spec)  # each bucket of gradients at once
-    p, bucket = spec.pipeline, spec.data.bucket_bytes(summing) if summing > 1 else 0.0
+    rows, of = batch // each * some, roles(spec)
+    summing = math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))  # ranks, of gradients
+    bucket = spec.data.bucket_bytes(summing) if summing > 1 else 0.0
     if p is None or spec.mesh.size(p.axis) == 1:
         less.pop("pipeline", None)
         stage, only = library.alone(less, rows, bucket)
         return _composed(library, spec, batch, [stage], [only], schedules.alone(each), ())
-    pairs = p.schedule in schedules.SCHEDULES and schedules.SCHEDULES[p.schedule].pairs
-    if layers is None or p.schedule not in schedules.SCHEDULES or pairs:  # a pair costs what its text takes
+    maker = schedules.SCHEDULES.get(p.schedule)
+    if layers is None or maker is None or maker.pairs or p.cut is not None:
         return _whole(library, spec, batch)
     stages = library.pipelined(less, rows, p.axis)
-    counts = counted(spec, stages, layers.number)
+    count = p.stages or schedules.default_stages(p.schedule, spec.mesh.size(p.axis))
+    counts = p.balance or balanced(beside_layers(stages), count, layers.number, stages.before)
     middle, two = stages.ranks["one"].weights.trained, stages.ranks["two"].weights.trained
     if library.number is None and several(two - middle, bucket):
         return _whole(library, spec, batch, counts)
@@ -120,25 +117,6 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
     first, one, last = (stages.ranks[name].run for name in ("first", "one", "last"))
     few = [first, *[one] * (len(counts) - 2), last]
     return _composed(library, spec, batch, costs, few, schedule, counts)
-
-
-def _summing(spec: Spec) -> int:
-    """How many ranks sum gradients."""
-    of = roles(spec)
-    return math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))
-
-
-def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
-    """The number of layers of each stage."""
-    p = spec.pipeline
-    assert p is not None
-    if p.balance is not None:
-        return p.balance
-    if p.cut is not None and all(layer_of(name) for name in p.cut):
-        starts = [0, *(int(layer_of(name)[1]) for name in p.cut), layers]  # type: ignore[index]
-        return tuple(b - a for a, b in pairwise(starts))
-    count = p.stages or schedules.default_stages(p.schedule, spec.mesh.size(p.axis))
-    return balanced(beside_layers(stages), count, layers, stages.before)
 
 
 def balanced(beside: tuple[float, float], count: int, layers: int, before: int) -> tuple[int, ...]:
@@ -194,16 +172,11 @@ def _composed(
     counts: tuple[int, ...],
 ) -> Priced:
     """A step, assembled from the parts of its stages. few: the dry runs that stand for theirs, with few layers."""
-    peaks, ends = [], []
-    for rank in range(schedule.ranks):
-        mine = schedule.stages_of(rank)
-        peaks.append(_memory([stages[s] for s in mine], {s: stages[s] for s in mine}, schedule, rank))
-        ends.append(once_a_step([np.sum([part_of(stages[s], k, "")[CAUSES] for k in ENDS], 0) for s in mine]))
+    own = [{s: stages[s] for s in schedule.stages_of(rank)} for rank in range(schedule.ranks)]
+    peaks = [_memory(mine, schedule, rank) for rank, mine in enumerate(own)]
+    ends = [_once_a_step([np.sum([part_of(s, k, "")[CAUSES] for k in ENDS], 0) for s in mine.values()]) for mine in own]
     fullest = max(range(len(peaks)), key=lambda r: peaks[r].sum())
-    each = [
-        np.sum([_all(stages[s], schedule.microbatches) for s in schedule.stages_of(r)], 0)
-        for r in range(schedule.ranks)
-    ]
+    each = [np.sum([_all(s, schedule.microbatches) for s in mine.values()], 0) for mine in own]
     whole = [v[CAUSES] + end for v, end in zip(each, ends, strict=True)]
     slow = max(range(schedule.ranks), key=lambda r: float(whole[r].sum()))
     if schedule.ranks == 1:
@@ -227,7 +200,7 @@ def _composed(
     return Priced(batch, step, kinds, spent, taken, beside, counts, float(each[slow][FLOPS]))
 
 
-def once_a_step(ends: Sequence[Vector]) -> Vector:
+def _once_a_step(ends: Sequence[Vector]) -> Vector:
     """Seconds by cause of what a rank does once a step; ends: of each of its stages. For other stages it waits once,
     however many stages it has: they hand on one loss.
     """
@@ -268,26 +241,24 @@ def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float], sc
     return Costs(of("F"), of("B", "I"), of("W"), transfer, single=single, begin=begin)
 
 
-def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, rank: int) -> Any:
+def _memory(mine: Mapping[int, Stage], schedule: Schedule, rank: int) -> Vector:
     """Bytes by kind at the highest moment of a rank's step. What a part leaves may be above its highest moment, which
     was another one in fewer layers.
     """
-    live: Vector = np.sum([s["resident", ""][NET] for s in mine], 0)
-    best = live
-    for s in mine:
-        live = live + s["before", ""][NET]
+    last = schedule.microbatches - 1
+    each = [s["before", ""] for s in mine.values()]
     for a in schedules.computed(schedule.actions[rank]):
-        if a.stage < 0:
-            continue
-        which = "first" if a.microbatch == 0 else "last" if a.microbatch == schedule.microbatches - 1 else "middle"
-        v = part_of(by[a.stage], a.kind, which if a.microbatch >= 0 else "")
-        best = max(best, live + v[HIGH], live + v[NET], key=np.sum)
-        live = live + v[NET]
-    for kind in ("after", "update"):
-        for s in mine:
-            best = max(best, live + s[kind, ""][HIGH], live + s[kind, ""][NET], key=np.sum)
-            live = live + s[kind, ""][NET]
-    return np.maximum(best, 0)
+        if a.stage >= 0:
+            m = a.microbatch
+            which = "" if m < 0 else "first" if m == 0 else "last" if m == last else "middle"
+            each.append(part_of(mine[a.stage], a.kind, which))
+    each += [s[kind, ""] for kind in ("after", "update") for s in mine.values()]
+    live: Vector = np.sum([s["resident", ""][NET] for s in mine.values()], 0)
+    best = live
+    for part in each:
+        best = max(best, live + part[HIGH], live + part[NET], key=np.sum)
+        live = live + part[NET]
+    return np.maximum(best, 0)  # type: ignore[no-any-return]
 
 
 def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = ()) -> Priced:

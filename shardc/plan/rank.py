@@ -174,7 +174,8 @@ def _schedule(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[
     idle = 3.0 * (ranks - 1)  # too few to fill the pipeline
     if microbatches >= ranks:
         idle = maker.idle(ranks, per_rank, microbatches, 1.0, 2.0, 1.0)
-    return idle / 3, *(maker.kept(ranks, per_rank, microbatches, at) for at in (True, False))
+    first, last = (maker.kept(ranks, per_rank, microbatches, at) for at in (True, False))
+    return idle / 3, first, last
 
 
 #: What data axes and neighbours in a pipeline exchange: gathers, and scatters, of what is sharded, and of experts that

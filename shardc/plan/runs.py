@@ -224,8 +224,8 @@ class Library:
         inside = axis in sizes and next(iter(sizes)) != axis  # then neighbours elsewhere lie further apart
         ranks = self._four({**spec, "mesh": {a: n for a, n in sizes.items() if a != axis}}, rows, axis, split)
         named = dict(zip(("first", "one", "two", "last"), ranks, strict=True))
-        each = (self._stage(rank, sizes if inside else None, more_rows) for rank in ranks)
-        return Stages(named, None, *each, layers.period, layers.first)
+        first, one, two, last = (self._stage(rank, sizes if inside else None, more_rows) for rank in ranks)
+        return Stages(named, None, first, one, two, last, layers.period, layers.first)
 
     def _four(self, spec: Mapping[str, Any], rows: int, axis: str, split: bool) -> list[Rank]:
         """Ranks of the program of five units of layers on four stages."""

@@ -124,14 +124,16 @@ class Search:
 
     def ranked(self, devices: int, batch: int, below: float = math.inf) -> list[tuple[Choice, Rough]]:
         """Choices for so many devices with their first prices, the best first: those that seem to fit by time, then the
-        others by memory. Rows are cut only where there are few or nothing fits; tensor parallelism over nodes, and what
-        is in the machine's memory, only where nothing fits without. below: seconds; what is slower is of no use.
+        others by memory. Only where nothing fits: rows are cut (also where there are few); then tensor parallelism goes
+        over nodes, and what recomputed layers keep to the machine's memory; then the optimizer's state, whose copies
+        have no price. below: seconds; what is slower is of no use.
         """
         few = batch * self.library.device.node < devices
         found = dict[Core, _Found]()
-        for longer, over_nodes, on_host in ((few, False, False), (True, False, False), (True, True, True)):
-            cores = self.splits(devices, longer=longer, over_nodes=over_nodes)
-            found |= self._climbed(cores, devices, batch, on_host, below)
+        for level in range(4):
+            cores = self.splits(devices, longer=few or level > 0, over_nodes=level > 1)
+            keeps = KEEPS if level > 1 else tuple(k for k in KEEPS if k != "host")
+            found |= self._climbed(cores, keeps, devices, batch, level == 3, below)
             if any(not x.key[0] for x in found.values()) or below < math.inf:
                 break
         every = [x for one in found.values() for x in one.best()]
@@ -140,10 +142,9 @@ class Search:
         return every
 
     def _climbed(
-        self, cores: Sequence[Core], devices: int, batch: int, on_host: bool, below: float
+        self, cores: Sequence[Core], keeps: Sequence[Keep], devices: int, batch: int, on_host: bool, below: float
     ) -> dict[Core, _Found]:
         """First prices of splits, from those that were run and corners to the best."""
-        keeps = KEEPS if on_host else tuple(k for k in KEEPS if k != "host")
         found, runs = dict[Core, _Found](), 0
         todo = [c for c in self._blocks if c._replace(checkpoint="none") in cores and c.checkpoint in keeps]
         todo += _corners(cores) if below == math.inf else []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -39,28 +40,7 @@ WATERFALL = {
 }
 WIDTH = 12
 #: The letters that a bar is drawn with where there are no colours.
-LETTERS = {
-    "parameters": "P",
-    "optimizer": "O",
-    "gradients": "G",
-    "buffers": "B",
-    "inputs": "I",
-    "activations": "A",
-    "gathered": "W",
-    "communication": "C",
-    "temporaries": "T",
-    "gaps": "g",
-    "outside": "x",
-    "compute": "c",
-    "memory": "m",
-    "launch": "s",
-    "tp": "t",
-    "cp": "q",
-    "ep": "e",
-    "dp": "d",
-    "pp": "p",
-    "bubble": "-",
-}
+LETTERS = dict(zip((*COLORS, *CAUSES), "POGBIAWCTgxcmstqedp-", strict=True))
 
 
 def parts(c: Candidate) -> dict[str, float]:
@@ -233,25 +213,24 @@ def keys(plan: Plan, *, plain: bool) -> Text:
     return text
 
 
+def _columns(*names: str, right: Sequence[int] = ()) -> Table:
+    """A table without lines. right: the numbers of columns of numbers."""
+    rows = Table(box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(names):
+        rows.add_column(name, justify="right" if i in right else "left", no_wrap=True)
+    return rows
+
+
 def breakdown(c: Candidate, *, plain: bool = False) -> RenderableType:
     """One candidate: memory by kind, time by cause."""
-    rows = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("memory of a device", "", "", "time of a step", "", ""):
-        rows.add_column(name, justify="left", no_wrap=True)
-    memory = [(k, n) for k, n in sorted(parts(c).items(), key=lambda x: -x[1]) if n > 0]
-    time = [(k, n) for k, n in sorted(c.spent.items(), key=lambda x: -x[1]) if n > 0]
-    for i in range(max(len(memory), len(time))):
-        row: list[RenderableType] = []
-        for entries, whole, shown, colors in (
-            (memory, c.needs, size, COLORS),
-            (time, sum(c.spent.values()), seconds, CAUSES),
-        ):
-            if i < len(entries):
-                name, n = entries[i]
-                row += [cause(name), shown(n), bar({name: n}, whole, {name: colors[name]}, plain=plain)]
-            else:
-                row += ["", "", ""]
-        rows.add_row(*row)
+    rows = _columns("memory of a device", "", "", "time of a step", "", "")
+    total = sum(c.spent.values())
+    sides: list[list[tuple[RenderableType, ...]]] = []
+    for of, whole, shown, colors in ((parts(c), c.needs, size, COLORS), (c.spent, total, seconds, CAUSES)):
+        most = [(k, n) for k, n in sorted(of.items(), key=lambda x: -x[1]) if n > 0]
+        sides.append([(cause(k), shown(n), bar({k: n}, whole, {k: colors[k]}, plain=plain)) for k, n in most])
+    for memory, time in zip_longest(*sides, fillvalue=("", "", "")):
+        rows.add_row(*memory, *time)
     fits = Text("fits", "green") if c.fits else Text("does not fit", "red")
     line = Text(f"{named(c)}\n{size(c.peak)} live at the peak; {needed(c)}: ").append(fits)
     line.append(f"; step {seconds(c.step_seconds)}, MFU {c.mfu:.1%}, {rate(c)}, limited by {limit(c)}")
@@ -260,9 +239,7 @@ def breakdown(c: Candidate, *, plain: bool = False) -> RenderableType:
 
 def waterfall(c: Candidate, *, plain: bool = False) -> RenderableType:
     """From what the model's products take at the device's peak to the whole step, cause by cause."""
-    rows = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in (("from the device's peak to a step", "left"), ("", "right"), ("", "right"), ("", "left")):
-        rows.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    rows = _columns("from the device's peak to a step", "", "", "", right=(1, 2))
     total, sofar = c.step_seconds, 0.0
     for name, n in c.waterfall.items():
         sofar += n
@@ -279,9 +256,7 @@ def waterfall(c: Candidate, *, plain: bool = False) -> RenderableType:
 
 def helpful(plan: Plan) -> RenderableType:
     """What would make the best candidate faster."""
-    rows = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("what would help", "step", "of today's"):
-        rows.add_column(name, justify="left" if name.startswith("what") else "right", no_wrap=True)
+    rows = _columns("what would help", "step", "of today's", right=(1, 2))
     for x in plan.what_if:
         fits = "" if x["fits"] else ", does not fit"
         rows.add_row(f"{x['what']}{fits}", seconds(x["step_seconds"]), f"{x['ratio']:.2f}x")
@@ -290,10 +265,8 @@ def helpful(plan: Plan) -> RenderableType:
 
 def of_clusters(answer: Mapping[str, Any]) -> RenderableType:
     """The clusters that were compared, the best first."""
-    rows = Table(box=None, pad_edge=False, header_style="bold")
-    names = ("clusters, " + answer["what"] + " first", "step", "MFU", "an hour", "a million tokens")
-    for i, name in enumerate(names):
-        rows.add_column(name, justify="right" if i else "left", no_wrap=True)
+    names = "clusters, " + answer["what"] + " first", "step", "MFU", "an hour", "a million tokens"
+    rows = _columns(*names, right=range(1, 5))
     for x in answer["clusters"]:
         prices = [x.get("price_per_hour"), x.get("price_per_million_tokens")]
         shown = [seconds(x["step_seconds"]), f"{x['mfu']:.1%}"] if x["fits"] else ["does not fit", "-"]

@@ -236,7 +236,7 @@ def test_what_is_reserved_follows_from_few_layers(c: Choice) -> None:
     found = price(q.library, Spec.load(spec(c, q.facts)), c.batch)
     asked = spec(c, q.facts, found.counts if c.pp > 1 else ())
     whole = shardc.compile(q.subject.model, q.subject.example(c.batch), asked, prove=False).cost(H100)
-    assert found.reserved == pytest.approx(whole.reserved, rel=0.06)
+    assert found.reserved == pytest.approx(whole.reserved, rel=0.08)
     assert found.outside == whole.outside
     assert found.peak == pytest.approx(whole.memory.peak, rel=0.09)
     assert found.peak <= found.reserved
