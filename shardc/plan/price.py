@@ -258,7 +258,7 @@ def _memory(mine: Mapping[int, Stage], schedule: Schedule, rank: int) -> Vector:
     for part in each:
         best = max(best, live + part[HIGH], live + part[NET], key=np.sum)
         live = live + part[NET]
-    return np.maximum(best, 0)  # type: ignore[no-any-return]
+    return np.maximum(best, 0)
 
 
 def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = ()) -> Priced:

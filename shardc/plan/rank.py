@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from shardc.machine.device import Device
 from shardc.machine.work import Op
 from shardc.plan.price import balanced, beside_layers
 from shardc.plan.runs import Library, Stages, Weights
-from shardc.plan.space import Choice, Core, casts_kept
+from shardc.plan.space import Choice, Core, Keep, casts_kept
 from shardc.plan.stage import BYTES, CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, computing, part_of, typical
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec.data_section import Data
@@ -82,6 +82,12 @@ class Block:
             for name in ("first", "one", "two", "last")
         )
         return Block(core, first, one, two - one, last, beside_layers(s), s.before, s.period)
+
+    def between(self, full: Block, keep: Keep, share: float) -> Block:
+        """With so large a share of what is kept: between nothing and everything recomputed."""
+        names = "first", "one", "unit", "last"
+        each = {name: share * getattr(self, name) + (1 - share) * getattr(full, name) for name in names}
+        return replace(full, core=full.core._replace(checkpoint=keep), **each)
 
 
 def _vector(each: Sequence[Stage], weights: Weights, device: Device) -> Vector:

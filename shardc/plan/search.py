@@ -113,14 +113,20 @@ class Search:
             name = name if core.checkpoint == "none" else f"{name}, recompute {core.checkpoint}"
             self.on(f"one block at {name}", 0, 0)
             try:
-                each = [self.library.block(core, rows) for rows in ROWS]
-                self._blocks[core] = Block.of(core, each, self.library.device)
+                self._blocks[core] = self._run(core)
                 self.refused.pop(name, None)
             except ShardcError as e:
                 self.refused[name] = e
                 plain = core._replace(sequence_parallel=False)
                 self._blocks[core] = self.block(plain) if plain != core else None
         return self._blocks[core]
+
+    def _run(self, core: Core) -> Block | None:
+        share = (CHECKPOINTS[core.checkpoint] or {}).get("budget")
+        if share is None:
+            return Block.of(core, [self.library.block(core, rows) for rows in ROWS], self.library.device)
+        full, none = (self.block(core._replace(checkpoint=keep)) for keep in ("full", "none"))
+        return full and none and none.between(full, core.checkpoint, share)
 
     def ranked(self, devices: int, batch: int, below: float = math.inf) -> list[tuple[Choice, Rough]]:
         """Choices for so many devices with their first prices, the best first: those that seem to fit by time, then the
@@ -145,23 +151,31 @@ class Search:
         self, cores: Sequence[Core], keeps: Sequence[Keep], devices: int, batch: int, on_host: bool, below: float
     ) -> dict[Core, _Found]:
         """First prices of splits, from those that were run and corners to the best."""
-        found, runs = dict[Core, _Found](), 0
-        todo = [c for c in self._blocks if c._replace(checkpoint="none") in cores and c.checkpoint in keeps]
-        todo += _corners(cores) if below == math.inf else []
-        tried = set[Core]()
-        while todo:
-            tried |= {*todo}
-            for core in todo:
-                runs += core not in self._blocks
+        found, tried, before = dict[Core, _Found](), set[Core](), len(self._blocks)
+
+        def visit(some: Sequence[Core]) -> None:
+            for core in some:
+                tried.add(core)
                 if (one := self._found(core, devices, batch, on_host)) is not None:
                     found[core] = one
-            best = min(found, key=lambda core: found[core].key, default=None)
-            if best is None or runs >= BLOCKS or (below < math.inf and found[best].key > (False, below)):
+
+        def recomputed(core: Core, keeps: Sequence[Keep]) -> list[Core]:
+            """The same with other recomputation, if something does not fit without."""
+            needed = core in found and self.library.facts.regions and (found[core].peaks > self.room).any()
+            return [core._replace(checkpoint=keep) for keep in keeps] if needed else []
+
+        visit([c for c in self._blocks if c._replace(checkpoint="none") in cores and c.checkpoint in keeps])
+        if below == math.inf:
+            visit(corners := _corners(cores))
+            visit([x for core in corners for x in recomputed(core, ["full"])])
+        while found and len(self._blocks) - before < BLOCKS:
+            best = min(found, key=lambda core: found[core].key)
+            if below < math.inf and found[best].key > (False, below):
                 break
-            near = _neighbours(best, cores, tried)
-            if self.library.facts.regions and (found[best].peaks > self.room).any():
-                near += [best._replace(checkpoint=keep) for keep in ("full", *keeps)]
-            todo = [core for core in near if core not in tried][:1]
+            near = [*_neighbours(best, cores, tried), *recomputed(best, keeps)]
+            if (core := next((x for x in near if x not in tried), None)) is None:
+                break
+            visit([core])
         return found
 
     def _found(self, core: Core, devices: int, batch: int, on_host: bool) -> _Found | None:

@@ -13,14 +13,13 @@ from typing import Any, Literal, NamedTuple
 
 from shardc.runtime.schedule import SCHEDULES
 
-Keep = Literal["none", "cheap", "products", "selective", "sent", "half", "quarter", "eighth", "full", "host"]
+Keep = Literal["none", "cheap", "products", "selective", "half", "quarter", "eighth", "full", "host"]
 #: What is recomputed, from nothing to everything, as an entry of `checkpoint:` beside `match`.
 CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
     "none": None,
     "cheap": {"recompute": "cheap"},
     "products": {"recompute": ["elementwise", "norm", "gather", "attention", "matmul"]},
     "selective": {"save": ["linear", "attention", "collective"]},
-    "sent": {"save": ["linear", "attention"]},
     "half": {"budget": 0.5},
     "quarter": {"budget": 0.25},
     "eighth": {"budget": 0.125},
