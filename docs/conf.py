@@ -28,7 +28,7 @@ def _outside(app: Any, name: str, source: list[str]) -> None:
         text = (Path(app.srcdir).parent / OUTSIDE[name]).read_text(encoding="utf-8").replace("](docs/", "](")
         text = re.sub(r"\[([^\]]+)\]\([\w/]+\.py\)", r"`\1`", text)  # source files are not on the site
     for page, file in OUTSIDE.items():
-        text = re.sub(rf"\]\((?:\.\./)?{re.escape(file)}", f"]({page}.md", text)
+        text = re.sub(rf"\]\((?:\.\./)*{re.escape(file)}", f"](/{page}.md", text)
     source[0] = text
 
 

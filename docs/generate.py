@@ -446,14 +446,14 @@ def reshard() -> Blocks:
 
 
 PAGES: dict[str, Callable[[], Blocks]] = {
-    "architecture.md": architecture,
-    "algebra.md": algebra,
-    "experts.md": experts,
-    "field-bugs.md": field_bugs,
-    "joint.md": joint,
-    "proof.md": proof,
-    "reshard.md": reshard,
-    "spec.md": spec,
+    "explanation/architecture.md": architecture,
+    "explanation/algebra.md": algebra,
+    "how-to/experts.md": experts,
+    "explanation/field-bugs.md": field_bugs,
+    "explanation/joint.md": joint,
+    "explanation/proof.md": proof,
+    "how-to/reshard.md": reshard,
+    "reference/spec.md": spec,
 }
 
 

@@ -2,7 +2,7 @@
 
 A document is a file, or up to 4096 bytes of a longer one. Tokens see those of their own document, by a mask of the
 batch's document ids, and their positions begin anew in each. Ordinary PyTorch: nothing here knows of shardc;
-`documents.yaml` splits the rows over two ranks (docs/sequence.md).
+`documents.yaml` splits the rows over two ranks (docs/how-to/sequence.md).
 """
 
 from __future__ import annotations

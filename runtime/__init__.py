@@ -1,21 +1,19 @@
-"""What runs on a rank: a program's ops, the mesh that it communicates over, and the engine that trains with it. Nothing
-here knows the compiler.
+"""Run a program on a rank: its ops, its mesh, and the engine that trains. It imports no compiler.
 
-    ops/         the functions that programs call: conversions between placements, experts, random numbers
-    mesh/        collectives by mesh axis: over torch.distributed, or between threads of one process
-    schedule/    pipeline schedules as data: SCHEDULES, their text, the proof that they end
-    stage/       the graphs of a program's stages, run on one rank: interpreter, outputs, errors of ops
-    checks/      what an engine and a module check of the user's code, beside their step
-    step/        one rank's training step: engine, module, loss scaling
-    compiled/    pieces of graphs of a step as compiled code
-    matrices/    optimizers that need whole matrices, each of which has an owner
-    zero/        buckets of parameters: what ZeRO shards, how gradients are summed
-    offload/     what is kept outside of the device
-    reshard/     from one plan to another in memory
-    state/       weights in, checkpoints in and out
-    generate/    tokens, one after the other
-    data/        a loader that reads this rank's part of each global batch
-    rng          random numbers that are the same on every mesh; random_draws: torch's random ops by means of
-                 them
-    launch       one process for every rank on this machine; first_failed: whose error it shows
+ops/         the functions that programs call: conversions between placements, experts, random numbers
+mesh/        collectives by mesh axis: over torch.distributed, or between threads of one process
+schedule/    pipeline schedules as data: SCHEDULES, their text, the proof that they end
+stage/       the graphs of a program's stages, run on one rank: interpreter, outputs, errors of ops
+checks/      what an engine and a module check of the user's code, beside their step
+step/        one rank's training step: engine, module, loss scaling
+compiled/    pieces of step graphs as compiled code
+matrices/    optimizers that need whole matrices, each of which has an owner
+zero/        buckets of parameters: what ZeRO shards, how gradients are summed
+offload/     tensors that are kept outside of the device
+reshard/     from one plan to another in memory
+state/       weights in, checkpoints in and out
+generate/    tokens, one after the other
+data/        a loader that reads this rank's part of each global batch
+rng          random numbers that are the same on every mesh; random_draws: torch's random ops with them
+launch       one process for every rank on this machine; first_failed: the rank whose error is shown
 """

@@ -1,5 +1,7 @@
-"""Which of the ranks that `shardc run` started on this machine failed first: its error is the one that is shown. (Under
-torchrun and Slurm: shardc.cli.same_error_once; as an exception of the others: shardc.runtime.mesh.failed_rank.)"""
+"""Find the rank started by `shardc run` on this machine that failed first: its error is shown.
+
+(Under torchrun and Slurm: shardc.cli.same_error_once; as an exception on other ranks: mesh.failed_rank.)
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,16 @@ from collections.abc import Callable
 
 POLL = 0.05  # seconds between looks at the ranks
 _LAST = 5  # lines at the end of an error that name its kind; notes come after it
-# seconds in which ranks may still fail because another one did; then, in which a SIGTERM is heeded
+# seconds for ranks to fail because another one did; then, for ranks to end after SIGTERM
 GRACE = 1.0
 #: Exit status of a rank that ended because another one failed, or does not answer.
 GAVE_UP = 75
 
 
 def first_failed(ranks: list[subprocess.Popen[bytes]], said: Callable[[int], str], failed: list[int]) -> int:
-    """The rank that failed first. Ranks that died of a signal have nothing to say but come before those that lost their
-    peer. said: by rank, its last words.
+    """Return the rank that failed first. said: returns the last words of a rank.
+
+    Ranks killed by a signal have no words, but come before ranks that lost their peer.
     """
     killed = [r for r in failed if ranks[r].returncode < 0]
     if killed:
@@ -35,7 +38,7 @@ def first_failed(ranks: list[subprocess.Popen[bytes]], said: Callable[[int], str
 
 
 def _lost_peer(said: str) -> bool:
-    """Whether a rank's last words are those of one whose peer went away."""
+    """Return whether a rank's last words show that its peer went away."""
     last = "".join(said.strip().lower().splitlines()[-_LAST:])
     signs = (
         "connection closed by peer",

@@ -1,9 +1,10 @@
 """Start one process a rank on this machine, and end them together.
 
 torchrun's agent restarts and rendezvouses across nodes, but it shows every rank's traceback, and when one rank dies the
-others' "connection closed by peer" come with it. Here only the error of the rank that failed first is shown. What else
-ranks write to their standard errors appears as it comes. Under torchrun or Slurm `shardc run` joins that world
-instead (see `in_world`)."""
+others' "connection closed by peer" come with it. Here only the error of the rank that failed first is shown. Other
+output of ranks to their standard errors appears as it comes. Under torchrun or Slurm `shardc run` joins that world
+instead (see `in_world`).
+"""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ from shardc.runtime.first_failed import GAVE_UP, GRACE, POLL, first_failed
 
 #: The address at which the ranks of one machine meet.
 LOOPBACK = "127.0.0.1"
-_NOTE = 160  # bytes of a rank's note of what it is doing
+_NOTE = 160  # bytes of the text of what a rank is doing
 #: Seconds for which some ranks may be stopped (SIGSTOP) while others run, before all are ended.
 STOPPED = 6.0
-#: What can be done where memory does not suffice.
+#: Remedies where memory does not suffice.
 LESS_MEMORY = (
     "more microbatches (`batch:`), `checkpoint:`, `data: {zero: 3}`, or a larger tp; `shardc inspect --memory` and"
     " program.cost() show what a step holds, without a device"
@@ -39,7 +40,7 @@ LESS_MEMORY = (
 
 
 def in_world() -> bool:
-    """Whether torchrun, or Slurm through `srun`, has started this process as one of a world."""
+    """Return whether torchrun, or Slurm through `srun`, has started this process as one of a world."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         check_variables()
         return True
@@ -47,9 +48,7 @@ def in_world() -> bool:
 
 
 def check_variables() -> None:
-    """Raises ShardcError if the environment says that this process is a rank of a world, but not how to meet the
-    others.
-    """
+    """Raise ShardcError if the environment has RANK, but not the variables to meet the other ranks."""
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if "RANK" in os.environ and missing:
         fault = f"the environment has RANK={os.environ['RANK']}, but not {', '.join(missing)}"
@@ -61,14 +60,14 @@ def check_variables() -> None:
 
 
 def _slurm_tasks() -> int:
-    """Processes of this job step. Only `srun` says it: SLURM_NTASKS is set in a batch script too, which runs once."""
+    """Return the processes of this job step. SLURM_NTASKS is no sign of one: batch scripts have it too."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) if "SLURM_PROCID" in os.environ else 1
 
 
 def join_slurm() -> None:
-    """Say in torch.distributed's words what Slurm says in its own. The step's first node is the meeting point.
+    """Set torch.distributed's environment from Slurm's. Ranks meet at the step's first node.
 
-    MASTER_ADDR and MASTER_PORT are kept where they are set. Raises ShardcError if the node's name cannot be found out.
+    Existing MASTER_ADDR and MASTER_PORT are kept. Raises ShardcError if the node's name cannot be found.
     """
     if "RANK" in os.environ or _slurm_tasks() == 1:
         return
@@ -105,15 +104,16 @@ def free_port() -> int:
 
 
 def _die_with_parent() -> None:
-    """In the child, before exec: the kernel kills it when the launcher is gone, however it went (Linux)."""
+    """Let the kernel kill this child when the launcher is gone (Linux). Called before exec."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 class Progress:
-    """What a rank is doing, in a file that the launcher can read: a process that is killed cannot say where it was.
+    """What a rank is doing, in a file that the launcher can read, also after the rank was killed.
 
-    file: made here. `note` costs a copy of some bytes, and they outlive the process."""
+    file: made here. `note` costs a copy of some bytes, and they outlive the process.
+    """
 
     def __init__(self, file: Path) -> None:
         file.write_bytes(bytes(_NOTE))
@@ -125,14 +125,12 @@ class Progress:
 
     @staticmethod
     def read(file: Path) -> str:
-        """The last note; "" if there is none."""
+        """Return the last note; "" if there is none."""
         return file.read_bytes().rstrip(b"\0").decode(errors="replace") if file.exists() else ""
 
 
 class _Live:
-    """Shows what ranks write to their standard errors, as it comes. A line that several ranks write alike, such as a
-    warning of a library, is shown once.
-    """
+    """Shows ranks' standard errors as they come. A line that several ranks write is shown once."""
 
     REMEMBERED = 10_000  # lines
 
@@ -142,7 +140,7 @@ class _Live:
         self._shown = Counter[str]()
 
     def show(self, *, rest: bool = False) -> None:
-        """What has come since the last time. rest: also a line that has not ended."""
+        """Show new lines. rest: also a line that has not ended."""
         new = []
         for rank, log in enumerate(self._logs):
             with log.open("rb") as f:
@@ -164,12 +162,12 @@ class _Live:
 
 
 def last_words(folder: Path, rank: int) -> Path:
-    """Where a rank that fails leaves its error: only that of the rank that failed first is shown."""
+    """Return the file of a failed rank's error: only that of the rank that failed first is shown."""
     return folder / f"words{rank}"
 
 
 def ignored_hangup(number: int) -> bool:
-    """Is this SIGHUP, in a process that was started to outlive its terminal (nohup)?"""
+    """Return whether this is SIGHUP in a process that ignores it (started by nohup)."""
     return number == signal.SIGHUP and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
@@ -187,15 +185,14 @@ def launch(
     failed_first: Callable[[int], None] = lambda _: None,
     patience: float = GRACE,
 ) -> int:
-    """Run `command` once for every rank of a mesh, with torch.distributed's environment; return 0, 2 if a rank found
-    the input wrong, 1 if it failed.
+    """Run `command` once for every rank of a mesh, with torch.distributed's environment.
 
-    Rank 0 writes to this terminal; stdout: to this file descriptor. Standard errors of all ranks are shown as they are
-    written. If a rank fails, all end within seconds, and the error of the rank that failed first is shown
-    (`last_words`), with its rank and coordinates, and with what it was doing: progress is a folder whose files `rank0`,
-    ... say it (`Progress`). failed_first is called with that
-    rank. Ctrl-C, SIGTERM and SIGHUP (the terminal closes; not under nohup) go to all ranks, which have `patience`
-    seconds to save and leave; a second one ends them at once. Then the signal's own exit status (130, 143) is returned.
+    Returns 0, 2 if a rank found the input wrong, 1 if it failed. Rank 0 writes to this terminal; stdout: to this file
+    descriptor. Standard errors of all ranks are shown as they are written. If a rank fails, all end within seconds, and
+    the error of the rank that failed first is shown (`last_words`), with its rank, coordinates, and what it was doing.
+    progress: a folder whose files `rank0`, ... record that (`Progress`). failed_first is called with that rank. Ctrl-C,
+    SIGTERM and SIGHUP (the terminal closes; not under nohup) go to all ranks, which have `patience` seconds to save and
+    leave; a second one ends them at once. Then the signal's exit status (130, 143) is returned.
     """
     world = mesh.world
     threads = str(max(1, (os.cpu_count() or 1) // world))
@@ -224,7 +221,7 @@ def launch(
     watched = _StoppedRanks(ranks)
     live: _Live | None = None
     for r in range(world if progress is not None else 0):
-        last_words(Path(str(progress)), r).unlink(missing_ok=True)  # of an earlier start
+        last_words(Path(str(progress)), r).unlink(missing_ok=True)  # from an earlier start
     with tempfile.TemporaryDirectory(prefix="shardc-", dir=progress) as folder:
         logs = [Path(folder) / f"rank{r}.err" for r in range(world)]
 
@@ -235,7 +232,7 @@ def launch(
             for r in range(world):
                 mine = {**env, "RANK": str(r), "LOCAL_RANK": str(r)}
                 out = stdout if r == 0 or not quiet_others else subprocess.DEVNULL
-                # sessions of their own: a Ctrl-C reaches the launcher alone, which ends them in order
+                # separate sessions: a Ctrl-C reaches only the launcher, which ends them in order
                 with logs[r].open("wb") as err:
                     ranks.append(
                         subprocess.Popen(
@@ -279,13 +276,13 @@ def launch(
 
 
 class _StoppedRanks:
-    """Ranks that a signal has stopped (SIGSTOP, SIGTSTP) while others run. Where all are stopped, somebody means it."""
+    """Ranks that a signal has stopped (SIGSTOP, SIGTSTP) while others run. Stopping all is intended."""
 
     def __init__(self, ranks: list[subprocess.Popen[bytes]]) -> None:
         self._ranks, self._since = ranks, dict[int, float]()
 
     def since(self, seconds: float) -> int | None:
-        """The first rank that has been stopped for so long; None without one."""
+        """Return the first rank that has been stopped for so many seconds; None if there is none."""
         now = time.monotonic()
         stopped = {r for r, p in enumerate(self._ranks) if _state(p.pid) == "T"}
         if len(stopped) == len(self._ranks):
@@ -295,14 +292,14 @@ class _StoppedRanks:
 
 
 def _state(pid: int) -> str:
-    """What Linux says of a process: "R" runs, "S" sleeps, "T" is stopped; "" elsewhere, and where there is none."""
+    """Return Linux's state of a process: "R" runs, "S" sleeps, "T" is stopped; "" if unknown."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
 def _report(rank: int, code: int | None, mesh: Mesh, words: str, doing: str) -> None:
-    """code: the exit status; None: the rank was stopped, and still is. words: its last ones."""
+    """Print how a rank failed. code: its exit status; None: it is stopped. words: its last ones."""
     coords = ", ".join(f"{a}={c}" for a, c in mesh.coords(rank).items())
     how = f"failed with exit status {code}"
     if code is None:
@@ -311,8 +308,8 @@ def _report(rank: int, code: int | None, mesh: Mesh, words: str, doing: str) -> 
         how = f"was killed by {signal.Signals(-code).name}"
     sys.stdout.flush()
     if code == GAVE_UP:
-        print("all ranks were ended", file=sys.stderr)  # the rank's own words say whom it waited for
-    elif code != 2:  # wrong input is the user's: the message alone says it
+        print("all ranks were ended", file=sys.stderr)  # the rank's last words name the rank it waited for
+    elif code != 2:  # wrong input is the user's error: its message is enough
         print(
             (
                 f"rank {rank} ({coords}) {how}{f' {doing}' if doing else ''}; all ranks were ended"
@@ -335,15 +332,15 @@ def _text(file: Path) -> str:
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM, a moment, SIGKILL, to each rank and whatever it started itself, also where the rank is gone already."""
+    """End each rank and the processes that it started: SIGTERM, a moment, SIGKILL."""
     _signal(ranks, signal.SIGTERM, GRACE)
     _signal(ranks, signal.SIGKILL, 5.0)
 
 
 def _signal(ranks: list[subprocess.Popen[bytes]], number: int, patience: float) -> None:
-    """Send a signal to each rank and what it started, and wait until all are gone, for `patience` seconds at most."""
+    """Signal each rank and its processes, and wait until the ranks are gone, at most `patience` seconds."""
     for p in ranks:
-        with contextlib.suppress(ProcessLookupError):  # nobody is left in its session
+        with contextlib.suppress(ProcessLookupError):  # its session is empty
             os.killpg(p.pid, number)
     deadline = time.monotonic() + patience
     while any(p.poll() is None for p in ranks) and time.monotonic() < deadline:

@@ -1,7 +1,7 @@
-"""Distributions of the counter-based generator: what `normal_`, `uniform_`, `geometric_` ... mean in a program.
+"""Sample the distributions of `normal_`, `uniform_`, `geometric_` ... by the counter-based generator.
 
-A sampler computes the numbers of given elements from the op's key and their indices alone, so that they are the same on
-every mesh and device, however large the pieces in which they are computed.
+A sampler computes the numbers of elements only from the op's key and their indices, so that they are the same on every
+mesh and device, for any size of the pieces in which they are computed.
 """
 
 from __future__ import annotations
@@ -54,6 +54,6 @@ def cauchy(median: float, sigma: float) -> Sampler:
 
 
 def _open(k: Key, i: Tensor) -> Tensor:
-    """Uniform in (0, 1), for the inverse of a distribution function."""
+    """Return uniform numbers in (0, 1), for the inverse of a distribution function."""
     u: Tensor = rng.uniform(k, i, torch.float64) + 2.0**-33
     return u

@@ -1,13 +1,13 @@
-"""Randomness that is the same on every mesh: each number is a function of a key and the *global* element's index.
+"""Draw random numbers that are the same on every mesh: functions of a key and the *global* index.
 
 key = (seed, stream, step, microbatch); stream is the ordinal of the op in the graph. A rank computes the numbers of
-just the elements it holds, so that masks and initial weights are the same on every mesh, under recomputation and on one
-device.
+only its elements, so that masks and initial weights are the same on every mesh, under recomputation and on one device.
 
 The generator hashes the index: two rounds of a 32-bit finaliser with full avalanche (Wellons, "Prospecting for hash
 functions", 2018: lowbias32), each with key words mixed in. It is not cryptographic; it passes the tests in
-tests/runtime/test_rng.py. ops/dropout_kernel.py repeats `key`, `_avalanche`, `_hash` and `bits` in Triton: change both
-(tests/runtime/ops/test_dropout.py compares them bit for bit)."""
+tests/runtime/test_rng.py. ops/dropout/kernel.py repeats `key`, `_avalanche`, `_hash` and `bits` in Triton: change both
+(tests/runtime/ops/test_dropout.py compares them bit for bit).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from shardc.ir.placement import Shard
 from shardc.ir.shard_chunks import chunks, widen
 
-#: Of every shard of a tensor what `Digit` says: plain tuples, as they stand in a program's text.
+#: The `Digit` of every shard of a tensor, as plain tuples, as in a program's text.
 Digits = Sequence[tuple[int, str, int, tuple[int, ...]]]
 #: (dim, padding, blocks) of each padded dim, as in shardc.ir.placement.Shard.
 Paddings = Sequence[tuple[int, int, int]]
@@ -32,8 +32,9 @@ BLOCK = 1 << 18
 
 
 class Digit(NamedTuple):
-    """The digit of a dim that a mesh axis splits. split: product of the major digits, negative where the shard is
-    mirrored; sections: see shardc.ir.placement.Shard.
+    """A digit of a dim that a mesh axis splits. split: product of the major digits, negative if mirrored.
+
+    sections: see shardc.ir.placement.Shard.
     """
 
     dim: int
@@ -43,7 +44,7 @@ class Digit(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What is mixed into an index: two 32-bit words. block: how many numbers are hashed at a time on the CPU."""
+    """Two 32-bit words that are mixed into an index. block: how many numbers a CPU hashes at a time."""
 
     low: int
     high: int
@@ -51,18 +52,19 @@ class Key(NamedTuple):
 
     @property
     def unsigned(self) -> tuple[int, int]:
-        """(low, high) as unsigned 32-bit numbers, which other generators are seeded with."""
+        """(low, high) as unsigned 32-bit numbers, to seed other generators."""
         return self.low & 0xFFFFFFFF, self.high & 0xFFFFFFFF
 
 
 @dataclass
 class Rng:
-    """The random state of one step. training: False turns dropout off and BatchNorm to its running statistics.
+    """The random state of one step. training: False turns off dropout and BatchNorm's batch statistics.
 
     block: how many numbers are hashed at a time on the CPU; a GPU hashes all at once.
-    in_place: `words` are one tensor for all steps. For steps that are captured as a CUDA graph, which reads its inputs
-    at fixed addresses: call `renew` after a change of `step`, before the graph runs. Backward must then come before the
-    next change."""
+    in_place: `words` are one tensor for all steps, for steps captured as a CUDA graph, which reads its inputs at fixed
+    addresses: call `renew` after a change of `step`, before the graph runs. Backward must then come before the next
+    change.
+    """
 
     seed: int = 0
     step: int = 0
@@ -79,11 +81,12 @@ class Rng:
         return key_of((self.seed, self.step, self.microbatch), stream)._replace(block=self.block)
 
     def words(self, device: torch.device) -> Tensor:
-        """i64[3]: seed, step and microbatch, on a device: what ops there make their keys of.
+        """Return seed, step and microbatch on a device, i64[3]: ops there compute their keys from them.
 
-        A new tensor when one of them has changed: a backward that comes later keeps those of its forward. Nothing waits
-        for the device."""
-        if device.type != "cpu" and device == torch.device(device.type):  # the current one, which has a number
+        It is a new tensor when one of them has changed: a later backward keeps those of its forward. It does not wait
+        for the device.
+        """
+        if device.type != "cpu" and device == torch.device(device.type):  # use its number: of the current device
             device = torch.empty(0, device=device).device
         now = (self.seed, self.step, self.microbatch)
         then, words = self._words.get(device, (None, None))
@@ -96,12 +99,12 @@ class Rng:
         return words
 
     def renew(self) -> None:
-        """`words` are those of this step, on all devices where they were asked for."""
+        """Update `words` to this step, on all devices where they exist."""
         for device in list(self._words):
             self.words(device)
 
     def key_words(self, stream: int, device: torch.device) -> Tensor:
-        """i32[2]: the key of a stream of random numbers, on a device. Nothing waits for it."""
+        """Return the key of a stream on a device, i32[2], without waiting for it."""
         if device.type == "cpu":
             return torch.tensor(self.key(stream)[:2], dtype=torch.int32)
         return device_key(self.words(device), stream)
@@ -116,9 +119,7 @@ class Rng:
         *,
         last: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """`row_and_column_offsets` of a rank's elements. Of each shape those of the latest microbatch are kept, which
-        layers share.
-        """
+        """Return `row_and_column_offsets` of a rank, cached by shape for the latest microbatch (all layers)."""
         where = tuple((mesh.size(axis), mesh.coordinate(axis)) for _, axis, _, _ in digits)
         part = (tuple(shape), tuple(digits), tuple(paddings), device, last)
         if part not in self._offsets or self._offsets[part][0] != where:
@@ -126,12 +127,12 @@ class Rng:
         return self._offsets[part][1]
 
     def tensors(self) -> list[Tensor]:
-        """All that is kept."""
+        """Return all cached tensors."""
         return [*(words for _, words in self._words.values()), *(v for _, pair in self._offsets.values() for v in pair)]
 
 
 def key(*words: int) -> Key:
-    """Two signed 32-bit key words from any integers (splitmix64 over the words)."""
+    """Mix any integers to two signed 32-bit key words (splitmix64 over the words)."""
     state = 0x9E3779B97F4A7C15
     for word in words:
         state = (state ^ (word & (2**64 - 1))) & (2**64 - 1)
@@ -143,13 +144,13 @@ def key(*words: int) -> Key:
 
 
 def key_of(words: Sequence[int], stream: int) -> Key:
-    """The key of a stream of random numbers. words: seed, step, microbatch, as of Rng.words."""
+    """Return the key of a stream of random numbers. words: seed, step, microbatch, as of Rng.words."""
     seed, step, microbatch = words
     return key(seed, stream, step, microbatch)
 
 
 def device_key(words: Tensor, stream: int) -> Tensor:
-    """i32[2]: `key_of`, computed where the words are. words: i64[3], of Rng.words."""
+    """Compute `key_of` on the device of the words: i32[2]. words: i64[3], of Rng.words."""
 
     def shifted(x: Tensor, by: int) -> Tensor:  # int64's shift is arithmetic
         return (x >> by) & ((1 << (64 - by)) - 1)
@@ -166,13 +167,13 @@ def device_key(words: Tensor, stream: int) -> Tensor:
 
 
 def _signed(word: int, bits: int) -> int:
-    """The signed number with the lowest bits of a word."""
+    """Return the signed number with the lowest bits of a word."""
     low = word & ((1 << bits) - 1)
     return low - (low >> (bits - 1) << bits)
 
 
 def _avalanche(x: Tensor, spare: Tensor) -> None:
-    """lowbias32 in place on int32. The shifts are arithmetic, so the copied sign bits are masked off."""
+    """Compute lowbias32 in place on int32. The shifts are arithmetic, so copied sign bits are masked off."""
     for shift, multiply in ((16, _M1), (15, _M2), (16, 0)):
         torch.bitwise_right_shift(x, shift, out=spare)
         spare &= (1 << (32 - shift)) - 1
@@ -182,7 +183,7 @@ def _avalanche(x: Tensor, spare: Tensor) -> None:
 
 
 def _hash(x: Tensor, k: Key) -> Tensor:
-    """Two keyed rounds in place on contiguous int32; on the CPU in blocks that stay in its cache."""
+    """Hash contiguous int32 in place by two keyed rounds; on the CPU in blocks that stay in its cache."""
     flat = x.view(-1)
     pieces = torch.split(flat, k.block) if x.device.type == "cpu" and flat.numel() > k.block else (flat,)
     spare = torch.empty_like(pieces[0])
@@ -195,23 +196,21 @@ def _hash(x: Tensor, k: Key) -> Tensor:
 
 
 def bits(k: Key, indices: Tensor) -> Tensor:
-    """int32 tensor of random bits, one number for every index (int32 or int64, >= 0). Overwrites `indices` if they are
-    int32.
-    """
+    """Return random bits, an int32 for every index (int32 or int64, >= 0). Overwrites int32 `indices`."""
     if indices.dtype != torch.int64:
         return _hash(indices.contiguous(), k)
     low = indices & 0xFFFFFFFF
     low -= (low >> 31) << 32
     x = low.to(torch.int32)
     high = (indices >> 32).to(torch.int32)
-    # below 2^31 both widths give the same numbers. Whether there are others is not worth waiting for a device
+    # below 2^31 both widths have the same numbers. To test for larger ones is not worth a wait for the device
     if indices.device.type != "cpu" or bool((high != 0).any()):
         x ^= torch.where(high == 0, 0, _hash(high.clone(), Key(k.high, k.low, k.block)))
     return _hash(x, k)
 
 
 def uniform(k: Key, indices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers in [0, 1): 24 random bits each for float32 and narrower, 32 for float64."""
+    """Return numbers in [0, 1): 24 random bits each for float32 and narrower, 32 for float64."""
     x = bits(k, indices)
     if dtype == torch.float64:
         return (x.to(dtype) + 2.0**31) * 2.0**-32
@@ -219,7 +218,7 @@ def uniform(k: Key, indices: Tensor, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def normal(k: Key, indices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal numbers (Box & Muller 1958), computed in float64 from two streams."""
+    """Return standard normal numbers (Box & Muller 1958), computed in float64 from two streams."""
     one = uniform(k, indices.clone(), torch.float64)
     two = uniform(Key(k.low ^ 0x5BD1E995, k.high ^ 0x27D4EB2F, k.block), indices.clone(), torch.float64)
     return ((-2 * torch.log1p(-one)).sqrt_() * torch.cos(2 * math.pi * two)).to(dtype)
@@ -232,9 +231,10 @@ def indices(
     device: torch.device | str | None = None,
     paddings: Paddings = (),
 ) -> Tensor:
-    """Linear indices, within a tensor of the global `shape`, of the elements that this rank holds; of its local shape.
+    """Return the linear indices of this rank's elements in the global `shape`, as its local shape.
 
-    Padding has the index of some real element."""
+    Padding has the index of some real element.
+    """
     total = torch.zeros((), dtype=index_type(shape), device=device)
     for d, own in enumerate(index_vectors(shape, digits, mesh, device, paddings)):
         total = total + own.reshape(-1, *[1] * (len(shape) - 1 - d))
@@ -242,14 +242,14 @@ def indices(
 
 
 def index_type(shape: Sequence[int]) -> torch.dtype:
-    """Of indices into a tensor of this global shape: 64 bits where 32 are too few."""
+    """Return the dtype of indices into a tensor of this global shape: 64 bits where 32 are too few."""
     return torch.int64 if math.prod(shape) >= 2**31 else torch.int32
 
 
 def index_vectors(
     shape: Sequence[int], digits: Digits, mesh: Any, device: torch.device | str | None, paddings: Paddings = ()
 ) -> list[Tensor]:
-    """One vector a dim, of the local size, whose elements add up to `indices`."""
+    """Return one vector a dim, of the local size, whose elements add up to `indices`."""
     vectors: list[Tensor] = []
     stride = 1
     for d in reversed(range(len(shape))):
@@ -264,7 +264,7 @@ def index_vectors(
     return vectors[::-1]
 
 
-#: Columns of a tensor that nothing splits.
+#: Columns of an unsplit tensor.
 COLUMNS = 4096
 
 
@@ -277,13 +277,14 @@ def row_and_column_offsets(
     *,
     last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(rows, columns), two short vectors: element i of a rank's part, in row-major order, has the linear index
-    rows[i // len(columns)] + columns[i % len(columns)]. The last row may be longer than the part.
+    """Return (rows, columns): two short vectors whose sums are the linear indices of a rank's part.
+
+    Element i, in row-major order, has the index rows[i // len(columns)] + columns[i % len(columns)]. The last row may
+    be
+    longer than the part. last: columns are the last dim.
 
         [8, 16], nothing split      [0], [0, 1, ... 127]
         [8@dp, 16@tp], rank (1, 1)  [64, 80, 96, 112], [8, 9, ... 15]
-
-    last: columns are the last dim.
     """
     if not digits and not paddings and not last:
         size, dtype = math.prod(shape), index_type(shape)
@@ -297,7 +298,7 @@ def row_and_column_offsets(
 
 
 def _sums(vectors: Sequence[Tensor], dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
-    """All sums of one element of each vector, the last one's index running fastest."""
+    """Return all sums of one element of each vector, the last one's index running fastest."""
     total = torch.zeros(1, dtype=dtype, device=device)
     for v in vectors:
         total = (total.unsqueeze(1) + v).view(-1)
@@ -305,5 +306,5 @@ def _sums(vectors: Sequence[Tensor], dtype: torch.dtype, device: torch.device | 
 
 
 def threshold(p: float) -> int:
-    """An element is kept where its number, uniform over the int32 range, is below this: below 1 - p of the range."""
+    """Return the bound of kept elements: their numbers, uniform over int32, are below 1 - p of the range."""
     return min(round((1 - p) * 2**32), 2**32 - 1) - 2**31

@@ -1,17 +1,17 @@
-"""shardc: a declarative model-sharding compiler for PyTorch. `shardc.compile` is where everything begins.
+"""Compile PyTorch models into sharded programs: a declarative compiler. Start at `shardc.compile`.
 
-Public names are loaded when they are first used (PEP 562), so that `import shardc` and `shardc --help` need no torch.
+Public names are loaded on first use (PEP 562), so that `import shardc` and `shardc --help` need no torch.
 
-compile       a model and a spec -> a program; recompile: for a batch of other sizes; api: what one does with it
-ir            what a program is                        spec       what users write
+compile       a model and a spec -> a program; recompile: for a batch of other sizes; api: methods of a program
+ir            data structures of a program             spec       what users write
 capture       the model as a graph                     passes     the stages of compilation
-rules         what may be split in an op               verify     programs and rules against one device
+rules         how each op may be split                 verify     programs and rules against one device
 runtime       what runs on a rank                      artifact   a program on disk
 machine       seconds and bytes of ops, on a device    report     text, tables and pictures
-cost, plan    time and memory; the fastest spec        nn         functions for models that torch has no op for
-cli           the commands                             errors     ShardcError; layer_names: 80 layers' mistakes are one
-call_arguments: those of the public functions, checked; names_loaded_later: names of packages, imported when used
-torch_modes, torch_private    modes and private modules of torch; text_file: small files of users; version
+cost, plan    time and memory; the fastest spec        nn         functions that torch has no op for
+cli           the commands                             errors     ShardcError; layer_names: errors of layers, merged
+call_arguments: checks arguments of public functions; names_loaded_later: imports a package's names on first use
+torch_modes, torch_private    modes and private modules of torch; text_file: reads small text files; version
 
 passes, runtime and specs are links to the folders at the top of the repository.
 """
@@ -67,7 +67,7 @@ _MODULES = {
 __all__ = list(_MODULES)
 
 
-#: Names that one looks for first, and what there is.
+#: Names that users try first -> what to use instead.
 _TRAINS = "shardc.compile(model, batch, spec) gives a program, and program.engine(model).step(batch) trains"
 _INSTEAD = dict.fromkeys(
     ("train", "fit", "run", "shard", "parallelize", "distribute", "engine", "Engine", "module"), _TRAINS
@@ -88,9 +88,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """`shardc.compile` and `shardc.plan` are functions, and also modules: importing a module, which binds its name in
-    the package, must not hide the function of that name.
-    """
+    """The package: importing the module `shardc.compile` or `shardc.plan` does not hide the function."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _MODULES and isinstance(value, ModuleType)):

@@ -1,4 +1,4 @@
-"""`python -m shardc` runs the command `shardc`."""
+"""Run the command `shardc` as `python -m shardc`."""
 
 from shardc.cli import main
 

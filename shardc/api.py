@@ -1,6 +1,6 @@
-"""What a user does with a compiled program: `shardc.Program` is its data (shardc.ir.program) with these verbs.
+"""Define `shardc.Program`, a compiled program: the data of shardc.ir.program plus the user's methods.
 
-A rank of a run imports this too: what it does not need, such as the proof, is imported when it is called.
+A rank of a run imports this too. Parts that a rank does not need, such as the proof, are imported when called.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardc.verify import Report
     from shardc.verify.static import Proof
 
-#: What models and trainers have, and what there is in its place.
+#: Attributes of models and trainers -> what to use instead.
 _INSTEAD = {
     **dict.fromkeys(("step", "train", "fit", "run", "backward"), "program.engine(model).step(batch) trains"),
     **dict.fromkeys(
@@ -48,34 +48,35 @@ _INSTEAD = {
 
 @dataclass(frozen=True, repr=False)
 class Program(ir.Program):
-    """A compiled program: what `shardc.compile` and `shardc.load` return. Its fields: shardc.ir.program.Program."""
+    """A compiled program, returned by `shardc.compile` and `shardc.load`. Fields: shardc.ir.program."""
 
     @classmethod
     def of(cls, data: ir.Program) -> Program:
-        """The same program, with verbs."""
+        """Return the program as a `shardc.Program`, the class with the user's methods."""
         return data if isinstance(data, cls) else cls(**{f.name: getattr(data, f.name) for f in fields(data)})
 
     def engine(self, model: Any = None, optimizer: Any = ..., seed: int = 0, **options: Any) -> Engine:
-        """A training loop for this rank. See shardc.runtime.step.engine.Engine. optimizer: default AdamW(3e-4); None:
-        nothing is updated.
+        """Return a training loop for this rank: shardc.runtime.step.engine.Engine.
+
+        optimizer: default AdamW(3e-4); None: parameters are not updated.
         """
         check_names("engine", Engine, options)
         return Engine(self, model, adamw if optimizer is ... else optimizer, seed, **options)
 
     def forward(self, model: Any = None, seed: int = 0, **options: Any) -> Forward:
-        """What runs this rank's part of a forward-only program. See shardc.runtime.step.forward.Forward."""
+        """Return the runner of this rank's part of a forward-only program (shardc.runtime.step.forward)."""
         check_names("forward", Forward, options)
         return Forward(self, model, seed, **options)
 
     def module(self, model: Any = None, seed: int = 0, **options: Any) -> ShardedModule:
-        """This rank's nn.Module, for a custom loop. See shardc.runtime.step.module.ShardedModule."""
+        """Return this rank's nn.Module, for a custom loop: shardc.runtime.step.module.ShardedModule."""
         check_names("module", ShardedModule, options)
         return ShardedModule(self, model, seed, **options)
 
     def local(self, batch: Any, rank: int | None = None) -> Any:
-        """A rank's part of a global batch, in the same form: what a module, and an engine with local=True, take.
+        """Return a rank's part of a global batch, in the same form: for a module, or engine(local=True).
 
-        rank: default: this process's, in torch.distributed's world. Raises ShardcError for a batch that is not of the
+        rank: default: this process's, in torch.distributed's world. Raises ShardcError if the batch does not have the
         compiled names, shapes and dtypes, and where the program pads it.
         """
         if rank is not None and not 0 <= rank < self.mesh.world:
@@ -84,15 +85,14 @@ class Program(ir.Program):
         return inputs.local(self, batch, rank_here() if rank is None else rank)
 
     def text(self, *, full: bool = False) -> str:
-        """Its typed text: how everything is stored, and what a rank runs, with every collective's cause and bytes.
-        Layers that are equal are shown once, unless `full`.
+        """Return the program as typed text: layouts, and a rank's code with each collective's cause and bytes.
+
+        Equal layers are shown once, unless `full`.
         """
         return emit.text(self, full=full)
 
     def joint(self, stage: int | None = None) -> str:
-        """The text of the forward and the backward graph that a training step runs, of all
-        stages or of one. "" of a forward-only program.
-        """
+        """Return the text of a step's forward and backward graphs, of one stage or all; "" if forward-only."""
         return emit.joint(self, stage)
 
     def __str__(self) -> str:
@@ -116,14 +116,13 @@ class Program(ir.Program):
         )
 
     def save(self, folder: str | Path) -> None:
-        """Write the artifact: readable Python, layouts, manifest; no pickle. `shardc.load` reads it. See
-        shardc.artifact.
-        """
+        """Write the artifact (shardc.artifact): readable Python, layouts, manifest; no pickle."""
         artifact.write(self, folder)
 
     def verify(self, *, seed: int = 0, compiled: bool = False) -> Report:
-        """Compare a step on the loopback mesh with one device, in float64. `.ok`, `.findings`, `.seconds`.
-        compiled: compare the compiled step too, with the same line by line. See shardc.verify.
+        """Compare a step on the loopback mesh with one device, in float64 (shardc.verify).
+
+        The result has `.ok`, `.findings`, `.seconds`. compiled: also compare the compiled step with a run line by line.
         """
         from shardc.verify import verify
 
@@ -132,39 +131,39 @@ class Program(ir.Program):
         return verify(self, seed=seed, compiled=compiled)
 
     def prove(self) -> Proof:
-        """Check without running, for every rank, that the program computes what one device does: values, gradients,
-        updates. `.ok`, `.gaps`, `.seconds`. See shardc.verify.static.
+        """Prove without running, for every rank, that values, gradients and updates are one device's.
+
+        The result has `.ok`, `.gaps`, `.seconds`. See shardc.verify.static.
         """
         from shardc.verify.static import prove
 
         return prove(self)
 
     def html(self, device: str | Path | Device | None = None, *, full: bool = False) -> str:
-        """One HTML page to look around in, which needs nothing else: modules and their weights, graphs before and after
-        the passes, a step's timeline, memory and collectives on a device, the proof, and which line of the spec caused
-        what. See shardc.report.page.
+        """Return one self-contained HTML page about the program (shardc.report.page).
 
-        device: of `cost`. full: also layers that are equal to one that is shown. Raises ShardcError for a device that
-        is not known."""
+        It shows modules, weights, graphs before and after the passes, a step's timeline, memory and collectives, the
+        proof and causes in the spec. device: as in `cost`. full: also layers equal to a shown one. Raises ShardcError
+        for an unknown device.
+        """
         from shardc.report import html
 
         return html(self, self.cost(device), self.prove(), full=full) if self.stages else html(self, full=full)
 
     def to(self, spec: str | Path | Mapping[str, Any] | Spec, *, world: int | None = None) -> Program:
-        """The same model, loss and batch compiled for another spec (path, dict or Spec), which the engine of this one
-        can go on under: `engine.to(program.to("split.yaml"))`, or at once `engine.to("split.yaml")`.
+        """Compile the same model, loss and batch for another spec (path, dict or Spec), to continue training.
 
-        world: number of ranks, where known, as of `shardc.compile`. Raises ShardcError as that does; where the model no
-        longer exists; and of a program that was loaded, which has none.
+        `engine.to(program.to("split.yaml"))`, or directly `engine.to("split.yaml")`. world: as in `shardc.compile`.
+        Raises ShardcError as that does, if the model no longer exists, and for a loaded program, which has no model.
         """
         check_program(spec, "program.to")
         return Program.of(self.for_spec(spec, world))
 
     def reshard(self, other: ir.Program, *, moments: int = 0) -> Resharding:
-        """What would move from this program's ranks to those of another one of the same model, by `engine.to` and
-        `engine.weights_to`: print it. No weights, devices or processes are needed. See shardc.report.resharding.
+        """Report what `engine.to` and `engine.weights_to` would move to the ranks of another program.
 
-        moments: tensors of the optimizer for each trained parameter, which move with it: of AdamW 2.
+        It needs no weights, devices or processes. Print the result. See shardc.report.resharding.
+        moments: optimizer tensors per trained parameter, which move too: 2 for AdamW.
         Raises ShardcError for a program of another number of ranks, or of another model.
         """
         from shardc.report.resharding import resharding
@@ -179,15 +178,14 @@ class Program(ir.Program):
         clip_norm: float | None = None,
         on: Callable[[str, int, int], None] = lambda rank, done, total: None,
     ) -> Cost:
-        """What a step takes on each rank: `.memory` (`.peak` in bytes, by kind, the op at the peak), `.flops`, `.comm`
-        {(axis, kind): bytes}, `.step_seconds`. No weights, devices or processes are needed.
-        See shardc.cost.
+        """Estimate a step on each rank without devices, weights or processes (shardc.cost).
 
-        device: a name ("a100-80g", "h100-80g", "h200"), a YAML file, or a shardc.cost.Device; default: the spec's
-        `device:`, else h100-80g. optimizer: params -> torch optimizer; default AdamW, with `optimizer: {matrices:
-        ...}` Muon for matrices beside it. clip_norm: of the engine. on:
-        called before each rank is run: (its name, how many are done, how many there are). Raises ShardcError for a
-        device that is not known, or has no room for the mesh.
+        The result has `.memory` (`.peak` in bytes, by kind, the op at the peak), `.flops`, `.comm` {(axis, kind):
+        bytes} and `.step_seconds`. device: a name ("a100-80g", "h100-80g", "h200"), a YAML file, or a
+        shardc.cost.Device; default: the spec's `device:`, else h100-80g. optimizer: params -> torch optimizer; default
+        AdamW; with `optimizer: {matrices: ...}` also Muon. clip_norm: as for the engine. on: called before each rank is
+        run, with its name, ranks done and ranks in total. Raises ShardcError for an unknown device, or one without room
+        for the mesh.
         """
         from shardc.cost.measured.device_file import chosen
         from shardc.cost.step import cost
@@ -196,13 +194,13 @@ class Program(ir.Program):
 
 
 def load(folder: str | Path, *, trust: bool = False, as_compiled: bool = False) -> Program:
-    """Read a program that `Program.save` wrote. Nothing that is read is executed, and no file outside of the folder is
-    read but the source that it was compiled from, to see whether that has changed.
+    """Read a program that `Program.save` wrote, without executing any of it.
 
-    trust: accept files that were edited since, and artifacts of another torch. as_compiled: do not look whether the
-    source of forward and loss changed since, which is a note on the first rank's stderr.
-    Raises ShardcError for a folder that is not an artifact, is damaged or edited, is of another version, or holds what
-    `shardc compile` would not have written; all damaged files at once.
+    No file outside of the folder is read except the source that it was compiled from, to note whether that has changed.
+    trust: accept files that were edited since, and artifacts of another torch. as_compiled: skip the check for changes
+    in the source of forward and loss; otherwise a change prints a note on the first rank's stderr. Raises ShardcError
+    for a folder that is not an artifact, is damaged or edited, is of another version, or contains what `shardc compile`
+    would not have written; all damaged files at once.
     """
     program = Program.of(artifact.read(folder, trust=trust))
     if not as_compiled and os.environ.get("RANK", "0") == "0":

@@ -1,4 +1,4 @@
-"""Arguments of the public functions, checked before Python does: for what there is not, the nearest is named."""
+"""Check arguments of the public functions before Python does, and suggest the nearest valid name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPTIMIZER = (
     "it is the optimizer's: program.engine(model, optimizer=lambda params: torch.optim.AdamW(params, {name}=...))"
 )
 _SPEC = 'it belongs into the spec, or overrides=("{path}=...",)'
-#: What people ask `compile` for, and where it is.
+#: Arguments that people pass to `compile` -> where they belong.
 ELSEWHERE = {
     **dict.fromkeys(("optimizer", "scheduler", "clip_norm", "seed", "weights", "callbacks", "nonfinite"), _ENGINE),
     **dict.fromkeys(("lr", "weight_decay", "betas", "momentum"), _OPTIMIZER),
@@ -34,7 +34,7 @@ ELSEWHERE = {
 
 
 def checked(name: str, elsewhere: Mapping[str, str] = ELSEWHERE) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For a function: raises ShardcError, not TypeError, for arguments that it does not take, or needs. name: of it."""
+    """Decorate a function: wrong or missing arguments raise ShardcError, not TypeError. name: its name."""
 
     def around(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -69,7 +69,7 @@ def _refuse(
     kwargs: Mapping[str, object],
     elsewhere: Mapping[str, str],
 ) -> None:
-    """Raises ShardcError for names that there are not, and for arguments without a name that need one."""
+    """Raise ShardcError for unknown names, for unnamed arguments that need a name, and for missing ones."""
     errors = Errors()
     for given in (n for n in kwargs if n not in signature.parameters):
         near = nearest(given, signature.parameters)

@@ -1,7 +1,7 @@
-"""Read this first: the whole of compilation in one straight function.
+"""Compile a model: the whole compilation in one straight function. Read this file first.
 
 The spec is read, the model is captured as a global graph, and the passes of `shardc.passes.PIPELINE` turn it into the
-program of one rank. docs/architecture.md follows a linear layer through all of them.
+program of one rank. docs/explanation/architecture.md follows a linear layer through all of them.
 
 capture ► precision ► canonical ► annotate ► place ► partition ► accumulate ► pipeline ► recompute ► buckets
 global graph of one device                 one rank's program
@@ -60,18 +60,18 @@ def compile(
 ) -> Program:
     """Compile a model and a sharding spec into the program of one rank.
 
-    model: in the mode (train) and dtype in which it is to run; may be on the meta device: only shapes are needed.
+    model: in the mode (train) and dtype in which it will run; may be on the meta device: only shapes are needed.
     batch: one *global* batch, as a single device would get it: dict (keyword arguments), tuple or tensor, real or fake.
     spec: path, dict or Spec. mesh: sizes that override the spec's; overrides: dotted settings such as "data.zero=0".
-    world: number of ranks, where known: it fills in an axis of size -1, and has to be what the mesh needs.
-    loss: (model's output, batch) -> scalar, or (scalar, {name: tensor}) to keep values beside it (docs/training.md);
+    world: number of ranks, if known: it sets an axis of size -1, and must be the number that the mesh needs.
+    loss: (model's output, batch) -> scalar, or (scalar, {name: tensor}) beside it (docs/how-to/training.md);
         default: the output itself, its `.loss`, or its first element.
-    forward: a program that runs forward alone, of the model in eval mode (docs/forward.md), and what it gives: True:
-        the tensors in the model's output, by name; a function (model's output, batch) -> {name: tensor}; "score": the
-        log-probability of each target of the loss's cross entropy.
-    prove: run the captured graph once against the model on small real numbers. captured: what `shardc.capture.capture`
-        made of the same model and batch, for trying several specs. compatible_with: a program of the same model and
-        spec for another batch, whose parameters and buckets this one is to run on (shardc.passes.match_recompiled).
+    forward: compile a program that runs only forward, in eval mode (docs/how-to/forward.md). It returns, for True:
+        the tensors in the model's output, by name; a function (model's output, batch) -> {name: tensor}: its result;
+        "score": the log-probability of each target of the loss's cross entropy.
+    prove: run the captured graph once against the model on small real numbers. captured: the result of
+        `capture.capture` for the same model and batch, to try several specs. compatible_with: a program of the same
+        model and spec for another batch, whose parameters and buckets this one reuses (shardc.passes.match_recompiled).
     dump: folder for the text after every pass. on_pass: called with each pass's name as it begins.
     Raises ShardcError for everything that is wrong with the input, all independent mistakes at once.
     """
@@ -87,7 +87,7 @@ def compile(
 
     names = Names.of(model) if isinstance(model, nn.Module) else None
     spec = Spec.load(spec, mesh=mesh, overrides=overrides, world=world, names=names)
-    of_spec(spec)  # it is known, and has room for the mesh
+    of_spec(spec)  # raises if the device is unknown, or has no room for the mesh
     if isinstance(forward, Step):
         spec = forward_only.generating(spec)
     plan = model_plan.read(model) if spec.shard_use == "model" else {}
@@ -114,7 +114,7 @@ def compile(
         "compile_seconds": round(time.perf_counter() - start, 3),
         "pass_seconds": passes.seconds,
     }
-    if spec.text:  # what causes cite by line; a saved program's spec.yaml is written anew
+    if spec.text:  # causes cite its lines; the spec.yaml of a saved program is a new text
         meta["spec"] = {"file": spec.file, "text": spec.text}
     program = replace(
         program,
@@ -129,7 +129,7 @@ def compile(
 
 
 def _values(forward: Any) -> Forward | None:
-    """What is captured in the place of the loss. A score is made of the loss."""
+    """Return what is captured in place of the loss: None for training and for a score (made of the loss)."""
     if forward is True:
         return True
     return None if isinstance(forward, (bool, str)) else forward

@@ -1,4 +1,4 @@
-"""`ShardcError`: the one exception that users see, and `Errors`, which collects several of them.
+"""Define `ShardcError`, the one exception that users see, and `Errors`, which collects several.
 
 Every mistake that a user can make (in a spec, in a model file, on the command line) is a `ShardcError` that says
 *where* it is, *what* is wrong and how to *fix* it. Independent mistakes are collected and raised together.
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 from shardc.layer_names import fold
 
-#: Of several errors so many are shown.
+#: At most so many errors are shown.
 SHOWN = 40
-#: How each begins where a command prints it.
+#: Prefix of each error that a command prints.
 ERROR = "error "
 
 
@@ -24,7 +24,7 @@ class ShardcError(Exception):
     what:  what is wrong, one sentence.
     fix:   what to do, one sentence; may be "" where that is not known.
     errors: the single errors that this one combines; `(self,)` for a single error.
-    on_all_ranks: of a class whose errors are raised after all ranks have agreed on them: nobody has to be told.
+    on_all_ranks: True in a class whose errors all ranks raise together: a rank need not report them to the others.
     """
 
     on_all_ranks = False
@@ -41,7 +41,7 @@ class ShardcError(Exception):
         return f"{head}\n  fix: {self.fix}" if self.fix else head
 
     def texts(self) -> list[str]:
-        """The single errors as text, those that differ only in the numbers of layers as one."""
+        """Return the single errors as text; errors that differ only in layer numbers are merged."""
         if self.errors == (self,):
             return [str(self)]
         folded = fold(str(e) for e in self.errors)
@@ -49,16 +49,16 @@ class ShardcError(Exception):
         return folded if more < 1 else [*folded[:SHOWN], f"... and {more} more errors: mend these first"]
 
     def text(self) -> str:
-        """As the commands print it: each error begins with the word."""
+        """Return the errors as the commands print them: each begins with the word "error"."""
         return "\n".join(f"{ERROR}{text}" for text in self.texts())
 
     def to_json(self) -> list[dict[str, str]]:
-        """The single errors as plain values: where, what, fix."""
+        """Return the single errors as plain values: where, what, fix."""
         return [{"where": e.where, "what": e.what, "fix": e.fix} for e in self.errors]
 
 
 def _printable(text: str) -> str:
-    """Text in which a terminal finds nothing to obey: names and keys are the input's."""
+    """Escape control characters, so that names and keys of the input cannot control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 

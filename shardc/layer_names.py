@@ -1,11 +1,12 @@
-"""What names say of repeated layers: "h.3.attn" is in layer 3 of the list "h". Texts that differ only in the numbers of
-layers are written once: a mistake in 80 layers is one mistake.
+"""Find layer numbers in names (layer 3 of list "h" in "h.3.attn"), and merge texts about layers.
+
+Texts that differ only in layer numbers become one: a mistake in 80 layers is one mistake.
 
 blocks.0.q: 4 heads do not divide by tp=3
 blocks.1.q: 4 heads do not divide by tp=3      ->   blocks.{0-2}.q: 4 heads do not divide by tp=3 (3 alike)
 blocks.2.q: 4 heads do not divide by tp=3
 
-Which layers compute the same, a graph says: shardc.ir.repeats.
+Which layers compute the same: shardc.ir.repeats.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-#: So many notes are shown at most; the others are counted.
+#: At most so many notes are shown; the rest is counted.
 NOTES = 12
 _NAME = re.compile(r"(?:\b\d+\.)?\b[A-Za-z_]\w*(?:\.\w+)*")  # a dotted name, which may begin with a number
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of it that is a number
@@ -22,7 +23,7 @@ _HOLE = "\0"
 
 
 def layers_of(name: str) -> list[tuple[str, str]]:
-    """(list of layers, the layer's number) for every list that a module or a parameter is in, outermost first.
+    """Return (list of layers, number) for every list that contains a module or parameter, outermost first.
 
     >>> layers_of("h.3.attn.2.weight"), layers_of("0.bias"), layers_of("head")
     ([('h', '3'), ('h.3.attn', '2')], [('', '0')], [])
@@ -31,7 +32,7 @@ def layers_of(name: str) -> list[tuple[str, str]]:
 
 
 def layer_of(name: str) -> tuple[str, str] | None:
-    """(outermost list of layers, the layer's number) that a module or a parameter is in; None if it is in none.
+    """Return (outermost list of layers, number) of a module or parameter; None if it is in no list.
 
     >>> layer_of("h.3.attn.2.weight"), layer_of("0.bias"), layer_of("head")
     (('h', '3'), ('', '0'), None)
@@ -40,7 +41,7 @@ def layer_of(name: str) -> tuple[str, str] | None:
 
 
 def enclosing_layers(name: str) -> list[str]:
-    """The layers that a module or a parameter is in, outermost first.
+    """Return the layers that contain a module or parameter, outermost first.
 
     >>> enclosing_layers("h.3.attn.2.weight")
     ['h.3', 'h.3.attn.2']
@@ -49,7 +50,7 @@ def enclosing_layers(name: str) -> list[str]:
 
 
 def of_every_layer(name: str) -> str:
-    """The pattern of a name in all layers.
+    """Return the pattern that matches a name in all layers.
 
     >>> of_every_layer("layers.3.fc"), of_every_layer("0.bias"), of_every_layer("3")
     ('layers.*.fc', '*.bias', '3')
@@ -58,7 +59,7 @@ def of_every_layer(name: str) -> str:
 
 
 def of_every_outer_layer(name: str) -> str:
-    """The same but for the last number.
+    """Return the same pattern, but keep the last number.
 
     >>> of_every_outer_layer("blocks.3.0")
     'blocks.*.0'
@@ -68,7 +69,7 @@ def of_every_outer_layer(name: str) -> str:
 
 
 def ranges(numbers: Iterable[str]) -> str:
-    """Numbers as ranges.
+    """Format numbers as ranges.
 
     >>> ranges(["0", "1", "2", "7", "3"])
     '0-3,7'
@@ -83,7 +84,7 @@ def ranges(numbers: Iterable[str]) -> str:
 
 
 def blank(text: str, numbers: list[str] | None = None) -> str:
-    """The text with a hole for every layer's number. numbers: gets these.
+    """Replace every layer number in a text by a hole. numbers: a list that receives the numbers.
 
     >>> blank("h.3.fc: f32[3]") == blank("h.4.fc: f32[3]")
     True
@@ -98,7 +99,7 @@ def blank(text: str, numbers: list[str] | None = None) -> str:
 
 
 def fold(texts: Iterable[str]) -> list[str]:
-    """The texts, in the order of the first of each kind; those that are alike as one, with ranges and their number.
+    """Merge texts that differ only in layer numbers into one text with ranges and their count.
 
     Only a number that is a whole part of a dotted name is a layer's: "layers.3.fc", not "f32[3]" or "model.py:3".
     """
@@ -111,7 +112,7 @@ def fold(texts: Iterable[str]) -> list[str]:
 
 
 def note_lines(notes: Iterable[str]) -> list[str]:
-    """The notes of a program as lines, folded, and no more than a person reads."""
+    """Return a program's notes as lines: merged, and at most NOTES of them."""
     folded = fold(notes)
     more = len(folded) - NOTES
     rest = [f"... and {more} more notes: all are in program.notes, and in `shardc inspect --json`"] if more > 1 else []

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used (PEP 562): who needs one of its modules loads that."""
+"""Import names of a package on first use (PEP 562), so that a caller loads only the modules it needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import import_module
 
 
 def names_loaded_later(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
-    """The `__getattr__` of a package. modules: {name: the module that defines it}."""
+    """Return the `__getattr__` of a package. modules: {name: the module that defines it}."""
 
     def get(name: str) -> object:
         if name not in modules:

@@ -1,4 +1,4 @@
-"""Functions for models that torch has no op for: plain and differentiable, so that a model runs without shardc too.
+"""Functions that torch has no op for: plain and differentiable, so a model also runs without shardc.
 
 y = shardc.nn.experts(x, index, weights, self.gate_up, self.down)          instead of a Python loop over experts
 """
@@ -35,7 +35,7 @@ def experts(
     down_bias: Tensor | None = None,
     transposed: bool = False,
 ) -> Tensor:
-    """A mixture of experts: f[..., h] like x, for every token the weighted sum of its experts' results.
+    """Compute a mixture of experts, f[..., h] like x: per token the weighted sum of its experts' results.
 
         y[t] = sum over k of weights[t, k] * expert(index[t, k], x[t])
         expert(e, x) = down[e] @ activation(up[e] @ x + up_bias[e]) + down_bias[e]
@@ -48,8 +48,8 @@ def experts(
         columns [gate | up]. Or a function of the first product, f[n, m] -> f[n, i], made of elementwise ops on all
         columns, on equal parts of them (`chunk`), or on every k-th (`[:, ::2]`).
 
-    Captured by shardc it is one op, whose experts `experts:` spreads over ranks. Rows are computed in the dtype of
-    `up`. Raises ShardcError for shapes that do not fit together, and for an activation that is not of this form.
+    shardc captures it as one op, whose experts `experts:` spreads over ranks. Rows are computed in the dtype of `up`.
+    Raises ShardcError for shapes that do not fit together, and for an activation that is not of this form.
     """
     _check(x, index, weights, up, down, up_bias, down_bias, transposed)
     h, k = x.shape[-1], index.shape[-1]
@@ -115,9 +115,7 @@ FORM = (
 
 
 def text_of(activation: Activation, m: int, i: int) -> str:
-    """The text (shardc.runtime.ops.experts.activation) of an activation, f[n, m] -> f[n, i]. Raises ShardcError if it
-    has none.
-    """
+    """Return the text of an activation f[n, m] -> f[n, i]. Raises ShardcError if it has none."""
     return untraced(_traced, activation, m, i) if callable(activation) else _named(activation, m, i)
 
 
@@ -147,14 +145,14 @@ def _traced(activation: Callable[[Tensor], Tensor], m: int, i: int) -> str:
     with torch.no_grad():
         graph = traced_on(activation, [torch.linspace(-1, 1, rows * m).view(rows, m)]).graph
     graph.eliminate_dead_code()
-    columns: dict[fx.Node, Any] = {}  # of nodes that only select columns of x: which ones
+    columns: dict[fx.Node, Any] = {}  # node that only selects columns of x -> those columns
     names: dict[fx.Node, str] = {}
     letters = _letters()
     steps: list[str] = []
     word, parts = "", {0: "x"}
 
     def part(node: fx.Node) -> str:
-        """The name of a part of x."""
+        """Return the name of the part of x that a node selects."""
         nonlocal word, parts
         seen = columns[node]
         if not isinstance(seen, Tensor) or seen.shape != (rows, i):
@@ -199,7 +197,7 @@ def _traced(activation: Callable[[Tensor], Tensor], m: int, i: int) -> str:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: columns[n])
             try:
                 columns[node] = node.target(*args, **kwargs)
-            except RuntimeError:  # not for whole numbers: it computes
+            except RuntimeError:  # not defined for integers: it computes
                 raise _refuse(f"the activation calls {node.target}, which is not elementwise") from None
         else:
             raise _refuse(f"the activation calls {node.target}, which is not elementwise")

@@ -1,10 +1,9 @@
-"""Recompile when it is first wanted: for a batch of other sizes (fewer rows, such as the last ones of an epoch, or
-another sequence length), for evaluating, where forward has branches of its own on `self.training`, and for another
-spec, to which weights then move.
+"""Recompile a program when it is first needed for other batch sizes, eval mode or another spec.
 
-The new program is as exact as any: means are over the rows that are there, and fewer rows that ranks and microbatches
-do not divide are padded (`uneven: pad`). The engine runs it on the parameters, buckets and optimizer that it has, so
-the new program needs the layouts of the first one.
+Batches may have fewer rows, such as the last ones of an epoch, or another sequence length. Eval mode needs a program
+if forward branches on `self.training`. The new program is as exact as any: means are over the existing rows, and
+fewer rows that ranks and microbatches do not divide are padded (`uneven: pad`). The engine runs it on its parameters,
+buckets and optimizer, so it needs the layouts of the first one; weights move to the program of another spec.
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ Build = Callable[[], nn.Module | None]
 Loss = Callable[[Any, Any], Any]
 Compile = Callable[..., Program]
 
-#: Sizes that are compiled without a word of the spec: each takes a compilation and its own program in memory.
+#: Limit of sizes if the spec has no `batch: {lengths}`: each costs a compilation and a program in memory.
 MOST_SIZES = 16
 SCORES = "scoring runs a program of its own"
 OTHERWISE = "forward does something else in eval mode, by branches of its own on self.training"
 
 
 class Resizer:
-    """`(program, batch, its global shapes, use) -> program for that batch`, for Program.resize.
+    """Compiles a program again: `(program, batch, its global shapes, use) -> program for that batch`.
 
-    build: gives the model that was compiled, or one like it. modes: whether each of its modules was in training mode.
-    compile: shardc.compile.compile; forward, batch: what it was given.
+    build: returns the model that was compiled, or an equal one. modes: module name -> whether it was in training mode.
+    compile: shardc.compile.compile; forward, batch: the arguments of that call. Used as Program.resize.
     """
 
     def __init__(
@@ -72,13 +71,12 @@ class Resizer:
 
     @classmethod
     def of(cls, model: nn.Module, loss: Loss | None, compile: Compile, forward: Any, batch: Any) -> Resizer:
-        """For a model that somebody else holds: a program does not keep its weights alive."""
+        """Make one for a model that the caller owns: a program does not keep the model's weights alive."""
         modes = {n: m.training for n, m in model.named_modules()}
         return cls(weakref.ref(model), loss, modes, compile, forward, batch)
 
     def __call__(self, program: Program, batch: Any, shapes: Shapes, use: Use = "as compiled") -> Program:
-        """Compile, once for each set of sizes. Ranks that are threads of one process take turns: only one may capture
-        at a time.
+        """Compile once for each set of sizes. Threads take turns, as only one may capture at a time.
 
         batch: of these global shapes, or a rank's part of one. use: "evaluate": with all modules in eval mode; "score":
         forward only, for the log-probabilities of the loss's targets.
@@ -92,9 +90,7 @@ class Resizer:
             return self._programs[key]
 
     def to(self, spec: Any, world: int | None) -> Program:
-        """The same model, loss and batch under another spec, compiled once. Raises ShardcError if the model no longer
-        exists.
-        """
+        """Compile the same model, loss and batch once for another spec. Raises ShardcError without a model."""
         with self._lock:
             model = self.build()
             if model is None:
@@ -113,7 +109,7 @@ class Resizer:
             return made
 
     def begins(self) -> Begins:
-        """Raises ShardcError if the model no longer exists."""
+        """Read how generation begins and ends from the model's config. Raises ShardcError without a model."""
         with self._lock:
             model = self._alive()
             config = getattr(model, "config", None)
@@ -122,10 +118,10 @@ class Resizer:
             return Begins(encodes, start[0] if start else None, _of_config(model, "eos_token_id"))
 
     def generating(self, program: Program, sizes: Sizes) -> Generation:
-        """How the model generates with a cache, compiled once for these sizes.
+        """Compile once, for these sizes, how the model generates with a cache.
 
-        Without steps for a model that takes no cache, or cannot be captured with it. Raises ShardcError if the model no
-        longer exists.
+        The result has no steps if the model takes no cache, or cannot be captured with it. Raises ShardcError without a
+        model.
         """
         with self._lock:
             if sizes not in self._generations:
@@ -133,7 +129,7 @@ class Resizer:
             return self._generations[sizes]
 
     def whole(self, program: Program, sizes: Sizes) -> Program:
-        """The program of whole sequences of this length, compiled once for these sizes."""
+        """Compile once, for these sizes, the program of whole sequences of this length."""
         with self._lock:
             if sizes not in self._wholes:
                 batch: dict[str, Any] = {IDS: _some(sizes.rows, sizes.length), AT: _some(sizes.rows)}
@@ -164,8 +160,9 @@ class Resizer:
             return Generation(None, why=f"{type(model).__name__} cannot be captured with a cache ({e.what})")
 
     def _steps(self, program: Program, model: nn.Module, sizes: Sizes) -> Generation:
-        """The programs of prompts, and of one token. The first one's graph shows what the cache consists of, the second
-        one's how it is split.
+        """Compile the programs of prompts and of one token.
+
+        The graph of the first shows which tensors the cache has; the second decides how they are split.
         """
         from shardc.capture import capture
 
@@ -264,7 +261,7 @@ def _encoder(sizes: Sizes) -> dict[str, torch.Tensor]:
 
 
 def _of_config(model: nn.Module, name: str) -> tuple[int, ...]:
-    """The tokens that a model's own configuration has under this name."""
+    """Return the token ids under a name in the model's generation_config or config."""
     configs = (getattr(model, of, None) for of in ("generation_config", "config"))
     found = (getattr(c, name, None) for c in configs if c is not None)
     ids = next((x for x in found if x is not None), ())
@@ -277,13 +274,13 @@ def _tensors(program: Program, batch: Any) -> list[Any]:
 
 
 def in_eval_mode(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """While open, all modules of the model are in eval mode."""
+    """Put all modules of the model in eval mode inside the block."""
     return _modes(model, {n: False for n, _ in model.named_modules()})
 
 
 @contextlib.contextmanager
 def _modes(model: nn.Module, modes: dict[str, bool]) -> Iterator[None]:
-    """While open, the model is in the modes in which it was compiled: it may have been switched since."""
+    """Put the model's modules in the given modes inside the block; the user may have switched them since."""
     now = {n: m.training for n, m in model.named_modules()}
     try:
         _switch(model, modes)
@@ -293,7 +290,7 @@ def _modes(model: nn.Module, modes: dict[str, bool]) -> Iterator[None]:
 
 
 def _switch(model: nn.Module, modes: Mapping[str, bool]) -> None:
-    """By the modules' own `train()`, which may set more than `training`; whatever it leaves, the modes are these."""
+    """Switch modules by their own `train()`, which may set more, then set `training` itself to be sure."""
     for name, module in model.named_modules():
         if module.training != modes.get(name, module.training):
             module.train(modes[name])

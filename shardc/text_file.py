@@ -1,6 +1,4 @@
-"""Reads a small text file of the user's: a spec, a schedule, a device, a config. What is no file, or has no end, is
-refused.
-"""
+"""Read a small text file of the user (spec, schedule, device, config); refuse what is no file."""
 
 from __future__ import annotations
 
@@ -11,15 +9,15 @@ from typing import Any
 
 from shardc.errors import ShardcError
 
-#: Bytes. A spec has one or two thousand, a schedule of 64 ranks and 1,000 microbatches a few millions, the tables of a
+#: Bytes. A spec has 1-2 thousand, a schedule of 64 ranks and 1,000 microbatches a few million, the tables of a
 #: program of 400 billion parameters on 8,192 ranks a tenth.
 LARGEST = 16 << 20
 
 
 def read(path: str | os.PathLike[str], kind: str, *, where: str = "", fix: str = "", limit: int = LARGEST) -> str:
-    """The text of a file. kind: what it is, for the error. where: the place to cite, if not the path itself.
+    """Return the text of a file. kind: what it is, for the error. where: the place to cite, if not path.
 
-    Raises ShardcError for what cannot be read, is not a file (a folder, a pipe, a device), has more than `limit` bytes
+    Raises ShardcError if it cannot be read, is not a file (a folder, a pipe, a device), has more than `limit` bytes
     or is not UTF-8.
     """
     where, fix = where or os.fspath(path), fix or "give the path of a text file"
@@ -43,7 +41,7 @@ def read(path: str | os.PathLike[str], kind: str, *, where: str = "", fix: str =
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For json.loads: a table, whose keys may not repeat (ValueError)."""
+    """Build a table for json.loads; raise ValueError if a key repeats."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key stands twice in one table")

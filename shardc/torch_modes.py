@@ -1,6 +1,4 @@
-"""Modes of torch: those that would change what a program computes, or that would record only one rank's part of it, are
-refused, where it is compiled and where it runs; tracing is left for a moment where a value is needed now.
-"""
+"""Refuse modes of torch that change what a program computes, or record only one rank's part of it."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ T = TypeVar("T")
 
 
 def check(where: str, device: str = "cpu", *, training: bool = True) -> None:
-    """Raises ShardcError, at `where`, inside torch.autocast (for this type of device), inside torch.inference_mode if
-    gradients are needed, inside a transform of torch.func, and while something records what runs.
+    """Raise ShardcError, at `where`, if a mode of torch is on in which a program would be wrong.
+
+    That is autocast (for this device), inference_mode if gradients are needed, a torch.func transform, or a recorder.
     """
     errors = Errors()
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -48,7 +47,7 @@ def check(where: str, device: str = "cpu", *, training: bool = True) -> None:
 
 
 def _recorder() -> str:
-    """What records the ops that run now; "" = nothing."""
+    """Return the name of the tool that records ops now; "" if there is none."""
     if torch.compiler.is_exporting():
         return "torch.export"
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
@@ -57,6 +56,6 @@ def _recorder() -> str:
 
 
 def untraced(function: Callable[..., T], *args: Any) -> T:
-    """Call a function outside of the trace in progress: tracing modes belong to a thread, so a new thread has none."""
+    """Call a function outside of the current trace, in a new thread: tracing modes belong to a thread."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function, *args).result()

@@ -1,3 +1,3 @@
-"""The version, as pyproject.toml has it: of the package as it is imported, installed or not."""
+"""The version, equal to that in pyproject.toml: of the imported package, installed or not."""
 
 VERSION = "0.1.0"

@@ -11,7 +11,7 @@
     pair        a forward and a backward of two microbatches, or two forwards, as one graph
     fused_regions   which lines are compiled as one
 
-docs/joint.md shows both graphs of a layer.
+docs/explanation/joint.md shows both graphs of a layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is checked at the moments of an engine: what the user's code did, and what ranks have to share."""
+"""Check the user's code, and what ranks share, at the moments of an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardc.runtime.zero.optimizer_list import lr_rates, rates_text
 
 
 class EngineChecks(Checks):
-    """See Moments."""
+    """The checks of an engine: see Moments."""
 
     def __init__(self, program: Program, mesh: Any) -> None:
         super().__init__(program, mesh, "an engine")
@@ -73,7 +73,7 @@ class EngineChecks(Checks):
             self._same_rows.look(self._program, batch, facts, alike, self._mesh.note)
 
     def _between_steps(self) -> list[Fact]:
-        """What all ranks share between steps. Stages of a pipeline may have other parameter groups."""
+        """Return facts that ranks share between steps. Stages of a pipeline may have other parameter groups."""
         rates, rng, axis = lr_rates(self._optimizer), self._model.rng, self._program.axis
         stage = (axis,) if axis else ()
         return [

@@ -1,6 +1,4 @@
-"""What an engine or a module is asked for: options that there are not or that mean nothing, and what other trainers
-have.
-"""
+"""Check options of engines and modules, and explain what other trainers have instead."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ _OF_OPTIMIZERS = ("lr", "weight_decay", "betas", "momentum", "eps")
 
 
 def check_names(call: str, made: type, options: Mapping[str, Any]) -> None:
-    """Raises ShardcError for an option that there is not, with the nearest that there is. call: of Program; made: what
-    it makes.
-    """
+    """Raise ShardcError for an unknown option, with the nearest one. call: of Program; made: its result."""
     known = [n for n in inspect.signature(made).parameters if n not in ("program", "model")]
     errors = Errors()
     for name in (n for n in options if n not in known):
@@ -39,12 +35,12 @@ def check_names(call: str, made: type, options: Mapping[str, Any]) -> None:
     errors.raise_any()
 
 
-#: What `engine.set` changes in the middle of a training.
+#: Options that `engine.set` changes during training.
 SETTABLE = ("clip_norm", "norm", "nonfinite", "check_every")
 
 
 def check_settable(made: type, options: Mapping[str, Any]) -> None:
-    """Raises ShardcError for options of `engine.set` that are made with the engine, and for such as there are not."""
+    """Raise ShardcError for options that `engine.set` cannot change, or does not know."""
     errors = Errors()
     for name in (n for n in options if n not in SETTABLE):
         where = f"engine.set({name}=...)"
@@ -72,7 +68,7 @@ def check(
     scheduler: Any,
     norm: Any = False,
 ) -> None:
-    """Raises ShardcError for values that would train otherwise than meant, without a word."""
+    """Raise ShardcError for values that would silently train otherwise than meant."""
     errors = Errors()
     number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
     if clip_norm is not None and not (number and 0 < clip_norm < math.inf):
@@ -100,10 +96,10 @@ def check(
 
 
 def _wanted(function: Any) -> str:
-    """The arguments behind the first that a function has no default for."""
+    """Return the required arguments of a function after the first."""
     try:
         _, *rest = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # no signature, or no argument at all: the call says so
+    except (TypeError, ValueError):  # no signature, or no argument at all: the call reports it
         return ""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return ", ".join(p.name for p in rest if p.default is p.empty and p.kind not in variadic)
@@ -118,10 +114,8 @@ def _device(text: str) -> bool:
 
 
 def check_program(given: Any, call: str) -> None:
-    """Raises ShardcError for what `engine.to`, or `program.to`, is given that is neither a program nor a spec, such as
-    a device. call: which of them.
-    """
-    spec = isinstance(given, (Mapping, Path)) or hasattr(given, "shard_use")  # a Spec, which is above this room
+    """Raise ShardcError if `call` (engine.to, program.to) gets neither program nor spec, but a device."""
+    spec = isinstance(given, (Mapping, Path)) or hasattr(given, "shard_use")  # a Spec, which this layer cannot import
     if not isinstance(given, Program) and not spec and not (isinstance(given, str) and not _device(given)):
         fault, fix = f"{given!r} is neither a program nor a spec: this moves to another plan", f"{call}('spec.yaml')"
         if isinstance(given, (str, torch.device, torch.dtype)):
@@ -132,7 +126,7 @@ def check_program(given: Any, call: str) -> None:
 _NOT_MOVED = "devices are those of the ranks, the dtype is `precision` of the spec: leave it out"
 MOVES = dict.fromkeys(("cuda", "cpu", "half", "float", "double", "bfloat16"), _NOT_MOVED)
 
-#: What DistributedDataParallel and models have, and what a module has in its place.
+#: Attributes of DistributedDataParallel and of models, and what a module has instead.
 INSTEAD_OF_MODULE = {
     "no_sync": "backward sums gradients over ranks each time, and they add up in .grad as on one device: leave it out",
     "module": "it is the module itself: leave `.module` out",
@@ -141,7 +135,7 @@ INSTEAD_OF_MODULE = {
     "generate": "program.engine(model).generate(prompts), or program.forward(model) and module.weights_to(it)",
 }
 
-#: What wrappers ask a module for first: (what is called, why not, fix).
+#: The attribute that each wrapper reads first: (call, why it is refused, fix).
 WRAPPERS = {
     "_ddp_params_and_buffers_to_ignore": (
         "DistributedDataParallel(module)",
@@ -160,7 +154,7 @@ WRAPPERS = {
     ),
 }
 
-#: What other trainers have, and what an engine has in its place.
+#: Attributes of other trainers, and what an engine has instead.
 INSTEAD = {
     **dict.fromkeys(
         ("model", "module"), "it holds parts of weights, no module: program.module(model) is one; see full_state_dict()"
@@ -188,7 +182,7 @@ def _options(made: type) -> frozenset[str]:
     return frozenset(inspect.signature(made).parameters) - {"program", "model", "callbacks"}
 
 
-#: What is the engine's own once it is made, and how one has it otherwise.
+#: Attributes that a finished engine keeps, and how to change them instead.
 _HELD = {
     "lr": "write it into the optimizer, for g in engine.optimizer.param_groups: g['lr'] = ...; or give a scheduler",
     "step_count": "engine.load(folder) goes on where a checkpoint stands",
@@ -200,9 +194,7 @@ _HELD = {
 
 
 def check_set(made: type, name: str) -> None:
-    """Raises ShardcError for an option that is written to an engine that is made: what it decides is decided, and the
-    attribute would be of no effect, or of half.
-    """
+    """Raise ShardcError if user code assigns an engine's option: it would have no or half an effect."""
     if name in SETTABLE:
         fix = f"call engine.set({name}=...), on all ranks"
         raise ShardcError("all ranks change an option together", where=f"engine.{name} = ...", fix=fix)
@@ -217,10 +209,11 @@ def _held(name: str) -> str:
 
 
 def check_trains(program: Program) -> None:
-    """Raises ShardcError where no parameter is trained: a step would do nothing, without a word."""
+    """Raise ShardcError if no parameter is trained: a step would silently do nothing."""
     if program.forward_only:
         fault, fix = "the program is forward-only: there is no loss to train by", "compile without forward="
-        raise ShardcError(fault, where="engine.step", fix=f"{fix}; program.forward(model) runs it (docs/forward.md)")
+        fix = f"{fix}; program.forward(model) runs it (docs/how-to/forward.md)"
+        raise ShardcError(fault, where="engine.step", fix=fix)
     if not any(p.requires_grad for p in program.params):
         fault = f"no parameter of the model is trained: requires_grad is False for all {len(program.params)}"
         fix = (

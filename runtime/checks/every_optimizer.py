@@ -1,8 +1,8 @@
-"""A pre-step hook of every optimizer of the process: a module is not given its optimizer, as an engine is.
+"""Hook the steps of all optimizers of the process, as a module does not know its own.
 
-One hook of torch's for all, made with the first observer. It only looks, and does nothing while no observer lives.
-While an optimizer of torch's own steps, parts are the plain tensors that they are (shardc.runtime.checks.tensor_parts):
-it was tried on parts before, and looks up a parameter some 20 times.
+torch has one hook for all, set with the first observer. It only observes, and does nothing while no observer lives.
+While one of torch's optimizers steps, parts act as plain tensors (shardc.runtime.checks.tensor_parts): the optimizer
+was tried on parts before, and a step looks up a parameter some 20 times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardc.runtime.checks import tensor_parts
 
 class Observer(Protocol):
     def stepping(self, optimizer: Optimizer) -> None:
-        """This optimizer is about to step. It may be one that has nothing to do with the observer."""
+        """Observe an optimizer that is about to step. It may have nothing to do with the observer."""
 
 
 _observers: tuple[weakref.ref[Observer], ...] = ()  # replaced, never changed: ranks may be threads
@@ -29,15 +29,15 @@ _hooked = False
 
 
 def observe(observer: Observer) -> None:
-    """From now on, and as long as somebody else refers to it."""
+    """Add an observer. It stays as long as something else refers to it."""
     global _observers, _hooked
     with _registering:
         _observers = (*(ref for ref in _observers if ref() is not None), weakref.ref(observer))
         if not _hooked:
             _hooked = True
             untraced: Any = torch.compiler.disable
-            before, after = untraced(_before), untraced(_after)  # steps that users compile call them, too
-            # an engine's step may be done in parts (shardc.torch_private.step_hooks)
+            before, after = untraced(_before), untraced(_after)  # compiled steps call them, too
+            # so an engine may still step in parts (shardc.torch_private.step_hooks)
             before.looks_only = after.looks_only = True
             register_optimizer_step_pre_hook(before)
             register_optimizer_step_post_hook(after)

@@ -1,8 +1,8 @@
-"""The model that an engine or a module took its weights from: what is done to it later does not reach them.
+"""Warn when the source model changes after an engine or a module copied its weights.
 
 They have copies, and the program is what was captured. A user who freezes a layer of the model after the first epoch,
-or loads weights into it, means the training; so each kind of change is told, once. It is no error: the model may be
-used for something else by now, such as a teacher that stands still.
+or loads weights into it, means to change the training, so each kind of change gets one note. It is no error: the model
+may now be used for something else, such as a fixed teacher.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IN_VAIN = (
     "it steps the parameters of the model, which get no gradients: {made} trains a copy of them, by an optimizer of its"
     " own. Give it this one as a function, program.engine(model, optimizer=lambda params: ...), and leave its step out"
 )
-#: Who took weights from a module, of a model or all of it, and is still there; ranks may be threads.
+#: {module: the living objects that took weights from it or from a model around it}; ranks may be threads.
 _LOCK = threading.Lock()
 _TAKERS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[GivenModel]] = weakref.WeakKeyDictionary()
 
@@ -49,20 +49,21 @@ class _Module(NamedTuple):
 
 
 class GivenModel:
-    """A model as it was when `made` was made of it; it is not kept alive. What is no module (a builder, a folder)
-    cannot be changed by anybody.
+    """A model as it was when `made` was made of it; it is not kept alive.
+
+    Other sources (a builder, a folder) cannot change.
     """
 
     def __init__(self, model: Any, made: str, rank: int, *, copied: bool = False) -> None:
-        """copied: `made` is a copy of a module, such as an average of weights, which nobody takes for what trains."""
+        """Record the model. copied: `made` is a copy, such as an average of weights, which nobody trains."""
         self._made, self._rank = made, rank
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._then = dict(_modules(model)) if isinstance(model, nn.Module) else {}
-        #: The trained weights were given out, so that new values in the model may be these.
+        #: The user got the trained weights, so new values in the model may be these.
         self.handed_out = False
         self._used = False
         self._in_vain = ""  # the class of an optimizer that steps the model, whose parameters have no gradients
-        #: Others that took the same weights, and the module that has them: a discriminator within two models.
+        #: Others that took the same weights, and the shared module: for example a discriminator inside two models.
         self._others: weakref.WeakKeyDictionary[GivenModel, str] = weakref.WeakKeyDictionary()
         if isinstance(model, nn.Module) and not copied:
             self._join(model)
@@ -80,7 +81,7 @@ class GivenModel:
                 takers.add(self)
 
     def changes(self) -> Notes:
-        """Notes, by the name of what changed first, one of each kind."""
+        """Return {name of the first change: note}, one per kind of change."""
         model: nn.Module | None = self._model() if self._model is not None else None
         if model is None:
             return {}
@@ -92,12 +93,12 @@ class GivenModel:
         return self._changes(model)
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """Of `shardc.runtime.checks.every_optimizer`."""
+        """Record an optimizer that steps the source model: see every_optimizer."""
         model = self._model() if self._model is not None else None
         if model is None or not self._used or self._in_vain:
             return
         ids = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is None}
-        if ids and any(id(p) in ids for p in model.parameters()):  # a bucket's own step has none, many times a step
+        if ids and any(id(p) in ids for p in model.parameters()):  # steps by bucket, which are frequent, have no ids
             self._in_vain = type(optimizer).__name__
 
     def _changes(self, model: nn.Module) -> Notes:
@@ -134,7 +135,7 @@ class GivenModel:
         return notes
 
     def notes(self, noted: set[str]) -> Iterator[str]:
-        """The notes of kinds that are new. noted: new ones are added."""
+        """Yield the notes of kinds that are new. noted: new ones are added."""
         for name, fault in self.changes().items():
             if fault not in noted:
                 noted.add(fault)

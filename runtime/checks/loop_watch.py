@@ -1,13 +1,12 @@
-"""What a user's own loop around a module does between two forwards, as far as all ranks have to do it alike: the
-gradient that it gives to the loss, and what its optimizers' groups are set to.
+"""Compare over ranks what a custom loop around a module does between two forwards.
 
     loss = module(**part); (loss * weight).backward()      the loss is the whole batch's: so is its gradient
-    optimizer.step()                                       replicas stay alike by equal learning rates
+    optimizer.step()                                       replicas stay the same by equal learning rates
 
-Both are noted as they happen, and compared in the next forward, by the sum that compares the batch; after the last one,
-where the module is saved. An optimizer may also step parameters that are no module's, such as those of a probe on
-`module.local(batch)`: nobody sums their gradients over ranks. They are looked at once, after the first step: what was
-alike on all ranks before it and is not any longer drifts.
+Both are recorded as they happen, and compared in the next forward, by the sum that compares the batch; after the last
+one, when the module is saved. An optimizer may also step parameters of no module, such as those of a probe on
+`module.local(batch)`: nobody sums their gradients over ranks. They are checked once, after the first step: if they were
+equal on all ranks before it and differ after it, they drift.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 class LoopWatch:
-    """params: the module's own, as optimizers have them. noting: False for a module whose ranks compare nothing."""
+    """Records gradients of the loss and optimizer settings. params: the module's. noting: False: nothing."""
 
     def __init__(self, params: Iterable[Tensor], *, noting: bool) -> None:
         self._noting = noting
         self.ids = frozenset(map(id, params))
-        self._gradients: list[tuple[Tensor, Any]] = []  # on the host, or on the way there: with the event of that
+        self._gradients: list[tuple[Tensor, Any]] = []  # host copies, with the event of a pending copy
         self._rates: list[float | None] = []
         self._settings: list[object] = []
         self._others: list[tuple[str, list[Tensor], int]] = []  # (optimizer, its parameters of no module, their hash)
@@ -50,7 +49,7 @@ class LoopWatch:
         observe(self)
 
     def note_gradient(self, g: Tensor) -> None:
-        """Of the loss, 0-dim, in a backward. Nothing waits for a device."""
+        """Record the gradient of the loss, 0-dim, in a backward. Does not wait for a device."""
         if not self._noting:
             return
         copy = g.detach().to("cpu", non_blocking=True, copy=True)
@@ -60,7 +59,7 @@ class LoopWatch:
         self._gradients.append((copy, event))
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """This optimizer is about to step. It may be none of the module's."""
+        """Record an optimizer that is about to step. It may be none of the module's."""
         groups = optimizer.param_groups
         if not self._noting or not any(id(p) in self.ids for g in groups for p in g["params"]):
             return
@@ -75,11 +74,12 @@ class LoopWatch:
         self._settings.append((class_of(optimizer), settings, len(self._others)))
 
     def facts(self, *, last: bool = False) -> list[Fact]:
-        """Of what was done since the last call. Collective in that all ranks have done the same. last: no forward may
-        follow, so that a device is waited for.
+        """Return facts about what was done since the last call. Collective: all ranks have done the same.
+
+        last: no forward may follow, so wait for the device.
         """
         ready = self._gradients
-        under_way = bool(ready) and ready[-1][1] is not None  # perhaps: then it is compared a forward later
+        under_way = bool(ready) and ready[-1][1] is not None  # may be pending: compared one forward later
         if under_way and not last:
             ready = ready[:-1]
         self._gradients = self._gradients[len(ready) :]
@@ -97,8 +97,10 @@ class LoopWatch:
         ]
 
     def check_others(self, mesh: Any) -> None:
-        """After a step with parameters that are no module's. Collective. Raises DisagreementError, on all ranks, where
-        they were alike on all ranks, and are not any longer."""
+        """Raise DisagreementError, on all ranks, if a step made foreign parameters differ. Collective.
+
+        Foreign: of no module. They were equal on all ranks before.
+        """
         mine = [len(self._others)]
         others, self._others = self._others, []
         for _, params, before in others:
@@ -118,12 +120,12 @@ class LoopWatch:
 
     @property
     def others(self) -> bool:
-        """Is there an optimizer for `check_others`? Alike on all ranks whose facts are alike."""
+        """Whether `check_others` has work. The same on all ranks whose facts agree."""
         return bool(self._others)
 
 
 def _number(x: Any) -> float | None:
-    """A learning rate, None where the optimizer has its own; one that lies on a device is not read."""
+    """Return a learning rate; None if the optimizer sets its own, -1 if it is on a device."""
     if x is None:
         return None
     return float(x) if not isinstance(x, Tensor) or x.device.type == "cpu" else -1.0

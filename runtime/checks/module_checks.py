@@ -1,4 +1,4 @@
-"""What is checked at the moments of a module in a loop of the user's: its forward sees what was done since the last."""
+"""Check a module in a custom loop: its forward checks what was done since the last one."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Updates(Protocol):
 
 
 class ModuleChecks(Checks):
-    """See Moments. A module's forward is a step of its loop."""
+    """The checks of a module: see Moments. A module's forward is a step of its loop."""
 
     def __init__(self, program: Program, mesh: Any, *, copied: bool = False) -> None:
         super().__init__(program, mesh, "a module", copied=copied)
         self._unmarked = False
 
     def held(self, model: Any, parts: Any, held: Sequence[user_changes.Held], updates: Updates) -> None:
-        """Parameters and buffers are registered. model: what the weights came from; parts: the tree of submodules."""
+        """Start watching registered parameters and buffers. model: source of weights; parts: submodules."""
         self._parts, self._held, self._updates = parts, held, updates
         owned, runs = self._model.owned, self._model.buckets.runs
         self._optimizers = OptimizerWatch(self._program, owned, runs, model, self._mesh)
@@ -63,7 +63,7 @@ class ModuleChecks(Checks):
             self._note({"module.train()": user_changes.EVAL_MODE})
 
     def forward(self, call: str, *, training: bool) -> None:
-        tensor_parts.end_plain()  # of an optimizer's step that failed
+        tensor_parts.end_plain()  # begun by an optimizer's step that failed
         torch_modes.check(call, self._mesh.device.type, training=False)
         if current_backward() is not None:
             raise ShardcError(
@@ -114,7 +114,7 @@ class ModuleChecks(Checks):
         return loss, {n: x.as_subclass(ValueBeside) if type(x) is Tensor else x for n, x in named.items()}
 
     def _compare(self, call: str, facts: Sequence[Fact]) -> Sequence[Fact]:
-        """Compare facts over ranks, and parameters of no module that an optimizer has stepped. Returns those alike."""
+        """Compare facts, and parameters of no module after a step, over ranks; return the equal facts."""
         after_step = self._loop.others
         alike = agreement.check(self._mesh, facts, call)
         if after_step:
@@ -122,7 +122,7 @@ class ModuleChecks(Checks):
         return alike
 
     def _check_loaded(self) -> None:
-        """Collective, where ranks have loaded weights of which nothing says whose slices they are."""
+        """Check loaded weights whose slices are not marked. Collective."""
         axes = {p.name: norm_axes(self._program, p.name) for p in self._program.params}
         held = [(axes[n], p.detach()) for n, p in self._model.owned.items() if axes[n]]
         facts = state_dict_marks.loaded_facts(held, self._mesh.rank)

@@ -1,4 +1,4 @@
-"""The moments of an engine at which checks look at what the user's code did, and at what other ranks have."""
+"""Define the moments of an engine at which checks inspect the user's code and other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """What checks see of a rank's part of the model (shardc.runtime.step.local_model)."""
+    """A rank's part of the model as checks see it (shardc.runtime.step.local_model)."""
 
     rng: Rng
     buckets: Buckets
@@ -35,100 +35,100 @@ class Model(Protocol):
 
 
 class Moments:
-    """Does nothing at any moment: an engine with check=False has this one. EngineChecks does all that is checked.
+    """Checks nothing at any moment: for an engine with check=False. EngineChecks has the checks.
 
-    `compares`: are calls compared over ranks?
+    `compares`: whether calls are compared over ranks.
     """
 
     compares = False
 
     def making(self, seed: int, **options: Any) -> None:
-        """Before weights are read."""
+        """Check seed and options, before weights are read."""
 
     def weights(self, model: Any, given: Weights) -> None:
-        """Weights are found, and none is read yet. model: as the user gave it."""
+        """Check the source of the weights, before any is read. model: as the user passed it."""
 
     def whole(self, x: Any, whole: Tensor) -> None:
-        """A whole weight or buffer, before it is cut."""
+        """Record a whole weight or buffer, before it is cut."""
 
     def parts(self, parts: Iterator[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-        """This rank's parts of parameters, as they are made."""
+        """Record this rank's parts of parameters, as they are made."""
         return parts
 
     def made(self, model: Model) -> None:
-        """Parameters and buffers are there."""
+        """Check the new parameters and buffers."""
 
     def optimizer(self, optimizer: Optimizer | None) -> None:
-        """The optimizer is made, and no scheduler of it is."""
+        """Check the new optimizer, before its schedulers are made."""
 
     def schedule(self, schedulers: Any) -> None:
-        """Schedulers are made, stepped or loaded."""
+        """Record schedulers that were made, stepped or loaded."""
 
     def options(self, **settable: Any) -> None:
-        """Options of `engine.set`, also those that the engine is made with."""
+        """Apply options of `engine.set`, also when the engine is made."""
 
     def loader(self, loader: Loader) -> None:
-        """A loader is made."""
+        """Check a new loader."""
 
     def call(self, name: str, *facts: Fact, steps: bool = False) -> None:
-        """All ranks begin a call. facts: its arguments; steps: it depends on the steps done."""
+        """Compare facts as all ranks begin a call. facts: its arguments; steps: also facts about steps."""
 
     def forward(self, call: str, *, training: bool) -> None:
-        """Before a step or an evaluation."""
+        """Check user code before a step or an evaluation."""
 
     def batch(self, batch: Any, *, local: bool) -> None:
-        """A batch is given, in the compiled dtypes and lengths."""
+        """Check a batch, in the compiled dtypes and lengths."""
 
     def read_params(self) -> None:
-        """The user reads `engine.params`."""
+        """Start checks of parameters when the user reads `engine.params`."""
 
     def gradients(self, *, handed_out: bool = False) -> None:
-        """Gradients are summed. handed_out: the user reads them before an update."""
+        """Mark summed gradients that are parts. handed_out: the user reads them before an update."""
 
     def loss(self, loss: Any) -> Any:
-        """The loss, as the user gets it."""
+        """Return the loss as the user gets it."""
         return loss
 
     def stepping(self) -> AbstractContextManager[None]:
-        """The engine steps its optimizer within."""
+        """Return a context in which the engine may step its optimizer."""
         return nullcontext()
 
     def updated(self) -> None:
-        """A step has ended."""
+        """Compare replicas after a step, if that is due."""
 
     def saving(self, optimizer: Optimizer | None) -> None:
-        """A checkpoint with this optimizer's state is about to be written."""
+        """Compare replicas before a checkpoint with this optimizer's state is written."""
 
     def handed_out(self) -> None:
-        """The user got whole weights."""
+        """Record that the user got whole weights."""
 
     def follow(self, other: Moments) -> None:
-        """Go on for an engine whose weights this one's engine takes over."""
+        """Take over the checks of an engine whose weights this one's engine takes over."""
 
     # --- of a module alone
 
     def held(self, model: Any, parts: Any, held: Any, updates: Any) -> None:
-        """Its parameters and buffers are registered under the model's names."""
+        """Start watching a module's parameters and buffers, registered under the model's names."""
 
     def mode(self, *, training: bool) -> None:
-        """The user calls `train()`."""
+        """Check the user's call of `train()`."""
 
     def loss_gradient(self, gradient: Tensor) -> None:
-        """A backward begins with this gradient of the loss."""
+        """Record the gradient of the loss that a backward begins with."""
 
     def returned(self, result: Any) -> Any:
-        """What a forward returns: the loss, or (the loss, {name: value})."""
+        """Return a forward's result as the user gets it: the loss, or (the loss, {name: value})."""
         return result
 
     def owners_step(self, optimizer: Optimizer, *, written: bool) -> None:
-        """Owners of whole matrices are about to step. written: has anybody written to parameters?"""
+        """Compare facts before owners of whole matrices step. written: user code wrote to parameters."""
 
     def last(self, call: str, fact: Fact) -> None:
-        """A call after which no forward may come."""
+        """Compare a fact at a call after which no forward may come."""
 
     def loaded_unmarked(self) -> None:
-        """Weights were loaded that do not say of which rank they are."""
+        """Record that loaded weights do not say which rank saved them."""
 
     def copy(self, model: Any) -> Moments:
-        """The checks of a copy of the module, such as an average of weights. model: what the weights came from."""
+        """Return the checks for a copy of the module, such as an average of weights. model: source of weights."""
         return self

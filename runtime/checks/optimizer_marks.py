@@ -1,9 +1,9 @@
-"""Which slices an optimizer's state_dict is of, written into its groups, so that another rank does not load it.
+"""Mark an optimizer's state_dict with its rank's slices, so that another rank does not load it.
 
-`optimizer.state_dict()` of one rank holds the state of what that rank has of the parameters. The checkpoint of every
-tutorial (rank 0 saves, all ranks load) would put rank 0's moments beside the other ranks' slices: shapes fit, and the
-training is another one. An optimizer that an engine made is known from the start, one of a loop of the user's own from
-its first step on; if it loads before, torch copies the note into its groups, where the first step finds it.
+`optimizer.state_dict()` of one rank has the state of that rank's parts of the parameters. The checkpoint of every
+tutorial (rank 0 saves, all ranks load) would put rank 0's moments beside other ranks' slices: shapes fit, and training
+goes wrong. An engine's optimizer is known from the start, the one of a custom loop from its first step. If it loads
+before, torch copies the mark into its groups, where the first step finds it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ KEY = "shardc"
 
 
 class OptimizerMarks:
-    """params: what optimizers work on, by placeholder name; runs: which stretch of a parameter that is (ZeRO). fix: how
-    to save and load instead.
+    """Marks and checks optimizer states. params: the optimizer's, by placeholder name.
+
+    runs: the flat shard of each (ZeRO). fix: how to save and load instead.
     """
 
     def __init__(
@@ -40,14 +41,14 @@ class OptimizerMarks:
         }
 
     def guard(self, optimizer: Optimizer) -> None:
-        """Let what it saves say whose state it is, and what it loads be looked at."""
+        """Mark each state that the optimizer saves, and check each that it loads."""
         for m in members_of(optimizer):
             m.register_state_dict_post_hook(self._mark)
             m.register_load_state_dict_pre_hook(self._check)
             m.register_load_state_dict_post_hook(self._check_shapes)
 
     def check_loaded(self, optimizer: Optimizer) -> None:
-        """Raises ShardcError for state that it loaded before it was guarded, if that is none of this rank's."""
+        """Raise ShardcError if the optimizer loaded another rank's state before it was guarded."""
         for group in optimizer.param_groups:
             if (note := group.pop(KEY, None)) is not None:
                 self._compare(optimizer, group["params"], note)
@@ -64,7 +65,7 @@ class OptimizerMarks:
 
     def _check(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         groups = state_dict["param_groups"]
-        for own, given in zip(optimizer.param_groups, groups, strict=False):  # torch says it, where there are others
+        for own, given in zip(optimizer.param_groups, groups, strict=False):  # torch reports another number of groups
             if KEY in given:
                 self._compare(optimizer, own["params"], given[KEY])
         return {**state_dict, "param_groups": [{k: x for k, x in g.items() if k != KEY} for g in groups]}
@@ -83,7 +84,7 @@ class OptimizerMarks:
     def _check_shapes(self, optimizer: Optimizer) -> None:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             fqn, _, whole, here = self._here.get(id(p), ("", "", (), ()))
-            # of a parameter that is one number, a count of steps has its shape
+            # not for a parameter of one number: a step count has its shape
             if (
                 len(whole)
                 and whole != here

@@ -1,6 +1,4 @@
-"""The optimizer of a user's own loop around a module: refused before its first step, where it would do something else
-on what this rank has than on the whole model.
-"""
+"""Check a custom loop's optimizer before its first step: it must do on parts what it does on wholes."""
 
 from __future__ import annotations
 
@@ -20,18 +18,19 @@ from shardc.runtime.zero.optimizer_check import check_sharded
 
 
 class OptimizerWatch:
-    """params: what optimizers work on, by placeholder name; runs: which stretch of a parameter that is, of those that
-    are flat here (ZeRO). model: what the weights came from.
+    """Watches optimizers of a custom loop. params: by placeholder name; runs: their flat shards (ZeRO).
+
+    model: source of the weights.
     """
 
-    FORWARDS = 3  # that train the module, while only the plain model is stepped, before that is an error
+    FORWARDS = 3  # training forwards with steps of the plain model only, before that is an error
 
     def __init__(
         self, program: Program, params: Mapping[str, nn.Parameter], runs: Mapping[str, FlatShard], model: Any, mesh: Any
     ) -> None:
         self._program, self._params, self._runs, self._model, self._mesh = program, params, runs, model, mesh
         self._names = {id(p): name for name, p in params.items()}
-        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # with how many params
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # number of params
         self._forwards: int | None = 0  # None: something else than the plain model's optimizer trains the module
         self._of_plain = ""  # the optimizer that stepped the plain model
         fix = "save by module.save(folder, optimizer) on all ranks, and load by module.load(folder, optimizer)"
@@ -39,7 +38,7 @@ class OptimizerWatch:
         observe(self)
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """Raises ShardcError for an optimizer that may not step what this rank has."""
+        """Raise ShardcError for an optimizer that must not step this rank's parts."""
         count = sum(len(g["params"]) for g in optimizer.param_groups)
         if self._seen.get(optimizer) == count:
             return
@@ -57,8 +56,9 @@ class OptimizerWatch:
         self._seen[optimizer] = count
 
     def check_model(self, *, changed: bool) -> None:
-        """At a forward that trains. changed: have parameters, since the last one? Raises ShardcError where something
-        steps the plain model, and nothing the module.
+        """Raise ShardcError, at a training forward, if only the plain model is stepped, and not the module.
+
+        changed: parameters changed since the last forward.
         """
         if changed or self._forwards is None:
             self._forwards = None
@@ -73,7 +73,7 @@ class OptimizerWatch:
             )
 
     def _check_groups(self, groups: list[list[str]]) -> None:
-        """Raises ShardcError for groups that were made by the parameters' dims, where all are flat."""
+        """Raise ShardcError for groups made by the parameters' dims, if all are flat."""
         filled = [names for names in groups if names]
         if len(filled) == len(groups) or len(filled) > 1:
             return

@@ -1,8 +1,8 @@
-"""Make parameters of which ranks have parts `ParameterPart`s (shardc.runtime.checks.tensor_parts): those of a module,
-and those of an engine once somebody reads them.
+"""Make `ParameterPart`s of parameters of which ranks have parts (shardc.runtime.checks.tensor_parts).
 
-torch.distributed.checkpoint takes a plain tensor for the whole one, alike on all ranks, of which it writes one. It asks
-a tensor first how it is to be written: parts refuse, as parameters, in a state_dict and in an optimizer's.
+Of a module at once; of an engine when somebody reads them. torch.distributed.checkpoint takes a plain tensor for the
+whole one, the same on all ranks, and writes one of them. It first calls a method of the tensor: parts refuse there, as
+parameters, in a state_dict and in an optimizer's.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from shardc.runtime.stage.clip_grad_norm import norm_axes
 
 
 def watch(program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]) -> None:
-    """Make parameters of which ranks have parts `ParameterPart`s. params: by name in the program; runs: those that are
-    flat shards (ZeRO).
-    """
+    """Make `ParameterPart`s of parameters that are split. params: by placeholder name; runs: flat shards."""
     for x in program.params:
-        if type(params.get(x.name)) is not nn.Parameter:  # a tensor of tensors, such as a quantised weight, stays one
+        if type(params.get(x.name)) is not nn.Parameter:  # a tensor of tensors, such as a quantised weight, is kept
             continue
         if x.name in runs or norm_axes(program, x.name):
             dims = None if x.name in runs else {s.dim for a, s in x.layout.shards() if program.mesh.size(a) > 1}
@@ -36,7 +34,7 @@ def watch(program: Program, params: Mapping[str, nn.Parameter], runs: Collection
 def split(
     program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]
 ) -> Iterator[tuple[nn.Parameter, frozenset[int] | None, str]]:
-    """Those of which ranks hold different parts, as `mark` takes them. runs: those that are stretches (ZeRO)."""
+    """Yield parameters of which ranks hold different parts, for `mark`. runs: those that are flat shards."""
     for p in program.params:
         if p.name in params and norm_axes(program, p.name):
             dims = None if p.name in runs else frozenset(s.dim for _, s in p.layout.shards())
@@ -44,8 +42,9 @@ def split(
 
 
 def mark(params: Iterable[tuple[nn.Parameter, Collection[int] | None, str]]) -> None:
-    """Let gradients of parameters that are split know that they are parts; each with the dims that are split (None: it
-    is a stretch of the flattened parameter) and its name.
+    """Mark gradients of split parameters as parts.
+
+    params: (parameter, split dims, name); dims None: a flat shard of it.
     """
     for p, dims, fqn in params:
         if p.grad is not None and type(p.grad) is Tensor:
@@ -53,7 +52,7 @@ def mark(params: Iterable[tuple[nn.Parameter, Collection[int] | None, str]]) -> 
 
 
 def refuse_checkpoint(x: Tensor, fqn: str) -> None:
-    """Let torch.distributed.checkpoint not take this part of a plain tensor (state, a buffer) for the whole."""
+    """Make torch.distributed.checkpoint refuse this part of a plain tensor (state, a buffer)."""
     if not isinstance(x, tensor_parts.TensorPart):
         x.__create_write_items__ = functools.partial(_write_items, fqn)  # type: ignore[attr-defined]
         x.__create_chunk_list__ = functools.partial(_write_items, fqn)  # type: ignore[attr-defined]
@@ -65,12 +64,13 @@ def _write_items(fqn: str, *_: Any) -> NoReturn:
 
 
 def _no_state() -> None:
-    """Nothing beside the tensor: what torch.save writes is plain."""
+    """Return no state, so that torch.save writes a plain tensor."""
 
 
 class ByName(dict[str, nn.Parameter]):
-    """A rank's parameters by the model's names, each once; asked for, also by other names of a tied one, and by the
-    program's placeholder names.
+    """A rank's parameters by the model's names, each once.
+
+    Look-up also works by other names of a tied parameter, and by the program's placeholder names.
     """
 
     def __init__(self, program: Program, owned: Mapping[str, nn.Parameter]) -> None:

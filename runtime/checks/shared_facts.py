@@ -1,4 +1,4 @@
-"""What the ranks of an engine, or of a module, have to share: facts for `shardc.runtime.mesh.agreement` to compare."""
+"""Collect the facts that ranks of an engine or a module share, for `shardc.runtime.mesh.agreement`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardc.runtime.zero.optimizer_list import class_of
 
 
 def program_facts(program: Program, *, seed: int, **options: object) -> list[Fact]:
-    """What an engine is made of: the program's graphs, layouts, buckets and schedule, and its options, by name."""
+    """Return facts of a program (graphs, layouts, buckets, schedule) and of an engine's options, by name."""
     stored = [(x.name, x.shape, str(x.dtype), str(x.layout)) for x in program.stored]
     graphs = [str(stage.graph) for stage in program.stages]
     order = str(program.schedule) if program.schedule is not None else ""
@@ -40,8 +40,9 @@ def program_facts(program: Program, *, seed: int, **options: object) -> list[Fac
 
 
 def joint_facts(program: Program, mesh: Any) -> list[Fact]:
-    """The texts that this rank runs in a training step in the place of its stages' graphs, of a program on which all
-    ranks agree otherwise. It need not write those of other ranks' stages for that.
+    """Return facts of the graphs that this rank runs in a training step.
+
+    Only its own stages' graphs: it need not write those of other ranks. Ranks agree on the program otherwise.
     """
     at = mesh.coordinate(program.axis) if program.axis else 0
     mine = [s for i, s in enumerate(program.stages) if program.schedule is None or program.schedule.placement[i] == at]
@@ -51,7 +52,7 @@ def joint_facts(program: Program, mesh: Any) -> list[Fact]:
 
 
 def optimizer_facts(program: Program, optimizer: torch.optim.Optimizer | None) -> list[Fact]:
-    """The optimizer's class, and what its parameter groups are set to. Stages of a pipeline may have other groups."""
+    """Return the optimizer's class and group settings. Stages of a pipeline may have other groups."""
     stage = (program.axis,) if program.axis else ()
     name = class_of(optimizer) if optimizer is not None else "none"
     groups = optimizer.param_groups if optimizer is not None else []
@@ -65,7 +66,7 @@ def optimizer_facts(program: Program, optimizer: torch.optim.Optimizer | None) -
 
 
 def loader_facts(order: Order) -> list[Fact]:
-    """What a loader reads in which order: ranks with other orders would read some samples twice, and others never."""
+    """Return a loader's order: ranks with other orders would read some samples twice, and others never."""
     fix = "make the dataset and engine.loader(...) alike on all ranks"
     return [
         stated("the length of the dataset", order.size, fix=fix),
@@ -77,9 +78,7 @@ def loader_facts(order: Order) -> list[Fact]:
 
 
 def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
-    """The global batch, which all ranks share; or of this rank's part of one, what the ranks share that have the same
-    part, such as those of a tensor-parallel group.
-    """
+    """Return facts of the global batch, or of the part that ranks share, such as a tensor-parallel group."""
     tensors = {path: x for path, x in leaves(batch) if isinstance(x, Tensor)}
     names = ", ".join(f"{name_of(path)} {type_name(x.dtype, x.shape)}" for path, x in tensors.items())
     if not local:
@@ -105,14 +104,15 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
 
 
 def written(program: Program, written: bool) -> Fact:
-    """Whether parameters were written to: then all ranks that have them gather them."""
+    """Return the fact whether parameters were written to: then all ranks that have them gather them."""
     fix = "write to engine.params, under torch.no_grad(), on all ranks alike"
     return stated("whether parameters were written to", written, (program.axis,) if program.axis else (), fix=fix)
 
 
 class SameRows:
-    """Whether all ranks get the same rows, as where each reads a whole DataLoader without a sampler: nothing is wrong
-    with such a step, but that it is one of fewer rows. It is told once, if the first RUNNING parts of batches are so.
+    """Notes once if all ranks get the same rows in the first RUNNING batches.
+
+    This happens if each rank reads a whole DataLoader without a sampler. The steps are right, but have fewer rows.
     """
 
     RUNNING = 3
@@ -128,7 +128,7 @@ class SameRows:
         alike: Sequence[Fact],
         note: Callable[[str], None],
     ) -> None:
-        """facts: of this rank's part of the batch. alike: what `check` returned, of these and perhaps of others."""
+        """Count batches with equal rows on all ranks, and note them. facts: of this rank's part of the batch."""
         if self._left <= 0:
             return
         parts = [f for f in facts if slots_of(f, program.mesh) > 1]
@@ -142,9 +142,9 @@ class SameRows:
 
 
 def _constant(program: Program, batch: Any) -> bool:
-    """Are all rows of a batch equal, as of made-up data?"""
+    """Return whether all rows of a batch are equal, as in made-up data."""
     tensors, dims = dict(leaves(batch)), batch_dims(program)
     rows = [(tensors[x.path], d) for x in program.inputs if (d := dims[x.name]) is not None and x.path in tensors]
-    if any(x.is_meta for x, _ in rows):  # refused by who takes it
+    if any(x.is_meta for x, _ in rows):  # refused later
         return True
     return all(torch.equal(x.select(d, 0), x.select(d, i)) for x, d in rows for i in range(1, x.shape[d]))

@@ -1,9 +1,9 @@
-"""Which slices a module's state_dict holds, written beside its tensors, so that another rank does not load them.
+"""Mark a module's state_dict with its rank's slices, so that another rank does not load it.
 
-`module.state_dict()` of one rank holds what that rank has. The checkpoint of every tutorial (rank 0 saves, all ranks
-load) would put rank 0's slices into all ranks: shapes fit, names fit, and the model is another one. So the state_dict
-carries a note in its `_metadata`, which torch.save keeps. A copy made by hand, `{k: v.clone() for ...}`, has lost it:
-for such a one the next forward compares what ranks have loaded (`check_loaded`).
+`module.state_dict()` of one rank has what that rank has. The checkpoint of every tutorial (rank 0 saves, all ranks
+load) would put rank 0's slices into all ranks: shapes and names fit, and the model is wrong. So the state_dict
+has a mark in its `_metadata`, which torch.save keeps. A copy made by hand, `{k: v.clone() for ...}`, loses it:
+then the next forward compares what ranks have loaded (`check_loaded`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ KEY = "shardc"
 
 
 def slices(program: Program, mesh: Any, runs: Mapping[str, FlatShard]) -> dict[str, str]:
-    """{name: which slice of the whole tensor this rank has}, of those that it has a slice of. runs: ZeRO's stretches,
-    by placeholder name.
+    """Return {name: this rank's slice as text} of the tensors of which this rank has a slice.
+
+    runs: flat shards of ZeRO, by placeholder name.
     """
     found: dict[str, str] = {}
     coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
@@ -58,10 +59,11 @@ def _box(box: Sequence[tuple[int, int, int]]) -> str:
 def check(
     state_dict: Mapping[str, Any], prefix: str, note: Any, own: Mapping[str, str], names: Iterator[str], split: Set[str]
 ) -> bool:
-    """Raises ShardcError for a state_dict with other slices than this rank's. note: as `state_dict` has it, or None.
-    own: of `slices`. names: of all that the module holds. split: those of which any rank has a slice, the same on all
-    ranks: one of ZeRO may have all of a weight, and the others nothing. Returns whether there are slices in it that
-    nobody vouches for.
+    """Raise ShardcError for a state_dict with other slices than this rank's.
+
+    note: the mark in the state_dict, or None. own: from `slices`. names: all names in the module. split: names of which
+    any rank has a slice, the same on all ranks: at ZeRO one may have all of a weight, and the others nothing. Returns
+    whether it has slices without a mark.
     """
     there = [n for n in names if prefix + n in state_dict]
     if not isinstance(note, Mapping):
@@ -80,13 +82,11 @@ def check(
 
 
 def loaded_facts(held: Sequence[tuple[tuple[str, ...], Tensor]], rank: int) -> list[Fact]:
-    """What ranks have loaded, for `agreement.check` to find out whether it is alike where it should differ. held: split
-    tensors, each with the axes that split it.
-    """
+    """Return facts of loaded tensors, for `agreement.check`. held: (axes, tensor split over them) pairs."""
     groups: dict[tuple[str, ...], list[Tensor]] = {}
     for axes, x in held:
         groups.setdefault(axes, [])
-        if x.numel() and bool((x != x.reshape(-1)[0]).any()):  # zeros and ones may well be alike
+        if x.numel() and bool((x != x.reshape(-1)[0]).any()):  # constants (zeros, ones) may be equal on all ranks
             groups[axes].append(x)
     return [
         Fact("what was loaded", fingerprint(xs) if xs else hashed("constant", rank), axes)
@@ -95,7 +95,7 @@ def loaded_facts(held: Sequence[tuple[tuple[str, ...], Tensor]], rank: int) -> l
 
 
 def check_loaded(facts: Sequence[Fact], alike: Sequence[Fact]) -> None:
-    """Raises ShardcError, on all ranks, where each loaded the same values into slices that differ."""
+    """Raise ShardcError, on all ranks, if all loaded the same values into different slices."""
     if facts and all(f in alike for f in facts):
         raise ShardcError(
             "all ranks have loaded the same values into parameters of which each has another slice",

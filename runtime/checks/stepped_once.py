@@ -1,5 +1,6 @@
-"""An engine steps its optimizer and its scheduler. Who steps them once more beside it, as the lines of a plain loop do
-that were left in, would update twice: that is an error, not a second update.
+"""Refuse a second step of an engine's optimizer or scheduler.
+
+A line of a plain loop that was left in would update twice. That is an error.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from shardc.runtime.zero.optimizer_list import members_of
 
 
 class SteppedOnce:
-    """The engine's own optimizer and schedulers. Use: step the optimizer within `by_the_engine()`; call `check` before
-    a step, and `note` after the engine stepped or loaded its schedulers.
+    """An engine's optimizer and schedulers.
 
-    A scheduler of the user's own, made from the same optimizer, is none of the engine's, and not looked at.
+    Step the optimizer inside `by_the_engine()`; call `check` before a step, and `note` after the engine stepped or
+    loaded its schedulers. The user's own scheduler of the same optimizer is not the engine's, and is not checked.
     """
 
     def __init__(self, optimizer: Optimizer | None) -> None:
@@ -37,7 +38,7 @@ class SteppedOnce:
     def _guard(self, optimizer: Optimizer) -> None:
         step = optimizer.step
 
-        # a method, as torch's schedulers replace it once more, and look for its function and the mark that they left
+        # a bound method: torch's schedulers replace it again, and look for its function and their mark on it
         @functools.wraps(step)
         def guarded(self_: Optimizer, *args: Any, **options: Any) -> Any:
             if not self._allowed:
@@ -61,13 +62,11 @@ class SteppedOnce:
             self._allowed = False
 
     def note(self, schedulers: Sequence[LRScheduler]) -> None:
-        """This is how far the engine's schedulers are."""
+        """Record the step counts of the engine's schedulers."""
         self._schedulers, self._counts = tuple(schedulers), tuple(map(_count, schedulers))
 
     def check(self) -> None:
-        """Raises ShardcError for a scheduler of the engine's that somebody stepped once more since. (One that got
-        another state is as its user wants it.)
-        """
+        """Raise ShardcError if somebody stepped the engine's scheduler once more; loading it is allowed."""
         for scheduler, count in zip(self._schedulers, self._counts, strict=True):
             if _count(scheduler) == count + 1:
                 raise ShardcError(
@@ -79,14 +78,12 @@ class SteppedOnce:
 
 
 def _count(scheduler: LRScheduler) -> int:
-    """How often it was stepped."""
+    """Return how often a scheduler was stepped."""
     return int(getattr(scheduler, "_step_count", 0))
 
 
 def keep_groups(optimizer: Optimizer) -> None:
-    """Let an engine's optimizer have the groups of the start: one added later was compared with no other rank's,
-    and what is in it is no parameter of the program.
-    """
+    """Refuse new groups in an engine's optimizer: nothing compares them, or knows their parameters."""
 
     def add_param_group(*_: Any, **__: Any) -> NoReturn:
         raise ShardcError(
@@ -101,7 +98,7 @@ def keep_groups(optimizer: Optimizer) -> None:
 
 
 class _Detached(Tensor):
-    """As a plain tensor, which it is in a file and in a copy."""
+    """A tensor that becomes plain in a file and in a copy."""
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.as_subclass(Tensor))
@@ -125,8 +122,9 @@ class SteppedLoss(_Detached):
 
 
 class ValueBeside(_Detached):
-    """A value beside a module's loss, or what is made of it. It has no gradient: a term of the loss that is made of it
-    would change nothing.
+    """A value beside a module's loss, or derived from it. It has no gradient.
+
+    So a term of the loss with it would change nothing.
     """
 
     @classmethod

@@ -1,19 +1,19 @@
 """Refuse functions of torch that would take a rank's part of a parameter or a gradient for the whole.
 
-`torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)` takes the norm of `.grad`. Where that is this rank's slice,
-every rank would clip by another number, and replicated weights would drift apart. So a part is a `TensorPart`, on which
-only that works which is the same for a part as for the whole:
+`torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)` takes the norm of `.grad`. If that is this rank's slice,
+every rank would clip by another number, and replicated weights would drift apart. So a part is a `TensorPart`. It only
+supports functions with the same result on a part as on the whole:
 
     p.square(), p.mul_(0.9)     element by element: the result is a part
     p.view(-1), p.T, p.data     views and copies: the result is a part
     p.norm(dim=1), p[:, 0]      along dims of which this rank has all: the result is a part
     p.norm(), p @ p.T, p.item() all else: an error with what to call instead
 
-DTensor sends whatever an op needs: in a loop where only one rank prints, that waits for ever.
+DTensor would communicate: in a loop in which only one rank prints, that waits for ever.
 
 The checks are for the user's code. shardc's own code and torch's optimizers (which are tried before they step:
 shardc.runtime.zero.optimizer_check) use parts as plain tensors. Like DTensor, `ParameterPart` is one of the classes for
-which torch's optimizers take their foreach and fused forms (shardc.torch_private).
+which torch's optimizers use their foreach and fused forms (shardc.torch_private).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Element by element, beside what torch tags as pointwise: aliases, Python's operators, and others.
+#: Pointwise functions that torch does not tag as such: aliases, Python's operators, and others.
 _POINTWISE = _names(
     """absolute add and copy clip div divide eq fill fma floordiv floor_divide ge greater greater_equal gt iadd iand
     idiv imul invert ior ipow isub itruediv isclose le less less_equal lt masked_fill mul multiply ne negative not_equal
@@ -52,16 +52,16 @@ _VIEWS_AND_COPIES = _names(
     narrow pad permute pin_memory ravel requires_grad reshape reshape_as select share_memory split split_with_sizes
     squeeze swapaxes swapdims t tensor_split to transpose type type_as unbind unflatten unsqueeze view view_as"""
 )
-#: Of these, what has the dims of what it is made of.
+#: Those of them whose result has the dims of the operand.
 _SAME_DIMS = _names(
     "alias bfloat16 bool clone contiguous cpu cuda detach double empty_like float get half int long to type type_as"
 )
-#: Functions that select entries of a dim, and which of their positional arguments names it.
+#: Functions that select entries of a dim, and the position of the argument that names it.
 _SELECTING = {
     **dict.fromkeys(_names("select narrow index_select unbind index_fill index_copy index_add iter"), 1),
     **dict.fromkeys(_names("chunk split split_with_sizes tensor_split"), 2),
 }
-#: Functions along dims, and which of their positional arguments names these.
+#: Functions along dims, and the position of the argument that names them.
 _ALONG = {
     **dict.fromkeys(("vector_norm", "matrix_norm", "norm", "quantile", "nanquantile"), 2),
     **dict.fromkeys(_names("sum nansum mean nanmean var std prod logsumexp cumsum cumprod count_nonzero softmax"), 1),
@@ -73,12 +73,12 @@ _DRAWS = _names(
     rand_like randn_like randint_like"""
 )
 _READS = _names("array complex contains float index int item numpy tolist bool is_nonzero")
-#: Of torch.nn.init, what fills a part with what it would fill the whole with.
+#: Functions of torch.nn.init that fill a part as they would fill the whole.
 _SAME_FILL = frozenset(("constant_", "ones_", "zeros_"))
-#: Functions of torch.distributed that put other ranks' tensors in the place of this rank's.
+#: Functions of torch.distributed that replace this rank's tensor by one of other ranks.
 _MIXING = frozenset(("all_reduce", "broadcast", "reduce", "all_reduce_coalesced", "reduce_scatter", "scatter"))
 _PLAIN = ".as_subclass(torch.Tensor) is this rank's part as a plain tensor"
-#: (functions called by the user, what would happen, fix). A module's name stands for all of its functions.
+#: (functions called by the user, what would happen, fix). A module's name means all of its functions.
 _OF_WHOLES: tuple[tuple[str, str, str], ...] = (
     (
         "safetensors.torch.",
@@ -104,7 +104,7 @@ _OF_WHOLES: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """What a part is of: a parameter, with its whole shape, or its gradient."""
+    """The source of a part: a parameter, with its whole shape, or its gradient."""
 
     fqn: str = ""
     shape: tuple[int, ...] = ()
@@ -115,10 +115,10 @@ class Origin:
 
 
 class TensorPart(Tensor):
-    """A part of a tensor. A write to it, or from it into another tensor, returns what was written to.
+    """A part of a tensor. A write to it, or from it into another tensor, returns the written tensor.
 
-    .split_dims: the dims of which this rank has some only; None: unknown; none: it has all of a parameter, for which it
-    must not draw random numbers alone.
+    .split_dims: the dims of which this rank has only a part; None: unknown; empty: this rank has all of a parameter,
+    and must not draw random numbers for it alone.
     """
 
     split_dims: frozenset[int] | None = None
@@ -136,7 +136,7 @@ class TensorPart(Tensor):
         return part(copy.deepcopy(self.as_subclass(Tensor), memo), self.split_dims, self.origin)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = self.as_subclass(Tensor)  # what a file has
+        plain = self.as_subclass(Tensor)  # files have plain tensors
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __create_write_items__(self, *_: Any) -> NoReturn:
@@ -146,7 +146,7 @@ class TensorPart(Tensor):
 
 
 class ParameterPart(TensorPart, nn.Parameter):
-    """A parameter of which this rank has a part: made from a plain one by `know`, and still the same object."""
+    """A parameter of which this rank has a part. `know` makes it from a plain one, in place."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         plain = self.detach().as_subclass(Tensor).clone(memory_format=torch.preserve_format)
@@ -162,14 +162,14 @@ foreach_for(ParameterPart)
 
 
 def part(x: Tensor, dims: Collection[int] | None = None, origin: Origin = Origin()) -> Tensor:
-    """Return a tensor as a part. Its memory stays its own."""
+    """Return a tensor as a part that shares its memory."""
     result = x.as_subclass(TensorPart)
     result.split_dims, result.origin = frozenset(dims) if dims is not None else None, origin
     return result
 
 
 def know(p: nn.Parameter, dims: Collection[int] | None, origin: Origin) -> nn.Parameter:
-    """Make a parameter a part: the object itself, which modules, optimizers and autograd hold."""
+    """Make a parameter a part in place: modules, optimizers and autograd hold this object."""
     p.__class__ = ParameterPart
     assert isinstance(p, ParameterPart)
     p.split_dims, p.origin = frozenset(dims) if dims is not None else None, origin
@@ -177,7 +177,7 @@ def know(p: nn.Parameter, dims: Collection[int] | None, origin: Origin) -> nn.Pa
 
 
 def plain() -> AbstractContextManager[None]:
-    """Within, parts are plain tensors, in this thread: for shardc's own code, which needs no check call by call."""
+    """Return a context in which parts are plain tensors, in this thread: for shardc's own code."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -185,7 +185,7 @@ _begun = threading.local()
 
 
 def begin_plain() -> None:
-    """The same until `end_plain`. Where that does not come (a step that fails), until the next forward or step."""
+    """Make parts plain until `end_plain`, or, if a step fails, until the next forward or step."""
     end_plain()
     _begun.within = plain()
     _begun.within.__enter__()
@@ -198,12 +198,13 @@ def end_plain() -> None:
 
 
 def _through(frame: FrameType | None) -> list[str] | None:
-    """The functions of libraries between a call and the user's code, the outermost first; None: no user's code calls,
-    but shardc's, torch's optimizers', or what compares tensors in a test.
+    """Return the library functions between a call and the user's code, the outermost first.
+
+    None: user code does not call, but shardc, torch's optimizers, or a test's comparison.
     """
     through: list[str] = []
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")  # code that fx writes has none
+        name = frame.f_globals.get("__name__", "")  # code generated by fx has none
         if name.startswith(("shardc.", "torch.optim.", "torch.testing.")):
             return None
         if name.startswith(("torch.", "safetensors.")) or name == "torch":
@@ -215,7 +216,7 @@ def _through(frame: FrameType | None) -> list[str] | None:
 
 
 def _bare(name: str) -> str:
-    """The `__name__` of a function without what says how it is called: "add_", "__radd__", "_foreach_add"."""
+    """Return a function's `__name__` without prefixes and suffixes: "add" for "add_", "_foreach_add"."""
     bare = name.partition(".")[0].removeprefix("linalg_").removeprefix("_foreach_")
     if bare.startswith("__") and bare.endswith("__"):
         return bare.strip("_")
@@ -224,7 +225,7 @@ def _bare(name: str) -> str:
 
 @functools.cache
 def _kind(name: str) -> str:
-    """What a function does with elements, by its `__name__`: "add_", "__radd__", "_foreach_add", "fma.default"."""
+    """Classify a function by its `__name__`: "add_", "__radd__", "_foreach_add", "fma.default"."""
     dunder, bare = name.startswith("__") and name.endswith("__"), _bare(name)
     if (dunder and bare in _READS) or bare in ("item", "numpy", "tolist", "is_nonzero"):
         return "reads"
@@ -243,9 +244,9 @@ def _kind(name: str) -> str:
 
 
 def _call(func: Any, args: Any, kwargs: Mapping[str, Any], through: list[str]) -> Any:
-    """Run a function of torch that a user calls on parts, with torch's functions of `through` between."""
+    """Run a torch function that user code calls on parts, through torch's functions in `through`."""
     name, kind = getattr(func, "__name__", ""), _kind(getattr(func, "__name__", ""))
-    # of ranks' different parts, rather than of what each has all of; of a parameter, rather than of a gradient
+    # prefer tensors of which ranks have different parts, and parameters over gradients
     first = max(_parts_in((args, kwargs)), key=lambda x: (x.split_dims != frozenset(), not x.origin.grad))
     module = getattr(func, "__module__", "")
     for function in through:
@@ -261,21 +262,21 @@ def _call(func: Any, args: Any, kwargs: Mapping[str, Any], through: list[str]) -
     if name in _MIXING and module.startswith("torch.distributed"):
         _refuse_sum_over_ranks(name, first.origin)
     _refuse_for_wholes(through, first)
-    # functions of Python's that call torch's own, which are checked then. transformers puts its own in the place of
-    # torch.nn.init's, for a while
+    # Python functions that call torch's ops, which are then checked. transformers temporarily replaces those of
+    # torch.nn.init by its own
     if module in ("torch.nn.init", "torch.autograd") or getattr(torch.nn.init, name, None) is func:
         return func(*args, **kwargs)
     if kind == "reads" or (kind == "along" and not _along_whole(name, args, kwargs)):
         _refuse(name, first.origin)
     if _selects_of_part(_bare(name), args, kwargs):
         _refuse_selection(_bare(name), first.origin)
-    if kind == "pointwise" and name != "__setitem__":  # which writes into its place in the whole
+    if kind == "pointwise" and name != "__setitem__":  # __setitem__ writes into a place in the whole
         _refuse_whole_operands(args, kwargs)
     result = func(*args, **kwargs)
     if kind == "mixes" and next(_tensors(result), None) is not None:
         _refuse(name, first.origin)
     attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
-    # a view's base stays plain, as torch.compile goes from base to base
+    # a view's base stays plain, because torch.compile walks from base to base
     if kind in ("mixes", "harmless") or attribute in ("grad", "_base"):
         return result
     keeps_dims = kind != "copies" or attribute == "data" or (_bare(name) in _SAME_DIMS and not attribute)
@@ -283,7 +284,7 @@ def _call(func: Any, args: Any, kwargs: Mapping[str, Any], through: list[str]) -
 
 
 def _selects_of_part(bare: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Does a call select entries by their numbers in a dim of which this rank has some only?"""
+    """Return whether a call selects entries by number in a dim of which this rank has a part."""
     x = args[0] if args else kwargs.get("input", kwargs.get("condition"))
     if not isinstance(x, TensorPart):
         return False
@@ -291,7 +292,7 @@ def _selects_of_part(bare: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
         dims = _indexed(x, args[1])
     elif bare == "pad":
         dims = set(range(x.ndim - len(kwargs.get("pad", args[1] if len(args) > 1 else ())) // 2, x.ndim))
-    elif bare == "where":  # of a condition alone: the numbers of entries
+    elif bare == "where":  # with a condition only, it returns the numbers of entries
         dims = set(range(x.ndim)) if len(args) + len(kwargs) == 1 else set()
     elif bare == "diagonal":
         dims = set(range(x.ndim))
@@ -305,7 +306,7 @@ def _selects_of_part(bare: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _indexed(x: TensorPart, index: Any) -> set[int]:
-    """The dims of which an index takes entries. A mask that is a part of x's shape goes element by element."""
+    """Return the dims that an index selects from; none for a mask that is a part of x's shape."""
     items = index if isinstance(index, tuple) else (index,)
     sizes = [
         0 if i is None else i.ndim if isinstance(i, Tensor) and i.dtype == torch.bool else 1
@@ -327,14 +328,14 @@ def _indexed(x: TensorPart, index: Any) -> set[int]:
 
 
 def _along_whole(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call works only along dims of which this rank has all. Or is it the maximum of two tensors?"""
+    """Return whether a call works along whole dims only, or is the maximum of two tensors."""
     place = _ALONG[name.partition(".")[0].removeprefix("linalg_").removeprefix("_foreach_").rstrip("_")]
     x = args[0] if args else kwargs.get("input", kwargs.get("x"))
     dims = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
     if isinstance(dims, Tensor) or isinstance(kwargs.get("other"), Tensor):
         return True
     if not isinstance(x, TensorPart):
-        return isinstance(x, Tensor)  # another tensor's, which this one is an argument of
+        return isinstance(x, Tensor)  # a method of another tensor, with this one as an argument
     if isinstance(dims, int) and not isinstance(dims, bool):
         dims = (dims,)
     if not isinstance(dims, (tuple, list)) or not dims or x.split_dims is None:
@@ -357,10 +358,10 @@ def _parts_in(args: Any) -> Iterator[TensorPart]:
 
 
 def _as_parts(result: Any, args: Any, origin: Origin, *, keeps_dims: bool) -> Any:
-    """Return what is new in a result as parts. keeps_dims: a result of as many dims has those of the arguments."""
+    """Return new tensors in a result as parts. keeps_dims: a result with as many dims has the same ones."""
     if isinstance(result, (tuple, list)):
         parts = [_as_parts(x, args, origin, keeps_dims=keeps_dims) for x in result]
-        return type(result)(parts)  # of torch.return_types as well
+        return type(result)(parts)  # also for torch.return_types
     if type(result) is not Tensor or any(result is x for x in args):
         return result
     dims: frozenset[int] | None = frozenset()
@@ -426,7 +427,7 @@ def _refuse_draw(name: str, origin: Origin) -> NoReturn:
 
 
 def _refuse_sum_over_ranks(name: str, origin: Origin) -> NoReturn:
-    """As loops do that are written for torch.distributed alone."""
+    """Refuse sums over ranks, as in loops that are written for torch.distributed alone."""
     fix = "leave it out: backward has summed gradients over all ranks that compute some of them"
     if not origin.grad:
         fix = "leave it out: weights are alike where they have to be; broadcast=True of program.module and engine sends"
@@ -439,7 +440,7 @@ def _refuse_sum_over_ranks(name: str, origin: Origin) -> NoReturn:
 
 
 def _refuse_for_wholes(through: list[str], x: TensorPart) -> None:
-    """Refuse helpers that are written for whole tensors, and would not fail on parts."""
+    """Refuse helpers for whole tensors that would not fail on parts."""
     for function in through:
         for prefix, happens, fix in _OF_WHOLES:
             if function.startswith(prefix):
@@ -447,11 +448,12 @@ def _refuse_for_wholes(through: list[str], x: TensorPart) -> None:
 
 
 def _refuse_whole_operands(args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a tensor of the whole parameter's shape beside a part, as in an average with a plain copy of the model by
-    zip: torch says that sizes do not match, or spreads one over the other.
+    """Refuse a tensor of the whole parameter's shape beside a part, as when averaging with a plain model.
+
+    torch would report different sizes, or broadcast one of them.
     """
     given = (*args, *kwargs.values())
-    lists = [x for x in given if isinstance(x, (tuple, list))]  # of _foreach functions
+    lists = [x for x in given if isinstance(x, (tuple, list))]  # arguments of _foreach functions
     for row in zip(*lists, strict=False) if lists else [given]:
         wholes = {tuple(x.shape) for x in row if isinstance(x, Tensor) and not isinstance(x, TensorPart)}
         for x in (x for x in row if isinstance(x, TensorPart)):

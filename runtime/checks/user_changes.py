@@ -1,7 +1,7 @@
-"""What users do to a module or its parameters, and a program, which was captured before, would not notice: refused.
+"""Refuse changes of a module or its parameters that a captured program would not notice.
 
-A plain model reads `requires_grad`, hooks, the modes of its submodules and their attributes whenever it runs. A program
-has read them once; so what changes them later would change nothing, without a word.
+A plain model reads `requires_grad`, hooks, and the modes and attributes of its submodules in every run. A program
+has read them once, so later changes would silently have no effect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Program
 
-#: What to note, by the name that it is about.
+#: {name of the changed thing: note}.
 Notes = dict[str, str]
 
 _PASS_IT = (
@@ -40,8 +40,9 @@ _AGAIN = "compile again after the change, and load the weights (engine.save, eng
 
 
 def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
-    """Raises ShardcError where parameters of a model have been frozen or released since it was compiled. model: as
-    engines take it; what is no module says nothing of that. built: made by a function, in a mode that nobody chose.
+    """Raise ShardcError if parameters of a model were frozen or released since it was compiled.
+
+    model: as passed to an engine; only modules are checked. built: made by a function, in a mode that nobody chose.
     """
     if not isinstance(model, nn.Module):
         return {}
@@ -63,7 +64,7 @@ def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
 
 
 def _other_dtype(program: Program, now: Mapping[str, nn.Parameter]) -> Notes:
-    """A model that was cast to fewer bits after it was compiled: the program has the dtypes of that moment."""
+    """Return a note if the model was cast to fewer bits since compiling: the program keeps its dtypes."""
     if program.spec is None or program.spec.precision.params is not None:
         return {}
     for p in program.params:
@@ -76,9 +77,7 @@ def _other_dtype(program: Program, now: Mapping[str, nn.Parameter]) -> Notes:
 
 
 def note_eval_mode(program: Program, note: Callable[[str], None]) -> None:
-    """Say of a program that was compiled in this process, of a model in eval mode, what that means. (Of one that was
-    read from a folder, the commands print the notes.)
-    """
+    """Note that the model was compiled in eval mode. For a loaded program the commands print the notes."""
     if program.eval_mode and program.check_attributes is not None:
         note(EVAL_MODE)
 
@@ -86,8 +85,10 @@ def note_eval_mode(program: Program, note: Callable[[str], None]) -> None:
 def check_attributes(
     program: Program, noted: set[str], note: Callable[[str], None], modules: Iterable[tuple[str, nn.Module]] = ()
 ) -> None:
-    """Raises ShardcError where attributes of the model that was compiled, which forward reads, were changed since.
-    Notes what forward may read. noted: names of earlier notes; new ones are added. modules: others that have them.
+    """Raise ShardcError if attributes of the compiled model that forward reads have changed.
+
+    Notes attributes that forward may read. noted: names of earlier notes; new ones are added. modules: others with
+    them.
     """
     if program.check_attributes is not None:
         note_once(program.check_attributes() | program.check_attributes(modules), noted, note)
@@ -102,8 +103,9 @@ def note_once(notes: Notes, noted: set[str], note: Callable[[str], None]) -> Non
 
 @dataclass(frozen=True)
 class TensorRead:
-    """A tensor that is neither the model's nor the batch's, and that forward or the loss reads: a constant of the
-    program. version: autograd's count of what was written into it, at capture. line: where it is read.
+    """A tensor of neither model nor batch that forward or the loss reads: a constant of the program.
+
+    version: autograd's write count at capture. line: where it is read.
     """
 
     tensor: Tensor
@@ -120,10 +122,11 @@ class TensorRead:
 
 
 class Attributes:
-    """Plain values (numbers, strings, bools, None) that forward read while it was captured: attributes of a model's
-    modules, and of objects that these hold, by module's name (`values`); of a loss that is an object (`of_loss`);
-    tensors that are not the model's (`tensors`). It does not keep the model alive. A change of an object or a tensor is
-    a note only: forward may read them for a log, or not at all.
+    """Plain values (numbers, strings, bools, None) that forward read while it was captured.
+
+    values: attributes of modules, and of objects that these hold, by the module's name; of_loss: of a loss that is an
+    object; tensors: not the model's. Does not keep the model alive. A changed object or tensor is only a note: forward
+    may read it for a log, or not at all.
     """
 
     def __init__(
@@ -139,14 +142,15 @@ class Attributes:
         self._values: dict[str, list[tuple[str, tuple[str, ...], Any]]] = {}
         for path, module in ((path, m) for path, m in modules.items() if path in values):
             read = [(f"{path}.{n}" if path else n, tuple(n.split(".")), v) for n, v in values[path].items()]
-            # what capture itself had set to another value while it ran is not the user's
+            # a value that capture itself changed while it ran is no change of the user's
             if kept := [each for each in read if not _differs(_attribute(module, each[1], _NOTHING), each[2])]:
                 self._values[path] = kept
         self._modules = [(weakref.ref(modules[path]), path) for path in self._values]
 
     def check(self, modules: Iterable[tuple[str, nn.Module]] | None = None) -> Notes:
-        """Raises ShardcError for attributes of modules that are others now; notes on objects and names. modules:
-        of another model than was captured, with their paths; what they do not have is not looked at.
+        """Raise ShardcError for changed attributes of modules; return notes on objects and names.
+
+        modules: of another model than the captured one, with paths; what they do not have is not checked.
         """
         if modules is None:
             modules = [(path, m) for ref, path in self._modules if (m := ref()) is not None]
@@ -180,7 +184,7 @@ class Attributes:
 
 
 def _attribute(thing: Any, parts: Iterable[str], otherwise: Any) -> Any:
-    """An attribute of an attribute, as objects and their classes hold it: no property and no __getattr__ runs."""
+    """Return an attribute of an attribute, as stored: runs no property and no __getattr__."""
     for name in parts:
         try:
             own = vars(thing)
@@ -196,7 +200,7 @@ def _attribute(thing: Any, parts: Iterable[str], otherwise: Any) -> Any:
 
 
 def _differs(now: Any, then: Any) -> bool:
-    """then: a number, string, bool or None. now: anything, such as an array, which is not compared."""
+    """Compare values. then: a number, string, bool or None. now: anything; an array is not compared."""
     if now is then:
         return False
     return not isinstance(now, (bool, int, float, str)) or (bool(now != then) and not (now != now and then != then))
@@ -213,11 +217,10 @@ def _text(value: Any) -> str:
 
 
 class Watched:
-    """The parameters that an optimizer works on, as they are when it is made.
+    """The parameters of an optimizer, as they are when it is made.
 
-    sharded: those of which a rank has a stretch (ZeRO): backward does not see them, but what they were cut from.
-    partial: those whose gradient is not whole and final when backward brings it: it is summed over ranks later, or is
-    that of a part.
+    sharded: those of which a rank has a flat shard (ZeRO): backward sees what they were cut from. partial: those whose
+    gradient is not whole and final after backward: it is summed over ranks later, or is that of a part.
     """
 
     def __init__(
@@ -233,15 +236,13 @@ class Watched:
         self._hooks = {name: hook_counts(p) for name, p in params.items()}
 
     def check(self) -> None:
-        """Raises ShardcError for parameters that were released, or, where they are sharded, frozen; and for hooks that
-        see another gradient than the whole batch's of the whole parameter.
-        """
+        """Raise ShardcError for released parameters, frozen sharded ones, and hooks on partial gradients."""
         errors = Errors()
         for name, p in self._params.items():
             trains, hooks = p.requires_grad, hook_counts(p)
             if trains != self._trained[name] and (trains or name in self._sharded):
                 _add(errors, self._fqns[name], trains=trains)
-            # a hook on the sum is called too early, as the sum over ranks comes later; one on a stretch never
+            # a hook on a summed gradient runs too early, before the sum over ranks; one on a flat shard never runs
             elif hooks[1] > self._hooks[name][1] or (hooks[0] > self._hooks[name][0] and name in self._partial):
                 fault = "a hook on this parameter's gradient would not see the gradient of the whole batch and of the"
                 fault += " whole parameter, or never run"
@@ -249,13 +250,14 @@ class Watched:
         errors.raise_any()
 
     def frozen(self) -> str:
-        """Names of those that trained when this was made, and do not any more."""
+        """Return names of parameters that trained when this was made, and no longer do."""
         return ", ".join(self._fqns[n] for n, p in self._params.items() if self._trained[n] and not p.requires_grad)
 
 
 def _check_still(still: Collection[str], training: Mapping[str, bool], model: str) -> None:
-    """Raises ShardcError for submodules that train now, by their names, and were in eval mode when the rest of the
-    model trained. Of nested ones the outermost are named.
+    """Raise ShardcError for submodules that train now, and were in eval mode at capture.
+
+    Names the outermost of nested ones.
     """
     woken = [name for name in still if training.get(name)]
     errors = Errors()
@@ -269,9 +271,9 @@ def _check_still(still: Collection[str], training: Mapping[str, bool], model: st
 
 
 def check_submodules(modules: Iterable[tuple[str, nn.Module]], still: Collection[str]) -> None:
-    """Raises ShardcError for submodules of a module that holds parameters for a program, and runs none of them: hooks
-    on them, and a mode of their own. modules: with their names, the root first. still: those that were in eval mode at
-    capture, and are that in training too.
+    """Raise ShardcError for hooks and different modes of submodules that only hold a program's parameters.
+
+    modules: with names, the root first. still: in eval mode at capture, and in training too.
     """
     (_, root), *others = modules
     if root.training:
@@ -290,7 +292,7 @@ def check_submodules(modules: Iterable[tuple[str, nn.Module]], still: Collection
 
 
 class Held(NamedTuple):
-    """A parameter of a module. pointer: where it lies, if it may lie nowhere else; 0 if it may. dtype: when made."""
+    """A parameter of a module. pointer: its address, 0 if it may move. dtype: when made."""
 
     parameters: Mapping[str, nn.Parameter | None]
     name: str
@@ -301,9 +303,7 @@ class Held(NamedTuple):
 
 
 def check_held(held: Iterable[Held]) -> None:
-    """Raises ShardcError for parameters of a module that were replaced, or whose memory was: the program would go on
-    with those that it has.
-    """
+    """Raise ShardcError if a module's parameter or its memory was replaced: the program uses the old."""
     replaced: list[Held] = []
     for h in held:
         p = h.parameters.get(h.name)
@@ -327,7 +327,7 @@ def check_held(held: Iterable[Held]) -> None:
 
 
 def _within(name: str) -> bool:
-    """Does a function of torch's of this name call what runs?"""
+    """Return whether a torch function of this name is on the call stack."""
     return any(
         f.f_code.co_name == name and f.f_globals.get("__name__", "").startswith("torch.") for f, _ in walk_stack(None)
     )
@@ -340,13 +340,13 @@ def _add(errors: Errors, fqn: str, *, trains: bool) -> None:
 
 
 def hooks_of(m: nn.Module) -> int:
-    """Hooks of a module and of the gradients of its own parameters."""
+    """Count the hooks of a module and of the gradients of its direct parameters."""
     own = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
     return sum(map(len, own)) + sum(sum(hook_counts(p)) for p in m._parameters.values() if p is not None)
 
 
 def hook_counts(p: nn.Parameter) -> tuple[int, int]:
-    """Hooks on a parameter's gradient: as it comes, and after it was added up."""
+    """Count the hooks on a parameter's gradient: (before, after accumulation)."""
     return len(p._backward_hooks or ()), len(getattr(p, "_post_accumulate_grad_hooks", None) or ())
 
 

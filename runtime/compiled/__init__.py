@@ -1,8 +1,8 @@
-"""Regions of graphs of a step (shardc.ir.regions) as compiled code.
+"""Compile fused regions of step graphs (shardc.ir.regions).
 
-regions      a text whose regions are calls
+regions      replaces the regions of a graph by calls
 inductor    compiles each distinct region once, by torch's Inductor
-masks       dropout as arithmetic on two key words, which fuses with what is around it
+masks       dropout as arithmetic on two key words, which fuses with neighbouring ops
 """
 
 from __future__ import annotations

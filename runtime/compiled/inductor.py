@@ -1,10 +1,9 @@
-"""Compile fused regions by torch's Inductor, each distinct one once: for all layers, microbatches and ranks of a
-process.
+"""Compile fused regions by torch's Inductor, each distinct one once in a process.
 
-On disk Inductor keeps what it has generated and built, by the lines of the region, sizes, strides, dtypes, device and
-the version of torch (TORCHINDUCTOR_CACHE_DIR, else a folder of the user's below /tmp): another run, or another process
-of the same machine, loads it in milliseconds. Of the processes of a machine that need a region at the same time one
-compiles it and the others wait.
+All layers, microbatches and ranks share it. Inductor caches its code on disk, by the lines of the region, sizes,
+strides, dtypes, device and the version of torch (TORCHINDUCTOR_CACHE_DIR, else a folder of the user's below /tmp):
+another run, or another process of the same machine, loads it in milliseconds. If several processes of a machine need a
+region at the same time, one compiles it and the others wait.
 """
 
 from __future__ import annotations
@@ -28,41 +27,42 @@ from shardc.errors import ShardcError
 from shardc.torch_private import inductor_compiled, no_compiler
 
 Run = Callable[[list[Tensor]], Any]
-#: Seconds after which a note says which region is being compiled.
+#: Seconds after which a note names the region that is being compiled.
 PATIENCE = 2.0
 _LOCK = threading.RLock()
-_DONE: dict[Any, Run | str] = {}  # of this process; why not, of what Inductor refuses
+_DONE: dict[Any, Run | str] = {}  # of this process; the reason where Inductor fails
 _EXPECTED: dict[str, None] = {}
 _TOLD: set[str] = set()
 
 
 def compiled_runs() -> list[Run]:
-    """What this process has compiled, each distinct region once."""
+    """Return all that this process has compiled, each distinct region once."""
     return [run for run in _DONE.values() if not isinstance(run, str)]
 
 
 def forget() -> None:
-    """Everything that this process has compiled. (What is on disk stays.)"""
+    """Forget everything that this process has compiled. (The cache on disk stays.)"""
     with _LOCK:
         _DONE.clear()
         _EXPECTED.clear()
 
 
 class Compiler:
-    """Of one program. strict: what cannot be compiled is an error, and not a note."""
+    """The compiler of one program. strict: a region that cannot be compiled is an error, not a note."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
 
     def expect(self, key: str) -> None:
-        """Count a region that is going to be compiled, for the number that is shown."""
+        """Count a region that will be compiled, for the number that is shown."""
         _EXPECTED[key] = None
 
     def compiled(self, key: str, function: Callable[..., Any], inputs: Sequence[Tensor], where: str) -> Run | None:
-        """A function of tensors as compiled code, for inputs of these sizes, strides and dtypes; None: it runs line by
-        line, and a note has said why.
+        """Compile a function of tensors for inputs of these sizes, strides and dtypes.
 
-        key: of its lines; where: for messages. Raises ShardcError under `strict` where there is no compiled code."""
+        Returns None if it has to run line by line; a note has said why. key: of its lines; where: for messages. Raises
+        ShardcError under `strict` if it cannot be compiled.
+        """
         whole = (key, *((tuple(x.shape), x.stride(), x.dtype, x.device) for x in inputs), torch.get_num_threads())
         with _LOCK:
             if whole not in _DONE:
@@ -85,14 +85,14 @@ class Compiler:
         try:
             with _shown(f"compiling region {number} ({where})"), _alone(whole):
                 return inductor_compiled(function, inputs)
-        except Exception as e:  # whatever a compiler may say
+        except Exception as e:  # compilers raise any class
             said = (str(e).strip() or type(e).__name__).splitlines()[0]
             _note(f"region {number} ({where}) is not compiled, and runs line by line: {type(e).__name__}: {said}")
             return f"{type(e).__name__}: {said}"
 
 
 def _note(text: str) -> None:
-    """Once, on the first rank's stderr."""
+    """Print a note once, on the first rank's stderr."""
     if text not in _TOLD and os.environ.get("RANK", "0") == "0":
         _TOLD.add(text)
         print(f"note: {text}", file=sys.stderr, flush=True)
@@ -100,7 +100,7 @@ def _note(text: str) -> None:
 
 @contextmanager
 def _shown(text: str) -> Iterator[None]:
-    """What goes on, if it takes a while."""
+    """Print a note about work that takes long."""
     began, timer = time.monotonic(), threading.Timer(PATIENCE, _note, (f"{text} ...",))
     timer.daemon = True
     timer.start()
@@ -116,14 +116,17 @@ def _shown(text: str) -> Iterator[None]:
 
 @contextmanager
 def _alone(key: str) -> Iterator[None]:
-    """No other process of this user compiles the same meanwhile."""
+    """Hold a lock so that no other process of this user compiles the same region now."""
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()) / f"shardc-locks-{os.getuid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / hashlib.sha256(key.encode()).hexdigest()[:32], "a")  # noqa: SIM115 (held below)
-    except OSError:  # nowhere to write: everybody compiles
+    except OSError:  # cannot write: every process compiles
         yield
         return
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:  # closing is not enough: a process forked in the meantime has the same lock
+            fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,4 +1,4 @@
-"""Dropout as element-wise arithmetic on tensors: what a compiler can fuse. Bit for bit what `ops.dropout` gives.
+"""Compute dropout by elementwise arithmetic, which compilers can fuse; the same bits as `ops.dropout`.
 
 The mask of an element is a hash of its global index and of two key words (shardc.runtime.rng). The words are an input:
 one compiled region serves all layers, steps and microbatches, and no mask is ever stored.
@@ -20,14 +20,15 @@ _M1, _M2 = 0x7FEB352D, 0x846CA68B - 2**32  # of lowbias32, as signed 32-bit numb
 def inputs(
     rng: Rng, stream: int, shape: Sequence[int], digits: Digits, paddings: Paddings, mesh: Any, device: torch.device
 ) -> list[Tensor]:
-    """What `masked` takes of a rank: (key words i32[2], rows, columns). shape: global; digits, paddings: of it.
+    """Return the inputs of `masked`: (key words i32[2], rows, columns), without waiting for the device.
 
-    rows, columns: of rng.row_and_column_offsets. Nothing waits for the device."""
+    rows, columns: of rng.row_and_column_offsets. shape: global; digits, paddings: of it.
+    """
     return [rng.key_words(stream, device), *rng.row_and_column_offsets(shape, digits, mesh, device, paddings)]
 
 
 def masked(x: Tensor, where: Sequence[Tensor], p: float) -> Tensor:
-    """x where it is kept, times 1 / (1 - p), and 0 elsewhere; contiguous. where: of `inputs`."""
+    """Scale kept elements of x by 1 / (1 - p), zero the others; contiguous. where: of `inputs`."""
     words, rows, columns = where
     indices = (rows[:, None] + columns).reshape(-1)[: x.numel()].reshape(x.shape)
     low, high = words[0], words[1]
@@ -47,7 +48,7 @@ def _hash(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _avalanche(x: Tensor) -> Tensor:
-    """As rng._avalanche: the shifts are arithmetic, so the copied sign bits are masked off."""
+    """Hash as rng._avalanche does: the shifts are arithmetic, so the copied sign bits are masked off."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * _M1
     x = (x ^ ((x >> 15) & 0x1FFFF)) * _M2
     return x ^ ((x >> 16) & 0xFFFF)

@@ -1,6 +1,6 @@
-"""A graph whose fused regions are calls: of compiled code, or line by line where there is none.
+"""Replace the fused regions of a graph by calls, of compiled code or line by line.
 
-box = boxed(gelu_grad, up, x)              the caller lets go of what it does not need any more ...
+box = boxed(gelu_grad, up, x)              the caller drops its references to dead values ...
 made = region_7(box, mesh, rng)            ... and the region empties the list: each value is freed at its last use
 up_grad = made[0]
 """
@@ -26,14 +26,14 @@ from shardc.torch_private import FakeTensor, OpOverload
 
 #: Conversions that do nothing here, and something backward.
 IDENTITIES = {getattr(ops, row.op) for row in CONVERSIONS if row.forward == "identity"}
-#: So many sizes of a region's inputs are compiled; what comes in yet another one runs line by line.
+#: The number of sizes of a region's inputs that are compiled; further ones run line by line.
 LAYOUTS = 8
-#: Arguments of ops.dropout behind x.
+#: Arguments of ops.dropout after x.
 _DROPOUT = ("p", "rng", "index", "mesh", "shape", "digits", "paddings")
 
 
 def with_compiled_regions(graph: fx.Graph, compiler: Compiler | None) -> fx.Graph:
-    """A copy of a graph in which each region is one call. Without a compiler: the graph, whose lines run one by one."""
+    """Return a copy of a graph in which each region is one call. Without a compiler: the graph itself."""
     regions = fused_regions(graph) if compiler is not None else []
     if compiler is None or not regions:
         return graph
@@ -61,12 +61,12 @@ def _call(graph: fx.Graph, region: FusedRegion, env: dict[fx.Node, fx.Node], com
 
 
 def boxed(*values: Any) -> list[Any]:
-    """A list that the one who is called may empty."""
+    """Return a list that the called region may empty."""
     return list(values)
 
 
 def _function(call: _RegionCall) -> Callable[..., Any]:
-    """Generated code names what it calls."""
+    """Wrap a call in a function: generated code refers to its functions by name."""
 
     def region(box: list[Any], mesh: Any, rng: Any) -> Any:
         return call(box, mesh, rng)
@@ -77,22 +77,21 @@ def _function(call: _RegionCall) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class RegionCode:
-    """A region without what it has for itself alone, as a function of tensors.
+    """The parts of a region that equal regions share, as a function of tensors.
 
     key: equal for equal regions; lines: of (op, arguments); tensors and masks among the arguments are numbered: `Take`
-    what comes in, `Line` what lines make. gives: what goes out; writes: by place among them, the take that it is, into
-    which its line adds.
+    is an input, `Line` the result of a line. writes: {place of an output: the input into which its line adds}.
     """
 
     key: str
     where: str
     takes: int
     lines: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
-    gives: tuple[int, ...]
+    gives: tuple[int, ...]  # the outputs
     writes: Mapping[int, int]
 
     def function(self, *inputs: Tensor) -> list[Tensor]:
-        """What goes out but for `writes`; inputs: what comes in, then three for each mask (masks.inputs)."""
+        """Return the outputs without `writes`; inputs: the takes, then three for each mask (masks.inputs)."""
         values: list[Any] = []
         where = self.takes
 
@@ -136,7 +135,7 @@ def _mapped(a: Any, put: Callable[[Any], Any]) -> Any:
 
 
 class _RegionCall:
-    """One region of one rank. takes: what it is given, in order; named: "mesh" and "rng", where its lines use them."""
+    """One region of one rank. takes: its inputs, in order; named: "mesh" and "rng", if its lines use them."""
 
     def __init__(self, region: FusedRegion, compiler: Compiler) -> None:
         self.named = {role(x): x for x in region.takes if role(x)}
@@ -175,7 +174,7 @@ class _RegionCall:
         return self._lines(box, mesh, rng)
 
     def _drawn(self, box: list[Any], mesh: Any, rng: Any) -> list[Tensor]:
-        """What its masks are made of."""
+        """Return the inputs of its masks."""
         return [x for draw in self._masks for x in draw(rng=rng, mesh=mesh, device=box[0].device)]
 
 
@@ -189,7 +188,7 @@ def _mask(n: fx.Node) -> partial[list[Tensor]]:
 
 
 def code_of(region: FusedRegion) -> RegionCode:
-    """A region as others that are equal have it, too."""
+    """Return the parts of a region that equal regions share."""
     takes = [x for x in region.takes if not role(x)]
     numbered: dict[fx.Node, Any] = {n: _Take(i) for i, n in enumerate(takes)}
     numbered |= {n: _Line(i) for i, n in enumerate(region.lines)}
@@ -211,9 +210,7 @@ def code_of(region: FusedRegion) -> RegionCode:
 
 
 def _written(n: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
-    """The take into which a line adds, if it is one: nothing else has that memory (shardc.passes.joint.take_over).
-    (What lines of the region made, the compiler may write into.)
-    """
+    """Return the input into which a line adds, whose memory nothing else uses (joint.take_over), or None."""
     x = n.args[0] if n.target is ops.add_into else None
     take = numbered[x] if isinstance(x, fx.Node) else None
     return take.number if isinstance(take, _Take) else None
@@ -228,7 +225,7 @@ def _name(target: Any) -> str:
 
 
 def _one_by_one(region: FusedRegion, takes: Sequence[fx.Node]) -> fx.GraphModule:
-    """The region without a compiler, as a function of (what it takes, mesh, rng)."""
+    """Build the region without a compiler, as a function of (its inputs, mesh, rng)."""
     graph = fx.Graph()
     box, mesh, rng = (graph.placeholder(name) for name in ("box", "mesh", "rng"))
     env = {x: {"mesh": mesh, "rng": rng}[role(x)] for x in region.takes if role(x)}

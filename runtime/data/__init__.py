@@ -1,9 +1,9 @@
-"""Training data: every rank reads its own part of each global batch, in an order that is the same on every mesh.
+"""Read training data: each rank reads its part of each global batch, in one order on every mesh.
 
-inputs         a user's batch -> this rank's part of it
-loader         an iterable of batches for an engine, which checkpoints know the position of
+inputs         cuts a user's batch to this rank's part
+loader         an iterable of batches for an engine; checkpoints save its position
 sampler        the order of samples: fixed by seed and epoch alone
-worker         what a DataLoader's workers do: read the samples of this rank, with random numbers of their own
-same_samples   all ranks have the same dataset: a few samples of it are compared
-sample_errors  what a dataset raises names the sample, and leaves a worker process as it is
+worker         work of a DataLoader's workers: read the samples of this rank, with reproducible random numbers
+same_samples   checks that all ranks have the same dataset, by comparing a few samples
+sample_errors  makes errors of a dataset name the sample, and come unchanged from a worker process
 """

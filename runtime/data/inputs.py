@@ -1,4 +1,4 @@
-"""A user's batch -> one rank's inputs: found by path, compared with what was compiled, cut by layout."""
+"""Cut one rank's inputs from a user's batch: find them by path, check them, cut them by layout."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shardc.ir.type_text import DTYPES
 from shardc.torch_private import is_traceable_wrapper_subclass
 
 Path = tuple[str | int, ...]
-#: Of a batch's entries so many are named in an error.
+#: Maximal number of a batch's entries that an error names.
 SHOWN_NAMES = 12
 
 
 def leaves(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """(path, leaf) of everything in a nested batch of mappings and sequences."""
+    """Yield (path, leaf) of everything in a nested batch of mappings and sequences."""
     if isinstance(batch, Mapping):
         for key, value in batch.items():
             yield from leaves(value, (*path, key))
@@ -40,7 +40,7 @@ def leaves(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def mapped(batch: Any, path: Path, leaf: Callable[[Path, Any], Any]) -> Any:
-    """A nested batch with every leaf replaced by leaf(path, leaf)."""
+    """Return a nested batch with every leaf replaced by leaf(path, leaf)."""
     if isinstance(batch, Mapping):
         return {k: mapped(v, (*path, k), leaf) for k, v in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -65,7 +65,7 @@ def check_real(by_path: Mapping[Path, Any]) -> None:
 
 
 def check_plain(batch: Any) -> None:
-    """Raise ShardcError for a tensor that is no plain one, such as a DTensor: others have the rest of its numbers."""
+    """Raise ShardcError for a tensor that is not plain, such as a DTensor: this rank has only a part."""
     errors = Errors()
     for path, leaf in leaves(batch):
         if is_traceable_wrapper_subclass(leaf):
@@ -81,9 +81,10 @@ def check_plain(batch: Any) -> None:
 
 
 def check_no_gradient(batch: Any) -> None:
-    """Raise ShardcError for a tensor that other parameters made: a program computes gradients of its own alone, so an
-    encoder that stands before the model would get none, without a word. A leaf may require one: a forward that
-    differentiates by its input makes it so.
+    """Raise ShardcError for a tensor computed from other parameters, such as those of an encoder.
+
+    A program computes only its own gradients, so these would silently get none. A leaf may require a gradient: a
+    forward that differentiates by its input makes it so.
     """
     errors = Errors()
     for path, leaf in leaves(batch):
@@ -98,19 +99,21 @@ def check_no_gradient(batch: Any) -> None:
 
 
 def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor]:
-    """This rank's part of every input, in the program's order, on the mesh's device.
+    """Return this rank's part of every input, in the program's order, on the mesh's device.
 
-    local: the batch is this rank's own part already. Raises ShardcError for every input that is missing, unknown or of
-    another shape or dtype: its name, what came, what should; and for numbers and texts, which were baked into the
-    program, of another value."""
+    local: the batch is this rank's part already. Raises ShardcError for every input that is missing, unknown or of
+    another shape or dtype, with name, actual and expected type; and for changed numbers and texts that were baked into
+    the program.
+    """
     parts = _cut(program, batch, mesh.rank, given_local=local, wanted_local=local)
-    # programs give inputs no gradient
+    # programs compute no gradients of inputs
     return [part.detach().to(mesh.device, non_blocking=True).contiguous() for part in parts.values()]
 
 
 def local(program: Program, batch: Any, rank: int) -> Any:
-    """A rank's part of a global batch, in the batch's own form: what `local=True` and a module take. Tensors keep their
-    device. Raises ShardcError as `take` does, and for a program that pads its batch, which no part of it could be told.
+    """Return a rank's part of a global batch, in the batch's form, for `local=True` and for a module.
+
+    Tensors keep their device. Raises ShardcError as `take` does, and for a program that pads its batch.
     """
     parts = _cut(program, batch, rank, given_local=False, wanted_local=True)
     cut = {x.path: part.contiguous() for x, part in zip(program.inputs, parts.values(), strict=True)}
@@ -118,7 +121,7 @@ def local(program: Program, batch: Any, rank: int) -> Any:
 
 
 def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_local: bool) -> dict[str, Tensor]:
-    """{input's name: a rank's part}, in the program's order. given_local: the batch is that part already."""
+    """Return {input: a rank's part}, in the program's order. given_local: the batch is that part already."""
     by_path = dict(leaves(batch))
     _check_form(program, batch, by_path)
     check_real(by_path)
@@ -133,7 +136,7 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     for path, leaf in by_path.items():
         if isinstance(leaf, Tensor) and path not in expected:
             if any(path[: len(x.path)] == x.path for x in program.inputs if x.path not in by_path):
-                continue  # an entry of a list where a tensor is expected: told of that
+                continue  # an entry of a list where a tensor is expected: reported below
             lacking = [x for x in program.inputs if x.path not in by_path]
             alike = (name_of(x.path) for x in lacking if (x.shape, x.dtype) == (tuple(leaf.shape), leaf.dtype))
             near = nearest(name_of(path), [name_of(x.path) for x in lacking]) or next(alike, "")
@@ -144,7 +147,7 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
             )
     for path, then in program.baked:
         now = by_path.get(path)
-        if isinstance(now, str) and isinstance(then, str) and now != then and len(path) == 1:  # no list of texts
+        if isinstance(now, str) and isinstance(then, str) and now != then and len(path) == 1:  # not for texts in lists
             fault = f"the batch gives {now!r}, but the program was compiled with {then!r} in its place"
             errors.add(fault, where=name_of(path), fix="compile again with a batch that has this value")
         elif isinstance(now, (bool, int, float)) and now != then and then == then:
@@ -177,7 +180,7 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
 
 
 def _renamed(program: Program, by_path: Mapping[Path, Any]) -> tuple[Input, Path] | None:
-    """The one input that a batch does not have, and the one tensor that it has instead, of the same kind."""
+    """Return the one missing input, and the one unknown tensor of the same kind in the batch."""
     paths = {x.path for x in program.inputs}
     missing = [x for x in program.inputs if x.path not in by_path]
     unknown = [path for path, leaf in by_path.items() if isinstance(leaf, Tensor) and path not in paths]
@@ -189,9 +192,7 @@ def _renamed(program: Program, by_path: Mapping[Path, Any]) -> tuple[Input, Path
 
 
 def _check_form(program: Program, batch: Any, by_path: Mapping[Path, Any]) -> None:
-    """Raise one ShardcError for a batch of another form, such as a tuple for a dict: no entry of it has a name that was
-    compiled.
-    """
+    """Raise one ShardcError for a batch of another form, such as a tuple for a dict."""
     wanted = [x.path for x in program.inputs]
     kinds = {_kind(path) for path in by_path}
     if not kinds or kinds & {_kind(path) for path in wanted}:
@@ -205,7 +206,7 @@ def _check_form(program: Program, batch: Any, by_path: Mapping[Path, Any]) -> No
     if _kind(wanted[0]) == "key":
         fix += ", which a loader's collate_fn can make: lambda samples: dict(zip(names, default_collate(samples)))"
     got = f"a {type(batch).__name__}" if batch is not None else "None"
-    if isinstance(batch, str):  # a name
+    if isinstance(batch, str):  # probably a key of a dict
         got = f"the text {batch!r}"
         fix = (
             "a loop over a dict gives its names: where batches are expected, such as of data() and evaluate_all, give a"
@@ -219,9 +220,7 @@ def _kind(path: Path) -> str:
 
 
 def batch_dims(program: Program) -> dict[str, int | None]:
-    """{input's name: its batch dim, None = it has none}, as the spec's `batch: {dims: ...}` says; 0 where it says
-    nothing.
-    """
+    """Return {input: its batch dim, None if it has none}, by the spec's `batch: {dims: ...}`; default 0."""
     patterns = program.spec.batch.dims if program.spec is not None else {}
 
     def dim(x: Input) -> int | None:
@@ -232,9 +231,10 @@ def batch_dims(program: Program) -> dict[str, int | None]:
 
 
 def part_of(program: Program, rank: int) -> tuple[int, int]:
-    """(number of this rank's part of a global batch, how many parts there are), as its inputs are cut along their batch
-    dim. Ranks that hold the same rows, as those of a tensor-parallel group do, have one part. Raises ShardcError where
-    inputs are cut differently, and where parts are filled up.
+    """Return (number of this rank's part of a global batch, number of parts), along the inputs' batch dim.
+
+    Ranks with the same rows, such as those of a tensor-parallel group, have the same part. Raises ShardcError if inputs
+    are cut differently, and if parts are padded.
     """
     dims, coords = batch_dims(program), program.mesh.coords(rank)
     found: set[tuple[int, int]] = set()
@@ -258,13 +258,13 @@ def part_of(program: Program, rank: int) -> tuple[int, int]:
 
 
 def rows(program: Program) -> int:
-    """Rows of the global batch, the fewest if inputs differ; 1 if no input has any."""
+    """Return the rows of the global batch, the fewest if inputs differ; 1 if no input has any."""
     dims = batch_dims(program)
     return min((x.shape[d] for x in program.inputs if (d := dims[x.name]) is not None), default=1)
 
 
 def microbatches(program: Program, parts: Sequence[Tensor]) -> list[list[Tensor]]:
-    """What `take` gave, cut into the step's microbatches."""
+    """Cut the result of `take` into the step's microbatches."""
     cut: list[list[Tensor]] = [[] for _ in range(program.microbatches)]
     for x, part in zip(program.inputs, parts, strict=True):
         s = x.microbatch
@@ -280,12 +280,12 @@ def microbatches(program: Program, parts: Sequence[Tensor]) -> list[list[Tensor]
 
 
 def type_name(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    """i64[8, 64]"""
+    """Return a type as text: i64[8, 64]."""
     return f"{DTYPES.get(dtype, str(dtype))}[{', '.join(map(str, shape))}]"
 
 
 def _others(at: Path, by_path: Mapping[Path, Any]) -> str:
-    """What a batch has in the place of a tensor, which is no leaf."""
+    """Describe the nested value that a batch has in place of a tensor."""
     inside = [leaf for path, leaf in by_path.items() if path[: len(at)] == at]
     if not isinstance(inside[0], Tensor):
         return "a list or dict of others"
@@ -306,7 +306,7 @@ def _mismatch(x: Input, by_path: Mapping[Path, Any], want: Sequence[int], local:
 
 
 def _fix(x: Input, by_path: Mapping[Path, Any], local: bool, part: Sequence[int]) -> str:
-    """part: the shape of a rank's part, where that is asked for."""
+    """Return the fix for a mismatch. part: the shape of a rank's part, if one is needed."""
     leaf = by_path.get(x.path)
     if isinstance(leaf, Tensor) and leaf.dtype == x.dtype and tuple(part) != x.shape and leaf.shape[1:] == x.shape[1:]:
         if not local and tuple(leaf.shape) == tuple(part):
@@ -360,11 +360,10 @@ def _fix(x: Input, by_path: Mapping[Path, Any], local: bool, part: Sequence[int]
 def from_call(
     program: Program, takes: Mapping[str, inspect.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The batch, in the form it was compiled with, from the arguments of a call that looks like the model's own. takes:
-    of `arguments`.
+    """Build the batch, in its compiled form, from the arguments of a call like the model's.
 
-    Positional arguments of a program that was compiled from keyword arguments (or the other way) are matched by the
-    names in the model's forward.
+    takes: from `arguments`. Positional arguments for a program that was compiled from keyword arguments (or the other
+    way) are matched by the names in the model's forward.
     """
     names = list(takes)
     heads = {x.path[0] if x.path else None for x in program.inputs}
@@ -380,27 +379,27 @@ def from_call(
 
 
 def arguments(model: Any) -> Mapping[str, inspect.Parameter]:
-    """What the model's forward takes; nothing, where the weights come from no module."""
+    """Return the parameters of the model's forward; {} if the weights come from no module."""
     return inspect.signature(model.forward).parameters if isinstance(model, nn.Module) else {}
 
 
 def _default(now: Any, default: Any) -> bool:
-    """Is this what forward takes anyway? Where its default is None, the model's config decides on a flag, as on
-    `return_dict=True` of transformers.
-    """
+    """Return whether a value is forward's default. If that is None, any bool is: the config decides it."""
     if default is None:
         return isinstance(now, bool)
     return type(now) is type(default) and bool(now == default)
 
 
 def check_keywords(program: Program, named: Any, takes: Mapping[str, inspect.Parameter]) -> None:
-    """Raise ShardcError for a number or text among the keywords of a call, or the entries of a batch, that the model
-    would heed and the program does not: it was compiled without, and it has not its default. takes: of `arguments`.
+    """Raise ShardcError for a number or text that the model would use and the program would not.
+
+    It is among a call's keywords or a batch's entries, was not compiled, and is not the default. takes: from
+    `arguments`.
     """
     if not isinstance(named, Mapping):
         return
     defaults = {name: p.default for name, p in takes.items()}
-    # what `**kwargs` takes has no default, and may be absent; a name that forward does not take is no default at all
+    # with `**kwargs`, any other name may be absent, and its default counts as None; else such a name has no default
     rest = None if inspect.Parameter.VAR_KEYWORD in {p.kind for p in takes.values()} else inspect.Parameter.empty
     known = {path[0] for path in (*dict(program.baked), *(x.path for x in program.inputs)) if path}
     errors = Errors()

@@ -1,11 +1,10 @@
-"""Batches for an engine: every rank reads its own part, in an order that knows the seed and not the mesh, and goes on
-where it stopped.
+"""Load batches for an engine: every rank reads its part, in a resumable order, the same on any mesh.
 
-    for part in engine.loader(dataset):       # one epoch, or what is left of it
+    for part in engine.loader(dataset):       # one epoch, or the rest of it
         engine.step(part, local=True)
 
-Which samples of a global batch a rank reads follows from the layouts of the program's inputs, so ranks that hold the
-same part of the batch (they differ in tp, say) read the same samples. torch.utils.data.DataLoader does the reading.
+The layouts of the program's inputs decide which samples of a global batch a rank reads. So ranks with the same part of
+the batch (they differ in tp, say) read the same samples. torch.utils.data.DataLoader does the reading.
 """
 
 from __future__ import annotations
@@ -29,19 +28,16 @@ from shardc.runtime.data.worker import Reader, Stream
 
 @dataclass(frozen=True)
 class Rest:
-    """The last batch of an epoch, of fewer samples than others: all of it on every rank. `engine.step` knows what to do
-    with it.
-    """
+    """The last, smaller batch of an epoch, whole on every rank. `engine.step` handles it."""
 
     batch: Any
 
 
 class Loader:
-    """One epoch at a time of local parts of global batches, for `engine.step(part, local=True)`. Made by
-    `engine.loader`, which see.
+    """One epoch at a time of local parts of global batches, for `engine.step(part, local=True)`.
 
-    What a checkpoint keeps moves on when a part is handed out, whatever workers have read ahead; the last part of an
-    epoch moves it to the next epoch. An iteration that is broken off is gone on with by the next one.
+    Made by `engine.loader`; see there. Its position moves when a part is returned, however far workers have read ahead;
+    the last part of an epoch moves it to the next epoch. A new iteration continues one that was interrupted.
     """
 
     def __init__(
@@ -64,8 +60,8 @@ class Loader:
         self._dims = batch_dims(program)
         self.batch_size = self._batch_size(batch_size)
         size = None if self._is_stream() else len(dataset)
-        # a value of its own, not this object: DataLoader holds its sampler, and workers end at once only where there is
-        # no cycle
+        # a separate object, not this one: DataLoader holds its sampler, and workers only end at once if there is no
+        # reference cycle
         self.order = Order(
             size,
             self.batch_size,
@@ -76,22 +72,22 @@ class Loader:
         )
         self._check(drop_last, num_workers, options)
         self._collate = collate_fn or default_collate
-        # the workers' seeds are drawn from a generator of their own: the process's stays as it is
+        # the workers' seeds come from a separate generator: the process's is unchanged
         self.options = {"generator": torch.Generator().manual_seed(seed), "num_workers": num_workers, **options}
         self._reading: DataLoader[Any] | None = None
 
     @property
     def epoch(self) -> int:
-        """Of the next part."""
+        """The epoch of the next part."""
         return self.order.epoch
 
     @property
     def consumed(self) -> int:
-        """How many samples of that epoch all ranks together have been given."""
+        """How many samples of that epoch all ranks together have received."""
         return self.order.consumed
 
     def __len__(self) -> int:
-        """Global batches in an epoch. TypeError for an iterable dataset."""
+        """Return the number of global batches in an epoch. TypeError for an iterable dataset."""
         return len(self.order)
 
     def __repr__(self) -> str:
@@ -99,8 +95,10 @@ class Loader:
         return f"<Loader of {held} in global batches of {self.batch_size}: epoch {self.epoch}, {self.consumed} read>"
 
     def __iter__(self) -> Iterator[Any]:
-        """This rank's parts of what is left of the epoch. What dataset or collate_fn raise comes as it is, with a note
-        on the sample, also from a worker (shardc.runtime.data.sample_errors).
+        """Yield this rank's parts of the rest of the epoch.
+
+        Errors of dataset or collate_fn come unchanged, with a note on the sample, also from a worker (see
+        sample_errors).
         """
         stream, nonempty = self.order.size is None, self.consumed > 0
         for part in self._reader():
@@ -116,13 +114,13 @@ class Loader:
             self.order.next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: its position and what fixes the order."""
+        """Return its position and what fixes the order, JSON-able."""
         return self.order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the next sample that the saved loader had not handed out; on any mesh, ranks and batch size.
+        """Continue with the first sample that the saved loader had not returned; any mesh and batch size.
 
-        The saved seed and order win. Raises ShardcError for a dataset of another size.
+        The saved seed and order replace the present ones. Raises ShardcError for a dataset of another size.
         """
         self.check(state)
         self.order.load_state_dict(state)
@@ -133,7 +131,7 @@ class Loader:
         self.order.restart()
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises ShardcError if the saved loader read a dataset of another size."""
+        """Raise ShardcError if the saved loader read a dataset of another size."""
         if state["size"] != self.order.size:
             sizes = [
                 f"{n} samples" if n is not None else "an iterable dataset" for n in (state["size"], self.order.size)
@@ -149,7 +147,7 @@ class Loader:
 
     def _reader(self) -> DataLoader[Any]:
         order = self.order
-        if order.size is None:  # made anew for each epoch: its workers' copies know where to begin
+        if order.size is None:  # a new one for each epoch: its workers' copies know where to begin
             stream = Stream(self.dataset, self._collate, order.seed, order.batch, order.mine.tolist())
             stream.epoch, stream.consumed = order.epoch, order.consumed
             return DataLoader(stream, batch_size=None, collate_fn=_same, **self.options)
@@ -159,7 +157,7 @@ class Loader:
         return self._reading
 
     def _cut(self, part: Any) -> Any:
-        """What lies split in other dims than the batch's, such as a sequence, is read whole and cut here."""
+        """Cut dims that are split but not the batch's, such as a sequence, which were read whole."""
         cuts = {}
         for x in self.program.inputs:
             layout = Layout(tuple((a, s) for a, s in x.layout.shards() if s.dim != self._dims[x.name]))
@@ -175,7 +173,7 @@ class Loader:
         fits = isinstance(leaf, Tensor) and not layout.fits(leaf.shape, self.program.mesh)
         return (
             layout.local(leaf, self.program.mesh, self._coords) if fits else leaf
-        )  # what does not fit, the engine's step names
+        )  # the engine's step reports what does not fit
 
     # --- options, and whether they go together
 
@@ -184,9 +182,7 @@ class Loader:
         return self.program.mesh.coords(self.mesh.rank)
 
     def _batch_size(self, requested: int | None) -> int:
-        """Samples in a global batch: the size of the inputs' batch dim (the smallest, if a collate function merges it
-        with others).
-        """
+        """Return the samples in a global batch: the smallest batch dim of the inputs, which divides all."""
         errors = Errors()
         for x in self.program.inputs:
             if x.layout.paddings():
@@ -223,9 +219,7 @@ class Loader:
         return batch
 
     def _samples(self) -> Tensor:
-        """The places in a global batch that this rank reads, i64[local batch]: what the layouts leave of 0 ... batch
-        size - 1.
-        """
+        """Return the places in a global batch that this rank reads, by the layouts: i64[local batch]."""
         indices: Tensor | None = None
         for x in self.program.inputs:
             d = self._dims[x.name]
@@ -252,7 +246,7 @@ class Loader:
         return indices
 
     def _is_stream(self) -> bool:
-        """Whether samples come in the dataset's own order. Raises ShardcError for what is no dataset."""
+        """Return whether samples come in the dataset's own order. Raises ShardcError if it is no dataset."""
         data = self.dataset
         if isinstance(data, DataLoader):
             raise ShardcError(
@@ -303,10 +297,10 @@ class Loader:
 
 
 class Loaders(dict[str, Loader]):
-    """An engine's loaders by name, and what a checkpoint knew of those that are not made yet.
+    """An engine's loaders by name, and saved states of those that are not made yet.
 
-    A checkpoint has their positions as they were after the last step: a batch that was handed out for a step that never
-    came to its end, because it failed or the run was told to stop, is the next one of the run that goes on.
+    A checkpoint has their positions after the last step. A batch that was returned for a step that did not finish,
+    because it failed or the run stopped, is the next one of the resumed run.
     """
 
     def __init__(self) -> None:
@@ -315,7 +309,7 @@ class Loaders(dict[str, Loader]):
         self._stepped: dict[str, Any] = {}
 
     def add(self, loader: Loader) -> Loader:
-        """Keep it in checkpoints under its name, unless that is None."""
+        """Keep a loader in checkpoints under its name, unless that is None."""
         if loader.name is None:
             return loader
         if loader.name in self:
@@ -334,26 +328,26 @@ class Loaders(dict[str, Loader]):
         return loader
 
     def note_step(self) -> None:
-        """What was handed out until now was trained on."""
+        """Record that all batches returned so far were trained on."""
         self._stepped = {name: loader.state_dict() for name, loader in self.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return self._waiting | self._stepped
 
     def check(self, states: Mapping[str, Any]) -> None:
-        """Raises ShardcError where a loader cannot go on from its state."""
+        """Raise ShardcError if a loader cannot continue from its state."""
         for name in self.keys() & states.keys():
             self[name].check(states[name])
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """States of loaders that the engine does not have wait until it has them."""
+        """Load the states of loaders; those of loaders that are not made yet wait for them."""
         self._waiting = dict(states)
         for name in self.keys() & states.keys():
             self[name].load_state_dict(states[name])
         self.note_step()
 
     def restart(self) -> None:
-        """Begin with the first epoch, whatever a checkpoint knows."""
+        """Begin with the first epoch, and forget saved states."""
         self._waiting = {}
         for loader in self.values():
             loader.restart()

@@ -1,13 +1,13 @@
-"""Whether all ranks read one dataset.
+"""Check that all ranks read the same dataset.
 
-Each rank makes the dataset by itself, and shardc's loader reads of it only what is this rank's part. So a dataset that
-is a rank's share already, such as `Subset(data, range(rank, len(data), world))` of a script for DDP, is cut twice: as
-many samples as the ranks say there are, but most are never read, and no number is wrong that anybody would look at.
-Lengths do not show it, samples do: the first, the middle and the last are read on all ranks and their hashes compared.
+Each rank makes the dataset separately, and shardc's loader only reads this rank's part of it. So a dataset that is
+already a rank's share, such as `Subset(data, range(rank, len(data), world))` of a script for DDP, is cut twice: the
+ranks report the right number of samples, but most are never read, and no visible number is wrong.
+Lengths do not show it, samples do: all ranks read the first, the middle and the last, and compare their hashes.
 
-What a sample draws at random (crops, masked words) is no difference, since `random`, numpy and torch are seeded for
-each sample (shardc.runtime.data.worker). A dataset that draws from a generator of its own gives other values each time
-it is read, on one rank as well: such samples say nothing, and are not compared.
+Random values in a sample (crops, masked words) are no difference, since `random`, numpy and torch are seeded for each
+sample (shardc.runtime.data.worker). A dataset with a separate generator returns other values in each read, on one rank
+as well: such samples prove nothing, and are not compared.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ FIX = (
 
 
 def check(mesh: Any, loader: Loader) -> None:
-    """Raise ShardcError, on all ranks, where samples differ between them. Nothing for a stream. Collective, of loaders
-    that agree in everything else.
+    """Raise ShardcError, on all ranks, if samples differ between them. Skips streams. Collective.
+
+    Loaders agree in everything else.
     """
     size = loader.order.size
     if size is None or mesh.layout.world == 1:
@@ -51,7 +52,7 @@ def check(mesh: Any, loader: Loader) -> None:
 
 
 def alike(one: Loader, other: Loader) -> bool:
-    """Do two loaders read the same dataset, as far as its length and its first, middle and last sample say?"""
+    """Return whether two loaders read datasets of the same length and first, middle and last sample."""
     size = one.order.size
     if size is None or size != other.order.size:
         return False
@@ -61,8 +62,10 @@ def alike(one: Loader, other: Loader) -> bool:
 
 
 def _digests(loader: Loader, indices: list[int]) -> list[int | None]:
-    """A hash of each sample; None for one that cannot be read. A worker process reads them where workers read the
-    others: the dataset may open files at its first sample, and those of this process would be no good in a worker.
+    """Return a hash of each sample; None for one that cannot be read.
+
+    A worker process reads them if workers read the others: the dataset may open files at its first sample, and files of
+    this process would not work in a worker.
     """
     options = loader.options | {"persistent_workers": False, "pin_memory": False, "generator": torch.Generator()}
     options["num_workers"] = min(1, options["num_workers"])
@@ -80,15 +83,13 @@ class _Digests(Dataset[Any]):
     def __getitem__(self, i: int) -> int | None:
         try:
             sample = self._reader[0, self._indices[i]]
-        except Exception:  # it is raised, with the sample's name, when the sample's turn comes
+        except Exception:  # raised, with the sample's name, when the sample is read for training
             return None
         return None if isinstance(sample, Failed) else digest(sample)
 
 
 def digest(sample: Any) -> int:
-    """A hash of a nested sample: of tensors, arrays and what numpy takes for one (images), numbers and texts by their
-    value, of anything else by its type.
-    """
+    """Hash a nested sample: tensors, arrays (images), numbers and texts by value, anything else by type."""
     return hashed([(name_of(path), _value(leaf)) for path, leaf in leaves(sample)])
 
 

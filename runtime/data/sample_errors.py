@@ -1,8 +1,8 @@
-"""Errors of a user's dataset and collate function: they name the sample, and leave a worker process as they are.
+"""Name the sample in errors of a user's dataset or collate function, and pass them on from workers.
 
-torch makes a new exception of a worker's: of the same type, if that takes a text, and with the worker's traceback as
-its message; the attributes are lost. Here a worker hands the exception itself over, and the process that reads raises
-it, caused by a `WorkerTraceback` that shows where in the worker it came from.
+torch makes a new exception from a worker's: of the same type, if that accepts a text, with the worker's traceback as
+its message; attributes are lost. Here a worker sends the exception itself, and the reading process raises it, caused by
+a `WorkerTraceback` with its place in the worker.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shardc.errors import ShardcError
 
 @contextmanager
 def named(doing: str) -> Iterator[None]:
-    """Around the user's code: what it raises gets a note on what was being read; StopIteration is a ShardcError."""
+    """Add a note on what was read to errors of the user's code; turn StopIteration into a ShardcError."""
     try:
         yield
-    except StopIteration as e:  # would end the epoch without a word
+    except StopIteration as e:  # would silently end the epoch
         fault = f"{doing} raises StopIteration, which would end the epoch as if it were its last sample"
         raise ShardcError(fault, where="engine.loader", fix="give `next` a default there, or catch it") from e
     except Exception as e:
@@ -32,12 +32,12 @@ def named(doing: str) -> Iterator[None]:
 
 
 def add_note(error: Exception, note: str) -> None:
-    """As BaseException.add_note, which Python has since 3.11, and prints."""
+    """Add a note to an error, as BaseException.add_note of Python 3.11 does."""
     error.__notes__ = [*getattr(error, "__notes__", ()), note]
 
 
 class WorkerTraceback(Exception):
-    """Where in a worker process an exception was raised. frames: (file, line, function, code), outermost first."""
+    """Where in a worker an exception was raised. frames: (file, line, function, code), outermost first."""
 
     def __init__(self, text: str, frames: tuple[tuple[str, int, str, str], ...] = ()) -> None:
         super().__init__(text)
@@ -49,7 +49,7 @@ class WorkerTraceback(Exception):
 
 @dataclass(frozen=True)
 class Failed:
-    """What a worker gives in place of a batch. pickled: the exception; b"" for one that no other process can have."""
+    """A worker's result in place of a batch. pickled: the exception; b"" if it cannot be pickled."""
 
     pickled: bytes
     said: str
@@ -63,7 +63,7 @@ class Failed:
         text = "".join(traceback.format_exception(error)).rstrip()
         try:
             pickled = pickle.dumps(error)
-            pickle.loads(pickled)  # its class may take other arguments than those that it keeps
+            pickle.loads(pickled)  # fails if its class takes other arguments than it keeps
         except Exception:
             pickled = b""
         worker = get_worker_info()
@@ -71,7 +71,7 @@ class Failed:
         return Failed(pickled, f"{type(error).__name__}: {error}", notes, WorkerTraceback(text, frames))
 
     def again(self) -> Exception:
-        """The exception, to be raised in the process that reads."""
+        """Return the exception, for the reading process to raise."""
         error: Exception = pickle.loads(self.pickled) if self.pickled else RuntimeError(self.said)
         error.__notes__ = list(self.notes)
         error.__cause__ = self.cause

@@ -1,6 +1,4 @@
-"""The order in which samples are read, and how far it has come: fixed by seed and epoch alone, the same on every rank
-and mesh.
-"""
+"""Order the samples by seed and epoch alone, the same on every rank and mesh; keep the position."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ Key = tuple[int, int]  # epoch, index of the sample
 
 
 class Order(Sampler[list[Key]]):
-    """A batch sampler: what one rank reads of every global batch, from where all ranks together stand.
+    """A batch sampler: what one rank reads of every global batch, from the common position of all ranks.
 
-    size: samples in the dataset; None for a stream, of which only the count is kept. batch: samples in a global batch;
-    mine: the places in it that this rank reads, i64[local batch]. rest: what fills no batch is read too, by all ranks.
-    epoch, consumed: where the next batch begins.
+    size: samples in the dataset; None for a stream, which is only counted. batch: samples in a global batch; mine: the
+    places in it that this rank reads, i64[local batch]. rest: all ranks also read samples that fill no batch. epoch,
+    consumed: where the next batch begins.
     """
 
     def __init__(
@@ -32,13 +30,13 @@ class Order(Sampler[list[Key]]):
         self.epoch = self.consumed = 0
 
     def __len__(self) -> int:
-        """Global batches in an epoch."""
+        """Return the number of global batches in an epoch."""
         if self.size is None:
-            raise TypeError("an iterable dataset has no length")  # what list() and tqdm expect then
+            raise TypeError("an iterable dataset has no length")  # list() and tqdm expect this type
         return -(-self.size // self.batch) if self.rest else self.size // self.batch
 
     def __iter__(self) -> Iterator[list[Key]]:
-        """What is left of the epoch. Workers read ahead, so this does not move on."""
+        """Yield the rest of the epoch. Workers read ahead, so this does not move the position."""
         assert self.size is not None
         order, epoch = self.whole(), self.epoch
         for begin in range(self.consumed, self.size - self.batch + 1, self.batch):
@@ -49,11 +47,11 @@ class Order(Sampler[list[Key]]):
 
     @property
     def at_rest(self) -> bool:
-        """Is the next batch the rest of an epoch?"""
+        """Whether the next batch is the rest of an epoch."""
         return self.rest and self.size is not None and self.size - self.consumed < self.batch
 
     def whole(self) -> Tensor:
-        """All of the epoch: i64[size]."""
+        """Return the order of the whole epoch: i64[size]."""
         assert self.size is not None
         if not self.shuffle:
             return torch.arange(self.size)
@@ -61,7 +59,7 @@ class Order(Sampler[list[Key]]):
         return torch.randperm(self.size, generator=torch.Generator().manual_seed(high << 32 | low))
 
     def advance(self) -> None:
-        """A batch was handed out."""
+        """Move the position after a batch was returned."""
         self.consumed += self.batch
         self._turn()
 
@@ -72,7 +70,7 @@ class Order(Sampler[list[Key]]):
         self.epoch = self.consumed = 0
 
     def _turn(self) -> None:
-        """The next epoch, if this one has no whole batch left."""
+        """Begin the next epoch, if this one has no whole batch left."""
         if self.size is not None and self.size - self.consumed < (1 if self.rest else self.batch):
             self.next_epoch()
 

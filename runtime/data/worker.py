@@ -1,11 +1,9 @@
-"""What a DataLoader's workers do for shardc.runtime.data.loader: read this rank's samples of one global batch, and
-collate them.
+"""Read and collate this rank's samples of a global batch in a DataLoader's workers.
 
-Random numbers that a dataset or a collate function draws (crops, masked words) do not know the mesh: `random`, numpy
+Random numbers of a dataset or a collate function (crops, masked words) are independent of the mesh: `random`, numpy
 and torch are seeded for every sample, from the loader's seed, the epoch and the sample's index, and for every collation
 from the first of its samples. So ranks that read the same samples (they differ in tp only, say) get the same numbers,
-whatever else their processes do, and a run that goes on later gets the numbers it would have got. The process's own
-random state is left as it was.
+independent of other work in their processes, and so does a resumed run. The process's own random state is unchanged.
 """
 
 from __future__ import annotations
@@ -27,15 +25,13 @@ from shardc.runtime.data.sampler import Key
 from shardc.runtime.rng import key
 
 # Python's, numpy's and torch's random states belong to the process: ranks that are threads take turns with them.
-# Workers are processes of their own, and may have been forked while another thread held this.
+# Workers are separate processes, and may have been forked while another thread held this lock.
 _DRAWING = threading.Lock()
 
 
 @contextmanager
 def _draws(seed: Sequence[int] | None = None, state: _State | None = None) -> Iterator[None]:
-    """Run with random states of its own, seeded, or as they were when `state` was last used; the process's are put
-    back.
-    """
+    """Run with seeded random states, or those of `state`'s last use; restore the process's at the end."""
     with _DRAWING if get_worker_info() is None else nullcontext():
         before = _get()
         try:
@@ -74,7 +70,7 @@ def _seed(words: Sequence[int]) -> None:
 
 
 class Reader(Dataset[Any]):
-    """A map-style dataset, read a local batch at a time. dataset, collate: the user's. seed: of what they draw."""
+    """A map-style dataset, read by local batches. dataset, collate: the user's. seed: of their draws."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
@@ -83,9 +79,7 @@ class Reader(Dataset[Any]):
         return self.__getitems__([item])
 
     def __getitems__(self, keys: list[Key]) -> Any:
-        """The collated samples of one local batch: DataLoader calls this where there is one. Failed in a worker, where
-        the user's code raises.
-        """
+        """Return the collated samples of one local batch; in a worker, Failed if the user's code raises."""
         try:
             return self._read(keys)
         except Exception as e:
@@ -95,7 +89,7 @@ class Reader(Dataset[Any]):
 
     def _read(self, keys: list[Key]) -> Any:
         with _draws():
-            if getattr(self.dataset, "__getitems__", None):  # it reads a batch faster than its samples one by one
+            if getattr(self.dataset, "__getitems__", None):  # faster than reading samples one by one
                 _seed((self.seed, 1, *keys[0]))
                 with named(f"dataset.__getitems__([{_listed([i for _, i in keys])}])"):
                     items = self.dataset.__getitems__([i for _, i in keys])
@@ -111,7 +105,7 @@ class Reader(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """An iterable dataset as collated local batches: every rank reads the whole stream and keeps its own samples.
+    """An iterable dataset as collated local batches; every rank reads all, and keeps its own samples.
 
     batch: samples in a global batch; mine: their places that this rank reads. epoch, consumed: where to begin.
     """
@@ -124,7 +118,7 @@ class Stream(IterableDataset[Any]):
         self.epoch = self.consumed = 0
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches; in a worker, a Failed where the user's code raises, and nothing after it."""
+        """Yield batches; in a worker, a Failed if the user's code raises, and nothing after it."""
         try:
             yield from self._parts()
         except Exception as e:
@@ -159,8 +153,9 @@ class Stream(IterableDataset[Any]):
 
 
 def _collated(collate: Callable[[list[Any]], Any], samples: list[Any], numbers: Sequence[int]) -> Any:
-    """A batch. numbers: of the samples in the dataset. Raises ShardcError for samples of which torch's default makes
-    none, and, where the collate function fails, for a sample that is None.
+    """Collate a batch. numbers: of the samples in the dataset.
+
+    Raises ShardcError for samples that torch's default cannot collate, and, after a custom function fails, for a None.
     """
     try:
         return collate(samples)

@@ -1,7 +1,7 @@
-"""Tokens, one after the other, by the programs of shardc.ir.generation.
+"""Generate tokens, one after the other, by the programs of shardc.ir.generation.
 
-prompts     what is asked for, checked; prompts of several lengths as one batch
-sampling    the next token of logits that ranks may have in parts: greedy, or by counters, the same on every mesh
+prompts     the options, checked; prompts of several lengths as one batch
+sampling    the next token of logits that may be split over ranks: greedy, or by counters, the same on every mesh
 loop        the programs of an engine, and the loop over tokens
 """
 

@@ -1,10 +1,9 @@
-"""The loop over tokens of an engine: prompts through one program, then token by token through another, whose cache is
-written where it stands.
+"""Run the loop over tokens: prompts through one program, then token by token through another.
 
-    prompts, filled up on their left     first   logits, cache
-    the tokens chosen of these           next    logits; the cache has theirs       as often as tokens are wanted
+    prompts, padded on their left        first   logits, cache
+    the tokens chosen of these           next    logits; the cache has theirs       as often as tokens are requested
 
-Of a model that keeps no cache, each token is a forward of all that is there.
+The cache is written in place. For a model without cache, each token takes a forward of the whole sequence.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from shardc.runtime.stage.communicators import groups_of
 from shardc.runtime.stage.interpreter import Interpreter
 
 T = TypeVar("T")
-#: Lengths of prompts and of caches are multiples of these: each new one is compiled for.
+#: Lengths of prompts and of caches are multiples of these, as each new length is compiled.
 PROMPTS, CACHES = 16, 64
-#: The first tokens of a vocabulary are often no text: of padding, ends, parts; positions of some models leave it out.
+#: The first tokens of a vocabulary are often special (padding, ends, parts); positions of some models skip padding.
 SPECIAL = 8
-#: How far logits may differ that are computed with a cache, relative to the largest: rounding, which in parts of many
-#: models is that of 32 bits whatever their dtype is (norms, gates of a recurrence). 5e-2: in 16 bits.
+#: The largest difference of logits with a cache, relative to the largest logit, by rounding: parts of many models
+#: round to 32 bits in every dtype (norms, gates of a recurrence). 5e-2: in 16 bits.
 AGREE = {torch.float64: 2e-5, torch.float32: 1e-3}
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """A program, what runs it, and its constants."""
+    """A program with its interpreter and constants."""
 
     program: Program
     interpreter: Interpreter
@@ -63,7 +62,7 @@ class _Runs:
 
     @property
     def places(self) -> bool:
-        """Whether each token has a place of its own in the cache; else it has the last one."""
+        """Whether each token has its own place in the cache; else it has the last one."""
         return any(x.path == (PLACE,) for x in self.program.inputs)
 
     @property
@@ -76,7 +75,7 @@ class _Runs:
 
 @dataclass(frozen=True)
 class _Call:
-    """What is asked for. prompts: of an encoder-decoder, what the decoder begins with; encoder: its inputs."""
+    """The request. prompts: for an encoder-decoder, the start of the decoder; encoder: its inputs."""
 
     prompts: Prompts
     encoder: dict[str, Tensor]
@@ -84,28 +83,26 @@ class _Call:
     options: Options
 
     def batch(self, prompts: Prompts, length: int) -> dict[str, Any]:
-        """Of a forward of prompts of this length."""
+        """Return the batch of a forward of prompts of this length."""
         ids, mask = prompts.left_padded(self.sizes.rows, length)
         batch = {"input_ids": ids, MASK: mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
         return {**batch, ENCODER: self.encoder} if self.encoder else batch
 
 
 class Generator:
-    """What generates with the weights of one engine. stored: gives the parameters and buffers that a forward takes, of
-    now; note: prints a line on the first rank.
-    """
+    """Generates with an engine's weights. stored: returns current parameters; note: prints on rank 0."""
 
     def __init__(
         self, program: Program, mesh: Any, stored: Callable[[], dict[str, Any]], note: Callable[[str], None]
     ) -> None:
         self.program, self.mesh, self.stored, self.note = program, mesh, stored, note
-        #: Both programs; None of a model that keeps no cache; and the programs of whole sequences.
+        #: Both programs, or None for a model without cache; and the programs of whole sequences.
         self._steps: dict[Sizes, tuple[_Runs, _Runs] | None] = {}
         self._wholes: dict[Sizes, _Runs] = {}
 
     @torch.no_grad()
     def __call__(self, prompts: Prompts, options: Options) -> list[list[int]]:
-        """The new tokens of each prompt, on every rank. Collective."""
+        """Return the new tokens of each prompt, on every rank. Collective."""
         begins = self._made(lambda resize: resize.begins())
         call = self._call(prompts, options if options.stop is not None else replace(options, stop=begins.stop), begins)
         sizes = call.sizes
@@ -154,7 +151,7 @@ class Generator:
 
     def _compiled(self, call: _Call) -> tuple[_Runs, _Runs] | None:
         why = ""
-        for moves in (False,) if call.encoder else (False, True):  # a decoder has no mask for what is not there yet
+        for moves in (False,) if call.encoder else (False, True):  # a decoder has no mask for later tokens
             sizes = replace(call.sizes, moves=moves)
             made = self._made(partial(_generating, self.program, sizes))
             if made.steps is not None:
@@ -170,26 +167,26 @@ class Generator:
         return _Runs.of(program, self.mesh)
 
     def _made(self, make: Callable[[Resize], T]) -> T:
-        """What compiling gives, the same on all ranks. Raises ShardcError, on all, where one of them cannot."""
+        """Compile the same on all ranks. Raises ShardcError, on all, if one of them cannot."""
         if self.program.resize is None:
             fault = "generating runs programs of its own, and one that was loaded has no model to compile"
             raise ShardcError(fault, where="generate", fix="compile in this process (shardc.compile)")
-        self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
+        self.mesh.barrier()  # for ranks that are threads of one process: none runs during a compilation
         made, error = None, None
         try:
             made = make(self.program.resize)
         except ShardcError as e:
             error = e
-        if self.mesh.sum_on_host([error is not None])[0]:  # the model may be alive on some ranks only
+        if self.mesh.sum_on_host([error is not None])[0]:  # the model may exist on some ranks only
             raise error or ShardcError("another rank could not compile what generates", where="generate")
         assert made is not None
         self.mesh.barrier()
         return made
 
     def _agree(self, longer: _Runs, first: _Runs, following: _Runs, call: _Call) -> bool:
-        """Does a token have the logits after its prompt that it has as the prompt's last? Tried on made-up ids, once.
+        """Test once, on artificial ids, whether a token's logits are the same with and without the cache.
 
-        A model may count places itself, or look at its cache in a way of its own: that shows here.
+        A model may count places itself, or treat its cache in a special way: the test shows that.
         """
         rows, prompt, length = call.sizes.rows, call.sizes.prompt, call.sizes.length
         width = prompt if longer is first else prompt + 1
@@ -210,7 +207,7 @@ class Generator:
         return not self.mesh.sum_on_host([differ])[0]
 
     def _cached(self, first: _Runs, following: _Runs, call: _Call) -> Iterator[list[int]]:
-        """The tokens of every row, step by step."""
+        """Yield the tokens of every row, step by step."""
         length, options = call.sizes.length, call.options
         batch = call.batch(call.prompts, call.sizes.prompt)
         _, made = first.interpreter.forward(self._taken(first, batch))
@@ -226,7 +223,7 @@ class Generator:
             yield tokens.tolist()
 
     def _next_inputs(self, following: _Runs, batch: Mapping[str, Any], length: int) -> dict[str, Any]:
-        """What steps after a batch of prompts take: what is the same in all of them, and room for the rest."""
+        """Return the inputs of steps after prompts: those that are the same in all, and room for the rest."""
         now: dict[str, Any] = _step(batch, batch["input_ids"][:, -1], 0, length, following.places)
         if MASK in batch.get(ENCODER, {}):
             now[ENCODER] = {MASK: batch[ENCODER][MASK]}
@@ -235,7 +232,7 @@ class Generator:
     def _given(
         self, following: _Runs, tokens: Tensor, batch: Mapping[str, Any], step: int, length: int
     ) -> dict[str, Tensor]:
-        """This rank's part of what changes from step to step."""
+        """Return this rank's part of the inputs that change from step to step."""
         now = _step(batch, tokens, step, length, following.places)
         if following.places:
             del now[MASK]
@@ -243,7 +240,7 @@ class Generator:
         return {named[name,].name: self._local(named[name,], x) for name, x in now.items()}
 
     def _whole(self, runs: _Runs, call: _Call, length: int) -> Iterator[list[int]]:
-        """The same, where each step is a forward of whole sequences."""
+        """Yield the same, where each step is a forward of whole sequences."""
         rows, options = call.sizes.rows, call.options
         ids, lengths = call.prompts.right_padded(rows, length)
         beside = {ENCODER: call.encoder} if call.encoder else {}
@@ -262,7 +259,7 @@ class Generator:
     def _check_causal(
         self, runs: _Runs, ids: Tensor, at: Tensor, beside: dict[str, Any], made: Mapping[str, Tensor]
     ) -> None:
-        """Raises ShardcError, on all ranks, where what stands behind a position changes its logits."""
+        """Raise ShardcError, on all ranks, if the logits of a position depend on later tokens."""
         behind = torch.arange(ids.shape[1]) > at[:, None]
         batch = {IDS: ids.masked_fill(behind, 1), AT: at, **beside}
         _, other = runs.interpreter.forward(self._taken(runs, batch))
@@ -272,7 +269,7 @@ class Generator:
             raise ShardcError(fault, where="generate", fix="give its attention a causal mask")
 
     def _taken(self, runs: _Runs, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """What the stages of a program take here, but for what is written to."""
+        """Return the inputs of a program's stages here, except those that steps write."""
         parts = inputs.take(runs.program, dict(batch), self.mesh, local=False)
         return {
             **self.stored(),
@@ -285,7 +282,7 @@ class Generator:
         return mine.contiguous().to(self.mesh.device)
 
     def _shared(self, runs: _Runs, sample: Sampler, made: Mapping[str, Tensor], step: int) -> Tensor:
-        """i64[rows]: the token of every row, on every rank: the ranks that have a row's logits choose it."""
+        """Return the token of every row, i64[rows], on every rank. Ranks with a row's logits choose it."""
         chosen = sample(made[LOGITS], step) if LOGITS in made else None
         if not runs.apart:
             assert chosen is not None
@@ -301,9 +298,7 @@ def _generating(program: Program, sizes: Sizes, resize: Resize) -> Generation:
 
 
 def _narrowest(program: Program, logits: Tensor) -> torch.dtype:
-    """The dtype of fewest bits among those of logits and of weights, as products read them: many models give logits in
-    32 bits that were computed in 16.
-    """
+    """Return the dtype of fewest bits of logits and weights: many models widen their logits to 32 bits."""
     found = {logits.dtype, *(p.dtype for p in program.params if p.dtype.is_floating_point)}
     if program.spec is not None and program.spec.precision.compute:
         found.add(getattr(torch, program.spec.precision.compute))
@@ -311,9 +306,11 @@ def _narrowest(program: Program, logits: Tensor) -> torch.dtype:
 
 
 def _step(batch: Mapping[str, Any], tokens: Tensor, step: int, length: int, places: bool) -> dict[str, Tensor]:
-    """What a token of each row takes, `step` tokens behind a batch of prompts: where it stands in a cache of this
-    length, as which of its row, and what there is of that. places: a cache's first places are those of the prompt, and
-    the mask is the same for all steps, as nobody sees what is to come; else its last place is the token's.
+    """Return the inputs for one token of each row, `step` tokens after prompts, and a cache's length.
+
+    places: a cache's first places are those of the prompt, and the mask is the same in all steps, as no token sees
+    later
+    ones; else the token has the last place.
     """
     mask = batch[MASK]
     rows, prompt = mask.shape
@@ -326,13 +323,13 @@ def _step(batch: Mapping[str, Any], tokens: Tensor, step: int, length: int, plac
 
 
 def _cache(made: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The cache that a forward of prompts has made, by the names of buffers."""
+    """Return the cache that a forward of prompts has made, by the names of buffers."""
     found = ((State.of_output(name, tuple(x.shape), x.dtype), x) for name, x in made.items())
     return {s.buffer: x for s, x in found if s is not None}
 
 
 def _until_stop(steps: Iterator[list[int]], call: _Call) -> list[list[int]]:
-    """Of each prompt the tokens up to its end, from those of all rows, step by step."""
+    """Return the tokens of each prompt up to its end, from the steps of all rows."""
     chosen: list[list[int]] = [[] for _ in call.prompts.ids]
     going = set(range(len(chosen)))
     for tokens in steps:

@@ -1,4 +1,4 @@
-"""What is to be generated: options, checked, and prompts of several lengths as one batch."""
+"""Check the options and prompts of a generation, and pad prompts of several lengths to one batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardc.errors import Errors, ShardcError
 class Options:
     """How tokens are chosen.
 
-    tokens: how many at most, of each row. temperature: logits are divided by it; 0: the most likely token. top_k: only
-    the k most likely ones; top_p: only the most likely ones that together have this probability (Holtzman et al. 2020,
+    tokens: the maximum for each row. temperature: logits are divided by it; 0: the most likely token. top_k: only the k
+    most likely ones; top_p: only the most likely ones that together have this probability (Holtzman et al. 2020,
     "nucleus sampling"), after top_k, as in transformers. stop: a row ends with the first of these; None: those of the
-    model's own configuration. seed: of what is drawn.
+    model's configuration. seed: of the random numbers.
     """
 
     tokens: int = 20
@@ -50,8 +50,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Prompts:
-    """ids: of each row, without padding. inputs: of an encoder, by name, where they are no ids: dim 0 is rows. decoder:
-    the ids that each row's decoder begins with, where they are given.
+    """The prompts. ids: of each row, without padding. inputs: of an encoder, by name, if not ids.
+
+    Dim 0 of inputs is rows. decoder: the ids that each row's decoder begins with, if set.
     """
 
     ids: tuple[tuple[int, ...], ...]
@@ -60,10 +61,10 @@ class Prompts:
 
     @classmethod
     def of(cls, given: Any) -> Prompts:
-        """Of lists of ids; i64[rows, length]; or {"input_ids": ..., "attention_mask": ...}, as tokenizers give them; of
-        a model with an encoder also {"input_features": ..., "decoder_input_ids": ...}, as its processor does.
+        """Read lists of ids; i64[rows, length]; or {"input_ids": ..., "attention_mask": ...} of a tokenizer.
 
-        Raises ShardcError for anything else, and for a prompt without a token.
+        For a model with an encoder also {"input_features": ..., "decoder_input_ids": ...} of its processor. Raises
+        ShardcError for anything else, and for a prompt without a token.
         """
         mask, decoder, inputs = None, None, {}
         if isinstance(given, Mapping):
@@ -93,8 +94,9 @@ class Prompts:
         return cls(tuple(rows), decoder=begun)
 
     def for_decoder(self, start: int | None) -> Prompts:
-        """What the decoder begins with. Raises ShardcError where that is not said, or is of several lengths: a decoder
-        has nothing to fill up by.
+        """Return the start of the decoder. Raises ShardcError if it is unknown, or has several lengths.
+
+        A decoder has no padding.
         """
         begun = self.decoder
         if not begun and start is not None:
@@ -108,7 +110,7 @@ class Prompts:
         return Prompts(begun)
 
     def for_encoder(self, rows: int, multiple: int) -> dict[str, Tensor]:
-        """Its inputs; ids filled up on the right to a multiple, with a mask. Rows beyond the last are as the first."""
+        """Return its inputs, ids right-padded to a multiple, with a mask. Extra rows repeat the first."""
         if self.inputs:
             every = torch.arange(rows) % len(self.ids)
             return {name: x[torch.where(torch.arange(rows) < len(self.ids), every, 0)] for name, x in self.inputs}
@@ -121,7 +123,7 @@ class Prompts:
         return max(map(len, self.ids))
 
     def left_padded(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """(ids, mask), i64[rows, length]: filled up on the left; rows beyond the last prompt are as the first."""
+        """Return (ids, mask), i64[rows, length], padded on the left. Extra rows repeat the first."""
         ids, mask = torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows, length, dtype=torch.int64)
         for i in range(rows):
             row = self.ids[i if i < len(self.ids) else 0]
@@ -130,7 +132,7 @@ class Prompts:
         return ids, mask
 
     def right_padded(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """(ids i64[rows, length], filled up on the right, lengths i64[rows])."""
+        """Return (ids i64[rows, length], padded on the right, lengths i64[rows])."""
         ids, mask = self.left_padded(rows, length)
         lengths = mask.sum(1)
         for i in range(rows):

@@ -1,11 +1,11 @@
-"""The next token of each row, of logits of which a rank may have some rows and some of the vocabulary.
+"""Choose the next token of each row, from logits split over ranks by rows and vocabulary.
 
-What is drawn is the largest of `logit / temperature + g`, where g has the standard Gumbel distribution: token i then
-has the probability softmax(logits / temperature)[i] (Gumbel 1954; Maddison et al. 2014). A token's g is a function of
-seed, step, row and token alone (shardc.runtime.rng), so that every mesh draws the same.
+A sample is the largest of `logit / temperature + g`, where g has the standard Gumbel distribution: token i then has the
+probability softmax(logits / temperature)[i] (Gumbel 1954; Maddison et al. 2014). A token's g is a function only of
+seed, step, row and token (shardc.runtime.rng), so that every mesh draws the same.
 
-A rank sends of each row its best tokens alone: one, where nothing is left out; k for top_k; all it has for top_p
-without top_k.
+A rank sends only the best tokens of each row: one without top_k and top_p; k for top_k; all it has for top_p without
+top_k.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from shardc.ir.placement import Layout
 from shardc.runtime import rng
 from shardc.runtime.generate.prompts import Options
 
-#: What sampling's random numbers are told from others by: no op of a graph has it.
+#: The stream of sampling's random numbers: no op of a graph has it.
 STREAM = 0x67656E
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """logits: the output that they come from, here `[rows, tokens]` of a rank. rows, tokens: which ones, i64."""
+    """Chooses tokens. logits: the output `[rows, tokens]` that a rank has. rows, tokens: which ones, i64."""
 
     logits: Output
     mesh: Any
@@ -49,7 +49,7 @@ class Sampler:
         return cls(logits, mesh, mine(0), mine(1), options)
 
     def __call__(self, logits: Tensor, step: int) -> Tensor:
-        """i64[rows]. step: how many tokens were chosen before."""
+        """Return the chosen tokens, i64[rows]. step: the number of tokens chosen before."""
         scores, ids = logits.double(), self.tokens.expand(logits.shape)
         o = self.options
         if not o.temperature:
@@ -75,7 +75,7 @@ class Sampler:
         return -(-u.log()).log()
 
     def _best(self, scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k best of each row over all ranks, in order; of equal ones the first in the vocabulary."""
+        """Return the k best of each row over all ranks, in order; of equal ones the first in the vocabulary."""
         scores, ids = _first(scores, ids, k)
         for axis, _ in self.logits.layout.shards(1):
             both = torch.stack([scores, ids.double()])  # ids are exact in float64

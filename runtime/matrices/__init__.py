@@ -1,13 +1,15 @@
-"""Optimizers over whole matrices (Muon, Shampoo, SOAP, Adafactor, LAMB): each matrix has an owner, a rank that steps
-it. Gradients go there, updates come back, the optimizer's state stays (`optimizer: {matrices: ...}`).
+"""Run optimizers over whole matrices: each matrix has an owner, a rank that steps it.
+
+Gradients go there, updates come back, the optimizer's state stays (`optimizer: {matrices: ...}`). Such optimizers are
+Muon, Shampoo, SOAP, Adafactor, LAMB.
 
     owners         which rank steps which matrix
-    routes         who sends which part of which matrix to whom: pure arithmetic
+    routes         which rank sends which part of which matrix to which: pure arithmetic
     exchange       the messages: buckets of matrices, one all_to_all each
-    shown          what the user's function is given: a stand-in for each matrix
+    shown          the argument of the user's function: a placeholder for each matrix
     whole          the matrices that this rank owns, in the optimizers that need them whole
-    own_loop       their step in a loop of the user's own
-    assumed        what is counted of a program whose optimizer nobody has named
+    own_loop       their step in a custom loop
+    assumed        the assumed optimizer of a program without one, for costs
 
-Which matrices a parameter consists of: shardc.ir.matrices.
+shardc.ir.matrices defines the matrices of a parameter.
 """

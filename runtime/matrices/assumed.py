@@ -1,6 +1,7 @@
-"""What is counted where nobody has named an optimizer, and the spec says `optimizer: {matrices: ...}`: Muon for the
-matrices between tables and head (`shardc.matrices`), AdamW for all else. `inspect`, `plan` and the proof know a program
-alone; `program.cost(optimizer=...)` counts another one.
+"""Assume an optimizer for costs, where the spec says `optimizer: {matrices: ...}` but none is known.
+
+It is Muon for the matrices between tables and head (`shardc.matrices`), AdamW for the rest. `inspect`, `plan` and the
+proof have only the program; `program.cost(optimizer=...)` counts another one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shardc.runtime.zero.trained_params import trained_params
 
 
 def muon_and_adamw(params: Any) -> list[torch.optim.Optimizer]:
-    """params: what `optimizer=` receives."""
+    """Make the optimizers. params: the argument of `optimizer=`."""
     kinds: dict[bool, list[Any]] = {True: [], False: []}
     for name, p in params:
         kinds[name in params.inner and p.dim() == 2].append((name, p))
@@ -29,19 +30,19 @@ def muon_and_adamw(params: Any) -> list[torch.optim.Optimizer]:
 
 
 def costs_of(program: Program, coords: dict[str, int]) -> dict[Matrix, float]:
-    """Those of a rank that Muon would step, with the work of each."""
+    """Return {matrix that Muon would step: its work} of a rank."""
     names = inner(program) & trained_params(program)
     held = {p.name: None for p in program.params if p.name in names and program.has(p, coords)}
     return {m: work(m.shape) for m in matrices_here(program, held) if len(m.shape) == 2}
 
 
 def routes(program: Program, rank: int) -> Routes:
-    """Of one rank, under this optimizer."""
+    """Return the routes of one rank under this optimizer."""
     return routes_of(program, rank, costs_of(program, program.mesh.coords(rank)))
 
 
 def messages(program: Program, rank: int) -> list[int]:
-    """Bytes that a rank sends in each message of a step, to owners and back; [] where nobody else is."""
+    """Return the bytes of each message of a rank in a step, to owners and back; [] with a single rank."""
     if program.matrices is None or program.forward_only:
         return []
     found = routes(program, rank)

@@ -1,7 +1,6 @@
-"""Moves parts of matrices to their owners, and back, by all_to_alls of exactly the elements that other ranks need.
+"""Move parts of matrices to their owners, and back, by all_to_alls of exactly the needed elements.
 
-Matrices go in buckets of one dtype and of some size, whose messages are all under way at once; what a rank has itself
-is copied.
+Buckets of matrices have one dtype. All messages run at once. Parts that a rank has itself are copied.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from shardc.ir.matrices import Matrix
 from shardc.runtime.matrices.routes import Piece, Routes
 from shardc.runtime.mesh import Work
 
-#: Bytes of matrices in a bucket, for each rank that has a part.
+#: Bytes of matrices in a bucket, for each rank with a part.
 BUCKET = 25 << 20
 
 
 @dataclass(frozen=True)
 class _Way:
-    """One bucket's pieces in one direction, by place."""
+    """The pieces of one bucket in one direction, by place."""
 
     sent: list[list[Piece]]
     received: list[list[Piece]]
@@ -36,9 +35,7 @@ class _Way:
 
 @dataclass(frozen=True)
 class Planned:
-    """The messages of one rank. buckets: the matrices of each, in order, and their dtype; there, back: its pieces, to
-    owners and from them.
-    """
+    """The messages of one rank. buckets: matrices and dtype; there, back: pieces to owners and from them."""
 
     buckets: list[tuple[list[Matrix], torch.dtype]]
     there: list[_Way]
@@ -46,7 +43,7 @@ class Planned:
 
 
 def planned(routes: Routes, dtypes: Mapping[str, torch.dtype], limit: int | None = None) -> Planned:
-    """limit: bytes of matrices in a bucket, for each rank. Without what a rank would send itself."""
+    """Plan the messages, without those of a rank to itself. limit: bytes in a bucket for each rank."""
     buckets = list(_buckets(routes.matrices, dtypes, (limit or BUCKET) * len(routes.ranks)))
     there = [_without(_Way(*routes.to_owners(some)), routes.here) for some, _ in buckets]
     back = [_without(_Way(*routes.from_owners(some)), routes.here) for some, _ in buckets]
@@ -54,14 +51,14 @@ def planned(routes: Routes, dtypes: Mapping[str, torch.dtype], limit: int | None
 
 
 def bytes_sent(plan: Planned) -> list[int]:
-    """Bytes that the rank sends in each message."""
+    """Return the bytes that the rank sends in each message."""
     ways = (zip(plan.buckets, way, strict=True) for way in (plan.there, plan.back))
     return [dtype.itemsize * sum(w.counts[0]) for each in ways for (_, dtype), w in each]
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """One bucket's messages that are under way. sent: is kept until they have arrived."""
+    """The running messages of one bucket. sent: is kept until they have arrived."""
 
     way: _Way
     work: Work
@@ -70,7 +67,7 @@ class _Flight:
 
 
 class Exchange:
-    """Of one rank. dtypes: of the parameters, by placeholder name."""
+    """The exchange of one rank. dtypes: of the parameters, by placeholder name."""
 
     def __init__(self, routes: Routes, mesh: Any, dtypes: Mapping[str, torch.dtype], limit: int | None = None) -> None:
         self._routes, self._mesh = routes, mesh
@@ -79,17 +76,17 @@ class Exchange:
         self._own = [p for m in routes.matrices for p in self._kept(m)]
 
     def _kept(self, m: Matrix) -> Iterator[Piece]:
-        """What this rank stores of a matrix that it owns."""
+        """Yield the pieces that this rank stores of a matrix that it owns."""
         if self._routes.owners[m.name] == self._routes.here:
             yield from self._routes.pieces(m, self._routes.here)
 
     def to_owners(self, stored: Mapping[str, Tensor], wholes: Mapping[str, Tensor], direction: str) -> None:
-        """stored: {parameter: this rank's part}; wholes: {matrix that it owns: a tensor to fill}."""
+        """Send stored {parameter: this rank's part}, and fill wholes {matrix that it owns: a tensor}."""
         Sending(self, direction).finish(stored, wholes)
 
     @torch.no_grad()
     def from_owners(self, wholes: Mapping[str, Tensor], stored: Mapping[str, Tensor], direction: str) -> None:
-        """The way back: every rank's part of every parameter is filled."""
+        """Send the owners' values back: every rank's part of every parameter is filled."""
         for p in self._own:
             p.stored(stored[p.matrix.param]).copy_(p.whole(wholes[p.matrix.name]))
         ways = range(len(self._back) if len(self._routes.ranks) > 1 else 0)
@@ -97,7 +94,7 @@ class Exchange:
         self._land(begun, lambda p: p.stored(stored[p.matrix.param]))
 
     def _start(self, i: int, way: _Way, read: Callable[[Piece], Tensor], direction: str) -> _Flight:
-        """Begin the messages of a bucket, one way."""
+        """Start the messages of a bucket in one direction."""
         sent, received = way.counts
         dtype, device = self._buckets[i][1], self._mesh.device
         flat = [read(p).reshape(-1).to(device) for each in way.sent for p in each]
@@ -117,7 +114,7 @@ class Exchange:
 
     @property
     def read(self) -> Iterator[Piece]:
-        """The pieces of what this rank stores that go to owners, itself too."""
+        """The pieces that this rank sends to owners, also to itself."""
         yield from self._own
         for way in self._there:
             for each in way.sent:
@@ -130,9 +127,7 @@ class Exchange:
 
 
 class Sending:
-    """One way to the owners, bucket by bucket: what is there can go while the rest is still being computed.
-
-    Use: `begin` as parameters' values come, `finish` with all of them."""
+    """A transfer to the owners, bucket by bucket: `begin` as values come, `finish` with all of them."""
 
     def __init__(self, exchange: Exchange, direction: str) -> None:
         self._exchange, self._direction = exchange, direction
@@ -141,8 +136,7 @@ class Sending:
 
     @torch.no_grad()
     def begin(self, stored: Mapping[str, Tensor]) -> None:
-        """Some parameters' values are there, {parameter: this rank's part}: begin the buckets that are complete, in
-        order. Ranks have to call it alike."""
+        """Start the buckets that these values, {parameter: part}, complete, in order. Collective."""
         self._there |= stored
         x = self._exchange
         while len(x._routes.ranks) > 1 and len(self._begun) < len(x._buckets):
@@ -153,7 +147,7 @@ class Sending:
 
     @torch.no_grad()
     def finish(self, stored: Mapping[str, Tensor], wholes: Mapping[str, Tensor]) -> None:
-        """stored: all of them; wholes: {matrix that this rank owns: a tensor to fill}."""
+        """Send the rest. stored: all values; wholes: {matrix that this rank owns: a tensor to fill}."""
         self.begin(stored)
         x = self._exchange
         for p in x._own:
@@ -163,7 +157,7 @@ class Sending:
         self._there = {}
 
     def drop(self) -> None:
-        """Wait for what a step began that failed halfway."""
+        """Wait for the messages of a step that failed halfway."""
         for flight in self._begun:
             flight.work.wait()
         self._begun, self._there = [], {}
@@ -173,7 +167,7 @@ class Sending:
 
 
 def _without(way: _Way, here: int) -> _Way:
-    """Without what a rank would send itself."""
+    """Remove what a rank would send itself."""
     sent, received = ([[] if i == here else each for i, each in enumerate(x)] for x in (way.sent, way.received))
     return _Way(sent, received)
 
@@ -181,7 +175,7 @@ def _without(way: _Way, here: int) -> _Way:
 def _buckets(
     matrices: Sequence[Matrix], dtypes: Mapping[str, torch.dtype], limit: int
 ) -> Iterator[tuple[list[Matrix], torch.dtype]]:
-    """Matrices in a row, of one dtype and up to so many bytes (one at least)."""
+    """Yield consecutive matrices of one dtype, with at most this many bytes (at least one matrix)."""
     some: list[Matrix] = []
     nbytes = 0
     for m in matrices:

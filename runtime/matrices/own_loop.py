@@ -1,6 +1,4 @@
-"""The optimizer of a loop of the user's own around a module, where owners step whole matrices: its step takes the
-gradients to the owners first, and the new values back to all that store some of them.
-"""
+"""Step whole matrices in a custom loop: gradients go to the owners, and the new values come back."""
 
 from __future__ import annotations
 
@@ -16,13 +14,11 @@ from shardc.runtime.zero.optimizer_list import class_of
 
 
 class OwnersOptimizer(Optimizer):
-    """To the user's loop and its schedulers it is an optimizer with the groups of those that it consists of.
+    """An optimizer for a custom loop and its schedulers, with the groups of its members.
 
-    made: what the user's function returned, as one, after it got what it works on; matrices: those that this rank owns.
-    stored: the module's parameters, whose gradients it takes and lets go. agree: called before a step with the
-    optimizer and whether somebody wrote to parameters; compares them between ranks.
-
-    .made, .matrices; .param_groups and .state are those of `made`.
+    made: the result of the user's function as one optimizer, with its final parameters; matrices: those that this rank
+    owns. .param_groups and .state are those of `made`. stored: the module's parameters, whose gradients it takes and
+    frees. agree: compares the optimizer, and whether parameters were written to, between ranks before a step.
     """
 
     def __init__(
@@ -32,7 +28,7 @@ class OwnersOptimizer(Optimizer):
         stored: Iterable[nn.Parameter],
         agree: Callable[[Optimizer, bool], None],
     ) -> None:
-        # without Optimizer.__init__: that would make groups of its own
+        # without Optimizer.__init__, which would make new groups
         self.made, self.matrices = made, matrices
         self._stored, self._agree = list(stored), agree
         self._take_over()
@@ -41,9 +37,7 @@ class OwnersOptimizer(Optimizer):
         self.param_groups, self.defaults, self.state = self.made.param_groups, self.made.defaults, self.made.state
 
     def step(self, closure: Any = None) -> Any:
-        """One step of all matrices, and of what else it has. closure: computes the loss, which is returned. Collective.
-
-        Where backward reached none of the parameters, nothing is done."""
+        """Step everything, unless backward reached no parameter; return the closure's loss. Collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -60,7 +54,7 @@ class OwnersOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of all of the module's parameters, whoever steps them."""
+        """Clear the gradients of all of the module's parameters, on any owner."""
         for p in self._stored:
             if set_to_none or p.grad is None:
                 p.grad = None
@@ -68,11 +62,11 @@ class OwnersOptimizer(Optimizer):
                 p.grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Of what this rank steps."""
+        """Return the state of what this rank steps."""
         return self.made.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """state_dict: of this rank's own `state_dict()`; checkpoints of any mesh are read by `module.load`."""
+        """Load this rank's own `state_dict()`; `module.load` reads checkpoints of any mesh."""
         self.made.load_state_dict(state_dict)
         self._take_over()
 

@@ -1,4 +1,4 @@
-"""Which rank steps which whole matrix: the work of a step is divided evenly."""
+"""Choose the rank that steps each whole matrix, so that the work of a step is divided evenly."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 
 def work(shape: Sequence[int], *, products: bool = True) -> float:
-    """What an optimizer's step of a matrix costs, in multiplications.
+    """Estimate the cost of an optimizer's step of a matrix, in multiplications.
 
     products: it multiplies matrices, as the five Newton-Schulz iterations of Muon do (Jordan et al. 2024), each of
     2 k² n + k³ for a matrix k × n, k <= n; roots and eigenvectors (Shampoo, SOAP) cost the same powers of the sides.
-    All else goes over the elements some times, which the memory's speed limits: of an H100, 300 multiplications a byte.
+    The rest passes over the elements a few times, limited by the memory: on an H100, 300 multiplications a byte.
     """
     numel = float(math.prod(shape))
     if not products or len(shape) < 2:
@@ -22,8 +22,10 @@ def work(shape: Sequence[int], *, products: bool = True) -> float:
 
 
 def owners(works: Sequence[float], ranks: int) -> list[int]:
-    """Who of so many ranks steps which of these: each goes to the one with the least work so far, the largest first
-    (Graham 1969; at most 4/3 of the best). Of equals the last rank comes first."""
+    """Assign matrices, the largest first, to the rank with the least work so far; return their ranks.
+
+    (Graham 1969; at most 4/3 of the best.) Of equal ranks the last one comes first.
+    """
     load = [(0.0, -rank) for rank in range(ranks)]
     found = [0] * len(works)
     for i in sorted(range(len(works)), key=lambda i: -works[i]):

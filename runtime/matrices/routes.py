@@ -1,8 +1,10 @@
-"""Who sends which part of which matrix to whom: between ranks' stored parts of parameters and the matrices' owners.
-Pure arithmetic: every rank finds its own sends and receives, and both ends list them in one order.
+"""Find which rank sends which part of which matrix to which: from stored parts to owners, and back.
 
-To its owner each element of a matrix comes once, from the replica nearest to it; from the owner it goes to every rank
-that stores it. Padding is in no part, so nobody sends it."""
+Pure arithmetic: every rank finds its own sends and receives, and both ends list them in one order. Each element of a
+matrix comes to its owner once, from the nearest replica; from the owner it goes to every rank that stores it. Padding
+is
+in no part, so it is not sent.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from shardc.runtime.zero.flat_partition import Stretches
 
 @dataclass(frozen=True)
 class Piece:
-    """A box that a rank stores of a matrix. inside: where it lies in the stored box; at: in the matrix."""
+    """A stored box of a matrix. inside: its place in the stored box; at: its place in the matrix."""
 
     matrix: Matrix
     box: Box
@@ -31,19 +33,21 @@ class Piece:
     numel: int
 
     def stored(self, local: Tensor) -> Tensor:
-        """Its view of what a rank stores of the parameter."""
+        """Return its view of the rank's stored part of the parameter."""
         return self.box.of(local)[self.inside]
 
     def whole(self, matrix: Tensor) -> Tensor:
-        """Its view of the owner's matrix."""
+        """Return its view of the owner's matrix."""
         return matrix.view(self.matrix.size)[self.at]
 
 
 class Routes:
-    """The routes of one rank, among the ranks that share its parameters: all of the mesh, or of its pipeline stage.
+    """The routes of one rank, among the ranks that share its parameters: the mesh, or its pipeline stage.
 
     matrices: of this rank's parameters, in an order that all of them share; owners: {name: place in `ranks`}. ranks:
-    the group over `axes`."""
+    the
+    group over `axes`.
+    """
 
     def __init__(self, program: Program, rank: int, matrices: Sequence[Matrix], owners: Mapping[str, int]) -> None:
         self.axes = stage_axes(program)
@@ -62,7 +66,7 @@ class Routes:
         return [self._mesh.coords(r) for r in self.ranks]
 
     def pieces(self, m: Matrix, place: int) -> Iterator[Piece]:
-        """What the rank at a place stores of a matrix."""
+        """Yield the pieces of a matrix that the rank at a place stores."""
         p, rank = self._params[m.param], self.ranks[place]
         for box in boxes_of(p.shape, p.layout, self._stretches.of(p, rank), self._mesh, rank):
             common = overlap(box.offset, box.shape, m.offset, m.size)
@@ -73,16 +77,14 @@ class Routes:
                 yield Piece(m, box, inside, at, math.prod(size))
 
     def sources(self, m: Matrix) -> list[int]:
-        """The places of the ranks that send a matrix to its owner: of each part the replica that is in the owner's row
-        of the mesh.
-        """
+        """Return the places of the ranks that send to a matrix's owner: the replicas in its row of the mesh."""
         p = self._params[m.param]
         same = [a for a in replicas(self._program, p.layout, cut_axes(self._program, p)) if a in self.axes]
         owner = self._coords[self.owners[m.name]]
         return [i for i, coords in enumerate(self._coords) if all(coords[a] == owner[a] for a in same)]
 
     def to_owners(self, some: Sequence[Matrix]) -> tuple[list[list[Piece]], list[list[Piece]]]:
-        """(what this rank sends, what it receives), of some matrices, by place."""
+        """Return (the pieces that this rank sends, that it receives), of some matrices, by place."""
         sent: list[list[Piece]] = [[] for _ in self.ranks]
         received: list[list[Piece]] = [[] for _ in self.ranks]
         for m in some:
@@ -95,7 +97,7 @@ class Routes:
         return sent, received
 
     def from_owners(self, some: Sequence[Matrix]) -> tuple[list[list[Piece]], list[list[Piece]]]:
-        """The way back, to all that store something of them."""
+        """Return the same for the way back, to all ranks that store a part."""
         sent: list[list[Piece]] = [[] for _ in self.ranks]
         received: list[list[Piece]] = [[] for _ in self.ranks]
         for m in some:
@@ -108,5 +110,5 @@ class Routes:
 
 
 def stage_axes(program: Program) -> tuple[str, ...]:
-    """The axes over which ranks share parameters: all but the pipeline's."""
+    """Return the axes over which ranks share parameters: all but the pipeline's."""
     return tuple(a for a in program.mesh.names if a != program.axis)

@@ -1,6 +1,8 @@
-"""What the user's `optimizer(params)` is given where the spec says `optimizer: {matrices: ...}`: a stand-in for each
-matrix, of the shape that one device has, without memory. Then every optimizer gets what it works on: those that update
-each element by itself this rank's parts, as ever; all others the matrices that this rank owns.
+"""Build the user's `optimizer(params)` from placeholders without memory, one for each whole matrix.
+
+A `stand_in` has the shape of one device. Later every optimizer gets its final parameters: those that update each
+element
+separately this rank's parts; all others the matrices that this rank owns (`optimizer: {matrices: ...}`).
 """
 
 from __future__ import annotations
@@ -22,20 +24,18 @@ from shardc.runtime.zero.optimizer_list import members_of
 
 
 class Shown:
-    """The stand-ins of one rank. params: what it stores of each parameter, by placeholder name.
-
-    .matrices: {id of a stand-in: the matrix}."""
+    """The `stand_in`s of one rank, for params: {parameter: its part}. .matrices: {id: the matrix}."""
 
     def __init__(self, program: Program, params: Mapping[str, Tensor]) -> None:
         self._program = program
         self._here = [p for p in program.params if p.name in params and p.requires_grad]
         pairs = [(m, stand_in(m.shape, params[m.param])) for p in self._here for m in _of(program, p)]
-        self._held = [x for _, x in pairs]  # an id is one as long as its object lives
+        self._held = [x for _, x in pairs]  # ids are unique only while their objects live
         self.matrices = {id(x): m for m, x in pairs}
 
     @property
     def pairs(self) -> NamedParameters:
-        """(name, stand-in) of every matrix of this rank's parameters."""
+        """(name, `stand_in`) of every matrix of this rank's parameters."""
         trained = [p for p in self._program.params if p.requires_grad]
         known = {m.name: (m.name, p.fqn, *p.names) for p in trained for m in _of(self._program, p)}
         found = inner(self._program)
@@ -45,9 +45,7 @@ class Shown:
     def place(
         self, optimizer: Optimizer, parts: Mapping[str, nn.Parameter], coords: Mapping[str, int]
     ) -> list[Optimizer]:
-        """Give optimizers that update each element by itself this rank's parts; returns the others. coords: this
-        rank's.
-        """
+        """Set this rank's parts in optimizers that update each element separately; return the others."""
         found = [m for m in members_of(optimizer) if needs_whole(m)]
         for member in members_of(optimizer):
             if member not in found:
@@ -55,7 +53,7 @@ class Shown:
         return found
 
     def groups(self, optimizer: Optimizer) -> list[list[Matrix]]:
-        """The matrices in each of an optimizer's groups. Raises ShardcError where it holds anything else."""
+        """Return the matrices of each group. Raises ShardcError where it holds anything else."""
         for group in optimizer.param_groups:
             for x in group["params"]:
                 if id(x) not in self.matrices:
@@ -67,9 +65,7 @@ class Shown:
         return [[self.matrices[id(x)] for x in group["params"]] for group in optimizer.param_groups]
 
     def give_parts(self, optimizer: Optimizer, parts: Mapping[str, nn.Parameter], coords: Mapping[str, int]) -> None:
-        """Replace the stand-ins of an optimizer that updates each element by itself by `parts`, {parameter: its local
-        part}, in groups and in state that it has made already.
-        """
+        """Replace `stand_in`s of an elementwise optimizer by parts {parameter: local part}, also in its state."""
         every = {p.name: p for p in self._here}
         groups = self.groups(optimizer)
         places: dict[str, set[int]] = {}
@@ -102,7 +98,7 @@ class Shown:
             _fill(group, {every[n].fqn: parts[n] for n in names})
 
     def give_wholes(self, optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
-        """Replace the stand-ins of an optimizer that needs whole matrices by those that this rank owns."""
+        """Replace the `stand_in`s of an optimizer over whole matrices by those that this rank owns."""
         groups = self.groups(optimizer)
         for x in [x for x in optimizer.state if id(x) in self.matrices]:
             m, state = self.matrices[id(x)], optimizer.state.pop(x)
@@ -118,14 +114,14 @@ def _of(program: Program, p: Param) -> tuple[Matrix, ...]:
 
 
 def matrices_here(program: Program, params: Mapping[str, Any]) -> Iterator[Matrix]:
-    """The matrices of the parameters that a rank has."""
+    """Yield the matrices of the parameters that a rank has."""
     for p in program.params:
         if p.name in params and p.requires_grad:
             yield from _of(program, p)
 
 
 def _fill(group: dict[str, Any], params: Mapping[str, nn.Parameter]) -> None:
-    group["params"][:] = params.values()  # the list itself: others may hold it
+    group["params"][:] = params.values()  # in place: others may hold the list
     if "param_names" in group:
         group["param_names"] = list(params)
 
@@ -139,9 +135,10 @@ def _made_early(optimizer: Optimizer, p: Param) -> ShardcError:
 
 
 def whole(optimizer: Optimizer) -> Optimizer:
-    """Say that an optimizer's step of a parameter needs all of it: `shardc.whole(Shampoo(matrices, lr=0.1))`.
+    """Declare that an optimizer's step of a parameter needs all of it: `shardc.whole(Shampoo(matrices))`.
 
-    Needed only where steps on small random parameters do not show it, such as of one that begins to precondition at
-    step 100. Returns the optimizer. Its parameters then have owners (`optimizer: {matrices: ...}` in the spec)."""
+    Needed only where steps on small random parameters do not show it, such as if it starts to precondition at step 100.
+    Returns the optimizer. Its parameters then have owners (`optimizer: {matrices: ...}` in the spec).
+    """
     optimizer._shardc_whole = True  # type: ignore[attr-defined]
     return optimizer

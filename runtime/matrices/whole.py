@@ -1,12 +1,13 @@
-"""The matrices that a rank owns, in the optimizers that need them whole.
+"""Hold the matrices that a rank owns, for the optimizers that need them whole.
 
     stored parts, with gradients        owners
     rank 0  w[0:2]  v[0:2]   ──────►   w whole, its gradient and its state
     rank 1  w[2:4]  v[2:4]   ──────►   v whole, its gradient and its state
                              ◄──────   the new values
 
-An owner keeps its matrices between steps, beside what is stored: so parameters move only back, and again to owners
-after somebody wrote to what is stored (a checkpoint, or the user)."""
+An owner keeps its matrices between steps, beside the stored parts. So parameters move only back, and to owners again
+only after a checkpoint, or the user, wrote to the stored parts.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ from shardc.runtime.zero.trained_params import trained_params
 
 
 class WholeMatrices:
-    """What one rank owns.
+    """The matrices that one rank owns. Making it is collective.
 
-    stored: what it stores of each parameter, by placeholder name. members: the optimizers that need whole matrices;
-    they hold stand-ins (`shown`), which are replaced by `.owned`: {matrix: parameter}. offload: what is stored may be
-    outside of the device. Collective."""
+    stored: its part of each parameter, by placeholder name. members: the optimizers that need whole matrices; their
+    `stand_in`s (`shown`) are replaced by `.owned`: {matrix: parameter}. offload: stored parts may be outside of the
+    device.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class WholeMatrices:
     ) -> None:
         trained = trained_params(program)
         costs: dict[Matrix, float] = {}
-        #: For each group of each of the optimizers: the matrices in it, of whichever owner.
+        #: For each group of each of the optimizers: its matrices, of any owner.
         self.groups: dict[Optimizer, list[list[Matrix]]] = {}
         for member in members:
             products = multiplies(member)
@@ -72,23 +74,23 @@ class WholeMatrices:
             shown.give_wholes(member, self.owned)
 
     def gather(self) -> None:
-        """What is stored goes to the owners. Collective."""
+        """Send the stored parts to the owners. Collective."""
         with self._offload.at_home():
             self.exchange.to_owners(_detached(self._stored), _detached(self.owned), "state")
         self.note()
 
     def forget(self) -> None:
-        """Before a step: no gradient has come."""
+        """Drop gradients of an earlier step, before a step."""
         self._sending.drop()
 
     def begin(self, names: Iterable[str]) -> None:
-        """The gradients of these parameters are final: begin to send them, while backward goes on. Collective."""
+        """Start to send the final gradients of these parameters, while backward goes on. Collective."""
         here = {n: self._stored[n].grad for n in names if n in self._stored}
-        of_others = {n: self._stored[n] for n in here if n not in self._sent}  # of which this rank sends nothing
+        of_others = {n: self._stored[n] for n in here if n not in self._sent}  # this rank sends no part of these
         self._sending.begin({n: g.as_subclass(Tensor) for n, g in here.items() if g is not None} | of_others)
 
     def take_gradients(self) -> None:
-        """The gradients of what is stored go to the owners, before the optimizer steps. Collective."""
+        """Send the gradients of stored parts to the owners, before the optimizer steps. Collective."""
         grads: dict[str, Tensor] = _detached({n: p for n, p in self._stored.items() if n not in self._sent})
         for name in self._sent:
             grad = self._stored[name].grad
@@ -104,7 +106,7 @@ class WholeMatrices:
         self._sending.finish(grads, {n: p.grad for n, p in self.owned.items() if p.grad is not None})
 
     def publish(self) -> None:
-        """After the optimizer's step: the new values go to all that store some of them. Collective."""
+        """Send the new values to all ranks that store them, after the optimizer's step. Collective."""
         for p in self.owned.values():
             p.grad = None
         with self._offload.at_home():
@@ -112,7 +114,7 @@ class WholeMatrices:
         self.note()
 
     def by_group(self, optimizer: Optimizer) -> list[list[Matrix] | None]:
-        """For each group of an optimizer, or of several as one, its matrices of all owners; None: it steps parts."""
+        """Return the matrices of all owners for each group, also of several optimizers; None: it steps parts."""
         found: list[list[Matrix] | None] = []
         for m in members_of(optimizer):
             found += self.groups.get(m, [None] * len(m.param_groups))
@@ -120,11 +122,11 @@ class WholeMatrices:
 
     @property
     def written(self) -> bool:
-        """Has anybody written to what is stored, since values last came from the owners, or went there?"""
+        """Whether stored parts were written to, since values last came from the owners, or went there."""
         return self._version() != self._versions
 
     def note(self) -> None:
-        """What was written to what is stored, by a gather of its parts, is what the owners have."""
+        """Note that the owners have the current values of the stored parts."""
         self._versions = self._version()
 
     def _version(self) -> int:
@@ -132,9 +134,9 @@ class WholeMatrices:
 
 
 def routes_of(program: Program, rank: int, costs: Mapping[Matrix, float]) -> Routes:
-    """The routes of one rank. costs: of the matrices of its parameters, the work of a step of each."""
+    """Return the routes of one rank. costs: {matrix of its parameters: the work of its step}."""
     order = {p.name: p.order for p in program.params}
-    found = sorted(costs, key=lambda m: order[m.param])  # as backward finishes them; sorted() keeps others' order
+    found = sorted(costs, key=lambda m: order[m.param])  # in the order of backward; sorted() is stable
     routes = Routes(program, rank, found, {})
     places = owners([costs[m] for m in found], len(routes.ranks))
     routes.owners |= {m.name: place for m, place in zip(found, places, strict=True)}

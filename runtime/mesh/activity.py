@@ -1,6 +1,4 @@
-"""What a rank is doing: said by whoever does it, read by the thread that watches (shardc.runtime.mesh.watch), and kept
-where it outlives a process that is killed (shardc.runtime.launch.Progress).
-"""
+"""Record what a rank is doing, for the watching thread (watch.py) and for after a kill (launch.py)."""
 
 from __future__ import annotations
 
@@ -14,27 +12,29 @@ from types import FrameType
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-_PRODUCT = str(Path(__file__).parents[2])  # of shardc's own files, and
-_TORCH = str(Path(torch.__file__).parent)  # of torch's: neither is where a model's author would look
+_PRODUCT = str(Path(__file__).parents[2])  # shardc's own files, and
+_TORCH = str(Path(torch.__file__).parent)  # torch's: no user code is in them
 _GENERATED = "<eval_with_key>"
 
 
 class Activity:
-    """doing: "step 5", between whose begin and end ranks may wait for each other; outside of it the last one. action:
-    of a pipeline's schedule, "at 1F1 of the schedule: stage 1, microbatch 1". collective: the last one that was begun,
-    "all_reduce 'h.0' over tp". count: of all collectives. noted: are called with the text whenever it changes.
+    """What a rank is doing now.
+
+    doing: "step 5", during which ranks may wait for each other; outside of it the last one. action: of a pipeline's
+    schedule, "at 1F1 of the schedule: stage 1, microbatch 1". collective: the last one that began, "all_reduce 'h.0'
+    over tp". count: of all collectives. noted: functions that are called with the text whenever it changes.
     """
 
     def __init__(self) -> None:
         self.doing = self.action = ""
         self.inside, self.count = False, 0
-        self._failed = ""  # where a rank failed: what it says of itself until it goes on
+        self._failed = ""  # where the rank failed; shown until it goes on
         self._last: tuple[str, tuple[str, ...], str] | None = None
         self.noted: list[Callable[[str], None]] = []
 
     @contextmanager
     def during(self, doing: str) -> Iterator[bool]:
-        """What ranks do together. Gives whether it is not inside of something larger, whose name then counts."""
+        """Record a joint action of all ranks. Yield whether it is the outermost; only that one is named."""
         if self.inside:
             yield False
             return
@@ -47,7 +47,7 @@ class Activity:
             raise
         self.inside = False
         if self._failed.split()[1:2] == doing.split()[:1]:
-            self._failed = ""  # a later one of its kind has ended well; the save after an error does not count
+            self._failed = ""  # a later action of its kind succeeded; the save after an error does not count
         self._write()
 
     def act(self, action: str) -> None:
@@ -55,7 +55,7 @@ class Activity:
         self._write()
 
     def begin(self, kind: str, axes: tuple[str, ...], tag: str) -> None:
-        """A collective."""
+        """Record the start of a collective."""
         self.count += 1
         self._last = kind, axes, tag
         self._write()
@@ -68,7 +68,7 @@ class Activity:
         return f"{kind} {tag!r} over {'+'.join(axes)}" if tag else f"{kind} over {'+'.join(axes)}"
 
     def __str__(self) -> str:
-        """ "in step 5, at all_reduce 'h.0' over tp", "after step 5" """
+        """Return a text such as "in step 5, at all_reduce 'h.0' over tp" or "after step 5"."""
         if not self.doing:
             return ""
         if not self.inside:
@@ -86,7 +86,7 @@ _waiting: list[None] = []
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Other ranks are waited for by other means than torch.distributed's, such as a file."""
+    """Mark a wait for other ranks by other means than torch.distributed's, such as a file."""
     _waiting.append(None)
     try:
         yield
@@ -95,9 +95,7 @@ def waiting() -> Iterator[None]:
 
 
 def waits() -> bool:
-    """Whether some thread of this process waits for other ranks now: in torch.distributed's functions, Work.wait, or
-    where it says so (`waiting`).
-    """
+    """Return whether another thread of this process waits for other ranks now (also in `waiting`)."""
     here = threading.get_ident()
     return bool(_waiting) or any(_is_wait(f) for thread, f in sys._current_frames().items() if thread != here)
 
@@ -108,7 +106,7 @@ def _is_wait(frame: FrameType) -> bool:
 
 
 def place() -> str:
-    """Where the main thread is, in the user's code if it is called from there: "model.py:22, in forward"."""
+    """Return the main thread's place, in the user's code if that calls: "model.py:22, in forward"."""
     thread = threading.main_thread().ident
     frame: FrameType | None = sys._current_frames().get(thread) if thread is not None else None
     first = frame

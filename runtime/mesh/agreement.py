@@ -1,7 +1,7 @@
-"""What all ranks have to share, checked: batches, program, seed, learning rates, the end of the data.
+"""Check that ranks agree: on batches, program, seed, learning rates, the end of the data.
 
-Ranks that differ where they should be alike train another model without an error: tensor-parallel ranks add up products
-of different rows, replicas drift, and every rank still reports a loss. So every rank hashes what it has, and the hashes
+Ranks that differ where they must be equal train another model without an error: tensor-parallel ranks add up products
+of different rows, replicas drift, and every rank still reports a loss. So every rank hashes its facts, and the hashes
 are compared by one small sum on the host, at the beginning of each step:
 
     rank 0   h = 5   (h, h²) = (5, 25) ─┐
@@ -9,13 +9,13 @@ are compared by one small sum on the host, at the beginning of each step:
     rank 2   h = 6             (6, 36) ─┘
 
 n·Σh² = (Σh)² holds exactly where all h are equal (Cauchy-Schwarz); these are integers, so nothing is rounded, and the
-order of summing does not matter. What only some ranks share, such as the slice of a weight or the part of a batch that
-a group of tensor-parallel ranks has, takes a slot of the vector for each group. Only if a sum does not come out are the
-hashes of all ranks exchanged, to say which ranks differ from the others.
+order of summing does not matter. A fact that only some ranks share, such as the slice of a weight or the part of a
+batch of a group of tensor-parallel ranks, takes a slot of the vector for each group. Only if a sum is wrong do all
+ranks exchange their hashes, to find which ranks differ from the others.
 
-The first pair of every vector is what the rank is about to do ("a step", "saving"), and vectors are of one length as
-far as they fit: a rank that saves, because its data has ended, meets those that take another step in this sum, and not
-in some collective of the step that it does not have.
+The first pair of every vector is what the rank is about to do ("a step", "saving"), and vectors have one length as
+far as they fit. So a rank that saves because its data has ended, and ranks that take another step, meet in this sum
+instead of in different collectives.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from shardc.ir.mesh import Mesh
 BITS = 24
 #: Tensors of more bytes are hashed by blocks of so many, each by torch; smaller ones by zlib, byte by byte.
 BLOCK = 1 << 20
-SAID = 1000  # characters that ranks tell one another
+SAID = 1000  # characters that `said` exchanges
 SHOWN = 4  # ranks, facts and values that an error names
-#: Numbers in the first sum of a check; more facts take a second one.
+#: Numbers in the first sum of a check; more facts need a second sum.
 ROOM = 64
 #: Bytes of a fact's text that ranks exchange for an error, 7 to a number.
 TEXT = 42
@@ -58,11 +58,11 @@ SAME_BATCH = (
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that ranks share. what: its name in an error; value: this rank's hash, below 2^24.
+    """A value that ranks share. what: its name in an error; value: this rank's hash, below 2^24.
 
-    axes: the mesh axes over whose coordinates it may differ, such as those that split a weight: it is compared among
-    ranks whose coordinates on them are the same. where, fix: of the error. shown: the value as an error tells it, of
-    each rank; "": only a hash is known. placed: ranks are named with their coordinates (not where their meshes differ).
+    axes: the mesh axes along which it may differ, such as those that split a weight: it is compared among ranks whose
+    coordinates on them are the same. where, fix: of the error. shown: each rank's value as an error shows it; "": only
+    a hash is known. placed: ranks are named with their coordinates (not where their meshes differ).
     """
 
     what: str
@@ -75,7 +75,7 @@ class Fact:
 
 
 class DisagreementError(ShardcError):
-    """Ranks differ where they have to be alike. It is raised on all ranks, at the same place."""
+    """Ranks differ where they must be equal. It is raised on all ranks, at the same place."""
 
     on_all_ranks = True
 
@@ -85,31 +85,29 @@ class CallsDifferError(DisagreementError):
 
 
 def hashed(*values: object) -> int:
-    """A hash of plain values by what they print: numbers, strings, tuples of them."""
+    """Hash plain values by their repr: numbers, strings, tuples of them."""
     return zlib.crc32(repr(values).encode()) & ((1 << BITS) - 1)
 
 
 def stated(what: str, value: object, axes: tuple[str, ...] = (), *, where: str = "", fix: str = "") -> Fact:
-    """A fact of a plain value, which an error shows."""
+    """Build a fact from a plain value, which an error shows."""
     return Fact(what, hashed(value), axes, where, fix, str(value))
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """A hash of tensors' bytes, shapes and dtypes that depends on the place of each element."""
+    """Hash the bytes, shapes and dtypes of tensors; the place of each element matters."""
     return fingerprints([tensors])[0]
 
 
 def fingerprints(groups: Iterable[Iterable[Tensor]]) -> list[int]:
-    """The fingerprint of each group of tensors. Tensors on a device are hashed there; all results are read back at
-    once, which waits for the device.
-    """
-    found: list[list[bytes | int]] = []  # of each group: bytes, or the number of a tensor that is hashed in blocks
+    """Return the fingerprint of each group of tensors. Tensors on a device are hashed there."""
+    found: list[list[bytes | int]] = []  # by group: bytes, or the number of a tensor hashed in blocks
     blocks: list[Tensor] = []
     for tensors in groups:
         found.append([])
         for x in tensors:
             found[-1].append(f"{x.dtype} {tuple(x.shape)}{' meta' if x.is_meta else ''}".encode())
-            if x.is_meta:  # no numbers: who takes it refuses it, when all ranks have compared theirs
+            if x.is_meta:  # has no data: its user rejects it after all ranks have compared theirs
                 continue
             flat = x.as_subclass(Tensor).detach().contiguous().view(-1)
             if flat.dtype.is_complex:
@@ -130,7 +128,7 @@ def fingerprints(groups: Iterable[Iterable[Tensor]]) -> list[int]:
 
 
 def _read(blocks: Sequence[Tensor]) -> list[bytes]:
-    """The bytes of tensors that are perhaps on a device, copied to the host together."""
+    """Copy tensors, possibly from a device, to the host together, and return their bytes."""
     if not blocks:
         return []
     together = torch.cat([b.view(-1) for b in blocks]).cpu()
@@ -138,9 +136,10 @@ def _read(blocks: Sequence[Tensor]) -> list[bytes]:
 
 
 def _blocks(flat: Tensor) -> Tensor:
-    """u8[n] -> i64[m]: a sum for each stretch of 64 KiB, every 8 bytes of it weighed by an odd number of their own
-    place, so that elements that changed places change the sum. (Arithmetic of int64 wraps around.) It takes memory for
-    64 MiB at a time.
+    """Sum every 64 KiB of u8[n], each 8 bytes weighed by an odd number of their place: i64[m].
+
+    Elements that swap places so change the sum. (Arithmetic of int64 wraps around.) It needs memory for 64 MiB at a
+    time.
     """
     words = 1 << 13
     weights = torch.arange(words, device=flat.device, dtype=torch.int64).mul_(2 * 0x5851F42D4C957F2D % 2**63).add_(1)
@@ -152,11 +151,11 @@ def _blocks(flat: Tensor) -> Tensor:
 
 
 def check(mesh: Any, facts: Sequence[Fact], call: str = "a step") -> list[Fact]:
-    """Compare facts over the ranks of a runtime mesh. Collective: every rank brings the same facts in the same order.
-    Returns those that may differ over axes, and are the same on all ranks.
+    """Compare facts over the ranks of a mesh; return those with axes that are the same on all ranks.
 
-    call: what this rank is about to do; where ranks do different things, that alone is the error. Raises ShardcError,
-    on all ranks, for facts that differ: what, on which ranks, the remedy.
+    Collective: every rank brings the same facts in the same order. call: what this rank is about to do; where ranks do
+    different things, that alone is the error. Raises ShardcError, on all ranks, for facts that differ: what, on which
+    ranks, the remedy.
     """
     layout: Mesh = mesh.layout
     if layout.world == 1:
@@ -198,7 +197,7 @@ def _differs(fact: Fact, sums: Sequence[int], layout: Mesh) -> bool:
 
 
 def _refuse(mesh: Any, facts: Sequence[Fact], kind: type[DisagreementError] = DisagreementError) -> NoReturn:
-    """Find out who differs. All ranks have seen the same sums, and get here together."""
+    """Find out which ranks differ, and raise. All ranks have seen the same sums, and get here together."""
     errors, layout = Errors(), mesh.layout
     for f in facts[:SHOWN]:
         values = [0] * layout.world
@@ -224,14 +223,14 @@ def _refuse(mesh: Any, facts: Sequence[Fact], kind: type[DisagreementError] = Di
 
 
 def said(mesh: Any, text: str, rank: int = 0) -> str:
-    """What one rank says, on all ranks: at most 1000 characters. Collective."""
+    """Return the text of one rank on all ranks, cut to 1000 characters. Collective."""
     mine = [ord(c) for c in text[:SAID]] if mesh.rank == rank else []
     codes = mesh.sum_on_host(mine + [0] * (SAID - len(mine)))
     return "".join(chr(c) for c in codes if c)
 
 
 def texts(mesh: Any, text: str) -> list[str]:
-    """What each rank says, on all ranks, at any length. What several say is sent once. Collective."""
+    """Return the texts of all ranks on all ranks, at any length. Equal texts are sent once. Collective."""
     data, world = text.encode(), mesh.layout.world
     mine = int.from_bytes(hashlib.sha256(data).digest()[:7], "big"), len(data)
     said = mesh.sum_on_host([n if r == mesh.rank else 0 for n in mine for r in range(world)])
@@ -254,7 +253,7 @@ def texts(mesh: Any, text: str) -> list[str]:
 
 
 def failures(mesh: Any, problem: str | None) -> tuple[list[int], str]:
-    """The ranks that have a problem, and the first one's words. Collective, so that all ranks go on, or none."""
+    """Return the ranks that have a problem, and the first one's text, on all ranks. Collective."""
     mine = [0] * mesh.layout.world
     mine[mesh.rank] = int(problem is not None)
     ranks = [r for r, failed in enumerate(mesh.sum_on_host(mine)) if failed]
@@ -262,7 +261,7 @@ def failures(mesh: Any, problem: str | None) -> tuple[list[int], str]:
 
 
 def _texts(mesh: Any, fact: Fact) -> str:
-    """The values that ranks have, each with the first rank that has it; "" where they are only hashes."""
+    """Format the values of the ranks, each with the first rank that has it; "" if there are only hashes."""
     numbers = TEXT // 7
     text = fact.shown.encode()[:TEXT].ljust(TEXT, b"\0")
     sent = [0] * (numbers * mesh.layout.world)
@@ -293,15 +292,13 @@ def _slot(fact: Fact, mesh: Any) -> int:
 
 
 def _who(values: Sequence[int], groups: Iterable[Sequence[int]], mesh: Mesh | None) -> str:
-    """The ranks that differ from most others of their group, with their coordinates on a mesh; all that differ from
-    each other where no value is that of most.
-    """
+    """Return the names of the ranks unlike most of their group; of a whole group without a majority."""
     odd: list[int] = []
     apart: list[int] = []
     for ranks in groups:
         (usual, n), *others = Counter(values[r] for r in ranks).most_common()
         if others and others[0][1] == n:
-            apart += ranks if not apart else []  # the first such group says enough
+            apart += ranks if not apart else []  # the first such group is enough
         else:
             odd += [r for r in ranks if values[r] != usual]
     if odd:

@@ -1,6 +1,4 @@
-"""What the C library (glibc) does with memory that is freed on a CPU: by default it gives large blocks back, and asks
-for them again.
-"""
+"""Set what glibc does with large freed blocks on a CPU: by default it returns them to the system."""
 
 from __future__ import annotations
 
@@ -12,20 +10,21 @@ _SMALL, _LARGE, _ALLOWED = 2**20, 2**30, 2**25  # bytes; older versions take no 
 
 
 def keep_freed() -> None:
-    """Keep it for what comes next, for the rest of this process, as a GPU's caching allocator does.
+    """Keep freed memory for later, for the rest of this process, as a GPU's caching allocator does.
 
-    A training step frees and allocates the same sizes over and over: pages that went back to the system come anew, each
-    filled with zeros. Who has set glibc's own variables (MALLOC_TRIM_THRESHOLD_, ...) is left what was set.
+    A training step frees and allocates the same sizes over and over. Pages that went back to the system come back
+    filled with zeros, which costs time. glibc's variables (MALLOC_TRIM_THRESHOLD_, ...) have priority if the user sets
+    any.
     """
     if not any(name.startswith("MALLOC_") for name in os.environ):
         _set({_M_TRIM_THRESHOLD: _LARGE, _M_MMAP_THRESHOLD: _LARGE})
 
 
 def return_freed() -> None:
-    """Give blocks of 1 MiB and more back at once, for the rest of this process.
+    """Return blocks of 1 MiB and more to the system at once, for the rest of this process.
 
-    glibc keeps some, and aligned ones, as torch's are, seldom fit what comes next: with `data.offload` that held as
-    many MiB as files had freed. Each block is then paged in anew, which costs time where steps compute little.
+    glibc keeps some, and aligned ones, such as torch's, seldom fit later: with `data.offload` it kept as many MiB as
+    files had freed. Each block is then paged in again, which costs time where steps compute little.
     """
     _set({_M_MMAP_THRESHOLD: _SMALL})
 

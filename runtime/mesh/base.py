@@ -1,5 +1,4 @@
-"""The mesh as a running rank sees it: its coordinates, and raw collectives by axis. One interface, three
-implementations: torch_mesh.py, loopback.py, and the planner's shardc.cost.fake_mesh."""
+"""Define RankMesh, the interface of all meshes: coordinates of a rank, and raw collectives by axis."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ from shardc.runtime.mesh.waits import Waits
 
 
 class Work:
-    """A collective under way; `wait` returns when its tensor is ready.
+    """A collective in progress; `wait` returns when its tensor is ready.
 
-    then: called by `wait` once the tensor is there; kept: a tensor that must live until then. waiting: is open while it
-    is waited for.
+    then: called by `wait` when the tensor is ready. kept: a tensor that must live until then. waiting: makes the
+    context in which `wait` waits.
     """
 
     def __init__(self, handle: Any = None, then: Callable[[], None] | None = None, kept: Tensor | None = None) -> None:
@@ -43,21 +42,23 @@ class Work:
         self.abandon()
 
     def abandon(self) -> None:
-        """Let go of it without waiting: as long as somebody holds the handle, the connections that it uses stay."""
+        """Drop the handle without waiting. A handle that is held keeps its connections open."""
         self._handle = self._then = self._kept = None
 
     def pass_on(self) -> None:
-        """The current CUDA stream waits for the collective. Whoever needs its tensor still has to `wait`."""
+        """Let the current CUDA stream wait for the collective. Users of its tensor still have to call `wait`."""
         if self._handle is not None:
             self._handle.wait()
 
 
 class RankMesh(ABC):
-    """What all meshes share: coordinates, records, and groups of one rank, over which nothing is sent or recorded.
+    """The base of all meshes, also of shardc.cost.fake_mesh. Groups of one rank send and record nothing.
 
-    layout: the mesh; rank: this one's number in it; device: where its tensors live; record: keep a list of what ran in
-    `.records`. The name of an axis that is seen as several digits (shardc.ir.mesh) means all of them.
-    `.step`: what ops may know of the step that runs (shardc.runtime.mesh.step_context): ops are given the mesh alone.
+    layout: the mesh; rank: the number of this rank in it; device: where its tensors are; record: list in `.records`
+    what ran.
+    The name of an axis that is seen as several digits (shardc.ir.mesh) means all of them.
+    `.step`: the state of the running step that ops can read (shardc.runtime.mesh.step_context): ops receive only the
+    mesh.
     `.activity`: what the rank is doing, for messages about ranks that hang or are killed. `.waits`: how long it waits.
     Gathers and exchanges take and return *stacks* [ranks of the axis, ...] (shardc.runtime.ops.shard_parts).
     """
@@ -74,7 +75,7 @@ class RankMesh(ABC):
         self.recording = record
 
     def beside(self) -> RankMesh:
-        """The same mesh as it is seen by another microbatch that runs at the same time: with a step of its own."""
+        """Return a view of this mesh with a separate step, for another microbatch that runs at the same time."""
         view = copy.copy(self)
         view.step = StepContext()
         return view
@@ -85,7 +86,7 @@ class RankMesh(ABC):
             print(f"note: {text}", file=sys.stderr, flush=True)
 
     def coordinate(self, axis: str) -> int:
-        """This rank's place on an axis. The microbatches of a step are an axis too: one of time."""
+        """Return this rank's coordinate on an axis. The microbatches of a step are an axis too."""
         return self._coords[axis] if axis != MICROBATCH else self.step.running.index
 
     def size(self, axis: str) -> int:
@@ -94,18 +95,16 @@ class RankMesh(ABC):
         return self._sizes[axis] if axis in self._sizes else self.layout.size(axis)
 
     def members(self, axes: Iterable[str]) -> int:
-        """Number of ranks in a group over `axes`."""
+        """Return the number of ranks in a group over `axes`."""
         return math.prod(self.size(a) for a in axes)
 
     @property
     def streams(self) -> bool:
-        """Does the device queue computing and collectives on streams, which wait for each other without the host?"""
+        """Whether the device queues computation and collectives on streams, without blocking the host."""
         return self.device.type == "cuda"
 
     def after(self, work: Work) -> AbstractContextManager[None]:
-        """Collectives that begin in here begin when `work` ends, and what was computed before is there; only where
-        `streams` is true.
-        """
+        """Start this context's collectives after `work` and after earlier computation. Needs `streams`."""
         raise NotImplementedError
 
     def _note(self, kind: str, axes: tuple[str, ...], nbytes: int, direction: str, tag: str) -> None:
@@ -115,20 +114,20 @@ class RankMesh(ABC):
             self.records.append(CommRecord(kind, axes, nbytes, direction, tag))
 
     def _timed(self, kind: str, axes: tuple[str, ...], nbytes: int) -> AbstractContextManager[None]:
-        """Around a collective that is waited for from its begin on."""
+        """Measure a collective that the rank waits for from its start."""
         return self.waits.during(kind, axes, nbytes, whole=True)
 
     def _begun(self, work: Work, kind: str, axes: tuple[str, ...], nbytes: int) -> Work:
-        """One in the background."""
+        """Prepare a background collective so that its later wait is measured."""
         work.waiting = partial(self.waits.during, kind, axes, nbytes, whole=False)
         return work
 
-    # --- what programs call
+    # --- called by programs
 
     def all_reduce(
         self, x: Tensor, axes: tuple[str, ...], *, op: str = "sum", direction: str = "forward", tag: str = ""
     ) -> Tensor:
-        """The sum (or max) over the ranks of `axes`; a new tensor."""
+        """Return the sum (or max) over the ranks of `axes`, as a new tensor."""
         if self.members(axes) == 1:
             return x.clone()
         self._note("all_reduce", axes, x.nbytes, direction, tag)
@@ -147,10 +146,10 @@ class RankMesh(ABC):
     def start_all_gather(
         self, part: Tensor, whole: Tensor, axis: str, *, direction: str = "forward", tag: str = ""
     ) -> Work:
-        """Every rank's part [n], in the order of the axis, into whole [ranks * n], in the background.
+        """Gather every rank's part [n] into whole [ranks * n], in the order of the axis, in the background.
 
-        Both are contiguous; part may be this rank's place in whole, which is not written then: what somebody writes
-        there meanwhile stays (whether it is sent nobody knows).
+        Both are contiguous. part may be this rank's slice of whole, which is then not written: data that other code
+        writes there meanwhile stays (it is undefined whether it is sent).
         """
         if self.size(axis) == 1:
             whole.copy_(part)
@@ -161,15 +160,16 @@ class RankMesh(ABC):
     def start_reduce_scatter(
         self, flat: Tensor, part: Tensor, axis: str, *, direction: str = "backward", tag: str = ""
     ) -> Work:
-        """The sum over ranks of everyone's flat [ranks * n], this rank's part of it into part [n], in the background.
+        """Sum every rank's flat [ranks * n], and write this rank's part into part [n], in the background.
 
-        Both are contiguous; part may be this rank's place in flat. flat may not be used until then. More than one rank.
+        Both are contiguous. part may be this rank's slice of flat. flat may not be used until then. Needs more than one
+        rank.
         """
         self._note("reduce_scatter", (axis,), flat.nbytes, direction, tag)
         return self._begun(self._start_reduce_scatter(flat, part, axis, tag), "reduce_scatter", (axis,), flat.nbytes)
 
     def all_gather(self, x: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
-        """[ranks, *x.shape]: every rank's x, in the order of the axis."""
+        """Return every rank's x in the order of the axis: [ranks, *x.shape]."""
         if self.size(axis) == 1:
             return x.unsqueeze(0)
         self._note("all_gather", (axis,), x.nbytes * self.size(axis), direction, tag)
@@ -177,7 +177,7 @@ class RankMesh(ABC):
             return self._all_gather(x.contiguous(), axis, tag)
 
     def reduce_scatter(self, parts: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
-        """parts [ranks, ...] -> [...]: the sum over ranks of everyone's part for this rank."""
+        """Return the sum over ranks of the part that each has for this rank: parts [ranks, ...] -> [...]."""
         if self.size(axis) == 1:
             return parts[0].clone()
         self._note("reduce_scatter", (axis,), parts.nbytes, direction, tag)
@@ -185,9 +185,7 @@ class RankMesh(ABC):
             return self._reduce_scatter(parts.contiguous(), axis, tag)
 
     def all_to_all(self, parts: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
-        """parts [ranks, ...], part i for rank i of the axis -> [ranks, ...]: what the
-        ranks sent here, in their order.
-        """
+        """Send part i of parts [ranks, ...] to rank i of the axis; return the received parts, by rank."""
         if self.size(axis) == 1:
             return parts
         self._note("all_to_all", (axis,), parts.nbytes, direction, tag)
@@ -204,10 +202,9 @@ class RankMesh(ABC):
         direction: str = "forward",
         tag: str = "",
     ) -> Tensor:
-        """x [rows, ...]: the first sent[0] for the first rank of the group over `axes`, and so on -> [rows, ...]: what
-        came, by rank.
+        """Send sent[i] consecutive rows of x to rank i of the group; return the received rows, by rank.
 
-        received: rows that come from each. A rank may send nothing, and get nothing.
+        x [rows, ...]. received: the number of rows from each rank. Numbers may be 0.
         """
         if self.members(axes) == 1:
             return x
@@ -226,7 +223,7 @@ class RankMesh(ABC):
         direction: str = "forward",
         tag: str = "",
     ) -> Work:
-        """The same, into a tensor of `sum(received)` rows, in the background. Both are contiguous."""
+        """Start all_to_all_rows in the background, into a tensor of `sum(received)` rows. Both are contiguous."""
         if self.members(axes) == 1:
             into.copy_(x)
             return Work()
@@ -236,25 +233,21 @@ class RankMesh(ABC):
         )
 
     def start_send(self, x: Tensor, axis: str, to: int, *, direction: str = "forward", tag: str = "") -> Work:
-        """Send a tensor to the rank at another coordinate of `axis`, in the background. x may not be changed until
-        then.
+        """Send a tensor to the rank at coordinate `to` of `axis`, in the background.
 
-        What one rank sends another arrives in the order in which it is sent, and has to be received in that order.
+        x may not be changed until then. Tensors from one rank to another arrive in the order of sending, and must be
+        received in it.
         """
         self._note("send_recv", (axis,), x.nbytes, direction, tag)
         return self._begun(self._start_send(x.detach().contiguous(), axis, to, tag), "send_recv", (axis,), x.nbytes)
 
     def start_receive(self, into: Tensor, axis: str, source: int, *, tag: str = "") -> Work:
-        """Receive the next tensor that the rank at another coordinate of `axis` sends, in the background. into:
-        contiguous, of its type.
-        """
+        """Receive the next tensor from coordinate `source` of `axis`, in the background. into: contiguous."""
         self.activity.begin("receive", (axis,), tag)
         return self._begun(self._start_receive(into, axis, source, tag), "send_recv", (axis,), into.nbytes)
 
     def sum_on_host(self, numbers: Sequence[int]) -> list[int]:
-        """The sums over all ranks of whole numbers (int64), one by one, on the host: for what ranks agree on beside the
-        program (shardc.runtime.mesh.agreement). A few bytes, which are not in `.records`.
-        """
+        """Sum integers (int64) elementwise over all ranks, on the host: a few bytes, not in `.records`."""
         if self.layout.world == 1:
             return list(numbers)
         self.activity.begin("all_reduce", self.layout.names, "what ranks agree on")
@@ -262,7 +255,7 @@ class RankMesh(ABC):
         return sums
 
     def broadcast(self, x: Tensor, *, tag: str = "") -> Tensor:
-        """Rank 0's x, on every rank; x has the same shape and dtype everywhere."""
+        """Return rank 0's x on every rank; x has the same shape and dtype everywhere."""
         if self.layout.world == 1:
             return x
         whole = x.detach().contiguous()
@@ -272,24 +265,22 @@ class RankMesh(ABC):
         return data.view(whole.dtype).view(whole.shape)
 
     def seen_as(self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), lines: Iterable[str] = ()) -> RankMesh:
-        """The same ranks as another mesh, of as many. axes, lines: as of TorchMesh. Collective."""
+        """Return the same ranks as a mesh of another layout. axes, lines: as of TorchMesh. Collective."""
         raise NotImplementedError
 
     def together(self, doing: str) -> AbstractContextManager[Any]:
-        """Around what all ranks do together: an error in it on some ranks only ends it on the others too, which raise
-        shardc.runtime.mesh.failed_rank.RankFailedError. doing: for that error, such as "step 5".
-        """
+        """Run a joint action (`doing`, such as "step 5"): if some ranks fail, the rest raise RankFailedError."""
         return self.activity.during(doing)
 
     def reconnect(self) -> None:
-        """After such an error, on all ranks: meet again, to save what there is. Collective."""
+        """Connect all ranks again after such an error, so that they can save. Collective."""
         return
 
     @abstractmethod
     def barrier(self) -> None:
         """Wait until every rank of the mesh is here."""
 
-    # --- what implementations provide: more than one rank, contiguous tensors (but for all_reduce)
+    # --- implementations define these: more than one rank, contiguous tensors (except all_reduce)
 
     @abstractmethod
     def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor: ...

@@ -1,14 +1,14 @@
-"""An error on one rank of torch.distributed's world: the others learn of it, instead of waiting for it.
+"""Pass an error on one rank of torch.distributed's world to the others, which wait for that rank.
 
 A rank that fails in the middle of a step never comes to the next collective, in which the others wait for it, half an
-hour by default. So it says what happened in the store over which the processes met, and cuts its connections: a rank
+hour by default. So it reports the error in the store over which the processes met, and closes its connections: a rank
 that waits for it fails in turn, reads the store, and raises an error that names the rank, what it was doing and why.
 
     rank 0   step 5 ── all_reduce ..................... cut off ── reads ── "rank 1 failed in step 5: ValueError"
     rank 1   step 5 ── ValueError ── says so ── is it everybody's? no ── cuts its connections
 
-Where all ranks report an error of their own within moments, such as a batch of a wrong shape, nobody waits for anybody:
-the connections stay, and the next step can begin.
+Where all ranks report their own errors within moments, such as a batch of a wrong shape, no rank waits for another: the
+connections stay, and the next step can begin.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.processes import Processes
 
-#: Seconds in which all ranks report an error that all meet; in which a rank that is cut off learns of the cause.
+#: Seconds for all ranks to report an error that all have; seconds for a disconnected rank to find the cause.
 OWN, CAUSE = 3.0, 10.0
 _GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited", "nccl error")
 _LATE = ("timed out waiting", "watchdog caught collective operation timeout")
@@ -33,8 +33,9 @@ class RankFailedError(ShardcError):
 
 
 class Failures:
-    """The reports of a world's ranks. store: torch.distributed's. processes: of the ranks; one that was killed reports
-    nothing, and those of its machine say so for it. number: how many failures there were before.
+    """The failure reports of a world's ranks. number: of earlier failures. store: torch.distributed's.
+
+    processes: of the ranks. A killed rank reports nothing; the ranks of its machine report for it.
     """
 
     def __init__(self, store: Any, rank: int, layout: Mesh, processes: Processes | None) -> None:
@@ -42,7 +43,7 @@ class Failures:
         self._processes = processes
 
     def report(self, error: Exception, doing: str) -> bool:
-        """Say that this rank failed. Returns whether all did, each by an error of its own."""
+        """Report that this rank failed. Returns whether all ranks failed, each with its own error."""
         first = next(iter(str(error).splitlines()), "")
         everybody, every = [self._key(r) for r in range(self._world)], False
         with suppress(RuntimeError):  # the store went with the process that held it: this rank's own error counts
@@ -52,7 +53,7 @@ class Failures:
         return every
 
     def of_another(self, error: Exception, doing: str, activity: Activity) -> RankFailedError:
-        """The error of a rank that another one cut off, or let wait for too long."""
+        """Build the error of a rank whose connection another rank closed, or that waited for too long."""
         found = sorted(self.cause(doing).items())
         if found:
             rank, said = found[0]
@@ -62,7 +63,7 @@ class Failures:
         else:
             fault = f"the connection to another rank broke in {doing}: its process was killed, or hangs"
         fix = "see the error of that rank; go on from the last checkpoint"
-        if "ended without a word" in fault:  # as of `if rank == 0: module.full_state_dict()`
+        if "ended without a word" in fault:  # such as `if rank == 0: module.full_state_dict()`
             fix = (
                 "see the error of that rank, and go on from the last checkpoint; if it has none, call this on every"
                 " rank, not only on some: steps, saving and full_state_dict are what all ranks do together"
@@ -70,9 +71,7 @@ class Failures:
         return RankFailedError(fault, where=doing, fix=fix)
 
     def cause(self, doing: str) -> dict[int, str]:
-        """{rank: what it did}, of the failure that cut this rank off; empty if that was on another machine, and without
-        a word.
-        """
+        """Return {rank: what it did} of the failure that disconnected this rank; empty if unreported."""
         found: dict[int, str] = {}
 
         def look() -> bool:
@@ -80,7 +79,7 @@ class Failures:
             for r in range(self._world):
                 if r not in found and self._store.check([self._key(r)]):
                     found[r] = self._store.get(self._key(r)).decode(errors="replace")
-            if not found and ended:  # those that end because it did find this told
+            if not found and ended:  # ranks that end because of it find this report
                 assert self._processes is not None
                 for r in ended:
                     found[r] = f"was killed, or ended without a word, {self._processes.doing(r) or f'in {doing}'}"
@@ -97,7 +96,7 @@ class Failures:
 
 
 def cut_off(error: Exception) -> bool:
-    """Is it the error of a rank whose peer has gone, or does not come?"""
+    """Return whether it is the error of a rank whose peer has gone, or does not come."""
     return isinstance(error, RuntimeError) and _says(error, _GONE + _LATE)
 
 

@@ -1,4 +1,4 @@
-"""Connections to other ranks belong to one process: those that it forks, as DataLoader does its workers, close them.
+"""Close connections to other ranks in processes that this one forks, such as workers of a DataLoader.
 
 A connection ends with the last process that has it open. If a worker kept it, ranks that wait for one that left, or was
 killed, would not be woken.
@@ -10,13 +10,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-_OPEN = "/proc/self/fd"  # Linux; elsewhere nothing is known, and nothing closed
-_ours: dict[int, str] = {}  # by descriptor: which socket, as the number may be given anew
+_OPEN = "/proc/self/fd"  # Linux only; elsewhere nothing is closed
+_ours: dict[int, str] = {}  # {descriptor: socket}, as descriptors are reused
 
 
 @contextmanager
 def not_inherited() -> Iterator[None]:
-    """What is connected meanwhile stays with this process."""
+    """Keep the connections that are made in this context out of forked processes."""
     before = _sockets()
     try:
         yield
@@ -25,7 +25,7 @@ def not_inherited() -> Iterator[None]:
 
 
 def _sockets() -> dict[int, str]:
-    """{descriptor: "socket:[NUMBER]"}"""
+    """Return {descriptor: "socket:[NUMBER]"} of this process."""
     with suppress(OSError):
         return {fd: name for fd in map(int, os.listdir(_OPEN)) if (name := _name(fd)).startswith("socket:")}
     return {}
@@ -38,7 +38,7 @@ def _name(descriptor: int) -> str:
 
 
 def _close() -> None:
-    """In a process that was forked."""
+    """Close the registered sockets, in a forked process."""
     for fd, name in _ours.items():
         if _name(fd) == name:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""Which device of its machine a rank uses: the right one, or an error; never the CPU beside GPUs without a word."""
+"""Choose the device of its machine that a rank uses. It never falls back to the CPU silently."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardc.runtime.mesh.activity import waiting
 
 
 def local_device(device: torch.device | str | None = None) -> torch.device:
-    """The device of this process.
+    """Return the device of this process.
 
     device: "cpu", "cuda" or "cuda:1"; None: CUDA where this process sees a GPU and its world, if it has joined one, can
-    use it; else the CPU. Which GPU: the one that is named; the only one that is visible (Slurm's --gpus-per-task=1
-    gives each task its own); else the one whose number is LOCAL_RANK. Raises ShardcError if there is no such GPU, if
-    this machine runs more ranks than it has GPUs, or if the process group cannot send tensors of the device.
+    use it; else the CPU. Which GPU: the named one; the only visible one (Slurm's --gpus-per-task=1 shows each task only
+    its GPU); else the one whose number is LOCAL_RANK. Raises ShardcError if there is no such GPU, if this machine runs
+    more ranks than it has GPUs, or if the process group cannot send tensors of the device.
     """
     wanted = torch.device(device) if device is not None else torch.device(_default_type())
     if wanted.type == "cuda":
@@ -33,15 +33,15 @@ def local_device(device: torch.device | str | None = None) -> torch.device:
 
 
 def backend_of(device_type: str) -> str:
-    """The backend of torch.distributed's world for tensors of a device: "nccl", "gloo", "fake", ...; "" if none."""
+    """Return the world's backend for a device's tensors: "nccl", "gloo", "fake", ...; "" if none."""
     return _backends().get(device_type, "")
 
 
 def share_no_gpu(store: Any, rank: int, here: torch.device) -> None:
-    """Raises ShardcError if another process of this machine uses the GPU `here`, on all processes that do.
+    """Raise ShardcError on all processes of this machine that use the same GPU `here`.
 
-    store: torch.distributed.Store that all ranks of the world share. Each looks at the processes of its own
-    machine only.
+    store: torch.distributed.Store that all ranks of the world share. Each rank looks only at the processes of its
+    machine.
     """
     first = rank - int(os.environ.get("LOCAL_RANK", 0))
     beside = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -70,7 +70,7 @@ def _default_type() -> str:
 
 
 def _gpu(index: int | None) -> int:
-    """Which of the visible GPUs."""
+    """Return the number of the visible GPU to use."""
     visible = torch.cuda.device_count()
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if index is None and visible > 1 and local_world > visible:
@@ -88,6 +88,6 @@ def _gpu(index: int | None) -> int:
 
 
 def _backends() -> dict[str, str]:
-    """{device type: backend} of the world, also where it was made without naming a backend."""
-    config = dist.get_backend_config()  # "cpu:gloo,cuda:nccl", or the name of one backend
+    """Return {device type: backend} of the world, also where no backend was named."""
+    config = dist.get_backend_config()  # "cpu:gloo,cuda:nccl", or one backend's name
     return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)

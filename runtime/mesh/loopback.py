@@ -1,6 +1,4 @@
-"""All ranks of a mesh in one process, in lockstep: one thread each, sums in the order of ranks, so that a run repeats
-exactly.
-"""
+"""Run all ranks of a mesh as threads of one process, in lockstep, so that a run repeats exactly."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ class Aborted(RuntimeError):
 
 
 class _Meeting:
-    """Where one group's ranks meet. items: what those who are here brought; results: what those who still sleep will
-    get.
-    """
+    """The meeting place of one group. items: of the ranks that arrived; results: for those that sleep."""
 
     def __init__(self, ranks: tuple[int, ...], lock: threading.Lock) -> None:
         self.ranks = ranks
@@ -35,7 +31,7 @@ class _Meeting:
 
 
 class _World:
-    """All meetings of a mesh. One lock guards everything here; tensors are worked on outside of it."""
+    """The meetings of all groups of a mesh. One lock guards all fields; tensor work runs outside of it."""
 
     def __init__(self, layout: Mesh) -> None:
         self.lock = threading.Lock()
@@ -46,9 +42,9 @@ class _World:
         ] = {}  # (from, to, how many before it) -> what was sent
         self.sent: Counter[tuple[int, int]] = Counter()
         self.posted: Counter[tuple[int, int]] = Counter()
-        self.expects: dict[int, tuple[int, int, int]] = {}  # rank that sleeps until something comes -> what
+        self.expects: dict[int, tuple[int, int, int]] = {}  # sleeping rank -> what it waits for
         self.arrived = threading.Condition(self.lock)
-        self.waiting: dict[int, str] = {}  # rank -> what it sleeps in
+        self.waiting: dict[int, str] = {}  # rank -> the call in which it sleeps
         self.running = set(range(layout.world))
         self.failed = False
 
@@ -57,8 +53,9 @@ class _World:
     ) -> Any:
         """Bring `item`; get this rank's entry of combine(items of all ranks in order).
 
-        The last to come computes everyone's entry while the others sleep, so nobody changes a tensor that is still
-        read."""
+        The last rank to come computes all entries while the others sleep, so that no rank changes a tensor that is
+        still read.
+        """
         with self.lock:
             if self.failed:
                 raise Aborted
@@ -95,13 +92,13 @@ class _World:
             self.arrived.notify_all()
 
     def post(self, rank: int, source: int) -> int:
-        """The next item from another rank will be received: its number."""
+        """Register a receive of the next item from another rank, and return the item's number."""
         with self.lock:
             self.posted[source, rank] += 1
             return self.posted[source, rank] - 1
 
     def receive(self, rank: int, source: int, number: int, name: str) -> Tensor:
-        """An item from another rank; it has to be called what is expected."""
+        """Wait for an item from another rank. Raises RuntimeError if it does not have the expected name."""
         key = (source, rank, number)
         with self.lock:
             while key not in self.mail:
@@ -118,14 +115,14 @@ class _World:
         return item
 
     def _check(self) -> None:
-        """Raise if nobody is left who could wake the sleepers."""
+        """Raise if no rank is left that could wake the sleepers."""
         asleep = [r for r in self.waiting if self.expects.get(r) not in self.mail]
         if asleep and len(asleep) == len(self.running) and not self.failed:
             every = (f"rank {r}: {self.waiting.get(r, 'has ended')}" for r in range(self.layout.world))
             raise RuntimeError(f"ranks wait for each other: {'; '.join(every)}")
 
     def end(self, rank: int) -> None:
-        """A rank's work is done. Raises if others wait for it."""
+        """Mark a rank's work as done. Raises if others wait for it."""
         with self.lock:
             self.running.discard(rank)
             self._check()
@@ -209,7 +206,7 @@ class LoopbackMesh(RankMesh):
         def combine(items: list[tuple[Tensor, ...]]) -> list[Tensor]:
             return [torch.cat([parts[i] for parts in items]) for i in range(len(items))]
 
-        name = f"all_to_all {tag} {x.dtype} rows of {list(x.shape[1:])}"  # their numbers differ from rank to rank
+        name = f"all_to_all {tag} {x.dtype} rows of {list(x.shape[1:])}"  # row counts differ between ranks
         rows = self._exchange(axes, name, x.detach().split_with_sizes(sent), combine)
         assert len(rows) == sum(received)
         return rows
@@ -246,11 +243,12 @@ def _named(tag: str, x: Tensor) -> str:
 
 
 def loopback(layout: Mesh, work: Callable[[LoopbackMesh], T]) -> list[T]:
-    """Run `work(mesh)` as every rank of a mesh, each in a thread; results by rank.
+    """Run `work(mesh)` as every rank of a mesh, each in a thread; return the results by rank.
 
     If a rank raises, all others stop where they wait, and the error of the rank that failed first is raised, with a
     note that names the rank and its coordinates. Ranks that meet in different collectives, or wait for each other
-    without end, are errors."""
+    without end, are errors.
+    """
     world = _World(layout)
     if layout.world == 1:
         return [work(LoopbackMesh(layout, 0, world))]
@@ -259,15 +257,13 @@ def loopback(layout: Mesh, work: Callable[[LoopbackMesh], T]) -> list[T]:
     intra = torch.get_num_threads()
 
     def run(rank: int) -> None:
-        torch.set_num_threads(
-            intra
-        )  # a new thread takes it lazily, and convolutions not at all: they would use all cores
+        torch.set_num_threads(intra)  # new threads inherit it late, and convolutions never: they would use all cores
         try:
             results[rank] = work(LoopbackMesh(layout, rank, world))
             world.end(rank)
         except Aborted:
             pass
-        except BaseException as e:  # whatever it is, it is raised again where loopback was called
+        except BaseException as e:  # is raised again in loopback's caller
             errors.append((rank, e))
             world.abort()
 
@@ -280,7 +276,7 @@ def loopback(layout: Mesh, work: Callable[[LoopbackMesh], T]) -> list[T]:
         for t in threads:
             t.join()
     finally:
-        world.abort()  # on Ctrl-C: nobody is left sleeping
+        world.abort()  # on Ctrl-C: wake all sleepers
     if errors:
         rank, error = errors[0]
         if hasattr(error, "add_note"):  # Python 3.11

@@ -1,9 +1,9 @@
-"""Which of a machine's cores a rank on the CPU computes on.
+"""Choose the cores of the machine on which a rank on the CPU computes.
 
-Ranks wake each other by messages, and Linux likes to wake a process where the one is that woke it: two ranks then share
-a core for seconds while the other core is idle, and one step in a few takes twice as long. So each rank of a machine
-keeps to its share of the cores, as `python -m torch.backends.xeon.run_cpu` and mpirun's --bind-to do it. Where there
-are more ranks than cores they take turns on all of them: whoever waits leaves its core to another.
+Ranks wake each other by messages, and Linux likes to wake a process on the core of the one that woke it. Two ranks then
+share a core for seconds while another core is idle, and one step in a few takes twice as long. So each rank of a
+machine keeps to its share of the cores, as with `python -m torch.backends.xeon.run_cpu` and mpirun's --bind-to. If
+there are more ranks than cores, they take turns on all of them: a waiting rank leaves its core to another.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 
 def use(rank: int, ranks: int) -> None:
-    """This process, as one of so many on this machine, stays on its cores; so do threads and processes that it starts
-    from now on. What the user allows the process (taskset, a container) is what is shared out. Linux only.
+    """Pin this process, as one of `ranks` on this machine, to its share of the cores. Linux only.
+
+    Threads and processes that it starts later inherit it. Only cores that the process may use (taskset, a container)
+    are shared.
     """
     if hasattr(os, "sched_setaffinity") and (mine := share(os.sched_getaffinity(0), rank, ranks)):
         os.sched_setaffinity(0, mine)
 
 
 def share(cores: Collection[int], rank: int, ranks: int) -> set[int]:
-    """The cores of one of so many ranks, neighbours, equally many for each; none where they are too few.
+    """Return the cores of one rank: neighbours, equally many for each; none where there are too few.
 
     >>> [share(range(6), rank, 2) for rank in range(2)]
     [{0, 1, 2}, {3, 4, 5}]
@@ -34,7 +36,7 @@ def share(cores: Collection[int], rank: int, ranks: int) -> set[int]:
 
 
 def _place(core: int) -> tuple[int, int, int]:
-    """Its processor, its number there, its own number: hardware threads of one core are neighbours."""
+    """Return (processor, core in it, number): hardware threads of one core become neighbours."""
     return _number(core, "physical_package_id"), _number(core, "core_id"), core
 
 

@@ -1,12 +1,12 @@
-"""This process as one of a world, from its first moment on: where the ranks meet, who is there, what they are doing.
+"""Join this process to its world from its start: where ranks meet, which are there, what they do.
 
-Processes that start together do not come together: one compiles, one reads its modules from a slow disk, one is stopped
-or killed before it has said a word. Those that wait for it would do so until torch.distributed's time limit. So each
-says that it is there before anything else, and has a thread that watches (shardc.runtime.mesh.watch) from then on, long
-before there is a process group:
+Processes that start together do not arrive together: one compiles, one reads its modules from a slow disk, one is
+stopped or killed before it has reported. The others would wait for it until torch.distributed's time limit. So each
+reports that it is there before anything else, and starts a thread that watches (shardc.runtime.mesh.watch), long before
+there is a process group:
 
     `begin`  the store ── who is there, what they do ── the thread ........ compile, import, build ...
-    `join`   of a TorchMesh, which takes over what has begun; or begins then, in programs that have not
+    `take`   by a TorchMesh takes over what `begin` made; in programs that have not called it, makes it then
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ from shardc.runtime.mesh.watch import NAMED, Watch, World, print_line
 
 @dataclass
 class Presence:
-    """store: torch.distributed's, of the world. processes, watch: None where a thread cannot ask the store beside
-    others, and where nobody is to watch.
-    """
+    """This process in its world. processes, watch: None if a thread cannot use the store separately."""
 
     store: Any
     rank: int
@@ -50,17 +48,17 @@ class Presence:
 
     @staticmethod
     def of(store: Any, rank: int, world: int, *, named: float, met: bool = False) -> Presence:
-        """Say that this rank is there, and watch. named: seconds, of Watch; 0: never. met: all are there already."""
+        """Announce this rank, and watch. named: seconds, of Watch; 0: never. met: all ranks are there already."""
         activity, processes, watch = Activity(), None, None
         if world > 1 and can_watch(store):
-            processes = Processes(store.clone(), rank, world)  # the main thread may wait with the store in its hands
+            processes = Processes(store.clone(), rank, world)  # the main thread may hold the store while it waits
             activity.noted.append(processes.note)
             if named:
                 watch = Watch(World(world), rank, activity, store, processes, named=named, met=met)
         return Presence(store, rank, world, activity, processes, watch)
 
     def meet(self, layout: Mesh, named: float) -> None:
-        """All ranks are there, and what mesh they are is known. named: see `of`."""
+        """Note that all ranks are there, on a known mesh. named: see `of`."""
         if self.watch is not None and not named:
             self.watch.stop()
             self.watch = None
@@ -72,14 +70,15 @@ _begun: list[Presence] = []
 
 
 def begin(named: float = NAMED) -> Presence | None:
-    """Before anything that takes time, in a process that the environment calls one of a world: be there. Returns what
-    the next TorchMesh takes over; None where this process has joined a world already.
+    """Announce this process to the world that its environment describes. Call it before slow work.
+
+    Returns what the next TorchMesh takes over; None where this process has joined a world already, or RANK is not set.
     """
     if dist.is_initialized() or _begun or "RANK" not in os.environ:
         return None
     _begun.append(here := _new(default_pg_timeout, named))
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, functools.partial(_end, here.processes))  # until the run has a handler of its own
+        signal.signal(signal.SIGTERM, functools.partial(_end, here.processes))  # until the run sets its own handler
     return here
 
 
@@ -92,7 +91,7 @@ def _end(processes: Processes | None, number: int, _: object) -> None:
 
 
 def take(timeout: timedelta, named: float) -> Presence:
-    """What has begun in this process, or begins now. timeout: of the store."""
+    """Take over what `begin` has started, or start it now. timeout: of the store."""
     if not _begun:
         return _new(timeout, named)
     _begun[0].store.set_timeout(timeout)
@@ -105,14 +104,15 @@ def _new(timeout: timedelta, named: float) -> Presence:
         return Presence.of(store, rank, world, named=named)
 
 
-#: By where it is: a process's store, its rank, the world's size, and how often it has joined a world there.
+#: By place: this process's store, its rank, the world's size, and how often it has joined a world there.
 _stores: dict[tuple[str | None, ...], tuple[Any, int, int, Iterator[int]]] = {}
 
 
 def _meeting(timeout: timedelta) -> tuple[Any, int, int]:
-    """(store, rank, world), as torch's env:// has them. What is left in the store of the last time would mislead: a
-    process that joins a world once more, after `close`, keeps its store, and torchrun's agent may keep its own when it
-    starts all processes again. So they meet under keys of this time.
+    """Return (store, rank, world), as torch's env:// has them, with keys of this joining only.
+
+    Old keys in the store would mislead: a process that joins again after `close` keeps its store, and torchrun's agent
+    may keep its store when it restarts all processes.
     """
     place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
     if place not in _stores:
@@ -123,8 +123,10 @@ def _meeting(timeout: timedelta) -> tuple[Any, int, int]:
 
 
 def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
-    """That of torchrun's agent, or of rank 0, who does not wait here for the others. Where all ranks are on this
-    machine, as of `shardc run`, the store, which asks nobody who they are, listens to this machine alone.
+    """Connect to the store of torchrun's agent, or of rank 0, which does not wait here for the others.
+
+    The store has no authentication. So it listens to this machine alone where all ranks are on it, as with `shardc
+    run`.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -136,7 +138,7 @@ def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
         with (
             socket.socket() as here,
             contextlib.suppress(OSError),
-        ):  # taken: by a store of this process, which is shared
+        ):  # in use by a store of this process, which is shared
             here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             here.bind((LOOPBACK, port))
             here.listen(world)
@@ -147,7 +149,7 @@ def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
 
 @contextlib.contextmanager
 def _say_if_nobody_is_there(rank: int, address: str) -> Iterator[None]:
-    """One rank says it for all, as they have no place yet to agree in."""
+    """Print a line if rank 0 is late. Only rank 1 prints, as ranks cannot agree before they meet."""
     where = f"to {address}, where ranks meet, for {NAMED:.0f} s"
     said = f"rank 0 has not come {where}: it is stopped, starts slowly, or its machine is gone"
     late = threading.Timer(NAMED, print_line, [said])
@@ -161,7 +163,7 @@ def _say_if_nobody_is_there(rank: int, address: str) -> Iterator[None]:
 
 
 def can_watch(store: Any) -> bool:
-    """Whether a thread can ask the store beside others: over a connection of its own."""
+    """Return whether a thread can use the store at the same time, over a separate connection."""
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     return isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
-"""The processes of a world's ranks, as far as they are on this machine: which have ended, which are stopped, and what
-they were doing last.
+"""Find which rank processes of this machine have ended or are stopped, and what they did last.
 
-Each rank says in the store which process it is, and keeps what it is doing in memory that the others of its machine
-read, also when it was killed. The system knows what became of a process, so that the ranks of one machine need not wait
-for an answer to find out who was killed; it also knows those that have not said anything yet, as torchrun and srun tell
-each process its rank when they start it. Elsewhere than on Linux nothing is known."""
+Each rank writes its process number to the store, and keeps what it is doing in memory that the others of its machine
+can read, even after it is killed. The system knows what became of a process, so that the ranks of one machine need not
+wait for an answer to find out who was killed; it also knows processes that have not reported yet, as torchrun and srun
+set each process's rank when they start it. Only Linux is supported; elsewhere nothing is known.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_NOTE = 160  # bytes of what a rank is doing
+_NOTE = 160  # bytes of the text that describes what a rank is doing
 _TOLD = "told to end by a signal"
 _SAME = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 @dataclass
 class _Process:
-    """born: by the system's clock; its number may be another's later. note: what it is doing; None: not known."""
+    """The process of a rank. born: its start time, as numbers are reused. note: what it does, if known."""
 
     number: int
     born: int
@@ -31,17 +31,17 @@ class _Process:
 
     @property
     def state(self) -> str:
-        """ "T": stopped; "": gone, or it only waits for its parent to take note."""
+        """The state letter of the system: "T": stopped; "": gone, or a zombie."""
         state, born = _state(self.number)
         return "" if born != self.born or state in "ZX" else state
 
 
 class Processes:
-    """store: over which the ranks met. This one tells its process there."""
+    """The processes of the ranks. store: over which the ranks met; this rank registers its process there."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self._rank, self._world, self._machine = store, rank, world, _machine()
-        self._here = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # ranks of this machine
+        self._here = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # number of ranks on this machine
         self._found: dict[int, _Process] = {}
         self._note, file = _memory()
         if self._machine:
@@ -50,11 +50,11 @@ class Processes:
         store.set(_came(rank), "")
 
     def known(self) -> bool:
-        """Whether all ranks of this machine have told their processes: the store is asked no more."""
+        """Return whether all ranks of this machine are registered, so that the store is read no more."""
         return len(self._found) >= self._here - 1
 
     def note(self, text: str) -> None:
-        """What this rank is doing."""
+        """Record what this rank is doing."""
         if self._note is not None:
             self._note[:] = text.encode()[:_NOTE].ljust(_NOTE, b"\0")
 
@@ -64,30 +64,30 @@ class Processes:
         self._store.set(_told(self._rank), "")  # others may not have found its memory yet
 
     def doing(self, rank: int) -> str:
-        """What a rank of this machine was doing last: "in step 5, at all_reduce 'h' over tp"; "" if not known."""
+        """Return what a rank did last: "in step 5, at all_reduce 'h' over tp"; "" if not known."""
         note = self._found[rank].note if rank in self._found else None
         return note[:].rstrip(b"\0").decode(errors="replace") if note is not None else ""
 
     def end(self, rank: int) -> None:
-        """Kill a process that is stopped, as it heeds nothing else."""
+        """Kill a stopped process with SIGKILL, as it ignores other signals."""
         with suppress(OSError):
             os.kill(self._others()[rank].number, signal.SIGKILL)
 
     def ended(self) -> list[int]:
-        """The ranks whose process is gone, or only waits for its parent to take note, and that nobody told to end."""
+        """Return the ranks whose process is gone or a zombie, unless a launcher or user ended it."""
         gone = [r for r, p in sorted(self._others().items()) if p.state == ""]
         return [r for r in gone if self.doing(r) != _TOLD and not self._store.check([_told(r)])]
 
     def stopped(self) -> list[int]:
-        """Those whose process a signal has stopped (SIGSTOP)."""
+        """Return the ranks whose process a signal has stopped (SIGSTOP)."""
         return [r for r, p in sorted(self._others().items()) if p.state == "T"]
 
     def came(self, rank: int) -> bool:
-        """Whether it has told its process, on whatever machine."""
+        """Return whether a rank has registered, on any machine."""
         return bool(self._store.check([_came(rank)]))
 
     def _others(self) -> dict[int, _Process]:
-        """The other ranks on this machine, as far as they are known."""
+        """Return the other ranks on this machine, as far as they are known."""
         if not self._machine or self.known():
             return self._found
         told = [tuple(map(int, each.split())) for each in self._store.get(self._key).decode().split(";") if each]
@@ -114,7 +114,7 @@ def _told(rank: int) -> str:
 
 
 def _machine() -> str:
-    """What only processes have in common that see each other; "" where that is not known."""
+    """Return a name shared by exactly the processes that see each other; "" where that is not known."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
@@ -122,7 +122,7 @@ def _machine() -> str:
 
 
 def _state(pid: int) -> tuple[str, int]:
-    """(state, start): "R" runs, "S" sleeps, "T" is stopped, "Z" has ended; ("", 0) where there is none."""
+    """Return (state, start): "R" runs, "S" sleeps, "T" is stopped, "Z" has ended; ("", 0) without process."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], int(fields[19])
@@ -130,7 +130,7 @@ def _state(pid: int) -> tuple[str, int]:
 
 
 def _memory() -> tuple[mmap.mmap | None, int]:
-    """(memory, its descriptor here): it has no name, so that nothing is left of it when nobody has it open any more."""
+    """Make (memory, its descriptor). It has no name, so that it vanishes when no process has it open."""
     if not hasattr(os, "memfd_create"):
         return None, -1
     file = os.memfd_create("shardc-doing")
@@ -139,14 +139,14 @@ def _memory() -> tuple[mmap.mmap | None, int]:
 
 
 def _memory_of(process: int, file: int) -> mmap.mmap | None:
-    """That of another process, as long as it runs; it stays readable afterwards."""
+    """Open the memory of another running process; it stays readable after that process ends."""
     with suppress(OSError, ValueError), open(f"/proc/{process}/fd/{file}", "rb") as f:
         return mmap.mmap(f.fileno(), _NOTE, access=mmap.ACCESS_READ)
     return None
 
 
 def _started_with_this() -> dict[int, int]:
-    """{rank: process} of what this process's parent, torchrun or Slurm, has started as a rank of a world."""
+    """Return {rank: process} that this process's parent, torchrun or Slurm, has started as ranks."""
     found = dict[int, int]()
     for children in Path("/proc").glob(f"{os.getppid()}/task/*/children"):
         with suppress(OSError):
@@ -157,7 +157,7 @@ def _started_with_this() -> dict[int, int]:
 
 
 def _rank(process: int) -> int | None:
-    """The rank with which a process was started, if it is of this process's world."""
+    """Return the rank with which a process was started, if it belongs to this process's world."""
     with suppress(OSError, ValueError, KeyError):
         text = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace")
         variables = dict(v.split("=", 1) for v in text.split("\0") if "=" in v)

@@ -1,9 +1,9 @@
-"""Copies of one weight, compared: when an engine is made, and again while it trains.
+"""Compare the copies of each weight, when an engine is made and again while it trains.
 
-Where a weight, a buffer or an optimizer's state lies on several ranks, all of them compute the same update, and nothing
-is ever sent to make them equal. So a difference, such as a bit that flips in one machine's memory, stays, and spreads
-into gradients: it has to be looked for. What each rank alone has (a slice of tensor parallelism, a stretch of ZeRO) has
-no copy to be compared with, and is not read.
+If a weight, a buffer or an optimizer's state is on several ranks, all of them compute the same update, and nothing is
+sent to make them equal. So a difference, such as a bit that flips in one machine's memory, stays, and spreads into
+gradients: the check must look for it. A shard that only one rank has (a slice of tensor parallelism, a stretch of ZeRO)
+has no copy to compare with, and is not read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardc.runtime.mesh.agreement import (
     hashed,
 )
 
-#: Steps between two looks at all replicas.
+#: Steps between two checks of all replicas.
 CHECK_EVERY = 256
 SAME_WEIGHTS = (
     "give every rank the same weights: make the model inside of the function that makes it (model() of a model file"
@@ -40,13 +40,14 @@ REPAIR = (
 
 
 class ReplicasDifferError(DisagreementError):
-    """Copies of a weight, a buffer or an optimizer's state are not equal any more; the run began with equal ones."""
+    """Copies of a weight, a buffer or an optimizer's state differ, which were equal at the start."""
 
 
 class Given:
-    """Fingerprints of weights and buffers as they are given to an engine or a module: of this rank's parts, and of the
-    whole tensors that it cuts these from. Parts alone do not tell models apart that ranks were given: each rank may
-    have another slice of a weight, and nobody a copy of it.
+    """Fingerprints of the weights and buffers of a new engine or module: of parts and of whole tensors.
+
+    Parts alone cannot show that ranks received different models: each rank may have another slice of a weight, without
+    a copy.
     """
 
     def __init__(self, program: Program) -> None:
@@ -56,22 +57,22 @@ class Given:
         self._split = {x.name for x, _ in _parts(program) if x.layout.shards()}
 
     def whole(self, x: Param | Buffer, whole: Tensor) -> None:
-        """Before it is cut."""
+        """Record the fingerprint of a whole tensor before it is cut."""
         if x.name in self._split:
             self._wholes[x.name] = fingerprint([whole])
 
     def passing(self, parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """The same (name, tensor) pairs, noted as they pass."""
+        """Yield the same (name, tensor) pairs, and record their fingerprints."""
         for name, x in parts:
             self._parts[name] = fingerprint([x])
             yield name, x
 
     def check(self, mesh: Any, buffers: Mapping[str, Tensor]) -> None:
-        """Compare them. Collective. Raises ShardcError, on all ranks, that names weights that differ."""
+        """Compare them over ranks. Collective. Raises ShardcError, on all ranks, that names what differs."""
         program, parts = self._program, self._parts | {name: fingerprint([b]) for name, b in buffers.items()}
         facts = [Fact(_named(x), parts.get(x.name, 0), axes, fix=SAME_WEIGHTS) for x, axes in _parts(program)]
         _check(mesh, facts, "making an engine")
-        # ranks that read their part alone of a file, or drew it, have no whole
+        # ranks that read only their part from a file, or initialized only it, have no whole tensor
         whole = not (self._split & parts.keys()) - self._wholes.keys()
         if self._split and mesh.sum_on_host([whole])[0] == mesh.layout.world:
             stage = (program.axis,) if program.axis else ()
@@ -90,7 +91,7 @@ def check_replicas(
     step: int,
     call: str = "comparing replicas",
 ) -> None:
-    """Compare what ranks hold copies of, after some training. Collective.
+    """Compare the copies that ranks hold, after some training. Collective.
 
     params: what the optimizer updates, by placeholder name: at ZeRO >= 1 a stretch of each. step: the last one, for the
     error. Raises ReplicasDifferError, on all ranks: what, on which ranks.
@@ -98,7 +99,7 @@ def check_replicas(
     held: list[tuple[str, tuple[str, ...], list[Tensor]]] = []
     for x, axes in _parts(program, owned=True):
         if all(mesh.layout.size(a) == 1 for a in mesh.layout.names if a not in axes):
-            continue  # nobody else has it
+            continue  # no other rank has it
         tensor = buffers.get(x.name) if isinstance(x, Buffer) else params.get(x.name)
         held.append((_named(x), axes, [] if tensor is None else [tensor]))
         if isinstance(x, Param):
@@ -123,8 +124,9 @@ def _named(x: Param | Buffer) -> str:
 
 
 def _parts(program: Program, *, owned: bool = False) -> Iterator[tuple[Param | Buffer, tuple[str, ...]]]:
-    """Each weight and buffer, with the axes whose ranks hold different parts of it; along the others lie copies. owned:
-    as the optimizer has it, with what ZeRO shards.
+    """Yield each weight and buffer with the axes that split it; ranks along other axes have copies.
+
+    owned: as the optimizer has it, with what ZeRO shards.
     """
     stored: list[Param | Buffer] = [*program.params, *program.buffers]
     for x in stored:
@@ -132,12 +134,12 @@ def _parts(program: Program, *, owned: bool = False) -> Iterator[tuple[Param | B
         bucket = program.bucket(x) if owned and isinstance(x, Param) else None
         if bucket is not None and bucket.zero:
             split |= set(program.mesh.parts(bucket.shard))
-        # a stage's weights are compared among its own ranks; ranks of other stages do not have them
+        # a stage's weights are only on its own ranks, so only these compare them
         yield x, tuple(a for a in program.mesh.names if a in split or a == program.axis)
 
 
 def _check(mesh: Any, facts: Iterable[Fact], call: str) -> None:
-    """Compare many facts, with one number for all that are split alike; each by itself only if one of those differs."""
+    """Compare many facts: first one hash for all with the same axes, then each separately if one differs."""
     by_axes: dict[tuple[str, ...], list[Fact]] = {}
     for f in facts:
         by_axes.setdefault(f.axes, []).append(f)
@@ -148,4 +150,4 @@ def _check(mesh: Any, facts: Iterable[Fact], call: str) -> None:
         raise
     except DisagreementError:
         check(mesh, [f for each in by_axes.values() for f in each], call)
-        raise  # hashes of hashes differ, and no hash does: nothing to name
+        raise  # only the combined hashes differ, so no weight can be named

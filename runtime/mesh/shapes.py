@@ -1,4 +1,4 @@
-"""A mesh for one rank alone, for tensors without data: collectives give tensors of the right sizes; nothing is sent."""
+"""Simulate one rank on tensors without data: collectives return the right sizes and send nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardc.runtime.mesh.base import RankMesh, Work
 
 
 class ShapeMesh(RankMesh):
-    """Buffers are as with NCCL: none besides arguments and results."""
+    """A mesh of one rank that allocates as NCCL does: no buffers except arguments and results."""
 
     def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor:
         return x.clone(memory_format=torch.contiguous_format)
@@ -52,4 +52,4 @@ class ShapeMesh(RankMesh):
         return Work()
 
     def barrier(self) -> None:
-        """There are no other ranks to wait for."""
+        """Return at once: there are no other ranks."""

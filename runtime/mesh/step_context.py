@@ -1,8 +1,9 @@
-"""What a rank knows of the step that it is in, beside its tensors: which microbatch runs, sums over all of them.
+"""Hold the state of the running step that ops need: the microbatch, sums over all microbatches.
 
-Ops of a program are functions of tensors and of the mesh. A few need more: `ops.total` the sum over a step's
-microbatches, experts' routing a place for its counts, a mask made again in backward the microbatch of its forward.
-The interpreter and the engine set it; ops and collectives read it, as `mesh.step`."""
+Ops of a program are functions of tensors and of the mesh. A few need more: `ops.total` needs the sum over the
+microbatches, the routing of experts a place for its counts, a mask that backward makes again the microbatch of its
+forward. The interpreter and the engine set it; ops and collectives read it, as `mesh.step`.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +14,18 @@ from typing import Any
 
 from torch import Tensor
 
-#: One routing of tokens to experts on this rank: (its op, choices of its own tokens by expert and, last, those that no
-#: expert takes i64[experts + 1], rows that this rank's experts work on).
+#: One routing of tokens to experts on this rank: (its op, number of its tokens per expert and, last, those that no
+#: expert takes i64[experts + 1], rows that this rank's experts process).
 Routing = tuple[str, Tensor, int]
 
 
 @dataclass(frozen=True)
 class MicrobatchContext:
-    """The microbatch that runs. count: of how many in the step; totals: what all of them add up to, by number
-    (shardc.passes.accumulate); sums: of those that are still being summed over ranks."""
+    """The running microbatch, number `index` of `count` in the step.
+
+    totals: sums over all microbatches, by number (shardc.passes.accumulate); sums: totals still being summed over
+    ranks.
+    """
 
     index: int
     count: int
@@ -30,17 +34,19 @@ class MicrobatchContext:
 
 
 class StepContext:
-    """Of one rank. Outside of a step there is no microbatch, and nothing is noted.
+    """The step state of one rank. Outside of a step there is no microbatch, and nothing is recorded.
 
-    microbatch: None: the program runs on whole batches (shardc.runtime.step.module).
-    sums: while the interpreter runs a forward of all microbatches for `ops.summed`: what they add up to so far.
-    weight_copies: while a microbatch of several runs forward in training: what `ops.cast_once` has cast, by its tag.
-    routings: what experts' routing notes, if the engine is to report it (shardc.runtime.step.expert_load).
-    in_backward: a backward graph runs: collectives of forward, once more, are recorded as "recompute".
+    microbatch: None if the program runs on whole batches (shardc.runtime.step.module).
+    sums: the partial sums of `ops.summed`, while the interpreter runs a forward of all microbatches.
+    weight_copies: what `ops.cast_once` has cast, by its tag, while one of several microbatches runs forward in
+    training.
+    routings: what the routing of experts records, if the engine reports it (shardc.runtime.step.expert_load).
+    in_backward: a backward graph runs: collectives of forward that run again are recorded as "recompute".
     trains: a graph of a training step runs (shardc.runtime.stage.joint_stage).
-    repeats: the lines that run now compute again what forward has computed (shardc.runtime.stage.repeated_lines).
-    launch: in its backward, what begins the sums of the buckets that have all their gradients.
-    host_copies: where it keeps values on the host (shardc.runtime.stage.activation_offload.OffloadedTensors)."""
+    repeats: the running lines recompute what forward has computed (shardc.runtime.stage.repeated_lines).
+    launch: in backward, starts the sums of the buckets that have all their gradients.
+    host_copies: where it keeps values on the host (shardc.runtime.stage.activation_offload.OffloadedTensors).
+    """
 
     def __init__(self) -> None:
         self.microbatch: MicrobatchContext | None = None
@@ -62,23 +68,23 @@ class StepContext:
     def set_microbatch(
         self, index: int, count: int, totals: Iterable[Tensor] = (), sums: Mapping[int, Any] | None = None
     ) -> None:
-        """From here on programs run on this microbatch."""
+        """Make this microbatch the current one."""
         self.microbatch = MicrobatchContext(index, count, tuple(totals), sums or {})
 
     @contextmanager
     def training(self, launch: Callable[[], None] | None = None, host_copies: Any = None) -> Iterator[None]:
-        """Around a graph of a training step. launch: in backward; host_copies: in forward."""
+        """Mark the context of a training step's graph. launch: in backward; host_copies: in forward."""
         before = self.trains, self.launch, self.host_copies
         self.trains, self.launch, self.host_copies = True, launch, host_copies
         try:
             yield
         finally:
             self.trains, self.launch, self.host_copies = before
-            self.repeats = False  # an error may have come from such a line
+            self.repeats = False  # the error may be from a repeated line
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward graph."""
+        """Mark the context of a backward graph."""
         before, self.in_backward = self.in_backward, True
         try:
             yield

@@ -1,4 +1,4 @@
-"""A rank of torch.distributed's world: NCCL on CUDA, gloo on the CPU."""
+"""Implement RankMesh as a rank of torch.distributed's world: NCCL on CUDA, gloo on the CPU."""
 
 from __future__ import annotations
 
@@ -38,30 +38,29 @@ from shardc.torch_private import count_groups_from, default_store, let_workers_e
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-#: Up to so many bytes that a rank sends in all, each sends its value to every other one and adds up what comes: one
-#: message's latency, where gloo's all_reduce goes around the ranks twice (1.5 KiB: 2 ranks 0.50 ms against 0.87, 4
+#: Up to this many bytes in total, each rank sends its value to every other and adds up what it receives: one
+#: message's latency, while gloo's all_reduce goes around the ranks twice (1.5 KiB: 2 ranks 0.50 ms against 0.87, 4
 #: ranks on 2 cores 2.7 against 7.0; 64 KiB: 0.68 against 0.88, 2.6 against 5.7). So for a gather (2 ranks, 4 to 128
-#: KiB: 0.2 to 0.3 ms against 0.3 to 0.4). NCCL chooses by itself.
+#: KiB: 0.2 to 0.3 ms against 0.3 to 0.4). NCCL makes this choice itself.
 ONE_SHOT = 1 << 18
 
 #: How long ranks wait for each other when they meet again after an error.
 AGAIN = timedelta(seconds=30)
 
-#: The meshes of this process. Those of one world share groups: what one of them holds stays open for all.
+#: The meshes of this process. Meshes of one world share groups: a group stays open while any of them holds it.
 _HERE: WeakSet[TorchMesh] = WeakSet()
 
 
 class TorchMesh(RankMesh):
-    """A rank of torch.distributed's world. Process groups are made for every set of axes that a program names, on all
-    ranks alike: one call for each set, however many groups it has.
+    """A rank of torch.distributed's world, with a process group for each set of axes in a program.
 
     layout: the mesh; its size must be the world's. axes: the sets of axes to make groups for (single axes always are).
-    lines: axes along which ranks send to each other. Each gets a group for either direction: NCCL carries out what two
-    ranks send each other in one group one after the other, and both would wait if each sent first.
+    lines: axes along which ranks send to each other. Each gets a group for either direction: NCCL runs the sends of two
+    ranks in one group one after the other, and both would wait if each sent first.
     device: "cuda" (NCCL), "cuda:1" or "cpu" (gloo); default: see shardc.runtime.mesh.local_device. timeout: after which
     a collective that some rank does not join is an error; default: torch's, 10 minutes with NCCL, 30 with gloo. watch:
-    seconds after which the rank that the others wait for is named (shardc.runtime.mesh.watch); 0: never. Joins
-    the world that torchrun (or `shardc run`) describes in the environment, unless a process group exists already.
+    seconds after which the rank that the others wait for is named (shardc.runtime.mesh.watch); 0: never.
+    Joins the world that torchrun (or `shardc run`) describes in the environment, unless a process group exists already.
     Raises ShardcError if the world has another number of ranks than the mesh, or ranks would share a GPU.
     """
 
@@ -80,7 +79,7 @@ class TorchMesh(RankMesh):
         if here.type == "cuda":
             torch.cuda.set_device(here)
         else:
-            keep_freed()  # offloading, which is made later, sets it otherwise
+            keep_freed()  # offloading, which is set up later, changes this
         self.owner = False
         if not dist.is_initialized() and (layout.world > 1 or "RANK" in os.environ):
             check_variables()
@@ -104,7 +103,7 @@ class TorchMesh(RankMesh):
         self._failures = Failures(self._store, rank, layout, self._processes)
         self._waiting: torch.cuda.Stream | None = None
         self._groups: dict[frozenset[str], Any] = {}
-        self._made: set[frozenset[str]] = set()  # also those that this rank is not in
+        self._made: set[frozenset[str]] = set()  # includes groups that this rank is not in
         self._lines: dict[tuple[str, bool], Any] = {}
         self._host: Any = None
         self._along = tuple(lines)
@@ -115,19 +114,19 @@ class TorchMesh(RankMesh):
         _HERE.add(self)
 
     def seen_as(self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), lines: Iterable[str] = ()) -> TorchMesh:
-        """See RankMesh.seen_as."""
+        """Return the same ranks as a mesh of another layout. See RankMesh.seen_as."""
         options: dict[str, Any] = {"device": self.device, "timeout": self._timeout, "record": self.recording}
         return TorchMesh(layout, axes, lines=lines, **options)
 
     def beside(self) -> TorchMesh:
-        """See RankMesh.beside."""
+        """Return a view of this mesh with a separate step. See RankMesh.beside."""
         view = super().beside()
         assert isinstance(view, TorchMesh)
         view.owner = False
         return view
 
     def hand_over(self, other: TorchMesh) -> None:
-        """Another mesh of this world takes this one's place: it leaves the world, and watches, instead of it."""
+        """Let another mesh of this world replace this one: it leaves the world, and watches, instead of it."""
         other.owner, self.owner = self.owner or other.owner, False
         if self.watch is not None:
             self.watch.stop()
@@ -140,11 +139,11 @@ class TorchMesh(RankMesh):
 
     def _connect_all(self, axes: Iterable[tuple[str, ...]]) -> None:
         layout = self.layout
-        # where the world sends over NCCL alone: what is agreed on the host does not wait for the device
+        # with NCCL only: a gloo group, so that agreement on the host does not wait for the device
         if layout.world > 1 and not backend_of("cpu"):
             self._host = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="host")
         mine = stated("the mesh", layout, fix="start all ranks with the same spec and --mesh")
-        facts = [replace(mine, placed=False)]  # a rank has other coordinates on each of two meshes
+        facts = [replace(mine, placed=False)]  # coordinates differ between different meshes
         check(self, facts, "joining the mesh")
         self.add_groups(axes)
         self._lines = {
@@ -170,11 +169,10 @@ class TorchMesh(RankMesh):
         return frozenset(part for a in axes for part in self.layout.parts(a) if self.layout.size(part) > 1)
 
     def _new_group(self, groups: list[tuple[int, ...]], name: str) -> Any:
-        """This rank's of `groups`, which are of one size and share no rank; None if it is in none, or alone.
+        """Make process groups; return this rank's, or None if it is in none or its group has one rank.
 
-        name: what logs of NCCL and torch's flight recorder call it. NCCL splits its world once for all of them
-        (ncclCommSplit); with other backends only a group's own ranks meet.
-        Collective over the world.
+        groups: of one size, disjoint. name: for logs of NCCL and torch's flight recorder. NCCL splits its world once
+        for all groups (ncclCommSplit); with other backends only the ranks of a group meet. Collective over the world.
         """
         if len(groups[0]) == self.layout.world:
             return dist.group.WORLD
@@ -185,18 +183,18 @@ class TorchMesh(RankMesh):
         if self.device.type == "cuda" and world.bound_device_id is not None and backend_of("cuda") == "nccl":
             group = self._split_world(groups, name)
         elif all(self._same_on_all_ranks(number) for number in process_groups()):
-            # torch names the group after how many this process has: a rank that is in none makes one of itself
+            # torch numbers groups by process: a rank that is in none makes a group of one to keep count
             own = mine or (self.rank,)
             group = dist.new_group(list(own), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
         else:
             _, made = process_groups()
-            count_groups_from(int(self.sum_on_host([made])[0]))  # no less than any rank has made
+            count_groups_from(int(self.sum_on_host([made])[0]))  # at least as many as any rank has made
             all_groups = [dist.new_group(list(ranks), timeout=self._timeout, group_desc=name) for ranks in groups]
             group = next((g for g, ranks in zip(all_groups, groups, strict=True) if ranks == mine), None)
         return group if mine else None
 
     def _split_world(self, groups: list[tuple[int, ...]], name: str) -> Any:
-        """This rank's of `groups`, by one call of NCCL's."""
+        """Make all `groups` with one call to NCCL, and return this rank's."""
         return dist.split_group(split_ranks=[list(g) for g in groups], timeout=self._timeout, group_desc=name)
 
     def _same_on_all_ranks(self, number: int) -> bool:
@@ -210,11 +208,11 @@ class TorchMesh(RankMesh):
 
     @contextmanager
     def after(self, work: Work) -> Iterator[None]:
-        """See RankMesh.after."""
+        """Start the collectives of this context after `work` ends. See RankMesh.after."""
         if self._waiting is None:
             self._waiting = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._waiting.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._waiting):  # what begins here waits for this stream, not for later computation
+        with torch.cuda.stream(self._waiting):  # these collectives wait for this stream, not for later computation
             work.pass_on()
             yield
 
@@ -231,9 +229,7 @@ class TorchMesh(RankMesh):
         return self._gloo and 0 < x.nbytes * self.members(axes) <= ONE_SHOT
 
     def _start_one_shot(self, x: Tensor, into: Tensor, axes: tuple[str, ...], combine: Callable[..., Tensor]) -> Work:
-        """Every rank's value on every rank, combined there in the order of the ranks: all get the same bits. into:
-        contiguous; it may be x itself.
-        """
+        """Combine the x of all ranks into `into` on each, in the order of ranks: equal bits everywhere."""
         ranks = self.members(axes)
         sent = x.expand(ranks, *x.shape).contiguous()
         got = torch.empty_like(sent)
@@ -248,7 +244,7 @@ class TorchMesh(RankMesh):
 
     def _sum_on_host(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self._host)
-        # a fake backend sends nothing: its ranks are all like this one
+        # a fake backend sends nothing: assume that all ranks have this value
         return x * self.layout.world if backend_of("cpu") == "fake" else x
 
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
@@ -264,8 +260,8 @@ class TorchMesh(RankMesh):
         if self._gloo:
             part, whole = part.view(torch.uint8), whole.view(torch.uint8)
         if within and self.device.type != "cuda":
-            # gloo writes this rank's own place when the bytes of others come, as it was when it began to send: over
-            # what was written there since. NCCL leaves it alone
+            # gloo also writes this rank's slice when other bytes arrive, with its values from the start: this would
+            # overwrite later values. NCCL does not write it
             places = list(whole.chunk(self.size(axis)))
             places[self.coordinate(axis)] = torch.empty_like(part)
             return self._under_way(Work(dist.all_gather(places, part, group=group, async_op=True)))
@@ -275,8 +271,8 @@ class TorchMesh(RankMesh):
         return self._gloo and 0 < whole.nbytes <= ONE_SHOT
 
     def _start_exchange(self, part: Tensor, whole: Tensor, axis: str) -> Work:
-        """Every part to every other rank."""
-        part, whole = part.view(-1).view(torch.uint8), whole.view(-1).view(torch.uint8)  # gloo takes few dtypes
+        """Start an all-gather as an exchange: each rank sends its part to every other rank."""
+        part, whole = part.view(-1).view(torch.uint8), whole.view(-1).view(torch.uint8)  # gloo supports few dtypes
         sent = part.expand(self.size(axis), -1).contiguous().view(-1)
         return Work(dist.all_to_all_single(whole, sent, group=self._group((axis,)), async_op=True))
 
@@ -284,7 +280,7 @@ class TorchMesh(RankMesh):
         group = self._group((axis,))
         if self.device.type == "cuda":
             return self._under_way(Work(_reduce_scatter_single(part, flat, group=group, async_op=True)))
-        got = torch.empty_like(flat)  # as in _reduce_scatter
+        got = torch.empty_like(flat)  # an exchange, as in _reduce_scatter
 
         def add_up() -> None:
             first, second, *others = got.chunk(self.size(axis))
@@ -310,7 +306,7 @@ class TorchMesh(RankMesh):
             out = torch.empty_like(parts[0])
             _reduce_scatter_single(out.view(-1), parts.view(-1), group=self._group((axis,)))
             return out
-        # gloo's own is an all_reduce underneath; exchanging the parts sends half of that (1 MiB on 2 ranks: 0.3 ms
+        # gloo's own is an all_reduce inside; exchanging the parts sends half of that (1 MiB on 2 ranks: 0.3 ms
         # against 0.65)
         got = self._all_to_all(parts, axis, tag)
         total = got[0] + got[1]
@@ -373,7 +369,7 @@ class TorchMesh(RankMesh):
                 raise
 
     def _failed(self, error: Exception, doing: str) -> None:
-        """Tell the others, or learn from them: returns if the error is this rank's own."""
+        """Report the error to the other ranks, or raise theirs. Returns if the error is this rank's own."""
         if not cut_off(error):
             if not self._failures.report(error, doing):
                 first = next(iter(str(error).splitlines()), "")
@@ -384,9 +380,11 @@ class TorchMesh(RankMesh):
         raise failed from error
 
     def _leave(self, error: Exception, why: str) -> None:
-        """Cut all connections: whoever waits for this rank is woken. They end with the last that refers to
-        them: groups, also of other meshes of this process, which share them, handles of what is under way, and the
-        variables of the functions that the error came through. why: what later calls are told.
+        """Close all connections: ranks that wait for this rank are woken.
+
+        A connection closes with its last reference: groups (also those of other meshes of this process, which share
+        them), handles of running collectives, and the variables of the functions that the error came through. why: the
+        error text of later calls.
         """
         cause: BaseException | None = error
         while cause is not None:
@@ -429,9 +427,9 @@ class TorchMesh(RankMesh):
     def close(self) -> None:
         """Leave the world, if this mesh joined it; it can then send nothing more.
 
-        A group ends with the last that knows it, and its threads with it. They must not outlive the interpreter: they
-        may hold a tensor, and letting go of it then aborts the process
-        (https://github.com/pytorch/pytorch/pull/179291)."""
+        A group ends with its last reference, and its threads with it. They must not outlive the interpreter: they may
+        hold a tensor, and freeing it then aborts the process (https://github.com/pytorch/pytorch/pull/179291).
+        """
         if self.watch is not None:
             self.watch.stop()
         if self.owner and dist.is_initialized():
@@ -442,30 +440,28 @@ class TorchMesh(RankMesh):
 
 
 def _join(present: Presence, here: torch.device, timeout: timedelta | None) -> None:
-    """Enter the world that the environment describes. Raises ShardcError if another process of this machine has the
-    same GPU: NCCL would say so minutes later, or wait.
-    """
-    # its functions have the world that exists when they are defined as a default argument, and so would keep its
-    # connections open when a rank that failed leaves it
+    """Enter the world of the environment. Raises ShardcError if two processes of a machine share a GPU."""
+    # its functions have the current world as a default argument when they are defined, and so would keep its
+    # connections open after a failed rank leaves it
     importlib.import_module("torch.distributed.nn.functional")
     store, rank, world = present.store, present.rank, present.world
     if here.type != "cuda":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         return
     share_no_gpu(store, rank, here)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # whom others wait for goes first; splits too
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # collectives run first; also in split groups
     dist.init_process_group(
         "nccl", store=store, rank=rank, world_size=world, timeout=timeout, pg_options=options, device_id=here
     )
 
 
 def rank_here() -> int:
-    """This process's rank in torch.distributed's world, or in the one that its environment describes; 0 in neither."""
+    """Return this process's rank in torch.distributed's world, else RANK of the environment, else 0."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def _started(world: int) -> str:
-    """So many processes, and what starts them."""
+    """Return the words for `world` processes and the command that starts them."""
     script = Path(sys.argv[0])
     if script.suffix == ".py":
         return f"{world} processes (torchrun --nproc-per-node {world} {script.name})"

@@ -1,7 +1,7 @@
-"""How long a rank waits for its collectives, by their axes: what `shardc run --log` writes for every step.
+"""Measure how long a rank waits for its collectives, by their axes, for `shardc run --log`.
 
-On a CPU the process itself waits, and its clock says how long. On a GPU the host goes on at once, and the stream of the
-computation waits: an event before and one after, read when the step's loss is.
+On a CPU the process waits, and its clock measures it. On a GPU the host goes on at once, and the stream of the
+computation waits: one event before and one after measure it, and are read together with the loss of the step.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import torch
 
 @dataclass(frozen=True)
 class Wait:
-    """A collective that was waited for. bytes: as of CommRecord; of a receive those of its tensor. seconds: the wait.
-    whole: from its begin on, so seconds are all that it took on this rank.
-    """
+    """A wait for a collective. bytes: as of CommRecord; whole: from its start, so it is the whole time."""
 
     kind: str
     axes: tuple[str, ...]
@@ -30,7 +28,7 @@ class Wait:
 
 
 class Waits:
-    """on: they are measured. inside: a collective is waited for now. kept: where each one is noted; None: nowhere."""
+    """The waits of one rank. on: measure them. inside: one runs now. kept: the list of all, or None."""
 
     def __init__(self, device: torch.device) -> None:
         self.on = self.inside = False
@@ -41,7 +39,7 @@ class Waits:
 
     @contextmanager
     def during(self, kind: str, axes: tuple[str, ...], nbytes: int, *, whole: bool) -> Iterator[None]:
-        """Around what waits for a collective."""
+        """Measure the wait for a collective."""
         if self.inside or not self.on:
             yield
             return
@@ -58,14 +56,14 @@ class Waits:
                 self._add(Wait(kind, axes, nbytes, end - begin, whole))
 
     def take(self) -> dict[str, float]:
-        """{axes: seconds} since the last time ("dp", "dp+tp"). On a GPU it waits for the device."""
+        """Return {axes: seconds} since the last call ("dp", "dp+tp"). On a GPU it waits for the device."""
         self.settle()
         taken = dict(self._seconds)
         self._seconds.clear()
         return taken
 
     def settle(self) -> None:
-        """Read what is still on the device."""
+        """Read the times that are still on the device."""
         if self._open:
             torch.cuda.synchronize(self._device)
         for kind, axes, nbytes, whole, begin, end in self._open:
@@ -86,5 +84,5 @@ class Waits:
 
 
 def event() -> Any:
-    """A moment on a GPU's stream, whose time can be read later."""
+    """Return a CUDA event for a GPU's stream, whose time can be read later."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""Who keeps the others waiting: a rank that hangs, or is stopped, is named within seconds.
+"""Name the rank that keeps the others waiting, because it hangs or is stopped, within seconds.
 
-A thread of each rank looks whether the rank waits where it waited before. If it does for too long, it asks, by the
-store over which the processes met; every rank answers what it is doing; and the first that asked says who has not
+A thread of each rank checks whether the rank still waits where it waited before. After too long, it asks through the
+store over which the processes met; every rank answers what it is doing; and the first that asked reports who has not
 answered, or is not waiting:
 
     rank 0   step 5 ── all_reduce ... asks ....... "rank 2 keeps the others waiting: at model.py:22, in forward"
@@ -9,10 +9,9 @@ answered, or is not waiting:
     rank 2   step 5 ── model.py:22 ........ answers: model.py:22, in forward      (or nothing, if it is stopped)
 
 A rank that is slow, or has not come yet, is named, and waited for, until torch.distributed's time limit. One that is
-stopped on the same machine is ended, and one that has ended there ends the others. One that came and does not even
-answer is stopped elsewhere, or its machine is gone: the others end after a while, as NCCL's watchdog would end them,
-only that they say whom they waited for. Nothing is sent while all goes well, but for a look into the store every few
-seconds.
+stopped on the same machine is killed, and one that has ended there ends the others. One that came and does not answer
+is stopped elsewhere, or its machine is gone: the others end after a while, as with NCCL's watchdog, but they report
+which rank they waited for. Without trouble the only traffic is a look into the store every few seconds.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from shardc.runtime.mesh import activity
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.processes import Processes
 
-#: Default seconds after which the rank that the others wait for is named. After so many times that they end if it does
-#: not answer.
+#: Default seconds after which the rank that the others wait for is named; after this many times that, they end if it
+#: does not answer.
 NAMED, ENDED = 8.0, 6
-#: Keys of the store: there while some rank does not answer, and the others know; why all ranks end.
+#: Keys of the store: set while a reported rank does not answer; why all ranks end.
 _SILENT, _OVER = "shardc/watch/silent", "shardc/watch/over"
 _SHOWN = 8  # ranks that a message lists
-#: Why a rank does not answer.
+#: Reasons why a rank does not answer.
 STOPPED = "does not answer for SECONDS s: it is stopped (SIGSTOP)"
 SILENT = "does not answer for SECONDS s: it is stopped, or its machine is gone"
 ABSENT = "has not come for SECONDS s: it starts slowly, is stopped, or its machine is gone"
@@ -50,8 +49,10 @@ _PLURAL = {"does": "do", "has": "have", "was": "were"}
 
 @dataclass
 class _Question:
-    """That this rank was the first to ask. number: of the question; asked: when; count: of its activity then; since:
-    when it began to wait; said: that somebody did not answer; absent: when somebody had not come yet.
+    """The question of the rank that asked first.
+
+    number: of the question; asked: when; count: of the rank's activity then; since: when it began to wait; said: that
+    some rank did not answer is reported; absent: when some rank had not come yet.
     """
 
     number: int
@@ -64,7 +65,7 @@ class _Question:
 
 @dataclass(frozen=True)
 class World:
-    """Ranks of which it is not known yet what mesh they are: as much of a Mesh as messages need."""
+    """Ranks whose mesh is not known yet: as much of a Mesh as messages need."""
 
     world: int
 
@@ -73,16 +74,18 @@ class World:
 
 
 def print_line(text: str) -> None:
-    """On this process's standard error."""
+    """Print a line on this process's standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 class Watch:
-    """The thread of one rank. layout: the mesh, or how many ranks it will have. activity: what the rank is doing.
-    store: torch.distributed's; a connection of its own is made. processes: of the ranks, of which those that are
-    stopped are ended. named: seconds until the rank that the others wait for is named. met: all ranks are there;
-    before, one that is slow, such as the one that compiles for all, is named later. say: what to do with a message.
-    .record: called when some rank asks, for what this one has to keep of it.
+    """The thread of one rank that watches the ranks.
+
+    layout: the mesh, or how many ranks it will have. activity: what the rank is doing. store: torch.distributed's,
+    cloned for a separate connection. processes: of the ranks; stopped ones are killed. named: seconds until the rank
+    that the others wait for is named. met: all ranks are there; before, a slow rank, such as the one that compiles for
+    all, is named later. say: receives messages. .record: called when some rank asks, to save what this rank must keep
+    of it.
 
     Half of `named` passes until a rank asks, a fifth until all have seen it, a fifth until they have answered.
     """
@@ -104,8 +107,8 @@ class Watch:
         self._hurry(named)
         self._stop = threading.Event()
         self.record: Callable[[], object] | None = None
-        self._round = 0  # of questions
-        self._gone: tuple[list[int], float] | None = None  # ranks that were the first to end before all met, and when
+        self._round = 0  # number of questions so far
+        self._gone: tuple[list[int], float] | None = None  # first ranks that ended before all met, and when
         self._question: _Question | None = None
         self._thread = threading.Thread(target=self._run, name="shardc-watch", daemon=True)
         self._thread.start()
@@ -113,22 +116,22 @@ class Watch:
 
     def _hurry(self, named: float) -> None:
         self._named, self._ended = named, ENDED * named
-        # one store serves all ranks: it is asked at most some thousand times a second
+        # one store serves all ranks: limit it to about a thousand requests a second
         self._look = max(named / 5, self._layout.world / 1000)
 
     def meet(self, layout: Mesh, named: float) -> None:
-        """All ranks are there, and what mesh they are is known. named: as when it was made."""
+        """Note that all ranks are there, on a known mesh. named: as in the constructor."""
         self._layout, self._met = layout, True
         self._hurry(named)
 
     def stop(self) -> None:
-        """Nobody watches any more; the connection to the store is not in use when the process ends."""
+        """Stop watching. The connection to the store is then unused when the process ends."""
         self._stop.set()
         self._thread.join(timeout=1)
         atexit.unregister(self.stop)
 
     def _run(self) -> None:
-        # a store that is gone, with the process that held it: whoever waits for that one is woken by torch
+        # the store is gone with its process: torch wakes the ranks that wait for that process
         with contextlib.suppress(Exception):
             self._watch()
 
@@ -139,11 +142,11 @@ class Watch:
             if self._activity.count != count or not activity.waits():
                 count, since, patience = self._activity.count, now, self._named / 2
             elif now - since >= patience:
-                patience *= 4  # what is slow is named now and then
+                patience *= 4  # name a slow rank less and less often
                 if not self._store.check([_SILENT]):
                     self._ask(now, since)
                     looked = 0.0
-            # until all have met, as soon as it may be: who ends first is known for a moment only
+            # until all have met, check often: the first rank to end is known only for a moment
             due = now - looked >= (self._look if self._met else max(self._named / 40, self._layout.world / 1000))
             if self._processes is not None and not self._met and (due or self._processes.known()):
                 self._end_with_one_that_ended(now)
@@ -153,7 +156,7 @@ class Watch:
                 self._judge(now)
 
     def _end_with_one_that_ended(self, now: float) -> None:
-        """Launchers end the others, but those that wait for it in native code do not heed a signal."""
+        """End this rank if another has ended: ranks that wait in native code ignore the launcher's signal."""
         assert self._processes is not None
         if self._gone is None and (ended := self._processes.ended()):
             self._gone = ended, now
@@ -167,7 +170,7 @@ class Watch:
             self._question = _Question(self._round, now, self._activity.count, since)
 
     def _answer(self) -> None:
-        """What others want to know; and the end of the run, if one of them found out that a rank is gone."""
+        """Answer the questions of other ranks, and end this rank if one of them found that a rank is gone."""
         while self._store.check([f"{self._key(self._round)}/asked"]):
             answer = {"waits": activity.waits(), "doing": str(self._activity), "place": activity.place()}
             self._store.set(f"{self._key(self._round)}/rank{self._rank}", json.dumps(answer))
@@ -187,7 +190,7 @@ class Watch:
             if question.said:
                 self.say("all ranks answer now")
                 self._store.delete_key(_SILENT)
-            # else it waits no longer: all were slow, on a busy machine; or one compiles for all
+            # else the wait is over: all were slow, on a busy machine; or one compiles for all
             elif self._activity.count == question.count and (
                 self._met or question.asked - question.since > self._named
             ):
@@ -195,7 +198,7 @@ class Watch:
             return
         silent = self._silent(answers)
         if ABSENT in silent.values():
-            question.absent = now  # who comes now has not answered yet, and is there
+            question.absent = now  # a rank that arrives now has not answered yet, but is there
         why, ranks = _first(silent)
         text = verdict(self._layout, answers, seconds, silent)
         if why == STOPPED:
@@ -204,7 +207,7 @@ class Watch:
                 self._processes.end(rank)
             self._question = None
             if self._met:
-                self.say(f"{text}; ended now")  # the others learn from their connections that it is gone
+                self.say(f"{text}; ended now")  # the others notice by their connections
             else:
                 self._over(text)
         elif why.startswith(KILLED) or (why == SILENT and now - max(question.since, question.absent) >= self._ended):
@@ -216,7 +219,7 @@ class Watch:
             self.say(text + (ends if why == SILENT else ""))
 
     def _silent(self, answers: Collection[int]) -> dict[int, str]:
-        """{rank: why it does not answer}, as far as that is known."""
+        """Return {rank: why it does not answer}, as far as that is known."""
         silent = [r for r in range(self._layout.world) if r not in answers]
         if self._processes is None:
             return dict.fromkeys(silent, SILENT)
@@ -230,26 +233,30 @@ class Watch:
         return {r: json.loads(self._store.get(key)) for r, key in there.items()}
 
     def _over(self, text: str) -> None:
-        """The end of all that wait."""
+        """End all waiting ranks."""
         self._store.set(_OVER, text)
         self._end(text)
 
     def _end(self, text: str) -> None:
-        """The main thread waits in native code for a rank that is gone, and cannot be woken."""
+        """End this process: its main thread waits in native code for a rank that is gone."""
         if self._question is not None or activity.waits():
             print_line(f"{text}; this rank has ended")
             if self._rank == 0:
-                time.sleep(2 * self._look)  # the store may be its own, and the others have not read it yet
+                time.sleep(2 * self._look)  # this process may host the store, which the others have yet to read
             os._exit(GAVE_UP)
 
     def _key(self, number: int) -> str:
         return f"shardc/watch{number}"
 
 
+#: The fix where busy ranks are not in the call that the others are in.
+_EVERY_RANK = "if it never gets there: a step, a backward, an evaluation and a save are calls that every rank makes"
+
+
 def verdict(
     layout: Mesh | World, answers: dict[int, dict[str, Any]], seconds: float, silent: Mapping[int, str] = {}
 ) -> str:
-    """Whom the others wait for, and where they do. answers: by rank; silent: why others do not answer."""
+    """Describe which ranks the others wait for, and where. silent: why some do not answer."""
     waiting = {r: a["doing"] for r, a in answers.items() if a["waits"]}
     busy = [r for r, a in answers.items() if not a["waits"]]
     where = (
@@ -270,13 +277,15 @@ def verdict(
         said = f"{keep} the others waiting for {seconds:.0f} s: {are} at {at}"
         if not waiting:
             said = f"{have} been busy for {seconds:.0f} s, at {at}"
-        return f"{layout.named(*busy)} {said}" + (f"; {where}" if where else "")
+        elsewhere = not any(answers[r]["doing"].startswith("in ") for r in busy)
+        fix = f"; fix: {_EVERY_RANK}" if where and elsewhere else ""
+        return f"{layout.named(*busy)} {said}" + (f"; {where}{fix}" if where else "")
     each = [f"rank {r} {doing}" for r, doing in list(waiting.items())[:_SHOWN]]
     return f"all ranks wait for each other for {seconds:.0f} s: {'; '.join(each)}"
 
 
 def _first(silent: Mapping[int, str]) -> tuple[str, list[int]]:
-    """(why, ranks): what is known for certain goes before what may be its consequence."""
+    """Return (why, ranks) of the most certain reason; others may be its consequence."""
     order = STOPPED, KILLED, SILENT, ABSENT
     why = min(silent.values(), key=lambda why: next(i for i, kind in enumerate(order) if why.startswith(kind)))
     return why, [r for r, w in silent.items() if w == why]
@@ -289,7 +298,7 @@ def _ranks(ranks: dict[int, Any]) -> str:
 
 
 def _common(waiting: dict[int, str]) -> str:
-    """Where most of them wait."""
+    """Return the place where most of them wait."""
     return max(waiting.values(), key=list(waiting.values()).count)
 
 

@@ -1,4 +1,4 @@
-"""Offload: what a rank is not working with is kept outside of its device (Rajbhandari et al. 2021, "ZeRO-Infinity").
+"""Keep tensors outside of a rank's device while they are not used.
 
     optimizer     the optimizer's state, and at zero 1-2 the master copy of parameters that are computed in another
                   dtype. The optimizer steps page by page (shardc.runtime.zero.offloaded_optimizer)
@@ -7,7 +7,7 @@
     storage       the places: the machine's memory, files of a directory
     copies        copies between the device and a place, in the background
 
-Only copies are made: the step is the same, bit for bit.
+Only copies are made: the step is the same, bit for bit. (Rajbhandari et al. 2021, "ZeRO-Infinity")
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from shardc.runtime.mesh.allocator import return_freed
 from shardc.runtime.offload.copies import Home, Mover
 from shardc.runtime.offload.storage import Files, Memory, Place
 
-_Read = tuple[Home, str]  # what is read, and for which direction
+_Read = tuple[Home, str]  # (what is read, for which direction)
 
 
 class Offload:
-    """One rank's places outside of its device, as the program names them.
+    """The places of one rank outside of its device, as the program names them.
 
-    .homes: where each parameter is kept that the optimizer works on, of those that are kept outside. At rest such a
-    parameter's data is its home; on a GPU it is a stand-in without memory, so that gradients on the device fit to it.
+    .homes: where each offloaded parameter of the optimizer is kept. At rest such a parameter's data is its home; on a
+    GPU it
+    is a placeholder without memory, so that gradients on the device match it.
     """
 
     def __init__(self, places: OffloadPlaces, mesh: Any) -> None:
@@ -48,7 +49,7 @@ class Offload:
         self._after: dict[_Read, tuple[_Read, torch.dtype | None]] = {}
         self._last: _Read | None = None
         self._coming: tuple[_Read, Future[Any]] | None = None
-        self._read: list[Home] = []  # what may still be read
+        self._read: list[Home] = []  # homes that may still be read
 
     def _place(self, name: str, mesh: Any, where: str) -> Place:
         if name == "cpu":
@@ -66,7 +67,7 @@ class Offload:
     # --- parameters
 
     def room(self, kind: str, n: int, dtype: torch.dtype) -> Home | None:
-        """A flat tensor of n zeros outside of the device, if `kind` is kept there."""
+        """Return a flat tensor of n zeros outside of the device, if `kind` is kept there."""
         if kind not in self.places:
             return None
         like = torch.empty(n, dtype=dtype, device="meta")
@@ -74,14 +75,14 @@ class Offload:
         return Home(slot.take(like), slot)
 
     def keep(self, params: Iterable[nn.Parameter], home: Home) -> None:
-        """These parameters are views of `home`, and filled."""
+        """Register filled parameters that are views of `home`."""
         for p in params:
             self.homes[p] = Home(p.data, home.slot)
             self.rest(p)
         home.slot.behind()
 
     def rest(self, p: nn.Parameter) -> None:
-        """The parameter is not worked with."""
+        """Let a parameter that is not used point to its home, or on a GPU to no memory."""
         home = self.homes[p].tensor
         p.data = (
             home if self.device.type == "cpu" else torch.zeros((), dtype=p.dtype, device=self.device).expand(home.shape)
@@ -89,7 +90,7 @@ class Offload:
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        """In here parameters' data is their home, on the CPU, for checkpoints; their gradients are away."""
+        """Let parameters' data be their homes, on the CPU, for checkpoints; gradients are set aside."""
         grads = {p: p.grad for p in self.homes}
         for p, home in self.homes.items():
             p.grad, p.data = None, home.tensor
@@ -105,9 +106,9 @@ class Offload:
     # --- reading ahead of gathers
 
     def read(self, home: Home, direction: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A home's contents on the device; then begins to read what followed it in the step before.
+        """Return a home's contents on the device, and start to read what followed it in the last step.
 
-        Forward after backward is not read ahead: the parameters may change in between.
+        A forward after a backward is not read ahead: the parameters may change in between.
         """
         key = (home, direction)
         begun = self._coming
@@ -117,7 +118,7 @@ class Offload:
         self._last, self._coming = key, None
         (tensor,) = self.mover.taken(coming)
         self._read.append(home)
-        if len(self._read) > 2:  # gathers that began earlier have ended, or bring it in again
+        if len(self._read) > 2:  # earlier gathers have ended, or read it again
             self._read.pop(0).slot.behind()
         if key in self._after:
             following, as_dtype = self._after[key]
@@ -125,12 +126,12 @@ class Offload:
         return tensor
 
     def changed(self) -> None:
-        """Parameters have changed: what was read ahead is old."""
+        """Drop what was read ahead, as parameters have changed."""
         self._coming = self._last = None
         while self._read:
             self._read.pop().slot.behind()
 
     def close(self) -> None:
-        """Remove the files. Tensors in them stay readable as long as someone holds them."""
+        """Remove the files. Tensors in them stay readable as long as they are referenced."""
         for place in self.places.values():
             place.close()

@@ -1,4 +1,4 @@
-"""Copies between the device and places outside of it, in the background: read ahead of their use, written behind it."""
+"""Copy in the background between the device and places outside: read ahead, write behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardc.runtime.offload.storage import Slot
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """Where a tensor is kept while it is not worked with. tensor: on the CPU, in `slot`."""
+    """The place of a tensor while it is not used. tensor: on the CPU, in `slot`."""
 
     tensor: Tensor
     slot: Slot
@@ -28,30 +28,27 @@ def _in_place(x: Tensor, home: Tensor) -> bool:
 
 
 class Mover:
-    """One thread, which carries out requests in order: what is put is there for every fetch that comes
-    after.
+    """One thread that runs requests in order: a fetch sees every earlier put.
 
-    On CUDA the copies run on a stream of their own. device: where tensors are worked with. .in_place: on the CPU
-    nothing is copied that need not be: a home is as good a place to work in as any other, and the system pages it in
-    and out."""
+    On CUDA the copies run on a separate stream. device: where tensors are used. .in_place: on the CPU a home is used
+    directly instead of a copy, and the system pages it in and out.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.in_place = device, device.type == "cpu"
         on_gpu = device.type == "cuda"
-        # a thread begins on GPU 0, whoever's that is, and what it touches there takes memory
+        # a thread starts on GPU 0, which may be another rank's, and would take memory there
         start: Any = {"initializer": torch.cuda.set_device, "initargs": (device,)} if on_gpu else {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload", **start)
         self._stream: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._puts: list[Future[None]] = []
 
     def fetch(self, homes: Sequence[Home], dtype: torch.dtype | None = None) -> Future[tuple[list[Tensor], Any]]:
-        """Begin to bring to the device, as `dtype` if given; `taken` of the result has them. When they are done with:
-        `put`.
-        """
+        """Start to copy to the device, as `dtype` if set. `taken` returns the tensors; `put` them after use."""
         return self._thread.submit(self._fetch, list(homes), dtype)
 
     def taken(self, coming: Future[tuple[list[Tensor], Any]]) -> list[Tensor]:
-        """What `fetch` began, once it is there. Raises what went wrong on the way."""
+        """Wait for the result of `fetch`. Raises its errors."""
         tensors, ready = coming.result()
         if ready is not None:
             here = torch.cuda.current_stream(self.device)
@@ -61,14 +58,12 @@ class Mover:
         return tensors
 
     def put(self, moves: Iterable[tuple[Tensor, Home]]) -> None:
-        """Begin to bring back from the device, or to let go what is in place. The tensors
-        may not be changed any more.
-        """
+        """Start to copy back from the device, or release homes in use. The tensors may not change any more."""
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
         self._puts.append(self._thread.submit(self._put, list(moves), ready))
 
     def drain(self) -> None:
-        """Wait until all that was put is there. Raises what went wrong on the way."""
+        """Wait for all puts. Raises their errors."""
         puts, self._puts = self._puts, []
         for done in puts:
             done.result()

@@ -1,9 +1,10 @@
-"""Places outside of the device where tensors are kept: the machine's memory, or a file of a directory.
+"""Keep tensors in places outside of the device: the machine's memory, or a file of a directory.
 
-A file is mapped into memory: its tensors are ordinary CPU tensors, which checkpoints and users read as any other. The
-system reads their pages when they are touched, or earlier on request (`Slot.ahead`), and writes them in the
-background; what is not worked with is let go (`Slot.behind`): then it is not this process's memory, and the system's
-cache keeps it only as long as there is memory to spare."""
+A file is mapped into memory: its tensors are ordinary CPU tensors, which checkpoints and users can read. The system
+reads their pages when they are touched, or earlier on request (`Slot.ahead`), and writes them in the background. Unused
+ones are released (`Slot.behind`): then they are not this process's memory, and the system's cache keeps them only while
+memory is free.
+"""
 
 from __future__ import annotations
 
@@ -24,35 +25,35 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 
-#: Files grow by so many bytes of address space; room on the disk is taken as it is used.
+#: Files grow by this many bytes of address space; room on the disk is taken as it is used.
 _CHUNK = 2**30
 _NAME = "shardc-offload-"
 _ALIGN = 64
 
 
 class Slot:
-    """Room outside of the device, in one piece. bytes: all of it, uint8, zeros at first."""
+    """Contiguous room outside of the device. bytes: all of it, uint8, zeros at first."""
 
     def __init__(self, room: Tensor) -> None:
         self.bytes = room
         self._used = 0
 
     def take(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The next tensor in it: of the size, strides and dtype of `like`, in which no two elements share a place."""
+        """Return its next tensor, with size, strides and dtype of `like`, which may not overlap itself."""
         start, nbytes = self._used, room_of([like], dtype)
         self._used += nbytes
         flat = self.bytes[start : start + nbytes].view(dtype or like.dtype)
         return flat.as_strided(like.shape, like.stride())
 
     def ahead(self) -> None:
-        """It will be read soon."""
+        """Announce that it will be read soon."""
 
     def behind(self) -> None:
-        """It is not needed for a while. What was written is kept."""
+        """Announce that it is not needed for a while. Written data is kept."""
 
 
 def room_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:
-    """Bytes that a slot needs for them."""
+    """Return the bytes that a slot needs for tensors."""
     nbytes = 0
     for x in tensors:
         last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
@@ -61,7 +62,7 @@ def room_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:
 
 
 class Place(Protocol):
-    """Where slots are made."""
+    """A place that makes slots."""
 
     def slot(self, nbytes: int) -> Slot: ...
 
@@ -78,12 +79,12 @@ class Memory:
         return Slot(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._pin))
 
     def close(self) -> None:
-        """Nothing outlives its tensors."""
+        """Return at once: the memory is freed with its tensors."""
 
 
 @dataclass
 class _Chunk:
-    """A stretch of a file. mapped: all of it. start: where it begins in the file. used: bytes of it that are taken."""
+    """A stretch of a file, from `start`. mapped: all of it. used: its taken bytes."""
 
     mapped: mmap.mmap
     start: int
@@ -105,18 +106,17 @@ class _Mapped(Slot):
             self._chunk.mapped.madvise(mmap.MADV_WILLNEED, self._at, self._room)
 
     def behind(self) -> None:
-        # a shared mapping loses nothing: what was written is in the system's cache, or on the disk
+        # a shared mapping loses nothing: written data is in the system's cache, or on the disk
         if self._room:
             self._chunk.mapped.madvise(mmap.MADV_DONTNEED, self._at, self._room)
 
 
 class Files:
-    """One file of one rank in a directory, which grows. It goes away with `close`, or with this process, however that
-    ends.
+    """A growing file of one rank in a directory. It is removed by `close`, or when this process ends.
 
-    A file that a killed process left is removed by the next one that comes: its owner held a lock, which ended with it.
-    folder: made if it is not there. where: the spec's key, for messages. Raises ShardcError where nothing can be
-    written."""
+    Each process removes files that killed processes left: their owners' locks ended with them. folder: made if missing.
+    where: the spec's key, for messages. Raises ShardcError where nothing can be written.
+    """
 
     def __init__(self, folder: str, rank: int, where: str) -> None:
         self.folder, self._where = Path(folder).expanduser().absolute(), where
@@ -132,7 +132,7 @@ class Files:
         self.close = weakref.finalize(self, _remove, self._fd, path, os.getpid())
 
     def slot(self, nbytes: int) -> Slot:
-        """Raises ShardcError if the disk is full."""
+        """Make a slot. Raises ShardcError if the disk is full."""
         room = -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
             if self._chunk is None or self._chunk.used + room > len(self._chunk.mapped):
@@ -141,7 +141,7 @@ class Files:
                 self._chunk = _Chunk(mmap.mmap(self._fd, size, offset=self._size), self._size)
                 self._size += size
             chunk, offset = self._chunk, self._chunk.used
-            if room:  # taken now: a mapped page for which there is no room later would end the process
+            if room:  # allocate now: a mapped page without room later would end the process
                 os.posix_fallocate(self._fd, chunk.start + offset, room)
         except OSError as e:
             free = os.statvfs(self.folder)
@@ -159,9 +159,9 @@ class Files:
 def _create(folder: Path, rank: int) -> tuple[int, str]:
     while True:
         fd, path = tempfile.mkstemp(prefix=f"{_NAME}{socket.gethostname()}-{os.getpid()}-rank{rank}-", dir=folder)
-        with contextlib.suppress(OSError):  # a file system without locks: nobody can sweep there
+        with contextlib.suppress(OSError):  # a file system without locks: no process sweeps there
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(fd).st_nlink:  # no one swept it before it was locked
+        if os.fstat(fd).st_nlink:  # no process swept it before it was locked
             return fd, path
         os.close(fd)
 
@@ -169,7 +169,7 @@ def _create(folder: Path, rank: int) -> tuple[int, str]:
 def _sweep(folder: Path) -> None:
     """Remove files whose owners are gone."""
     for path in folder.glob(f"{_NAME}*"):
-        with contextlib.suppress(OSError):  # another one removes it, or it is not ours to open
+        with contextlib.suppress(OSError):  # another process removes it, or it may not be opened
             fd = os.open(path, os.O_RDWR)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -179,7 +179,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _remove(fd: int, path: str, owner: int) -> None:
-    if os.getpid() == owner:  # not in a copy of the process that only loads data
+    if os.getpid() == owner:  # not in a forked process that only loads data
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         os.close(fd)

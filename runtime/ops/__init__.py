@@ -1,30 +1,30 @@
-"""What a local program calls, by name: conversions between placements, random numbers, experts, ZeRO's gathers, and the
-math of ops whose rank's part is no op of torch. A program's text says `ops.all_reduce(x, mesh, ('tp',), tag='x_sum')`.
+"""Define the ops that programs call by name, such as `ops.all_reduce(x, mesh, ('tp',), tag='x_sum')`.
 
-x is this rank's tensor, mesh the runtime mesh (shardc.runtime.mesh), axis / axes name mesh axes. tag: the graph node's
-name, for the record of what ran.
+These are conversions between placements, random numbers, experts, ZeRO's gathers, and ops whose local part is no torch
+op. x is this rank's tensor, mesh the runtime mesh (shardc.runtime.mesh), axis / axes name mesh axes. tag: the graph
+node's name, for the records.
 
-convert           conversions between placements; shard_parts: cut and joined; one_way: what communicates, one way by
-                  itself, or begun and waited for
+convert           conversions between placements; shard_parts: cuts and joins shards; one_way: single directions of ops
+                  that communicate, at once or started
 cast_once         weights in the dtype of products, one copy a step
-zero              the gathers of ZeRO 3, gradients for buckets; host_copy: copies that stop nothing
-host_handle       values that wait on the host from forward to backward, for backward graphs
-random_ops        random numbers by global index; dropout, dropout_kernel: masks by the same
-attention/        with dropout, or of a part of the queries: blocks; ring: of a part of the keys too; spans: which keys
+zero              the gathers of ZeRO 3, gradients for buckets; host_copy: copies that do not block
+host_handle       values that are kept on the host from forward to backward, for backward graphs
+random_ops        random numbers by global index; dropout: masks by global index
+attention/        with dropout, or of a part of the queries: blocks; ring: also of a part of the keys; spans: which keys
                   rows see; held: which of them a rank has, and a mask shows
 experts/          mixtures of experts
 fp8/              numbers of 8 bits: values and gradients rounded, and as bytes of a message; products: of them, by
-                  kernel, as recipe says; casts: rounding, cast_kernel: the same on a GPU; format: the two formats
+                  kernel, as recipe defines; casts: rounding, cast_kernel: the same on a GPU; format: the two formats
 factors           which arguments of a product are its input, weight and bias
 linear_nll        a linear layer and its cross entropy in chunks of rows
-along_split_dim   cumulative sums and convolutions along a dim that is split
-extremum          the largest element along dims that are split
-softmax_parts     a softmax's normaliser over dims that are split
+along_split_dim   cumulative sums and convolutions along a split dim
+extremum          the largest element along split dims
+softmax_parts     a softmax's normaliser over split dims
 local_math        losses on split classes, look-ups in a part of a table
-with_backward     ops with a backward of their own: pairs of functions, and the one autograd.Function that runs them
-opaque             an op with its backward as one op, for backward graphs
-by_storage        what is known of memory that tensors share
-torch_library     ops of torch that a captured graph cannot hold
+with_backward     ops with a custom backward: pairs of functions, and the autograd.Function that runs them
+opaque            an op with its backward as one op, for backward graphs
+by_storage        values for memory that tensors share
+torch_library     torch ops that a captured graph cannot hold
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ from shardc.runtime.ops.zero import (
     updated,
 )
 
-#: What backward graphs call beside the ops of others.
+#: Ops that only backward graphs call.
 OF_GRAPHS = {
     *("add_into", "launch", "accumulate", "regather_start", "regather_wait", "scatter", "opaque", "opaque_backward"),
     *("fp8_grad_of_data", "fp8_grad_of_weight", "fp8_round_grad"),

@@ -1,15 +1,15 @@
-"""Ops along a dim that ranks split, of which each needs a little from the others: where a cumulative sum stands when a
-rank's part begins, and the edges beside a part for a convolution.
+"""Compute cumulative sums and convolutions along a split dim; ranks exchange only a few rows.
 
-A rank has one or several stretches of the dim (two in a zigzag; shardc.ir.placement). Of each it writes one row into a
-table of all stretches, in the order of the dim, which is summed over ranks:
+A rank has one or several stretches of the dim (two in a zigzag; shardc.ir.placement). It writes one row of each into a
+table of all stretches, in the order of the dim, which is summed over ranks. For a cumulative sum:
 
     x          [1 2 | 3 4 | 5 6 | 7 8]        4 ranks, or 2 in a zigzag
     totals      3     7     11    15          the table, on every rank
     before      0     3     10    21          added to each stretch's own sums
 
-So what is sent does not grow with the dim, but with the number of ranks. Backward is the transpose: gradients of a row
-are summed, and go to the rank that wrote it."""
+A convolution's rows are the edges beside a part. So what is sent grows with the number of ranks, not with the dim.
+Backward is the transpose: gradients of a row are summed, and go to the rank that wrote it.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Digits = Sequence[tuple[str, int]]
 
 
 def count(digits: Digits, mesh: Any) -> int:
-    """How many stretches a dim has, over all ranks. mesh: of a runtime, or a layout."""
+    """Return the number of stretches of a dim, over all ranks. mesh: of a runtime, or a layout."""
     return max(abs(split) * int(mesh.size(axis)) for axis, split in digits)
 
 
 def _table(rows: Tensor, mesh: Mesh, digits: Digits, tag: str) -> tuple[Tensor, list[int]]:
-    """([all stretches, ...], the places of this rank's in it). rows: [this rank's stretches, ...]."""
+    """Return ([all stretches, ...], the places of this rank's in it). rows: [this rank's stretches, ...]."""
     size = count(digits, mesh)
     own = torch.arange(size, device="cpu")
     for axis, split in sorted(digits, key=lambda d: -abs(d[1])):  # inner digits first, as in Layout.local
@@ -58,14 +58,14 @@ def _table(rows: Tensor, mesh: Mesh, digits: Digits, tag: str) -> tuple[Tensor, 
 
 
 def _at(table: Tensor, places: Sequence[int]) -> Tensor:
-    """table[places]; a list as an index would be copied to the device, and waited for."""
+    """Return table[places]. A list as an index would be copied to the device, and waited for."""
     return torch.stack([table[i] for i in places])
 
 
 def cumsum(
     x: Tensor, dim: int, mesh: Mesh, digits: Digits, *, dtype: torch.dtype | None = None, tag: str = ""
 ) -> Tensor:
-    """The cumulative sum over a dim, >= 0, that ranks split; x [.., n, ..] is a rank's part, and so is the result."""
+    """Compute the cumulative sum over a split dim >= 0; x [.., n, ..] and the result are a rank's part."""
     own = count(digits, mesh) // math.prod(mesh.size(a) for a, _ in digits)
     sums = x.unflatten(dim, (own, -1)).cumsum(dim + 1, dtype=dtype)  # type: ignore[no-untyped-call]
     table, places = _table(sums.select(dim + 1, -1).movedim(dim, 0), mesh, digits, tag)
@@ -86,10 +86,11 @@ def conv1d(
     *,
     tag: str = "",
 ) -> Tensor:
-    """A convolution f[b, c, t] -> f[b, o, t] of stride 1, whose window begins `left` places before each: as many zeros
-    stand before x, and (k - 1) * dilation - left behind it. A causal one has left = (k - 1) * dilation.
+    """Compute a convolution f[b, c, t] -> f[b, o, t] of stride 1 with `left` zeros before x.
 
-    weight: f[o, c / groups, k]. digits: of t, where x is a rank's part, of stretches no shorter than either edge.
+    After x are (k - 1) * dilation - left zeros. A causal one has left = (k - 1) * dilation. weight: f[o, c / groups,
+    k].
+    digits: of t, where x is a rank's part, of stretches no shorter than either edge.
     """
     right = (weight.shape[-1] - 1) * dilation - left
     if not digits:

@@ -1,4 +1,4 @@
-"""What is known of memory that tensors share."""
+"""Store values for memory that tensors share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ V = TypeVar("V")
 
 
 class ByStorage(Generic[V]):
-    """One value for all tensors that are views of each other by size, stride and offset. It does not keep their
-    memory, and new memory at the same address is not taken for it. Of strided tensors alone.
+    """One value for all tensors that are views of each other by size, stride and offset.
 
-    Asked of every tensor that autograd saves, so a reference that does not keep memory is made once for each memory
-    that has a value, and asking takes no more than its address: that address is in use as long as there is a reference.
+    It does not keep their memory, and does not confuse new memory at the same address with it. Only for strided
+    tensors. It is read for every tensor that autograd saves. So a weak reference is made once for each storage that has
+    a value, and a look-up needs only the address: the address stays in use as long as there is a reference.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class ByStorage(Generic[V]):
         self._known[storage._cdata, x.dtype, x.is_conj(), x.is_neg()] = value
 
     def first(self, x: Tensor, value: V) -> V:
-        """The value that is known, or this one from now on."""
+        """Return the known value; if there is none, store this one."""
         known = self.get(x)
         if known is None:
             self.put(x, value)

@@ -1,19 +1,19 @@
-"""Conversions between placements: the ops of shardc.ir.conversions, each with its transpose as backward.
+"""Convert between placements by the ops of shardc.ir.conversions, with their transposes as backward.
 
-The table says which *move* an op makes with a value, and which with its gradient. Here is what each move does, and the
-three forms in which programs call the ops:
+That table defines which *move* an op makes with a value, and which with its gradient. This file defines each move, and
+the three forms in which programs call the ops:
 
     ops.all_reduce(x, mesh, ("dp", "tp"))        several axes at once
     ops.to_partial(x, mesh, "tp")                one axis
     ops.all_gather(x, mesh, "tp", 0, 3, ())      one axis, and the digit of a dim that is cut or joined
 
-overlap=True: the backward graph begins its sum, and waits for it when the gradients of weights are there
-(shardc.passes.joint.order). fp8=(format, granule), of a gather: x is what `fp8_round` gave, and 8 bits of each number
+overlap=True: the backward graph starts its sum, and waits for it when the gradients of weights are ready
+(shardc.passes.joint.order). fp8=(format, granule), of a gather: x is a result of `fp8_round`, and 8 bits of each number
 are sent, which loses nothing (shardc.runtime.ops.fp8); its gradient is not rounded.
 
 `dim`, `split` (negative: mirrored), `sections` name a digit of the *local* dim (shardc.ir.placement.Shard); padding,
 blocks: what the whole dim lacks of its padded size (0 where another axis still splits it). Uneven parts are padded, so
-that collectives see equal ones: `widen` before a dim is cut, `trim` after it is joined. How much is decided at compile
+that collectives see equal ones: `widen` before a dim is cut, `trim` after it is joined. Padding is decided at compile
 time (shardc.passes.annotate.padding); where padding would be counted, the program calls `ops.fill_padding` first.
 """
 
@@ -35,17 +35,17 @@ from shardc.runtime.ops import fp8 as float8
 from shardc.runtime.ops import shard_parts
 
 Mesh = Any  # shardc.runtime.mesh's meshes; a protocol would only repeat their docstrings
-Record = dict[str, str]  # for the mesh's record of what ran: "direction", "tag"
+Record = dict[str, str]  # for the mesh's records: "direction", "tag"
 
 
-# --- moves: over an axis, or axes; old, new: the shard that x is a part of, and that the result is to be a part of
+# --- moves: over an axis, or axes; old, new: the shards of which x and the result are a part
 
 
 def _all_gather(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, record: Record) -> Tensor:
     return trim(shard_parts.unstack(mesh.all_gather(x, axis, **record), old), old)
 
 
-#: What is sent in 8 bits: the format, and what has one scale.
+#: How 8 bits are sent: the format, and the granule.
 Packed = tuple[str, tuple[int, ...]]
 
 
@@ -55,7 +55,7 @@ def _all_gather_packed(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, 
 
 
 def _whole(messages: Tensor, x: Tensor, old: Shard, fp8: Packed) -> Tensor:
-    """The value that all ranks' messages make. x: this rank's part."""
+    """Join the value from all ranks' messages. x: this rank's part."""
     parts = torch.stack([float8.unpacked(m, x, *fp8) for m in messages])
     return trim(shard_parts.unstack(parts, old), old)
 
@@ -102,13 +102,13 @@ _MOVES: dict[Move, Callable[..., Tensor]] = {
 
 
 def _move_of(move: Move, fp8: Packed | None) -> Callable[..., Tensor]:
-    """What is done with a value. fp8: it is gathered in 8 bits."""
+    """Return the function that makes a move. fp8: it gathers in 8 bits."""
     return _MOVES[move] if fp8 is None else partial(_all_gather_packed, fp8=fp8)
 
 
 @dataclass(frozen=True)
 class Started:
-    """A tensor that is on its way: when `work` has ended, `result` gives it."""
+    """A tensor that is on its way: after `work` has ended, `result` returns it."""
 
     work: Work
     result: Callable[[], Tensor]
@@ -146,7 +146,7 @@ def _start_reduce_scatter(x: Tensor, mesh: Mesh, axis: str, old: None, new: Shar
     return Started(mesh.start_reduce_scatter(parts.view(-1), part.view(-1), axis, **record), lambda: part)
 
 
-#: The moves that communicate: each may be begun, and waited for later.
+#: The moves that communicate: each may be started, and waited for later.
 _STARTS: dict[Move, Callable[..., Started]] = {
     "all_gather": _start_all_gather,
     "all_reduce": _start_all_reduce,
@@ -182,7 +182,7 @@ class OverAxes(Protocol):
 
 
 class OverAxis(Protocol):
-    """Converts one axis; nothing is cut."""
+    """Converts one axis, without cutting a dim."""
 
     def __call__(self, x: Tensor, mesh: Mesh, axis: str, tag: str = "") -> Tensor: ...
 
@@ -211,7 +211,7 @@ _Op = TypeVar("_Op", bound=Callable[..., Tensor])
 
 
 def _named(op: str, function: _Op) -> _Op:
-    """The function under the op's name, with what its row says as its docstring."""
+    """Set the function's name to the op's, and its docstring to the op's row in the table."""
     row = BY_OP[op]
     function.__name__ = function.__qualname__ = op
     placements = f"{row.source.__name__} -> {row.target.__name__}"
@@ -302,11 +302,11 @@ _FORMS: dict[str, _Form] = {
 
 
 def all_reduce_max(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") -> Tensor:
-    """Partial("max") -> Replicate. It has no gradient, hence no row in the table: the result is detached."""
+    """Return the maximum over ranks: Partial("max") -> Replicate. Detached, so not in the table."""
     return mesh.all_reduce(x.detach(), axes, op="max", direction="forward", tag=tag)  # type: ignore[no-any-return]
 
 
-# --- one way by itself, and begun, as backward graphs call it (shardc.passes.joint)
+# --- single directions, at once or started, for backward graphs (shardc.passes.joint)
 
 
 def _one_way(
@@ -322,7 +322,7 @@ def _one_way(
     *,
     start: bool,
 ) -> Any:
-    """What forward does with a value, at once or begun."""
+    """Make the move that forward makes with a value, at once or started."""
     record = {"direction": "forward", "tag": tag}
     return _move(x, BY_OP[op].forward, mesh, over, old, new, record, start=start, fp8=fp8)
 
@@ -330,7 +330,7 @@ def _one_way(
 def _way_back(
     g: Tensor, op: str, mesh: Mesh, over: Any, old: Shard | None, new: Shard | None, tag: str, *_: Any, start: bool
 ) -> Any:
-    """What backward does with its gradient."""
+    """Make the move that backward makes with a gradient, at once or started."""
     return _move(g, BY_OP[op].backward, mesh, over, new, old, {"direction": "backward", "tag": tag}, start=start)
 
 
@@ -358,11 +358,11 @@ def _move(
 
 
 def _forms(way: Callable[..., Any], *, start: bool) -> dict[str, Callable[..., Any]]:
-    """By the op's name: a function with the op's own arguments."""
+    """Return {op: function with the op's own arguments}."""
     forms = {op: _FORMS.get(op, _of_digit) for op in BY_OP}
     return {op: form(op, partial(way, start=start)) for op, form in forms.items()}  # type: ignore[no-untyped-call]
 
 
-#: By a conversion's name, with its own arguments: its transpose, the same begun, and the conversion begun.
+#: {conversion: function with its arguments}: its transpose, the transpose started, the conversion started.
 TRANSPOSED, TRANSPOSE_STARTED = _forms(_way_back, start=False), _forms(_way_back, start=True)
 FORWARD_STARTED = _forms(_one_way, start=True)

@@ -1,4 +1,4 @@
-"""The largest element along dims that are split: what one rank does between two messages.
+"""Compute the largest element along split dims: the steps of one rank between two messages.
 
 top = all_reduce_max(top(x))          ties = all_reduce(ties(x, top))          extremum(x, top, ties)
 """
@@ -14,18 +14,19 @@ from shardc.runtime.ops.with_backward import with_backward
 
 
 def top(x: Tensor, dims: list[int]) -> Tensor:
-    """The largest element along `dims`, which are kept; detached."""
+    """Return the largest element along `dims`, which are kept; detached."""
     return x.detach().amax(dims, keepdim=True)
 
 
 def ties(x: Tensor, top: Tensor, dims: list[int]) -> Tensor:
-    """How many of this rank's elements are `top`, along `dims`, which are kept; in x's dtype, float32 at least."""
+    """Count this rank's elements equal to `top` along `dims`, which are kept, in float32 at least."""
     return (x.detach() == top).sum(dims, keepdim=True).to(torch.promote_types(x.dtype, torch.float32))
 
 
 def extremum(x: Tensor, top: Tensor, ties: Tensor) -> Tensor:
-    """`top`, the largest elements of all ranks. Its gradient goes to the elements that are as large, in equal parts, as
-    that of torch.amax does. ties: how many there are on all ranks. Saves one bool for each element of x.
+    """Return `top`, of all ranks. Equal elements share its gradient equally, as in torch.amax.
+
+    ties: how many there are on all ranks. Saves one bool for each element of x.
     """
     result: Tensor = with_backward(lambda x, top, ties: (top.clone(), (x == top, ties)), _to_largest, x, top, ties)
     return result

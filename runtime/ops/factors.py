@@ -1,4 +1,4 @@
-"""Products of an input and a weight, and what is which among their arguments."""
+"""Define the products of an input and a weight, and which of their arguments is which."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ PRODUCTS: dict[Any, tuple[int, int, int]] = {
 
 
 def factors(target: Any, args: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """(input, weight, bias or None) among a product's arguments."""
+    """Return (input, weight, bias or None) among a product's arguments."""
     x, weight, bias = PRODUCTS[target]
     return args[x], args[weight], args[bias] if 0 <= bias < len(args) else None
 
 
 def multiplies(op: fx.Node, x: fx.Node) -> bool:
-    """Is an op of a program a product with x as its input?"""
+    """Return whether an op of a program is a product with x as its input."""
     return op.target in PRODUCTS and not op.kwargs and factors(op.target, op.args)[0] is x
 
 
 def of_matrices(x: int, weight: int, bias: int | None) -> bool:
-    """Is a product of factors with so many dims one of rows and a matrix, whose gradients are such products too?"""
+    """Return whether factors with these dims are rows and a matrix, with gradients that are such products."""
     return x >= 2 and weight == 2 and bias in (None, 1)

@@ -1,7 +1,7 @@
-"""Copies between a device and the host that stop nothing but who reads them.
+"""Copy tensors between a device and the host asynchronously.
 
-A copy from or to ordinary (pageable) memory makes the host wait until the GPU has done all that was queued before; one
-from or to pinned memory is queued like any other work.
+A copy from or to ordinary (pageable) memory makes the host wait until the GPU has finished all queued work; one from or
+to pinned memory is queued like any other work.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def to_host(x: Tensor) -> Tensor:
-    """x on the CPU, when its values are there: the one wait for the device where Python needs values."""
+    """Copy x to the CPU and wait for it. It is the one wait for the device where Python needs values."""
     if x.device.type != "cuda":
         return x.cpu()
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -23,7 +23,7 @@ def to_host(x: Tensor) -> Tensor:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """x, of the CPU, on a device, without waiting for it. x may be changed or freed afterwards."""
+    """Copy x from the CPU to a device, without waiting. x may be changed or freed afterwards."""
     if device.type == "cuda" and not x.is_pinned():
         x = x.pin_memory()  # torch keeps it until the copy is done
     return x.to(device, non_blocking=True)

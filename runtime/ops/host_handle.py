@@ -1,4 +1,4 @@
-"""Values that wait on the host from forward to backward, as backward graphs say it (`checkpoint: {offload: cpu}`).
+"""Keep values on the host from forward to backward, in step graphs (`checkpoint: {offload: cpu}`).
 
     gelu_leaving = ops.offload_start(gelu, mesh, tag='h.0')   forward: the copy to the host begins
     gelu_host = ops.offload_wait(gelu_leaving)                it is done: the device's memory is free
@@ -6,14 +6,14 @@
     gelu_coming = ops.reload_start(gelu_host, tag='h.0')     backward: the copy back begins, in new memory
     gelu = ops.reload_wait(gelu_coming)                       it is there
 
-What stands between is a *handle*, which takes no memory of the device. On a GPU copies run on a stream of their own
-(shardc.runtime.stage.activation_offload), and the stream that computes waits for them, not the host. The memory that a
-value leaves is used anew behind `offload_wait` alone, and that of its copy comes from what backward has freed by
-`reload_start`: so a step holds what the graph says. (torchtune's OffloadActivations frees what has left in the same
-way, instead of leaving it to the allocator, which would hand the memory out only after it has looked.)
+Between them is a *handle*, which takes no memory of the device. On a GPU copies run on a separate stream
+(shardc.runtime.stage.activation_offload), and the computing stream waits for them, not the host. The memory of an
+offloaded value is reused only after `offload_wait`, and the memory of its copy comes from what backward has freed by
+`reload_start`: so a step holds what the graph shows. (torchtune's OffloadActivations frees in the same way, instead of
+leaving it to the allocator, which would reuse the memory only after a check.)
 On a CPU, which is its own host, nothing is moved.
 
-A tape (shardc.runtime.ops.opaque) goes as what its op has saved for itself.
+Of a tape (shardc.runtime.ops.opaque) the tensors that its op has saved are moved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardc.runtime.ops.opaque import Own, Tape
 
 
 class HostHandle:
-    """A value on the host, or on its way there. copies: a shardc.runtime.stage.activation_offload.OffloadedTensors."""
+    """A value on the host, or on its way there. copies: a stage.activation_offload.OffloadedTensors."""
 
     def __init__(self, value: Tensor | Tape, copies: Any, tag: str) -> None:
         self._copies, self._tape = copies, value if isinstance(value, Tape) else None
@@ -48,7 +48,7 @@ class HostHandle:
             self._moved.append(views[seen])
 
     def left(self) -> None:
-        """All copies to the host are done: the device need not hold it any more."""
+        """Wait for all copies to the host, and drop the device's tensors."""
         for copied in dict.fromkeys(m[1] for m in self._moved if m is not None):
             self._copies.wait(copied)
         for place, moved in zip(self._places, self._moved, strict=True):
@@ -56,7 +56,7 @@ class HostHandle:
                 place.tensor = None
 
     def begin(self, tag: str) -> Coming:
-        """Begin to copy it back. More than once, if need be: each time it is another copy."""
+        """Start to copy the value back. Each call makes another copy."""
         known: dict[int, tuple[Tensor, Any]] = {}
         coming: list[tuple[Tensor, Any]] = []
         for place, moved in zip(self._places, self._moved, strict=True):
@@ -71,7 +71,7 @@ class HostHandle:
         return Coming(self, coming)
 
     def there(self, tensors: list[Tensor]) -> Any:
-        """The value, from its tensors."""
+        """Build the value from its tensors."""
         if self._tape is None:
             return tensors[0]
         for place, x in zip(self._places, tensors, strict=True):
@@ -84,34 +84,34 @@ class HostHandle:
 
 @dataclass(frozen=True)
 class Coming:
-    """A value on its way back. copies: by tensor, with what is waited for."""
+    """A value on its way back. copies: by tensor, with the event to wait for."""
 
     handle: HostHandle
     copies: list[tuple[Tensor, Any]]
 
     def wait(self) -> Any:
-        """The value, once it is there."""
+        """Wait for the copies and return the value."""
         for copied in dict.fromkeys(copied for _, copied in self.copies if copied is not None):
             self.handle._copies.wait(copied)
         return self.handle.there([x for x, _ in self.copies])
 
 
 def offload_start(x: Any, mesh: Any, tag: str = "") -> HostHandle:
-    """Begin to copy a value, or what a tape holds, to the host. tag: the region that says so."""
+    """Start to copy a value, or the tensors of a tape, to the host. tag: the region that requires it."""
     return HostHandle(x, mesh.step.host_copies, tag)
 
 
 def offload_wait(handle: HostHandle) -> HostHandle:
-    """The handle of a value that has left the device."""
+    """Wait until the value has left the device, and return its handle."""
     handle.left()
     return handle
 
 
 def reload_start(handle: HostHandle, tag: str = "") -> Coming:
-    """Begin to copy it back."""
+    """Start to copy the value back."""
     return handle.begin(tag)
 
 
 def reload_wait(coming: Coming) -> Any:
-    """The value, on the device again."""
+    """Return the value, on the device again."""
     return coming.wait()

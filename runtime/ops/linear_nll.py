@@ -1,12 +1,12 @@
-"""A linear layer and the cross entropy of its result in chunks of rows, so that few of the logits exist at a time.
+"""Compute a linear layer and its cross entropy in chunks of rows, so that few logits exist at a time.
 
     for each chunk of rows:
         logits = linear(x[rows], weight, bias)           [rows, classes of this rank]
         normaliser[rows] = log(sum(exp(logits)))         over this rank's classes
         picked[rows] = the target's logit                0 where another rank has that class
 
-Backward computes the logits of each chunk again, turns them into their own gradient in place, and adds up those of the
-weight over chunks, in float32 at least. So nothing but the operands and a number a row is kept, for one more product.
+Backward computes the logits of each chunk again, turns them into their gradient in place, and adds up the weight's
+gradients over chunks, in float32 at least. So only the operands and one number a row are saved, for one more product.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, 
     return logits if fill is None else fill(logits)
 
 
-#: Rows of a chunk, dtype of logits, what fills padded classes.
+#: Rows of a chunk, dtype of logits, function that fills padded classes.
 _How = tuple[int, torch.dtype, Any]
 
 
@@ -40,7 +40,7 @@ def _stats(
         rows = slice(top, top + size)
         logits = _logits(x[rows], weight, bias, dtype, fill)
         out[1, rows] = logits.gather(1, local[rows].unsqueeze(1)).squeeze(1).masked_fill_(~here[rows], 0)
-        largest = logits.amax(1).clamp_min_(torch.finfo(dtype).min)  # a rank may have padding alone: -inf
+        largest = logits.amax(1).clamp_min_(torch.finfo(dtype).min)  # a rank may have only padding: -inf
         out[0, rows] = logits.sub_(largest.unsqueeze(1)).exp_().sum(1).log_().add_(largest)
         del logits
     return out, (x, weight, bias, local, here, out[0].clone(), how)
@@ -84,7 +84,7 @@ def _sums(x: Tensor) -> torch.dtype:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, which may be narrower."""
+    """Add a @ b, which may be in a narrower dtype, to total."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
@@ -104,12 +104,12 @@ def linear_nll(
     dtype: torch.dtype,
     padding: tuple[Any, ...] = (),
 ) -> Tensor:
-    """[2, n] = (log of the sum of exponentials of the logits over this rank's classes; the target's logit, or 0 if
-    another rank has that class or the target is ignored).
+    """Return [2, n]: the normaliser's log over this rank's classes, and the target's logit or 0.
 
-    x [n, d]; weight [c, d], bias [c]: this rank's of all `classes`, split by `digits` (see `held`), () = all; target
-    [n]: global class indices; dtype: of the logits behind the product; chunks: in which the rows are taken. padding:
-    `fill_padding`'s arguments behind the mesh, where this rank's classes are padded.
+    It is 0 if another rank has that class or the target is ignored. x [n, d]; weight [c, d], bias [c]: this rank's of
+    all `classes`, split by `digits` (see `held`), () = all; target [n]: global class indices; dtype: of the logits
+    after the product; chunks: number of chunks of rows. padding: `fill_padding`'s arguments after the mesh, where this
+    rank's classes are padded.
     """
     check_range(target, classes, "target", ignore_index)
     local, here = held(target, classes, digits, mesh)
@@ -125,12 +125,10 @@ def linear_nll(
 
 
 def nll_top(stats: Tensor) -> Tensor:
-    """Of `linear_nll`'s result: a number a row beside which exponentials of its normaliser are taken; detached."""
+    """Return one number a row of `linear_nll`'s result, to subtract before exponentials; detached."""
     return stats[0].detach()
 
 
 def nll_exp(stats: Tensor, top: Tensor) -> Tensor:
-    """This rank's summands of the loss: (exp(normaliser - top); the target's logit). top [n]: `nll_top`'s largest over
-    ranks.
-    """
+    """Return this rank's summands of the loss: (exp(normaliser - top); the target's logit). top [n]."""
     return torch.stack([(stats[0] - top).exp(), stats[1]])

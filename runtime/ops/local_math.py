@@ -1,6 +1,4 @@
-"""Local math that no single aten op does: loss per position, the loss on split classes,
-look-ups in a part of a table.
-"""
+"""Compute what no single aten op does locally: losses on split classes, look-ups in a part of a table."""
 
 from __future__ import annotations
 
@@ -23,15 +21,16 @@ Digits = Sequence[tuple[str, int]]
 
 
 def held(index: Any, size: int, digits: Digits, mesh: Mesh) -> tuple[Any, Any]:
-    """Where this rank keeps entries of a dim of `size`, and whether it has them. index: global, an int or a tensor of
-    them.
+    """Return the local places of global indices in a split dim of `size`, and whether this rank has them.
 
-    digits: (axis, split) of each shard of the dim (shardc.ir.placement.Shard), split negative where it is mirrored.
-    Where `has` is False the local index means nothing."""
+    index: global, an int or a tensor of ints. digits: (axis, split) of each shard of the dim
+    (shardc.ir.placement.Shard), split negative where it is mirrored. Where `has` is False the local index is
+    meaningless.
+    """
     has: Any = True
     for axis, signed in sorted(
         digits, key=lambda d: -abs(d[1])
-    ):  # inner digits first: taking one out leaves the outer ones alone
+    ):  # inner digits first: removing one does not change the outer ones
         n, split = mesh.size(axis), abs(signed)
         rest = size // (split * n)
         if split == 1:  # the outermost digit: a range
@@ -49,11 +48,10 @@ def held(index: Any, size: int, digits: Digits, mesh: Mesh) -> tuple[Any, Any]:
 
 
 def check_range(index: Tensor, size: int, name: str, ignore: int | None = None) -> None:
-    """Raise IndexError for a global index outside 0 ... size - 1 that is not `ignore`: no rank has it, each would take
-    it for another's.
+    """Raise IndexError for a global index outside 0 ... size - 1 that is not `ignore`.
 
-    name: the index's, for the message. A GPU is not waited for: as in torch's own look-ups, an assertion there ends the
-    process.
+    No rank has it, and each would assume that another has. name: of the index, for the message. It does not wait for a
+    GPU: as in torch's own look-ups, an assertion there ends the process.
     """
     if isinstance(index, FakeTensor):
         return
@@ -69,15 +67,17 @@ def check_range(index: Tensor, size: int, name: str, ignore: int | None = None) 
 def fill_padding(
     x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, padding: int, blocks: int = 1, fill: float = 0.0
 ) -> Tensor:
-    """x with `fill` where its dim is padding (shardc.ir.placement.Shard); the gradient there is zero. Contiguous,
-    also on ranks without any: what follows is written for all of them.
+    """Return x with `fill` where its dim is padding; the gradient there is zero. (ir.placement.Shard)
 
-    digits: (axis, split) of each shard of the dim, split negative where it is mirrored; the dim's global size is `size`
-    without padding.
+    The result is contiguous, also on ranks without padding, as the code that follows is the same on all. digits: (axis,
+    split) of each shard of the dim, split negative where it is mirrored; the dim's global size is `size` without
+    padding.
     """
     inner_first = sorted(digits, key=lambda d: -abs(d[1]))
     cuts = tuple((split, mesh.size(axis), mesh.coordinate(axis)) for axis, split in inner_first)
-    make = _real.__wrapped__ if isinstance(x, FakeTensor) else _real  # what is made in a dry run has no data
+    make = (
+        _real.__wrapped__ if isinstance(x, FakeTensor) else _real
+    )  # tensors made in a dry run have no data: do not cache them
     real = make(size, cuts, padding, blocks, x.device)
     return x.contiguous() if real is None else x.masked_fill(~real.view(-1, *[1] * (x.dim() - 1 - dim)), fill)
 
@@ -86,8 +86,9 @@ def fill_padding(
 def _real(
     size: int, cuts: tuple[tuple[int, int, int], ...], padding: int, blocks: int, device: torch.device
 ) -> Tensor | None:
-    """bool, by place on this rank: whether it is no padding; None if no place is. Made once: it is the same in every
-    step. cuts: (split, ranks, this rank's part), inner digits first.
+    """Return bool by local place: whether it is no padding; None if no place is padding.
+
+    It is cached, as it is the same in every step. cuts: (split, ranks, this rank's part), inner digits first.
     """
     real = widen(torch.ones(size, dtype=torch.bool), Shard(0, 1, (), padding, blocks))
     for split, ranks, part in cuts:
@@ -96,16 +97,12 @@ def _real(
 
 
 def batch_stat(batch: Tensor, running: Tensor, rng: Any) -> Tensor:
-    """BatchNorm's choice of statistics: the batch's when training, else the running one's
-    (cast to the batch's dtype).
-    """
+    """Select BatchNorm's statistics: the batch's when training, else the running ones in its dtype."""
     return batch if rng is None or rng.training else running.to(batch.dtype).reshape(batch.shape)
 
 
 def total(mesh: Mesh, index: int, axes: tuple[str, ...] = (), tag: str = "") -> Tensor:
-    """The sum over a step's microbatches of what its prologue computed (shardc.passes.accumulate): on this rank, or on
-    all ranks of `axes`. It is begun before the first microbatch.
-    """
+    """Return the sum of a prologue's value over the microbatches, here or over `axes` (passes.accumulate)."""
     running = mesh.step.running
     if index in running.sums:
         running.sums[index].wait()
@@ -114,8 +111,10 @@ def total(mesh: Mesh, index: int, axes: tuple[str, ...] = (), tag: str = "") -> 
 
 
 def summed(x: Tensor, mesh: Mesh, index: int) -> Tensor:
-    """The sum of x over a step's microbatches, which a forward of all computed before (Interpreter.count). Backward:
-    identity, so that each microbatch has the gradient of its summand."""
+    """Return the sum of x over a step's microbatches, which an earlier forward of all computed.
+
+    (Interpreter.count.) Backward: identity, so that each microbatch has the gradient of its summand.
+    """
 
     def forward(x: Tensor) -> tuple[Tensor, tuple[()]]:
         sums = mesh.step.sums
@@ -129,19 +128,17 @@ def summed(x: Tensor, mesh: Mesh, index: int) -> Tensor:
 
 
 def partial_mean(x: Tensor, dims: list[int], keepdim: bool, count: int) -> Tensor:
-    """This rank's share of a mean over `count` elements in all: the sum over `dims` of what is here, over count."""
+    """Compute this rank's share of a mean over `count` elements in all: its sum over `dims` / count."""
     return x.sum(dims, keepdim) / count
 
 
 def nll(logits: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
-    """Negative log likelihood per position: logits [n, c, ...] (or [c]), target [n, ...]
-    -> [n, ...]; 0 where ignored.
-    """
+    """Compute the negative log likelihood, 0 where ignored: [n, c, ...] (or [c]), [n, ...] -> [n, ...]."""
     return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
 
 
 def nll_max(logits: Tensor) -> Tensor:
-    """The largest logit of each position over this rank's classes; detached."""
+    """Return the largest logit of each position over this rank's classes; detached."""
     return logits.detach().amax(1 if logits.dim() > 1 else 0)
 
 
@@ -163,12 +160,13 @@ def _nll_parts_backward(needs: Any, g: Tensor, exps: Tensor, local: Tensor, here
 def nll_parts(
     logits: Tensor, target: Tensor, maximum: Tensor, mesh: Mesh, digits: Digits, classes: int, ignore_index: int = -100
 ) -> Tensor:
-    """This rank's summands of the loss: [2, n, ...] = (sum of exp(logit - maximum) over its classes; target's logit -
-    maximum, or 0 if another rank has that class).
+    """Return this rank's summands of the loss: [2, n, ...].
 
-    logits [n, c/ranks, ...]: this rank's of all `classes`, split by `digits` (see `held`); target [n, ...]: global
-    class indices; maximum [n, ...]: over all classes. Saves one buffer of the size of the logits. Backward works on it
-    in place: it runs once."""
+    These are the sum of exp(logit - maximum) over its classes, and the target's logit - maximum, or 0 if another rank
+    has that class. logits [n, c/ranks, ...]: this rank's of all `classes`, split by `digits` (see `held`); target [n,
+    ...]: global class indices; maximum [n, ...]: over all classes. Saves one buffer of the size of the logits. Backward
+    works on it in place: it runs once.
+    """
     check_range(target, classes, "target", ignore_index)
     local, here = held(target, classes, digits, mesh)
     here = here & (target != ignore_index)
@@ -177,32 +175,29 @@ def nll_parts(
 
 
 def nll_join(parts: Tensor, target: Tensor, ignore_index: int = -100, top: Tensor | None = None) -> Tensor:
-    """log(sum of exponentials) - target's logit, from the summed parts; 0 where ignored. top [n]: what the logits in
-    the exponentials, but not the targets', are less by.
+    """Compute log(sum of exponentials) - target's logit, from the summed parts; 0 where ignored.
+
+    top [n]: was subtracted from the logits in the exponentials, but not from the targets'.
     """
     normaliser = parts[0].log() if top is None else parts[0].log() + top
     return (normaliser - parts[1]).masked_fill(target == ignore_index, 0)
 
 
 def nll_alone(stats: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
-    """The same from `linear_nll`'s result, where every rank has all classes."""
+    """Compute the same from `linear_nll`'s result, where every rank has all classes."""
     return (stats[0] - stats[1]).masked_fill(target == ignore_index, 0)
 
 
 def select_partial(x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, index: int) -> Tensor:
-    """Entry `index` of a dim of `size` that is split by `digits` (see `held`): x's entry where this rank has it, else
-    zeros.
-    """
+    """Return x's entry `index` of a dim of `size` split by `digits` (see `held`); zeros on other ranks."""
     local, mine = held(index, size, digits, mesh)
     entry = x.select(dim, local if mine else 0)
-    # zeros that hang on x all the same: every rank has to run the collectives of backward
+    # zeros that still depend on x: every rank has to run the collectives of backward
     return entry if mine else entry.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
 def gather_partial(x: Tensor, index: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int) -> Tensor:
-    """x.gather(dim, index) of a dim of `size` that is split by `digits` (see `held`): x's entries where this rank has
-    them, else zeros. index: global.
-    """
+    """Gather by global index in a dim of `size` split by `digits` (see `held`); zeros for other ranks'."""
     check_range(index, size, "index")
     local, here = held(index, size, digits, mesh)
     return x.gather(dim, local.masked_fill(~here, 0)).masked_fill(~here, 0)
@@ -211,9 +206,9 @@ def gather_partial(x: Tensor, index: Tensor, mesh: Mesh, dim: int, digits: Digit
 def embedding_partial(
     weight: Tensor, ids: Tensor, mesh: Mesh, digits: Digits, rows: int, padding_idx: int = -1
 ) -> Tensor:
-    """Look-up in this rank's rows of a table of `rows`: ids global -> [..., d], zeros for rows of other ranks.
+    """Look up global ids in this rank's rows of a table of `rows`; zeros for rows of other ranks.
 
-    weight [rows/ranks, d]: split by `digits` (see `held`).
+    weight [rows/ranks, d]: split by `digits` (see `held`). Returns [..., d].
     """
     check_range(ids, rows, "index")
     local, here = held(ids, rows, digits, mesh)
@@ -225,5 +220,5 @@ def embedding_partial(
     return result.masked_fill(~here.unsqueeze(-1), 0)
 
 
-#: Ops that give back their operand, or a view of it, on some ranks, and a new tensor on others.
+#: Ops that return their operand, or a view of it, on some ranks, and a new tensor on others.
 UNEQUAL = {fill_padding, select_partial}

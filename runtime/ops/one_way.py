@@ -1,9 +1,10 @@
-"""What is exchanged, one way by itself, at once or begun, as backward graphs call it (shardc.passes.joint):
-conversions between placements, and the exchanges of experts.
+"""Run single directions of ops that communicate, at once or started, for backward graphs.
 
-    sum = ops.transpose_start('sum_grad', g, mesh, ('tp',))        begins the backward of ops.sum_grad
-    rows = ops.start('experts_send', x, order, counts, ...)        begins ops.experts_send
-    dx = ops.wait(sum)                                             what has been begun, once it is there
+The ops are conversions between placements, and the exchanges of experts (shardc.passes.joint):
+
+    sum = ops.transpose_start('sum_grad', g, mesh, ('tp',))        starts the backward of ops.sum_grad
+    rows = ops.start('experts_send', x, order, counts, ...)        starts ops.experts_send
+    dx = ops.wait(sum)                                             the result, when it is ready
 """
 
 from __future__ import annotations
@@ -42,26 +43,24 @@ _TRANSPOSE_STARTED: dict[str, Callable[..., Any]] = {
 
 
 def transpose(op: str, g: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The backward of an op that communicates, and is linear. op: its name; g: the gradient of its result; the rest:
-    its own arguments behind x.
-    """
+    """Run the backward of a linear op that communicates. g: its result's gradient; the rest as in forward."""
     result: Tensor = _TRANSPOSED[op](g, *args, **kwargs)
     return result
 
 
 def transpose_start(op: str, g: Tensor, *args: Any, **kwargs: Any) -> Started:
-    """The same, begun: of an op whose backward communicates."""
+    """Start the backward of an op whose backward communicates."""
     result: Started = _TRANSPOSE_STARTED[op](g, *args, **kwargs)
     return result
 
 
 def start(op: str, x: Tensor, *args: Any, **kwargs: Any) -> Started:
-    """Such an op, begun. op: its name; the rest: its own arguments."""
+    """Start an op that communicates. op: its name; the rest: its own arguments."""
     result: Started = _STARTED[op](x, *args, **kwargs)
     return result
 
 
 def wait(started: Started) -> Tensor:
-    """What has been begun, once it is there."""
+    """Wait for a started op, and return its result."""
     started.work.wait()
     return started.result()

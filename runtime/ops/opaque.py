@@ -1,13 +1,12 @@
-"""One op under autograd, whole: what a graph of a step (shardc.passes.joint) calls where an op's derivative is not
-written out.
+"""Run one op under autograd as a whole, for step graphs (shardc.passes.joint) without its derivative.
 
     y, tape = ops.opaque('ops.experts_apply', (0, 2, 3), (0, 2, 3), rows, counts, up, down, ...)
     ...
     rows_grad, up_grad, down_grad = ops.opaque_backward(tape, (y_grad,), (None, None, None), (rows, up, down))
 
-Tensors among the arguments are counted from 0, in order. Those that autograd wants of them again are given to
-`opaque_backward` again: so a program says itself which values it keeps, recomputes, or gathers again. The tape holds
-the rest: what the op made for its backward alone.
+Tensors among the arguments are counted from 0, in order. `opaque_backward` gets those that autograd needs again: so a
+program itself defines which values it keeps, recomputes, or gathers again. The tape holds the rest, which only the op's
+backward uses.
 """
 
 from __future__ import annotations
@@ -15,25 +14,26 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from shardc.errors import ShardcError
-from shardc.runtime.ops.by_storage import ByStorage
 from shardc.runtime.ops.with_backward import with_backward
 from shardc.torch_private import OpOverload
 
-#: The ops of shardc.runtime.ops, by name, but for those of backward graphs; it fills this in.
+#: The ops of shardc.runtime.ops, by name, without those of backward graphs; that module fills it.
 OPS: dict[str, Callable[..., Any]] = {}
 
 
+@cache
 def op_of(name: str) -> Callable[..., Any]:
-    """The op that a program's text calls so: `ops.experts_apply`, `aten.silu.default`, `torch.ops.lib.op.default`.
-    Raises ShardcError for any other text: programs may come from anybody.
+    """Return the op of a name: `ops.experts_apply`, `aten.silu.default`, `torch.ops.lib.op.default`.
+
+    Raises ShardcError for any other text: programs may come from untrusted sources.
     """
     kind, _, own = name.partition(".")
     if kind == "ops" and own in OPS:
@@ -47,7 +47,7 @@ def op_of(name: str) -> Callable[..., Any]:
 
 
 def tensors_in(a: Any) -> Iterator[Tensor]:
-    """The tensors among arguments, in order."""
+    """Yield the tensors among arguments, in order."""
     if isinstance(a, Tensor):
         yield a
     elif isinstance(a, (tuple, list)):
@@ -68,20 +68,25 @@ def _replaced(a: Any, those: Iterator[Tensor]) -> Any:
     return a
 
 
-def _opened(x: Tensor) -> Tensor:
-    """Return the place of an operand in autograd's graph: backward ends before it. A leaf would hold the operand."""
-    anchor = torch.empty(0, device=x.device, requires_grad=True)
-    place: Tensor = with_backward(lambda anchor, x: (x.view_as(x), ()), _ends_here, anchor, x)
-    return place
+def _opened(xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return operands' places in autograd's graph, where backward ends. A leaf would hold the operand."""
+    anchor = torch.empty(0, device=xs[0].device, requires_grad=True)
+    places: tuple[Tensor, ...] = with_backward(_views, _ends_here, anchor, *xs)
+    return places
 
 
-def _ends_here(needs: Any, g: Tensor) -> tuple[()]:
+def _views(anchor: Tensor, *xs: Tensor) -> tuple[tuple[Tensor, ...], tuple[()]]:
+    return tuple(x.view_as(x) for x in xs), ()
+
+
+def _ends_here(needs: Any, *gs: Tensor) -> tuple[()]:
     return ()
 
 
 class Own:
-    """The place of a tensor that an op has saved: one of its own, or an operand, which is lent to it. None: it is
-    elsewhere (shardc.runtime.ops.host_handle). Autograd holds the place as long as it may want the tensor.
+    """The place of a saved tensor: the op's own, or an operand that is lent to it.
+
+    None: it is elsewhere (shardc.runtime.ops.host_handle). Autograd holds the place as long as it may need the tensor.
     """
 
     __slots__ = ("__weakref__", "tensor")
@@ -92,9 +97,11 @@ class Own:
 
 @dataclass
 class Tape:
-    """One op's way back, as places in autograd's graph. begins: by result; ends: by operand that gets a gradient;
-    zeros: what makes zeros like these operands; again: those that backward is given, which then stand in `operands`.
-    saved: what it holds, which autograd frees op by op; lent: of that, what is a copy of what waits on the host.
+    """The backward of one op, as places in autograd's graph.
+
+    begins: by result; ends: by operand that gets a gradient; zeros: functions that make zeros like these operands;
+    again: the operands that backward receives, to be put into `operands`. saved: what it holds, which autograd frees op
+    by op; lent: those of `saved` that are copies from the host.
     """
 
     begins: list[Any]
@@ -106,7 +113,7 @@ class Tape:
     lent: Sequence[weakref.ref[Own]] = ()
 
     def own(self) -> list[Own]:
-        """What it holds."""
+        """Return the places of the op's saved tensors that are still alive."""
         return [own for ref in self.saved if (own := ref()) is not None]
 
 
@@ -114,30 +121,32 @@ _Seen = tuple[Own, tuple[int, ...], torch.Size, tuple[int, ...], int]
 
 
 def opaque(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """(the op's result or results, a tape). needs: the tensors among its arguments that get gradients; again: those
-    that `opaque_backward` is given again."""
+    """Run an op; return its result or results, and a tape. needs: numbers of tensors that get gradients.
+
+    again: numbers of the tensors that `opaque_backward` receives again.
+    """
     given = list(tensors_in((args, kwargs)))
     with torch.enable_grad():
-        of_needs = {i: _opened(given[i]) for i in needs}
+        of_needs = dict(zip(needs, _opened([given[i] for i in needs]), strict=True))
         # an operand that has two places is one: autograd adds up the gradients of both
         same = {id(given[i]): x for i, x in reversed(of_needs.items())}
         opened = [of_needs[i] if i in of_needs else same.get(id(x), x) for i, x in enumerate(given)]
-    places = ByStorage[list[int]]()
+    places: dict[object, list[int]] = {}  # of memory that `given` holds as long as the op runs
     for i in again:
         if given[i].layout is torch.strided:
-            places.first(given[i], []).append(i)
-    given_strides = {i: given[i].stride() for i in again if given[i].layout is torch.strided}
+            places.setdefault(_memory(given[i]), []).append(i)
     operands: weakref.WeakValueDictionary[int, Own] = weakref.WeakValueDictionary()
     saved: list[weakref.ref[Own]] = []
 
     def pack(x: Tensor) -> Own | _Seen:
-        at = _within(x, places.get(x) or (), given) if x.layout is torch.strided and x.numel() else None
+        at = _within(x, places.get(_memory(x), ()), given) if x.layout is torch.strided and x.numel() else None
         if at is not None:
             place = operands.get(at)
             if place is None:
                 place = operands[at] = Own(None)
-            offset = int(x.storage_offset()) - int(given[at].storage_offset())
-            return place, given_strides[at], x.size(), x.stride(), offset
+            of = given[at]
+            offset = int(x.storage_offset()) - int(of.storage_offset())
+            return place, of.stride(), x.size(), x.stride(), offset
         own = Own(x.detach() if x.grad_fn is not None else x)
         saved.append(weakref.ref(own))
         return own
@@ -155,19 +164,32 @@ def opaque(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kw
     with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
         made = op_of(op)(*args, **kwargs)
     results = tuple(made) if isinstance(made, (tuple, list)) else (made,)
-    begins = [get_gradient_edge(y) if isinstance(y, Tensor) and y.requires_grad else None for y in results]
+    begins = [_edge(y) if isinstance(y, Tensor) and y.requires_grad else None for y in results]
     like: list[Callable[[], Tensor]] = [
         partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in (given[i] for i in needs)
     ]
-    ends = [get_gradient_edge(opened[i]) for i in needs]
+    ends = [_edge(opened[i]) for i in needs]
     tape = Tape(begins, ends, like, tuple(again), operands, saved)
-    given.clear()  # autograd holds `pack`, which would hold what it was given
+    given.clear()  # autograd holds `pack`, which would hold these tensors
+    places.clear()
     return (*(y.detach() if isinstance(y, Tensor) else y for y in results), tape)
 
 
+def _edge(y: Tensor) -> GradientEdge:
+    """Return the edge of an op's result in autograd's graph, without the checks of torch's function."""
+    assert y.grad_fn is not None
+    return GradientEdge(y.grad_fn, y.output_nr)
+
+
+def _memory(x: Tensor) -> object:
+    """Return the key that the views of one tensor share, as long as its memory is in use."""
+    return x.untyped_storage()._cdata, x.dtype, x.is_conj(), x.is_neg()
+
+
 def _within(x: Tensor, places: Sequence[int], given: Sequence[Tensor]) -> int | None:
-    """Which of these operands, all of x's dtype and in its memory, x is a view of. They may be parts of one tensor, and
-    come back as several: only one that begins where x does is certain then.
+    """Return the operand that x is a view of, among operands of its dtype and memory.
+
+    They may be parts of one tensor that come back separately: then only one that begins where x does is certain.
     """
     same = places
     if len(same) > 1:
@@ -176,10 +198,13 @@ def _within(x: Tensor, places: Sequence[int], given: Sequence[Tensor]) -> int | 
 
 
 def _seen(x: Tensor, strides: tuple[int, ...], size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    """The view of an operand that has this size, stride and offset where the operand has these strides. It may come
-    back with others: from the host without gaps.
+    """Return the view of an operand that has this size, stride and offset under the operand's old strides.
+
+    It may come back with other strides: from the host without gaps.
     """
-    if all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
+    if x.stride() == strides or all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
+        if not offset and x.stride() == stride and x.size() == size:
+            return x
         return x.as_strided(size, stride, int(x.storage_offset()) + offset)
     dims = [d for d, n in enumerate(x.shape) if n > 1]
     left, order = list(dims), []
@@ -210,8 +235,8 @@ def opaque_backward(
     """Return the gradients of the operands that `opaque` has in `needs`; the tape is empty then.
 
     grads: of the results. before: what each of the operands has from other ops, to which the new gradients are added,
-    or None. operands: those of `again`. zeros: what gets no gradient gets zeros. only: of these alone, counted among
-    those that need one; the others get None. keep: the tape stays, for the others.
+    or None. operands: those of `again`. zeros: return zeros instead of missing gradients. only: of these alone, counted
+    among those that need one; the others get None. keep: the tape stays, for the others.
     """
     wanted = only or range(len(tape.ends))
     for at, x in zip(tape.again, operands, strict=True):

@@ -1,10 +1,10 @@
-"""Random numbers in a program: a part of a tensor, every element a function of the random state and its *global* index
-(rng.py).
+"""Draw a part of a random tensor: each element depends on the random state and its *global* index.
 
     noise = ops.random('normal', (0.0, 1.0), [8, 64], torch.float32, rng, 3, mesh, ((0, 'dp', 1, ()),))
 
 draws a rank's rows of the very numbers that one device draws by  ops.random('normal', (0.0, 1.0), [8, 64],
-torch.float32, rng, 3)."""
+torch.float32, rng, 3). (rng.py)
+"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from shardc.runtime import random_draws
 from shardc.runtime.rng import Digits, Paddings, Rng, bits, indices
 
-#: kind -> what samples it, given its options.
+#: kind -> a function from its options to a sampler.
 KINDS: dict[str, Callable[..., random_draws.Sampler]] = {
     kind: getattr(random_draws, kind)
     for kind in ("uniform", "normal", "log_normal", "exponential", "geometric", "cauchy", "integers")
@@ -36,12 +36,12 @@ def random(
     paddings: Paddings = (),
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Independent random numbers, without a gradient; drawn also where `rng` is not training, as torch draws them.
+    """Draw independent random numbers, without a gradient, also when not training, as torch does.
 
     kind, options: one of KINDS and its parameters; "integers" are in [from, to), "permutation" is one of
     range(shape[0]).
-    shape: global. index: ordinal of this op in the graph. digits, paddings: which part this rank holds, as in
-    `ops.dropout`."""
+    shape: global. index: ordinal of this op in the graph. digits, paddings: which part this rank holds (`ops.dropout`).
+    """
     assert rng is not None, "random numbers need a random state"
     key = rng.key(index)
     where = indices(shape, digits, mesh, device, paddings)
@@ -58,6 +58,6 @@ def random(
 
 
 def _below(x: float, dtype: torch.dtype) -> float:
-    """The largest number of a dtype below x."""
+    """Return the largest number of a dtype below x."""
     limit = torch.tensor(x, dtype=dtype)
     return float(limit if float(limit) < x else torch.nextafter(limit, torch.tensor(-torch.inf, dtype=dtype)))

@@ -1,9 +1,9 @@
-"""The parts of a shard, one for each rank of an axis, cut and joined in a single copy (none where the ranks' digit of
-the dim is the outermost one).
+"""Cut and join the parts of a shard, one for each rank of an axis, in a single copy.
 
-A shard sees its dim as [split, n, rest] (shardc.ir.placement). Collectives send and receive *stacks* [n, ...]: the
-digit moved to the front, part i being what rank i of the axis holds. Sections, which are no digit, and mirrored digits
-take the longer way through `chunks`."""
+No copy is needed where the ranks' digit of the dim is the outermost one. A shard sees its dim as [split, n, rest]
+(shardc.ir.placement). Collectives send and receive *stacks* [n, ...]: the digit moved to the front, part i being what
+rank i of the axis holds. Sections, which are no digit, and mirrored digits take the slower way through `chunks`.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shardc.ir.shard_chunks import chunks, unchunk
 
 
 def _seen(x: Tensor, s: Shard, n: int) -> Tensor:
-    """x[..., d, ...] as [..., split, n, rest, ...]."""
+    """View x[..., d, ...] as [..., split, n, rest, ...]."""
     d, size = s.dim, x.shape[s.dim]
     return x.reshape(*x.shape[:d], s.split, n, size // (s.split * n), *x.shape[d + 1 :])
 
 
 def stack(x: Tensor, s: Shard, n: int) -> Tensor:
-    """[n, *local]: part i of the shard at index i; contiguous."""
+    """Return the parts of the shard as [n, *local], contiguous."""
     if s.sections or s.mirrored:
         return torch.stack(chunks(x, s, n))
     d = s.dim
@@ -29,13 +29,12 @@ def stack(x: Tensor, s: Shard, n: int) -> Tensor:
 
 
 def stacked(whole: Tensor, s: Shard, n: int) -> Tensor:
-    """[n, ..., split, d / (split * n), ...]: a contiguous whole tensor, seen as the n parts of a shard without
-    sections."""
+    """View a contiguous tensor as n parts, without sections: [n, ..., split, d / (split * n), ...]."""
     return _seen(whole, s, n).movedim(s.dim + 1, 0)
 
 
 def unstack(parts: Tensor, s: Shard) -> Tensor:
-    """The inverse of `stack`: the whole tensor, contiguous."""
+    """Invert `stack`: return the whole tensor, contiguous."""
     if s.sections or s.mirrored:
         return unchunk(parts.unbind(0), s)
     d, (n, *local) = s.dim, parts.shape
@@ -45,7 +44,7 @@ def unstack(parts: Tensor, s: Shard) -> Tensor:
 
 
 def cut(x: Tensor, s: Shard, n: int, i: int) -> Tensor:
-    """Part i of n, contiguous."""
+    """Return part i of n, contiguous."""
     if s.sections or s.mirrored:
         return chunks(x, s, n)[i].contiguous()
     d = s.dim
@@ -53,7 +52,7 @@ def cut(x: Tensor, s: Shard, n: int, i: int) -> Tensor:
 
 
 def pad(x: Tensor, s: Shard, n: int, i: int) -> Tensor:
-    """The whole tensor that has x as its part i and zeros elsewhere."""
+    """Return the whole tensor that has x as its part i and zeros elsewhere."""
     if s.sections or s.mirrored:
         zero = torch.zeros_like(x)
         return unchunk([x if j == i else zero for j in range(n)], s)

@@ -1,8 +1,9 @@
-"""A softmax's normaliser over dims that are split: what one rank does between two sums over ranks.
+"""Compute a softmax's normaliser over split dims: the steps of one rank between two sums over ranks.
 
     top = all_reduce_max(largest(x))          sums = all_reduce(sum_exp(x, top))          lse = log_sum(sums, top)
 
-All of it in float32 at least, as torch's kernels do."""
+All of it is in float32 at least, as in torch's kernels.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +14,21 @@ from shardc.runtime.ops.with_backward import with_backward
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What normalisers are computed in."""
+    """Return the dtype of normalisers."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def largest(x: Tensor, dims: list[int]) -> Tensor:
-    """The largest element along `dims`, which are kept; detached."""
+    """Return the largest element along `dims`, which are kept; detached."""
     return x.detach().amax(dims, keepdim=True).to(wide(x.dtype))
 
 
 def sum_exp(x: Tensor, top: Tensor, dims: list[int]) -> Tensor:
-    """This rank's summand of a normaliser: the sum of exp(x - top) along `dims`, which are kept.
+    """Compute this rank's summand of a normaliser: the sum of exp(x - top) along `dims`, which are kept.
 
     top: the largest elements, of all ranks. Saves one buffer of the size of x, in float32 at least. Backward works on
-    it in place: it runs once."""
+    it in place: it runs once.
+    """
 
     def forward(x: Tensor, top: Tensor) -> tuple[Tensor, tuple[Tensor, torch.dtype]]:
         exps = (x - _finite(top)).exp_()
@@ -37,10 +39,10 @@ def sum_exp(x: Tensor, top: Tensor, dims: list[int]) -> Tensor:
 
 
 def log_sum(sums: Tensor, top: Tensor) -> Tensor:
-    """The log of the sum of exponentials, from the normaliser of `sum_exp`."""
+    """Return the log of the sum of exponentials, from the normaliser of `sum_exp`."""
     return sums.log() + _finite(top)
 
 
 def _finite(top: Tensor) -> Tensor:
-    """0 where all is -inf, or anything inf: what is less by that would be nan."""
+    """Replace infinities by 0, as subtracting them would produce nan."""
     return top.masked_fill(top.abs() == torch.inf, 0.0)

@@ -1,6 +1,4 @@
-"""Ops of torch's that a captured graph cannot hold, as ops of our own: `torch.ops.shardc.*`. Importing this module
-registers them.
-"""
+"""Register ops that replace torch ops that a captured graph cannot hold: `torch.ops.shardc.*`."""
 
 from __future__ import annotations
 
@@ -14,10 +12,11 @@ from torch import Tensor
 def ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
 ) -> Tensor:
-    """The CTC loss of every sequence, f[n]: log_probs f[t, n, c], targets i64[n, s] or all in one row, lengths i64[n].
+    """Compute the CTC loss of every sequence, f[n].
 
-    torch's own (`_ctc_loss`) also returns what its backward needs, in a shape that depends on the lengths' values. This
-    one computes that again in backward. zero_infinity: sequences that cannot be aligned have no gradient.
+    log_probs f[t, n, c], targets i64[n, s] or all in one row, lengths i64[n]. torch's `_ctc_loss` also returns what its
+    backward needs, in a shape that depends on the lengths' values. This op computes that again in backward.
+    zero_infinity: sequences that cannot be aligned have no gradient.
     """
     return torch._ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)[0]
 
@@ -52,7 +51,10 @@ torch.library.register_autograd("shardc::with_gradient_of", lambda ctx, grad: (N
 
 
 def with_gradient_of(value: Tensor, path: Tensor) -> Tensor:
-    """The value of one tensor with the gradient of another, of the same shape and dtype: what a custom backward becomes
-    (shardc/capture/rewrite/autograd_function.py). The value itself gets no gradient; nothing is copied or computed."""
+    """Return `value` with the gradient of `path`, of the same shape and dtype.
+
+    A custom backward becomes this (shardc/capture/rewrite/autograd_function.py). The value gets no gradient; nothing is
+    copied or computed.
+    """
     result: Tensor = torch.ops.shardc.with_gradient_of.default(value, path)
     return result

@@ -1,9 +1,9 @@
-"""Ops with a backward of their own: a pair of functions, and the one autograd.Function that runs such pairs.
+"""Define ops with a custom backward: a pair of functions, run by one autograd.Function.
 
-    forward(*args)             (the result or results, what backward takes: tensors and whatever else)
-    backward(needs, g, *kept)  gradients of the first arguments, in order; needs: by argument, whether one is wanted
+    forward(*args)             (the result or results, what backward takes: tensors and others)
+    backward(needs, g, *kept)  gradients of the first arguments, in order; needs: by argument, whether one is needed
 
-Graphs of a step run such an op whole (shardc.runtime.ops.opaque), or call what its backward consists of.
+Step graphs run such an op as a whole (shardc.runtime.ops.opaque), or call the parts of its backward.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Backward = Callable[..., Sequence[Tensor | None]]
 
 
 class WithBackward(Function):
-    """Run a pair under autograd. others: of what backward takes, what is no tensor, by place."""
+    """Run a pair under autograd. others: backward's inputs that are no tensors, by place."""
 
     @staticmethod
     def forward(ctx: Any, forward: Callable[..., Any], backward: Backward, once: bool, *args: Any) -> Any:
         made, kept = forward(*args)
-        ctx.saves = any(isinstance(x, Tensor) for x in kept)  # else torch would refuse to run backward twice
+        ctx.saves = any(isinstance(x, Tensor) for x in kept)  # else torch would not run backward twice
         if ctx.saves:
             ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in kept))
         ctx.others = tuple(None if isinstance(x, Tensor) else x for x in kept)
@@ -49,7 +49,8 @@ _once: Any = once_differentiable(_gradients)
 
 
 def with_backward(forward: Callable[..., Any], backward: Backward, *args: Any, once: bool = True) -> Any:
-    """Return what `forward` makes of the arguments; its gradient is `backward`'s. once: backward cannot be
-    differentiated, which torch then says; else it runs as it is, and may look.
+    """Return `forward`'s result, with `backward` as its gradient.
+
+    once: backward cannot be differentiated, and torch raises an error for it; else it runs unguarded.
     """
     return WithBackward.apply(forward, backward, once, *args)  # type: ignore[no-untyped-call]

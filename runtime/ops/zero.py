@@ -1,4 +1,4 @@
-"""What a program calls to have the parameters of a bucket whole (shardc.passes.gradient_buckets puts it there)."""
+"""Call the buckets of ZeRO from programs (shardc.passes.gradient_buckets inserts these ops)."""
 
 from __future__ import annotations
 
@@ -11,69 +11,66 @@ from torch import Tensor
 
 
 def gather_start(params: Sequence[Any], tag: str = "") -> Any:
-    """Begin to gather a bucket, in the background. params: all of the bucket's; only their parts exist. Backward:
-    reduce_scatter.
-    """
+    """Start to gather a bucket. params: all of the bucket's, as parts. Backward: reduce_scatter."""
     params[0].gather()
     return params[0]
 
 
 def gather_wait(bucket: Any) -> tuple[Tensor, ...]:
-    """The bucket's parameters, whole, once `gather_start` is done. They are freed when nothing uses them, and gathered
-    again in backward.
-    """
+    """Wait for `gather_start`; return the whole parameters, freed after use, gathered again in backward."""
     result: tuple[Tensor, ...] = bucket.used()
     return result
 
 
 def updated(params: Sequence[Any], tag: str = "") -> tuple[Tensor, ...]:
-    """The bucket's parameters, whole, once the gather that followed the last update is done."""
+    """Wait for the gather after the last update; return the bucket's whole parameters."""
     result: tuple[Tensor, ...] = params[0].updated()
     return result
 
 
-# --- backward, as backward graphs call it (shardc.passes.joint)
+# --- called by backward graphs (shardc.passes.joint)
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """A bucket that is being gathered for backward. wait: the whole bucket, when it is there."""
+    """A bucket whose gather for backward runs. wait: returns the whole bucket."""
 
     bucket: Any
     wait: Callable[[], Tensor]
 
 
 def regather_start(params: Sequence[Any], tag: str = "") -> Gathering:
-    """`gather_start`, for backward."""
+    """Start to gather a bucket for backward."""
     bucket: Any = params[0]
     return Gathering(bucket, bucket.regather())
 
 
 def regather_wait(gathering: Gathering) -> tuple[Tensor, ...]:
-    """The bucket's parameters, whole. Views of one tensor: it is freed when nothing uses one of them."""
+    """Wait; return the bucket's whole parameters, views of a tensor that is freed with the last view."""
     result: tuple[Tensor, ...] = gathering.bucket.parts(gathering.wait())
     return result
 
 
 def scatter(params: Sequence[Any], grads: Sequence[Tensor | None], tag: str = "") -> None:
-    """Backward has all gradients of a gathered bucket: begin their sum over ranks."""
+    """Start the sum of a gathered bucket's gradients over ranks. Backward has all of them."""
     params[0].arrived(grads)
 
 
 def launch(mesh: Any, tag: str = "") -> None:
-    """Backward has all gradients that it brings to a bucket of whole parameters: begin its sum over ranks. Sums begin
-    in the order of the buckets, and not before a bucket's last backward of a step (ZeRO 2: in each).
+    """Start the sums of due buckets of whole parameters, in their order, as their gradients are complete.
+
+    A bucket is due in a step's last backward, at ZeRO 2 in each.
     """
     mesh.step.launch()
 
 
 def accumulate(param: Tensor, grad: Tensor, *, own: bool = False) -> None:
-    """Backward has a parameter's gradient: what autograd does at a leaf. Where a bucket waits for it, it is copied
-    there, and `launch` begins the bucket's sum.
+    """Accumulate a parameter's gradient, as autograd does at a leaf.
 
-    own: nothing else looks at the gradient's memory. Autograd takes a gradient over if nobody else holds it, and copies
-    it otherwise; here the caller holds it, so the graph says. Where a bucket waits for it, which copies it to its own
-    place, that would be one copy too many in any case.
+    If a bucket waits for the gradient, it copies it to its place, and `launch` starts the bucket's sum. own: nothing
+    else reads the gradient's memory. Autograd takes a gradient over if nothing else holds it, and copies it otherwise.
+    Here the caller holds it, so the graph has to declare it. For a waiting bucket, which copies it anyway, no other
+    copy is made.
     """
     if not param.requires_grad:  # it was frozen since
         return
@@ -88,5 +85,5 @@ def accumulate(param: Tensor, grad: Tensor, *, own: bool = False) -> None:
 
 
 def add_into(x: Tensor, y: Tensor) -> Tensor:
-    """x + y, in the memory of x."""
+    """Add y to x in place."""
     return x.add_(y)

@@ -1,4 +1,4 @@
-"""From one engine, or module, to another: the moves that it takes, made once."""
+"""Move weights from one engine, or module, to another. The moves are planned once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardc.runtime.zero.buckets import Buckets
 
 
 class End(Protocol):
-    """What has the weights of a program on a rank. owned: what the optimizer works on; both by placeholder name."""
+    """The holder of a program's weights on a rank. owned: by placeholder name, as the optimizer has them."""
 
     program: Program
     mesh: Any
@@ -32,29 +32,28 @@ class End(Protocol):
 
     @property
     def reshards(self) -> MutableMapping[End, Reshard]:
-        """To other ends."""
+        """The moves to other ends."""
         ...
 
     @property
     def checks(self) -> bool:
-        """Are calls compared over ranks?"""
+        """Whether calls are compared over ranks."""
         ...
 
     def sending(self) -> AbstractContextManager[None]:
-        """In it local tensors are up to date, and are read. Collective."""
+        """Make local tensors current, to read them in this context. Collective."""
         ...
 
     def receiving(self) -> AbstractContextManager[None]:
-        """In it they are written to, in all forms. Collective."""
+        """Allow writes to local tensors, in all forms, in this context. Collective."""
         ...
 
 
 class Reshard:
-    """The moves of weights, and of whatever else, from one end to another over the same ranks. Making it is collective,
-    and so is doing it.
+    """The moves of weights, and of `more`, between two ends on the same ranks. Making it is collective.
 
-    all_buffers: of `weights`. more: what moves besides; its local tensors are given when it is done.
-    .sent, .received: bytes of this rank, by rank. .rounds: all_to_alls.
+    So is calling it. all_buffers: of `weights`. more: other tensors to move, whose local tensors are arguments of the
+    call. .sent, .received: bytes of this rank, by rank. .rounds: all_to_alls.
     """
 
     def __init__(
@@ -67,14 +66,14 @@ class Reshard:
         self.rounds = sum(m.rounds for m in self._moves)
 
     def __call__(self, old: End, new: End, more: Mapping[Key, Tensor]) -> None:
-        """Do it, between ends of the programs that it was made for."""
+        """Move, between ends of the programs that it was made for."""
         local = {**local_tensors("from", old), **local_tensors("to", new), **more}
         for move in self._moves:
             move(local)
 
 
 def move_weights(old: End, other: Any) -> Reshard:
-    """Into another end, or what has one (`.weights_end`). Collective. Raises ShardcError for anything else."""
+    """Move weights to another end, or its owner; raise ShardcError if there is none. Collective."""
     new: End | None = getattr(other, "weights_end", None)
     if new is None:
         fault = f"a {type(other).__name__} holds no weights of a program"

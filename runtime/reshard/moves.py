@@ -1,11 +1,11 @@
-"""The messages of a move: rounds of bounded size, each one all_to_all over all ranks.
+"""Send the messages of a move: rounds of bounded size, each one all_to_all over all ranks.
 
-    rank 0 to 1   aaaaabbbcc      in 2 rounds   aaaaa | bbbcc      What one rank has for another is cut into as many
+    rank 0 to 1   aaaaabbbcc      in 2 rounds   aaaaa | bbbcc      The data of one rank for another is cut into as many
     rank 0 to 2   dddd                             dd | dd         parts as there are rounds
 
-There are so many rounds that none of them takes a rank much more than a bucket to send, or to receive: at most two. So
-much memory does a move need, beside the tensors that it reads and those that it fills. All ranks take the same rounds
-in the same order: nobody waits for a message whose sender waits for another one first.
+There are enough rounds that in each a rank sends, and receives, at most about a bucket (never more than two). So a move
+needs that much memory besides the tensors that it reads and fills. All ranks take the same rounds in the same order, so
+there is no deadlock.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from shardc.errors import ShardcError
 from shardc.runtime.reshard.places import Place
 from shardc.runtime.reshard.routes import Copy, Piece, Routes, routes
 
-#: Bytes that a rank sends and receives at once, about.
+#: Approximate bytes that a rank sends and receives at once.
 BUCKET = 32 << 20
-#: Names a local tensor of a rank.
+#: The name of a local tensor of a rank.
 Key = tuple[str, str, str]
 
 
@@ -39,7 +39,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor that is to move. beside: where ranks have it, too, for themselves alone."""
+    """A tensor to move. beside: a second place in which ranks have it, only for their own use."""
 
     name: str
     have: Kept
@@ -56,7 +56,7 @@ class Wanted:
         return self.have.place, self.need.place, self.beside.place if self.beside is not None else None
 
     def routes(self, world: int, rank: int, turn: int) -> Routes:
-        """One rank's. Raises ShardcError where an element that it needs is nowhere."""
+        """Return one rank's routes. Raises ShardcError if a needed element is on no rank."""
         have, need, beside = self.places
         found = routes(have, need, world, rank, beside=beside, turn=turn)
         if found.lacking:
@@ -81,7 +81,7 @@ _Round = tuple[list[list[_Stretch]], list[list[_Stretch]]]  # (sent, received), 
 
 
 class Moves:
-    """What one rank does to move tensors; made once, and done as often as one likes. Making it is collective.
+    """The moves of tensors of one rank; made once, and run any number of times. Making it is collective.
 
     wanted: the same on all ranks, in one order. bucket: bytes. .sent, .received: bytes of this rank, by rank.
     """
@@ -90,10 +90,10 @@ class Moves:
         self._mesh, world, here = mesh, mesh.layout.world, mesh.rank
         self.sent, self.received = [0] * world, [0] * world
         self._copied: list[tuple[Wanted, Copy]] = []
-        # elements of one size together, so that each lies where its dtype is aligned
+        # group elements by size, so that each dtype is aligned
         sizes = sorted({w.wire.itemsize for w in wanted}, reverse=True)
         ways: dict[int, _Round] = {size: ([[] for _ in range(world)], [[] for _ in range(world)]) for size in sizes}
-        known: dict[Any, Routes] = {}  # moments lie as their parameters
+        known: dict[Any, Routes] = {}  # moments have the places of their parameters
         for turn, w in enumerate(wanted):
             if w.places not in known:
                 known[w.places] = w.routes(world, here, turn)
@@ -142,7 +142,7 @@ def _nbytes(by_rank: Sequence[Sequence[_Stretch]]) -> int:
 
 
 def _parts(by_rank: Sequence[Sequence[_Stretch]], number: int) -> list[list[list[_Stretch]]]:
-    """What is sent or received, by round and rank. Both ends of a pair cut it alike."""
+    """Cut what is sent or received by round and rank. Both ends of a pair cut it equally."""
     found: list[list[list[_Stretch]]] = [[[] for _ in by_rank] for _ in range(number)]
     for rank, each in enumerate(by_rank):
         total, start = sum(s.nbytes for s in each), 0
@@ -153,7 +153,7 @@ def _parts(by_rank: Sequence[Sequence[_Stretch]], number: int) -> list[list[list
 
 
 def _places(by_rank: Sequence[Sequence[_Stretch]], flat: Tensor) -> Iterator[tuple[_Stretch, Tensor]]:
-    """Each with its place in a message of bytes, as a tensor of its dtype and shape."""
+    """Yield each with its place in a message of bytes, as a tensor of its dtype and shape."""
     start = 0
     for s in (s for each in by_rank for s in each):
         stop = start + s.nbytes

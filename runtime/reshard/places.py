@@ -1,5 +1,4 @@
-"""Where each rank has a tensor under a program: boxes of the global tensor, as of a checkpoint (shardc.runtime.state.
-boxes), but of any rank. Pure arithmetic."""
+"""Find the boxes of a tensor that any rank has under a program (as shardc.runtime.state.boxes)."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ _NOTHING = torch.empty(0)
 
 
 class Place(Protocol):
-    """Where ranks have a tensor. Equal places have equal boxes."""
+    """The place of a tensor on ranks. Equal places have equal boxes."""
 
     def boxes(self, rank: int) -> Sequence[Box]:
-        """What a rank has of it; () if nothing."""
+        """Return a rank's boxes of it; () if it has none."""
         ...
 
 
 class Plan:
-    """What each rank has under a program."""
+    """The tensors of each rank under a program."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -41,7 +40,7 @@ class Plan:
 
     @cached_property
     def params(self) -> dict[str, Param]:
-        """Parameters by the names that checkpoints have for them: of a stack the names of its members."""
+        """Parameters by their names in checkpoints; for a stack, the names of its members."""
         return {n: p for p in self.program.params for n in p.members or (p.fqn,)}
 
     @cached_property
@@ -50,13 +49,12 @@ class Plan:
         return {b.fqn: b for b in self.program.buffers if b.fqn}
 
     def zero(self, p: Param) -> int:
-        """The level of ZeRO of its bucket."""
+        """Return the ZeRO level of its bucket."""
         bucket = self.program.bucket(p)
         return bucket.zero if bucket is not None else 0
 
     def boxes(self, x: Param | Buffer, name: str, rank: int, *, cut: bool) -> Sequence[Box]:
-        """What a rank has of a parameter or buffer (of a stack: of its member `name`). cut: of a parameter that ZeRO
-        cuts, the stretch that is left to the rank."""
+        """Return a rank's boxes of x; of a stack, of its member `name`. cut: only ZeRO's stretch for the rank."""
         mesh = self.program.mesh
         if not self.program.has(x, mesh.coords(rank)):
             return ()
@@ -68,10 +66,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Lying:
-    """As a parameter or buffer of a program lies.
+    """The place of a parameter or buffer `name` of a program. stored: its placeholder, perhaps a stack's.
 
-    stored: its placeholder; name: its own, or that of a member of the stack that it is. cut: as ZeRO cuts it. ranks:
-    those that have it at all; None: all that have the parameter.
+    cut: as ZeRO cuts it. ranks: those that have it at all; None: all that have the parameter.
     """
 
     plan: Plan
@@ -86,14 +83,14 @@ class Lying:
         return self.plan.boxes(self.plan.stored[self.stored], self.name, rank, cut=self.cut)
 
     def on(self, ranks: frozenset[int]) -> Lying:
-        """The same on these ranks alone; itself, if no other has any of it."""
+        """Return the same place on these ranks only; itself, if no other rank has any of it."""
         others = set(range(self.plan.program.mesh.world)) - ranks
         return replace(self, ranks=ranks) if any(self.boxes(r) for r in others) else self
 
 
 @dataclass(frozen=True)
 class Whole:
-    """Whole, on some ranks."""
+    """A whole tensor, on some ranks."""
 
     shape: Numbers
     ranks: frozenset[int]

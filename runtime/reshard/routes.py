@@ -1,8 +1,9 @@
-"""Who sends which box of a tensor to whom, where it lies in one way and is to lie in another. Pure arithmetic: every
-rank finds its own sends and receives, and both ends of a message list the same boxes in the same order.
+"""Find which rank sends which box of a tensor to which, between two places. Pure arithmetic.
 
-Two ranks have the same boxes of a tensor (they are replicas), or share no element. So whoever lacks an element gets it
-from one replica: the nearest, and of equally near ones in turn."""
+Every rank finds its own sends and receives, and both ends of a message list the same boxes in the same order. Two ranks
+have the same boxes of a tensor (they are replicas), or share no element. So a rank gets a missing element from one
+replica: the nearest, and of equally near ones in turn.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ Form = tuple[tuple[Numbers, Numbers], ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of the global tensor, and the box of a rank's local tensor that it lies in."""
+    """A box of the global tensor, and the box of a rank's local tensor that contains it."""
 
     offset: Numbers
     shape: Numbers
@@ -34,20 +35,21 @@ class Piece:
         return math.prod(self.shape)
 
     def of(self, local: Tensor) -> Tensor:
-        """A view of what a local tensor has there."""
+        """Return its view of a local tensor."""
         inside = (slice(a - b, a - b + n) for a, b, n in zip(self.offset, self.box.offset, self.shape, strict=True))
         return self.box.of(local)[tuple(inside)]
 
     def cut(self, itemsize: int, limit: int) -> Iterator[Piece]:
-        """Pieces of at most so many bytes, or of one element, that it consists of."""
+        """Yield its parts of at most `limit` bytes, or of one element."""
         for start, shape in cuts(self.shape, itemsize, limit):
             yield Piece(tuple(a + b for a, b in zip(self.offset, start, strict=True)), shape, self.box)
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank has for another one, or for itself: (number of the needed box, number of the one that has it, offset,
-    shape) of each common box. beside: the source has it in the second place in which it has the tensor.
+    """The boxes that a rank sends to another, or copies itself. beside: from its second place.
+
+    common: (number of the needed box, number of the source's box, offset, shape) of each common box.
     """
 
     source: int
@@ -62,7 +64,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Copy:
-    """What a rank has itself. beside: as of Message."""
+    """A copy within a rank. beside: as of Message."""
 
     read: Piece
     written: Piece
@@ -71,10 +73,7 @@ class Copy:
 
 @dataclass
 class Routes:
-    """What one rank copies, sends and receives of a tensor.
-
-    sent, received: by rank. lacking: how many elements it needs that nobody has.
-    """
+    """The copies, sends and receives of one rank for a tensor. lacking: needed elements on no rank."""
 
     copied: list[Copy] = field(default_factory=list)
     sent: dict[int, list[Piece]] = field(default_factory=dict)
@@ -83,7 +82,7 @@ class Routes:
 
 
 def routes(have: Place, need: Place, world: int, rank: int, *, beside: Place | None = None, turn: int = 0) -> Routes:
-    """Of one rank of so many. Arguments as of `messages`."""
+    """Return one rank's routes. Arguments as of `messages`."""
     needed = need.boxes(rank)
     found = Routes(lacking=sum(math.prod(b.shape) for b in needed))
     for m in messages(have, need, world, beside=beside, turn=turn, rank=rank):
@@ -106,10 +105,10 @@ def routes(have: Place, need: Place, world: int, rank: int, *, beside: Place | N
 def messages(
     have: Place, need: Place, world: int, *, beside: Place | None = None, turn: int = 0, rank: int | None = None
 ) -> Iterator[Message]:
-    """From all ranks to all, or those from and to one of them.
+    """Yield the messages of all ranks to all, or those from and to one rank.
 
-    beside: where each rank has the tensor too, for itself alone. turn: another number for each tensor, by which
-    replicas take turns.
+    beside: a second place in which each rank has the tensor, only for its own use. turn: another number for each
+    tensor, by which replicas take turns.
     """
     has, needs, own = ([_form(p, r) for r in range(world)] for p in (have, need, beside))
     holders = _groups(has)
@@ -132,8 +131,7 @@ def messages(
 
 
 def nearest_source(target: int, sources: Sequence[int], turn: int) -> int:
-    """Of the ranks that could send, one in the smallest block that the target is in, too. Blocks are of powers of two,
-    as axes of meshes and devices of machines mostly are; of several sources there, the one whose turn it is."""
+    """Return a source in the smallest aligned block of 2^n ranks with the target; several take turns."""
     shared = min((target ^ s).bit_length() for s in sources)
     near = [s for s in sources if (target ^ s).bit_length() == shared]
     return near[turn % len(near)]
@@ -144,7 +142,7 @@ def _form(place: Place | None, rank: int) -> Form:
 
 
 def _groups(forms: Iterable[H]) -> dict[H, list[int]]:
-    """Ranks by what they have."""
+    """Group ranks by their forms."""
     found: dict[H, list[int]] = {}
     for r, form in enumerate(forms):
         found.setdefault(form, []).append(r)
@@ -155,8 +153,7 @@ _Lacking = list[tuple[int, Numbers, Numbers]]  # (number of the needed box, offs
 
 
 def _taken(lacking: _Lacking, boxes: Form) -> tuple[list[tuple[int, int, Numbers, Numbers]], _Lacking]:
-    """What boxes have of what is lacking, as (number of the needed box, number of this one, offset, shape), and what is
-    lacking then."""
+    """Return the part of `lacking` in boxes, (needed box, this box, offset, shape), and the rest."""
     found: list[tuple[int, int, Numbers, Numbers]] = []
     for j, box in enumerate(boxes):
         left: _Lacking = []

@@ -1,8 +1,8 @@
-"""The state of an optimizer that moves from one engine to another, with all that is no tensor: counts, settings,
-schedules. Every rank tells all others what a checkpoint would have of it; its tensors are then sent as any others.
+"""Move an optimizer's state from one engine to another: tensors, counts, settings, schedules.
 
-Tensors of a parameter's shape lie as it does. Others, such as a count of steps, or what belongs to a matrix with an
-owner, are whole on the ranks that say they have them.
+Every rank sends all others what a checkpoint would record of it; its tensors are then sent as any others. Tensors of a
+parameter's shape are split as it is. Others, such as a count of steps, or those of a matrix with an owner, are whole on
+the ranks that report them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from shardc.runtime.state.boxes import Part
 from shardc.runtime.state.checkpoint_index import DTYPES, Index, Stored, plain
 from shardc.runtime.state.saving_optimizer import together
 
-#: What ranks say of their tensors: {key: (dtype, global shape, placeholder of the parameter that it lies as, or "")}.
+#: A rank's report of its tensors: {key: (dtype, global shape, placeholder of a parameter with the same place or "")}.
 Said = Mapping[str, Sequence[Any]]
 
 
 def told(
     mesh: Any, program: Program, params: Mapping[str, Tensor], parts: Mapping[str, Part], **facts: Any
 ) -> list[dict[str, Any]]:
-    """What each rank says: `facts`, which JSON has to know, and under "tensors" what it has of the optimizer's state.
-    params: this rank's, by placeholder name. Collective."""
+    """Return each rank's report: `facts`, for JSON, and "tensors" of the optimizer's state. Collective.
+
+    params: this rank's, by placeholder name.
+    """
     names = {n: p.name for p in program.params if p.name in params for n in p.members or (p.fqn,)}
     tensors = {}
     for key, part in parts.items():
@@ -43,7 +45,7 @@ def told(
 
 
 def index_of(program: Program, every: Sequence[Mapping[str, Any]]) -> Index:
-    """The index of the checkpoint that the ranks' facts are of: `optimizer`, `extra` and tensors."""
+    """Build a checkpoint's index of the ranks' facts: `optimizer`, `extra` and tensors."""
     stored: dict[str, Stored] = {}
     for p in program.params:
         stored |= {f"model.{n}": Stored(p.dtype, p.shapes[n]) for n in p.members or (p.fqn,)}
@@ -58,7 +60,7 @@ def index_of(program: Program, every: Sequence[Mapping[str, Any]]) -> Index:
 
 
 def states(old: Plan, new: Plan, have: Sequence[Said], need: Sequence[Said]) -> list[Wanted]:
-    """The tensors that the new plan's optimizer takes from the old one's. have, need: what each rank says of them."""
+    """Return the state tensors that the new plan takes from the old one. have, need: by rank, as reported."""
     of, to = _kept("from", old, have), _kept("to", new, need)
     return [Wanted(key, of[key], kept) for key, kept in to.items()]
 
@@ -80,5 +82,5 @@ def _kept(side: Side, plan: Plan, every: Sequence[Said]) -> dict[str, Kept]:
 
 
 def _parameter(key: str) -> str:
-    """Of optimizer.PARAMETER.STATE."""
+    """Return PARAMETER of optimizer.PARAMETER.STATE."""
     return key.removeprefix("optimizer.").rpartition(".")[0]

@@ -1,9 +1,8 @@
-"""Which weights are to move from one program's ranks to another's, and the local tensors of an engine that they are
-read from and written to.
+"""Choose the weights that move between two programs, and find an engine's local tensors of them.
 
 Of a parameter a rank may have two forms: its stretch as stored, and, at ZeRO 1 and 2 with another dtype to compute in,
-a whole copy in that dtype. Where the other program wants that dtype, it is had from the copy. And a new copy takes from
-its own rank's new stretch what that has.
+a whole copy in that dtype. If the other program needs that dtype, it is read from the copy. And a new copy takes what
+it can from its own rank's new stretch.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ Side = Literal["from", "to"]
 
 
 def weights(old: Plan, new: Plan, *, all_buffers: bool) -> tuple[list[Wanted], list[Wanted]]:
-    """Parameters, and the buffers that both programs have: (first, what may be read from what came first).
+    """Return (first, second) moves of parameters and common buffers; the second may read the first's.
 
-    all_buffers: both have to have all that a checkpoint has. Raises ShardcError for programs of different models.
+    all_buffers: both need all buffers of a checkpoint. Raises ShardcError for programs of different models.
     """
     check(old, new, all_buffers=all_buffers)
     first, second = list[Wanted](), list[Wanted]()
@@ -46,18 +45,18 @@ def weights(old: Plan, new: Plan, *, all_buffers: bool) -> tuple[list[Wanted], l
 
 
 def forms(side: Side, plan: Plan, p: Param, name: str) -> tuple[Kept, Kept | None]:
-    """(a parameter as it is stored, the whole copy in another dtype if there is one), of a rank of a program."""
+    """Return a rank's forms of a parameter: (as stored, the whole copy in another dtype or None)."""
     bucket, zero = plan.program.bucket(p), plan.zero(p)
     compute = bucket.compute if bucket is not None and zero in (1, 2) else None
     cut = zero == 3 or compute not in (None, p.dtype)
     stored = Kept((side, "own" if cut else "whole", p.name), p.dtype, Lying(plan, p.name, name, cut))
     if zero == 3 or not cut or compute is None:
-        return stored, None  # or a view of the copy
+        return stored, None  # also where it is a view of the copy
     return stored, Kept((side, "whole", p.name), compute, Lying(plan, p.name, name))
 
 
 def local_tensors(side: Side, end: Any) -> dict[Key, Tensor]:
-    """The local tensors of an end's parameters and buffers, in all forms."""
+    """Return the local tensors of an end's parameters and buffers, in all forms."""
     whole = {n: end.buckets.whole(n) for n in end.owned}
     found: dict[Key, Tensor] = {(side, "own", n): p.detach() for n, p in end.owned.items()}
     found |= {(side, "whole", n): x for n, x in whole.items() if x is not None}
@@ -65,7 +64,7 @@ def local_tensors(side: Side, end: Any) -> dict[Key, Tensor]:
 
 
 def check(old: Plan, new: Plan, *, all_buffers: bool) -> None:
-    """Raises ShardcError for programs of other numbers of ranks, or of different models. all_buffers: of `weights`."""
+    """Raise ShardcError for programs of different models, or numbers of ranks. all_buffers: of `weights`."""
     before, after = old.program.mesh, new.program.mesh
     if before.world != after.world:
         fault = f"the mesh {before} has {before.world} ranks, and {after} has {after.world}"

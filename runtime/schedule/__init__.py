@@ -1,21 +1,23 @@
-"""Pipeline schedules as data: which rank runs which action when. Pure Python that imports nothing of
-shardc but errors and text_file, so that specs, passes, plans and the interpreter can all read the one table below.
+"""Define pipeline schedules as data: which rank runs which action when.
+
+Pure Python that imports nothing of shardc but errors and text_file, so that specs, passes, plans and the interpreter
+can all read the table below.
 
     s = make("1f1b", stages=4, ranks=4, microbatches=8, edges=[(0, 1), (1, 2), (2, 3), (0, 3)])
     print(s)                        # a line a rank; parse(str(s)) == s
     prove(s, edges).live            # raises ShardcError, or returns the peak activations of each rank
     timeline(s, costs).bubble()     # start and end of every action
 
-    actions                               Action, Schedule, Link: what a schedule is made of
-    gpipe, one_f_one_b, zb_h1, zb_v,      who computes what in which order: (stages, ranks, microbatches) -> F, B, I,
-    dualpipe_v                            W and pairs of each rank
+    actions                               Action, Schedule, Link: the parts of a schedule
+    gpipe, one_f_one_b, zb_h1, zb_v,      the order of each: (stages, ranks, microbatches) -> F, B, I, W and pairs of
+    dualpipe_v                            each rank
     sends                                 adds sends, receives, REDUCE and STEP
     proof                                 complete, in legal order, no deadlock
     text, timeline                        files of schedules; when each action runs
 
-A new schedule is a function in a file of its own and a line in SCHEDULES: the spec takes its name, the planner tries
-it. Its stages may be connected in any way: what is legal where each stage uses the one before is legal for all edges
-from earlier to later stages.
+A new schedule is a function in a new file and a line in SCHEDULES: the spec takes its name, the planner tries it. Its
+stages may be connected in any way: an order that is legal where each stage uses the one before is legal for all edges
+that go forward.
 """
 
 from __future__ import annotations
@@ -72,18 +74,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Maker:
-    """How a schedule is made, and estimates by which a plan chooses which ones to make and price exactly.
+    """How a schedule is made, and estimates by which a plan chooses the schedules to price exactly.
 
     order: (stages, ranks, microbatches) -> F, B, I, W and pairs of each rank.
-    per_rank: numbers of stages on a rank that a plan tries; the first is that of a spec that names none.
-    only: the order exists for the numbers in per_rank alone.
-    kept, idle: estimates for plans, by default those of 1F1B: of `ranks` ranks that have `per_rank` equal stages each,
-    and at least as many microbatches as ranks.
-    kept: (ranks, per_rank, microbatches, first) -> of how many microbatches a rank keeps activations at once, all its
-    stages counted as one. first: of the first rank; else of the last. Those between lie on a line.
+    per_rank: numbers of stages on a rank that a plan tries; the first is the default of a spec.
+    only: the order exists only for the numbers in per_rank.
+    kept, idle: estimates for plans, by default those of 1F1B: for `ranks` ranks with `per_rank` equal stages each, and
+    at least as many microbatches as ranks.
+    kept: (ranks, per_rank, microbatches, first) -> the number of microbatches whose activations a rank keeps at once,
+    all its stages counted as one. first: of the first rank; else of the last. Ranks between are interpolated linearly.
     idle: (ranks, per_rank, microbatches, forward, backward, weights) -> seconds that a rank waits for others in a step.
-    forward, backward: seconds of one microbatch on all stages of a rank; weights: of backward, those of gradients of
-    weights.
+    forward, backward: seconds of one microbatch on all stages of a rank; weights: the part of backward for the
+    gradients of weights.
     """
 
     order: Callable[[int, int, int], list[list[Action]]]
@@ -94,28 +96,28 @@ class Maker:
 
     @cached_property
     def _small(self) -> list[list[Action]]:
-        """Of two ranks and two microbatches: it shows what kind of schedule it is."""
+        """The order of two ranks and two microbatches, which shows the kind of the schedule."""
         return self.order(2 * self.per_rank[0], 2, 2)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Do gradients of inputs (I) and of weights (W) come one after the other?"""
+        """Whether gradients of inputs (I) and of weights (W) are separate actions."""
         return any(a.kind == "I" for each in self._small for a in each)
 
     @cached_property
     def pairs(self) -> bool:
-        """Does a forward of one microbatch run beside a backward of another? (Two microbatches are too few for it.)"""
+        """Whether a forward runs beside a backward of another microbatch. (It needs more than two of them.)"""
         ranks = 2
         return any(a.kind == "FB" for each in self.order(ranks * self.per_rank[0], ranks, 8) for a in each)
 
     @cached_property
     def folds(self) -> bool:
-        """Does the first rank have the last stage too, the second the one before, and so on?"""
+        """Whether the first rank also has the last stage, the second the one before, and so on."""
         last = 2 * self.per_rank[0] - 1
         return any(a.stage == last for a in computed(self._small[0]))
 
 
-#: By the name in a spec. 1f1b is interleaved with several stages a rank, and interleaved is 1f1b with one.
+#: By name in a spec. 1f1b with several stages a rank is interleaved, and interleaved with one is 1f1b.
 SCHEDULES = {
     "gpipe": Maker(gpipe, kept=gpipe_kept),
     "1f1b": Maker(one_f_one_b),
@@ -127,18 +129,17 @@ SCHEDULES = {
 
 
 def default_stages(schedule: str, ranks: int) -> int:
-    """Of a pipeline whose spec says no number: so many on a rank as the schedule is made for; one for a file's."""
+    """Return the stages of a pipeline whose spec has no number, by its schedule; one a rank for a file."""
     return ranks * (SCHEDULES[schedule].per_rank[0] if schedule in SCHEDULES else 1)
 
 
 def make(
     name: str, *, stages: int, ranks: int, microbatches: int, edges: Edges | None = None, where: str = ""
 ) -> Schedule:
-    """A schedule of SCHEDULES, with its sends and receives.
+    """Make a schedule of SCHEDULES, with its sends and receives.
 
-    edges: which stages use values of which others; None: each uses the one before.
-
-    Raises ShardcError, at `where`, for an unknown name, and for numbers of stages that the schedule cannot have.
+    edges: which stages use values of which others; None: each uses the one before. Raises ShardcError, at `where`, for
+    an unknown name, and for numbers of stages that the schedule does not support.
     """
     if name not in SCHEDULES:
         raise ShardcError(f"unknown schedule {name!r}", where=where, fix=f"one of {', '.join(SCHEDULES)}")
@@ -159,16 +160,16 @@ def make(
 
 
 def load(schedule: str, *, stages: int, ranks: int, microbatches: int, edges: Edges, where: str = "") -> Schedule:
-    """The schedule that a spec names, proven: a name of SCHEDULES, or the path of a file, relative to the working
-    directory or to the spec.
+    """Return the schedule that a spec names, proven: of SCHEDULES, or from a file.
 
-    where: its place in the spec, as "spec.yaml:4:1". Raises ShardcError for what `make`, `parse` and `prove` do
-    not take, and for a file of other sizes."""
+    A file's path is relative to the working directory or to the spec. where: its place in the spec, as "spec.yaml:4:1".
+    Raises ShardcError for what `make`, `parse` and `prove` reject, and for a file of other sizes.
+    """
     linked = links(edges, stages)
     if schedule in SCHEDULES:
         filled = make(schedule, stages=stages, ranks=ranks, microbatches=microbatches, edges=linked, where=where)
     else:
-        read = replace(parse(_read(schedule, where), schedule), name=schedule)  # whatever it was printed from
+        read = replace(parse(_read(schedule, where), schedule), name=schedule)  # replaces the name in the file
         for kind, has, wants in (
             ("ranks", read.ranks, ranks),
             ("stages", read.stages, stages),
@@ -193,7 +194,7 @@ def _read(path: str, where: str) -> str:
 
 
 def _whole(order: list[Action], edges: tuple[Link, ...]) -> list[Action]:
-    """I with its W right behind is B in a stage that sends no gradients: nobody waits for I."""
+    """Merge I and a directly following W to B, in stages that send no gradients: no stage waits for I."""
     sending = {e.target for e in edges if e.gradient}
     merged: list[Action] = []
     for a in order:
@@ -205,7 +206,7 @@ def _whole(order: list[Action], edges: tuple[Link, ...]) -> list[Action]:
 
 
 def alone(microbatches: int) -> Schedule:
-    """One stage on one rank."""
+    """Return the schedule of one stage on one rank."""
     return make("1f1b", stages=1, ranks=1, microbatches=microbatches)
 
 
@@ -213,15 +214,16 @@ _BOTH: tuple[Kind, Kind] = ("F", "B")
 
 
 def side_by_side(microbatches: int) -> Schedule:
-    """One stage on one rank, each forward but the first beside the backward of the microbatch before."""
+    """Return one stage on one rank, with each forward beside the backward of the microbatch before."""
     forward, backward = ([Action(kind, 0, m) for m in range(microbatches)] for kind in _BOTH)
     pairs = (pair(f, b) for f, b in zip(forward[1:], backward, strict=False))
     return fill(Schedule.of("side by side", [[forward[0], *pairs, backward[-1]]]))
 
 
 def two_forwards(microbatches: int) -> Schedule:
-    """One stage on one rank, the forwards of two microbatches side by side, and then their backwards. Of an odd number
-    the last is by itself.
+    """Return one stage on one rank: the forwards of two microbatches side by side, then their backwards.
+
+    The last one of an odd number runs separately.
     """
     forward, backward = ([Action(kind, 0, m) for m in range(microbatches)] for kind in _BOTH)
     actions: list[Action] = []
@@ -232,12 +234,12 @@ def two_forwards(microbatches: int) -> Schedule:
     return fill(Schedule.of("two forwards", [actions]))
 
 
-#: Without a pipeline, by the kind of the one pair that there is.
+#: Schedules without a pipeline, by the kind of their only pair.
 _OF_PAIRS: dict[str, Callable[[int], Schedule]] = {"FB": side_by_side, "FF": two_forwards}
 
 
 def of(program: Any) -> Schedule:
-    """What a step of a program runs, with a pipeline or without; of a forward-only program, forwards alone."""
+    """Return the schedule of a program's step, also without a pipeline; only forwards if forward-only."""
     if program.schedule is not None:
         there: Schedule = program.schedule
         return there
@@ -248,9 +250,7 @@ def of(program: Any) -> Schedule:
 
 
 def forward_only(schedule: Schedule, edges: Edges | None = None) -> Schedule:
-    """The same forwards in the same order and nothing else: for evaluation. Legal where the whole is; `prove(...,
-    training=False)`.
-    """
+    """Return the same forwards in the same order, for evaluation. Legal if the whole schedule is."""
     kept = tuple(tuple(a for a in computed(each) if a.kind == "F") for each in schedule.actions)
     there = [e._replace(gradient=False) for e in links(edges, schedule.stages)]
     return fill(replace(schedule, name=f"{schedule.name}, forward only", actions=kept, where=()), there)

@@ -1,19 +1,19 @@
-"""What a pipeline's schedule is made of: for each rank a list of actions. Data only: it prints, and parses back
-(text.py).
+"""Define the actions of a pipeline's schedule: data that prints, and parses back (text.py).
 
     2F0             stage 2 forward, microbatch 0
     2B0             its whole backward; or, split in two:
     2I0 2W0         the gradients of its inputs, which the stage before waits for, and later those of its weights
     0F3+3B0         a forward and a backward of two microbatches, one beside the other (an overlapped pair): as one text
     0F2+0F3         one graph of both (shardc.passes.joint.pair); or two forwards
-    1SEND_F0>2      what 1F0 made leaves for stage 2             2RECV_F0<1    and is received there, for 2F0
+    1SEND_F0>2      the result of 1F0 leaves for stage 2         2RECV_F0<1    and is received there, for 2F0
     2SEND_B0>1      the gradients of it leave for stage 1        1RECV_B0<2    and are received there, for 1B0 or 1I0
     2REDUCE         stage 2's gradients, of all microbatches now, are reduced over the data axes
     STEP            tied weights' gradients are summed over the stages, norms taken, weights updated; every rank's last
 
 The letters are those of torch.distributed.pipelining and of "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241),
 whose B is I here. A send is started and not waited for; a receive is posted in its place, and waited for by the
-action that uses it."""
+action that uses it.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ _OTHER_END: dict[Kind, Kind] = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B"
 
 
 class Action(NamedTuple):
-    """stage: -1 for STEP. microbatch: -1 for REDUCE and STEP. peer: the other stage of a send or receive, else -1.
-    Of a pair stage and microbatch are those of its first half, a forward; other: (stage, microbatch) of its second.
+    """One action. stage: -1 for STEP. microbatch: -1 for REDUCE and STEP.
+
+    peer: the other stage of a send or receive, else -1. In a pair, stage and microbatch are those of its first half, a
+    forward; other: (stage, microbatch) of its second.
     """
 
     kind: Kind
@@ -54,11 +56,11 @@ class Action(NamedTuple):
 
     @property
     def of_pair(self) -> tuple[str, int, int]:
-        """Of a pair: its kind, and the stages of its halves."""
+        """The kind of a pair, and the stages of its halves."""
         return self.kind, self.stage, self.other[0]
 
     def among(self, there: Callable[[int], bool]) -> tuple[Action, ...]:
-        """Itself, or what is left of it where not all microbatches are there. there: which are."""
+        """Return the action, or its remaining halves if some microbatches are missing. there: which exist."""
         left = tuple(p for p in self.parts if there(p.microbatch))
         return (self,) if len(left) == len(self.parts) else left
 
@@ -73,26 +75,24 @@ class Action(NamedTuple):
         return head if self.peer < 0 else f"{head}{'>' if self.kind in SENDS else '<'}{self.peer}"
 
     def other_end(self) -> Action:
-        """The receive of a send, the send of a receive."""
+        """Return the receive of a send, or the send of a receive."""
         return Action(_OTHER_END[self.kind], self.peer, self.microbatch, self.stage)
 
 
 def pair(forward: Action, then: Action) -> Action:
-    """One action that runs an F beside a B, or beside another F."""
+    """Return one action that runs an F beside a B, or beside another F."""
     assert forward.kind == "F"
     assert then.kind in ("B", "F")
     return forward._replace(kind="FB" if then.kind == "B" else "FF", other=(then.stage, then.microbatch))
 
 
 def computed(actions: Iterable[Action]) -> Iterator[Action]:
-    """The actions, pairs as their two halves."""
+    """Yield the actions, pairs as their two halves."""
     return (p for a in actions for p in a.parts)
 
 
 class Link(NamedTuple):
-    """Stage `target` uses values that stage `source`, an earlier one, makes. gradient: gradients of some of them come
-    back.
-    """
+    """Stage `target` uses values of an earlier stage `source`. gradient: gradients of some come back."""
 
     source: int
     target: int
@@ -100,7 +100,7 @@ class Link(NamedTuple):
 
 
 class Crossing(Protocol):
-    """The same of a program: shardc.ir.stage.Edge."""
+    """A link of a program: shardc.ir.stage.Edge."""
 
     @property
     def source(self) -> int: ...
@@ -114,9 +114,7 @@ Edges = Iterable[Crossing | tuple[int, int]]
 
 
 def links(edges: Edges | None, stages: int) -> tuple[Link, ...]:
-    """edges as Links, sorted; None: each stage uses the one before. Raises ShardcError for an edge that goes back, or
-    to no stage.
-    """
+    """Return edges as sorted Links; None: each stage uses the one before. Raises ShardcError if illegal."""
     pairs: Edges = ((s, s + 1) for s in range(stages - 1)) if edges is None else edges
     linked = {Link(*e) if isinstance(e, tuple) else Link(e.source, e.target, e.gradient) for e in pairs}
     for e in linked:
@@ -128,7 +126,7 @@ def links(edges: Edges | None, stages: int) -> tuple[Link, ...]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """placement: the rank (coordinate on the pipeline's axis) of each stage. actions: of each rank, in order.
+    """A schedule. placement: the rank of each stage on the pipeline's axis. actions: by rank, in order.
 
     where: for errors, the place of every action in the file it was read from.
     """
@@ -141,9 +139,7 @@ class Schedule:
 
     @staticmethod
     def of(name: str, actions: Sequence[Sequence[Action]], where: tuple[tuple[str, ...], ...] = ()) -> Schedule:
-        """Stages and microbatches are those that occur; a stage is the rank's that has its first action, -1 if none
-        has.
-        """
+        """Make a schedule. A stage belongs to the rank that has its first action; -1 if none has."""
         placement: dict[int, int] = {}
         for rank, each in enumerate(actions):
             for a in computed(each):
@@ -176,23 +172,23 @@ class Schedule:
         return tuple(s for s, r in enumerate(self.placement) if r == rank)
 
     def place(self, rank: int, index: int) -> str:
-        """The place of an action, for errors."""
+        """Return the place of an action, for errors."""
         return self.where[rank][index] if self.where else f"{self.name}: rank {rank}, action {index + 1}"
 
     def __iter__(self) -> Iterator[tuple[int, int, Action]]:
-        """(rank, position, action) of all."""
+        """Yield (rank, position, action) of all actions."""
         return ((r, i, a) for r, each in enumerate(self.actions) for i, a in enumerate(each))
 
     def parts(self) -> Iterator[tuple[int, int, Action]]:
-        """The same, a pair as its two halves, which have one position."""
+        """Yield the same, with a pair as its two halves, which have one position."""
         return ((rank, i, part) for rank, i, a in self for part in a.parts)
 
     def pairs(self) -> tuple[tuple[str, int, int], ...]:
-        """(kind, stage of the first half, of the second) of the pairs that there are."""
+        """Return (kind, stage of the first half, of the second) of all pairs."""
         return tuple(sorted({a.of_pair for _, _, a in self if a.kind in PAIRS}))
 
     def apart(self) -> Schedule:
-        """The same without pairs: each half is an action of its own."""
+        """Return the same schedule without pairs: each half is a separate action."""
         return replace(self, actions=tuple(tuple(computed(each)) for each in self.actions), where=())
 
     def __str__(self) -> str:
@@ -201,8 +197,9 @@ class Schedule:
 
 
 def live(actions: Iterable[Action]) -> int:
-    """The most microbatches of stages that a rank has activations of at once: from F to B, or W where backward is
-    split.
+    """Return the largest number of (stage, microbatch) whose activations a rank has at once.
+
+    They are live from F to B, or W where backward is split.
     """
     now = peak = 0
     for a in computed(actions):

@@ -1,12 +1,12 @@
-"""DualPipe-V (DeepSeek, "DualPipe"; cut in half by Sea AI Lab): two stages a rank in a V, and in the steady state a
-forward of one microbatch beside a backward of another, so that each hides what the other sends (`0F3+3B0`).
+"""Order DualPipe-V: two stages a rank in a V; in the steady state a forward runs beside a backward.
 
     rank 0 has stages 0 and 3    0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3+3B1 3F2+0B0 ...
     rank 1 has stages 1 and 2    1F0 2F0 1F1 2F1 1F2 2B0 2F2+1B0 ...
 
-The order of phases is that of torch.distributed.pipelining's ScheduleDualPipeV, after deepseek-ai/DualPipe's
-dualpipev.py. Backward is split (I, W) at the begin and at the end, where gradients of weights fill the bubble. It needs
-as many microbatches as stages; with fewer it is the order of so many, without those that are not there.
+They are of different microbatches, so that each hides what the other sends (`0F3+3B0`). (DeepSeek, "DualPipe"; cut in
+half by Sea AI Lab.) The order of phases is that of torch.distributed.pipelining's ScheduleDualPipeV, after
+deepseek-ai/DualPipe's dualpipev.py. Backward is split (I, W) at the start and at the end, where gradients of weights
+fill the bubble. It needs as many microbatches as stages; with fewer it is the same order without the missing ones.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shardc.runtime.schedule.one_f_one_b import one_f_one_b_idle
 
 
 class _Order:
-    """One rank's. Each call of an action takes the next microbatch of the stage that has not had it."""
+    """The order of one rank. Each call adds an action with the next microbatch of its stage."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self._count: Counter[tuple[bool, int]] = Counter()  # (forward?, stage)
-        self._weights: deque[Action] = deque()  # what I has left
+        self._weights: deque[Action] = deque()  # the Ws of the Is so far
 
     def _next(self, kind: Kind, stage: int) -> Action:
         key = kind == "F", stage
@@ -40,7 +40,7 @@ class _Order:
         self.actions.append(pair(self._next("F", forward), self._next("B", backward)))
 
     def weights(self) -> None:
-        """The oldest W that waits, if one does."""
+        """Add the oldest waiting W, if there is one."""
         if self._weights:
             self.actions.append(self._weights.popleft())
 
@@ -51,14 +51,14 @@ def dualpipe_v(stages: int, ranks: int, microbatches: int) -> list[list[Action]]
 
 
 def dualpipe_v_kept(ranks: int, per_rank: int, microbatches: int, first: bool) -> float:
-    """See Maker.kept."""
+    """Estimate the kept microbatches. See Maker.kept."""
     return min(2 * ranks + 1, 2 * microbatches) / 2
 
 
 def dualpipe_v_idle(
     ranks: int, per_rank: int, microbatches: int, forward: float, backward: float, weights: float
 ) -> float:
-    """See Maker.idle. (p-1) (F + 2B - 3W) of stages half as large."""
+    """Estimate the idle time: (p-1) (F + 2B - 3W) of stages half as large. See Maker.idle."""
     short = max(2 * ranks - microbatches, 0) / (2 * ranks)
     whole = one_f_one_b_idle(ranks, per_rank, microbatches, forward, backward, weights)
     return short * whole + (1 - short) * (ranks - 1) * max(forward + 2 * backward - 3 * weights, 0.0) / 2
@@ -92,7 +92,7 @@ def _rank(rank: int, ranks: int, microbatches: int) -> list[Action]:
 
 
 def _end(order: _Order, rank: int, ranks: int, down: int, up: int) -> None:
-    """Backwards alone; from the middle on their gradients of weights wait, and fill the bubble."""
+    """Add backwards alone; from the middle on their gradients of weights wait, and fill the bubble."""
     switch = 2 * ((rank + 1) // 2) + (rank + 1) % 2
     for i in range(2 * (rank + 1)):
         order.add("I" if i >= switch else "B", down if i % 2 else up)

@@ -1,4 +1,4 @@
-"""GPipe (arXiv 1811.06965): all microbatches forward, then all backward. Keeps the activations of all of them.
+"""Order GPipe (arXiv 1811.06965): all microbatches forward, keeping all activations, then backward.
 
 rank 0: 0F0 0F1 0F2     0B0 0B1 0B2
 rank 1:     1F0 1F1 1F2 1B0 1B1 1B2
@@ -10,8 +10,9 @@ from shardc.runtime.schedule.actions import Action
 
 
 def gpipe(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
-    """A rank's several stages run one after the other, all microbatches each ("looped breadth first", arXiv
-    2211.05953).
+    """Return each rank's order. Several stages of a rank run one after the other, all microbatches each.
+
+    ("Looped breadth first", arXiv 2211.05953.)
     """
     each = range(microbatches)
     orders = []
@@ -24,5 +25,5 @@ def gpipe(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
 
 
 def gpipe_kept(ranks: int, per_rank: int, microbatches: int, first: bool) -> float:
-    """See Maker.kept."""
+    """Estimate the kept microbatches. See Maker.kept."""
     return float(microbatches)

@@ -1,16 +1,15 @@
-"""1F1B (arXiv 1806.03377, 2006.09503) and interleaved 1F1B (arXiv 2104.04473): as soon as a rank can, it runs one
-backward for each forward.
+"""Order 1F1B and interleaved 1F1B: as soon as a rank can, it runs one backward for each forward.
 
     rank 0: 0F0 0F1             0B0 0F2     0B1     0B2
     rank 1:     1F0 1B0     1F1 1B1     1F2 1B2
 
-Rank i of p warms up by p-1-i forwards, so that it keeps the activations of p-i microbatches, however many there are.
-With v stages a rank (stage s is rank s mod p's) microbatches go in rounds of p: a round through the rank's first stage,
-then through its second, ...; the warm-up is (v-1)p + 2(p-1-i) forwards, and the bubble is a v-th of what it was.
+(arXiv 1806.03377, 2006.09503, 2104.04473.) Rank i of p warms up by p-1-i forwards, so that it keeps the activations of
+p-i microbatches, however many there are. With v stages a rank (stage s is on rank s mod p) microbatches go in rounds of
+p: a round through the rank's first stage, then through its second, ...; the warm-up is (v-1)p + 2(p-1-i) forwards, and
+the bubble becomes a v-th.
 
-Rounds must be whole for these numbers: with fewer microbatches the order is that of the next multiple of p, without
-those that are not there. What is left of a legal order without some microbatches is legal too, as microbatches do not
-depend on each other.
+Rounds must be whole for these numbers: with fewer microbatches the order is that of the next multiple of p, without the
+missing ones. A legal order without some microbatches is legal too, as microbatches do not depend on each other.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def one_f_one_b(stages: int, ranks: int, microbatches: int) -> list[list[Action]
 
 
 def one_f_one_b_kept(ranks: int, per_rank: int, microbatches: int, first: bool) -> float:
-    """See Maker.kept."""
+    """Estimate the kept microbatches. See Maker.kept."""
     p, v, m = ranks, per_rank, microbatches
     if not first:
         return float(min(((v - 1) * p + 1) / v, m))
@@ -47,7 +46,7 @@ def one_f_one_b_kept(ranks: int, per_rank: int, microbatches: int, first: bool) 
 def one_f_one_b_idle(
     ranks: int, per_rank: int, microbatches: int, forward: float, backward: float, weights: float
 ) -> float:
-    """See Maker.idle. A rank waits while its first microbatch is on its way, and while its last one is."""
+    """Estimate the time that a rank waits for its first microbatch, and after its last. See Maker.idle."""
     return (ranks - 1) * (forward + backward) / per_rank
 
 

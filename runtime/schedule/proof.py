@@ -1,22 +1,22 @@
-"""Proves a schedule before anything runs: complete, in legal order, sends and receives matched, no deadlock. In one
-process, no torch.
+"""Prove a schedule before anything runs: complete, in legal order, matched sends, no deadlock.
 
-Checked, in this order; the first kinds of mistakes hide later ones:
+It runs in one process, without torch. The checks, in this order, as the first kinds of mistakes hide later ones:
 
     what is there    every action's stage and microbatch exist, the stage is this rank's, the action is there once
     what is missing  every stage runs F once for every microbatch, and B once or I and W once; REDUCE and STEP: all or
-    none order on a rank  F before B or I, I before W; what a stage takes from another one of its rank comes first;
+                     none
+    order on a rank  F before B or I, I before W; what a stage takes from another one of its rank comes first;
                      a receive before its use, a send after what it sends; REDUCE after the stage's last backward, STEP
                      last
     pairs of ranks   what one rank sends to another one it receives in the same order
     deadlock         all is run with no buffers at all: a send waits for its receive, and a receive for its send
 
-The last is enough for any buffering. An action waits for the one before it on its rank and for the other end of a send
-or receive; run to the end without buffers, these waits have an order without circles. Buffers only take waits away. And
-as a send and its receive happen at one moment, both ranks of a pair see all that goes between them, in both directions,
-in one order: what NCCL asks for.
+The last check covers any buffering. An action waits for the one before it on its rank and for the other end of a send
+or receive. If all actions run to the end without buffers, these waits have no circle, and buffers only remove waits. As
+a send and its receive happen at one moment, both ranks of a pair see all that goes between them, in both directions, in
+one order: NCCL requires this.
 
-A schedule without sends and receives is proven as if each action waited for what it needs itself.
+A schedule without sends and receives is proven as if each action waited for its own inputs.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from dataclasses import dataclass
 from shardc.errors import Errors
 from shardc.runtime.schedule.actions import SENDS, Action, Edges, Link, Schedule, links, live
 
-#: So many mistakes of one kind are shown.
+#: The number of mistakes of one kind that are shown.
 SHOWN = 20
 
 
 @dataclass(frozen=True)
 class Proof:
-    """live: of each rank the peak number of microbatches, counted in each of its stages, whose activations it keeps."""
+    """The result. live: by rank, the peak number of (stage, microbatch) whose activations it keeps."""
 
     live: tuple[int, ...]
 
 
 def prove(schedule: Schedule, edges: Edges | None = None, *, training: bool = True) -> Proof:
-    """Raises ShardcError with every mistake, each naming the action and its place.
+    """Check a schedule. Raises ShardcError with every mistake, each naming the action and its place.
 
     edges: which stages use values of which others; None: each stage uses the one before. training: False: nothing runs
-    backward."""
+    backward.
+    """
     prover = _Prover(schedule, links(edges, schedule.stages), training)
     for check in (prover.what_is_there, prover.what_is_missing, prover.order, prover.pairs, prover.deadlock):
         check()
@@ -52,7 +53,10 @@ def prove(schedule: Schedule, edges: Edges | None = None, *, training: bool = Tr
 
 
 class _Prover:
-    """at: the rank and position of each action. explicit: sends and receives are among the actions."""
+    """The checks of one schedule. at: the rank and position of each action.
+
+    explicit: sends and receives are among the actions.
+    """
 
     def __init__(self, schedule: Schedule, edges: tuple[Link, ...], training: bool) -> None:
         self.schedule, self.training = schedule, training
@@ -60,7 +64,7 @@ class _Prover:
         self.at: dict[Action, tuple[int, int]] = {}
         self.backward: dict[
             tuple[int, int], Action
-        ] = {}  # of a stage and microbatch: what makes the gradients of its inputs
+        ] = {}  # {(stage, microbatch): the action that makes the gradients of its inputs}
         self.explicit = any(a.peer >= 0 for each in schedule.actions for a in each)
         self.found: dict[str, list[tuple[str, str, str]]] = {}
 
@@ -174,7 +178,7 @@ class _Prover:
                 yield b._replace(kind="W")
 
     def order(self) -> None:
-        """On each rank. What comes from other ranks without sends is left to `deadlock`."""
+        """Check the order on each rank. Dependencies on other ranks without sends are left to `deadlock`."""
         last: dict[int, int] = {}
         for m in range(self.schedule.microbatches):
             for stage in range(self.schedule.stages):
@@ -198,7 +202,7 @@ class _Prover:
                 )
 
     def _carried(self, link: Link, m: int) -> None:
-        """What goes over a link for one microbatch, there and back."""
+        """Check what goes over a link for one microbatch, forward and back."""
         s, t = link.source, link.target
         self._over(Action("F", s, m), Action("SEND_F", s, m, t), Action("RECV_F", t, m, s), Action("F", t, m))
         if link.gradient and self.training:
@@ -228,7 +232,7 @@ class _Prover:
             self.add("order", self.place(then), f"{then} comes before {first}", f"move {then} behind {first}")
 
     def pairs(self) -> None:
-        """One order per ordered pair of ranks."""
+        """Check that both ranks of a pair have the same order of messages, in each direction."""
         sent: dict[tuple[int, int], list[Action]] = {}
         received: dict[tuple[int, int], list[Action]] = {}
         for rank, _, a in self.schedule:
@@ -248,9 +252,9 @@ class _Prover:
                     break
 
     def deadlock(self) -> None:
-        """Runs it without buffers; see the module's docstring."""
+        """Run the schedule without buffers; see the module's docstring."""
         s = self.schedule
-        progress = [0] * s.ranks  # how far each rank is
+        progress = [0] * s.ranks  # the next action of each rank
         needs = {} if self.explicit else self._needs()
         waiting = deque(range(s.ranks))
         waiters: dict[Action, list[int]] = {}
@@ -276,12 +280,12 @@ class _Prover:
             self._report(dict(stuck), needs, progress)
 
     def _late(self, a: Action, needs: dict[Action, list[Action]], progress: list[int]) -> list[Action]:
-        """What an action waits for, and has not come yet."""
+        """Return the actions that an action waits for, and that have not run yet."""
         wanted = (n for part in a.parts for n in needs.get(part, ()))
         return [n for n in wanted if self.at[n][1] >= progress[self.at[n][0]]]
 
     def _needs(self) -> dict[Action, list[Action]]:
-        """Of each action those of other ranks that it waits for."""
+        """Return {action: the actions of other ranks that it waits for}."""
         s = self.schedule
         needs: dict[Action, list[Action]] = {}
         for link in self.links:
@@ -293,7 +297,7 @@ class _Prover:
         return needs
 
     def _report(self, stuck: dict[int, Action], needs: dict[Action, list[Action]], progress: list[int]) -> None:
-        """The circle of ranks that wait for each other."""
+        """Add an error with the circle of ranks that wait for each other."""
 
         def awaited(a: Action) -> Action:
             if a.peer >= 0:

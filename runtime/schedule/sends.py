@@ -1,10 +1,10 @@
-"""Fills a schedule of F, B, I and W in: its sends and receives, a REDUCE for each stage, STEP.
+"""Complete a schedule of F, B, I and W: add its sends and receives, a REDUCE for each stage, STEP.
 
-All that happens is put in one order, and each rank's list is its part of it. An action has its place by when it ends
-where every F, I and W takes 1, then by its rank; what it sends comes right behind it, on both ranks. Sends and receives
-in one order, each at one moment on both its ranks: there is no deadlock under any buffering, and every pair of ranks
-sees one order (proof.py). As actions stand where they end, a receive comes before the action that its rank runs while
-the value is made: it is posted ahead.
+All events get one total order, and each rank's list is its part of it. An action is sorted by its end time where every
+F, I and W takes 1, then by its rank; its sends follow directly, on both ranks. With sends and receives in one order,
+each at one moment on both its ranks, there is no deadlock under any buffering, and every pair of ranks sees one order
+(proof.py). As actions are sorted by their end, a receive comes before the action that its rank runs while the value is
+made: it is posted ahead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardc.runtime.schedule.timeline import timeline
 
 
 def fill(schedule: Schedule, edges: Edges | None = None) -> Schedule:
-    """schedule: proven. What it has already of sends and receives, of REDUCE, or of STEP stays as it is."""
+    """Complete a proven schedule. Existing sends and receives, REDUCE, or STEP stay as they are."""
     known = {a.kind for each in schedule.actions for a in computed(each)}
     actions = schedule.actions
     if not known & SENDS:
@@ -30,8 +30,8 @@ def fill(schedule: Schedule, edges: Edges | None = None) -> Schedule:
 
 
 def _with_sends(schedule: Schedule, edges: Edges | None) -> tuple[tuple[Action, ...], ...]:
-    there: dict[int, list[int]] = {}  # of each stage: the stages on other ranks that use what it makes
-    back: dict[int, list[int]] = {}  # ... that made what it uses
+    there: dict[int, list[int]] = {}  # by stage: the stages on other ranks that use its values
+    back: dict[int, list[int]] = {}  # ... whose values it uses
     for link in links(edges, schedule.stages):
         if schedule.placement[link.source] != schedule.placement[link.target]:
             there.setdefault(link.source, []).append(link.target)
@@ -56,7 +56,7 @@ def _with_sends(schedule: Schedule, edges: Edges | None) -> tuple[tuple[Action, 
 
 
 def _with_reduce(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """Behind the last backward of each stage, and what that sends."""
+    """Add REDUCE after the last backward of each stage, and after the sends of that."""
     last = {p.stage: i for i, a in enumerate(actions) for p in a.parts if p.kind in ("B", "W")}
     ordered: list[Action] = []
     due: list[Action] = []

@@ -1,13 +1,13 @@
-"""Schedules as text: one line a rank. Written by `str(schedule)`, read by `parse`; a user may write such a file.
+"""Parse schedules from text, one line a rank. `str(schedule)` writes it; users may write it too.
 
-    # what follows a # is a remark
+    # a comment
     rank 0: 0F0 0F1 0B0 0B1
     rank 1: 1F0 1B0
-            1F1 1B1             a line without `rank` goes on with the rank before
+            1F1 1B1             a line without `rank` continues the rank before
 
 The actions are those of actions.py; for 0F3+3B0, torch's (0F3;3B0)OVERLAP_F_B is read too. Sends and receives, REDUCE
 and STEP may be left out: they are filled in. A file without any `rank` has a line a rank, split by commas or blanks:
-what torch.distributed.pipelining writes as CSV is read."""
+CSV of torch.distributed.pipelining is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import re
 from shardc.errors import SHOWN, Errors
 from shardc.runtime.schedule.actions import RECEIVES, SENDS, Action, Kind, Schedule, pair
 
-#: Digits of a number at most: tables are made of so many stages and microbatches.
+#: Numbers have at most 5 digits, as tables of this size are made.
 _N = r"\d{1,5}"
 _RANK = re.compile(rf"\s*rank\s+({_N})\s*:")
 _TITLE = re.compile(r"# (.+): \d+ stages? on \d+ ranks?, \d+ microbatch(?:es)?\n")
@@ -26,12 +26,12 @@ _ACTION = re.compile(
 )
 
 
-#: A pair, as it is written here and by torch.distributed.pipelining.
+#: A pair, in the notation of this module and of torch.distributed.pipelining.
 _PAIR = re.compile(rf"(?P<f>{_N}F{_N})\+(?P<b>{_N}[BF]{_N})|\((?P<f2>{_N}F{_N});(?P<b2>{_N}B{_N})\)OVERLAP_F_B")
 
 
 def parse(text: str, file: str = "schedule") -> Schedule:
-    """The inverse of `str(schedule)`; its name is `file` where the text has none.
+    """Parse the text of `str(schedule)`; the name is `file` where the text has none.
 
     Raises ShardcError with the line and column of every word that is not an action.
     """
@@ -74,7 +74,7 @@ def parse(text: str, file: str = "schedule") -> Schedule:
 
 
 def _action(word: str) -> Action | str:
-    """An action, or what to write instead."""
+    """Parse an action; return it, or the text of a fix."""
     if (both := _PAIR.fullmatch(word)) is not None:
         forward, then = _action(both["f"] or both["f2"]), _action(both["b"] or both["b2"])
         return pair(forward, then)  # type: ignore[arg-type]  # they matched

@@ -1,8 +1,9 @@
-"""When each action of a schedule runs, given what each stage costs: start and end, bubbles, activations kept.
+"""Compute when each action of a schedule runs, from the costs of stages: bubbles, activations kept.
 
-A rank runs its actions in their order, one at a time; each starts when the rank is free and what it uses has arrived.
+A rank runs its actions in their order, one at a time; each starts when the rank is free and its inputs have arrived.
 Sends take no time of their rank, as nothing waits for them; REDUCE and STEP are not counted. So the end is the longest
-path through the actions."""
+path through the actions.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from shardc.runtime.schedule.actions import COMPUTE, PAIRS, Action, Edges, Sched
 
 @dataclass(frozen=True)
 class Costs:
-    """Of each stage and one microbatch, in any one unit. B costs inputs + weights.
+    """Costs of each stage and one microbatch, in any one unit. B costs inputs + weights.
 
-    transfer: of what goes over (source stage, target stage) between two ranks, there; and back again for its gradients.
-    pairs: of two actions beside each other, by `Action.of_pair`; others cost as much as one after the other. single: of
-    an action that costs something else than others of its kind, by (kind, stage, microbatch), as the last backward,
-    which sums gradients over data axes. begin: of each rank, when its first action may begin, by default at 0.
+    transfer: of (source stage, target stage) between two ranks; the same again for its gradients. pairs: of two actions
+    beside each other, by `Action.of_pair`; by default the sum of both. single: of an action that differs from others of
+    its kind, by (kind, stage, microbatch), as the last backward, which sums gradients over data axes. begin: of each
+    rank, when its first action may start, by default 0.
     """
 
     forward: tuple[float, ...]
@@ -57,8 +58,9 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """slots: of each rank, F, B, I, W and pairs in order. live: of each rank the peak number of microbatches of stages
-    with activations.
+    """When actions run. slots: of each rank, F, B, I, W and pairs in order.
+
+    live: of each rank the peak number of microbatches of stages with activations.
     """
 
     schedule: Schedule
@@ -76,7 +78,7 @@ class Timeline:
         return sum(s.end - s.start for s in self.slots[rank])
 
     def bubble(self, rank: int | None = None) -> float:
-        """The part of the time in which the rank (None: all of them, on average) waits for others."""
+        """Return the part of the time in which the rank (None: all, on average) waits for others."""
         if len(self.slots) == 1:
             return 0.0
         ranks = range(len(self.slots)) if rank is None else (rank,)
@@ -84,11 +86,11 @@ class Timeline:
 
 
 def timeline(schedule: Schedule, costs: Costs | None = None, edges: Edges | None = None) -> Timeline:
-    """schedule: a proven one. costs: None: F, I and W take 1 each, in every stage."""
+    """Compute the timeline of a proven schedule. costs: None: F, I and W take 1 each, in every stage."""
     costs = costs or Costs.even(schedule.stages)
     before: list[list[tuple[int, float]]] = [
         [] for _ in range(schedule.stages)
-    ]  # of a stage: the stages whose values it uses
+    ]  # by stage: the stages whose values it uses
     after: list[list[tuple[int, float]]] = [[] for _ in range(schedule.stages)]  # ... whose gradients it uses
     for link in links(edges, schedule.stages):
         far = schedule.placement[link.source] != schedule.placement[link.target]

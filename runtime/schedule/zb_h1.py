@@ -1,11 +1,10 @@
-"""ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B whose backward is split; the gradients of weights wait, and fill the
-bubble at the end.
+"""Order ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B with W delayed, to fill the bubble at the end.
 
     rank 0: 0F0 0F1         0I0 0W0 0F2 0I1 0W1     0I2 0W2
     rank 1:     1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
 
 Rank i is i gradients of weights behind, so that every rank keeps activations of p microbatches: no more than 1F1B's
-first. With F, I and W alike the bubble is a third of 1F1B's. Several stages a rank: the same of interleaved 1F1B.
+first. With equal F, I and W the bubble is a third of 1F1B's. Several stages a rank: the same of interleaved 1F1B.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ def zb_h1(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
 
 
 def zb_h1_kept(ranks: int, per_rank: int, microbatches: int, first: bool) -> float:
-    """See Maker.kept."""
+    """Estimate the kept microbatches. See Maker.kept."""
     return one_f_one_b_kept(ranks, per_rank, microbatches, first=True)
 
 
 def zb_h1_idle(ranks: int, per_rank: int, microbatches: int, forward: float, backward: float, weights: float) -> float:
-    """See Maker.idle. F + I - W a rank: the Ws fill as much as they can."""
+    """Estimate the idle time: F + I - W a rank, as the Ws fill as much as they can. See Maker.idle."""
     return (ranks - 1) * max(forward + backward - 2 * weights, 0.0)
 
 

@@ -1,13 +1,12 @@
-"""ZB-V (arXiv 2401.10241, section 6): two stages a rank in a V, so that the first rank also has the last stage;
-backward is split.
+"""Order ZB-V (arXiv 2401.10241, section 6): two stages a rank in a V, with a split backward.
 
     rank 0 has stages 0 and 3    0F0 0F1 0F2 3F0 3I0 3W0 3F1 ...
     rank 1 has stages 1 and 2        1F0 2F0 1F1 2F1 2I0 2W0 ...
 
-With F, I and W alike no rank waits between its first action and its last one, and each keeps the activations that
-1F1B's first rank has: of 2p microbatches of stages half as large. The order of phases is that of
-torch.distributed.pipelining's ScheduleZBVZeroBubble. It needs 2p-1 microbatches; with fewer it is the order of so many,
-without those that are not there (see one_f_one_b.py).
+The first rank also has the last stage. With equal F, I and W no rank waits between its first action and its last one,
+and each keeps the activations of 1F1B's first rank: of 2p microbatches of stages half as large. The order of phases is
+that of torch.distributed.pipelining's ScheduleZBVZeroBubble. It needs 2p-1 microbatches; with fewer it is the order of
+2p-1, without the missing ones (see one_f_one_b.py).
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from shardc.runtime.schedule.one_f_one_b import one_f_one_b_idle
 
 
 class _Order:
-    """One rank's: stages `down` and `up` the V. Each call of an action takes the next
-    microbatch that has not had it.
-    """
+    """The order of one rank: stages `down` and `up` the V. Each call takes the next microbatch."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -39,13 +36,14 @@ def zb_v(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
 
 
 def zb_v_kept(ranks: int, per_rank: int, microbatches: int, first: bool) -> float:
-    """See Maker.kept."""
+    """Estimate the kept microbatches. See Maker.kept."""
     return min(2 * ranks, 2 * microbatches) / 2
 
 
 def zb_v_idle(ranks: int, per_rank: int, microbatches: int, forward: float, backward: float, weights: float) -> float:
-    """See Maker.idle. (p-1) (F + I - W) of stages half as large: before a rank's first action and behind its last one,
-    where F, I and W are alike.
+    """Estimate the idle time: (p-1) (F + I - W) of stages half as large. See Maker.idle.
+
+    With equal F, I and W it is before a rank's first action and after its last one.
     """
     short = max(2 * ranks - 1 - microbatches, 0) / (2 * ranks - 1)
     whole = one_f_one_b_idle(ranks, per_rank, microbatches, forward, backward, weights)

@@ -1,6 +1,6 @@
-"""Activation offload: tensors that wait on the CPU from forward to backward (`checkpoint: {offload: cpu}`).
+"""Offload activations to the CPU between forward and backward (`checkpoint: {offload: cpu}`).
 
-On CUDA the copies run on a stream of their own, overlapped with the computation, into and out of pinned memory. The
+On CUDA the copies run on a separate stream, overlapped with the computation, into and out of pinned memory. The
 graphs say when copies begin and are waited for (shardc.runtime.ops.host_handle).
 """
 
@@ -22,15 +22,15 @@ class OffloadedTensors:
 
     @staticmethod
     def useful(x: Tensor) -> bool:
-        """Does this free memory of a device? On the CPU it would only copy."""
+        """Return whether offloading frees device memory. On the CPU it would only copy."""
         return x.device.type not in ("cpu", "meta")
 
     def host(self, x: Tensor) -> Tensor:
-        """A tensor of x's shape on the CPU."""
+        """Allocate a tensor of x's shape on the CPU."""
         return torch.empty_like(x, device="cpu", pin_memory=self.stream is not None)
 
     def to_host(self, x: Tensor, tag: str = "") -> tuple[Tensor, Any]:
-        """Begin to copy x to the CPU, behind what computes it: (its place there, for `wait`). tag: the region."""
+        """Begin to copy x to the CPU after its computation: (copy, handle for `wait`). tag: the region."""
         kept = self.host(x)
         if self.stream is None:
             return kept.copy_(x), None
@@ -40,8 +40,9 @@ class OffloadedTensors:
             return kept, self.stream.record_event()
 
     def to_device(self, kept: Tensor, *, behind: bool = False, tag: str = "") -> tuple[Tensor, Any]:
-        """Begin to copy what is on the CPU back: (the tensor, what `wait` takes). behind: no earlier than what was
-        computed so far, in memory that this has freed; else as soon as the copies before it are done.
+        """Begin to copy a tensor back to the device: (tensor, handle for `wait`).
+
+        behind: start after all computation so far, in memory that it freed; else as soon as earlier copies are done.
         """
         if self.stream is None:
             return kept.to(self.device, copy=True), None
@@ -56,6 +57,6 @@ class OffloadedTensors:
             return x, self.stream.record_event()
 
     def wait(self, copied: Any) -> None:
-        """What is computed from here on comes behind a copy."""
+        """Make later computation wait for a copy."""
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)

@@ -1,10 +1,10 @@
-"""Ops of torch by their Python bindings, in what a rank runs.
+"""Call torch's ops by their Python bindings, in graphs that a rank runs.
 
-    torch.ops.aten.mm.default(x, y)       a text names the overload; its arguments are read by the op's schema: 2.5 us
+    torch.ops.aten.mm.default(x, y)       the overload, as in a text; arguments are parsed by the op's schema: 2.5 us
     torch.mm(x, y)                        the same kernel behind a generated parser of arguments: 1.3 us
 
-A layer's step has some hundred ops, and where they are small, or the device is quick, a step takes as long as the host
-needs for them. Programs keep overloads: what is analysed, proven and saved says exactly which op it means.
+A layer's step has some hundred ops. If they are small, or the device is fast, a step takes as long as the host needs
+to call them. Programs keep overloads: analysis, proof and saved files need the exact op.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 aten = torch.ops.aten
 
-#: Those of which texts are full. Each takes what its overload takes, in the same order, and nothing that this overload
-#: takes is another's: `tests/runtime/stage/test_bindings.py` calls both.
+#: The most frequent ops. Each binding takes the arguments of its overload, in the same order, and these arguments
+#: select no other overload: `tests/runtime/stage/test_bindings.py` calls both.
 _BINDINGS: dict[Any, Callable[..., Any]] = {
     aten._softmax_backward_data.default: torch._softmax_backward_data,
     aten.add.Tensor: torch.add,
@@ -58,12 +58,12 @@ _BINDINGS: dict[Any, Callable[..., Any]] = {
 
 
 def binding(target: Any) -> Any:
-    """What to call for an op: its binding, or the op itself."""
+    """Return the binding of an op, or the op itself if it has none."""
     return _BINDINGS.get(target, target)
 
 
 def bind(graph: fx.Graph) -> fx.Graph:
-    """The graph, which calls bindings from now on."""
+    """Replace ops by their bindings in a graph, in place, and return it."""
     for n in graph.nodes:
         if n.op == "call_function":
             n.target = binding(n.target)

@@ -1,4 +1,4 @@
-"""The 2-norm of the whole gradient, of parameters that are split, replicated or sharded by ZeRO; and clipping by it."""
+"""Compute the 2-norm of the whole gradient, over split, replicated and ZeRO parameters; clip by it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardc.torch_private import norms
 
 
 class GradNorm:
-    """The 2-norm of all gradients of the whole model, every parameter counted once however it is split.
+    """The 2-norm of all gradients of the whole model. Every parameter counts once, however it is split.
 
-    params: what the optimizer works on. Use: `start()`, `add`, `total()`. `add` takes parameters as their sums are
-    ready, so that most of the work is done while other sums are still under way.
+    params: the optimizer's parameters. Use: `start()`, `add`, `total()`. `add` takes parameters as soon as their sums
+    are ready, so that most of the work overlaps with the other sums.
     """
 
     def __init__(self, program: Program, params: Mapping[str, nn.Parameter], mesh: Any) -> None:
@@ -25,7 +25,7 @@ class GradNorm:
         here = mesh.coordinate(program.axis) if program.axis else 0
         self._mine = {
             p.name for p in program.params if not program.axis or program.holders(p)[0] == here
-        }  # of copies, the first one counts
+        }  # of several copies, only the first one counts
         self._dtypes: dict[
             tuple[str, ...], torch.dtype
         ] = {}  # known without gradients: a rank may have none where others have some
@@ -51,10 +51,10 @@ class GradNorm:
         self._todo.difference_update(names)
 
     def total(self) -> Tensor:
-        """0-dim, float32 or wider, the same on all ranks. Collective where parameters are split."""
+        """Return the norm: 0-dim, float32 or wider, the same on all ranks. Collective if parameters are split."""
         self.add([n for n in self._axes if n in self._todo])
         whole = torch.zeros((), device=self.mesh.device)
-        for axes in sorted(self._squares):  # on all ranks alike, also where one has no gradient
+        for axes in sorted(self._squares):  # the same order on all ranks, even without gradients
             squares = self._squares[axes]
             part = (
                 torch.stack(squares).sum()
@@ -70,7 +70,7 @@ class GradNorm:
 
 
 def norm_axes(program: Program, name: str) -> tuple[str, ...]:
-    """The axes whose ranks hold different parts of a parameter's gradient."""
+    """Return the axes whose ranks hold different parts of a parameter's gradient."""
     p, mesh = program.param(name), program.mesh
     cut = {a for a, _ in p.layout.shards()} | ({program.axis} if program.axis else set())
     bucket = program.bucket(p)
@@ -80,11 +80,10 @@ def norm_axes(program: Program, name: str) -> tuple[str, ...]:
 
 
 def parameter_norms(program: Program, params: Mapping[str, nn.Parameter], mesh: Any, *, grad: bool) -> dict[str, float]:
-    """{name in the model: 2-norm of the whole parameter}, the same on all ranks. Collective: one sum for all that are
-    split alike.
+    """Return {model name: 2-norm of the whole parameter}, the same on all ranks. Collective.
 
-    params: what the optimizer works on, by placeholder name. grad: of the gradients instead, of those that are trained;
-    of one that none has reached it is 0.
+    One sum for all parameters with the same split. params: the optimizer's, by placeholder name. grad: norms of the
+    gradients of trained parameters instead; 0 without a gradient.
     """
     here = mesh.coordinate(program.axis) if program.axis else 0
     asked = [p for p in program.params if p.requires_grad or not grad]
@@ -92,12 +91,12 @@ def parameter_norms(program: Program, params: Mapping[str, nn.Parameter], mesh: 
     squares: dict[str, Tensor] = {}
     for p in asked:
         groups.setdefault(norm_axes(program, p.name), []).append(p.name)
-        held = not program.axis or program.holders(p)[0] == here  # of copies on several stages, the first one counts
+        held = not program.axis or program.holders(p)[0] == here  # of copies on several stages, only the first counts
         x: Tensor | None = params.get(p.name) if held else None
         x = x.grad if grad and x is not None else x
         squares[p.name] = _square(x) if x is not None else torch.zeros((), dtype=torch.float64)
     found: dict[str, float] = {}
-    for axes, names in sorted(groups.items()):  # on all ranks alike, also where one holds none of them
+    for axes, names in sorted(groups.items()):  # the same order on all ranks, even without these parameters
         sums = torch.stack([squares[n].to(mesh.device) for n in names])
         if axes:
             sums = mesh.all_reduce(sums, axes, direction="update", tag="norms")
@@ -106,7 +105,7 @@ def parameter_norms(program: Program, params: Mapping[str, nn.Parameter], mesh: 
 
 
 def _square(x: Tensor) -> Tensor:
-    """Of this rank's part, added up in float64."""
+    """Return the sum of squares of this rank's part, accumulated in float64."""
     plain = x.detach().as_subclass(Tensor)
     dtype = torch.complex128 if plain.is_complex() else torch.float64
     norm: Tensor = torch.linalg.vector_norm(plain, dtype=dtype)

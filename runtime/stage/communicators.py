@@ -1,4 +1,4 @@
-"""The mesh of a rank that runs a program: the sets of axes over which it communicates, each a process group."""
+"""Make the mesh of a rank that runs a program, with a process group per set of axes that it uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardc.runtime.stage.clip_grad_norm import norm_axes
 
 
 def groups_of(program: Program) -> list[tuple[str, ...]]:
-    """The sets of axes over which the program communicates: a mesh makes its process groups for them."""
+    """Return the sets of axes over which the program communicates; each needs a process group."""
     found = [
         axes
         for b in program.buckets
@@ -30,15 +30,15 @@ def groups_of(program: Program) -> list[tuple[str, ...]]:
     if program.loss_scale is not None or any(
         s.graph.find_nodes(op="call_function", target=experts_route) for s in program.stages
     ):
-        found.append(program.mesh.names)  # all ranks skip a step alike; the loads of experts
+        found.append(program.mesh.names)  # all ranks skip the same steps; the loads of experts
     return [axes for axes in dict.fromkeys(found) if axes]
 
 
 def seen_as(mesh: Any, program: Program) -> Any:
-    """The ranks of a mesh as that of another program, with the groups that it communicates in. Collective."""
+    """Return the mesh of another program over the same ranks, with its process groups. Collective."""
     return mesh.seen_as(program.mesh, groups_of(program), lines=(program.axis,) if program.axis else ())
 
 
 def runtime_mesh(program: Program, **options: Any) -> TorchMesh:
-    """This rank of torch.distributed's world, with the groups that a program communicates in. options: TorchMesh's."""
+    """Return this rank's mesh in torch.distributed's world. options: TorchMesh's."""
     return TorchMesh(program.mesh, groups_of(program), lines=(program.axis,) if program.axis else (), **options)

@@ -1,4 +1,4 @@
-"""The stages of one rank, and what is done with them: a step, a forward, an evaluation (shardc.runtime.stage.run)."""
+"""Run the stages of one rank: a step, a forward, an evaluation (shardc.runtime.stage.run)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from shardc.runtime.stage.runnable import WRITING, RunnableStage, runnable, runn
 
 
 class Interpreter:
-    """The stages that this rank runs. mesh: a runtime mesh. offloaded: where regions with `offload: cpu` keep tensors
-    until backward. ranges: every node is a range of torch.profiler's (shardc.runtime.stage.profiler_ranges)."""
+    """Runs the stages of this rank. mesh: a runtime mesh.
 
-    #: Fused regions of graphs of a step run as compiled code.
+    offloaded: where regions with `offload: cpu` keep tensors until backward. ranges: show every node in torch.profiler.
+    """
+
+    #: Whether fused regions of a step's graphs run as compiled code.
     compiles = True
 
     def __init__(
@@ -63,19 +65,18 @@ class Interpreter:
             summed_over = [
                 n for s in mine for n in program.stages[s].graph.find_nodes(op="call_function", target=total)
             ]
-            #: Of totals over ranks too: (axes, tag), by number.
+            #: Totals over ranks, too: {number: (axes, tag)}.
             self._over = {int(n.args[1]): (n.args[2], n.name) for n in summed_over if len(n.args) > 2}
             self._sums = max((int(str(n.args[2])) + 1 for n in summing), default=0)
         self.adding = {b.name for b in program.buffers if b.adds}
 
     def count(self, values: Values) -> None:
-        """Before the step: what all microbatches add up to. First of the batch alone; then of what forward makes, which
-        takes a forward of all of them."""
+        """Compute the totals over all microbatches before a step: of the batch, then of forward's values."""
         totals: list[Tensor] = []
         if self._count is not None:
             for i, microbatch in enumerate(values):
                 self.mesh.step.set_microbatch(i, len(values))
-                sums, _ = self._count(*(microbatch.get(n) for n in self._counted))  # of parameters it looks at none
+                sums, _ = self._count(*(microbatch.get(n) for n in self._counted))  # it uses no parameters
                 totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else list(sums)
         for i in self._over:
             totals[i] = totals[i].contiguous()  # summed in place
@@ -86,13 +87,13 @@ class Interpreter:
         self.mesh.step.set_microbatch(0, len(values), totals, over_ranks)
         if self._sums:
             sums = self._summed(values)
-            none = torch.zeros((), device=self.mesh.device)  # of stages elsewhere
+            none = torch.zeros((), device=self.mesh.device)  # for stages of other ranks
             later = (sums.get(i, none) for i in range(len(totals), self._sums))
             self.mesh.step.set_microbatch(0, len(values), (*totals, *later), over_ranks)
 
     @torch.no_grad()
     def _summed(self, values: Values) -> dict[int, Tensor]:
-        """By number, what `ops.summed` of the stages here takes, added up over microbatches."""
+        """Return {number: operand of `ops.summed` in the stages here, added up over microbatches}."""
         sums: dict[int, Tensor] = {}
         self.mesh.step.sums = sums
         try:
@@ -102,7 +103,7 @@ class Interpreter:
         return sums
 
     def step(self, values: Values, hooks: StepHooks) -> tuple[Tensor, dict[str, Tensor], outputs.Values]:
-        """Forward and backward of all microbatches.
+        """Run forward and backward of all microbatches.
 
         Returns (the global loss, 0-dim, on every rank; {buffer: its new value} of the stages here; {output: value}).
         """
@@ -114,7 +115,7 @@ class Interpreter:
         return outputs.combined(self.program, self.mesh, parts)
 
     def _spread(self, news: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The new values of the buffers that are here, from the ranks whose stages computed them."""
+        """Return the new values of the buffers here; receive them from the ranks that computed them."""
         received, works = {}, []
         for b in self.program.buffers if self.axis else ():
             home, others = self.program.broadcast_of(b)
@@ -130,26 +131,26 @@ class Interpreter:
         return {**news, **received}
 
     def empty(self, value: Value) -> Tensor:
-        """Room for this rank's part of a value."""
+        """Allocate this rank's part of a value."""
         return torch.empty(value.local_shape(self.program.mesh), dtype=value.dtype, device=self.mesh.device)
 
     @torch.no_grad()
     def evaluate(self, values: Values) -> tuple[Tensor | None, outputs.Values]:
-        """The global loss (None of a forward-only program), and what stands beside it."""
+        """Return the global loss (None for a forward-only program), and the values beside it."""
         run = self._forward(values)
         loss = None if self.program.forward_only else self._total(run.losses)
         return loss, self._outputs(run.outputs)
 
     @torch.no_grad()
     def forward(self, values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """One microbatch of a forward-only program: the new values of buffers, and outputs, of the stages here."""
+        """Run one microbatch of a forward-only program: (new values of buffers, outputs) of the stages here."""
         self.count([values])
         run = self._forward([values])
         return run.news, {name: parts[0] for name, parts in run.outputs.items()}
 
     @contextmanager
     def replaced(self, runs: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
-        """Let other functions stand in for the stages here, by number."""
+        """Replace the functions of the stages here by others, by number, inside the context."""
         before = {s: stage.run for s, stage in self.stages.items()}
         try:
             for s, run in runs.items():
@@ -160,7 +161,7 @@ class Interpreter:
                 self.stages[s].run = run
 
     def _forward(self, values: Values, *, keep_outputs: bool = True) -> Run:
-        """keep_outputs: keep what stands beside the loss."""
+        """Run forward of all microbatches. keep_outputs: keep the values beside the loss."""
         run = Run(self, values, self._forward_actions, None, keep_outputs=keep_outputs)
         run.go()
         return run
@@ -170,13 +171,13 @@ class Interpreter:
         return schedule.forward_only(self.schedule, tuple(self.edges.values())).actions[self.at]
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
-        """The step's loss, of the summands that this rank has."""
+        """Return the step's loss from this rank's summands."""
         total = sum(losses[1:], losses[0]) if losses else self.zero()
         axes = loss_axes(self.program)
         return self.mesh.all_reduce(total, axes, direction="forward", tag="loss") if axes else total
 
     def zero(self) -> Tensor:
-        """The loss of a rank that does not compute it."""
+        """Return the loss of a rank that does not compute it: 0."""
         value = loss_value(self.program)
         assert value is not None, "a forward-only program has no loss"
         return torch.zeros((), dtype=value.dtype, device=self.mesh.device)

@@ -1,10 +1,10 @@
-"""A module's forward and backward graphs as a differentiable function, as AOTAutograd makes one of a compiled model.
+"""Make a differentiable function of a module's forward and backward graphs, as AOTAutograd does.
 
-    loss = module(**part)      the forward graph has run; the loss's node keeps what the backward graph takes
+    loss = module(**part)      the forward graph has run; the loss's node keeps the inputs of the backward graph
     loss.backward()            the node runs the backward graph, which puts gradients into buckets
 
-Parameters in buckets get their gradients when backward ends, as the sum over ranks. Of the others the node returns
-them, so that autograd adds them to `.grad`, calls hooks, and answers torch.autograd.grad.
+Parameters in buckets get their gradients when backward ends, as the sum over ranks. The node returns the other
+gradients, so that autograd adds them to `.grad`, calls hooks, and supports torch.autograd.grad.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _AROUND += " shardc.compile(model, batch, spec, loss=...)"
 
 
 class JointCall:
-    """One forward of a module that waits for its backward. values: what the stage takes, by name."""
+    """One forward of a module that waits for its backward. values: the stage's inputs, by name."""
 
     def __init__(self, stage: JointStage, values: Mapping[str, Any], running: Running) -> None:
         self._stage, self._running, self._buckets = stage, running, running.buckets
-        rng = copy.copy(values["rng"])  # the masks of backward are those of this forward
+        rng = copy.copy(values["rng"])  # backward uses the masks of this forward
         self._values = {**values, "rng": rng}
         self._versions: int | None = None
         self._kept: dict[str, Any] | None = None
         self._ended = False
 
     def forward(self) -> Any:
-        """Run the forward graph: (loss, news)."""
+        """Run the forward graph; return (loss, new values)."""
         returned, self._kept = self._stage.forward(self._values["mesh"], *self._values.values())
         self._running.updates.settle()  # a gather in the background writes to parameters
         if self._versions is None:
@@ -52,13 +52,13 @@ class JointCall:
         """Run the backward graph. g: the gradient of the loss. Returns gradients of `Buckets.unsummed`."""
         self._check()
         buckets = self._buckets
-        if not buckets.active:  # of two losses in one backward, the first one opens
+        if not buckets.active:  # if two losses share one backward, the first one starts it
             after_backward(self._running.finish_backward)
         alone = set(self._running.waiting) == {self}
         buckets.start(first=not buckets.active, last=alone)
         self._running.checks.loss_gradient(g)
         keeps = keeps_graph()
-        if self._kept is None:  # of `retain_graph=True`, which ran before
+        if self._kept is None:  # an earlier backward with `retain_graph=True` used it up
             self.forward()
         assert self._kept is not None
         kept, self._kept, self._ended = self._kept, None, not keeps
@@ -96,7 +96,7 @@ class JointCall:
         self._check_whole()
 
     def _check_whole(self) -> None:
-        """Refuse a backward that goes around the sums over ranks: it would bring no gradient, or this rank's part."""
+        """Refuse a backward that skips the sums over ranks: it would return no gradient, or a rank's part."""
         for p in (self._buckets.owned[name] for name in self._running.summed):
             if not p.requires_grad:
                 continue
@@ -121,14 +121,12 @@ def _nothing() -> None:
 
 
 def differentiable(loss: Tensor, call: JointCall, *params: nn.Parameter) -> Tensor:
-    """Return the loss of a call, as a differentiable function of all parameters that train; first those that are in no
-    bucket.
-    """
+    """Return a call's loss as a differentiable function of all trained parameters, unbucketed ones first."""
     result: Tensor = with_backward(
         lambda loss, *params: (loss.clone(), ()),  # a view could not be written to: `loss += penalty`
         lambda needs, g: (None, *call.backward(g)),
         loss,
         *params,
-        once=False,  # JointCall refuses, and says what to do
+        once=False,  # JointCall refuses a second backward, with a fix
     )
     return result

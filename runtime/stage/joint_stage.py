@@ -1,9 +1,9 @@
-"""The joint graph of a stage (shardc.passes.joint) as two functions, and an overlapped pair as one.
+"""Run the joint graph of a stage (shardc.passes.joint) as two functions, an overlapped pair as one.
 
-forward(*what the stage takes)   -> loss, news, what other stages take; and what backward wants, kept by name
-backward({name: value})          -> gradients of what was received; it takes each value out of the dict, so that
-                                    what forward kept is freed at its last use
-    weights({name: value})           -> of a backward in two halves, the second one: gradients go into buckets
+forward(*inputs of the stage)    -> loss, new values, values for other stages; and what backward needs, by name
+backward({name: value})          -> gradients of received values; it pops each value from the dict, so that
+                                    the values that forward kept are freed at their last use
+    weights({name: value})           -> second half of a backward in two halves: gradients go into buckets
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from shardc.runtime.stage.repeated_lines import tell_repeated
 
 
 class JointStage:
-    """stage: with `joint`; graphs: its graphs, for the device; compiler: of their fused regions, if they are compiled;
-    copies: to the host and back. weights: the second half of backward, if it has one.
+    """The forward and backward graphs of a stage with `joint`.
+
+    graphs: for the device; compiler: of fused regions; copies: to the host and back. .weights: the second half, if any.
     """
 
     def __init__(
@@ -58,13 +59,13 @@ class JointStage:
 
     @torch.no_grad()
     def forward(self, mesh: Any, *values: Any) -> tuple[Any, dict[str, Any]]:
-        """((loss, news, sent), what backward wants). values: what the stage takes."""
+        """Run forward: ((loss, new values, sent values), what backward needs). values: the stage's inputs."""
         with mesh.step.training(host_copies=self._copies), op_errors.named(self._forward_graph):
             *returned, kept = self._forward(*values)
         return tuple(returned), dict(zip(self._kept, kept, strict=True))
 
     def begin(self, grads: Mapping[str, Tensor], loss: Tensor | None) -> dict[str, Tensor]:
-        """What backward begins with, by the names of its graph: see `backward`."""
+        """Return the gradients that backward begins with, by the names of its graph: see `backward`."""
         return {f"{n}_grad": g for n, g in grads.items()} | ({} if loss is None else {self._loss: loss})
 
     @torch.no_grad()
@@ -76,9 +77,10 @@ class JointStage:
         loss: Tensor | None,
         launch: Callable[[], None],
     ) -> dict[str, Tensor | None]:
-        """{received value: its gradient}. kept: of forward, which is used up, but for what the second half wants;
-        values: what the stage takes; grads: of what it made for others; loss: the gradient of the loss, if that is made
-        here; launch: begins the sums of buckets that are complete.
+        """Run backward and return {received value: its gradient}.
+
+        kept: of forward; consumed, except for what the second half needs. values: the stage's inputs. grads: of values
+        for other stages. loss: the gradient of the loss, if computed here. launch: begins the sums of complete buckets.
         """
         kept |= self.begin(grads, loss)
         if self.weights is None:
@@ -91,9 +93,10 @@ class JointStage:
 
 
 class JointPair:
-    """The forward of one microbatch and the backward or the forward of another as one graph (shardc.passes.joint.pair).
-    graph: for the device; forward, then: the stages of its halves; compiler: of its fused regions, if they are
-    compiled; copies: to the host and back.
+    """One microbatch's forward and another's backward or forward as one graph (shardc.passes.joint.pair).
+
+    graph: for the device; forward, then: the stages of its halves; compiler: of fused regions, if compiled; copies: to
+    the host and back.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class JointPair:
         self._then = then
         returned: Any = graph.output_node().args[0]
         halves = returned[:1] if kind == "FB" else returned
-        #: Of each forward, the names of what it keeps.
+        #: For each forward, the names of the values that it keeps.
         self._kept = [[n.name.removeprefix(self._prefix) for n in half[3]] for half in halves]
         self._graph, self._half = graph, _Half(graph, compiler, ranges=ranges)
 
@@ -128,11 +131,11 @@ class JointPair:
         begin: Mapping[str, Tensor],
         launch: Callable[[], None],
     ) -> tuple[tuple[Any, dict[str, Any]], dict[str, Tensor | None]]:
-        """(what forward returns, as of JointStage.forward; the gradients of what backward's stage received).
+        """Run both: (result as of JointStage.forward; gradients of values that backward's stage received).
 
-        given: what forward's stage takes. microbatch, kept, values: backward's, what its forward kept for it, which is
-        used up, and what its stage takes; begin: gradients of what it made for others, and of the loss, by the names of
-        its graph; launch: begins the sums of buckets that are complete.
+        given: inputs of forward's stage. microbatch, kept, values: of backward: its microbatch, what its forward kept
+        (consumed), inputs of its stage. begin: gradients of values for others, and of the loss, by the names of its
+        graph. launch: begins the sums of complete buckets.
         """
         view = mesh.beside()
         view.step.in_backward, view.step.microbatch = True, microbatch
@@ -152,8 +155,10 @@ class JointPair:
         values: Mapping[str, Any],
         weight_copies: dict[str, Tensor],
     ) -> tuple[tuple[Any, dict[str, Any]], ...]:
-        """What each forward returns, as of JointStage.forward. given: what the first one's stage takes. microbatch,
-        values: the second's, and what its stage takes; weight_copies: those that microbatches share, of its stage.
+        """Run both forwards; return a result as of JointStage.forward for each.
+
+        given: inputs of the first one's stage. microbatch, values: of the second, and inputs of its stage;
+        weight_copies: copies of weights that the microbatches of its stage share.
         """
         view = mesh.beside()
         view.step.microbatch, view.step.routings = microbatch, mesh.step.routings
@@ -166,7 +171,7 @@ class JointPair:
     def _taken(
         self, given: Mapping[str, Any], view: Any, values: Mapping[str, Any], kept: dict[str, Any]
     ) -> dict[str, Any]:
-        """All that the graph takes, by name. view: the mesh as the second half sees it."""
+        """Return all inputs of the graph by name. view: the mesh as the second half sees it."""
         here: dict[str, Any] = {}
         for name in self._half.takes:
             own = name.removeprefix(self._prefix)
@@ -184,7 +189,7 @@ class JointPair:
 
 
 class _Half:
-    """A graph of backward, as a function of a dict from which it takes what it needs. takes: names."""
+    """A graph of backward, as a function that pops its inputs from a dict. takes: names."""
 
     def __init__(self, graph: fx.Graph, compiler: Compiler | None, *, ranges: bool) -> None:
         self._graph, self.takes = graph, {n.name for n in graph.find_nodes(op="placeholder")}
@@ -193,7 +198,7 @@ class _Half:
 
     @torch.no_grad()
     def __call__(self, kept: dict[str, Any], values: Mapping[str, Any], launch: Callable[[], None]) -> Any:
-        """kept: of what came before; values: what the stage takes; launch: begins sums of buckets."""
+        """Run the graph. kept: of earlier graphs; values: the stage's inputs; launch: begins sums of buckets."""
         step = values["mesh"].step
         for name in self.takes - kept.keys():
             kept[name] = values[name]
@@ -201,18 +206,18 @@ class _Half:
             return self.call(kept, step)
 
     def call(self, values: dict[str, Any], step: StepContext) -> Any:
-        """values: all that it takes, by name; it takes each out of the dict."""
+        """Run the graph on a dict of all its inputs; it pops each from the dict."""
         values[_STEP] = step
         with op_errors.named(self._graph):
             return self._run(values)
 
 
-#: Where a graph's dict has the context of the step, beside its values: no name of a node.
+#: Key of the step's context in a graph's dict of values; no node can have this name.
 _STEP = "the step"
 
 
 def _taking(graph: fx.Graph) -> fx.GraphModule:
-    """A graph as a function of one dict, which takes values out of it."""
+    """Convert a graph to a function of one dict, from which it pops its inputs."""
     copy = fx.Graph()
     values = copy.placeholder("values")
     step = copy.create_node("call_method", "pop", (values, _STEP), name="step_context")

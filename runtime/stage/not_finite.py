@@ -1,5 +1,6 @@
-"""A loss or a gradient that is nan or inf: the step is left out, or the run stops, naming the op of forward that made
-one first, or the parameters whose gradients have one, on any rank. (With loss scaling the scaler skips by itself.)
+"""Handle a loss or a gradient that is nan or inf: leave out the step, or stop the run.
+
+Stopping names the op of forward that first made one, or the parameters whose gradients have one, on any rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shardc.ir.types import requires_grad
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.runnable import on_device
 
-#: What becomes of a step whose loss, or whose gradient, is nan or inf.
+#: How to handle a step whose loss or gradient is nan or inf.
 Action = Literal["ignore", "stop", "skip"]
 
 
@@ -36,14 +37,16 @@ _NAMED = 3  # parameters that an error names
 
 
 class NotFiniteError(ShardcError):
-    """A loss or a gradient is nan or inf, and the engine was made with nonfinite="stop". Nothing was updated."""
+    """A loss or a gradient is nan or inf, and the engine has nonfinite="stop". Nothing was updated."""
 
 
 def skips(
     action: Action, loss: Tensor, interpreter: Interpreter, values: Sequence[Mapping[str, Any]], *, step: int
 ) -> bool:
-    """Whether a step of this global loss, 0-dim, updates nothing. Unless all are ignored, the loss is read on the host.
-    values: of each microbatch: {placeholder: value}. Raises NotFiniteError for "stop", on all ranks.
+    """Return whether a step with this global loss, 0-dim, updates nothing.
+
+    Reads the loss on the host, unless action is "ignore". values: per microbatch {placeholder: value}. Raises
+    NotFiniteError for "stop", on all ranks.
     """
     if action == "ignore" or math.isfinite(float(loss)):
         return False
@@ -62,8 +65,10 @@ def _fix(program: Program) -> str:
 def skips_gradient(
     action: Action, norm: Tensor, program: Program, params: Mapping[str, nn.Parameter], mesh: Any, *, step: int
 ) -> bool:
-    """As `skips`, of a gradient whose global 2-norm is `norm`, 0-dim: backward can make a nan of a finite loss (the
-    square root of 0). A norm that overflows, of gradients that are all finite, counts as finite. Collective.
+    """Return whether a step updates nothing, by the global 2-norm of its gradient, 0-dim. Collective.
+
+    Backward can make a nan of a finite loss (square root of 0). A norm that overflows counts as finite if all gradients
+    are.
     """
     if action == "ignore" or math.isfinite(float(norm)):
         return False
@@ -78,10 +83,10 @@ def skips_gradient(
 
 
 def first_not_finite(interpreter: Interpreter, values: Sequence[Mapping[str, Any]]) -> str:
-    """Run forward again op by op, all ranks and all stages together, and name the first op whose result is not finite.
+    """Rerun forward op by op, on all ranks and stages, and name the first op whose result is not finite.
 
-    values: of each microbatch: {placeholder: value}. Returns the op with its module and line; "" where all results of
-    forward are finite on every rank.
+    values: per microbatch {placeholder: value}. Returns the op with its module and line; "" if all results of forward
+    are finite on every rank.
     """
     program, mesh = interpreter.program, interpreter.mesh
     looking = {
@@ -90,7 +95,7 @@ def first_not_finite(interpreter: Interpreter, values: Sequence[Mapping[str, Any
     }
     with interpreter.replaced({s: x.run for s, x in looking.items()}):
         interpreter.evaluate(values)
-    # nodes are counted through all stages: what comes first in forward has the lowest number
+    # nodes are numbered through all stages: the first in forward has the lowest number
     starts = list(accumulate((len(stage.graph.nodes) for stage in program.stages), initial=0))
     every = [0] * mesh.layout.world
     every[mesh.rank] = min((starts[s] + x.first for s, x in looking.items() if x.found), default=starts[-1])
@@ -103,8 +108,9 @@ def first_not_finite(interpreter: Interpreter, values: Sequence[Mapping[str, Any
 
 
 class _Looking(fx.Interpreter):
-    """nan, inf: the numbers of the first nodes whose results have one, in any run. An inf counts where a gradient
-    flows, and where no operand has one: masks are made of -inf on purpose.
+    """Finds the first nodes whose results have a nan or an inf, in any run. nan, inf: their numbers.
+
+    An inf counts if a gradient flows through it and no operand has one: masks are made of -inf on purpose.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:

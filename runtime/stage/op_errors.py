@@ -1,7 +1,7 @@
-"""An op that fails at run time, in the user's terms: its module and line, the value that is wrong, and what to do.
+"""Explain an op that fails at run time: its module and line, the wrong value, and a fix.
 
-Torch says "index out of range in self", from generated code. What the op was given is still in the frame that failed,
-so nothing is looked at, and nothing waits for a device, as long as all goes well.
+Torch says "index out of range in self", from generated code. The op's operands are still in the frame that failed, so
+this costs nothing, and waits for no device, until an op fails.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ class OutOfMemoryError(ShardcError, RuntimeError):
 
 
 class OutOfRangeError(ShardcError, IndexError):
-    """An id, a label or another index that the tensor it is for does not have."""
+    """An id, a label or another index is out of the range of its tensor."""
 
 
 @contextmanager
 def named(graph: fx.Graph) -> Iterator[None]:
-    """While a function made of this graph runs: errors of indices and of memory become ShardcErrors at the op that
-    failed; to others a note is added that says where it was.
+    """Convert index and memory errors of the graph's function to ShardcErrors at the op that failed.
+
+    Other errors get a note with the place.
     """
     try:
         yield
@@ -65,22 +66,21 @@ def named(graph: fx.Graph) -> Iterator[None]:
 
 
 def no_memory(error: BaseException) -> bool:
-    """Whether an error says that memory does not suffice."""
+    """Return whether an error reports that memory does not suffice."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
 
 
 def out_of_memory(error: BaseException, where: str, fix: str = LESS_MEMORY) -> OutOfMemoryError:
-    """The error for the user. where: what was going on."""
+    """Build the error for the user. where: what was running."""
     tried = _TRIED.search(str(error))
     size = f": {tried[1]} {tried[2]} more were asked for" if tried else ""
     return OutOfMemoryError(f"out of memory{size}", where=where, fix=fix)
 
 
 def outside(ids: Any, rows: int, ignore: int | None = None) -> str:
-    """ "120 is not in 0 ... 99", of the first id that a table of so many rows does not have; "" if that is not known.
+    """Return "120 is not in 0 ... 99" for the first id that is not in a table of `rows`; "" if unknown.
 
-    ignore: an id that may be there all the same. Only ids on the CPU are looked at: a device whose op has failed cannot
-    be asked any more.
+    ignore: an id that is also valid. Reads ids on the CPU only: a device cannot be read after its op failed.
     """
     if not isinstance(ids, Tensor) or ids.device.type != "cpu" or type(ids) is not Tensor:
         return ""
@@ -89,7 +89,7 @@ def outside(ids: Any, rows: int, ignore: int | None = None) -> str:
 
 
 def lookup_error(what: str, key: str, where: str) -> OutOfRangeError:
-    """Of ids outside of a table. what: as `outside` says it; key: the input that the ids are."""
+    """Build the error for ids outside of a table. what: from `outside`; key: the batch input with the ids."""
     if key:
         fix = f"correct {key!r} in the batch (does another tokenizer make it?), or make the table larger"
     else:
@@ -102,7 +102,7 @@ def lookup_error(what: str, key: str, where: str) -> OutOfRangeError:
 
 
 def _failed(error: BaseException, graph: fx.Graph) -> tuple[fx.Node | None, dict[str, Any]]:
-    """The op that failed, and what its operands are, by name; None if it failed outside of the graph's own code."""
+    """Return the op that failed and its operands by name; None if it failed outside of the graph's code."""
     frame: FrameType | None = None
     line, tb = 0, error.__traceback__
     while tb is not None:
@@ -119,22 +119,20 @@ def _failed(error: BaseException, graph: fx.Graph) -> tuple[fx.Node | None, dict
 
 
 def failed_in(error: BaseException, graph: fx.Graph) -> fx.Node | None:
-    """The op of a graph that failed, or the first one whose name the error says, as backward does; None if neither is
-    known.
-    """
+    """Return the op that failed, or the first that the error names, as backward does; None if unknown."""
     node, _ = _failed(error, graph)
     names = set(re.findall(r"aten::(\w+)", str(error)))
     return node or next((n for n in graph.nodes if n.op == "call_function" and op_name(n.target) in names), None)
 
 
 def _place(node: fx.Node) -> str:
-    """ "model.embed (llama.py:31)" """
+    """Return the module and line of a node: "model.embed (llama.py:31)"."""
     at = source_of(node)
     return f"{at.module} ({at.line})" if at.module and at.line else at.module or at.line or node.name
 
 
 def eager_lookup_error(error: IndexError, model: nn.Module, inputs: Mapping[str, Tensor]) -> OutOfRangeError | None:
-    """The same of a model that ran by itself: of a look-up or a loss that failed; None if neither did."""
+    """Explain a failed look-up or loss of the plain, uncompiled model; None if neither failed."""
     module, tb, line = "", error.__traceback__, source.of_exception(error).line
     names = {id(m): name for name, m in model.named_modules()}
     while tb is not None:
@@ -153,13 +151,13 @@ def eager_lookup_error(error: IndexError, model: nn.Module, inputs: Mapping[str,
 
 
 def _are(ids: Tensor, given: Tensor) -> bool:
-    """Are these the batch's numbers, as they were given, or in another shape or dtype?"""
+    """Return whether these ids are a batch input, as given or in another shape or dtype."""
     same = ids.numel() == given.numel() and ids.device == given.device and not given.is_meta
     return ids is given or (same and not given.is_floating_point() and torch.equal(ids.flatten(), given.flatten()))
 
 
 def label_error(what: str, where: str) -> OutOfRangeError:
-    """Of labels that are no classes. what: as `outside` says it."""
+    """Build the error for labels that are no classes. what: from `outside`."""
     fix = "labels are classes, counted from 0; one that is not to count has the ignore_index, -100"
     return OutOfRangeError(f"a label is not a class: {what}", where=where, fix=fix)
 
@@ -189,7 +187,7 @@ _OF_LABELS = {ops.nll, ops.nll_parts, aten.nll_loss_forward.default, aten.nll_lo
 
 
 def _input_of(node: fx.Node) -> str:
-    """The input that ids come from, seen through views; "" if they are made in forward."""
+    """Return the input that ids come from through views; "" if forward computes them."""
     while node.op == "call_function":
         takes = [n for n in node.all_input_nodes if n.name not in ("mesh", "rng")]
         if len(takes) != 1:

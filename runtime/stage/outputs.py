@@ -1,4 +1,4 @@
-"""What a step gives beside its loss, put together: over microbatches, over ranks, over the batches of an evaluation."""
+"""Combine the values of a step beside its loss, over microbatches and ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ Parts = Mapping[str, Mapping[int, Tensor]]
 
 
 def views(stage: Stage) -> frozenset[str]:
-    """The outputs of a stage that may be the batch's or a parameter's memory: they are made of one value by ops of one
-    operand, down to a placeholder. They are copied, since that memory is written to later.
-    """
+    """Return the outputs of a stage that may alias the batch or a parameter, and must be copied."""
     returned: Any = stage.graph.output_node().args[0]
     nodes = returned[1][len(returned[1]) - len(stage.outputs) :]
     return frozenset(name for name, n in zip(stage.outputs, nodes, strict=True) if _root(n).op == "placeholder")
@@ -39,7 +37,7 @@ def _root(node: fx.Node) -> fx.Node:
 
 @torch.no_grad()
 def combined(program: Program, mesh: Any, parts: Parts) -> Values:
-    """A step's outputs: sums over all ranks; of rows, those of this rank, with what pads them. All ranks together."""
+    """Return a step's outputs: sums over all ranks; of rows, this rank's, with padding. Collective."""
     here = {o.name: joined(o, parts[o.name]) for o in program.outputs if o.name in parts}
     found = here | _summed(program, mesh, here)
     if program.schedule is not None:
@@ -48,7 +46,7 @@ def combined(program: Program, mesh: Any, parts: Parts) -> Values:
 
 
 def joined(o: Output, parts: Mapping[int, Tensor]) -> Tensor:
-    """One value of those of the microbatches."""
+    """Combine the values of all microbatches into one."""
     values = [parts[m] for m in sorted(parts)]
     if o.adds:
         return torch.stack(values).sum(0) if len(values) > 1 else values[0]
@@ -59,9 +57,7 @@ def joined(o: Output, parts: Mapping[int, Tensor]) -> Tensor:
 
 
 def _summed(program: Program, mesh: Any, here: Mapping[str, Tensor]) -> Values:
-    """Single numbers, summed over the ranks that have summands, and from the stage that makes them to all: one
-    collective, in float64, which holds counts up to 2^53 and every narrower number.
-    """
+    """Sum single numbers over all ranks with summands, in one collective in float64 (exact up to 2^53)."""
     taking_part = outputs.summed(program.outputs, program.axis)
     axes = outputs.sum_axes(program.outputs, program.mesh, program.axis)
     if not taking_part or mesh.members(axes) == 1:
@@ -69,7 +65,7 @@ def _summed(program: Program, mesh: Any, here: Mapping[str, Tensor]) -> Values:
     over = {part for axis in axes for part in program.mesh.parts(axis)}
     flat: list[Tensor] = []
     for o in taking_part:
-        alike = over - set(o.summed_over) - {program.axis}  # one rank of these brings it
+        alike = over - set(o.summed_over) - {program.axis}  # ranks along these have the same: the first adds it
         mine = o.name in here and not any(mesh.coordinate(axis) for axis in alike)
         size = int(torch.Size(o.shape).numel())
         value = here[o.name].reshape(-1).double() if mine else torch.zeros(size, dtype=torch.float64)
@@ -79,7 +75,7 @@ def _summed(program: Program, mesh: Any, here: Mapping[str, Tensor]) -> Values:
 
 
 def _spread(program: Program, mesh: Any, here: Mapping[str, Tensor]) -> Values:
-    """Rows, from the ranks of the stage that makes them to those of the others."""
+    """Send rows from the ranks of the stage that makes them to those of the other stages."""
     assert program.schedule is not None
     at, placement = mesh.coordinate(program.axis), program.schedule.placement
     found, works = {}, []
@@ -105,7 +101,7 @@ def _spread(program: Program, mesh: Any, here: Mapping[str, Tensor]) -> Values:
 
 @torch.no_grad()
 def gathered(program: Program, mesh: Any, values: Values) -> Values:
-    """Rows of all ranks, in the order of the batch, on every rank. All ranks together."""
+    """Gather the rows of all ranks, in the order of the batch, on every rank. Collective."""
     whole = dict(values)
     for o in program.outputs:
         x = whole[o.name]
@@ -119,7 +115,7 @@ def gathered(program: Program, mesh: Any, values: Values) -> Values:
 
 
 def own_rows(program: Program, mesh: Any, values: Values) -> Values:
-    """Rows of this rank, without what pads them."""
+    """Return this rank's rows, without padding."""
     coords = program.mesh.coords(mesh.rank)
     own = dict(values)
     for o in program.outputs:
@@ -130,7 +126,7 @@ def own_rows(program: Program, mesh: Any, values: Values) -> Values:
 
 
 def _places(layout: Layout, dim: int, size: int, program: Program, coords: Mapping[str, int]) -> Iterator[Tensor]:
-    """Where the elements of a padded dim that are no padding stand in this rank's part."""
+    """Yield the positions in this rank's part of the elements of a padded dim that are no padding."""
     alone = Layout(tuple((a, replace(s, dim=0)) for a, s in layout.shards(dim)))
     yield torch.empty(0, dtype=torch.int64)  # a rank may have padding alone
     for ((start, _, length),) in alone.boxes((size,), program.mesh, coords):
@@ -138,7 +134,7 @@ def _places(layout: Layout, dim: int, size: int, program: Program, coords: Mappi
 
 
 def divided(program: Program, values: Values) -> Values:
-    """What the user named: sums divided by their counts, without the counts."""
+    """Return the outputs that the user named: sums divided by their counts, without the counts."""
     counts = outputs.divisors(program.outputs)
     return {
         o.name: values[o.name] / values[o.divisor] if o.divisor else values[o.name]
@@ -148,9 +144,7 @@ def divided(program: Program, values: Values) -> Values:
 
 
 def result(program: Program, mesh: Any, loss: Tensor | None, values: Values, *, gather: bool) -> Any:
-    """What a step returns: the loss, or (the loss, {name: value}) if there are outputs; {name: value} of a forward-only
-    program. gather: all rows, not this rank's.
-    """
+    """Return loss, or (loss, {name: value}) with outputs; {name: value} if forward-only. gather: all rows."""
     if not program.outputs:
         return loss
     values = gathered(program, mesh, values) if gather else own_rows(program, mesh, values)

@@ -1,6 +1,6 @@
-"""Ranges for torch.profiler: each node of a program is one in the trace, by its name and the module it came from.
+"""Show each node of a program as a range in torch.profiler, by its name and source module.
 
-Backward's events have no ranges of their own; the profiler links them to forward's by their sequence numbers.
+Events of backward have no ranges; the profiler links them to forward's by their sequence numbers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ def _end(opened: Any) -> None:
 
 
 def with_ranges(module: fx.GraphModule, stage: fx.Graph) -> fx.GraphModule:
-    """The module with a range around every call. stage: the graph that it was made from, whose nodes have the sources.
-    Costs some microseconds a node, also where nothing records."""
+    """Put a range around every call (costs some microseconds each). stage: the source graph."""
     modules = {n.name: source_of(n).module for n in stage.nodes}
     graph = module.graph
     for node in [n for n in graph.nodes if n.op in ("call_function", "call_method") and n.target is not repeat]:

@@ -1,5 +1,4 @@
-"""Which ops of a backward graph compute again what forward has computed: where they run, its lines do not differ from
-others, so what runs says so to the step.
+"""Mark the ops of a backward graph that recompute values of forward, at run time.
 
     t = mm(y_grad, w_t)
     repeat(step, True)
@@ -7,7 +6,8 @@ others, so what runs says so to the step.
     repeat(step, False)
     w_grad = mm(g_t, y_grad)
 
-Who measures a step, or runs it without data, reads it (`StepContext.repeats`).
+At run time these lines look like any other. Code that measures a step, or runs it without data, reads the mark
+(`StepContext.repeats`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def repeat(step: StepContext, now: bool) -> None:
 
 
 def tell_repeated(graph: fx.Graph, step: fx.Node) -> None:
-    """Insert these calls around the lines of a text that repeat forward. step: the node of the step's context."""
+    """Insert these calls around the lines that recompute forward. step: the node of the step's context."""
     said = False
     for n in [n for n in graph.nodes if n.op == "call_function"]:
         repeats = bool(n.meta.get("repeats"))

@@ -1,18 +1,18 @@
-"""One step of one rank under way: a loop over a list of actions (shardc.runtime.schedule), and what each kind does.
+"""Run one step of one rank: a loop over a list of actions (shardc.runtime.schedule).
 
 A stage is two functions of its rank's parameters, buffers and inputs and of values of other stages: its forward graph,
-and its backward graph. For a stage s and a microbatch m, forward keeps what backward takes; backward starts from the
-gradients of what the stage made for others, and returns those of what it received, to be sent back:
+and its backward graph. For a stage s and a microbatch m, forward keeps what backward needs. Backward starts from the
+gradients of the values that the stage sent, and returns those of the values that it received, which are sent back:
 
     0F0          stage 0 runs; its output h waits in the outbox
-    0SEND_F0>1   h leaves                             1RECV_F0<0    a receive is posted on the other rank
+    0SEND_F0>1   h is sent                            1RECV_F0<0    a receive is posted on the other rank
                                                       1F0           waits for it
                                                       1B0           from the loss; the gradient of h waits in the outbox
-    0RECV_B0<1   its receive                          1SEND_B0>0    it leaves
+    0RECV_B0<1   its receive                          1SEND_B0>0    it is sent
     0B0          backward of stage 0 from that gradient
 
-A program of one stage is the same loop over `F0 B0 F1 B1 ...`. A receive is posted at its place in the list and waited
-for by the action that uses it; a send is waited for, and what it sent freed, when IN_FLIGHT others have begun after it.
+A program of one stage is the same loop over `F0 B0 F1 B1 ...`. A receive is posted at its place in the list; the action
+that uses it waits for it. A send is waited for, and its values freed, when IN_FLIGHT other sends have begun after it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from shardc.runtime.stage import op_errors
 if TYPE_CHECKING:
     from shardc.runtime.stage.interpreter import Interpreter
 
-#: Sends that a rank has under way, each of all values of one edge. More would keep more activations alive.
+#: Maximal number of pending sends of a rank, each of all values of one edge. More would keep more activations alive.
 IN_FLIGHT = 2
 
 Way = Literal["forward", "backward"]
-Values = Sequence[Mapping[str, Any]]  # by microbatch: {placeholder: value}, but for what comes from other stages
+Values = Sequence[Mapping[str, Any]]  # by microbatch: {placeholder: value}, without values of other stages
 
 
 @dataclass
 class _Kept:
-    """Of one run of a stage, until its backward: the loss, if it is made here, and what backward takes, by name."""
+    """What one run of a stage keeps until its backward: the loss, if made here, and inputs by name."""
 
     loss: Tensor | None
     values: dict[str, Any]
@@ -53,9 +53,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class StepHooks:
-    """What the engine does around backward: see `shardc.runtime.zero.buckets.Buckets`. launch: where the backward
-    graph says so; scaled: the gradient that backward begins with.
-    """
+    """Calls of the engine around backward: see zero.buckets.Buckets. scaled: its first gradient."""
 
     start: Callable[..., None]
     pause: Callable[[], None]
@@ -64,8 +62,8 @@ class StepHooks:
     scaled: Callable[[Tensor], Tensor]
 
 
-#: Kind of action -> the method that does it. (A table in the run itself would tie it into a knot, which is freed much
-#: later.)
+#: Kind of action -> the method that runs it. (A table of bound methods in Run would be a reference cycle, which is
+#: freed much later.)
 _DOES = {
     "F": "forward",
     "B": "backward",
@@ -81,7 +79,7 @@ _SAYS = {"B": "backward", "I": "backward", "W": "backward", "F": "forward"}
 
 
 class Run:
-    """One step under way."""
+    """One running step."""
 
     def __init__(
         self,
@@ -120,7 +118,7 @@ class Run:
         self._act("")
 
     def do(self, action: Action) -> None:
-        """One action. STEP is the engine's."""
+        """Run one action. The engine does STEP."""
         doing = f"at {action} of the schedule" + (
             f": stage {action.stage}, microbatch {action.microbatch}" if action.microbatch >= 0 else ""
         )
@@ -169,14 +167,14 @@ class Run:
         self._forwarded(action, returned, kept)
 
     def _given(self, action: Action) -> dict[str, Any]:
-        """All that a stage takes for a forward, by name."""
+        """Return all inputs of a stage's forward, by name."""
         stage, key = self.on.stages[action.stage], (action.stage, action.microbatch)
         self._received(*key, "forward")
         received, values = self.inbox.pop(key, {}), self.values[action.microbatch]
         return {n: received[n] if n in received else values[n] for n in stage.takes}
 
     def _forwarded(self, action: Action, returned: Any, kept: dict[str, Any] | None) -> None:
-        """A forward has run. kept: for its backward, in training."""
+        """Store the results of a forward. kept: for its backward, in training."""
         s, m = action.stage, action.microbatch
         stage = self.on.stages[s]
         loss, news, sent = returned
@@ -198,8 +196,9 @@ class Run:
 
     @contextmanager
     def _weight_copies(self, action: Action) -> Iterator[None]:
-        """Around a forward in training: one copy of the stage's cast weights for all microbatches
-        (shardc.runtime.ops.cast_once). After the stage's last forward, only those that backward needs are alive.
+        """Share one copy of the stage's cast weights between the forwards of all microbatches.
+
+        (shardc.runtime.ops.cast_once.) After the stage's last forward, only copies that backward needs are alive.
         """
         if self.hooks is None or len(self.values) == 1:
             yield
@@ -226,7 +225,7 @@ class Run:
         self._give_back(action, grads)
 
     def _backward(self, kept: _Kept, key: tuple[int, int]) -> dict[str, Tensor | None]:
-        """Run a backward graph. Returns the gradients of what the stage received."""
+        """Run a backward graph. Returns the gradients of values that the stage received."""
         assert self.hooks is not None
         grads = self.on.stages[key[0]].joint.backward(
             kept.values, self.values[key[1]], *self._begin(kept, key), self.hooks.launch
@@ -234,13 +233,13 @@ class Run:
         return {n: g if g is None else g.contiguous() for n, g in grads.items()}
 
     def _begin(self, kept: _Kept, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The gradients that a backward begins with: of what the stage made for others, and of the loss."""
+        """Return the gradients that a backward begins with: of values that the stage sent, and of the loss."""
         assert self.hooks is not None
         self._received(*key, "backward")
         return self.grads.pop(key, {}), None if kept.loss is None else self.hooks.scaled(torch.ones_like(kept.loss))
 
     def _pair(self, forward: Action, backward: Action) -> None:
-        """Run both as one graph."""
+        """Run a forward and a backward as one graph."""
         assert self.hooks is not None
         self._set_microbatch(backward)
         theirs = self.on.mesh.step.running
@@ -260,7 +259,7 @@ class Run:
         self._give_back(backward, {n: g if g is None else g.contiguous() for n, g in grads.items()})
 
     def _forwards(self, first: Action, then: Action) -> None:
-        """Run both as one graph."""
+        """Run two forwards as one graph."""
         self._set_microbatch(then)
         theirs = self.on.mesh.step.running
         self._set_microbatch(first)
@@ -298,7 +297,7 @@ class Run:
         self.hooks.pause()
 
     def _give_back(self, action: Action, grads: Mapping[str, Tensor | None]) -> None:
-        """Gradients of what a stage received: to the stages of this rank at once; the rest waits to be sent."""
+        """Deliver gradients of received values: at once to stages of this rank; the rest waits to be sent."""
         s, m = action.stage, action.microbatch
         for edge in self.on.edges.values():
             if edge.target == s:
@@ -315,8 +314,9 @@ class Run:
     # --- between stages
 
     def _deliver(self, edge: Edge, microbatch: int, values: dict[str, Tensor], way: Way) -> None:
-        """To a stage of this rank at once, without gaps in memory, as it would be sent; for another one, when its turn
-        to be sent comes. So a stage knows the strides, and where stages are changes no numbers.
+        """Pass values to a stage of this rank at once, or put them into the outbox until they are sent.
+
+        A stage here gets them contiguous, as if sent, so that results do not depend on where stages are.
         """
         if (edge.target if way == "forward" else edge.source) in self.on.stages:
             self._arrived(edge, microbatch, {n: x.contiguous() for n, x in values.items()}, way)
@@ -332,7 +332,7 @@ class Run:
                 mine[name] = mine[name] + g if name in mine else g
 
     def _way(self, action: Action) -> tuple[Edge, Way]:
-        """The edge over which an action sends or receives, and in which direction."""
+        """Return the edge over which an action sends or receives, and the direction."""
         here, there = action.stage, action.peer
         source, target = (here, there) if action.kind in ("SEND_F", "RECV_B") else (there, here)
         return self.on.edges[source, target], "forward" if action.kind in ("SEND_F", "RECV_F") else "backward"
@@ -349,7 +349,7 @@ class Run:
         self.posted.setdefault((action.stage, action.microbatch, way), []).append((edge, into, works))
 
     def _received(self, stage: int, microbatch: int, way: Way) -> None:
-        """Wait for what is on its way to an action."""
+        """Wait for the values that an action receives."""
         for edge, into, works in self.posted.pop((stage, microbatch, way), ()):
             for work in works:
                 work.wait()
@@ -367,6 +367,6 @@ class Run:
         self.sending.append(works)
         if (
             len(self.sending) > IN_FLIGHT
-        ):  # schedules are proven to end even if every send waited for its receive at once
+        ):  # no deadlock: schedules are proven to end even if every send blocks until its receive
             for work in self.sending.popleft():
                 work.wait()

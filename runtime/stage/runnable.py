@@ -1,4 +1,4 @@
-"""A stage as a function of its placeholders, on one rank's device: as its graph says, or as its graphs of a step."""
+"""Run a stage as a function of its placeholders, on one rank's device."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ from shardc.runtime.stage.bindings import bind
 from shardc.runtime.stage.joint_stage import JointPair, JointStage
 from shardc.runtime.stage.profiler_ranges import with_ranges
 
-# fx writes a graph's code with notes on its nodes, and a node that gets one is not found for a moment
-# (fx.Node.__setattr__): ranks that are threads of one process, and share a program, must not look at its graphs
+# fx sets attributes of nodes while it writes a graph's code, and such a node is not found for a moment
+# (fx.Node.__setattr__): other ranks that are threads of this process, and share the program, must not read its graphs
 # meanwhile
 WRITING = threading.RLock()
 
 
 def on_device(graph: fx.Graph, device: torch.device | str) -> fx.Graph:
-    """A copy of a canonical graph, which names no device, whose ops make their tensors on `device`: all that could make
-    them elsewhere, that is, take a device.
-    """
+    """Copy a canonical graph, which names no device, and pass `device` to all ops that accept one."""
     copy = copy_graph(graph)
     for node in copy.nodes:
         schema = getattr(node.target, "_schema", None)
@@ -42,7 +40,7 @@ def on_device(graph: fx.Graph, device: torch.device | str) -> fx.Graph:
 
 
 def _in_place(graph: fx.Graph, program: Program) -> fx.Graph:
-    """A copy of a graph that writes to a cache where it stands, as nothing else looks at what was there."""
+    """Copy a graph, and let it overwrite caches in place, as nothing else reads the old values."""
     copy, caches = copy_graph(graph), {b.name for b in program.buffers if b.cache}
     for node in copy.find_nodes(op="call_function", target=torch.ops.aten.index_copy.default):
         written = node.args[0]
@@ -52,7 +50,7 @@ def _in_place(graph: fx.Graph, program: Program) -> fx.Graph:
 
 
 def runnable(stage: Stage, device: torch.device, program: Program) -> fx.GraphModule:
-    """A stage as a function of its placeholders, for what has no backward; frees each value after its last use."""
+    """Make a function without backward of a stage's placeholders; it frees each value after its last use."""
     graph = copy_graph(stage.graph)
     if any(b.cache for b in program.buffers):
         graph = _in_place(graph, program)
@@ -63,7 +61,7 @@ def runnable(stage: Stage, device: torch.device, program: Program) -> fx.GraphMo
 
 
 class RunnableStage:
-    """One stage: as its graph says, and as its forward and backward graphs."""
+    """One stage: its graph, and its forward and backward graphs."""
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class RunnableStage:
 
 
 def only_stage(program: Program, mesh: Any) -> RunnableStage:
-    """The stage of a program that has one, for a mesh's device."""
+    """Return the stage of a program that has one, for a mesh's device."""
     compiler = Compiler(strict=program.spec is not None and program.spec.strict)
     with WRITING:
         return RunnableStage(program, 0, mesh.device, OffloadedTensors(mesh.device), compiler)

@@ -1,27 +1,28 @@
-"""Parameters, buffers and the optimizer's state, into an engine and out of it: keyed by the model's own names and the
-place in the global tensor, never by how a program shards, so that any mesh reads what any other wrote.
+"""Move parameters, buffers and optimizer state into an engine and out of it.
 
-    local_parameters      this rank's part of real weights, of a builder's (nothing is broadcast), of a file's
+Keys are the model's own names and the place in the global tensor, never a program's sharding: any mesh can read it.
+
+    local_parameters      this rank's part of a model's weights, a builder's (nothing is broadcast), a file's
     save, load            checkpoints that any mesh can load
     full_state_dict       the plain state_dict of the unsharded model, gathered parameter by parameter
     export_safetensors    the same, in files that safetensors, transformers and peft load; no rank holds all of it
 
-    saving, loading       checkpoints: how one is written, and read, by all ranks together
+    saving, loading       checkpoints: how all ranks together write one, and read it
     boxes                 which boxes of a global tensor a rank writes and reads
     checkpoint_folder     the folder of checkpoints: which is the last one; slices, read and checked
-    checkpoint_index      index.json: what is in a checkpoint, checked as what anybody may have written
+    checkpoint_index      index.json: the contents of a checkpoint, checked as untrusted input
     saving_optimizer      the optimizer's state in a checkpoint
-    tensor_file           .safetensors files by stretches of bytes
+    tensor_file           .safetensors files by ranges of bytes
     disk_calls            every call that reaches a disk
     torch_format          torch.distributed.checkpoint's format, in and out
     parts                 this rank's part of each parameter and buffer, and global tensors from all ranks' parts
-    sources               where weights come from: a model, a builder, a state_dict, files
-    init, init_tape       weights of a builder: what its constructor did is recorded, and replayed for one tensor
+    sources               sources of weights: a model, a builder, a state_dict, files
+    init, init_tape       weights of a builder: its constructor is recorded, and replayed for one tensor
     weight_files          safetensors files, torch files and checkpoints, whose tensors are read by slice
-    sliced_tensors        what can be read by slice: ranges of a tensor's dims
-    pretrained            weights of files under a model's names, also where a builder reads them (`from_pretrained`)
+    sliced_tensors        tensors that can be read by slice: ranges of their dims
+    pretrained            weights of files under a model's names, also if a builder reads them (`from_pretrained`)
     adapters, quantized   weights of adapters that the spec adds; weights that are tensors of tensors (torchao's)
-    export                folders and files for others
+    export                folders and files for other programs
 """
 
 from typing import TYPE_CHECKING

@@ -1,10 +1,10 @@
-"""Weights of adapters that the spec puts beside a model's: as they begin, and from files of peft's or our own.
+"""Make weights of the spec's adapters: initial ones, or from files of peft or shardc.
 
     A     uniform in 1 / sqrt(in), as torch's linear layers and peft begin it         B     zeros
     m     the lengths of the weight's rows (out-features), so that a model with adapters begins as the one without
 
-Names in files are ours, or peft's: `base_model.model.` before them, and of experts in one tensor as its ParamWrapper
-has them, [experts * rank, in] and [out, rank * experts].
+Names in files are ours, or peft's: with `base_model.model.` before them, and experts in one tensor as in its
+ParamWrapper, [experts * rank, in] and [out, rank * experts].
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from shardc.runtime.state.sources import Weights, from_files, of_recipe, weights
 from shardc.runtime.state.weight_files import WeightFiles, is_checkpoint, open_weights
 
 CONFIG, PREFIX = "adapter_config.json", "base_model.model."
-#: Added to the seed, so that adapters draw other numbers than the model's own weights.
+#: Added to the seed, so that adapters draw other numbers than the model's weights.
 _STREAM = 1 << 32
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of an adapter: of a parameter, or of a member of a stack. base: the weight that it is beside."""
+    """One tensor of an adapter: of a parameter, or of a member of a stack. base: the adapted weight."""
 
     adapter: Adapter
     base: str
@@ -50,7 +50,7 @@ class Part:
 
 
 def parts(program: Program) -> dict[str, Part]:
-    """The tensors of a program's adapters, by their names."""
+    """Return the tensors of a program's adapters, by name."""
     found: dict[str, Part] = {}
     by_name = {p.name: p for p in program.params}
     for adapter in program.adapters:
@@ -65,11 +65,10 @@ def parts(program: Program) -> dict[str, Part]:
 
 
 def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
-    """The weights for a program: see `shardc.runtime.state.weights_for`; those of its adapters from files that have
-    them, else as they begin.
+    """Return the weights for a program, with those of its adapters from files, or initial ones.
 
-    files: also a pair, of the model's weights and of the adapters', either of which may be None. A folder that peft
-    saved has adapters alone: then the model's weights are as `model` has them.
+    files: as of `weights_for`, or a pair of the model's weights and the adapters', either of which may be None. A
+    folder that peft saved has only adapters: then the model's weights are `model`'s.
     """
     if isinstance(model, Weights):
         return model
@@ -91,7 +90,7 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
         if left:
             rest.append(replace(each, tensors=left, ties={k: v for k, v in each.ties.items() if v in left}))
     given = weights_for(model, rest[0] if rest else None, seed)
-    for more in rest[1:]:  # modules that were trained beside the adapters: all else is as before
+    for more in rest[1:]:  # modules that were trained with the adapters: all other weights stay
         given = replace(from_files(more, given, seed), notes=given.notes)
         notes.append(f"{len(more.tensors)} more tensors of {more.path}")
     if len(found) not in (0, len(wanted)):
@@ -113,8 +112,8 @@ def _with(
     program: Program,
     notes: Sequence[str],
 ) -> Weights:
-    """Weights with those of adapters: begun: as they begin; found: on the recorder's tape."""
-    # in the order of their names, which is the same for experts in one tensor or apart
+    """Add weights of adapters. begun: with initial values; found: on the recorder's tape."""
+    # in the order of names, which is the same whether experts are in one tensor or separate
     drawn = [begun[n] for n in sorted(begun) if begun[n].kind != MAGNITUDE]
     recipe, keys = _begin(drawn)
     first = of_recipe(recipe, seed + _STREAM)
@@ -143,7 +142,7 @@ def _with(
 
 
 def _begin(wanted: Sequence[Part]) -> tuple[Recipe, dict[str, str]]:
-    """How A and B begin, each drawn by itself; and their names in the recipe."""
+    """Return the initial A and B as a recipe, each drawn separately, and their names in it."""
     keys = {p.name: f"p{i}" for i, p in enumerate(wanted)}
 
     def build() -> nn.Module:
@@ -161,13 +160,14 @@ def _begin(wanted: Sequence[Part]) -> tuple[Recipe, dict[str, str]]:
 
 
 def has_adapters_alone(path: Path) -> bool:
-    """Is this a folder in which peft has saved adapters, without the model that they belong to?"""
+    """Return whether peft saved adapters in this folder without their model."""
     return (path / CONFIG).is_file() and not is_checkpoint(path)
 
 
 def peft_name(part: Part, program: Program) -> str:
-    """The name of a tensor in peft's files. Weights that are not called `weight` are wrapped one around the other, the
-    module's last one outermost.
+    """Return the name of a tensor in peft's files.
+
+    Weights that are not called `weight` are wrapped inside each other, the module's last one outermost.
     """
     module, _, name = part.base.rpartition(".")
     if name == "weight":
@@ -180,7 +180,7 @@ def peft_name(part: Part, program: Program) -> str:
 
 
 def as_peft(x: Tensor, part: Part) -> Tensor:
-    """A tensor of ours in the form that peft has it."""
+    """Convert one of our tensors to peft's form."""
     if x.dim() < 3:
         return x
     return x.flatten(0, 1) if part.kind == A else x.permute(1, 2, 0).reshape(x.shape[1], -1)
@@ -196,7 +196,7 @@ def _of_peft(x: Tensor, part: Part) -> Tensor:
 
 
 def _spelled(tensors: Mapping[str, Any], wanted: Mapping[str, Part], program: Program) -> dict[str, str]:
-    """{name of an adapter's tensor: its name in the files}."""
+    """Return {name of an adapter's tensor: its name in the files}."""
     found = {n: n for n in wanted if n in tensors}
     if found:
         return found
@@ -206,7 +206,7 @@ def _spelled(tensors: Mapping[str, Any], wanted: Mapping[str, Part], program: Pr
 def _read(
     files: WeightFiles, mine: Mapping[str, str], wanted: Mapping[str, Part], recorder: Recorder
 ) -> dict[str, Tensor]:
-    """The tensors on the recorder's tape. Raises ShardcError for those of another shape."""
+    """Return the tensors on the recorder's tape. Raises ShardcError for those of another shape."""
     errors, found = Errors(), dict[str, Tensor]()
     for name, key in mine.items():
         x, part = recorder.stored(files.tensors[key]), wanted[name]
@@ -223,7 +223,7 @@ def _read(
 
 
 def _check_config(files: WeightFiles, program: Program) -> None:
-    """Raises ShardcError where adapter_config.json says another scale or kind than the spec: weights do not."""
+    """Raise ShardcError if adapter_config.json has another scale or kind than the spec."""
     file = files.folder / CONFIG
     if not file.is_file():
         return
@@ -252,14 +252,15 @@ def _check_config(files: WeightFiles, program: Program) -> None:
 
 @dataclass(frozen=True)
 class OfSpec:
-    """The adapters of a program's spec, for an export. merge: into the weights that they are beside."""
+    """The adapters of a program's spec, for an export. merge: add them to the adapted weights."""
 
     program: Program
     merge: bool
 
     def apart(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The adapters' tensors, and those of modules that are trained themselves, under peft's names. Raises
-        ShardcError for what peft has no form for.
+        """Return the tensors of adapters, and of modules that are trained themselves, under peft's names.
+
+        Raises ShardcError if peft has no form for them.
         """
         self._check()
         found = {peft_name(part, self.program): as_peft(tensors[n], part) for n, part in parts(self.program).items()}
@@ -268,8 +269,9 @@ class OfSpec:
         return found | {PREFIX + n: x for n, x in tensors.items() if n.startswith(saved) and n not in own}
 
     def merged(self, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
-        """The model's tensors, with adapters added. ties: {other name: name}. Raises ShardcError for a tied weight, of
-        which an adapter is beside one use only.
+        """Return the model's tensors, with adapters added. ties: {other name: name}.
+
+        Raises ShardcError for a tied weight whose adapter belongs to one use only.
         """
         made = {n: x for n, x in tensors.items() if n not in parts(self.program)}
         for adapter in self.program.adapters:
@@ -289,10 +291,10 @@ class OfSpec:
         return made
 
     def write_config(self, folder: Path, base: Path | None) -> None:
-        """adapter_config.json. base: the folder that the model's weights came from."""
+        """Write adapter_config.json. base: the folder that the model's weights came from."""
         adapters = self.program.adapters
         modules = {a: self._of(a) for a in adapters}
-        # peft's patterns are of modules: those of single parameters get what holds for all
+        # peft's patterns name modules: single parameters get the settings for all
         alike = [a for a, p in modules.items() if not whole_name(p.names[0]).endswith(".weight")] or adapters
         rank = Counter(a.rank for a in alike).most_common(1)[0][0]
         alpha = Counter(a.alpha for a in alike).most_common(1)[0][0]
@@ -324,7 +326,7 @@ class OfSpec:
         return next(p for p in self.program.params if p.name == adapter.base)
 
     def _saved(self) -> list[str]:
-        """Modules with parameters of the model's own that are trained."""
+        """Return the modules with trained parameters of the model itself."""
         own = {n for a in self.program.adapters for n in a.names}
         trained = [p for p in self.program.params if p.requires_grad and p.name not in own]
         return list(dict.fromkeys(n.rpartition(".")[0] for p in trained for n in p.names))
@@ -342,7 +344,7 @@ class OfSpec:
 
 
 def merged(w: Tensor, a: Tensor, b: Tensor, m: Tensor | None, adapter: Adapter) -> Tensor:
-    """W + scale B A; of dora its rows are as long as m says. The products are in float32 at least."""
+    """Return W + scale B A; for dora with rows of length m. Computes products in float32 at least."""
     wide = torch.promote_types(w.dtype, torch.float32)
     factors = [x.to(wide) for x in (a, b)]
     if adapter.flipped:

@@ -1,7 +1,7 @@
-"""What of a tensor a rank writes into a checkpoint, and reads from one: boxes of the global tensor.
+"""Find the boxes of global tensors that a rank writes into a checkpoint, and reads from one.
 
-A rank's part is one or more boxes (`Layout.boxes`: several for fused weights); ZeRO keeps a stretch of the flattened
-part, which is some boxes again. The first of its replicas writes them.
+A rank's part is one or more boxes (`Layout.boxes`: several for fused weights). ZeRO keeps a flat shard of the part,
+which is several boxes again. The first of its replicas writes them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shardc.runtime.zero.flat_partition import FlatShard, elements
 
 Numbers = tuple[int, ...]
 
-#: Bytes of a slice at most: what is read, checked and held at once.
+#: Maximal bytes of a slice, which is read, checked and held at once.
 SLICE = 64 << 20
 
 
 @dataclass
 class Piece:
-    """A slice that this rank writes: a box of the tensor `key`. read: gives it, a tensor of its shape and dtype."""
+    """A slice that this rank writes: a box of the tensor `key`. read: returns it, in its shape and dtype."""
 
     key: str
     dtype: torch.dtype
@@ -50,8 +50,9 @@ class Piece:
 
 @dataclass
 class Plan:
-    """What this rank has, and what of it it writes, by kind: "model", "optimizer". facts: model, program, mesh, extra,
-    optimizer, as in `checkpoint_index.Index`.
+    """What this rank has, and what it writes, by kind: "model", "optimizer".
+
+    facts: model, program, mesh, extra, optimizer, as in `checkpoint_index.Index`.
     """
 
     tensors: dict[str, Stored]
@@ -59,7 +60,7 @@ class Plan:
     facts: dict[str, Any]
 
     def add(self, piece: Piece) -> None:
-        """A slice, cut into some that are not too large."""
+        """Add a slice, cut into pieces that are not too large."""
         mine = self.pieces.setdefault(piece.key.partition(".")[0], [])
         for start, shape in cuts(piece.shape, piece.dtype.itemsize, SLICE):
             index = tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
@@ -76,7 +77,7 @@ def _cut(read: Callable[[], Tensor], index: tuple[slice, ...]) -> Tensor:
 
 
 def planned(parts: Mapping[str, Part], facts: dict[str, Any], mesh: Any) -> Plan:
-    """What this rank writes of its parts: those that no other replica writes."""
+    """Plan what this rank writes of its parts: those that no other replica writes."""
     plan = Plan({}, {}, facts)
     for key, part in parts.items():
         dtype = part.local.dtype
@@ -96,8 +97,9 @@ class Draft:
     pieces: list[tuple[Piece, Entry]]
 
     def copy_to_host(self) -> None:
-        """Into memory of the host, in which it lies as in the file, so that training may go on. Pinned where it comes
-        from a device: torch keeps pinned memory, and the next save finds it again.
+        """Copy the pieces to host memory, laid out as in the file, so that training may continue.
+
+        Pinned if they come from a device: torch keeps pinned memory, and the next save reuses it.
         """
         start, stop = len(self.head), self.pieces[-1][1].stop
         tensors = [piece.read() for piece, _ in self.pieces]
@@ -116,10 +118,10 @@ def _same(x: Tensor) -> Tensor:
 
 
 def drafts(plan: Plan, save: Mapping[str, str]) -> dict[str, Draft]:
-    """The files of this rank, by kind. save: what their headers say of it."""
+    """Return the files of this rank, by kind. save: facts about the save for their headers."""
     found: dict[str, Draft] = {}
     for kind, pieces in plan.pieces.items():
-        pieces = sorted(pieces, key=lambda p: -p.dtype.itemsize)  # each begins where its dtype is aligned
+        pieces = sorted(pieces, key=lambda p: -p.dtype.itemsize)  # so that each begins aligned for its dtype
         entries = [Entry(_name(plan, p), *stored_as(p.dtype, p.shape)) for p in pieces]
         head, entries = header(entries, dict(save))
         if pieces:
@@ -141,10 +143,10 @@ Runs = Mapping[str, FlatShard]
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a global tensor, and where a rank's local tensor has it.
+    """A box of a global tensor, and its place in a rank's local tensor.
 
-    offset, shape: in the global tensor. index: in the local tensor; stretch: (first element, number of elements) of a
-    flat local tensor that is seen as `form` first.
+    offset, shape: in the global tensor. index: in the local tensor. stretch: (first element, number of elements) of a
+    flat local tensor, which is first viewed as `form`.
     """
 
     offset: Numbers
@@ -154,7 +156,7 @@ class Box:
     form: Numbers = ()
 
     def of(self, local: Tensor) -> Tensor:
-        """A view of what a local tensor has there."""
+        """Return a view of the box in a local tensor."""
         if self.stretch is not None:
             first, count = self.stretch
             local = local[first : first + count].view(self.form)
@@ -165,9 +167,8 @@ class Box:
 class Part:
     """This rank's part of a global tensor.
 
-    run: local is 1-d, this stretch of the flattened local part; None: it is the local part. replicas: the axes whose
-    ranks have the same.
-    copy: a rank of another pipeline stage has the same, and writes it.
+    run: local is 1-d, this flat shard of the local part; None: it is the local part. replicas: the axes whose ranks
+    have the same part. copy: a rank of another pipeline stage has the same part, and writes it.
     """
 
     local: Tensor
@@ -178,18 +179,18 @@ class Part:
     copy: bool = False
 
     def boxes(self, mesh: Mesh, rank: int) -> Sequence[Box]:
-        """Without those that have no elements."""
+        """Return the boxes of the part that have elements."""
         return boxes_of(self.shape, self.layout, self.run, mesh, rank)
 
     def written(self, mesh: Mesh, rank: int) -> bool:
-        """Does this rank write it, or another replica?"""
+        """Return whether this rank writes the part, and no other replica."""
         coords = mesh.coords(rank)
         return not self.copy and not any(coords[a] for a in self.replicas)
 
 
 @dataclass(frozen=True)
 class Member(Part):
-    """One entry of a stack of several of the model's parameters. stack: the part of all; member: which of them."""
+    """One entry of a stack of several model parameters. stack: the part of all; member: its index."""
 
     stack: Part | None = None
     member: int = 0
@@ -207,7 +208,7 @@ class Member(Part):
 
 
 def by_name(p: Param, part: Part) -> dict[str, Part]:
-    """A parameter's part under the names that checkpoints have for it: the first, of a stack those of all members."""
+    """Return a parameter's part under its checkpoint names: the first name, of a stack all members'."""
     if not p.members:
         return {p.fqn: part}
     shape = p.shape[1:]
@@ -217,9 +218,9 @@ def by_name(p: Param, part: Part) -> dict[str, Part]:
     }
 
 
-@functools.lru_cache(maxsize=1 << 16)  # a tensor's moments lie as it does, in this save and in the next one
+@functools.lru_cache(maxsize=1 << 16)  # a tensor's moments have its boxes, in this save and in the next one
 def boxes_of(shape: Numbers, layout: Layout, run: FlatShard | None, mesh: Mesh, rank: int) -> tuple[Box, ...]:
-    """What of a global tensor a rank has. run: the stretch of its flattened local part that it keeps; None: all."""
+    """Return the boxes of a global tensor that a rank has. run: the flat shard that it keeps; None: all."""
     return tuple(_each_box(shape, layout, run, mesh, mesh.coords(rank)))
 
 
@@ -248,9 +249,7 @@ def _placed(box: Iterable[tuple[int, int, int]], stretch: tuple[int, int] | None
 
 
 def _common(stretch: tuple[int, int], box: tuple[int, int, int]) -> tuple[int, int, int]:
-    """(start in the stretch, global start, length) of what a stretch (start, length) and a box (local start, global
-    start, length) share.
-    """
+    """Intersect a range with a box dim: (start in the range, global start, length)."""
     (a, n), (b, g, m) = stretch, box
     start, stop = max(a, b), min(a + n, b + m)
     return start - a, g + start - b, stop - start
@@ -260,14 +259,14 @@ def _common(stretch: tuple[int, int], box: tuple[int, int, int]) -> tuple[int, i
 
 
 def overlap(offset: Numbers, shape: Numbers, other: Numbers, of: Numbers) -> tuple[Numbers, Numbers] | None:
-    """The box that two boxes share; None where they share nothing."""
+    """Return the intersection of two boxes; None if it is empty."""
     start = tuple(map(max, offset, other))
     size = tuple(min(a + n, b + m) - s for a, n, b, m, s in zip(offset, shape, other, of, start, strict=True))
     return (start, size) if all(n > 0 for n in size) else None
 
 
 def without(offset: Numbers, shape: Numbers, start: Numbers, size: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
-    """The boxes that are left of a box without one that lies in it."""
+    """Yield the boxes that remain of a box after a box inside it is removed."""
     for d, (a, n, b, m) in enumerate(zip(offset, shape, start, size, strict=True)):
         for first, count in ((a, b - a), (b + m, a + n - b - m)):  # before it in this dim, and behind it
             if count:
@@ -275,7 +274,7 @@ def without(offset: Numbers, shape: Numbers, start: Numbers, size: Numbers) -> I
 
 
 def disjoint(boxes: Iterable[tuple[Numbers, Numbers]]) -> bool:
-    """Do no two boxes share an element?"""
+    """Return whether no two boxes share an element."""
     behind: list[tuple[Numbers, Numbers]] = []
     for offset, shape in sorted(boxes):
         if not shape:
@@ -290,7 +289,7 @@ def disjoint(boxes: Iterable[tuple[Numbers, Numbers]]) -> bool:
 
 
 def cuts(shape: Numbers, itemsize: int, limit: int) -> Iterator[tuple[Numbers, Numbers]]:
-    """Boxes of at most `limit` bytes, or of one element, that a tensor consists of: stretches of its rows, in order."""
+    """Yield boxes of at most `limit` bytes, or one element, that make up a tensor: rows in order."""
     row = math.prod(shape[1:]) * itemsize
     if not shape or shape[0] * row <= limit:
         yield (0,) * len(shape), shape
@@ -308,13 +307,13 @@ def cuts(shape: Numbers, itemsize: int, limit: int) -> Iterator[tuple[Numbers, N
 
 
 def replicas(program: Program, layout: Layout, cut: Iterable[str] = ()) -> tuple[str, ...]:
-    """The axes whose ranks hold the same."""
+    """Return the axes whose ranks hold the same part."""
     split = {a for a, _ in layout.shards()} | set(cut) | {program.axis}
     return tuple(a for a in program.mesh.names if a not in split)
 
 
 def cut_axes(program: Program, p: Param) -> tuple[str, ...]:
-    """The axes over which ZeRO keeps it in stretches."""
+    """Return the axes over which ZeRO splits a parameter into flat shards."""
     bucket = program.bucket(p)
     return program.mesh.parts(bucket.shard) if bucket is not None and bucket.zero else ()
 
@@ -325,7 +324,7 @@ def part_of(program: Program, p: Param, x: Tensor, run: FlatShard | None, mesh: 
 
 
 def copied(program: Program, x: Param | Buffer, mesh: Any) -> bool:
-    """Is a rank of another pipeline stage the first that has it?"""
+    """Return whether another pipeline stage is the first that holds the tensor."""
     return bool(program.axis) and mesh.coordinate(program.axis) != program.holders(x)[0]
 
 

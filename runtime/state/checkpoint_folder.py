@@ -1,14 +1,13 @@
-"""The folder that a user names, and the checkpoints in it, each whole and in a folder of its own:
+"""Find, name, check and compare the checkpoints in a user's folder, each in a separate folder.
 
     runs/a/checkpoint/step-000100/      index.json, model-00000.safetensors, optimizer-00000.safetensors, ...
                       step-000200/      the last one, because its number is the highest
                       step-000200.2/    the same step, saved once more
                       step-000300.old/  training went back to before it, and saved again: it comes after all others
                       .saving-5f0c../   one that is being written, or was when the process ended
-                      .lock             held by whoever writes
+                      .lock             held by the process that writes
 
-Nothing says which is the last but the names, so that there is nothing to be out of date, and each name appears by one
-rename.
+Only the names say which one is the last, so nothing can be out of date. Each name appears by one rename.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from shardc.runtime.state.tensor_file import BLOCK, bytes_of
 
 
 def damage(file: Path, key: str, s: Slice) -> DamagedError:
-    """The error for a slice whose digest is another."""
+    """Build the error for a slice whose digest does not match."""
     place = ",".join(f"{a}:{a + n}" for a, n in zip(s.offset, s.shape, strict=True))
     return DamagedError(f"{key}[{place}], at byte {s.place}, is not what was saved", where=str(file))
 
 
 def read_whole(descriptor: int, stored: Stored, s: Slice) -> Tensor | None:
-    """One slice; None: it is not what was saved."""
+    """Read one slice; None: it is not what was saved."""
     x = torch.empty(s.shape, dtype=stored.dtype)
     return x if _read_into(descriptor, x, s) else None
 
@@ -59,7 +58,7 @@ def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
 
 
 def read_slice(descriptor: int, stored: Stored, s: Slice, boxes: list[tuple[Box, Tensor]]) -> bool:
-    """Read one slice, and copy what it has of each box to where it belongs. False: it is not what was saved."""
+    """Read one slice, and copy its overlap with each box into place. False: it is not what was saved."""
     (box, target), *others = boxes
     direct = (
         not others
@@ -83,7 +82,7 @@ def read_slice(descriptor: int, stored: Stored, s: Slice, boxes: list[tuple[Box,
 
 
 def read_box(path: Path, index: Index, key: str, offset: Numbers, shape: Numbers) -> Tensor:
-    """A box of a tensor of one checkpoint, on the CPU. Raises DamagedError for a slice that is not what was saved."""
+    """Read a box of a tensor of one checkpoint to the CPU. Raises DamagedError for a damaged slice."""
     stored = index.tensors[key]
     found = torch.empty(shape, dtype=stored.dtype)
     box = Box(offset, shape, (), None)
@@ -99,7 +98,7 @@ def read_box(path: Path, index: Index, key: str, offset: Numbers, shape: Numbers
 # --- names
 
 _NAME = re.compile(r"step-([0-9]{6,18})(?:\.([0-9]{1,6}))?(\.old)?")
-#: So many checkpoints stay, the last ones (the command line has the same default, without torch).
+#: How many checkpoints stay, the last ones (the command line has the same default, without torch).
 KEEP = 2
 WORK = ".saving-"
 LOCK = ".lock"
@@ -107,18 +106,18 @@ _OLDER_FORMAT = (".metadata", "manifest.json")
 
 
 class DamagedError(ShardcError):
-    """A checkpoint is there, and what is in it is not what was saved."""
+    """A checkpoint exists, but its contents are not what was saved."""
 
 
 class SavingError(ShardcError):
-    """A checkpoint was not saved, on all ranks alike; what was saved before is as it was."""
+    """A checkpoint was not saved, on all ranks. Earlier checkpoints are unchanged."""
 
     on_all_ranks = True
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One checkpoint of a folder. number: of the saves of this step; replaced: training went back to before it."""
+    """One checkpoint. number: among saves of this step; replaced: training went back to before it."""
 
     path: Path
     step: int
@@ -127,25 +126,23 @@ class Generation:
 
 
 class Known:
-    """The checkpoints that a run has saved or loaded, by folder: others are another run's, and it leaves them alone."""
+    """The checkpoints that a run has saved or loaded, by folder. Others belong to other runs, and stay."""
 
     def __init__(self) -> None:
         self._names: dict[Path, set[str]] = {}
 
     def see(self, folder: Path) -> None:
-        """All that are in a folder now."""
+        """Remember all checkpoints that are in a folder now."""
         self._names[folder.resolve()] = {g.path.name for g in generations(folder)}
 
     def others(self, folder: Path) -> list[str]:
-        """Those in a folder that are not known, the last one first."""
+        """Return the unknown checkpoints of a folder, the last one first."""
         known = self._names.get(folder.resolve(), set())
         return [g.path.name for g in generations(folder) if g.path.name not in known]
 
 
 def generations(folder: Path) -> list[Generation]:
-    """The checkpoints in a folder, the last one first; those that training went back from come last. Only their names
-    are looked at.
-    """
+    """Return the checkpoints in a folder, by name only, the last one first, replaced ones at the end."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -158,19 +155,19 @@ def generations(folder: Path) -> list[Generation]:
 
 
 def is_one(folder: Path) -> bool:
-    """Is the folder itself a checkpoint, not one that holds them?"""
+    """Return whether the folder itself is a checkpoint, and not one that holds checkpoints."""
     return (folder / checkpoint_index.NAME).exists() or _NAME.fullmatch(folder.name) is not None
 
 
 def newest(folder: Path) -> Path:
-    """The last checkpoint of a folder. Raises ShardcError where there is none."""
+    """Return the last checkpoint of a folder. Raises ShardcError if there is none."""
     for g in generations(folder):
         return g.path
     raise none_in(folder)
 
 
 def none_in(folder: Path) -> ShardcError:
-    """The error for a folder without a checkpoint."""
+    """Build the error for a folder without a checkpoint."""
     if any((folder / name).exists() for name in _OLDER_FORMAT):
         return ShardcError(
             "this is a checkpoint of torch.distributed.checkpoint, which shardc wrote before: it holds pickles",
@@ -182,25 +179,26 @@ def none_in(folder: Path) -> ShardcError:
 
 
 def free_name(folder: Path, step: int) -> Path:
-    """Where the next checkpoint of a step goes."""
+    """Return the path of the next checkpoint of a step."""
     number = max((g.number for g in generations(folder) if g.step == step), default=0) + 1
     return folder / (f"step-{step:06d}" + (f".{number}" if number > 1 else ""))
 
 
 def aside(g: Generation) -> Path:
-    """The name of a checkpoint that training went back from."""
+    """Return the new name for a checkpoint when training goes back before it."""
     return g.path.with_name(g.path.name + ".old")
 
 
 def prune(folder: Path, keep: int = KEEP, *, known: Path | None = None) -> list[Path]:
-    """Remove all but the last `keep` complete checkpoints of a folder, and what is damaged and older than those. known:
-    one that need not be looked at. Gives what was removed. The caller has the folder's lock.
+    """Remove all but the last `keep` complete checkpoints of a folder, and older damaged ones.
+
+    known: a complete one. Returns the removed paths. The caller holds the folder's lock.
     """
     whole, removed = 0, []
     for g in generations(folder):
         if whole >= keep:
             gone = g.path.with_name(f"{WORK}{g.path.name}")
-            disk_calls.rename(g.path, gone)  # its name goes first: what is left of it is never taken for a checkpoint
+            disk_calls.rename(g.path, gone)  # first, so that a partly removed one never looks like a checkpoint
             disk_calls.remove_folder(gone)
             removed.append(g.path)
         else:
@@ -212,7 +210,7 @@ def prune(folder: Path, keep: int = KEEP, *, known: Path | None = None) -> list[
 
 
 def read_index(path: Path) -> Index:
-    """The index of one checkpoint. Raises DamagedError for one that is damaged, ShardcError where there is none."""
+    """Read the index of one checkpoint. Raises DamagedError if it is damaged, ShardcError if missing."""
     where = str(path / checkpoint_index.NAME)
     try:
         return checkpoint_index.from_bytes(
@@ -227,7 +225,7 @@ def read_index(path: Path) -> Index:
 
 
 def check_file(path: Path, index: Index, number: int) -> None:
-    """Raises DamagedError for a file that is not the one that the index knows, by its size and header."""
+    """Raise DamagedError if a file is not the indexed one, by its size and header."""
     file = index.files[number]
     where = str(path / file.name)
     try:
@@ -249,7 +247,7 @@ def check_file(path: Path, index: Index, number: int) -> None:
 
 
 def complete(path: Path) -> bool:
-    """Is everything there, as far as it can be seen without reading the tensors?"""
+    """Return whether a checkpoint is complete, without reading the tensors."""
     try:
         index = read_index(path)
         for number in range(len(index.files)):
@@ -260,7 +258,7 @@ def complete(path: Path) -> bool:
 
 
 def remedy(path: Path) -> str:
-    """What to do about a damaged checkpoint: go on with another one of its folder, if there is one."""
+    """Return how to continue after a damaged checkpoint: with another one of its folder, if there is one."""
     for g in generations(path.parent):
         if g.path.name != path.name and complete(g.path):
             return f"{g.path} is complete: load that one, or let it be found with last_good=True (run: --last-good)"
@@ -271,7 +269,7 @@ def remedy(path: Path) -> str:
 
 
 def verify(path: Path) -> Iterator[ShardcError]:
-    """All that is wrong with one checkpoint. Every byte is read, a slice at a time."""
+    """Yield all faults of one checkpoint. Reads every byte, one slice at a time."""
     try:
         index = read_index(path)
     except DamagedError as e:
@@ -299,7 +297,7 @@ def verify(path: Path) -> Iterator[ShardcError]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that two checkpoints do not have alike. a, b: what each has; "" for what it lacks."""
+    """A difference between two checkpoints. a, b: the value in each; "" if it is missing."""
 
     what: str
     a: str
@@ -307,7 +305,7 @@ class Difference:
 
 
 def diff(a: Path, b: Path) -> Iterator[Difference]:
-    """In what two checkpoints differ: tensors, however they are cut, and numbers. Raises DamagedError."""
+    """Yield differences between two checkpoints: tensors, however cut, and numbers. Raises DamagedError."""
     first, second = read_index(a), read_index(b)
     for name in ("step", "model", "program", "mesh"):
         x, y = getattr(first, name), getattr(second, name)
@@ -343,7 +341,7 @@ def _cut(x: Stored) -> set[Any]:
 
 
 def _compare(a: Path, first: Index, b: Path, second: Index, key: str) -> tuple[int, float | None]:
-    """How many numbers of a tensor differ, and by how much; None where one is nan."""
+    """Return how many numbers of a tensor differ, and the largest difference; None for it if one is nan."""
     stored, count, most = first.tensors[key], 0, 0.0
     for s in stored.slices:
         file = a / first.files[s.file].name

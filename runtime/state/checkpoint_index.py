@@ -1,4 +1,4 @@
-"""The index of a checkpoint, `index.json`: all that is known of it but the numbers themselves.
+"""Read and write the index of a checkpoint, `index.json`: all of it except the numbers.
 
     {"sha256": "of all bytes after this line",
     "format": "shardc checkpoint", "version": 3, "id": "5f0c...", "step": 6, "model": "GPT", "program": "9a1c...",
@@ -8,8 +8,8 @@
     "files": [["model-00000.safetensors", 1, bytes in the file, bytes before its data, "sha256 of those"], ...],
     "tensors": {"model.up.weight": ["float32", [16, 8], [[file, first byte, [offset], [shape], "digest"], ...]], ...}}
 
-It is read as what anybody may have written: nothing but JSON, no key that is not known, no file outside of the folder,
-and every place, size and shape has to fit before anything is allocated.
+It is read as untrusted input: only JSON, no unknown keys, no file outside of the folder. Every place, size and shape
+must fit before anything is allocated.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Dtype = Annotated[torch.dtype, PlainValidator(_dtype)]
 
 
 class File(NamedTuple):
-    """A file of tensors. rank: that wrote it; header: its bytes before the data; sha256: of those."""
+    """A file of tensors. rank: its writer; header: number of bytes before the data; sha256: of those."""
 
     name: Annotated[str, Field(pattern=f"^{FILE}$")]
     rank: Whole
@@ -72,9 +72,10 @@ class File(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A box of a tensor: its bytes are one stretch. file: its number in the index; place: its first byte there. digest:
-    XXH3 of its bytes, 128 bits, at the speed of memory. It finds damage, not forgery: whoever can write a checkpoint
-    can write its digests. Another one is another VERSION.
+    """A box of a tensor, stored as one range of bytes. file: index of the file; place: first byte there.
+
+    digest: XXH3 of its bytes, 128 bits, as fast as memory. It finds damage, not forgery: whoever can write a checkpoint
+    can write its digests. Another digest needs another VERSION.
     """
 
     file: Whole
@@ -85,7 +86,7 @@ class Slice(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor in a checkpoint, of global shape, and the slices that it consists of."""
+    """A tensor in a checkpoint, with its global shape and its slices."""
 
     dtype: Dtype
     shape: Sizes
@@ -97,8 +98,9 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """What is in a checkpoint. tensors: by name, "model.FQN" and "optimizer.FQN.STATE". id: of this save, and of every
-    file that belongs to it. program: a hash of the program that was trained.
+    """The contents of a checkpoint. tensors: by name, "model.FQN" and "optimizer.FQN.STATE".
+
+    id: of this save, in all of its files. program: a hash of the trained program.
     """
 
     id: str
@@ -120,20 +122,20 @@ class Index:
 
 
 def tables(files: tuple[File, ...], tensors: Mapping[str, Stored]) -> dict[str, Any]:
-    """Files and tensors as JSON has them."""
+    """Return files and tensors as JSON values."""
     entries = {n: (str(t.dtype).removeprefix("torch."), t.shape, t.slices) for n, t in tensors.items()}
     return {"files": files, "tensors": entries}
 
 
 def plain(x: Any) -> Any:
-    """json's `default`: a number of numpy's, such as a learning rate, as Python's. Raises TypeError for all else."""
+    """Convert a numpy number, such as a learning rate, for JSON. Raises TypeError for all else."""
     if isinstance(x, np.generic):
         return x.item()
     raise TypeError(f"Object of type {type(x).__name__} is not JSON serializable")
 
 
 def to_bytes(index: Index) -> bytes:
-    """The file. Raises TypeError, ValueError for values that JSON does not know."""
+    """Return the bytes of the file. Raises TypeError, ValueError for values that JSON does not support."""
     facts = {k: x for k, x in vars(index).items() if k not in ("files", "tensors")}
     whole = {"format": KIND, "version": VERSION, **facts, **tables(index.files, index.tensors)}
     lines = [f"{json.dumps(k)}: {json.dumps(x, default=plain)}" for k, x in whole.items() if k != "tensors"]
@@ -144,7 +146,7 @@ def to_bytes(index: Index) -> bytes:
 
 
 def from_bytes(data: bytes) -> Index:
-    """The index in a file. Raises ValueError that says what is wrong with it."""
+    """Parse the index in a file. Raises ValueError with the fault."""
     head, _, body = data.partition(b"\n")
     try:
         found = json.loads(data.decode(), object_pairs_hook=text_file.unique)
@@ -185,16 +187,14 @@ _FILES, _TENSORS = TypeAdapter(tuple[File, ...]), TypeAdapter(dict[str, Stored])
 
 
 def read_tables(found: Mapping[str, Any]) -> tuple[tuple[File, ...], dict[str, Stored]]:
-    """The inverse of `tables`, for what one rank writes: slices that need not be all of a tensor. Raises ValueError
-    where something does not fit.
-    """
+    """Parse what `tables` made for one rank; slices may be partial. Raises ValueError if they do not fit."""
     files, tensors = _as(_FILES, found["files"]), _as(_TENSORS, found["tensors"])
     _check(files, tensors, partial=True)
     return files, tensors
 
 
 def _check(files: tuple[File, ...], tensors: Mapping[str, Stored], *, partial: bool) -> None:
-    """Every byte of every file belongs to its header or to one slice; unless partial, slices are all of a tensor."""
+    """Check that every byte is in a header or in one slice, and that tensors are whole unless partial."""
     if len({f.name for f in files}) != len(files):
         raise ValueError("a file stands twice in files")
     for name, t in tensors.items():

@@ -1,9 +1,10 @@
-"""Every call by which a checkpoint reaches a disk, in one place: what is written is on the disk before it gets its
-name, and tests put a crash, a full disk or an I/O error into any of these calls.
+"""Make every call by which a checkpoint reaches a disk, in one place.
+
+Data is on the disk before it gets its name. Tests inject a crash, a full disk or an I/O error into any of these calls.
 
     write, read       bytes at a place in an open file, all of them
-    Stream            a new file from its beginning to its end, past the system's cache
-    sync, sync_folder until the disk has them (fsync); of a folder, the names in it
+    Stream            a new file from its beginning to its end, without the system's cache
+    sync, sync_folder wait until the disk has them (fsync); of a folder, the names in it
     rename, unlink    the two calls that change what a name means; a name appears and disappears at once
 """
 
@@ -24,29 +25,30 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-PAGE = 4096  # bytes; where memory and a file's place have to begin for O_DIRECT
+PAGE = 4096  # bytes; alignment of memory and file position for O_DIRECT
 #: Bytes that a stream collects before it writes them.
 BUFFER = 1 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)  # systems other than Linux lack it
 
 
 def create(path: Path) -> int:
-    """A new file, open for writing; its descriptor. Raises FileExistsError where the name is taken."""
+    """Create a new file, and return its descriptor for writing. Raises FileExistsError if it exists."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
 def write(descriptor: int, data: memoryview, place: int) -> None:
-    """All bytes of data, from `place` on. Raises OSError: a full disk, an I/O error."""
+    """Write all bytes of data, from `place` on. Raises OSError: a full disk, an I/O error."""
     while data:
         count = os.pwrite(descriptor, data, place)
         data, place = data[count:], place + count
 
 
 class Stream:
-    """A new file that is written from its beginning to its end, past the system's cache where the file system can do
-    so (O_DIRECT): copying 512 MiB into that cache takes 0.5 s of a core here, which the steps beside a save lack, and
-    what the disk fetches by itself 0.03 s. It fetches whole pages; so what does not begin at the same place of a page
-    in memory as in the file (`aligned`) is collected in a buffer first, for 0.08 s.
+    """A new file, written from beginning to end, without the system's cache if possible (O_DIRECT).
+
+    Copying 512 MiB into that cache takes 0.5 s of a core here, which steps beside a save need; direct writes take 0.03
+    s. The disk copies whole pages. So data whose place in its page differs between memory and file (see `aligned`) is
+    first collected in a buffer, which takes 0.08 s.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +58,7 @@ class Stream:
         self._page = PAGE if self._set(direct=True) else 1
 
     def add(self, data: memoryview) -> None:
-        """More bytes. Raises OSError: a full disk, an I/O error."""
+        """Append bytes. Raises OSError: a full disk, an I/O error."""
         given = np.frombuffer(data, dtype=np.uint8)
         place = self._place + self._filled
         if len(given) >= BUFFER and (given.ctypes.data - place) % self._page == 0:
@@ -78,13 +80,13 @@ class Stream:
                 self._filled = 0
 
     def finish(self) -> None:
-        """Until the disk has all of it."""
-        self._set(direct=False)  # what is left fills no page
+        """Write the rest, and wait until the disk has all of it."""
+        self._set(direct=False)  # the rest fills no page
         self._write(self._memory[: self._filled])
         sync(self.descriptor)
 
     def close(self) -> None:
-        """Without it, the file stays open. What was not finished may be missing."""
+        """Close the file. Without `finish`, its end may be missing."""
         os.close(self.descriptor)
 
     def _write(self, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
@@ -93,13 +95,13 @@ class Stream:
         except OSError as e:
             if self._page == 1 or e.errno != errno.EINVAL:
                 raise
-            self._set(direct=False)  # its pages are larger, or it took a part of one
+            self._set(direct=False)  # the file system has larger pages, or wrote a part of one
             self._page = 1
             write(self.descriptor, data.data, self._place)
         self._place += len(data)
 
     def _set(self, *, direct: bool) -> bool:
-        """Whether that can be."""
+        """Switch O_DIRECT on or off, and return whether that is possible."""
         flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | _DIRECT if direct else flags & ~_DIRECT)
@@ -111,8 +113,8 @@ class Stream:
 
 
 def aligned(nbytes: int, place: int, *, pinned: bool = False) -> Tensor:
-    """Memory u8[nbytes] for what a file has from `place` on, which a stream writes without copying it."""
-    import torch  # others read and write bytes
+    """Allocate u8[nbytes] for a file's bytes from `place` on, which a stream writes without a copy."""
+    import torch  # here, since other users of this file need no torch
 
     memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pinned)
     start = (place - memory.data_ptr()) % PAGE
@@ -120,18 +122,18 @@ def aligned(nbytes: int, place: int, *, pinned: bool = False) -> Tensor:
 
 
 def sync(descriptor: int) -> None:
-    """Until the disk has what was written."""
+    """Wait until the disk has what was written."""
     os.fsync(descriptor)
 
 
 def sync_folder(path: Path) -> None:
-    """Until the disk has the names in a folder."""
+    """Wait until the disk has the names in a folder."""
     with _open(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         os.fsync(descriptor)
 
 
 def rename(old: Path, new: Path) -> None:
-    """The name becomes another one, at once; a folder of that name has to be empty."""
+    """Rename a file or folder atomically; a folder that it replaces must be empty."""
     os.rename(old, new)
 
 
@@ -141,12 +143,12 @@ def unlink(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """A folder, with those above it that are missing."""
+    """Make a folder, and missing folders above it."""
     path.mkdir(parents=True, exist_ok=True)
 
 
 def remove_folder(path: Path) -> None:
-    """A folder of files, and the files in it, which need not be there."""
+    """Remove a folder of files, which may be missing."""
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(path):
             unlink(path / name)
@@ -154,7 +156,7 @@ def remove_folder(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """A new file, on the disk when this returns."""
+    """Write a new file, which is on the disk when this returns."""
     descriptor = create(path)
     try:
         write(descriptor, memoryview(data), 0)
@@ -168,8 +170,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path, *, links: bool = False) -> Iterator[int]:
-    """A regular file, open for reading. links: follow a symbolic link, which may lead out of the folder. Raises OSError
-    for anything else, such as a pipe, which would be waited for.
+    """Open a regular file for reading. links: follow a symbolic link, which may leave the folder.
+
+    Raises OSError for anything else, such as a pipe, which would block.
     """
     with _open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)) as descriptor:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -178,7 +181,7 @@ def opened(path: Path, *, links: bool = False) -> Iterator[int]:
 
 
 def read_into(descriptor: int, into: memoryview, place: int) -> None:
-    """Bytes from `place` on, as many as fit. Raises OSError where the file is shorter."""
+    """Read bytes from `place` on until the buffer is full. Raises OSError if the file is shorter."""
     while into:
         count = os.preadv(descriptor, [into], place)
         if not count:
@@ -187,7 +190,7 @@ def read_into(descriptor: int, into: memoryview, place: int) -> None:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """A whole regular file. Raises OSError for one of more than `limit` bytes, before it is read."""
+    """Read a whole regular file. Raises OSError, before reading, if it has more than `limit` bytes."""
     with opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit:
@@ -210,14 +213,14 @@ def _open(path: Path, flags: int) -> Iterator[int]:
 
 
 def named(path: str | Path) -> Path:
-    """The path that a user wrote, of which `~` is the home folder, as in a shell."""
+    """Return a user's path with `~` as the home folder, as in a shell."""
     return Path(path).expanduser()
 
 
 class Lock:
-    """A lock on a folder, held by a process until it lets go or ends, however it ends. file: made if it is missing.
+    """A process's lock on a folder, until it releases it or ends. file: created if missing.
 
-    Raises BlockingIOError where somebody else has it. A file system that knows no locks gives one to everybody.
+    Raises BlockingIOError if another process has it. A file system without locks lets everybody lock.
     """
 
     def __init__(self, file: Path) -> None:
@@ -230,7 +233,7 @@ class Lock:
                 raise
 
     def release(self) -> None:
-        # closing is not enough: a process forked meanwhile, such as a DataLoader's worker, holds the same lock
+        # closing is not enough: a process that was forked meanwhile, such as a DataLoader's worker, holds the lock too
         with contextlib.suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)

@@ -1,13 +1,13 @@
-"""Weights for others: safetensors files that all ranks write together, and the folder that transformers or peft load.
+"""Write weights for other programs: safetensors files, or a folder for transformers or peft.
 
     OUT/config.json, generation_config.json       of the model; tokenizer, processor, chat template: from where the
                                                   weights came
     OUT/model.safetensors                         or model-00001-of-00003.safetensors, ... and their index
     OUT/adapter_model.safetensors, adapter_config.json      of a model with peft's adapters, instead
 
-Names and form are those of the model's own checkpoints: what transformers joined when it loaded (experts, fused
-projections) is apart again. Every rank knows from the headers where each number is, and writes what it holds to its
-place. What a conversion makes of a tensor is made of the whole one, which all ranks gather, one at a time.
+Names and form are those of the model's own checkpoints: tensors that transformers joined when it loaded (experts, fused
+projections) are separate again. Every rank knows from the headers where each number is, and writes what it holds to its
+place. A conversion of a tensor needs the whole tensor, which all ranks gather, one at a time.
 """
 
 from __future__ import annotations
@@ -43,24 +43,23 @@ from shardc.runtime.state.tensor_file import NAMES, Entry, bytes_of, header, ope
 from shardc.runtime.state.weight_files import weight_files
 from shardc.torch_private import pytree
 
-#: Files of a folder that belong to a model and not to its weights: they are carried along.
+#: Files of a folder that belong to a model and not to its weights: an export copies them.
 _CARRIED = re.compile(
     r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|.*\.(model|tiktoken|jinja|py)"
     r"|(pre|video_pre)?processor_config\.json|chat_template.*|generation_config\.json"
 )
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
-#: In the metadata of every file that is written here: it may be written again, and nobody else's is without a word.
+#: In the metadata of every file written here, which may be overwritten; files of others need `overwrite`.
 _MARK = {"written by": "shardc"}
 
-#: What a rank holds of a tensor: (ranges of the global tensor, what is there).
+#: Yields what a rank holds of a tensor: (ranges of the global tensor, values).
 Held = Callable[[str], Iterable[tuple[Ranges, Tensor]]]
 
 
 @dataclass(frozen=True)
 class Named:
-    """A tensor of the program or of a checkpoint, by name; its values are known to whoever holds them. values: of those
-    that were gathered."""
+    """A tensor of the program or of a checkpoint, by name. values: those that were gathered."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,7 +72,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor of a file, and its place on the tape. of: the named tensors that it is made of; itself: it is one."""
+    """A tensor of a file, and its tape ref. of: the named tensors it is made of; itself: it is one."""
 
     name: str
     ref: Ref
@@ -88,9 +87,11 @@ class Output:
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of one folder. stem: "model" or "adapter_model"; outputs: their tensors, in order; values: of named
-    tensors, while something is computed of them; metadata: in every file's header. finish: writes what else belongs to
-    the folder."""
+    """The files of one folder. stem: "model" or "adapter_model"; outputs: their tensors, in order.
+
+    values: of named tensors, during a computation. metadata: in every file's header. finish: writes the other files of
+    the folder.
+    """
 
     folder: Path
     stem: str
@@ -101,7 +102,7 @@ class Layout:
     finish: Callable[[], None]
 
     def split(self, max_bytes: int) -> list[list[Output]]:
-        """The outputs of each file, of at most so many bytes (or one tensor)."""
+        """Return the outputs of each file, of at most `max_bytes` (or one tensor)."""
         groups: list[list[Output]] = [[]]
         size = 0
         for x in self.outputs:
@@ -132,16 +133,16 @@ def export_safetensors(
     overwrite: bool = False,
     merge: bool = False,
 ) -> list[Path]:
-    """Write the model's weights for others. Collective: all ranks write, and see one file system. Returns the folders.
+    """Write the model's weights for other programs. Returns the folders. Collective.
 
-    path: a `.safetensors` file, or a folder: then `model.safetensors`, or numbered files of at most `max_file_bytes`
-    with an index. params: this rank's; runs: the stretches of them that ZeRO keeps; wholes: the local parts then.
-    model: of transformers or peft, on the meta device: its config and adapters are written too, and names are as its
-    own checkpoints have them. carried: the folder that the weights came from, whose tokenizer goes along. dtype: of
-    floating-point tensors; None: as they are held. A tied tensor is stored once, under the model's first name for it;
-    the other names stand in the file's metadata, as `safetensors.torch.load_model` expects. overwrite: replace weights,
-    too, that shardc did not write. merge: the whole model, adapters of the spec added to the weights that they are
-    beside; else, of a program with such, these alone, as peft has them. Raises ShardcError, on all ranks.
+    All ranks write, and see one file system. path: a `.safetensors` file, or a folder: then `model.safetensors`, or
+    numbered files of at most `max_file_bytes` with an index. params: this rank's; runs: their flat shards (ZeRO);
+    wholes: the local parts then. model: of transformers or peft, on the meta device: its config and adapters are
+    written too, and names are as in its own checkpoints. carried: the source folder of the weights, whose tokenizer is
+    copied. dtype: of floating-point tensors; None: unchanged. A tied tensor is stored once, under the model's first
+    name for it; the other names are in the file's metadata, as `safetensors.torch.load_model` expects. overwrite: also
+    replace weights that shardc did not write. merge: the whole model, with the spec's adapters added to their weights;
+    else, with such adapters, only these, as peft has them. Raises ShardcError, on all ranks.
     """
     path = disk_calls.named(path)
     stored: list[Param | Buffer] = [*program.params, *(b for b in kept(program) if b.persistent)]
@@ -175,7 +176,7 @@ def export_safetensors(
 
 
 def foreign_weights(path: Path) -> Path | None:
-    """Weights at the place of an export (a folder, or one file) that shardc did not write, such as pretrained ones."""
+    """Return a weight file at this path (folder or file) that shardc did not write, or None."""
     try:
         files = weight_files(path)
     except ShardcError:  # an index without its files
@@ -191,7 +192,7 @@ def foreign_weights(path: Path) -> Path | None:
 
 
 def refused(file: Path, how: str) -> ShardcError:
-    """The error where weights of somebody else would be replaced. how: to say that they may be."""
+    """Build the error for foreign weights that would be replaced. how: how to allow it."""
     fault = f"the weights in {file.name} were not written by shardc, and would be replaced"
     return ShardcError(fault, where=str(file), fix=f"name another folder, or {how}")
 
@@ -208,9 +209,9 @@ def plan(
     dtype: torch.dtype | None,
     adapters: OfSpec | None = None,
 ) -> list[Layout]:
-    """The files that these tensors become; several folders for a model with several adapters.
+    """Plan the files for these tensors; several folders for a model with several adapters.
 
-    tensors: {name: (global shape, dtype)}; ties: {other name: name}. adapters: of the spec. The rest is as of
+    tensors: {name: (global shape, dtype)}; ties: {other name: name}; adapters: of the spec. Others: as of
     `export_safetensors`.
     """
     recorder, values = Recorder(), dict[str, Tensor]()
@@ -255,10 +256,10 @@ def _output(name: str, x: Tensor, recorder: Recorder, dtype: torch.dtype | None)
 
 
 def skeleton(model: nn.Module | None) -> nn.Module | None:
-    """A model of transformers or peft without its weights, to keep for an export; None for other models."""
+    """Return a model of transformers or peft without its weights, for an export; None for other models."""
     if model is None or not (is_adapted(model) or "" in pretrained_modules(model)):
         return None
-    bare: dict[int, Any] = {}  # by the id of what it is a copy of: tied weights and shared modules stay one
+    bare: dict[int, Any] = {}  # by the id of the original: tied weights and shared modules stay one object
 
     def without_values(x: Any) -> Any:
         if id(x) in bare:
@@ -268,7 +269,7 @@ def skeleton(model: nn.Module | None) -> nn.Module | None:
             bare[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
         elif isinstance(x, nn.Module):
             bare[id(x)] = module = x.__class__.__new__(x.__class__)
-            # not copy.deepcopy: modules also hold what cannot be copied, such as states of the last call, or a lock
+            # not copy.deepcopy: modules also hold objects that cannot be copied, such as a lock
             module.__dict__.update({name: pytree.tree_map(without_values, value) for name, value in vars(x).items()})
         else:
             return x
@@ -278,7 +279,7 @@ def skeleton(model: nn.Module | None) -> nn.Module | None:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Is it a model with peft's adapters?"""
+    """Return whether it is a model with peft's adapters."""
     peft: ModuleType | None = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
@@ -286,7 +287,7 @@ def is_adapted(model: nn.Module) -> bool:
 def _adapters(
     model: Any, folder: Path, named: Mapping[str, Tensor]
 ) -> Iterator[tuple[Path, dict[str, Tensor], Callable[[], None]]]:
-    """(folder, tensors, what writes the rest) of each adapter, as peft saves it."""
+    """Yield (folder, tensors, function that writes the rest) of each adapter, as peft saves it."""
     from peft import get_peft_model_state_dict
 
     for name, config in model.peft_config.items():
@@ -302,7 +303,7 @@ def _adapters(
 
 
 def _distinct(model: Any, named: Mapping[str, Tensor], ties: Mapping[str, str]) -> list[str]:
-    """The name under which each tensor is stored: of a tied one, that which transformers keeps."""
+    """Return the name under which each tensor is stored: of tied ones, the one that transformers keeps."""
     dropped = set(getattr(model, "all_tied_weights_keys", None) or {})
     ignored = [re.compile(p) for p in model._keys_to_ignore_on_save or ()]
     groups: dict[str, list[str]] = {}
@@ -313,7 +314,7 @@ def _distinct(model: Any, named: Mapping[str, Tensor], ties: Mapping[str, str]) 
 
 
 def _reverted(model: Any, found: dict[str, Tensor], recorder: Recorder) -> dict[str, Tensor]:
-    """Tensors as transformers' own checkpoints of this model have them."""
+    """Convert tensors to the form of transformers' own checkpoints of this model."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with recorder.recording():
@@ -350,10 +351,10 @@ def write(
     max_bytes: int = 5_000_000_000,
     single: Path | None = None,
 ) -> None:
-    """Write the files of a folder. Collective: each rank writes what it holds. Files appear when all are complete.
+    """Write a folder's files; each rank writes what it holds. They appear when complete. Collective.
 
-    gathered: a whole tensor, on every rank; all ranks ask alike. single: the one file, whatever its size.
-    Raises ShardcError, on all ranks, where a rank could not write; what was there before is as it was.
+    gathered: returns a whole tensor; all ranks call it in the same order. single: the one file, of any size.
+    Raises ShardcError, on all ranks, if a rank could not write; what was there before is unchanged.
     """
     groups = [list(layout.outputs)] if single is not None else layout.split(max_bytes)
     parts = [layout.folder / f".{layout.stem}-{i}.writing" for i in range(len(groups))]
@@ -361,7 +362,7 @@ def write(
     problem: OSError | None = None
 
     def tried(work: Callable[..., None], *args: Any) -> None:
-        """All ranks gather alike, so one that cannot write goes on without writing."""
+        """Run it unless a write failed before: all ranks must still gather together."""
         nonlocal problem
         if problem is None:
             try:
@@ -391,7 +392,7 @@ def write(
 
 
 def _begin(folder: Path, parts: Sequence[Path], headers: Sequence[tuple[bytes, list[Entry]]]) -> None:
-    """Files of their full length, with their headers."""
+    """Create files of their full length, with their headers."""
     folder.mkdir(parents=True, exist_ok=True)
     for part, (first, placed) in zip(parts, headers, strict=True):
         part.unlink(missing_ok=True)
@@ -406,8 +407,7 @@ def _data(
     gathered: Callable[[str], Tensor],
     rank: int,
 ) -> Iterator[tuple[Entry, Ranges, Tensor]]:
-    """What this rank writes: (the tensor's entry, where in it, the numbers). What is computed of the same tensors is
-    computed at once, on every rank."""
+    """Yield what this rank writes: (entry, ranges, numbers). Computes what shares inputs together."""
     for (itself, names), found in itertools.groupby(outputs, lambda x: (x[0].itself, x[0].of)):
         together = list(found)
         if itself:
@@ -430,7 +430,7 @@ def _put(descriptor: int, entry: Entry, place: Ranges, data: Tensor) -> None:
 
 
 def _name(layout: Layout, groups: Sequence[Sequence[Output]], parts: Sequence[Path], single: Path | None) -> None:
-    """Give the written files their names; those of an earlier export go."""
+    """Rename the written files to their final names; remove those of an earlier export."""
     many = len(groups) > 1
     names = [
         f"{layout.stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" if many else f"{layout.stem}.safetensors"
@@ -454,7 +454,7 @@ def _name(layout: Layout, groups: Sequence[Sequence[Output]], parts: Sequence[Pa
 
 
 def _agree(mesh: Any, problem: OSError | None, folder: Path) -> None:
-    """Raise on all ranks if one of them could not write, in its words."""
+    """Raise on all ranks if one of them could not write, with its message."""
     ranks, words = agreement.failures(mesh, None if problem is None else problem.strerror or str(problem))
     if ranks:
         if mesh.rank == 0 and folder.is_dir():

@@ -1,11 +1,10 @@
-"""Weights without a copy of the whole model: a builder is recorded without memory, and each parameter is computed by
-itself, on the host.
+"""Compute weights one by one on the host, from a builder that was recorded without memory.
 
     model, recipe = record(lambda: GPT(config))                     # the model on the meta device; nothing is allocated
     recipe.materialise("blocks.0.qkv.weight", seed=0)               # that parameter, as after torch.manual_seed(0)
 
-Every rank replays what made a tensor (init_tape.py), keeps its part and frees the rest: nothing is broadcast, and every
-mesh gets the numbers that the builder gives on one device.
+Every rank replays the ops of a tensor (init_tape.py), keeps its part and frees the rest. Nothing is broadcast, and
+every mesh gets the numbers that the builder makes on one device.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ Builder = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to compute each parameter and buffer of a model. names: FQN (all names of tied
-    tensors) -> place on the tape. notes: what to say of weights that building it read from files. folder: where
-    those came from.
+    """How to compute each tensor of a model. names: FQN (all tied names) -> place on the tape.
+
+    notes: about weights that the builder read from files. folder: where those came from.
     """
 
     tape: Tape
@@ -42,9 +41,9 @@ class Recipe:
     folder: Path | None = None
 
     def materialise(self, fqn: str, seed: int) -> Tensor:
-        """The whole tensor of this name, in the dtype that the builder gave it; it may be memory of the builder's.
+        """Compute the whole tensor of this name, in the builder's dtype; it may be memory of the builder.
 
-        Raises ShardcError if the builder never gave it a value, KeyError if there is no such name.
+        Raises ShardcError if the builder never initialised it, KeyError if there is no such name.
         """
         ref = self.names[fqn]
         writers = [self.tape.entries[i] for i in self.tape.writers.get(ref.storage, ())]
@@ -59,10 +58,9 @@ class Recipe:
 
 
 def record(builder: Builder) -> tuple[nn.Module, Recipe]:
-    """Run a zero-argument builder without memory: the model it builds, on the meta device, and the recipe of its
-    values.
+    """Run a zero-argument builder without memory; return (model on the meta device, recipe of its values).
 
-    Raises ShardcError, with the line, where building depends on random values or uses randomness that is not torch's.
+    Raises ShardcError, with the line, if building depends on random values or uses other randomness than torch's.
     """
     with Recorder() as recorder, lazily(recorder):
         before = _foreign_randomness()
@@ -85,10 +83,10 @@ def record(builder: Builder) -> tuple[nn.Module, Recipe]:
 
 
 def record_reset(model: nn.Module) -> Recipe:
-    """The recipe of a model that lies on the meta device: every module's own `reset_parameters`, as FSDP does it.
+    """Record every module's `reset_parameters` for a model on the meta device, as FSDP does.
 
-    Only for what is on the meta device. Raises ShardcError for modules that have no `reset_parameters`, and for models
-    with an initialisation of their own, which `reset_parameters` would not follow.
+    Only for meta tensors. Raises ShardcError for modules without `reset_parameters`, and for models with a custom
+    initialisation, which `reset_parameters` would not follow.
     """
     errors = Errors()
     for name, module in model.named_modules():
@@ -139,7 +137,7 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All names of all parameters and buffers, also of tied and non-persistent ones."""
+    """Yield all names of all parameters and buffers, also of tied and non-persistent ones."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
@@ -150,9 +148,7 @@ def _foreign_randomness() -> tuple[str, str]:
 
 
 def _settle_attributes(model: nn.Module, recorder: Recorder) -> None:
-    """Tensors that modules hold as plain attributes become real: they are constants of the program, not state of the
-    model.
-    """
+    """Make tensors in plain attributes real: they are constants of the program, not model state."""
 
     def real(x: Any) -> Any:
         if not isinstance(x, Tensor) or isinstance(x, nn.Parameter) or not x.is_meta:

@@ -1,7 +1,6 @@
-"""The tape of what a model's constructor did to its tensors, and the replay of any one of them: running, in order, just
-the ops that its storage depends on.
+"""Record a model's constructor on a tape; replay any tensor by the ops that its storage needs.
 
-Random ops draw from torch's generator of the CPU, each from the state that the one before it left: values are those of
+Random ops draw from torch's generator of the CPU, each from the state after the one before it: values are those of
 `torch.manual_seed(seed); builder()`. Draws of other tensors in between are made, and thrown away.
 """
 
@@ -25,12 +24,12 @@ from shardc.ir import source
 from shardc.runtime.state.sliced_tensors import Cast, InMemory, Joined, Sliced, whole
 from shardc.torch_private import OpOverload, TorchDispatchMode, pytree, replaced_trunc_normal
 
-#: Held while something is recorded or replayed: both change what all threads see, such as the generator's state.
+#: Held during recording and replay: both change global state, such as the generator's.
 RECORDING = threading.RLock()
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten._to_copy.default, aten.clone.default)
 _JOINS = (aten.cat.default, aten.stack.default)
-#: Ops in place that leave nothing of what was there.
+#: Ops in place that overwrite all old values.
 _FILLS = ("normal_", "uniform_", "trunc_normal_", "zero_", "fill_")
 
 
@@ -47,7 +46,7 @@ class Ref:
 
     @property
     def whole(self) -> bool:
-        """Is it all of its storage, in order?"""
+        """Whether it is all of its storage, in order."""
         size, strides = 1, []
         for n in reversed(self.shape):
             strides.append(size)
@@ -55,7 +54,7 @@ class Ref:
         return self.nbytes == size * self.dtype.itemsize and self.stride == tuple(reversed(strides))
 
     def empty(self) -> Tensor:
-        """Memory for it."""
+        """Allocate memory for it."""
         last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         flat = torch.empty(self.offset if 0 in self.shape else self.offset + last + 1, dtype=self.dtype)
         return flat.as_strided(self.shape, self.stride, self.offset)
@@ -63,7 +62,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Entry:
-    """One op, with Refs for tensors in args and kwargs. func: None where created[0] is read from args[0], a `Sliced`.
+    """One op, with Refs for tensors. func: None: created[0] is read from args[0], a `Sliced`.
 
     created: for each result, its Ref if the op made its storage. writes, reads: storages. line: the user's line.
     random: ordinal among the random ops, else -1. start: the ordinal of the random op after which it draws (-1: it is
@@ -86,7 +85,7 @@ class Entry:
 
     @property
     def overwrites(self) -> int | None:
-        """The storage that this op gives new values throughout, whatever was in it."""
+        """The storage that this op overwrites completely."""
         if self.name not in _FILLS and self.func is not aten.copy_.default:
             return None
         into, given = self.args[0], self.args[1] if len(self.args) > 1 else None
@@ -95,7 +94,7 @@ class Entry:
 
 @dataclass
 class Tape:
-    """Entries in order. Positions in `writers` are those of the entries that make or change a storage."""
+    """Entries in order. `writers`: positions of the entries that make or change a storage."""
 
     entries: list[Entry] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=dict)
@@ -110,8 +109,7 @@ class Tape:
         self.entries.append(entry)
 
     def source(self, ref: Ref, before: int | None = None) -> Sliced | None:
-        """What a tensor can be read from by slice: it was copied, cast and joined of others at most. None: it is
-        computed."""
+        """Return a tensor's source by slice, if it was only copied, cast and joined; None: it is computed."""
         at = self.last_writer(ref.storage, before)
         if at is None:
             return None
@@ -133,8 +131,7 @@ class Tape:
         return found if found is None or found.dtype == ref.dtype else Cast(found, ref.dtype)
 
     def closure(self, storages: Iterable[int], before: int | None = None) -> list[int]:
-        """Positions of all entries that the values of these storages depend on, in order: at the end, or before one of
-        the entries."""
+        """Return positions of all entries that these storages depend on, in order. before: a position."""
         needed: set[int] = set()
         todo: list[tuple[int, int | None]] = [(s, before) for s in storages]
         while todo:
@@ -147,14 +144,13 @@ class Tape:
         return sorted(needed)
 
     def last_writer(self, storage: int, before: int | None) -> int | None:
-        """Position of the last entry (before this position) that makes or changes a storage."""
+        """Return the position of the last entry (before this position) that makes or changes a storage."""
         positions = self.writers.get(storage, [])
         i = bisect_left(positions, len(self.entries) if before is None else before)
         return positions[i - 1] if i else None
 
     def replay(self, refs: Iterable[Ref], seed: int | None, before: int | None = None) -> list[Tensor]:
-        """The values of these tensors; they share memory where they did, and may be what they are read from. seed None:
-        no random ops."""
+        """Compute these tensors; they share memory as before, perhaps with a source. seed None: no random ops."""
         wanted = list(refs)
         needed = self.closure((r.storage for r in wanted), before)
         memory = _Memory(self.entries[position] for position in needed)
@@ -179,7 +175,7 @@ class Tape:
                 memory.add(ref, x, own=e.func is not None)
 
     def _state(self, start: int | Tensor, seed: int) -> Tensor:
-        """The generator's state after the random op of this ordinal, and after those before it."""
+        """Return the generator's state after the random op of this ordinal, and after those before it."""
         todo: list[int] = []
         while isinstance(start, int) and start >= 0 and (seed, start) not in self._states:
             todo.append(self.randoms[start])
@@ -188,7 +184,7 @@ class Tape:
             e = self.entries[position]
             memory = _Memory([e])
             refs = [r for r in pytree.tree_flatten((e.args, e.kwargs))[0] if isinstance(r, Ref)]
-            for r in refs:  # what it fills may be anything
+            for r in refs:  # the op overwrites it, so any values will do
                 value = r.empty() if r.storage in e.writes else self.replay([r], seed, position)[0]
                 memory.add(r, value)
             self._run(replace(e, created=(None,) * len(e.created)), memory, seed)
@@ -211,7 +207,7 @@ class _Memory:
 
     def _argument(self, x: Any) -> Any:
         if isinstance(x, torch.Generator):
-            return None  # the default one has its state
+            return None  # the default generator has been set to its state
         return self.real(x) if isinstance(x, Ref) else torch.device("cpu") if isinstance(x, torch.device) else x
 
     def real(self, ref: Ref) -> Tensor:
@@ -223,7 +219,7 @@ class _Memory:
         return torch.empty(0, dtype=ref.dtype).set_(self._held[ref.storage], ref.offset, ref.shape, ref.stride)
 
     def add(self, ref: Ref, x: Tensor, *, own: bool = True) -> None:
-        """own: it may be written to. Windows assume the strides of the recorded result."""
+        """Store a result. own: it may be written to. Windows assume the strides of the recorded result."""
         shared = not own and self._writes[ref.storage] > 1
         if shared or x.stride() != ref.stride or x.storage_offset() != ref.offset:
             x = ref.empty().copy_(x)
@@ -232,7 +228,7 @@ class _Memory:
 
 @contextmanager
 def _own_generator() -> Iterator[None]:
-    """Leave torch's generator as it was."""
+    """Restore torch's generator at the end."""
     with RECORDING:
         state = torch.get_rng_state()
         try:
@@ -252,8 +248,8 @@ class RandomValue(Exception):
 # --- the recording
 
 
-#: torch's generator has this seed before the first random op that is recorded, and i + 1 more after the i-th, which
-#: draws nothing: so each op finds out after which one it draws, or that the builder has seeded the generator.
+#: torch's generator has this seed before the first recorded random op, and i + 1 more after the i-th (recording draws
+#: nothing). So each op finds the op after which it draws, or finds that the builder has seeded the generator.
 _SEEDS = 0x5EED_0F_4E0B_0000
 
 
@@ -262,12 +258,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self.tape = Tape()
-        self._held: dict[int, torch.UntypedStorage] = {}  # keeps storages alive, so that their ids stay theirs
+        self._held: dict[int, torch.UntypedStorage] = {}  # keeps storages alive, so that their ids stay unique
         self._shadows: dict[int, Tensor] = {}  # of real tensors' storages: meta tensors of the same size
-        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # with the states that they get back
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # with their old states, restored at the end
         self._stack = ExitStack()
         self._paused = self._open = False
-        #: What to tell of weights that were read while the model was built, and the folder that they came from.
+        #: Notes on weights that were read while the model was built, and the folder that they came from.
         self.notes: list[str] = []
         self.folder: Path | None = None
 
@@ -295,14 +291,14 @@ class Recorder:
         generator.manual_seed(seed)
 
     def ref(self, x: Tensor) -> Ref:
-        """Where x is on the tape."""
+        """Return the place of x on the tape."""
         x = self._meta(x)
         storage = x.untyped_storage()
         self._held[id(storage)] = storage
         return Ref(id(storage), x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()), storage.nbytes())
 
     def stored(self, source: Sliced) -> Tensor:
-        """A tensor on the tape, without memory, whose values are in a file: they are read when they are needed."""
+        """Return a tensor on the tape, without memory, whose values are read from a file when needed."""
         with self._pause():
             x = torch.empty(source.shape, dtype=source.dtype, device="meta")
             ref = self.ref(x)
@@ -310,7 +306,7 @@ class Recorder:
         return x
 
     def value(self, x: Tensor) -> Tensor:
-        """The real value of a recorded tensor. Raises ShardcError if it depends on random numbers."""
+        """Return the real value of a recorded tensor. Raises ShardcError if it depends on random numbers."""
         ref = self.ref(x)
         try:
             with self._pause():
@@ -324,9 +320,7 @@ class Recorder:
             ) from e
 
     def _meta(self, x: Tensor) -> Tensor:
-        """x itself, or the meta tensor in place of a real x (from outside, from numpy, a file, torch.tensor): a
-        constant.
-        """
+        """Return x, or the meta tensor in place of a real x (from numpy, a file, torch.tensor), a constant."""
         if x.layout is not torch.strided or x.is_quantized:
             raise ShardcError(
                 f"building the model makes a {x.layout} tensor",
@@ -351,7 +345,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what runs in here, also where this recorder is not open."""
+        """Record ops in this context, even if the recorder is not open."""
         if self._open:
             yield
         else:
@@ -360,7 +354,7 @@ class Recorder:
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        """Our own work on tensors is not recorded."""
+        """Suspend recording in this context, for our own work on tensors."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -382,7 +376,7 @@ class Recorder:
         self.tape.add(Entry(func, args, kwargs, created, frozenset(writes), frozenset(reads), at, ordinal, start))
 
     def _start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | Tensor:
-        """After which random op the next one draws, or from which state."""
+        """Return the random op after which the next one draws, or the state from which it draws."""
         given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
         generator, count = next(given, torch.default_generator), len(self.tape.randoms)
         with self._pause():
@@ -411,7 +405,7 @@ class Recorder:
         try:
             results = func(*pytree.tree_map(_on_meta, args), **pytree.tree_map(_on_meta, kwargs))
         except NotImplementedError:
-            if changed:  # an op in place needs no run to know its result
+            if changed:  # the result of an op in place is known without a run
                 results = changed[0]
             else:  # the shape of the result depends on values: boolean indexing, nonzero
                 results = func(*self._values(args), **self._values(kwargs))
@@ -442,7 +436,7 @@ class Recorder:
     def _trunc_normal(
         self, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
     ) -> Tensor:
-        """Stands in for torch.nn.init's, which draws again until all numbers fit, and so looks at them."""
+        """Replace torch.nn.init's, which draws until all numbers fit, and so reads them."""
         args = (self.ref(tensor), mean, std, a, b, generator)
         self._add(torch.nn.init.trunc_normal_, args, {}, (None,), {args[0].storage}, set(), random=True)
         return tensor
@@ -468,14 +462,14 @@ _PRETENCES: dict[Any, Any] = {
 
 
 class _Pretend(TorchFunctionMode):
-    """Meta tensors answer that they lie on the CPU, and give their values to Python and numpy."""
+    """Makes meta tensors report the CPU as their device, and return their values to Python and numpy."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # this mode is off in here: devices are the true ones
+        # this mode is off in here: devices are the real ones
         if func in _PRETENCES and args[0].device.type == "meta":
             return _PRETENCES[func]
         if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__) and args[0].device.type == "meta":
@@ -484,7 +478,7 @@ class _Pretend(TorchFunctionMode):
 
 
 def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """(argument of the schema, what was given for it)."""
+    """Return (argument of the schema, its value) pairs."""
     declared = func._schema.arguments
     return [
         *zip(declared, args, strict=False),

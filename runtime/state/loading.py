@@ -1,8 +1,8 @@
-"""Checkpoints that any mesh can load: how one is read.
+"""Read checkpoints of any mesh.
 
-A rank reads the slices that overlap its own boxes, two at a time: into the tensor itself where a slice is just what it
-has, else into a buffer of at most one slice. Every slice is checked against its digest. Ranks agree on which checkpoint
-of a folder to load, and after each of `check`, `read` and `finish` that it succeeded everywhere.
+A rank reads the slices that overlap its own boxes, two at a time: directly into the tensor if a slice is exactly its
+box, else into a buffer of at most one slice. Every slice is checked against its digest. Ranks agree on the checkpoint
+of a folder to load, and, after each of `check`, `read` and `finish`, that it succeeded everywhere.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shardc.runtime.state.sources import check_names
 if TYPE_CHECKING:
     from shardc.runtime.matrices.whole import WholeMatrices
 
-READERS = 2  # slices that a rank reads at once: while one is checked, another comes from the disk
+READERS = 2  # slices that a rank reads at once: one is checked while another comes from the disk
 _SHOWN = 4  # damaged slices that an error names
 
 
@@ -60,16 +60,18 @@ def load(
     accept: Callable[[Mapping[str, Any]], None] = lambda extra: None,
     changing: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Fill params, buffers and the optimizer in place from a checkpoint of any mesh; returns its `extra`. Collective.
+    """Fill params, buffers and optimizer in place from any mesh's checkpoint; return `extra`. Collective.
 
-    folder: where checkpoints were saved to: the last one is read; or one of them. last_good: if it is damaged, read the
-    last one that is not.
-    matrices: those that this rank owns, where optimizers step whole ones; their state is filled, too.
-    room: where the optimizer's state is to be; default: on its parameter's device. accept: raises what does not fit in
-    `extra`. changing: called before anything is changed.
+    folder: where checkpoints were saved (the last one is read), or one checkpoint. last_good: if it is damaged, read
+    the last one that is not.
+    matrices: those that this rank owns, if optimizers step whole ones; their state is filled, too.
+    room: where to put the optimizer's state; default: on its parameter's device. accept: raises if `extra` does not
+    fit.
+    changing: called before anything is changed.
 
     Raises ShardcError, on all ranks, naming them, if the checkpoint has other parameters, shapes or another optimizer,
-    before anything changes; DamagedError where a file is not what was saved: what was read until then is changed."""
+    before anything changes; DamagedError if a file is not what was saved: what was read until then is changed.
+    """
     problems: list[ShardcError] = []
     for path in candidates(disk_calls.named(folder), mesh, last_good=last_good):
         loading = _Loading(path, program, mesh, params, buffers, optimizer, runs or {}, matrices, room, accept)
@@ -89,7 +91,7 @@ def load(
 
 
 def candidates(folder: Path, mesh: Any, *, last_good: bool) -> Iterator[Path]:
-    """The checkpoints to try, as rank 0 sees them: file systems may show the others something else."""
+    """Yield the checkpoints to try, as rank 0 sees them: file systems may show other ranks something else."""
     paths = _found(folder) if mesh.rank == 0 else []
     number = 0
     while name := agreement.said(mesh, str(paths[number]) if number < len(paths) else ""):
@@ -108,7 +110,7 @@ def _found(folder: Path) -> list[Path]:
 
 
 def _together(mesh: Any, path: Path, work: Any) -> None:
-    """Run it; an error on one rank is an error on all, in the first one's words."""
+    """Run it; an error on one rank is an error on all, with the first one's message."""
     error: BaseException | None = None
     try:
         work()
@@ -137,7 +139,7 @@ def _words(error: BaseException) -> str:
 
 @dataclass
 class _Loading:
-    """One checkpoint, on its way into one rank."""
+    """One checkpoint while one rank loads it."""
 
     path: Path
     program: Program
@@ -154,7 +156,7 @@ class _Loading:
     _states: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Does it fit? Nothing has changed when this raises."""
+        """Raise if the checkpoint does not fit. Changes nothing."""
         index = self.index = read_index(self.path)
         program, stored = self.program, index.tensors
         self._parts = model_parts(program, self.params, self.buffers, self.runs, self.mesh)
@@ -164,7 +166,7 @@ class _Loading:
         want = {n: shape for x in wanted for n, shape in x.shapes.items() if x.members or n == x.fqn}
         check_names(errors, want, have, want, f"the checkpoint {self.path.name}")
         errors.raise_any()  # its optimizer is of the same tensors
-        for number in range(self.mesh.rank, len(index.files), self.mesh.layout.world):  # all ranks look at all files
+        for number in range(self.mesh.rank, len(index.files), self.mesh.layout.world):  # ranks share the files
             check_file(self.path, index, number)
         if self.optimizer is not None:
             self._states = room_for(
@@ -182,9 +184,7 @@ class _Loading:
         self.accept(index.extra)
 
     def read(self) -> None:
-        """Every slice that this rank has some of, in the order of the files. Raises DamagedError that names those that
-        are not what was saved.
-        """
+        """Read every slice that this rank needs, in file order. Raises DamagedError, naming damaged slices."""
         layout, rank = self.mesh.layout, self.mesh.rank
         targets: dict[Slice, tuple[str, list[tuple[Box, Tensor]]]] = {}
         for key, part in self._parts.items():

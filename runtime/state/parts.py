@@ -1,4 +1,4 @@
-"""This rank's parts of parameters and buffers, cut from whatever the weights come from."""
+"""Cut this rank's parts of parameters and buffers from any source of weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _all(program: Program) -> list[Param | Buffer]:
 
 
 def gather(x: Tensor, layout: Layout, mesh: Any, tag: str = "") -> Tensor:
-    """The global tensor of this rank's part `x`, on every rank. Collective over the axes that shard it."""
+    """Return the global tensor of this rank's part `x`, on every rank. Collective over its axes."""
     x = x.detach()
     for axis, shard in sorted(layout.shards(), key=lambda item: item[1].split):  # outer digits first, as Layout.join
         x = unchunk(mesh.all_gather(x.contiguous(), axis, direction="state", tag=tag), shard)
@@ -37,7 +37,7 @@ def gather(x: Tensor, layout: Layout, mesh: Any, tag: str = "") -> Tensor:
 def _entries(
     program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
 ) -> Iterator[tuple[Param | Buffer, Tensor]]:
-    """Every parameter and persistent buffer with its global value on the CPU, one at a time."""
+    """Yield every parameter and persistent buffer with its global value on the CPU, one at a time."""
     for x in _all(program):
         if not x.fqn or (isinstance(x, Buffer) and not x.persistent):
             continue
@@ -45,15 +45,13 @@ def _entries(
 
 
 def gathered_entry(program: Program, mesh: Any, x: Param | Buffer, held: Mapping[str, Tensor]) -> Tensor:
-    """The global value of a parameter or buffer on the CPU, on every rank. Collective."""
+    """Return the global value of a parameter or buffer on the CPU, on every rank. Collective."""
     local = _everywhere(program, mesh, x, held)
     return gather(local, x.layout, mesh, x.fqn).to(device="cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _everywhere(program: Program, mesh: Any, x: Param | Buffer, held: Mapping[str, Tensor]) -> Tensor:
-    """This rank's part; where its pipeline stage has none, that of the first stage that has. Collective over the
-    pipeline's axis.
-    """
+    """Return this rank's part, or the one of the first stage that has it. Collective over the pipeline."""
     if not program.axis:
         return held[x.name]
     first, *_ = holders = program.holders(x)
@@ -77,9 +75,11 @@ def full_state_dict(
     *,
     rank0_only: bool = False,
 ) -> dict[str, Tensor]:
-    """{fqn: global tensor on the CPU}, as the unsharded `model.state_dict()` gives it: all names of tied tensors (one
-    tensor under several names), persistent buffers. rank0_only: the other ranks take part but keep nothing and return
-    {}. Collective."""
+    """Return {fqn: global tensor on the CPU}, as the unsharded `model.state_dict()`. Collective.
+
+    All names of tied tensors (one tensor under several names), persistent buffers. rank0_only: the other ranks return
+    {}.
+    """
     found: dict[str, Tensor] = {}
     for x, value in _entries(program, mesh, params, buffers):
         if mesh.rank == 0 or not rank0_only:
@@ -87,20 +87,20 @@ def full_state_dict(
     return found
 
 
-# --- parts, of whatever weights come from
+# --- parts, from any source of weights
 
 
 def local_parameters(
     program: Program, source: Any, mesh: Any, seed: int, base: Any = None
 ) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """`local_parts`, all parameters at once.
+    """Return `local_parts`, all parameters at once.
 
     source: one of
         nn.Module with weights           cut by the program's layouts; not changed
-        a function that builds the model run without memory (or its `Recipe`): each parameter is computed by itself
+        a function that builds the model run without memory (or its `Recipe`): each parameter is computed separately
         nn.Module on the meta device     each module's own reset_parameters, as FSDP does it
         {name: tensor}, or a path        a state_dict; files that shardc.runtime.state.weight_files reads
-    base: such a source again (not a file), for what a state_dict lacks: buffers that are not persistent.
+    base: another such source (not a file), for what a state_dict lacks: buffers that are not persistent.
     seed: of the weights that are computed. Every mesh gets the same numbers.
     """
     params, buffers = local_parts(
@@ -118,10 +118,10 @@ def local_parts(
     broadcast: bool = False,
     whole_of: Callable[[Param | Buffer, Tensor], None] = lambda x, whole: None,
 ) -> tuple[Iterator[tuple[str, nn.Parameter]], dict[str, Tensor]]:
-    """This rank's parameters, made one at a time, and buffers, by placeholder name, in new memory on `mesh.device` and
-    in the program's dtypes. Of what lies in files it reads its part alone. given, rest: of `weights`.
+    """Return this rank's parameters, made one at a time, and buffers, by placeholder name.
 
-    broadcast: rank 0's weights for all ranks, one tensor at a time, whatever the others' models hold. Collective.
+    In new memory on `mesh.device`, in the program's dtypes. Of files it reads only its part. given, rest: of `weights`.
+    broadcast: rank 0's weights for all ranks, one tensor at a time, instead of each rank's. Collective.
     whole_of: called with each whole tensor that this rank cuts its part from.
 
     Raises ShardcError for names that are missing or unexpected, other shapes, and ties that the program has and the
@@ -152,7 +152,7 @@ def local_parts(
             if program.has(x, coords):
                 yield x, part(x)
             elif broadcast:
-                part(x)  # ranks of other stages need rank 0's part in it
+                part(x)  # ranks of other stages need rank 0's broadcast
 
     params = ((p.name, nn.Parameter(x, requires_grad=p.requires_grad)) for p, x in parts(program.params))
     return params, {b.name: x for b, x in parts(program.buffers)}
@@ -160,7 +160,7 @@ def local_parts(
 
 @dataclass(frozen=True)
 class _Zeros:
-    """Without memory, to be filled."""
+    """Zeros without memory, to be filled later."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -170,7 +170,7 @@ class _Zeros:
 
 
 def blank(program: Program) -> Weights:
-    """Zeros for all of a program's tensors, for weights that come later."""
+    """Return zeros for all of a program's tensors, for weights that come later."""
     every: list[Param | Buffer] = [*program.params, *program.buffers]
     sliced: dict[str, Sliced] = {n: _Zeros(shape, x.dtype) for x in every if x.fqn for n, shape in x.shapes.items()}
     shapes = {n: x.shape for n, x in sliced.items()}
@@ -178,7 +178,7 @@ def blank(program: Program) -> Weights:
 
 
 def constants(program: Program, mesh: Any) -> dict[str, Tensor]:
-    """This rank's parts of the constants that capture lifted out of the code, by placeholder name."""
+    """Return this rank's parts of the constants that capture lifted out of the code, by placeholder name."""
     coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
     return {
         b.name: _local(b, b.constant, mesh)
@@ -193,7 +193,7 @@ def _local(x: Param | Buffer, whole: Tensor, mesh: Any) -> Tensor:
 
 
 def _sliced(x: Param | Buffer, given: Weights) -> Sliced | None:
-    """What its part can be read from, slice by slice; None if only the whole can be."""
+    """Return the source that a part can be read from by slice; None if only the whole can be read."""
     if x.members:
         found = [given.sliced[n] for n in x.members if n in given.sliced]
         return Joined(found, 0, new=True) if len(found) == len(x.members) else None
@@ -201,7 +201,7 @@ def _sliced(x: Param | Buffer, given: Weights) -> Sliced | None:
 
 
 def _read(x: Param | Buffer, source: Sliced, mesh: Any) -> Tensor:
-    """This rank's part, of which nothing else is read. Padding is zeros."""
+    """Read this rank's part only. Padding is zeros."""
     coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
     out = torch.zeros(x.layout.local_shape(x.shape, mesh.layout), dtype=x.dtype, device=mesh.device)
     for box in x.layout.boxes(x.shape, mesh.layout, coords):

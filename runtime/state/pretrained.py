@@ -1,12 +1,12 @@
-"""Weights of files put under a model's own names: prefixes, renames and conversions of checkpoints, and what is told.
+"""Find a model's weights in files: prefixes, renames and conversions of checkpoints, and notes.
 
     file                                          model
     transformer.wte.weight                        base_model.model.transformer.wte.weight        (peft, a wrapper)
     layers.0.mlp.experts.3.gate_proj.weight ┐
     layers.0.mlp.experts.3.up_proj.weight   ┴──►  layers.0.mlp.experts.gate_up_proj[3]           (transformers)
 
-transformers' own tables say how its checkpoints are converted. They are run on tensors without memory, on a tape; a
-rank then reads the slices that its part is made of (init_tape.py).
+transformers' own tables define how its checkpoints are converted. They run on tensors without memory, on a tape; then a
+rank reads the slices that its part is made of (init_tape.py).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from shardc.runtime.state.weight_files import WeightFiles, of_files
 from shardc.torch_modes import untraced
 from shardc.torch_private import pytree
 
-#: Names that an error or a note gives.
+#: Maximal number of names in an error or a note.
 SHOWN = 4
-#: Where fewer tensors than one in so many fit, of the files' and of the model's as well, the files are another model's:
-#: a name such as lm_head.weight is in all of them. An adapter is few of a model's tensors, but all of its own file's.
+#: If fewer than one in FEW tensors fit, of the files and of the model, the files belong to another model: a name such
+#: as lm_head.weight is in all models. An adapter is few of a model's tensors, but all of its file's.
 FEW = 8
-#: What peft puts into names: the layer that an adapter is around, the copies that are trained, the adapter's name.
+#: What peft adds to names: the adapted layer, trained copies, the adapter's name.
 _PEFT = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
@@ -62,7 +62,7 @@ class Placed:
     read: int
 
     def notes(self, model: nn.Module) -> list[str]:
-        """What a user should know, in lines."""
+        """Return notes for the user, one per line."""
         held = sorted({_name(x.dtype) for x in named_state(model).values() if x.is_floating_point()})
         stored = Counter(_name(x.dtype) for x in self.files.tensors.values() if x.dtype.is_floating_point)
         lines = [f"weights: {self.read} tensors of {self.files.path} ({self.files.what})"]
@@ -80,7 +80,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def folded(names: Iterable[str]) -> str:
-    """Names that differ in numbers alone, as one, with their count: "h.*.attn.weight (12), score.weight"."""
+    """Fold names that differ in numbers only, with their count: "h.*.attn.weight (12), score.weight"."""
     groups = Counter(of_every_layer(n) for n in names)
     examples = {of_every_layer(n): n for n in names}
     shown = [f"{k} ({n})" if n > 1 else examples[k] for k, n in list(groups.items())[: 2 * SHOWN]]
@@ -89,14 +89,14 @@ def folded(names: Iterable[str]) -> str:
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
-    """What is in the model's state_dict, under all names of tied tensors, as the model has it (no copy)."""
+    """Return the model's state_dict without copies, under all names of tied tensors."""
     return {n: x for n, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
 
 
 def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> Placed:
-    """Find the model's tensors in files. model: on any device; only names, shapes and dtypes are looked at.
+    """Find the model's tensors in files. model: on any device; only names, shapes and dtypes are read.
 
-    Raises ShardcError where a tensor has another shape in the files, naming both, and where the files are of another
+    Raises ShardcError if a tensor has another shape in the files, naming both, and if the files belong to another
     model.
     """
     own = named_state(model)
@@ -111,7 +111,7 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> Placed:
         for other, part in others:
             more, extra = _converted(part, other, own, {n: found[n] for n in extra if n in found}, recorder, files)
             mapped |= more
-        mapped |= {n: found[n] for n in own if n not in mapped and n in found}  # what is outside of the library's part
+        mapped |= {n: found[n] for n in own if n not in mapped and n in found}  # tensors outside of the library's part
         extra = [n for n in extra if n not in own]
     plain, left = _by_name(own, found)
     if len(plain) > len(mapped):  # an adapter, a wrapper's whole state, a model that the library does not know
@@ -134,8 +134,8 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> Placed:
         if mapped:
             fix += ", or put into it what it has of them alone: program.engine(model, weights={name: tensor})"
         raise ShardcError(f"{fault} {_names(own)}", where=str(files.path), fix=fix)
-    # a tied tensor may be in the files under any one of its names: it is that under all of them, or the others would
-    # be what the model begins with
+    # a tied tensor may be in the files under any of its names: use it for all of them, or the others would keep their
+    # initial values
     read = len(mapped)
     mapped |= {n: first[id(x)] for n, x in own.items() if n not in mapped and id(x) in first}
     return Placed(files, mapped, tuple(missing), tuple(extra), read)
@@ -147,7 +147,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _fold(errors: Errors) -> None:
-    """Raise what was found; of many errors the first ones, with the number of all."""
+    """Raise the errors; if there are many, only the first one and their number."""
     if len(errors.found) > SHOWN:
         first = errors.found[0]
         fault = f"{len(errors.found)} tensors have another shape in the files than in the model: {first.what}"
@@ -159,8 +159,7 @@ def _fold(errors: Errors) -> None:
 
 
 def _by_name(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors by name. Where one side has its names behind a prefix (a wrapper such as DDP, or a model within another
-    one) it is left out; so is what peft puts into names."""
+    """Match tensors by name, ignoring peft's additions and a prefix of a wrapper or an outer model."""
     best: dict[str, Tensor] = {}
     used: set[str] = set()
     for renamed in _spellings(own, found):
@@ -171,7 +170,7 @@ def _by_name(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[di
 
 
 def _spellings(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Iterator[dict[str, str]]:
-    """Names that the model's may have in the files: as they are, then without a prefix, or with one."""
+    """Yield {model name: possible name in the files}: unchanged, then without or with a prefix."""
     plain = {n: _PEFT.sub("", n) for n in own}
     yield {n: n for n in own}
     yield plain
@@ -184,7 +183,7 @@ def _spellings(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Iterat
 
 
 def _prefixes(longer: Iterable[str], shorter: Iterable[str]) -> list[str]:
-    """What stands before the names of `shorter` in those of `longer`, the most frequent first."""
+    """Return prefixes before names of `shorter` in those of `longer`, the most frequent first."""
     short = set(shorter)
     counts: Counter[str] = Counter()
     for name in longer:
@@ -198,7 +197,7 @@ def _prefixes(longer: Iterable[str], shorter: Iterable[str]) -> list[str]:
 
 
 def pretrained_modules(model: nn.Module) -> dict[str, Any]:
-    """The outermost modules of the transformers library, by name: "" for the model itself."""
+    """Return the outermost modules of the transformers library, by name: "" for the model itself."""
     library: ModuleType | None = sys.modules.get("transformers.modeling_utils")
     if library is None or "transformers.core_model_loading" not in sys.modules:
         return {}
@@ -218,8 +217,7 @@ def _converted(
     recorder: Recorder,
     files: WeightFiles,
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors of a module of the transformers library, as it would load them itself: (by the model's names, names of
-    the files that it has no use for)."""
+    """Convert a transformers module's tensors as it would itself: ({model name: tensor}, unused names)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     before = prefix + "." if prefix else ""
@@ -233,19 +231,19 @@ def _converted(
     mapped = {n: loaded[k] for n, k in inside.items() if k not in info.missing_keys and k not in other}
     for n, k in inside.items():
         if k in other:
-            mapped[n] = torch.empty(other[k], device="meta")  # its shape is refused with the others
+            mapped[n] = torch.empty(other[k], device="meta")  # its shape is reported with the others
     extra = [n for n in info.unexpected_keys if not _ignored(module, n)]
     return mapped, sorted(extra)
 
 
 def _ignored(module: Any, name: str) -> bool:
-    """Does the model say that checkpoints may have this name for nothing?"""
+    """Return whether the model ignores this name in checkpoints."""
     patterns = [*(module._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
     return any(re.search(p, name) for p in patterns)
 
 
 def hf_builder(folder: Path) -> Callable[[], nn.Module] | None:
-    """What builds the model of a folder of the transformers library, without its weights; None for other folders."""
+    """Return a builder, without weights, for a folder of the transformers library; None for other folders."""
     config_file = folder / "config.json"
     if not config_file.is_file() or "architectures" not in config_file.read_text():
         return None
@@ -263,8 +261,9 @@ def hf_builder(folder: Path) -> Callable[[], nn.Module] | None:
 def load_converted(
     module: Any, given: Mapping[str, Tensor], mapping: Sequence[Any], recorder: Recorder, where: str, **options: Any
 ) -> Any:
-    """transformers' loader, on recorded tensors and without threads, of which a recorder would not know. Returns its
-    account: missing_keys, unexpected_keys, mismatched_keys.
+    """Run transformers' loader on recorded tensors, without threads, which a recorder would not see.
+
+    Returns its report: missing_keys, unexpected_keys, mismatched_keys.
     """
     from transformers import core_model_loading
     from transformers.modeling_utils import LoadStateDictConfig
@@ -283,7 +282,7 @@ def load_converted(
 
 
 def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Modules without a forward, that hold tensors of these names, on the meta device."""
+    """Build modules without a forward that hold tensors of these names, on the meta device."""
     root = nn.Module()
     for name, x in tensors.items():
         *path, last = name.split(".")
@@ -305,8 +304,10 @@ def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:
 
 @contextmanager
 def lazily(recorder: Recorder | None) -> Iterator[None]:
-    """While open, what builders read from files are tensors without memory. recorder: on whose tape; None: nobody will
-    want their values."""
+    """Make builders read tensors without memory from files, in this context.
+
+    recorder: on whose tape; None: nobody will need their values.
+    """
     own = recorder if recorder is not None else Recorder()
     calls = _Calls(own)
     with RECORDING, ExitStack() as stack:
@@ -319,7 +320,7 @@ def lazily(recorder: Recorder | None) -> Iterator[None]:
 
 
 def _replace(library: ModuleType, calls: _Calls, stack: ExitStack) -> None:
-    """transformers' way from files into a model."""
+    """Patch transformers' functions that load files into a model."""
     model = getattr(library, "PreTrainedModel", None)
     if model is None or not hasattr(model, "_load_pretrained_model"):
         return
@@ -332,8 +333,9 @@ def _replace(library: ModuleType, calls: _Calls, stack: ExitStack) -> None:
 
 
 def _once_imported(name: str, then: Callable[[ModuleType], None], stack: ExitStack) -> None:
-    """Call `then` with a module: now if it is imported, else when the builder imports it, as transformers does when one
-    of its models is looked up.
+    """Call `then` with a module: now if it is imported, else when the builder imports it.
+
+    transformers imports it when one of its models is looked up.
     """
     if (module := sys.modules.get(name)) is not None:
         then(module)
@@ -347,7 +349,7 @@ def _once_imported(name: str, then: Callable[[ModuleType], None], stack: ExitSta
 
                 def exec_module(module: ModuleType) -> None:
                     run(module)
-                    if finder in sys.meta_path:  # an import that another thread began may end after the builder
+                    if finder in sys.meta_path:  # another thread's import may end after the builder
                         then(module)
 
                 spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -358,20 +360,21 @@ def _once_imported(name: str, then: Callable[[ModuleType], None], stack: ExitSta
 
 
 class _Calls:
-    """What the calls do instead, in the thread in which the builder runs."""
+    """Replacements of the calls, in the thread in which the builder runs."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._thread: int | None = threading.get_ident()
 
     def close(self) -> None:
-        """The calls are again what they replace. A module that the builder was the first to import (`from safetensors
-        import safe_open`) keeps them for good.
+        """Switch the replacements back to the originals.
+
+        A module that the builder imported first (`from safetensors import safe_open`) keeps the replacements.
         """
         self._thread = None
 
     def only_here(self, function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        """The function in this thread, and what it replaces in all others, which may read files as well, and later."""
+        """Return the function for this thread, and the original for all others, which may read files too."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return (function if threading.get_ident() == self._thread else original)(*args, **kwargs)
@@ -379,7 +382,7 @@ class _Calls:
         return call
 
     def load(self, torch_load: Callable[..., Any]) -> Callable[..., Any]:
-        """torch.load: its tensors are mapped into memory, and stand on the tape."""
+        """Replace torch.load: its tensors are mapped into memory, and are on the tape."""
 
         def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -401,26 +404,25 @@ class _Calls:
         return self.only_here(load, torch_load)
 
     def open(self, filename: Any, framework: str = "pt", device: Any = "cpu", **_: Any) -> _Opened:
-        """safetensors.safe_open, which load_file calls as well."""
+        """Replace safetensors.safe_open, which load_file calls as well."""
         return _Opened(self.recorder, of_files(Path(filename), [Path(filename)]))
 
     def from_pretrained(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            # on the CPU, as far as transformers can see, also where the builder runs on the meta device
+            # transformers must see the CPU, even if the builder runs on the meta device
             with torch.device("cpu"), self.recorder.recording():
                 return original(cls, *args, **kwargs)
 
         return self.only_here(from_pretrained, original)
 
     def uninitialised(self, original: Callable[..., Any], without: Callable[[], Any]) -> Callable[..., Any]:
-        """While `from_pretrained` makes the model: weights are not initialised yet. It would see that from the meta
-        device, which a recorder hides."""
+        """Make `from_pretrained` skip initialisation, as on the meta device, which a recorder hides."""
         return self.only_here(lambda *args, **kwargs: [*original(*args, **kwargs), without()], original)
 
     def load_pretrained(
         self, model: Any, state_dict: Mapping[str, Any] | None, files: list[str] | None, config: Any, *_: Any
     ) -> tuple[Any, None]:
-        """How `from_pretrained` puts weights into a model."""
+        """Replace how `from_pretrained` loads weights into a model."""
         if config.hf_quantizer is not None:
             fault = "the weights are quantized, which shardc cannot train"
             fix = "load weights that are not quantized, or fine-tune them elsewhere"
@@ -439,7 +441,7 @@ class _Calls:
 
 
 class _Opened(AbstractContextManager["_Opened"]):
-    """An open safetensors file, whose tensors stand on a tape. A slice of it is a tensor, which can be indexed."""
+    """An open safetensors file, whose tensors are on a tape. A slice is a tensor, to be indexed."""
 
     def __init__(self, recorder: Recorder, files: WeightFiles) -> None:
         self._recorder, self._files = recorder, files

@@ -1,11 +1,11 @@
-"""Quantised weights: tensors that consist of tensors (torchao's int8, int4, NF4: `__tensor_flatten__`), taken apart.
+"""Take quantised weights apart, which consist of tensors (torchao's int8, int4, NF4).
 
     q_proj.weight   Int8Tensor [128, 64]   ->   q_proj.weight:qdata  int8 [128, 64]
                                                 q_proj.weight:scale  float32 [128, 1]
 
-A copy of the model's modules has the inner tensors as parameters, which are not trained; where forward reads the
-weight, it is put together of them. So whatever the tensor does in a product becomes ordinary ops of the graph, and what
-is stored, split, gathered and saved is the quantised data.
+A copy of the model's modules has the inner tensors as parameters, which are not trained. Where forward reads the
+weight, it is put together from them. So the tensor's code in a product becomes ordinary ops of the graph, and the
+quantised data is stored, split, gathered and saved.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 def plain(model: T) -> T:
-    """A model without tensors that consist of tensors: itself, if it has none; else a copy of its modules, which has
-    all other tensors in common with it. The same one each time, as long as the model lives.
+    """Return a model without tensors that consist of tensors: itself, or a copy that shares all others.
 
-    Raises ShardcError for such a weight that is trained, or that consists of further ones.
+    The copy is the same one each time, as long as the model lives.
+    Raises ShardcError if such a weight is trained, or consists of further ones.
     """
     if not isinstance(model, nn.Module) or not any(map(consists, _tensors(model))):
         return model
@@ -40,7 +40,7 @@ def plain(model: T) -> T:
 
 
 def plain_state(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """A state_dict under the names of the copy."""
+    """Convert a state_dict to the names of the copy."""
     found: dict[str, Any] = {}
     for name, x in tensors.items():
         if isinstance(x, Tensor) and consists(x):
@@ -56,14 +56,13 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def consists(x: Tensor) -> bool:
-    """Does a tensor say of which tensors it consists, and how it is put together? (One that is spread over a mesh says
-    so, too: that is another matter.)"""
+    """Return whether a tensor consists of tensors, and is not one that is spread over a mesh."""
     return hasattr(x, "__tensor_flatten__") and not type(x).__module__.startswith("torch.distributed")
 
 
 def _taken_apart(model: nn.Module) -> nn.Module:
     copied = copy.deepcopy(model, {id(x): x for x in _tensors(model)})
-    parts: dict[int, dict[str, nn.Parameter]] = {}  # of each weight, which may be tied
+    parts: dict[int, dict[str, nn.Parameter]] = {}  # by weight, which may be tied
     for path, module in [*copied.named_modules()]:
         own = {n: x for held in (module._parameters, module._buffers) for n, x in held.items() if x is not None}
         found = {n: x for n, x in own.items() if consists(x)}
@@ -94,7 +93,7 @@ def _parts(fqn: str, x: Any) -> dict[str, nn.Parameter]:
 
 
 def inner(x: Any) -> list[Any]:
-    """What a tensor consists of: other tensors, or itself alone."""
+    """Return the inner tensors of a tensor, or the tensor alone."""
     if not isinstance(x, Tensor) or not consists(x):
         return [x]
     whole: Any = x
@@ -102,7 +101,7 @@ def inner(x: Any) -> list[Any]:
 
 
 def put_together(x: Any, parts: Sequence[Any]) -> Tensor:
-    """A tensor as x, of other inner tensors, in the order of x's own."""
+    """Build a tensor like x from other inner tensors, in the order of x's own."""
     names, context = x.__tensor_flatten__()
     made: Tensor = type(x).__tensor_unflatten__(
         dict(zip(names, parts, strict=True)), context, tuple(x.shape), x.stride()
@@ -111,7 +110,7 @@ def put_together(x: Any, parts: Sequence[Any]) -> Tensor:
 
 
 def _reading(name: str, x: Any) -> Any:
-    """The getter of a weight that is put together where it is read."""
+    """Return the getter of a weight that is put together when it is read."""
     parts = [f"{name}:{part}" for part in x.__tensor_flatten__()[0]]
 
     def read(module: nn.Module) -> Tensor:

@@ -1,15 +1,15 @@
-"""Checkpoints that any mesh can load: how ranks write one together.
+"""Write checkpoints that any mesh can load, by all ranks together.
 
     every rank   plans what it writes (boxes.py) ─► its files, fsynced ─► part-RANK.json ─┐ agree
     rank 0                                     index.json from all parts, fsynced ─► one rename ─┴ agree ─► prune
 
-Ranks meet only to agree: an error on one of them (a full disk, an I/O error) is an error on all, and what was there
-before is as it was. All is written into a folder that gets its name at the very end (checkpoint_folder.py). What each
-of them does by itself: `Save`; what one writes: boxes.py.
+Ranks meet only to agree: an error on one of them (a full disk, an I/O error) is an error on all, and older checkpoints
+are unchanged. All files go into a folder that gets its name at the very end (checkpoint_folder.py). `Save` does the
+work of one rank; boxes.py decides what it writes.
 
-In the background, the tensors are copied to memory of the host first, and a thread does the rest. It cannot meet other
-ranks, whose main threads may be in the middle of a step; so it only notes how it went, and main threads agree on it
-when they are between two steps (`Saves.poll`).
+In the background, the tensors are first copied to host memory, and a thread does the rest. It cannot meet other ranks,
+whose main threads may be in the middle of a step. So it only records its result, and main threads agree on it when they
+are between two steps (`Saves.poll`).
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class Cancelled(Exception):
 
 @dataclass
 class Save:
-    """One save of one rank. id: the same on all ranks; folder: that the user named; work: where all is written until it
-    is whole. done: bytes written.
+    """One save of one rank. id: the same on all ranks; folder: that the user named.
+
+    work: where files are written until all are complete. done: bytes written.
     """
 
     mesh: Any
@@ -89,12 +90,12 @@ class Save:
         return self.folder / f"{WORK}{self.id}"
 
     def start(self, work: Callable[[], None], *, background: bool) -> None:
-        """Run, here or in a thread; what goes wrong is kept in `.error`."""
+        """Run work here or in a thread; keep its error in `.error`."""
 
         def guarded() -> None:
             try:
                 work()
-            except BaseException as e:  # raised again where all ranks meet
+            except BaseException as e:  # raised again when all ranks meet
                 self.error = e
 
         if background:
@@ -114,7 +115,7 @@ class Save:
     # --- what every rank does
 
     def write(self) -> None:
-        """This rank's files, and what rank 0 has to know of them."""
+        """Write this rank's files, and their description for rank 0."""
         mine: list[File] = []
         for kind, draft in self.drafts.items():
             self._write_file(kind, draft, mine)
@@ -147,7 +148,7 @@ class Save:
     # --- what rank 0 does
 
     def prepare(self) -> None:
-        """The folder to write into. Raises SavingError where another process is saving to the same place."""
+        """Make the folder to write into. Raises SavingError if another process is saving there."""
         disk_calls.make_folder(self.folder)
         try:
             self.lock = disk_calls.Lock(self.folder / LOCK)
@@ -167,7 +168,7 @@ class Save:
         disk_calls.make_folder(self.work)
 
     def commit(self) -> None:
-        """Make it visible, from the parts of all ranks; then remove checkpoints that are not to be kept."""
+        """Make the checkpoint visible, from the parts of all ranks; then prune old checkpoints."""
         index = self._index([self._read(r) for r in range(self.mesh.layout.world)])
         disk_calls.write_file(self.work / checkpoint_index.NAME, checkpoint_index.to_bytes(index))
         for r in range(self.mesh.layout.world):
@@ -217,7 +218,7 @@ class Save:
         return Index(id=self.id, step=self.step, files=tuple(every), tensors=tensors, **facts)
 
     def end(self, *, failed: bool) -> None:
-        """Leave nothing behind."""
+        """Release the lock, and remove the files of a failed save."""
         if self.lock is not None:
             try:
                 if failed:
@@ -231,7 +232,7 @@ class Save:
 
 
 class Saves:
-    """The saves of one rank's engine: at most one is under way. All methods are collective, but for `progress`."""
+    """The saves of one rank's engine, one at a time. All methods but `progress` are collective."""
 
     def __init__(self, mesh: Any) -> None:
         self._mesh = mesh
@@ -249,11 +250,10 @@ class Saves:
         wait: bool = True,
         overwrite: bool = True,
     ) -> None:
-        """Write a checkpoint. wait=False: copy the tensors, and write in the background. keep: how many checkpoints of
-        the folder stay; None: all. overwrite: also where there are some that are not known. state: gives what this rank
-        has.
+        """Write a checkpoint. wait=False: copy the tensors, and write in the background.
 
-        Raises SavingError, on all ranks, if this save fails or the one before it has.
+        keep: how many checkpoints of the folder stay; None: all. overwrite: also if some there are unknown. state:
+        returns what this rank has. Raises SavingError, on all ranks, if this save or the one before it fails.
         """
         self.finish()
         id = agreement.said(self._mesh, secrets.token_hex(8))
@@ -269,7 +269,7 @@ class Saves:
 
     def _prepare(self, save: Save, state: Callable[[], Plan], *, wait: bool) -> None:
         save.plan = state()
-        _check_plain(save.plan.facts)  # what cannot be written is found before anything is
+        _check_plain(save.plan.facts)  # before anything is written
         save.nbytes = save.plan.nbytes
         save.drafts = drafts(save.plan, {"checkpoint": save.id, "step": str(save.step)})
         if self._mesh.rank == 0:
@@ -279,27 +279,28 @@ class Saves:
                 draft.copy_to_host()
 
     def loaded(self, folder: str | Path) -> None:
-        """The checkpoints of a folder, or those beside one of them, are those that this run goes on from."""
+        """Record the checkpoints in, or beside, a folder as those that this run continues from."""
         path = disk_calls.named(folder)
         self._known.see(path.parent if is_one(path) else path)
 
     def poll(self) -> None:
-        """Have all ranks written? Then rank 0 makes the checkpoint visible, in the background too. Between two steps.
+        """Let rank 0 make the checkpoint visible, in the background, if all ranks have written. Between steps.
 
-        Raises SavingError, on all ranks, if the save under way has failed.
+        Raises SavingError, on all ranks, if the pending save has failed.
         """
         if self._save is not None:
             self._advance(self._save, background=True)
 
     def finish(self) -> None:
-        """Wait for the save under way."""
+        """Wait for the pending save."""
         while (save := self._save) is not None:
             save.join()
             self._advance(save, background=False)
 
     def finish_at_exit(self) -> None:
-        """Wait for the save under way when the process ends, if it ends well: after an error the others may be in the
-        middle of a step, and would not come.
+        """Wait for the pending save when the process ends without an error.
+
+        After an error the other ranks may be in the middle of a step, and would not come.
         """
         if not self._at_exit:
             self._at_exit = True
@@ -307,7 +308,7 @@ class Saves:
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """(bytes written, bytes to write) by this rank of the save under way; None without one."""
+        """(bytes written, bytes to write) by this rank of the pending save; None without one."""
         return (self._save.done, self._save.nbytes) if self._save is not None else None
 
     def _advance(self, save: Save, *, background: bool) -> None:
@@ -327,7 +328,7 @@ class Saves:
                     save.start(save.commit, background=background)
 
     def _agree(self, save: Save) -> None:
-        """Raise on all ranks what went wrong on one. Nobody writes any more."""
+        """Raise on all ranks the error of one. Nobody writes any more."""
         error = save.error if not isinstance(save.error, Cancelled) else None
         ranks, text = agreement.failures(self._mesh, _words(error) if error is not None else None)
         if not ranks:
@@ -382,17 +383,16 @@ def save(
     wait: bool = True,
     overwrite: bool = True,
 ) -> None:
-    """Write a checkpoint that any mesh can load into `folder`, as `step-N`. Collective; all ranks must see the same
-    file system.
+    """Write a checkpoint that any mesh can load into `folder`, as `step-N`. Collective.
 
-    params, buffers: this rank's, by placeholder name. optimizer: over these params; its step counts, moments,
-    hyperparameters.
-    runs: of which params this rank has a stretch of the flattened local part (ZeRO), and which.
-    matrices: those that this rank owns, where optimizers step whole ones.
-    extra: JSON-able values of the caller's: step, seed, a scheduler's state_dict; of each, what the first rank that has
-    it says (a stage without anything to train has no scheduler). Its "step" is the checkpoint's.
-    saves, keep, wait, overwrite: see `Saves`. Raises ShardcError, on all ranks; what was saved before is then as it
-    was."""
+    All ranks must see one file system. params, buffers: this rank's, by placeholder name. optimizer: over these params;
+    its step counts, moments, hyperparameters.
+    runs: the flat shards (ZeRO) among params.
+    matrices: those that this rank owns, if optimizers step whole ones.
+    extra: JSON-able values of the caller: step, seed, a scheduler's state_dict; of each, the value of the first rank
+    that has it (a stage without anything to train has no scheduler). Its "step" is the checkpoint's.
+    saves, keep, wait, overwrite: see `Saves`. Raises ShardcError, on all ranks; older checkpoints are then unchanged.
+    """
 
     def state() -> Plan:
         parts, settings = model_parts(program, params, buffers, runs or {}, mesh), None
@@ -413,6 +413,6 @@ def save(
 
 
 def program_hash(program: Program) -> str:
-    """Of the tensors that a program has, and how it spreads them: tells runs apart, nothing more."""
+    """Return a hash of a program's tensors and their layouts, to distinguish runs."""
     stored = [(x.name, x.shape, str(x.dtype), str(x.layout)) for x in program.stored]
     return hashlib.sha256(repr((program.mesh.axes, program.microbatches, stored)).encode()).hexdigest()[:16]

@@ -1,5 +1,4 @@
-"""The optimizer in a checkpoint: tensors of its state lie like their parameters; all the rest of it stands in the
-index.
+"""Save and load the optimizer: its tensors are stored like their parameters, the rest in the index.
 
 "optimizer": {"class": "AdamW", "groups": [{"class": "AdamW", "lr": 1e-3, ..., "params": [FQN, ...]}, ...],
               "numbers": {FQN: {"step": 3}}}
@@ -31,13 +30,14 @@ if TYPE_CHECKING:
 # --- state that is no tensor but holds some
 
 
-#: In the place of a tensor in plain values: the key of {KEY: name}.
+#: {KEY: name} replaces a tensor in plain values.
 KEY = "tensor"
 
 
 def flattened(name: str, x: Any) -> tuple[dict[str, Tensor], Any]:
-    """({name: tensor}, the rest): of a container its tensors as "name/0" and so on, and itself with {"tensor": name} in
-    their places; of what holds no tensor, none, and itself.
+    """Split a value into ({name: tensor}, the rest with {"tensor": name} in their places).
+
+    The tensors of a container are named "name/0" and so on. Without tensors: ({}, the value).
     """
     if isinstance(x, Tensor):
         return {name: x}, {KEY: name}
@@ -55,7 +55,7 @@ def flattened(name: str, x: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def restored(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `flattened` took apart."""
+    """Rebuild what `flattened` took apart."""
     if isinstance(plain, Mapping) and len(plain) == 1:
         ((kind, inside),) = plain.items()
         if kind == KEY and isinstance(inside, str) and inside in tensors:
@@ -70,14 +70,14 @@ def restored(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 # --- the optimizer
 
-#: (parameter, name of a state of it, a tensor of its form) -> a tensor to fill
+#: (parameter, name of a state of it, a tensor with its shape and dtype) -> a tensor to fill
 Room = Callable[[Any, str, Tensor], Tensor]
 
 
 def _groups(
     program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, matrices: WholeMatrices | None
 ) -> list[list[Param]]:
-    """The program's parameters in the optimizer's groups; none in groups of whole matrices."""
+    """Return the program's parameters in the optimizer's groups; none in groups of whole matrices."""
     known = {id(params[p.name]): p for p in program.params if p.name in params}
     own = [group if whole is None else {"params": []} for group, whole in _with_matrices(optimizer, matrices)]
     for group in own:
@@ -93,7 +93,7 @@ def _groups(
 def _with_matrices(
     optimizer: Optimizer, matrices: WholeMatrices | None
 ) -> list[tuple[dict[str, Any], list[Matrix] | None]]:
-    """Each group of the optimizer with its matrices, of whichever owner; with None, where it steps what is stored."""
+    """Return each group with its matrices, of any owner; with None if it steps stored parameters."""
     whole = matrices.by_group(optimizer) if matrices is not None else [None] * len(optimizer.param_groups)
     return list(zip(optimizer.param_groups, whole, strict=True))
 
@@ -108,10 +108,10 @@ def state_parts(
     *,
     copies: bool = False,
 ) -> tuple[dict[str, Part], dict[str, Any]]:
-    """Tensors of the optimizer's state as parts, and all the rest of it as JSON-able values.
+    """Return tensors of the optimizer's state as parts, and all the rest of it as JSON-able values.
 
-    matrices: those that optimizers step whole: their owner writes what it has, under the matrix's name. copies:
-    also what another rank has the same of and writes, such as a tensor that counts steps.
+    matrices: those that optimizers step whole: their owner writes what it has, under the matrix's name. copies: also
+    return what another rank has too and writes, such as a tensor that counts steps.
     """
     parts: dict[str, Part] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -126,7 +126,7 @@ def state_parts(
     for p in (p for group in groups for p in group):
         local, run = params[p.name], runs.get(p.name)
         if run is not None and not run.size:
-            continue  # of a stretch without elements there is no state, or none that means anything
+            continue  # an empty shard has no useful state
         # a number is the same on all ranks; the first that holds some of the parameter writes it
         first = run is None or not run.start
         whole = replicas(program, Layout(), cut_axes(program, p) if run is not None else ())
@@ -135,7 +135,7 @@ def state_parts(
                 for n in _named(p):
                     numbers.setdefault(n, {})[name] = x
                 continue
-            x = x.as_subclass(Tensor)  # what an optimizer of one's own keeps of a gradient
+            x = x.as_subclass(Tensor)  # a custom optimizer may keep a gradient's subclass
             if x.shape == local.shape:
                 each = by_name(p, part_of(program, p, x, run, mesh))
                 parts |= {f"optimizer.{n}.{name}": part for n, part in each.items()}
@@ -160,27 +160,28 @@ def state_parts(
 
 
 def _named(p: Param) -> tuple[str, ...]:
-    """The names under which a checkpoint has its state."""
+    """Return the names under which a checkpoint stores a parameter's state."""
     return p.members or (p.fqn,)
 
 
 def _names(members: list[Param], whole: list[Matrix] | None) -> list[str]:
-    """The names of a group's parameters in a checkpoint."""
+    """Return the names of a group's parameters in a checkpoint."""
     return [n for p in members for n in _named(p)] if whole is None else [m.name for m in whole]
 
 
 def _owned_states(optimizer: Optimizer, matrices: WholeMatrices | None) -> list[tuple[Matrix, dict[str, Any]]]:
-    """The matrices that this rank owns, with the state of each."""
+    """Return the matrices that this rank owns, with the state of each."""
     if matrices is None:
         return []
     return [(m, optimizer.state.get(matrices.owned[n], {})) for n, m in matrices.matrices.items()]
 
 
 def together(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The optimizer's facts from those of all ranks: the first rank that has a number says it.
+    """Combine the optimizer's facts of all ranks: of a number, the value of the first rank that has it.
 
-    The n-th groups of all stages are one group, if their settings are the same; else each stays what it is (a learning
-    rate by layer)."""
+    The n-th groups of all stages are one group, if their settings are the same; else each stays separate (a learning
+    rate by layer).
+    """
     numbers: dict[str, Any] = {}
     for found in reversed(facts):
         for fqn, values in found["numbers"].items():
@@ -211,8 +212,9 @@ def room_for(
     mesh: Any,
     matrices: WholeMatrices | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """New state, to be filled, for every parameter of the optimizer: {fqn: {name: tensor or number}}. Adds tensors to
-    `parts`.
+    """Make new state, to be filled, for every parameter: {fqn: {name: tensor or number}}.
+
+    Adds its tensors to `parts`.
     """
     facts, stored = index.optimizer, index.tensors
     if facts is None:
@@ -287,7 +289,7 @@ def _room_of_matrix(
     parts: dict[str, Part],
     matrices: WholeMatrices | None,
 ) -> dict[str, Any]:
-    """New state of a matrix that this rank owns, to be filled. held: what there is now."""
+    """Make new state, to be filled, of a matrix that this rank owns. held: its present state."""
     assert matrices is not None
     device, prefix = matrices.owned[m.name].device, f"optimizer.{m.name}."
     found: dict[str, Tensor] = {}
@@ -306,7 +308,7 @@ def _room_of_matrix(
 
 
 def _check_classes(names: list[list[str]], optimizer: Optimizer, facts: Mapping[str, Any], folder: str) -> None:
-    """Was every parameter stepped by the class that steps it now? names: of each group."""
+    """Check that every parameter was stepped by its present optimizer class. names: of each group."""
     for kind, each in zip(group_classes(optimizer), names, strict=True):
         for name in each:
             saved = next((g.get("class", facts["class"]) for g in facts["groups"] if name in g["params"]), kind)
@@ -321,7 +323,7 @@ def _check_classes(names: list[list[str]], optimizer: Optimizer, facts: Mapping[
 
 
 def _check_settings(errors: Errors, i: int, names: list[str], saved: list[dict[str, Any]], folder: str) -> None:
-    """Have the parameters of a group the same settings in the checkpoint?"""
+    """Check that the parameters of a group had the same settings in the checkpoint."""
     first: tuple[str, dict[str, Any]] | None = None
     for name in names:
         theirs = next((_settings(g) for g in saved if name in g["params"]), None)
@@ -347,13 +349,13 @@ def fill(
     states: Mapping[str, dict[str, Any]],
     matrices: WholeMatrices | None = None,
 ) -> None:
-    """Through the optimizer's own load_state_dict, which knows where its state lies and in which dtype."""
+    """Load states by the optimizer's load_state_dict, which knows their device and dtype."""
     state: dict[int, dict[str, Any]] = {}
     groups = []
     every = _with_matrices(optimizer, matrices)
     of_class = zip(group_classes(optimizer), every, _groups(program, params, optimizer, matrices), strict=True)
     for i, (kind, (group, whole), stored) in enumerate(of_class):
-        # by name; a group of which this rank has nothing, by number
+        # match groups by name; one without parameters here by its number
         names = _names(stored, whole)
         alike = (
             [g for g in facts["groups"] if names[0] in g["params"]]
@@ -372,7 +374,7 @@ def fill(
 
 
 def _like(now: Any, saved: Any) -> Any:
-    """JSON knows no tuples and no tensors (a learning rate may be one)."""
+    """Convert a JSON value to a tuple or a tensor (a learning rate may be one), which JSON does not have."""
     if isinstance(now, Tensor):
         return torch.full_like(now, saved)
     return tuple(saved) if isinstance(now, tuple) and isinstance(saved, list) else saved

@@ -1,7 +1,6 @@
-"""Tensors of which a range of each dim can be read without the rest, wherever they lie: in memory, in files
-(weight_files.py), on the tape of a constructor.
+"""Read a range of each dim of a tensor without the rest: in memory, in files, or on a tape.
 
-    x.read([(0, 8), (16, 4)])     # rows 0 to 7, columns 16 to 19: [8, 4]
+x.read([(0, 8), (16, 4)])     # rows 0 to 7, columns 16 to 19: [8, 4]
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ class Sliced(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def read(self, ranges: Ranges) -> Tensor:
-        """The slice, on the CPU; it may be the source's own memory."""
+        """Return the slice, on the CPU; it may be the source's own memory."""
         ...
 
 
 def whole(shape: Sequence[int]) -> list[tuple[int, int]]:
-    """The ranges of all of a tensor."""
+    """Return the ranges of all of a tensor."""
     return [(0, n) for n in shape]
 
 
 def index(ranges: Ranges) -> tuple[slice, ...]:
-    """What to index a tensor with for these ranges of it."""
+    """Return the index of a tensor for these ranges."""
     return tuple(slice(start, start + n) for start, n in ranges)
 
 
 @dataclass(frozen=True)
 class InMemory:
-    """A tensor that is there: a real one, or one that the system reads page by page (a file mapped into memory)."""
+    """A tensor in memory: a real one, or a file mapped into memory, read page by page."""
 
     tensor: Tensor
 
@@ -62,7 +61,7 @@ class InMemory:
 
 @dataclass(frozen=True)
 class Cast:
-    """Another tensor, of another dtype."""
+    """Another tensor, with another dtype."""
 
     of: Sliced
     dtype: torch.dtype
@@ -77,7 +76,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Joined:
-    """Tensors along a dim, as one. new: it is a dim that they do not have (stack), or one of theirs (cat)."""
+    """Tensors joined along a dim. new: a new dim (stack), or one of theirs (cat)."""
 
     members: Sequence[Sliced]
     dim: int
@@ -106,7 +105,7 @@ class Joined:
 
 
 def stretches(shape: Sequence[int], ranges: Ranges) -> tuple[int, list[int]]:
-    """Where a slice of a tensor lies in row-major order: (elements of each contiguous stretch, where each begins)."""
+    """Return a slice's contiguous ranges in row-major order: (elements of each, where each begins)."""
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     inner = len(shape)
     while inner and (inner == len(shape) or ranges[inner][1] == shape[inner]):

@@ -1,6 +1,4 @@
-"""Where weights come from: a model, a function that builds one, a state_dict, files. One form for all: names, shapes,
-values.
-"""
+"""Read weights from a model, a function that builds one, a state_dict, or files, in one form."""
 
 from __future__ import annotations
 
@@ -26,10 +24,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Weights:
-    """what: "model", "state_dict", "file ..." for messages. shapes: by name, global. get(name): the whole tensor; it
-    may be the source's own memory. tied(names): are these present names one tensor, or equal? sliced: what lies in
-    files, of which a rank reads its part alone. model: the module that they are the weights of, if there is one; its
-    own values do not count. notes: what to say of them. folder: where they came from, if from a folder.
+    """Weights of any source. what: "model", "state_dict", "file ..." for messages.
+
+    shapes: by name, global. get(name): the whole tensor, which may be the source's own memory. tied(names): whether
+    these present names are one tensor, or equal. sliced: tensors in files, of which a rank reads only its part. model:
+    the module of these weights, if any; its own values do not count. notes: for the user. folder: the source folder, if
+    any.
     """
 
     what: str
@@ -43,7 +43,7 @@ class Weights:
 
 
 def weights(source: Any, seed: int) -> Weights:
-    """The weights in a source; see `shardc.runtime.state.local_parameters` for what it may be."""
+    """Return the weights in a source; see `shardc.runtime.state.local_parameters` for valid ones."""
     if isinstance(source, nn.Module):
         return _of_module(source, seed)
     if isinstance(source, Recipe):
@@ -61,7 +61,7 @@ def weights(source: Any, seed: int) -> Weights:
 
 
 def check_flat(state_dict: Mapping[str, Any]) -> None:
-    """Raises ShardcError for a dict that has a state_dict in it, as training loops save one with other things."""
+    """Raise ShardcError for a dict with a state_dict inside, as training loops save with other things."""
     if any(isinstance(x, Tensor) for x in state_dict.values()):
         return
     for key, x in state_dict.items():
@@ -71,10 +71,10 @@ def check_flat(state_dict: Mapping[str, Any]) -> None:
 
 
 def weights_for(model: Any, files: Any, seed: int) -> Weights:
-    """The weights of a model (or its builder) with those of files in it, and what the files lack as the model has it.
+    """Return the weights of a model (or its builder), replaced by those of files.
 
-    files: a path or a state_dict; None: the model's own weights. model None, or a path: the files alone; a folder whose
-    config.json names a class of the transformers library says the model too.
+    files: a path or a state_dict; None: the model's weights. model None, or a path: only the files; a folder whose
+    config.json names a class of the transformers library defines the model too.
     """
     if isinstance(model, (str, Path)) and files is None:
         model, files = None, model
@@ -103,7 +103,7 @@ def _of_tensors(tensors: Mapping[str, Tensor], what: str) -> Weights:
 
 
 def of_recipe(recipe: Recipe, seed: int) -> Weights:
-    """What a recorded builder makes."""
+    """Return the weights that a recorded builder makes."""
 
     def tied(names: Sequence[str]) -> bool:
         return len({recipe.names[n] for n in names if n in recipe.names}) <= 1
@@ -131,7 +131,7 @@ def _of_module(model: nn.Module, seed: int) -> Weights:
 
 
 def _of_files(path: str | Path | WeightFiles) -> Weights:
-    """Files alone, whose names have to be the program's."""
+    """Return the weights of files only, whose names must be the program's."""
     files = open_weights(path)
     tensors = {**files.tensors, **{other: files.tensors[name] for other, name in files.ties.items()}}
 
@@ -147,7 +147,7 @@ def _of_files(path: str | Path | WeightFiles) -> Weights:
 
 
 def from_files(path: Any, base: Weights, seed: int) -> Weights:
-    """The weights of files in a model; what they do not have is as in `base`, which has to have a model.
+    """Return the weights of files in a model; what they lack is as in `base`, which must have a model.
 
     Raises ShardcError for files of another model.
     """
@@ -173,13 +173,14 @@ def from_files(path: Any, base: Weights, seed: int) -> Weights:
     return Weights(base.what, base.shapes, get, tied, {**kept, **sliced}, base.model, notes, folder)
 
 
-#: More names than so many that do not fit are another model's.
+#: If more names than this do not fit, they belong to another model.
 _SHOWN = 8
 
 
 def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable[str], where: str) -> None:
-    """Compare names and shapes: every wanted name must be present with its shape, every present name known. Says what
-    is near, or, where little fits, that it is another model.
+    """Check that every wanted name is present with its shape, and that every present name is known.
+
+    Errors name similar names, or, if little fits, say that it is another model.
     """
     known = set(known)
     extra = [n for n in present if n not in known]
@@ -204,7 +205,7 @@ def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable
         )
         return
     for name in missing:
-        near = difflib.get_close_matches(name, extra, 1)  # what has its own place is not misspelt
+        near = difflib.get_close_matches(name, extra, 1)  # a known name is not misspelt
         missed = "was it added since? Weights that are given by `weights` (--weights) leave new parts as they begin"
         errors.add(f"{name} is missing in {where}", fix=f"it has {near[0]}: is it that?" if near else missed)
     for name in other:

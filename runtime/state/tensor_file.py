@@ -1,9 +1,9 @@
-"""Files of tensors in the safetensors format, written by stretches of bytes: nobody holds a whole file.
+"""Write files of tensors in the safetensors format by ranges of bytes: nobody holds a whole file.
 
     u64 length | header, JSON: {"NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} | data
 
 safetensors' own library writes a file from tensors that are all in memory. It reads them (`opened`), after it has
-checked the header: types, shapes and places have to fit the file, without gaps.
+checked the header: types, shapes and places must fit the file, without gaps.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ DTYPES: dict[str, torch.dtype] = {
     if hasattr(torch, dtype)
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-#: Bytes that are written or read, and hashed, while they are in the cache.
+#: Bytes that are written or read at once, and hashed while they are in the cache.
 BLOCK = 1 << 20
-#: Bytes of a header that safetensors' own library reads at most.
+#: Maximal bytes of a header that safetensors' own library reads.
 MAX_HEADER = 100_000_000
 
 
@@ -69,20 +69,19 @@ class Entry:
 
 
 def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and shape under which a file has a tensor: of a dtype that safetensors lacks, its bytes, u8[*shape,
-    itemsize].
-    """
+    """Return the dtype and shape in a file: bytes, u8[*shape, itemsize], for unsupported dtypes."""
     return (dtype, shape) if dtype in NAMES else (torch.uint8, (*shape, dtype.itemsize))
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     return x.detach().reshape(-1).view(torch.uint8).numpy().data if x.numel() else memoryview(b"")
 
 
 def header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[Entry]]:
-    """The bytes before the data, of a multiple of 8, and the entries with their places in the file. Tensors stand in
-    the order of the entries, without gaps.
+    """Return the bytes before the data (a multiple of 8), and the entries with their places in the file.
+
+    Tensors are in the order of the entries, without gaps.
     """
     found: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     place = 0
@@ -104,12 +103,12 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) 
 
 
 def opened(path: Path) -> Any:
-    """A .safetensors file to read from, as safetensors.safe_open has it; a symbolic link is followed.
+    """Open a .safetensors file as safetensors.safe_open does; a symbolic link is followed.
 
-    Raises ShardcError for a file that is none, or is no regular file, before anything is allocated.
+    Raises ShardcError for another kind of file, before anything is allocated.
     """
     try:
-        with disk_calls.opened(path, links=True):  # a pipe would be waited for
+        with disk_calls.opened(path, links=True):  # a pipe would block
             return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as e:
         why = getattr(e, "strerror", None) or e

@@ -1,13 +1,14 @@
-"""Checkpoints of torch.distributed.checkpoint, in and out: what shardc wrote before it had a format of its own, and
-what torch's tools and other libraries write and read.
+"""Convert checkpoints of torch.distributed.checkpoint, from and to shardc's format.
+
+shardc wrote that format before, and torch's tools and other libraries use it.
 
     DIR/.metadata             a pickle: tensors as boxes, and where their bytes are
-    DIR/__0_0.distcp ...      each box as a file of torch.save, one behind the other
-    DIR/manifest.json         of shardc's own: the optimizer's settings, the caller's `extra`
+    DIR/__0_0.distcp ...      each box as a file of torch.save, one after the other
+    DIR/manifest.json         of shardc: the optimizer's settings, the caller's `extra`
 
-`.metadata` is unpickled, which is what shardc's own format is for not to do. So a checkpoint is brought in by a process
-of its own (`python -m shardc.runtime.state.torch_format OLD NEW`), and by an unpickler that finds nothing but the few
-classes of which torch makes it. The rest is torch's own reading and writing, a tensor at a time.
+`.metadata` must be unpickled, which shardc's own format avoids. So a separate process imports a checkpoint
+(`python -m shardc.runtime.state.torch_format OLD NEW`), with an unpickler that only finds the few classes that torch
+uses. torch's own code reads and writes the rest, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ _KEYS = ("model.", "optimizer.")
 
 
 def import_checkpoint(folder: Path, new: Path) -> str:
-    """Convert a checkpoint of torch.distributed.checkpoint, in a process of its own. Gives what that process says.
+    """Convert a checkpoint of torch.distributed.checkpoint in a separate process; return its output.
 
-    Raises ShardcError for what cannot be read, or is no such checkpoint.
+    Raises ShardcError if it cannot be read, or is no such checkpoint.
     """
     command = [sys.executable, "-m", "shardc.runtime.state.torch_format", str(folder), str(new)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -78,7 +79,7 @@ def _import(folder: Path, new: Path) -> str:
     reader = FileSystemReader(folder)
     reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
 
-    @functools.lru_cache(maxsize=1)  # it is written slice by slice
+    @functools.lru_cache(maxsize=1)  # a tensor is written slice by slice
     def read(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         x = torch.empty(shape, dtype=dtype)
         load({key: x}, storage_reader=reader, no_dist=True)
@@ -114,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("torch.serialization", "_get_layout"):
             return lambda _: torch.strided
         if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
-            return PurePosixPath  # where it was written
+            return PurePosixPath  # a path on the machine that wrote it
         found = getattr(torch_metadata, name, None) if module == torch_metadata.__name__ else None
         if not isinstance(found, type) or found.__module__ != module:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
@@ -127,7 +128,7 @@ def _read_metadata(path: Path) -> Metadata:
     except FileNotFoundError:
         fix = "name a folder with .metadata and *.distcp files"
         raise ShardcError("there is no checkpoint of torch's in this folder", where=str(path.parent), fix=fix) from None
-    except Exception as e:  # whatever a pickle that is none, or is a trap, makes the unpickler raise
+    except Exception as e:  # a malformed or malicious pickle can raise any error
         fix = "nothing in it was run; get the checkpoint from where it was made"
         raise ShardcError(f"it is not what torch writes: {str(e).splitlines()[0]}", where=str(path), fix=fix) from None
     if not isinstance(found, Metadata):
@@ -161,9 +162,7 @@ def _facts(manifest: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _name(key: str, ours: bool) -> str | None:
-    """The name of a tensor here. Other libraries' checkpoints have the model's tensors under `model.`, or as they are;
-    how they name the optimizer's differs, and they are left out.
-    """
+    """Return the name of a tensor here; None for other libraries' optimizer state, whose names differ."""
     if key.startswith("model.") or (ours and key.startswith(_KEYS)):
         return key
     return None if ours or key.startswith(("optim", "scheduler", "extra")) else f"model.{key}"
@@ -173,7 +172,7 @@ def _name(key: str, ours: bool) -> str | None:
 
 
 class _Planner(DefaultSavePlanner):
-    """Reads a tensor when it is to be written. Known are names and shapes."""
+    """Reads a tensor when it is written. Names and shapes are known before."""
 
     def __init__(self, path: Path, index: Index) -> None:
         super().__init__()
@@ -185,8 +184,10 @@ class _Planner(DefaultSavePlanner):
 
 
 def export_checkpoint(folder: Path, new: Path) -> str:
-    """Write a checkpoint (the last one of a folder, or one of them) as torch.distributed.checkpoint has it, and
-    manifest.json beside it. One tensor is in memory at a time. Raises ShardcError for a damaged one.
+    """Write a checkpoint in the format of torch.distributed.checkpoint, with manifest.json beside it.
+
+    folder: one checkpoint, or the folder whose last one is written. One tensor is in memory at a time. Raises
+    ShardcError for a damaged one.
     """
     path = folder if is_one(folder) else newest(folder)
     index = read_index(path)
@@ -196,7 +197,7 @@ def export_checkpoint(folder: Path, new: Path) -> str:
         check_file(path, index, number)
     forms = {key: torch.empty(x.shape, dtype=x.dtype, device="meta") for key, x in index.tensors.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there are no other ranks
+        warnings.simplefilter("ignore")  # torch warns that there are no other ranks
         save(forms, storage_writer=FileSystemWriter(new), planner=_Planner(path, index), no_dist=True)
     manifest = {"format": _MANIFEST_FORMAT, "model": index.model, "mesh": index.mesh, "extra": index.extra}
     manifest |= {"optimizer": index.optimizer} if index.optimizer is not None else {}
@@ -205,7 +206,7 @@ def export_checkpoint(folder: Path, new: Path) -> str:
 
 
 def main(folder: str, new: str) -> int:
-    warnings.simplefilter("ignore")  # that there are no other ranks
+    warnings.simplefilter("ignore")  # torch warns that there are no other ranks
     try:
         print(_import(Path(folder), Path(new)))
     except (ShardcError, DamagedError) as e:

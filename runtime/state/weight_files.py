@@ -1,9 +1,9 @@
-"""Weights in files, tensors that are read by slice: of safetensors files, torch files and checkpoints.
+"""Read weights by slice from safetensors files, torch files and checkpoints.
 
     files = open_weights("pretrained/")             # a folder, or one file: nothing is read but names and shapes
     files.tensors["lm_head.weight"].read([(0, 8), (16, 4)])     # rows 0 to 7, columns 16 to 19: [8, 4]
 
-A rank reads what it holds of a tensor and nothing else, so that a model of any size costs each rank its own part.
+A rank reads its part of a tensor and nothing else, so that a model of any size costs each rank only its part.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ class InSafetensors:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Weights that lie in files. path: what the user named; what: "safetensors", "torch" or "checkpoint".
+    """Weights in files. path: what the user named; what: "safetensors", "torch" or "checkpoint".
 
-    tensors: by the names that they have there. ties: other names, which the files say are the same tensor: {other:
-    name}.
+    tensors: by their names in the files. ties: other names of the same tensors, from the files: {other: name}.
     """
 
     path: Path
@@ -66,10 +65,10 @@ _TORCH_ENDINGS = (".bin", ".pt", ".pth")
 
 
 def open_weights(path: str | Path | Mapping[str, Any] | WeightFiles) -> WeightFiles:
-    """The weights at a path (or a state_dict): a .safetensors file, a torch file (.bin, .pt, .pth), an index of several
-    of them (*.index.json), or a folder with one of these, or a checkpoint that shardc saved.
+    """Open the weights at a path (or a state_dict); read only names and shapes.
 
-    Raises ShardcError for what is not there or cannot be read; nothing but names and shapes is read.
+    A .safetensors file, a torch file (.bin, .pt, .pth), an index of several (*.index.json), a folder with one of these,
+    or a shardc checkpoint. Raises ShardcError if it is missing or cannot be read.
     """
     if isinstance(path, WeightFiles):
         return path
@@ -87,17 +86,17 @@ def open_weights(path: str | Path | Mapping[str, Any] | WeightFiles) -> WeightFi
 
 
 def of_files(path: Path, files: Sequence[Path]) -> WeightFiles:
-    """The weights in these files, all safetensors or all torch's. path: what the user named."""
+    """Return the weights in these files, all safetensors or all torch's. path: what the user named."""
     return (_of_safetensors if files[0].suffix == ".safetensors" else _of_torch)(path, files)
 
 
 def has_weights(path: str | Path) -> bool:
-    """Is there anything at this path that `open_weights` would read?"""
+    """Return whether there is anything at this path that `open_weights` would read."""
     return is_checkpoint(Path(path)) or bool(weight_files(Path(path)))
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that hold the weights at a path: itself, those that an index names, or those of a folder."""
+    """Return the files with the weights at a path: itself, those of an index, or those of a folder."""
     if path.is_file():
         return _indexed(path) if path.name.endswith(".index.json") else [path]
     if not path.is_dir():
@@ -152,7 +151,7 @@ def _of_torch(path: Path, files: Sequence[Path]) -> WeightFiles:
 
 
 def torch_file(file: Path) -> dict[str, Tensor]:
-    """The state_dict in a torch file, mapped into memory: pages are read when they are looked at."""
+    """Read the state_dict in a torch file, mapped into memory: pages are read on access."""
     try:
         try:
             held = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
@@ -163,10 +162,10 @@ def torch_file(file: Path) -> dict[str, Tensor]:
     except Exception as e:  # torch.load raises errors of many kinds; the cause is chained
         fix = "save a plain state_dict: torch.save(model.state_dict(), FILE)"
         first = str(e).splitlines()[0] if str(e) else type(e).__name__
-        if isinstance(e, pickle.UnpicklingError):  # whose text is about options that there are not here
+        if isinstance(e, pickle.UnpicklingError):  # its text names options that do not exist here
             first = "it holds other objects than tensors, such as a whole model (torch.save(model)), which are code"
         raise ShardcError(f"the weights cannot be read: {first}", where=str(file), fix=fix) from e
-    for key in ("state_dict", "model_state_dict", "model"):  # what training loops put it under
+    for key in ("state_dict", "model_state_dict", "model"):  # keys that training loops use
         if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
             held = held[key]
     tensors = {k: x for k, x in held.items() if isinstance(x, Tensor)} if isinstance(held, Mapping) else {}
@@ -184,7 +183,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _checkpoint(path: Path) -> Path | None:
-    """The last checkpoint in a folder that `shardc run --save` or `engine.save` wrote, or the folder itself."""
+    """Return the last checkpoint in a folder of `run --save` or `engine.save`, or the folder itself."""
     for folder in (path / "checkpoint", path):
         if folder.is_dir() and is_one(folder):
             return folder
@@ -195,7 +194,7 @@ def _checkpoint(path: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class InCheckpoint:
-    """One tensor of a checkpoint that shardc saved. path: the checkpoint; key: the tensor's name there."""
+    """One tensor of a shardc checkpoint. path: the checkpoint; key: the tensor's name there."""
 
     path: Path
     index: Index

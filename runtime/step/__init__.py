@@ -1,20 +1,20 @@
-"""One rank's training step, from a batch to updated parameters.
+"""Run one rank's training step, from a batch to updated parameters.
 
-engine                what trains, evaluates, generates and saves on one rank; a step is on one screen there
-local_model           this rank's part of the model, and what runs a batch on it
-update                the optimizer's half of a step; engine_optimizer: the user's optimizer on what a rank owns
+engine                trains, evaluates, generates and saves on one rank; shows a whole step on one screen
+local_model           this rank's part of the model, and the interpreter that runs a batch on it
+update                the optimizer's half of a step; engine_optimizer: makes the user's optimizer on this rank's shards
 evaluation            losses, scores and tokens without training
-saver                 the state, into files and to another plan
-forward               what runs a forward-only program
+saver                 saves the state to files, and moves it to another plan
+forward               runs a forward-only program
 module                a program as an nn.Module for a custom loop: its forward; module_running: what it holds, how
                       backward begins and ends, when its parameters are gathered; module_state: what it saves and loads;
                       module_parts: its submodules, of the model's classes
-step_graph            forward, backward and sums of a step as one CUDA graph
+step_graph            forward, backward and gradient sums of a step as one CUDA graph
 loss_scale            loss scaling for float16, the same on all ranks
-means                 losses and outputs over batches
-batch_sizes           programs for batches of other sizes than were compiled, and for evaluating
+means                 exact means of losses and outputs over batches
+batch_sizes           programs for batches of other sizes than the compiled ones, and for evaluation
 param_groups          the optimizer's parameter groups by name, and by the shapes of whole parameters
-lr                    learning-rate schedulers, also in place of a checkpoint's
-resumed               what a checkpoint replaced of an engine's settings
+lr                    learning-rate schedulers, and new ones in place of a checkpoint's
+resumed               settings of an engine that a checkpoint replaced
 expert_load           how tokens were spread over experts
 """

@@ -1,8 +1,8 @@
-"""Batches of other sizes than were compiled: which they are, and their padding to the lengths that the spec names.
+"""Find batches whose sizes differ from the compiled ones, and pad them to the lengths of the spec.
 
-The *length* of a batch is the size of the dim after the batch's (before it, if that is dim 1) of the inputs that the
-spec's `batch: {pad: {...}}` names. With `lengths: [128, 256]` a batch of length 150 is padded to 256, by the numbers
-that the user states for each input: only the user knows which of them the loss does not count.
+The *length* of a batch is the size of the dim after the batch dim (before it, if that is dim 1) of the inputs that the
+spec's `batch: {pad: {...}}` names. With `lengths: [128, 256]` a batch of length 150 is padded to 256. The user states
+the pad value of each input: only the user knows which values the loss ignores.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from shardc.runtime.data.inputs import Path, batch_dims, leaves, mapped, name_of
 _WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 #: Global shapes of a batch's tensors, in the order of the program's inputs.
 Shapes = tuple[tuple[int, ...], ...]
-#: What a program is compiled again for: as it was; in eval mode; for the log-probabilities of its loss's targets.
+#: Why a program is compiled again: as before; in eval mode; for log-probabilities of the loss's targets.
 Use = Literal["as compiled", "evaluate", "score"]
 
 
 def prepared(program: Program, mesh: Any, batch: Any, *, local: bool) -> Any:
-    """A batch in the compiled dtypes (whole numbers of narrower ones are widened), padded to one of the spec's lengths.
+    """Return a batch in the compiled dtypes (narrower integers are widened), padded to one of the lengths.
 
-    local: a rank's own part; then all ranks together, since their parts need one length.
-    Raises ShardcError for a batch longer than all lengths, and for an input that has the length and no number to pad.
+    local: the batch is this rank's part; the call is then collective, since all parts need the same length.
+    Raises ShardcError for a batch longer than all lengths, and for an input that has the length but no pad value.
     """
     dtypes = {x.path: x.dtype for x, leaf in _given(program, batch) if _widens(leaf, x.dtype)}
     if dtypes:
@@ -49,7 +49,7 @@ def _given(program: Program, batch: Any) -> list[tuple[Input, Any]]:
 
 
 def _widens(leaf: Any, dtype: torch.dtype) -> bool:
-    """Is it of whole numbers that another dtype holds as well?"""
+    """Return whether a tensor holds integers that the other integer dtype can hold too."""
     if not isinstance(leaf, Tensor) or leaf.dtype == dtype or not {leaf.dtype, dtype} <= _WHOLE:
         return False
     return torch.promote_types(leaf.dtype, dtype) == dtype
@@ -102,8 +102,9 @@ def _padded(
 
 
 def other_shapes(program: Program, batch: Any, *, local: bool) -> Shapes | None:
-    """The global shapes of a batch that differs from what was compiled in its sizes alone: the sizes of dims, and fewer
-    rows, as many fewer in all inputs. None: it does not differ, or in more than that.
+    """Return a batch's global shapes if it differs from the compiled batch in sizes only, else None.
+
+    Dims may have other sizes. There may be fewer rows, by the same ratio in all inputs. None also for an equal batch.
     """
     by_path, dims, shapes = dict(leaves(batch)), batch_dims(program), []
     rows: list[tuple[int, int]] = []
@@ -122,7 +123,7 @@ def other_shapes(program: Program, batch: Any, *, local: bool) -> Shapes | None:
 
 
 def _ranks(program: Program, x: Input, dim: int) -> int:
-    """Over how many ranks a dim of an input is split."""
+    """Return over how many ranks a dim of an input is split."""
     return math.prod(program.mesh.size(axis) for axis, _ in x.layout.shards(dim))
 
 
@@ -136,7 +137,7 @@ def fewer_rows(program: Program, shapes: Shapes) -> bool:
 
 
 def like(batch: Any, program: Program, shapes: Shapes) -> Any:
-    """A batch of these global shapes, without numbers, where a rank has only its part of it."""
+    """Return a batch of these global shapes on the meta device, where a rank has only its part of it."""
     by_path = {x.path: shape for x, shape in zip(program.inputs, shapes, strict=True)}
 
     def empty(path: Path, leaf: Any) -> Any:
@@ -146,7 +147,7 @@ def like(batch: Any, program: Program, shapes: Shapes) -> Any:
 
 
 def described(program: Program, shapes: Shapes) -> str:
-    """`ids [8, 48], labels [8, 48]`: those that differ from what was compiled."""
+    """Return the shapes that differ from the compiled ones as text: `ids [8, 48], labels [8, 48]`."""
     differing = [(x, s) for x, s in zip(program.inputs, shapes, strict=True) if s != x.shape]
     return ", ".join(f"{name_of(x.path)} {list(s)}" for x, s in differing)
 
@@ -156,9 +157,9 @@ _PLAIN = "evaluate the plain model with engine.full_state_dict()"
 
 
 def switched(program: Program, note: Callable[[str], None]) -> bool:
-    """Does the program of a step evaluate as well? note: of what nobody knows.
+    """Return whether the program of a step can evaluate as well. note: called if that is unknown.
 
-    Raises ShardcError where it does not, and there is no model to compile for it.
+    Raises ShardcError if the program cannot evaluate, and there is no model to compile for it.
     """
     if program.evaluates == "alike":
         return True
@@ -174,10 +175,10 @@ def switched(program: Program, note: Callable[[str], None]) -> bool:
 def compiled(
     program: Program, batch: Any, shapes: Shapes, mesh: Any, *, use: Use, note: Callable[[str], None]
 ) -> Program:
-    """The program for a batch of these global shapes, the same on all ranks, for a use. Collective.
+    """Compile the program for a batch of these global shapes, the same on all ranks. Collective.
 
-    Raises ShardcError, on all, where one of them cannot compile it: for evaluating only if it is known to be another
-    one than that of a step.
+    Raises ShardcError, on all ranks, if one of them cannot compile it. For evaluation it raises only if the program is
+    known to differ from that of a step; otherwise it notes why, and the program of a step evaluates.
     """
     if program.resize is None:
         fault = "scoring runs a program of its own, and one that was loaded has no model to compile"

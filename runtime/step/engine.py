@@ -1,10 +1,10 @@
-"""What trains, evaluates, generates and saves on one rank. A step is here; its parts are
+"""Train, evaluate, generate and save on one rank. A step is here; its parts are in other files.
 
-local_model   the rank's part of the model, and what runs a batch on it
+local_model   the rank's part of the model, and the interpreter that runs a batch on it
 update        the optimizer's half of a step
 evaluation    forward without training
-saver         the state, into files and to other plans
-checks        what user code did, and whether ranks agree (shardc.runtime.checks.moments)
+saver         saves the state to files, and moves it to other plans
+checks        checks of user code, and whether ranks agree (shardc.runtime.checks.moments)
 """
 
 from __future__ import annotations
@@ -53,58 +53,58 @@ from shardc.runtime.zero.optimizer_list import class_of, lr_rates
 
 
 class Engine:
-    """Trains one rank's part of a model. Made by `program.engine(...)`, in each process of torchrun or thread of
-    loopback.
+    """Trains one rank's part of a model.
 
-    model: where the weights come from: an nn.Module (not changed), a function that builds it, a state_dict or files;
-           see shardc.runtime.state.local_parameters. Each rank makes only its own part; nothing is broadcast.
-    weights: files (or a state_dict) whose weights are put into the model, each rank reading its part; what they do not
-        have is as the model has it. `.weight_notes` says what came from where.
+    Made by `program.engine(...)`, in each process of torchrun or each thread of loopback.
+
+    model: source of the weights: an nn.Module (not changed), a function that builds it, a state_dict or files; see
+        shardc.runtime.state.local_parameters. Each rank makes only its own part; nothing is broadcast.
+    weights: files (or a state_dict) whose weights replace the model's; each rank reads its part. A weight that they do
+        not have stays the model's. `.weight_notes` says where the weights came from.
     optimizer: params -> torch optimizer, or a list of them; None: no update, for evaluation and gradients only. params:
-        (name, parameter) pairs, which torch's optimizers take as they are; shardc.groups(params, ...) makes groups of
-        them by pattern. Of a list, each parameter is in one.
-    scheduler: what `optimizer` returned -> learning-rate scheduler, or a list of them, stepped after every step that
+        (name, parameter) pairs, which torch's optimizers accept; shardc.groups(params, ...) groups them by pattern. In
+        a list of optimizers, each parameter belongs to one.
+    scheduler: what `optimizer` returned -> learning-rate scheduler, or a list of them; stepped after every step that
         updates.
-    seed: of dropout and of weights that are computed. clip_norm: gradients are scaled down to this global 2-norm.
-    routing: note in every step how tokens are spread over experts, in `.loads`: one
-    shardc.runtime.step.expert_load.Load a layer.
-    check: compare what all ranks share: weights, program and seed here, batch, step and learning rate in each step
-        (shardc.runtime.mesh.agreement); a difference is an error on all ranks. False: the user's model,
-        optimizer and scheduler are not checked either (docs/not-checked.md).
-    check_every: steps between two comparisons of all copies of weights, buffers and optimizer states, which find a bit
-        that flipped in one of them (shardc.runtime.mesh.replicas); `save` compares them too. 0: never.
-    broadcast: rank 0's weights for all ranks, for models that are not seeded.
-    nonfinite: where a loss or a gradient is nan or inf: "ignore", "stop" (raise NotFiniteError before anything is
-        updated, naming the op or the parameters) or "skip" (leave out the update). Loss and norm are read on the host
-        for it. Loss scaling skips by itself.
-    norm: compute the gradient's norm in every step, also where nothing is clipped (it reads all gradients once more).
-    callbacks: called after every `step`, with the engine and what the step returns, on every rank: they may log, save
-        or evaluate, which all ranks do together. `.callbacks` is the list.
-    mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if it is not yet.
-    interpreter: makes what runs the program's stages; rng: makes the random state from the seed; offload: makes the
-        places that `data.offload` names. shardc.cost, which runs an engine on tensors without data, has others of all
+    seed: of dropout and of computed weights. clip_norm: gradients are scaled down to this global 2-norm.
+    routing: record in every step how tokens are spread over experts, in `.loads`, one
+        shardc.runtime.step.expert_load.Load per layer.
+    check: compare what all ranks share: weights, program and seed here; batch, step and learning rate in each step
+        (shardc.runtime.mesh.agreement). A difference is an error on all ranks. False: the user's model, optimizer and
+        scheduler are not checked either (docs/reference/not-checked.md).
+    check_every: steps between two comparisons of all replicas of weights, buffers and optimizer states, which find a
+        bit flip in one of them (shardc.runtime.mesh.replicas); `save` compares them too. 0: never.
+    broadcast: send rank 0's weights to all ranks, for models that are not seeded.
+    nonfinite: what to do if a loss or a gradient is nan or inf: "ignore", "stop" (raise NotFiniteError before anything
+        is updated, naming the op or the parameters) or "skip" (leave out the update). The host then reads loss and norm
+        in every step. Loss scaling skips such steps in any case.
+    norm: compute the gradient norm in every step, also without clipping (reads all gradients once more).
+    callbacks: called after every `step`, with the engine and the step's result, on every rank. They may log, and may
+        save or evaluate if all ranks do. `.callbacks` is the list.
+    mesh: a runtime mesh; default: torch.distributed's world (NCCL on CUDA, gloo on the CPU), joined if necessary.
+    interpreter: makes the interpreter of the program's stages; rng: makes the random state from the seed; offload:
+        makes the places that `data.offload` names. shardc.cost runs an engine on tensors without data with its own
         three.
 
-    .params: this rank's parts by the model's names: of parameters what it updates, that is, at ZeRO >= 1 a flat stretch
-    of each, perhaps empty; gradients stand there, after the update in the dtype in which they were summed. .owned, and
-    .buffers: by the program's placeholder names.
-    .interpreter: what runs the program's stages; .buckets: what holds parameters and sums gradients
-    (shardc.runtime.zero.buckets).
-    .clip_norm: what gradients are clipped to; `set` changes it.
-    .grad_norm: 2-norm of the whole gradient in the last step, before clipping; 0-dim, on every rank; None before the
-    first step, and where nothing asks for it (`norm`, `clip_norm`, `nonfinite`).
-    .scaler: the loss scaling of `precision.loss_scale`
-    (shardc.runtime.step.loss_scale), or None. A step whose gradients are not finite on some rank leaves parameters and
-    optimizer as they are, on every rank.
+    .params: this rank's shards of parameters, by the model's names. At ZeRO >= 1 a shard is a flat range of the
+    parameter, perhaps empty. Gradients are in `.grad`; after the update they have the dtype of their sum. .owned and
+    .buffers: by the program's placeholder names. .interpreter: runs the program's stages.
+    .buckets: holds parameters and sums gradients (shardc.runtime.zero.buckets).
+    .clip_norm: the norm that gradients are clipped to; `set` changes it.
+    .grad_norm: 2-norm of the whole gradient of the last step, before clipping; 0-dim, on every rank; None before the
+    first step, and if nothing needs it (`norm`, `clip_norm`, `nonfinite`).
+    .scaler: the loss scaling of `precision.loss_scale` (shardc.runtime.step.loss_scale), or None. If gradients are not
+    finite on some rank, the step leaves parameters and optimizer unchanged on every rank.
 
-    `step` updates a bucket's parameters as soon as their gradients are summed, while later buckets still are
-    (shardc.runtime.zero.early_step), at ZeRO 0 on a CPU, if the optimizer steps each parameter by itself and nothing
-    has to be known of all gradients first (clip_norm, nonfinite, loss scaling, offload). Gradients of matrices go to
-    their owners while backward runs, if nothing has to be known of all first.
+    At ZeRO 0 on a CPU, `step` updates a bucket's parameters as soon as their gradients are summed, while later buckets
+    are still summed (shardc.runtime.zero.early_step). The optimizer must step each parameter separately, and nothing
+    may need all gradients first (clip_norm, nonfinite, loss scaling, offload). Under the same condition, gradients of
+    matrices are sent to their owners while backward runs.
 
-    An error in a step before its update (a wrong batch, a failing op, Ctrl-C) leaves the engine as it was, if all ranks
-    meet it: the next step starts afresh. One in the update itself, as in an optimizer of one's own, does not: the
-    engine then asks for a checkpoint."""
+    An error before the update of a step (a wrong batch, a failing op, Ctrl-C) leaves the engine unchanged if all ranks
+    meet it: the next step starts fresh. After an error in the update, as in a custom optimizer, the engine must load a
+    checkpoint.
+    """
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Engine:
         rng: Callable[[int], Rng] = Rng,
         offload: Callable[[OffloadPlaces, Any], Offload] = Offload,
     ) -> None:
-        #: What `set` changes.
+        #: Options that `set` can change.
         settable = {"clip_norm": clip_norm, "norm": norm, "nonfinite": nonfinite, "check_every": check_every}
         engine_options.check(seed=seed, optimizer=optimizer, scheduler=scheduler, **settable)
         self._options: dict[str, Any] = {
@@ -188,22 +188,20 @@ class Engine:
         params: Mapping[str, nn.Parameter],
         whole: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Raises ShardcError for an optimizer that needs more than what this rank has of the parameters. whole: those
-        that get whole matrices.
-        """
+        """Raise ShardcError if it needs more than this rank's shards. whole: those that get whole matrices."""
         engine_optimizer.check_parts(self.program, self.buckets)(optimizer, params, whole)
 
     # --- a step
 
     def step(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
-        """One optimizer step on a global batch (local=True: this rank's own part of one). Returns the global loss,
-        0-dim, detached; if the loss function names values beside it, (loss, {name: value}), detached.
+        """Run one optimizer step on a global batch and return the global loss, 0-dim, detached.
 
-        Of these, single numbers and what else has no rows are the whole batch's, on every rank: sums and means over all
-        of its rows. What has rows, such as logits, is of this rank's rows; gather=True: of all rows, on every rank.
-        A batch may have fewer rows than the program was compiled for, such as the last one of an epoch, or another
-        length: the first time that such sizes come, every rank compiles for them (shardc.recompile).
-        Raises ShardcError for a batch that is not of the compiled names, shapes and dtypes.
+        If the loss function names values beside the loss: (loss, {name: value}), detached. Single numbers and values
+        without rows are those of the whole batch, on every rank: sums and means over all rows. Values with rows, such
+        as logits, have this rank's rows; gather=True: all rows, on every rank. local=True: `batch` is this rank's part.
+        A batch may have fewer rows than the compiled one, such as the last of an epoch, or another length. The first
+        time that such sizes come, every rank compiles for them (shardc.recompile).
+        Raises ShardcError if names, shapes or dtypes differ from the compiled ones.
         """
         with self.mesh.together(f"step {self.rng.step + 1}"):
             result = self._backward(batch, local=local, gather=gather, early=self._graphs is None)
@@ -213,9 +211,10 @@ class Engine:
         return result
 
     def backward(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
-        """The first half of `step`: gradients stand, reduced, in `.params[...].grad`, in place of those of the last
-        one: a sum over batches is `batch: {microbatches: n}`. Returns what `step` does. A norm of a gradient of which
-        this rank has a part is refused (shardc.runtime.checks.tensor_parts).
+        """Run the first half of `step`: put reduced gradients into `.params[...].grad`, and return its result.
+
+        They replace the last ones; to sum batches: `batch: {microbatches: n}`. A norm of a gradient of which this rank
+        has a part is refused (shardc.runtime.checks.tensor_parts).
         """
         if self._waiting and not self._noted_replaced:
             self._noted_replaced = True
@@ -229,8 +228,9 @@ class Engine:
         return result
 
     def update(self) -> None:
-        """The second half of `step`: clip, and step the optimizer. Raises ShardcError without a `backward` before it,
-        and on all ranks where some do something else.
+        """Clip and step the optimizer: the second half of `step`.
+
+        Raises ShardcError without a `backward` before it, and, on all ranks, if some ranks call something else.
         """
         self._updating.check_whole()
         if not self._waiting:
@@ -242,7 +242,7 @@ class Engine:
         self._checks.call("an update")
         self._update()
 
-    @torch.enable_grad()  # also where the caller has switched it off: a step that trains nothing would not be noticed
+    @torch.enable_grad()  # even if the caller disabled it: nobody would notice a step that trains nothing
     def _backward(self, batch: Any, *, local: bool, gather: bool, early: bool) -> Any:
         """Cut the batch, run the graphs, finish the sums of gradients. early: see Update.begin."""
         model, update, checks = self._model, self._updating, self._checks
@@ -266,9 +266,7 @@ class Engine:
         return outputs.result(interpreter.program, self.mesh, checks.loss(loss), beside, gather=gather)
 
     def _run(self, interpreter: Interpreter, values: Values) -> step_graph.Result:
-        """Forward and backward of all microbatches, by the schedule; with `execution: {graphs: true}` a recorded one.
-        Returns (the loss, buffers' new values, what the loss function names beside the loss).
-        """
+        """Run all microbatches, forward and backward; return (loss, new buffers, values beside the loss)."""
         buckets, scaler = self.buckets, self._updating.scaler
         # gradients come to buckets by `ops.accumulate`; `ops.launch` in the backward graph calls `launch`
         hooks = StepHooks(buckets.start, buckets.pause, buckets.launch, buckets.reduce, self._updating.scale)
@@ -296,7 +294,7 @@ class Engine:
         """Clip, step the optimizer and the schedules."""
         self._waiting = False
         self._updating.apply()
-        self.rng.step += 1  # the count of steps: random numbers are drawn by it
+        self.rng.step += 1  # counts steps; random numbers depend on it
         self.loaders.note_step()
         self._updating.whole = True
         self._updating.step_schedule()
@@ -305,30 +303,31 @@ class Engine:
     # --- forward alone
 
     def evaluate(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
-        """What `step` returns, without dropout and with BatchNorm's running statistics; nothing changes.
+        """Return what `step` returns, without dropout and with BatchNorm's running statistics; change nothing.
 
-        Where forward has branches of its own on `self.training`, the model is compiled in eval mode for it, once.
+        If forward branches on `self.training`, the model is compiled once more, in eval mode.
         """
         self._updating.check_whole()
         return self._evaluation.loss(batch, local=local, gather=gather)
 
     def evaluate_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
-        """{"loss": ..., name: ...} over all batches, of what `evaluate` gives: (sum, count) pairs by their sums, whole
-        numbers added up; the loss and other means weighed by what they are the mean of, as many tokens as each batch
-        counts (shardc.runtime.step.means); other single numbers by the batches' rows, with a note where that
-        is the loss. Raises NoBatchesError without any batch.
+        """Return {"loss": ..., name: ...} over all batches. Raises NoBatchesError without any batch.
+
+        (sum, count) pairs: sum of sums / sum of counts; integers: sums. Loss and other means: weighted by their
+        divisors, such as each batch's number of tokens (shardc.runtime.step.means); other single numbers: by rows (a
+        note if the loss is one).
         """
         self._updating.check_whole()
         return self._evaluation.losses(batches, local=local)
 
     def score(self, batch: Any, *, local: bool = False, gather: bool = False) -> Tensor:
-        """The log-probability that the model gives to each target of its loss's cross entropy, in the form that the
-        targets have in the batch (`labels`, [batch, sequence]), in float32 at least; 0 where the loss ignores one.
-        Without dropout; nothing changes. This rank's rows; gather=True: all rows, on every rank.
+        """Return the log-probability of each target of the cross entropy in the loss.
 
-        The first call compiles a forward-only program for it, on the same parameters: logits stay split by their
-        classes, and are computed a few rows at a time. Raises ShardcError where the loss has no cross entropy of class
-        indices, or several.
+        Has the shape of the targets in the batch (`labels`, [batch, sequence]), in float32 at least; 0 where the loss
+        ignores a target. No dropout; nothing changes. This rank's rows; gather=True: all rows, on every rank.
+
+        The first call compiles a forward-only program on the same parameters: logits stay split by classes, and are
+        computed a few rows at a time. Raises ShardcError if the loss has no cross entropy of class indices, or several.
         """
         self._updating.check_whole()
         return self._evaluation.score(batch, local=local, gather=gather)
@@ -336,10 +335,10 @@ class Engine:
     def score_all(
         self, batches: Iterable[Any], *, local: bool = False, each: Callable[[Tensor], None] | None = None
     ) -> dict[str, float]:
-        """Of what `score` gives for all batches: {"tokens": how many targets count, "logprob": their mean
-        log-probability, "perplexity": exp(-logprob)}; exact on any mesh. Raises NoBatchesError without any batch.
+        """Return {"tokens": count, "logprob": mean, "perplexity": exp(-mean)} of the `score`s of all batches.
 
-        each: called on every rank with the scores of all rows of each batch.
+        Only targets that the loss counts. Exact on any mesh. each: called on every rank with the scores of all rows of
+        each batch. Raises NoBatchesError without any batch.
         """
         self._updating.check_whole()
         return self._evaluation.scores(batches, local=local, each=each)
@@ -355,13 +354,13 @@ class Engine:
         stop: Iterable[int] | None = None,
         seed: int = 0,
     ) -> list[list[int]]:
-        """The new tokens of each prompt, with the weights as they stand: on every rank, up to and with the first of
-        `stop` (None: the end tokens of the model's configuration). Nothing changes. All ranks give the same prompts.
+        """Return the new tokens of each prompt, with the current weights, on every rank; change nothing.
 
-        prompts: lists of token ids, of any lengths; i64[rows, length]; or a tokenizer's dict; of a model with an
-        encoder, what that is given (shardc.runtime.generate.prompts). temperature 0: the most likely token each time;
-        else drawn, by counters of `seed`, so that every mesh draws the same (shardc.runtime.generate). The first call
-        of a length compiles for it. Raises ShardcError for a model that is not causal.
+        Tokens end with the first of `stop` (None: the end tokens of the model's configuration). All ranks pass the same
+        prompts: lists of token ids, of any lengths; i64[rows, length]; a tokenizer's dict; for a model with an encoder,
+        the encoder's input (shardc.runtime.generate.prompts). temperature 0: the most likely token each time; else
+        tokens are drawn by counters of `seed`, the same on every mesh (shardc.runtime.generate). The first call of a
+        length compiles for it. Raises ShardcError for a model that is not causal.
         """
         ends = tuple(stop) if stop is not None else None
         options = Options(max_new_tokens, temperature, top_k, top_p, ends, seed)
@@ -371,19 +370,19 @@ class Engine:
     # --- the state
 
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = KEEP, overwrite: bool = False) -> None:
-        """Write a checkpoint that any mesh can load, `folder/step-N`: parameters, buffers, optimizer, scheduler,
-        loaders, step, seed. Collective.
+        """Write a checkpoint that any mesh can load, to `folder/step-N`. Collective.
 
-        wait: False copies the state and returns; it is written in the background, at most one at a time, and what goes
-            wrong is raised by the next `step` or `save`, on all ranks. `finish_save` waits for it, as `close` does.
-        keep: how many checkpoints of the folder stay, the last ones; None: all.
-        overwrite: replace those of another run, too: that this engine has neither saved nor loaded.
-        Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
+        Has parameters, buffers, optimizer, scheduler, loaders, step, seed.
+        wait: False copies the state and returns; it is written in the background, at most one at a time. The next
+            `step` or `save` raises its errors, on all ranks. `finish_save` and `close` wait for it.
+        keep: how many of the folder's checkpoints stay, the last ones; None: all.
+        overwrite: also replace checkpoints of another run, which this engine has neither saved nor loaded.
+        Raises shardc.runtime.state.SavingError, on all ranks; earlier checkpoints are then unchanged.
         """
         self._saver.save(folder, wait=wait, keep=keep, overwrite=overwrite)
 
     def finish_save(self) -> None:
-        """Wait until a save in the background is on the disk. Collective. Raises what went wrong."""
+        """Wait until a save in the background is on the disk, and raise its error. Collective."""
         self._saver.finish()
 
     @property
@@ -396,19 +395,20 @@ class Engine:
     ) -> None:
         """Read a checkpoint that any mesh wrote. Collective.
 
-        folder: where checkpoints were saved to: the last one is read; or one of them. last_good: if that one is
+        folder: where checkpoints were saved (the last one is read), or one checkpoint. last_good: if that one is
             damaged, read the last one that is not.
-        new_schedule: learning rates (momenta, betas) are not the checkpoint's: the schedulers are made anew, from what
-            `optimizer` made, and stand at the checkpoint's step, as if they had been there from the first.
-        new_data: the engine's loaders begin with their first epoch, wherever the checkpoint's stood: for a dataset that
+        new_schedule: do not take learning rates (momenta, betas) from the checkpoint. The schedulers are made again
+            from what `optimizer` made, and advanced to the checkpoint's step, as if they had been there from the first.
+        new_data: the engine's loaders begin with their first epoch, not at the checkpoint's place: for a dataset that
             has grown, or another one.
-        The seed and the settings of optimizer and schedulers are then the checkpoint's; what they replace is told.
+        Seed and settings of optimizer and schedulers are then the checkpoint's; a note names those that it replaced.
         """
         self._saver.load(folder, last_good=last_good, new_schedule=new_schedule, new_data=new_data)
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
-        """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank; rank0_only: on
-        the first, and {} on the others, which then keep nothing. Collective.
+        """Return {fqn: whole tensor on the CPU}, as the unsharded model's state_dict. Collective.
+
+        On every rank; rank0_only: on the first rank; the others return {} and keep nothing.
         """
         return self._saver.full_state_dict(rank0_only=rank0_only)
 
@@ -421,64 +421,60 @@ class Engine:
         overwrite: bool = False,
         merge: bool = False,
     ) -> list[Path]:
-        """Write the weights for others: a folder that transformers (or peft, of a model with adapters) loads, with
-        config and tokenizer; of other models safetensors files; of a `.safetensors` path one file. All ranks write, and
-        see one file system. Collective.
+        """Write the weights for other programs. All ranks write, and see one file system. Collective.
 
-        merge: the whole model, with the adapters of the spec added to the weights that they are beside.
-
-        dtype: of floating-point tensors; None: as they are held. max_file_bytes: what is more goes into numbered files
-        with an index. overwrite: replace weights, too, that shardc did not write, such as those of a pretrained model.
-        Returns the folders written. Raises ShardcError, on all ranks, where it cannot be written.
+        Writes a folder that transformers (or peft, for adapters) loads, with config and tokenizer; for other models
+        safetensors files; to a `.safetensors` path one file. merge: the whole model, with adapters added to their
+        weights.
+        dtype: of floating-point tensors; None: unchanged. max_file_bytes: above it, numbered files with an index.
+        overwrite: also replace weights that shardc did not write, such as those of a pretrained model.
+        Returns the folders written. Raises ShardcError, on all ranks, if it cannot write them.
         """
         options = {"dtype": dtype, "max_file_bytes": max_file_bytes, "overwrite": overwrite, "merge": merge}
         return self._saver.export(folder, **options)
 
     @property
     def weights_end(self) -> End:
-        """What has the weights, for `weights_to`."""
+        """The object that holds the weights, for `weights_to`."""
         return self._saver
 
     def weights_to(self, other: Any) -> Reshard:
-        """Copy this engine's weights into those of another engine, of a module, or of what runs a forward-only program,
-        of the same model on the same ranks: parameters, and buffers that both programs have. Collective.
+        """Copy this engine's weights to another engine, a module, or a forward-only program's. Collective.
 
-        Each element goes once to each rank that needs it and does not have it (shardc.runtime.reshard); who sends what
-        to whom is found out the first time. Returns that: `.sent` and `.received`, bytes by rank. The other's optimizer
-        and step stay as they are. Raises ShardcError for a program of another model, or of other ranks.
+        Both are of the same model on the same ranks. Copies parameters, and buffers that both programs have. Each
+        element is sent once to each rank that needs it and does not have it; the first call plans who sends what to
+        whom. Returns the plan (shardc.runtime.reshard): `.sent` and `.received`, bytes by rank. The other's optimizer
+        and step are unchanged. Raises ShardcError for a program of another model, or of other ranks.
         """
         return move_weights(self._saver, other)
 
     def wholes(self) -> Mapping[str, Tensor]:
-        """{placeholder name: this rank's whole local part, detached}. What ZeRO shards is gathered, a bucket at a time,
-        when it is read: all ranks read in one order.
-        """
+        """Return {name: whole local part, detached}; reading gathers, so all ranks read in one order."""
         return self._model.wholes()
 
     def norms(self, *, grad: bool = False) -> dict[str, float]:
-        """{name of a parameter: 2-norm of all of it}, on every rank, for a log. Collective. grad: of the gradients of
-        the last step or `backward` instead, 0 where none came; after a step they are clipped.
+        """Return {parameter name: 2-norm of the whole parameter}, on every rank, for a log. Collective.
+
+        grad: norms of the last gradients instead (clipped after a `step`), 0 without a gradient.
         """
         with self.mesh.together("norms"):
             self._checks.call("norms", stated("grad", grad, where="engine.norms", fix=SAME_CALLS))
             return parameter_norms(self.program, self.owned, self.mesh, grad=grad)
 
     def close(self) -> None:
-        """Wait for a save in the background; remove the files of `data.offload`; leave torch.distributed's world, if
-        this engine joined it.
-        """
+        """Wait for a background save, remove files of `data.offload`, and leave the world that it joined."""
         self._saver.close()
 
     # --- options, and another plan
 
     def set(self, **options: Any) -> None:
-        """Change options in the middle of a training: `clip_norm`, `norm`, `nonfinite`, `check_every`; the next step
-        has them. Between `step`s, or before `backward`. Collective: all ranks set them alike.
+        """Change `clip_norm`, `norm`, `nonfinite` or `check_every` for the next steps. Collective.
 
-        Raises ShardcError, on all ranks, for options that differ; and for others than these, values that mean nothing,
-        and gradients that wait for an update.
+        Between `step`s, or before `backward`. All ranks set the same values.
+        Raises ShardcError, on all ranks, for values that differ between ranks, other options, invalid values, and
+        gradients that wait for an update.
         """
-        with self.mesh.together("setting options"):  # what is refused on one rank ends the others
+        with self.mesh.together("setting options"):  # an error on one rank ends the others
             engine_options.check_settable(Engine, options)
             changed = {**self._options, **options}
             engine_options.check(
@@ -497,15 +493,15 @@ class Engine:
             raise ShardcError(fault, where=call, fix=fix)
 
     def to(self, program: Program | str | Path | Mapping[str, Any], **options: Any) -> Engine:
-        """An engine of another program of the same model, over the same ranks, that goes on where this one stands: with
-        its weights, buffers, optimizer's state, schedules, step, seed and places in the data, as if it had loaded this
-        one's checkpoint, but from memory to memory (shardc.runtime.reshard). Collective.
+        """Return an engine of another program of this model that continues from this state. Collective.
 
+        It has the weights, buffers, optimizer state, schedules, step, seed and data places of this one, on the same
+        ranks, as if loaded from a checkpoint, but from memory to memory (shardc.runtime.reshard).
         program: or a spec (path, dict), for which the model is compiled: see Program.to.
-        options: of the engine, in the place of this one's: `optimizer`, `clip_norm`, ...; an optimizer of another kind
-        is refused. Loaders are made anew, by `loader`, and go on where those of the same name stood. This engine keeps
-        its memory as long as somebody holds it: `engine = engine.to(program)`.
-        Raises ShardcError for a program of another model, of other ranks, or that runs forward alone (`weights_to`).
+        options: of the new engine: `optimizer`, `clip_norm`, ...; default: this engine's. The optimizer must be of the
+        same kind. Make loaders again by `loader`: each continues where the one of its name stopped. This engine keeps
+        its memory while it is referenced: `engine = engine.to(program)`.
+        Raises ShardcError for a program of another model, of other ranks, or a forward-only one (`weights_to`).
         """
         engine_options.check_program(program, "engine.to")
         if not isinstance(program, Program):
@@ -524,8 +520,8 @@ class Engine:
         return other
 
     def _compiled_for(self, spec: Any) -> Program:
-        """The program for another spec. Collective. Raises ShardcError, on all ranks, where one cannot compile it."""
-        self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
+        """Compile the model for another spec. Collective. Raises ShardcError, on all ranks, if one cannot."""
+        self.mesh.barrier()  # if ranks are threads of one process, none may run during compilation
         made, error = self.program, None
         try:
             made = self.program.for_spec(spec, self.mesh.layout.world)
@@ -538,41 +534,43 @@ class Engine:
     # --- data
 
     def loader(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Loader:
-        """An iterable of epochs of this rank's parts of global batches, for `step(part, local=True)`; `save` and `load`
-        know where it stands.
+        """Return an iterable of epochs of this rank's parts of global batches, for `step(part, local=True)`.
 
+        `save` and `load` keep its place.
         dataset: map-style (__getitem__, __len__), or iterable: then every rank reads the whole stream and keeps its own
-            samples, and
-                 num_workers is at most 1.
-        batch_size: samples in a global batch; what the program was compiled for, and need not be given.
+            samples, and num_workers is at most 1.
+        batch_size: samples in a global batch; default, and only valid value: the compiled one.
         shuffle: an order fixed by (seed, epoch), the same on every mesh; default for map-style datasets. seed: 0.
-        drop_last: True: samples that fill no batch are left out of that epoch's order. False: they come as the epoch's
-            last batch, smaller,
-                 to every rank whole (shardc.recompile); refused for streams, and for a program read from an artifact.
-        collate_fn: samples -> batch as the program was compiled for, but of this rank's samples only; default: torch's.
-        name: "train"; under which checkpoints keep it; None: they do not. num_workers, pin_memory, ...: as of torch's
+        drop_last: True: samples that fill no batch are left out of that epoch. False: they are the epoch's last,
+            smaller batch, whole on every rank (shardc.recompile); refused for streams, and for a program read from an
+            artifact.
+        collate_fn: samples -> batch as compiled, but of this rank's samples only; default: torch's.
+        name: "train"; key in checkpoints; None: not saved. num_workers, pin_memory, ...: as of torch's
         DataLoader. What dataset and collate_fn draw from `random`, numpy and torch is the same on ranks that read the
-        same samples. Raises ShardcError for a batch size that was not compiled, and for datasets shorter than a batch.
+        same samples. Raises ShardcError for another batch size than the compiled one, and for datasets shorter than a
+        batch.
         """
         loader = self.loaders.add(Loader(self.program, self.mesh, dataset, batch_size=batch_size, **options))
         self._checks.loader(loader)
         return loader
 
     def local(self, batch: Any) -> Any:
-        """This rank's part of a global batch, for `step(part, local=True)`. See shardc.ir.program.Program.local."""
+        """Return this rank's part of a global batch, for `step(part, local=True)`. See Program.local."""
         return inputs.local(self.program, batch, self.mesh.rank)
 
     @property
     def part(self) -> tuple[int, int]:
-        """(the number of this rank's part of a global batch, how many there are): for data of one's own that reads only
-        this rank's rows, and gives them to `step(rows, local=True)`. Ranks of one number need the same rows."""
+        """(number of this rank's part of a global batch, number of parts), for custom data.
+
+        Read only this rank's rows for `step(rows, local=True)`. Ranks with the same number need the same rows.
+        """
         return inputs.part_of(self.program, self.mesh.rank)
 
     # --- what it has
 
     @cached_property
     def params(self) -> dict[str, nn.Parameter]:
-        """See above. Checks of parameters that are parts begin when somebody reads them."""
+        """See above. Reading it starts the checks of parameters of which this rank has parts."""
         self._checks.read_params()
         return parameter_parts.ByName(self.program, self.owned)
 
@@ -588,7 +586,7 @@ class Engine:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """{placeholder name: buffer}"""
+        """The buffers: {placeholder name: buffer}."""
         return self._model.buffers
 
     @property
@@ -598,12 +596,12 @@ class Engine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """What the user's function made; None where this rank has nothing to train."""
+        """The optimizer that the user's function made; None if this rank has nothing to train."""
         return self._updating.optimizer
 
     @property
     def scheduler(self) -> Any:
-        """What the user's function made: a scheduler or a list of them; None without one."""
+        """What the user's function returned: a scheduler or a list of them; None without one."""
         schedulers = self._updating.schedulers
         return schedulers.returned if schedulers is not None else None
 
@@ -624,14 +622,12 @@ class Engine:
 
     @property
     def whole(self) -> bool:
-        """Whether all of the state is that of one step: not after an error in an update."""
+        """Whether all of the state belongs to the same step. False after an error in an update."""
         return self._updating.whole
 
     @property
     def lr(self) -> float | None:
-        """The learning rate that the next step uses, of the first parameter group; None without an optimizer, and where
-        the optimizer has its own.
-        """
+        """The first group's learning rate in the next step; None without an optimizer, or if it sets its own."""
         return next(iter(lr_rates(self.optimizer)), None)
 
     @property
@@ -641,11 +637,11 @@ class Engine:
 
     @property
     def matrix_bytes(self) -> list[int]:
-        """Bytes that this rank sends in each message of a step that takes matrices to their owners, or back."""
+        """Bytes that this rank sends in each message of a step that carries matrices to their owners, or back."""
         return self._model.matrices.exchange.nbytes if self._model.matrices is not None else []
 
     def check_schedule(self, steps: int) -> None:
-        """Raises ShardcError where the learning-rate schedule ends before so many more steps."""
+        """Raise ShardcError if the learning-rate schedule ends before so many more steps."""
         if self._updating.schedulers is not None:
             self._updating.schedulers.check_room(steps)
 

@@ -1,4 +1,4 @@
-"""The user's optimizer, made on what this rank owns, and what it is to be looked at for."""
+"""Make the user's optimizer on this rank's shards, and check it."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
 from shardc.runtime.zero.optimizer_check import check_apart, check_sharded
 from shardc.runtime.zero.optimizer_list import as_one
 
-#: Returns a torch.optim.Optimizer, or a list of them
+#: Returns a torch.optim.Optimizer, or a list of them.
 OptimizerOf = Callable[[NamedParameters], Any]
-#: (optimizer, the parameters that it was shown, those of a list that get whole matrices): raises ShardcError for one
-#: that needs more than what this rank has.
+#: (optimizer, the parameters shown to it, the optimizers that get whole matrices): raises ShardcError if one needs more
+#: than this rank has.
 Check = Callable[[torch.optim.Optimizer, Mapping[str, nn.Parameter], Sequence[torch.optim.Optimizer]], None]
 
 
 def adamw(params: NamedParameters) -> torch.optim.Optimizer:
-    """What trains where the user names no optimizer: AdamW(3e-4)."""
+    """Return the default optimizer: AdamW(3e-4)."""
     return torch.optim.AdamW(params, lr=3e-4)
 
 
 def assumed(program: Program) -> OptimizerOf:
-    """The optimizer that a program is priced with where nobody names one."""
+    """Return the optimizer that the cost model assumes if the user names none."""
     return adamw if program.matrices is None else muon_and_adamw
 
 
 def check_parts(program: Program, buckets: Buckets) -> Check:
-    """What an optimizer is looked at for: it needs no more than what this rank has of the parameters."""
+    """Return a check that an optimizer needs no more than this rank's shards of the parameters."""
 
     def check(
         optimizer: torch.optim.Optimizer,
@@ -63,10 +63,11 @@ def made(
     note: Callable[[str], None],
     offload: Offload,
 ) -> tuple[torch.optim.Optimizer | None, WholeMatrices | None]:
-    """The optimizer, on the parameters that this rank owns, None where it has nothing to train; and what brings it
-    whole matrices. `make` is given parameters of the shapes that the model's layers have here.
+    """Make the optimizer of this rank's parameters, and the exchange that brings it whole matrices.
 
-    note: gets a note for the user; offload: where parameters are kept outside of the device. Raises ShardcError for
+    `make` gets parameters with the shapes of this rank's layers. The optimizer is None if this rank has nothing to
+    train.
+    note: receives notes for the user; offload: where parameters are kept outside of the device. Raises ShardcError for
     an optimizer that trains nothing or cannot be used.
     """
     params, runs = buckets.owned, buckets.runs
@@ -91,7 +92,7 @@ def made(
 
 
 def _called(make: OptimizerOf, trained: NamedParameters, *, by_shape: bool) -> torch.optim.Optimizer:
-    """by_shape: the function would make other groups of whole parameters."""
+    """Call the user's function. by_shape: it would group whole parameters differently."""
     try:
         return as_one(make(trained))
     except ValueError as e:
@@ -115,7 +116,7 @@ def _called(make: OptimizerOf, trained: NamedParameters, *, by_shape: bool) -> t
 def _look_at_parameters(
     optimizer: torch.optim.Optimizer, trained: NamedParameters, note: Callable[[str], None]
 ) -> None:
-    """Does it train all that it was given, and nothing else?"""
+    """Check that the optimizer trains all parameters that it received, and nothing else."""
     if left := param_groups.not_trained(optimizer, trained):
         if not param_groups.trains_any(optimizer, trained):
             fault = "the optimizer has none of the parameters that it was given: nothing would train"

@@ -1,4 +1,4 @@
-"""What an engine computes without training: losses of other batches, scores, new tokens."""
+"""Compute without training: losses of other batches, scores, new tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardc.runtime.step.means import LOSS, NO_DIVISOR, MeanDivisors, Means
 
 
 class NoBatchesError(ShardcError):
-    """Held-out data gave no batch at all: there is no mean."""
+    """Held-out data has no batch: there is no mean."""
 
     def __init__(self, call: str, given: Any) -> None:
         fix = "give it one batch at least: is the split empty, shorter than a batch with drop_last=True, or an iterator"
@@ -34,7 +34,7 @@ class NoBatchesError(ShardcError):
 
 
 class Evaluation:
-    """Runs forward alone. The arguments and results of its methods are those of the engine's."""
+    """Runs forward only. Arguments and results of its methods are those of the engine's methods."""
 
     def __init__(self, model: LocalModel, checks: Moments) -> None:
         self._model, self._checks = model, checks
@@ -107,7 +107,7 @@ class Evaluation:
 
 
 def _some(call: str, batches: Any) -> Iterator[Any]:
-    """Yield the batches. Raises NoBatchesError where there is none, and ShardcError for what is no iterable."""
+    """Yield the batches. Raises NoBatchesError for none, ShardcError if the object is not iterable."""
     if batches is None:
         raise NoBatchesError(call, None)
     if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):

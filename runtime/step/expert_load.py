@@ -1,6 +1,4 @@
-"""How tokens are spread over experts: what routing noted on each rank in a step, put together (`program.engine(...,
-routing=True)`).
-"""
+"""Combine the ranks' records of expert routing in a step (`program.engine(..., routing=True)`)."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from shardc.runtime.ops.experts.parallel import experts_route
 
 @dataclass(frozen=True)
 class Load:
-    """Of one layer of experts, over a step of the global batch.
+    """The load of one layer of experts, over a step of the global batch.
 
     tokens: choices that each expert got. dropped: share of all choices that no expert took. imbalance: rows of the
     busiest rank over those of the average one; 1 = even.
@@ -40,7 +38,7 @@ class Load:
 
 
 class Loads:
-    """Puts the ranks' notes together. Collective over the mesh."""
+    """Combines the ranks' routing records. Collective over the mesh."""
 
     def __init__(self, program: Program, mesh: Any) -> None:
         self.mesh = mesh
@@ -56,7 +54,7 @@ class Loads:
                 self.layers.append((node.name, source_of(node).module, _experts(node), same, having))
 
     def __call__(self, routings: Sequence[Routing]) -> tuple[Load, ...]:
-        """The loads of all layers, in their order, on every rank."""
+        """Return the loads of all layers, in their order, on every rank."""
         if not self.layers:
             return ()
         row = {name: i for i, (name, *_) in enumerate(self.layers)}

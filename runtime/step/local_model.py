@@ -1,4 +1,4 @@
-"""One rank's part of a model: its parameters and buffers, and what runs a batch on them."""
+"""Hold one rank's part of a model: its parameters, buffers, and the interpreters that run a batch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from shardc.runtime.zero.buckets import Buckets
 
 
 class LocalModel:
-    """parts: this rank's part of each parameter, by name, which `.buckets` take over. takes: the arguments of the
-    model's forward. make: makes what runs a program's stages.
+    """One rank's parameters and buffers, and the interpreters that run a batch on them.
 
-    .owned: the parameters that this rank updates: at ZeRO >= 1 a flat shard of each. .buffers: by name; replaced, never
-    written to. .matrices: what brings an optimizer whole matrices, set by who makes it.
+    parts: this rank's part of each parameter by name, for `.buckets`. takes: arguments of the model's forward. make:
+    makes the interpreter of a program's stages. .owned: the parameters that this rank updates: at ZeRO >= 1 a flat
+    shard of each.
+    .buffers: by name; replaced, never written to. .matrices: brings whole matrices to the optimizer; set by its maker.
     """
 
     def __init__(
@@ -51,15 +52,13 @@ class LocalModel:
         self.matrices: WholeMatrices | None = None
         self._make = make
         self.interpreter = make(program, mesh)
-        #: For batches of other sizes, for evaluating and scoring: what runs them, and constants of their programs.
+        #: For other batch sizes, evaluating and scoring: the interpreter, and its program's constants.
         self.others: dict[tuple[batch_sizes.Shapes, batch_sizes.Use], tuple[Interpreter, dict[str, Tensor]]] = {}
 
     def take(
         self, batch: Any, checks: Moments, *, local: bool, use: batch_sizes.Use = "as compiled"
     ) -> tuple[Interpreter, Values]:
-        """Cut this rank's part from a batch (local: it is that part). Returns what runs a batch of this size, and what
-        its stages take, by microbatch: {placeholder: value}.
-        """
+        """Cut this rank's part from a batch; return (interpreter, inputs {placeholder: value} by microbatch)."""
         if isinstance(batch, Rest):
             batch, local = batch.batch, False
         inputs.check_plain(batch)
@@ -76,35 +75,33 @@ class LocalModel:
         ]
 
     def stored(self) -> dict[str, Any]:
-        """What a program's stages take beside the batch, by placeholder name."""
+        """Return the inputs of a program's stages other than the batch, by placeholder name."""
         return {"mesh": self.mesh, "rng": self.rng, **self.buckets.given, **self.buffers}
 
     def replace_buffers(self, new: Mapping[str, Tensor]) -> None:
-        """Copy new values: one may be a parameter's memory, or the batch's."""
+        """Store copies of new values: a value may share memory with a parameter or the batch."""
         copies = {n: x.clone(memory_format=torch.contiguous_format) for n, x in new.items() if n in self.buffers}
         self.buffers = {**self.buffers, **copies}
 
     @property
     def written(self) -> bool:
-        """Has anybody written to parameters of which other ranks keep copies?"""
+        """Whether user code wrote to parameters of which other ranks keep copies."""
         return self.buckets.written or (self.matrices is not None and self.matrices.written)
 
     def gather_written(self) -> None:
-        """Send what anybody wrote to parameters to the ranks with copies: all at ZeRO 1 and 2, owners of matrices."""
+        """Send written parameters to the ranks with copies: all at ZeRO 1 and 2, matrices from their owners."""
         if self.buckets.written:
             self.buckets.publish()
         if self.matrices is not None and self.matrices.written:
             self.matrices.gather()
 
     def wholes(self) -> Mapping[str, Tensor]:
-        """{name: whole local part, detached}. What ZeRO shards is gathered, a bucket at a time, when it is read: all
-        ranks read in one order.
-        """
+        """Return {name: whole local part, detached}; reading gathers, so all ranks read in one order."""
         self.gather_written()
         return self.buckets.wholes()
 
     def _sized(self, batch: Any, *, local: bool, use: batch_sizes.Use) -> tuple[Interpreter, dict[str, Tensor]]:
-        """What runs a batch, and constants of its own: the program, or one that is compiled when such sizes come."""
+        """Return the interpreter for a batch and its extra constants; compile when such sizes first come."""
         shapes = batch_sizes.other_shapes(self.program, batch, local=local)
         if (use == "evaluate" and self._evaluates_alike) or (use == "score" and self.program.scores):
             use = "as compiled"
@@ -112,7 +109,7 @@ class LocalModel:
             return self.interpreter, {}
         key = shapes or tuple(x.shape for x in self.program.inputs), use
         if key not in self.others:
-            self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
+            self.mesh.barrier()  # if ranks are threads of one process, none may run during compilation
             start = time.perf_counter()
             program = batch_sizes.compiled(self.program, batch, key[0], self.mesh, use=use, note=self.mesh.note)
             self.mesh.barrier()
@@ -125,5 +122,5 @@ class LocalModel:
 
     @cached_property
     def _evaluates_alike(self) -> bool:
-        """Does the program of a step evaluate as well?"""
+        """Whether the program of a step evaluates as well."""
         return batch_sizes.switched(self.program, self.mesh.note)

@@ -1,9 +1,8 @@
-"""Loss scaling for float16: gradients too small for it are computed as multiples of the scale, and divided again before
-they are used.
+"""Scale the loss for float16, so that small gradients do not become zero, and unscale gradients.
 
 The algorithm of torch.amp.GradScaler (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2), for all ranks
-of a mesh at once: a number that is not finite in any rank's gradients skips the step on every rank, and the scale
-changes on all of them alike."""
+of a mesh at once: a gradient that is not finite on any rank skips the step and changes the scale on every rank.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +17,12 @@ INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000  # GradScaler's own
 
 
 class LossScaler:
-    """scale: "dynamic", or a number that stays. mesh: the runtime mesh.
+    """The loss scale of all ranks. scale: "dynamic", or a fixed number. mesh: the runtime mesh.
 
-    Use, in every step: `scale` the loss, `unscale` each gradient once when it is summed, `sync_overflow`, then step the
-    optimizer unless `overflow`, and `update`.
-
-    .factor: a float, the same on all ranks. .overflow: the last step found a number that was not finite. .skipped: how
-    many did."""
+    In every step: `scale` the loss, `unscale` each gradient once when it is summed, `sync_overflow`, then step the
+    optimizer unless `overflow`, and `update`. .factor: a float, the same on all ranks. .overflow: the last step found a
+    number that is not finite. .skipped: how many steps did.
+    """
 
     def __init__(self, scale: float | str, mesh: Any) -> None:
         self.dynamic = scale == "dynamic"
@@ -35,21 +33,19 @@ class LossScaler:
         self._norms: list[Tensor] = []
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to run backward on."""
+        """Return the scaled loss, which backward begins with."""
         return loss * self.factor
 
     def unscale(self, grads: Iterable[Tensor | None]) -> None:
-        """Divide gradients by the factor, in place, and note whether all are finite."""
+        """Divide gradients by the factor, in place, and record whether all are finite."""
         some = [g for g in grads if g is not None and g.numel()]
         for g in some:
             g.mul_(1 / self.factor)
-        # a sum of squares would do in one pass, but overflows by itself; the largest absolute value does not
+        # a sum of squares would need one pass, but can overflow; the largest absolute value cannot
         self._norms += [torch.linalg.vector_norm(g, math.inf).float() for g in some]
 
     def sync_overflow(self) -> bool:
-        """Whether any rank of the whole mesh found a number that is not finite. Collective: one number, the largest of
-        all.
-        """
+        """Return whether any rank found a number that is not finite. Collective: one maximum."""
         bad = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
         if self._norms:
             bad = (~torch.stack(self._norms).isfinite()).any().float()
@@ -61,7 +57,7 @@ class LossScaler:
         return self.overflow
 
     def update(self) -> None:
-        """After the step: the factor of the next one."""
+        """Compute the factor of the next step, after a step."""
         if not self.dynamic:
             return
         self._good = 0 if self.overflow else self._good + 1
@@ -71,11 +67,11 @@ class LossScaler:
             self.factor, self._good = self.factor * GROWTH, 0
 
     def state_dict(self) -> dict[str, float]:
-        """JSON-able, for checkpoints."""
+        """Return the state for checkpoints, JSON-able."""
         return {"factor": self.factor, "good": self._good, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """A fixed factor stays what the spec says."""
+        """Load the state. A fixed factor stays the spec's."""
         if self.dynamic:
             self.factor, self._good = float(state["factor"]), int(state["good"])
         self.skipped = int(state["skipped"])

@@ -1,6 +1,4 @@
-"""Learning-rate schedulers in an engine: made from its optimizer, stepped once for every step that updates, kept in
-checkpoints.
-"""
+"""Make an engine's learning-rate schedulers, step them after updates, and keep them in checkpoints."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ _PAIRS = "pairs of a dict"  # JSON's keys are strings only
 
 
 class Schedulers:
-    """The schedulers of an engine, stepped together. members: at least one. returned: by the user's function."""
+    """The schedulers of an engine, stepped together. members: at least one. returned: the user's result."""
 
     def __init__(self, members: Sequence[LRScheduler], returned: Any) -> None:
         self.members, self.returned = tuple(members), returned
 
     @classmethod
     def make(cls, scheduler: SchedulerOf, optimizer: torch.optim.Optimizer) -> Schedulers:
-        """The user's. Raises ShardcError for what is none, or needs more than a count of steps."""
+        """Make the user's schedulers. Raises ShardcError for other types or optimizers, and ReduceLROnPlateau."""
         returned = scheduler(optimizer.returned if isinstance(optimizer, OptimizerList) else optimizer)
         several = isinstance(returned, (list, tuple, dict))
         members = list(returned.values() if isinstance(returned, dict) else returned) if several else [returned]
@@ -68,16 +66,14 @@ class Schedulers:
             m.step()
 
     def check_room(self, steps: int = 1) -> None:
-        """Raises ShardcError where a schedule ends before so many more steps are done: torch's OneCycleLR is made for a
-        number of steps, and refuses the next one.
-        """
+        """Raise ShardcError if a schedule with an end (OneCycleLR) ends before so many more steps."""
         for m in self.members:
             for one, epoch in _reached(m, steps):
                 more = f"{'another one is' if steps == 1 else f'{steps} more are'} to come"
                 self._check_end(one, epoch, f"{max(one.last_epoch, 0)} of which are done, and {more}")
 
     def check_end(self, steps: int) -> None:
-        """Raises ShardcError where a schedule ends before this step, counted from its first."""
+        """Raise ShardcError if a schedule ends before this step, counted from its first."""
         for m in self.members:
             for one, epoch in _at(m, steps):
                 self._check_end(one, epoch, f"and {steps} are done")
@@ -94,12 +90,12 @@ class Schedulers:
             )
 
     def state_dict(self) -> Any:
-        """Classes and states as JSON-able values: a list, if the user made one."""
+        """Return classes and states as JSON-able values: a list if the user made several."""
         states = [state_dict(m) for m in self.members]
         return states[0] if isinstance(self.returned, LRScheduler) else states
 
     def check(self, saved: Any) -> None:
-        """Raises ShardcError where there were other schedulers, or more or fewer."""
+        """Raise ShardcError if the checkpoint has other schedulers, or another number of them."""
         states = saved if isinstance(saved, list) else [saved]
         if len(states) != len(self.members):
             fault = f"the checkpoint is of {len(states)} schedulers, not {len(self.members)}"
@@ -112,16 +108,15 @@ class Schedulers:
                 raise ShardcError(fault, where="scheduler", fix=fix)
 
     def load_state_dict(self, saved: Any) -> None:
-        """The inverse of `state_dict`, of what `check` takes. As in torch, what was saved wins over what the schedulers
-        were made with."""
+        """Load what `state_dict` returned and `check` accepted. As in torch, saved settings replace new ones."""
         for m, state in zip(self.members, saved if isinstance(saved, list) else [saved], strict=True):
             m.load_state_dict(_like(m.state_dict(), state["state"]))
             _regroup(m)
 
 
 def _reached(scheduler: Any, steps: int) -> Iterator[tuple[OneCycleLR, int]]:
-    """(those with an end, where they stand after so many more steps)"""
-    if isinstance(scheduler, ChainedScheduler):  # which steps all of its own every time, and does not count
+    """Yield each OneCycleLR with the step that it reaches after so many more steps."""
+    if isinstance(scheduler, ChainedScheduler):  # steps all of its members every time, and does not count
         for m in scheduler._schedulers:
             yield from _reached(m, steps)
     else:
@@ -129,13 +124,13 @@ def _reached(scheduler: Any, steps: int) -> Iterator[tuple[OneCycleLR, int]]:
 
 
 def _at(scheduler: Any, epoch: int) -> Iterator[tuple[OneCycleLR, int]]:
-    """The same at a step counted from the first."""
+    """Yield each OneCycleLR with its own step when `scheduler` is at step `epoch`."""
     if isinstance(scheduler, OneCycleLR):
         yield scheduler, epoch
     elif isinstance(scheduler, ChainedScheduler):
         for m in scheduler._schedulers:
             yield from _at(m, epoch)
-    elif isinstance(scheduler, SequentialLR):  # each of its own begins at one milestone, and rests at the next
+    elif isinstance(scheduler, SequentialLR):  # each member begins at one milestone, and stops at the next
         begins = (0, *scheduler._milestones)
         for m, begin, end in zip(scheduler._schedulers, begins, (*begins[1:], epoch + 1), strict=True):
             if epoch > begin:
@@ -143,21 +138,19 @@ def _at(scheduler: Any, epoch: int) -> Iterator[tuple[OneCycleLR, int]]:
 
 
 def with_inner(schedulers: Iterable[Any]) -> Iterator[Any]:
-    """These, and those that a SequentialLR or a ChainedScheduler has within."""
+    """Yield the schedulers, and those inside a SequentialLR or a ChainedScheduler."""
     for m in schedulers:
         yield m
         yield from with_inner(getattr(m, "_schedulers", ()))
 
 
 def state_dict(scheduler: LRScheduler) -> dict[str, Any]:
-    """Its class and state as JSON-able values."""
+    """Return a scheduler's class and state as JSON-able values."""
     return {"class": type(scheduler).__name__, "state": _plain(scheduler.state_dict())}
 
 
 def _regroup(scheduler: LRScheduler) -> None:
-    """Rates by group, where the optimizer had more or fewer groups when it was saved: its groups have been given theirs
-    by the names of their parameters.
-    """
+    """Reset rates by group if the optimizer had another number of groups when it was saved."""
     groups = scheduler.optimizer.param_groups
     if len(getattr(scheduler, "base_lrs", groups)) != len(groups):
         scheduler.base_lrs = [g.get("initial_lr", g["lr"]) for g in groups]
@@ -177,9 +170,7 @@ def _plain(x: Any) -> Any:
 
 
 def _like(now: Any, saved: Any) -> Any:
-    """What `_plain` wrote, as tensors, tuples and dicts (MultiStepLR has a Counter) where
-    the scheduler has such now.
-    """
+    """Convert what `_plain` wrote back to the types that the scheduler has now: tensors, tuples, Counters."""
     if isinstance(now, Tensor):
         return torch.as_tensor(saved, dtype=now.dtype, device=now.device)
     if isinstance(saved, Mapping):
@@ -195,20 +186,21 @@ def _like(now: Any, saved: Any) -> Any:
     return saved
 
 
-#: Of a parameter group, what schedules move.
+#: Settings of a parameter group that schedules change.
 MOVED = ("lr", "momentum", "betas")
 
 
 class NewSchedule:
-    """optimizer: as it was made, before any scheduler. scheduler: the user's function."""
+    """Makes schedulers again after a checkpoint is loaded. optimizer: as made, before any scheduler."""
 
     def __init__(self, optimizer: Optimizer, scheduler: SchedulerOf | None) -> None:
         self._scheduler = scheduler
         self._made = [{k: _copy(x) for k, x in g.items() if k != "params"} for g in optimizer.param_groups]
 
     def begin(self, optimizer: Optimizer, steps: int) -> Schedulers | None:
-        """After a checkpoint's state was loaded into the optimizer. steps: that the schedule has behind it. Returns the
-        new schedulers; `Schedulers.check_end` has to have been asked whether they go so far.
+        """Return new schedulers, advanced by `steps`. Check `Schedulers.check_end` first.
+
+        Called after a checkpoint's state is loaded into the optimizer.
         """
         for group, made in zip(optimizer.param_groups, self._made, strict=True):
             group |= {k: _copy(made[k]) for k in MOVED if k in made}
@@ -218,14 +210,14 @@ class NewSchedule:
             return None
         schedulers = Schedulers.make(self._scheduler, optimizer)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch: that it is stepped before the optimizer
+            warnings.simplefilter("ignore")  # torch warns that it is stepped before the optimizer
             for _ in range(steps):
                 schedulers.step()
         return schedulers
 
 
 def steps_of(extra: Mapping[str, Any]) -> int:
-    """How many steps a checkpoint's schedule has behind it: steps that were skipped are none for it."""
+    """Return how many steps a checkpoint's schedule has done: skipped steps do not count."""
     step, saved = int(extra["step"]), extra.get("scheduler")
     first = saved[0] if isinstance(saved, list) and saved else saved
     done = first["state"].get("last_epoch") if isinstance(first, Mapping) else None

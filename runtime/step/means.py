@@ -1,4 +1,4 @@
-"""Means over several batches, exact: each batch's mean is weighed by what it was divided by.
+"""Compute exact means over several batches: each batch's mean is weighted by its divisor.
 
     loss = sum(nll) / sum(labels != -100)               the divisor is a sum over the batch's labels
     loss = sum(nll) / sum(labels != -100).clamp(min=1)  the same sum, with a guard for a batch without labels
@@ -9,8 +9,8 @@ is found in the model's graph and computed from the batch alone. The mean over s
 
     sum over batches of (mean * divisor(the batch's amounts)) / divisor(the amounts of all batches)
 
-which is the model's own formula for all rows in one batch, with its guards. A number that is no such mean (a sum, the
-exponent of a mean, means over different things that are added up) has no divisor.
+which is the model's own formula for all rows in one batch, with its guards. A number that is not such a mean (a sum,
+the exponent of a mean, a sum of means over different things) has no divisor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NO_DIVISOR = (
     "the loss is no mean of which the batch decides the divisor: over several batches it is weighed by their rows. To"
     " weigh it otherwise, let the loss function return (loss, {name: (sum, count)}), and read that name"
 )
-#: Ops through which a mean is still one over the same things.
+#: Ops that keep a mean a mean over the same things.
 _THROUGH = {
     aten.neg.default,
     aten.detach.default,
@@ -61,8 +61,9 @@ _SUMS = {aten.sum.default, aten.sum.dim_IntList}
 
 @dataclass(frozen=True)
 class Divisor:
-    """What one mean of one batch is divided by. It is the product of `size`, a number of elements, and of what
-    `of_amounts` gives for the batch's amounts and constants; all but `constants` add up over batches.
+    """The divisor of one mean of one batch: the product of `size` and of `of_amounts(amounts, constants)`.
+
+    size: a number of elements. `size` and `amounts` add up over batches, `constants` do not.
     """
 
     value: float
@@ -73,11 +74,11 @@ class Divisor:
 
     @classmethod
     def count(cls, number: float) -> Divisor:
-        """A number of things, and nothing else."""
+        """Return a divisor that is only a number of things."""
         return cls(number, number)
 
     def joined(self, other: Divisor) -> Divisor:
-        """The divisor of the rows of both."""
+        """Return the divisor of the rows of both batches."""
         if len(self.amounts) != len(other.amounts) or (self.size is None) != (other.size is None):
             return Divisor.count(self.value + other.value)  # batches of other sizes, with another formula
         size = None if self.size is None or other.size is None else self.size + other.size
@@ -93,8 +94,10 @@ class Divisor:
 
 
 class Means:
-    """Of several batches: sums by their counts, whole numbers added up, means by what they are the mean of, all other
-    single numbers by the rows of a batch. What is more than one number is left out.
+    """Means of several batches.
+
+    Sums are divided by their counts, integers added up, means weighted by their divisors, other single numbers by rows.
+    Values of several elements are left out.
     """
 
     def __init__(self) -> None:
@@ -109,9 +112,7 @@ class Means:
         rows: int,
         divided_by: Mapping[str, Divisor],
     ) -> None:
-        """Add one batch. values: of `rows` rows, undivided. divided_by: what `MeanDivisors` gives for
-        it.
-        """
+        """Add one batch. values: of `rows` rows, undivided. divided_by: its divisors, from `MeanDivisors`."""
         by_rows = Divisor.count(rows)
         if loss is not None:
             self._add_mean("loss", loss, divided_by.get(LOSS, by_rows))
@@ -128,7 +129,7 @@ class Means:
                 self._sums[o.name] = self._sums.get(o.name, 0) + number
 
     def _add_mean(self, name: str, mean: Tensor, divisor: Divisor) -> None:
-        """A mean of nothing is no number, and weighs nothing."""
+        """Add a mean with its weight. A mean of nothing is nan, and has weight 0."""
         self._add(name, float(mean) * divisor.value if divisor.value else 0.0, divisor)
 
     def _add(self, name: str, number: float, divisor: Divisor) -> None:
@@ -136,11 +137,11 @@ class Means:
         self._divisors[name] = divisor.joined(self._divisors[name]) if name in self._divisors else divisor
 
     def counted(self, name: str) -> float:
-        """How many things a mean is of by now."""
+        """Return the divisor of a mean so far, that is, the number of things it averages."""
         return self._divisors[name].value if name in self._divisors else 0.0
 
     def values(self) -> dict[str, float]:
-        """{"loss": mean, name: mean or sum}; {} without any batch."""
+        """Return {"loss": mean, name: mean or sum}; {} without any batch."""
         return {name: self._mean(name) if name in self._divisors else x for name, x in self._sums.items()}
 
     def _mean(self, name: str) -> float:
@@ -150,7 +151,7 @@ class Means:
 
 @dataclass(frozen=True)
 class _Term:
-    """One mean among the terms of a number. divisors: nodes that the batch alone decides; size: elements."""
+    """One of the means that a number is the sum of. divisors: nodes of the batch alone; size: elements."""
 
     divisors: tuple[fx.Node, ...] = ()
     size: float | None = None
@@ -158,8 +159,9 @@ class _Term:
 
 @dataclass(frozen=True)
 class _Formula:
-    """How the divisor of one number follows from a batch: see Divisor. amounts: nodes, each with a factor; no node: the
-    factor alone. constants: nodes.
+    """How to compute the divisor of one number from a batch: see Divisor.
+
+    amounts: (node, factor) pairs; without a node: the factor alone. constants: nodes.
     """
 
     term: _Term
@@ -168,11 +170,11 @@ class _Formula:
     of_amounts: fx.GraphModule
 
     def nodes(self) -> tuple[fx.Node, ...]:
-        """What has to be computed from a batch."""
+        """Return the nodes that must be computed from a batch."""
         return (*self.term.divisors, *(n for n, _ in self.amounts if n is not None), *self.constants)
 
     def divisor(self, numbers: Iterator[float]) -> Divisor:
-        """numbers: the values of `nodes`."""
+        """Compute the divisor. numbers: the values of `nodes`."""
         value = math.prod([next(numbers) for _ in self.term.divisors], start=self.term.size or 1.0)
         amounts = tuple(factor if n is None else factor * next(numbers) for n, factor in self.amounts)
         constants = tuple(next(numbers) for _ in self.constants)
@@ -204,8 +206,9 @@ class MeanDivisors:
 
     @torch.no_grad()
     def of(self, mesh: Any, values: Sequence[Mapping[str, Any]]) -> dict[str, Divisor]:
-        """{name of an output, or LOSS: its divisor in a global batch}. values: what the stages of this rank take of it,
-        by microbatch: {placeholder: value}. All ranks together: what divisors are made of is gathered.
+        """Return {name of an output, or LOSS: its divisor in a global batch}. Collective.
+
+        values: what this rank's stages take of the batch, by microbatch: {placeholder: value}.
         """
         if self._run is None:
             return self._fixed
@@ -223,12 +226,12 @@ class MeanDivisors:
 
 
 def _alike(program: Program, b: Buffer) -> bool:
-    """Whether every rank has all of a buffer, the same before and after a step."""
+    """Return whether every rank has all of a buffer, the same before and after a step."""
     return b.constant is not None or not (b.updated or b.layout.shards() or program.axis)
 
 
 def _numbers(program: Program) -> Iterator[tuple[str, fx.Node]]:
-    """The loss, and single real numbers beside it that nothing divides."""
+    """Yield the loss, and single real numbers beside it that belong to no (sum, count) pair."""
     returned: Any = program.graph.output_node().args[0]
     loss, beside = returned
     if loss is not None:
@@ -242,17 +245,16 @@ def _numbers(program: Program) -> Iterator[tuple[str, fx.Node]]:
 
 @dataclass(frozen=True)
 class _Finder:
-    """Finds the means that a number is the sum of. given: what the batch alone decides; batch: of these, its inputs;
-    rows: of the batch.
-    """
+    """Finds the means in a sum. given: values of the batch alone; batch: its inputs; rows: of the batch."""
 
     given: frozenset[str]
     batch: frozenset[str]
     rows: int
 
     def terms(self, number: fx.Node) -> Iterator[_Term]:
-        """Each value is seen with what the terms above it are divided by, a Python number by which they are divided,
-        and what was summed above it.
+        """Yield the means that a number is the sum of, walking from it to its operands.
+
+        Each value is visited with the divisors, the Python number that divides, and the first sum found above it.
         """
         todo: list[tuple[fx.Node, _Term, float, fx.Node | None]] = [(number, _Term(), 1.0, None)]
         while todo:
@@ -279,11 +281,11 @@ class _Finder:
                 yield replace(term, size=by_number)
 
     def _decided(self, node: fx.Node) -> bool:
-        """Whether the batch alone decides a value."""
+        """Return whether a value depends on the batch alone."""
         return all(n.name in self.given for n in behind([node]) if n.op == "placeholder")
 
     def _divisors(self, node: fx.Node, but: fx.Node | None = None) -> list[fx.Node]:
-        """The single numbers of the batch that a product divides by, not looked for in one of its factors."""
+        """Return the single numbers of the batch that a product divides by, except in the factor `but`."""
         operands = operands_of(node)
         if node is but:
             return []
@@ -296,17 +298,17 @@ class _Finder:
         return self._divisors(operands[0], but) if node.target in _THROUGH else []
 
     def _of_batch(self, node: fx.Node) -> bool:
-        """Whether it is a single number that the batch decides."""
+        """Return whether a node is a single number that depends on the batch."""
         inputs_behind = any(n.name in self.batch for n in behind([node]) if n.op == "placeholder")
         return _elements(node) == 1 and self._decided(node) and inputs_behind
 
     def _counts(self, number: float, summed: fx.Node) -> bool:
-        """Whether a Python number counts what is summed, as `x.numel()` and `len(x)` do: it grows with the rows."""
+        """Return whether a Python number counts summed elements, as `x.numel()` does: a multiple of the rows."""
         return number == int(number) > 0 and _elements(summed) % int(number) == 0 and int(number) % self.rows == 0
 
 
 def _number(n: fx.Node) -> float:
-    """The number that a node multiplies or divides by; nan for none."""
+    """Return the number that a node multiplies or divides by; nan if there is none."""
     number: Any = n.args[1] if not isinstance(n.args[1], fx.Node) else n.args[0]
     return float(number) if isinstance(number, (int, float)) and number else math.nan
 
@@ -316,12 +318,12 @@ def _elements(node: fx.Node) -> int:
 
 
 def _formula(term: _Term, batch: frozenset[str]) -> _Formula:
-    """The divisors of a term as a function of amounts. batch: names of placeholders."""
+    """Build the divisors of a term as a function of amounts. batch: names of placeholders."""
     made_of = behind(term.divisors)
     depends = {n for n in made_of if any(m.name in batch for m in behind([n]) if m.op == "placeholder")}
 
     def computed(n: fx.Node) -> bool:
-        """From single numbers alone."""
+        """Return whether a node is computed from single numbers only."""
         single = n.op == "call_function" and all(_elements(x) == 1 for x in operands_of(n))
         return single and n in depends and n.target not in _SUMS | _MEANS
 
@@ -348,7 +350,7 @@ def _formula(term: _Term, batch: frozenset[str]) -> _Formula:
 
 
 def _computed(node: fx.Node, known: dict[Any, int]) -> int:
-    """A number for how a value is computed: equal for two nodes that compute the same. known: those given by now."""
+    """Return a number for how a value is computed, the same for equal computations. known: numbers so far."""
     numbers: dict[fx.Node, int] = {}
     made_of = behind([node])
     for n in node.graph.nodes:
@@ -360,7 +362,7 @@ def _computed(node: fx.Node, known: dict[Any, int]) -> int:
 
 
 def _slice(program: Program, nodes: tuple[fx.Node, ...]) -> fx.Graph:
-    """The graph of these values: it takes what they are made of."""
+    """Return the graph that computes these values from its placeholders."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     needed = behind(nodes)
     for n in program.graph.nodes:

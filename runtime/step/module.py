@@ -1,6 +1,4 @@
-"""A program as an nn.Module for a user's own loop: this rank's parameters under the model's names, gradients reduced as
-by DDP.
-"""
+"""Run a program as an nn.Module in a custom loop: the model's parameter names, gradients as of DDP."""
 
 from __future__ import annotations
 
@@ -35,19 +33,19 @@ from shardc.runtime.zero.buckets import Buckets
 
 
 class ShardedModule(ModuleState):
-    """One rank's part of a model. Made by `program.module(model)`; arguments as of shardc.runtime.step.engine.Engine.
+    """One rank's part of a model, made by `program.module(model)`; arguments as of step.engine.Engine.
 
     Its state_dict has the model's own names (all names of a tied weight) with local shapes. `forward` takes this rank's
     part of a batch, as the model's forward would, and returns the global loss, 0-dim. When `loss.backward()` returns,
-    the gradients are those of the global loss. The loss may be scaled, and terms that use whole parameters directly be
-    added to it. Dropout draws new masks in every training forward; `eval()` switches
-    it and BatchNorm as usual.
+    the gradients are those of the global loss. User code may scale the loss, and may add terms that use whole
+    parameters directly. Dropout draws new masks in every training forward; `eval()` switches it and BatchNorm as usual.
 
-    At ZeRO >= 1 each parameter here is this rank's flat stretch of it (1-d, perhaps empty), in state_dict too: any
-    optimizer that updates every element by itself works on them; group them by name, not by shape. What others updated
-    is gathered by the next forward."""
+    At ZeRO >= 1 each parameter here, also in state_dict, is this rank's flat shard of it (1-d, perhaps empty). Any
+    optimizer that updates every element separately works; group parameters by name, not by shape. The next forward
+    gathers the updates of other ranks.
+    """
 
-    #: Hooks on the module itself, of its submodules none.
+    #: Hooks on the module itself run; hooks on its submodules do not.
     runs_hooks = True
 
     def __init__(
@@ -128,7 +126,7 @@ class ShardedModule(ModuleState):
                 parent._buffers[name] = buffers[b.name]
                 if not b.persistent:
                     parent._non_persistent_buffers_set.add(name)
-        for name in program.still:  # also what holds no parameter, such as a dropout: its user may ask for its mode
+        for name in program.still:  # also modules without parameters, such as dropout: user code may read their mode
             parts.home(f"{name}.")[0].eval()
         parts.seal()
         self.register_state_dict_post_hook(mark)  # type: ignore[no-untyped-call]
@@ -140,8 +138,9 @@ class ShardedModule(ModuleState):
         running.checks.held(running.model, parts, held, running.updates)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
-        """A module with parameters and buffers of its own, on the same mesh: what averages weights begins with one
-        (torch.optim.swa_utils.AveragedModel). At ZeRO >= 1 collective: parameters are gathered.
+        """Copy the module with new parameters and buffers, on the same mesh, as weight averages need.
+
+        (torch.optim.swa_utils.AveragedModel.) At ZeRO >= 1 collective: parameters are gathered.
         """
         r = self._running
         r.updates.carry_out()
@@ -173,21 +172,21 @@ class ShardedModule(ModuleState):
         return super().__getattr__(name)
 
     def compile(self, *_: Any, **__: Any) -> None:
-        """nn.Module's own way to torch.compile, refused as that is."""
+        """Refuse nn.Module's own call of torch.compile."""
         _ = self._torchdynamo_orig_callable
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """As of any module. Raises UnknownNameError, which is an AttributeError too, with the nearest name."""
+        """Return a parameter. Raises UnknownNameError, also an AttributeError, with the nearest name."""
         with named_nearest("get_parameter", "parameter", target, lambda: dict(self.named_parameters())):
             return super().get_parameter(target)
 
     def get_buffer(self, target: str) -> Tensor:
-        """As of any module; raises as `get_parameter`."""
+        """Return a buffer; raises as `get_parameter`."""
         with named_nearest("get_buffer", "buffer", target, lambda: dict(self.named_buffers())):
             return super().get_buffer(target)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """As of any module; raises as `get_parameter`."""
+        """Return a submodule; raises as `get_parameter`."""
         with named_nearest("get_submodule", "submodule", target, lambda: dict(self.named_modules())):
             return super().get_submodule(target)
 
@@ -199,19 +198,21 @@ class ShardedModule(ModuleState):
         )
 
     def _buffers_by_name(self) -> dict[str, Tensor]:
-        """{placeholder name: buffer}"""
+        """Return {placeholder name: buffer}."""
         return {
             b.name: self.get_buffer(b.fqn) if b.fqn else self._constants[b.name] for b in self._running.program.buffers
         }
 
     def train(self, mode: bool = True) -> ShardedModule:
-        """As of any module. Of a program of a model in eval mode it is told, once, that this brings no dropout back."""
+        """Set the mode. Notes once if the model was compiled in eval mode: then this enables no dropout."""
         self._running.checks.mode(training=mode)
         return super().train(mode)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The global loss of this rank's part of a batch; (loss, {name: value}) if the loss function names values
-        beside it, as Engine.step gives them. Raises ShardcError for another part than was compiled.
+        """Return the global loss of this rank's part of a batch, with values beside it: (loss, {name: value}).
+
+        Values only if the loss function names some, as in Engine.step. Raises ShardcError for another part than
+        compiled.
         """
         r = self._running
         with r.mesh.together(f"forward {r.rng.step + 1} of the module"), tensor_parts.plain():
@@ -245,7 +246,7 @@ class ShardedModule(ModuleState):
         return r.checks.returned(outputs.result(program, r.mesh, loss, values, gather=False))
 
     def _outputs(self, program: Program, news: Sequence[Tensor]) -> outputs.Parts:
-        """The last of the new values, by name; what may be a parameter's memory as a copy."""
+        """Return the program's outputs, the last of the new values, by name; those that may alias are copied."""
         copied = outputs.views(program.stages[0])
         values = news[len(news) - len(program.outputs) :]
         return {
@@ -254,12 +255,13 @@ class ShardedModule(ModuleState):
         }
 
     def optimizer(self, make: OptimizerOf) -> Optimizer:
-        """An optimizer of this module's parameters: as an engine makes one, from the same function. Collective.
+        """Make an optimizer of this module's parameters from the function that an engine takes. Collective.
 
         make: params -> torch optimizer, or a list of them; params are (name, parameter) pairs (shardc.groups and
-        shardc.matrices take them). Where the spec says `optimizer: {matrices: ...}`, those are whole matrices, and an
-        optimizer that needs them whole is stepped by their owners: `step()` is then collective, too. It is clipped,
-        scheduled and saved as any. Raises ShardcError for an optimizer that would train otherwise than on one device.
+        shardc.matrices take them). Where the spec says `optimizer: {matrices: ...}`, those are whole matrices. Their
+        owners step an optimizer that needs them whole: `step()` is then collective, too. Clip, schedule and save it as
+        any other.
+        Raises ShardcError for an optimizer that would train otherwise than on one device.
         """
         r = self._running
         with r.mesh.together("making an optimizer"):
@@ -275,17 +277,17 @@ class ShardedModule(ModuleState):
         return OwnersOptimizer(optimizer, matrices, r.buckets.owned.values(), self._agree_on_step)
 
     def _agree_on_step(self, optimizer: Optimizer, written: bool) -> None:
-        """Before owners step: a rank may own nothing of a group, whose learning rate nobody else looks at."""
+        """Compare what ranks are about to step: a rank may own nothing of a group and never read its rate."""
         r = self._running
         r.updates.settle()
         r.checks.owners_step(optimizer, written=written)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale gradients so that the 2-norm of the whole model's is at most `max_norm`. After backward; collective.
+        """Scale gradients so that the whole model's 2-norm is at most `max_norm`. After backward; collective.
 
         Returns the norm before, 0-dim, the same on every rank. torch.nn.utils.clip_grad_norm_ on `parameters()` would
-        take the norm of this rank's parts, another number on every rank, and is refused where parameters are split.
+        compute the norm of this rank's parts, another number on every rank. It is refused where parameters are split.
         """
         norm = self._running.norm
         norm.start()
@@ -294,12 +296,12 @@ class ShardedModule(ModuleState):
         return total
 
     def local(self, batch: Any) -> Any:
-        """This rank's part of a global batch, as `forward` takes it. See shardc.ir.program.Program.local."""
+        """Return this rank's part of a global batch, as `forward` takes it. See Program.local."""
         return inputs.local(self._running.program, batch, self._running.mesh.rank)
 
     def _replace_buffer(self, name: str, new: Tensor) -> None:
-        # replaced, not written to: backward may still need the old value; and a copy (above): it may be a parameter, or
-        # the batch
+        # replaced, not overwritten: backward may still need the old value. The new value is a copy (above), as it may
+        # alias a parameter or the batch
         b = next(b for b in self._running.program.buffers if b.name == name)
         for fqn in (b.fqn, *b.aliases):
             parent, last = self._parts.home(fqn)

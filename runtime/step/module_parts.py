@@ -1,10 +1,10 @@
-"""The submodules of a program's module: they hold parameters and buffers, and run nothing.
+"""Build the submodules of a program's module: they hold parameters and buffers, and run nothing.
 
-They are of the model's own classes, with its attributes, so that code which looks for layers finds them: groups of an
-optimizer by `isinstance(m, nn.Linear)`, `module.apply(init)`, a loop over blocks, `bn.reset_running_stats()`. What such
-code changes and a program does not see is refused at the next forward, as it is in a model that was captured
-(shardc.runtime.checks.user_changes): attributes that forward reads, modes, hooks, and submodules or parameters that are
-put in the place of others.
+They have the model's classes and attributes, so that code which looks for layers finds them: groups of an optimizer
+by `isinstance(m, nn.Linear)`, `module.apply(init)`, a loop over blocks, `bn.reset_running_stats()`. If such code
+changes what the program does not see, the next forward refuses it, as capture does in a captured model
+(shardc.runtime.checks.user_changes): attributes that forward reads, modes, hooks, and replaced submodules or
+parameters.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 
 from shardc.errors import ShardcError
 
-#: What every nn.Module has of its own, such as its hooks.
+#: Attributes that every nn.Module has, such as its hooks.
 _INTERNALS = frozenset(vars(nn.Module()))
-#: Of values that would keep weights alive, or belong to the model's modules.
+#: Marks values that would keep weights alive, or belong to the model's modules.
 _LEFT_OUT = object()
-#: Objects that hold objects are followed so far.
+#: How deep nested objects are followed.
 _DEEP = 4
-#: What a class may have instead of these, a part has not: its state is that of its parameters and buffers.
+#: A part does not use its class's overrides of these: its state is that of its parameters and buffers.
 _STATE = ("_save_to_state_dict", "_load_from_state_dict", "get_extra_state", "set_extra_state")
 
 
 def refuse(*_: Any, **__: Any) -> NoReturn:
-    """The forward of every part."""
+    """Refuse to run a part: the forward of every part."""
     raise ShardcError(
         "a part of the module cannot run by itself: the program is that of the whole forward",
         where="a submodule of program.module(...)",
@@ -40,13 +40,13 @@ def refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 class Part(nn.Module):
-    """Of a submodule that no model is there to tell the class of."""
+    """A submodule whose class is unknown, since there is no model."""
 
     forward = staticmethod(refuse)
 
 
 class _Children(NamedTuple):
-    """Of one part: what it holds now, and what it held at first."""
+    """What one part holds now, and what it held when it was sealed."""
 
     path: str
     modules: dict[str, nn.Module | None]
@@ -56,8 +56,9 @@ class _Children(NamedTuple):
 
 
 class Parts:
-    """The tree of parts below `root`, with the names, classes and attributes of `model`'s submodules, if it is a
-    module. Neither is kept alive.
+    """The tree of parts below `root`, like the submodules of `model`, if that is a module.
+
+    Parts have their names, classes and attributes. Keeps neither `root` nor `model` alive.
     """
 
     def __init__(self, root: nn.Module, model: Any) -> None:
@@ -72,7 +73,7 @@ class Parts:
                     _describe(m, parts[id(m)], parts)
 
     def home(self, fqn: str) -> tuple[nn.Module, str]:
-        """The module that holds `fqn` (made if need be), and the last part of the name."""
+        """Return the module that holds `fqn` (made if necessary), and the last part of the name."""
         *path, name = fqn.split(".")
         here: Any = self._root()
         for each in path:
@@ -82,7 +83,7 @@ class Parts:
         return here, name
 
     def seal(self) -> None:
-        """All is there: what comes later comes from the user."""
+        """Record the finished tree: later additions come from the user."""
         root: Any = self._root()
         (_, _), *self._below = root.named_modules()
         self._then = [
@@ -91,15 +92,15 @@ class Parts:
         ]
 
     def __iter__(self) -> Iterator[tuple[str, nn.Module]]:
-        """(path, module), the root first, as `check` has found them to be there still."""
+        """Yield (path, module), the root first, as they were when sealed."""
         root: Any = self._root()
         yield "", root
         yield from self._below
 
     def check(self) -> None:
-        """Raises ShardcError for submodules and parameters that are new, others, or gone."""
+        """Raise ShardcError for submodules and parameters that are new, replaced, or gone."""
         for path, now, parameters, then, known in self._then:
-            if now != then:  # modules are equal if they are the same
+            if now != then:  # modules compare by identity
                 name = next(n for n in [*now, *then] if now.get(n, _LEFT_OUT) is not then.get(n, _LEFT_OUT))
                 fault = "this submodule is new" if name not in then else "this submodule was replaced, or taken out"
                 _refuse_change(f"{path}.{name}" if path else name, fault)
@@ -118,7 +119,7 @@ def _refuse_change(name: str, what: str) -> NoReturn:
 
 
 def _grow(model: nn.Module, part: nn.Module, parts: dict[int, nn.Module]) -> None:
-    """Parts for all submodules; a module that stands in several places is one part there."""
+    """Make parts for all submodules; a module in several places is one part there."""
     for name, child in model._modules.items():
         if child is None:
             part._modules[name] = None
@@ -130,7 +131,7 @@ def _grow(model: nn.Module, part: nn.Module, parts: dict[int, nn.Module]) -> Non
 
 
 def _part_like(module: nn.Module) -> nn.Module:
-    """A module of the same class that its own code has not made: no weights, no hooks."""
+    """Make a module of the same class without running its constructor: no weights, no hooks."""
     if isinstance(module, (Part, torch.jit.ScriptModule)):
         return Part()
     cls = type(module)
@@ -144,13 +145,13 @@ def _part_like(module: nn.Module) -> nn.Module:
 
 
 def _plain_method(name: str, part: nn.Module) -> Any:
-    """nn.Module's own method of a part, which is not held by it twice."""
+    """Return nn.Module's own method, bound to a part by a weak reference."""
     held, method = ref(part), getattr(nn.Module, name)
     return lambda *args, **kwargs: method(held(), *args, **kwargs)
 
 
 def _describe(module: nn.Module, part: nn.Module, parts: dict[int, nn.Module]) -> None:
-    """The attributes of a module, with parts in the place of modules; and what it has none of (`bias=False`)."""
+    """Copy a module's attributes to its part, with parts for modules, and None for missing parameters."""
     part._parameters.update({name: None for name, p in module._parameters.items() if p is None})
     part._buffers.update({name: None for name, b in module._buffers.items() if b is None})
     for name, value in vars(module).items():
@@ -161,7 +162,7 @@ def _describe(module: nn.Module, part: nn.Module, parts: dict[int, nn.Module]) -
 
 
 def _kept(value: Any, parts: dict[int, nn.Module], depth: int = 0) -> Any:
-    """A value for a part; _LEFT_OUT: tensors, and what holds any."""
+    """Return a value for a part; _LEFT_OUT for tensors, and for objects that hold any."""
     if isinstance(value, nn.Module):
         return parts.get(id(value), _LEFT_OUT)
     if isinstance(value, (Tensor, types.MethodType)) or depth > _DEEP:
@@ -178,5 +179,5 @@ def _kept(value: Any, parts: dict[int, nn.Module], depth: int = 0) -> Any:
             return dict(zip(value, items, strict=True))
         return list(items) if isinstance(value, list) else tuple(items)
     inside = vars(value).values() if hasattr(value, "__dict__") else ()
-    # an object stays the one that it is, so it may hold no modules, which would be the model's
+    # the object itself is kept, so it must hold no modules, which would be the model's
     return value if all(_kept(x, parts, depth + 1) is x for x in inside) else _LEFT_OUT

@@ -1,4 +1,4 @@
-"""What a module of a program holds beside parameters and buffers, and how its backward begins and ends."""
+"""Hold the state of a program's module other than parameters and buffers; begin and end backward."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from shardc.runtime.zero.buckets import Buckets
 
 @dataclass
 class Running:
-    """What a ShardedModule holds beside parameters and buffers; one attribute, so that no name of the model can clash
-    with it.
+    """The state of a ShardedModule other than parameters and buffers.
+
+    One attribute holds it, so that no name of the model can clash.
     """
 
     program: Program
@@ -39,39 +40,39 @@ class Running:
     buckets: Buckets
     updates: Updates
     norm: GradNorm
-    summed: tuple[str, ...]  # names of those whose gradient is not whole and final when the graph's backward brings it
+    summed: tuple[str, ...]  # names of those whose gradient is not yet whole and final after the graph's backward
     checks: Moments
     slices: dict[str, str]
     saves: state.Saves
-    #: Reads the module's buffers: a weak reference, as the module holds this.
+    #: Reads the module's buffers: a weak reference, because the module holds this object.
     read_buffers: Callable[[], Callable[[], dict[str, Tensor]] | None] = lambda: None
-    end: End | None = None  # made when it is asked for
+    end: End | None = None  # made on first use
     eval: tuple[Program, RunnableStage, dict[str, Tensor]] | None = None
     waiting: weakref.WeakSet[JointCall] = field(default_factory=weakref.WeakSet)  # for their backward
 
     @property
     def owned(self) -> dict[str, nn.Parameter]:
-        """What optimizers work on."""
+        """The parameters that optimizers work on."""
         return self.buckets.owned
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """{placeholder name: buffer}"""
+        """The buffers: {placeholder name: buffer}."""
         read = self.read_buffers()
         return read() if read is not None else {}
 
     @property
     def written(self) -> bool:
-        """Has anybody written to parameters?"""
+        """Whether user code wrote to parameters."""
         return self.updates.written
 
     def evaluating(self, batch: Any) -> tuple[Program, RunnableStage, dict[str, Tensor]]:
-        """What runs a forward in eval mode, and constants of its own: see shardc.runtime.step.batch_sizes."""
+        """Return what runs a forward in eval mode, and its extra constants: see step.batch_sizes."""
         if self.eval is None:
             program, constants = self.program, dict[str, Tensor]()
             if not batch_sizes.switched(program, self.mesh.note):
                 shapes = tuple(x.shape for x in program.inputs)
-                self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
+                self.mesh.barrier()  # if ranks are threads of one process, none may run during compilation
                 program = batch_sizes.compiled(program, batch, shapes, self.mesh, use="evaluate", note=self.mesh.note)
                 self.mesh.barrier()
                 if isinstance(self.mesh, TorchMesh):
@@ -82,7 +83,7 @@ class Running:
         return self.eval
 
     def differentiable(self, stage: RunnableStage, values: Mapping[str, Any]) -> tuple[Tensor, Sequence[Tensor]]:
-        """Run a forward whose loss has a backward: (loss, news). values: what the stage takes, by name."""
+        """Run a forward whose loss has a backward: (loss, new values). values: the stage's inputs by name."""
         buckets = self.buckets
         call = JointCall(stage.joint, values, self)
         loss, news = call.forward()
@@ -101,7 +102,7 @@ class Running:
 
 
 def running_of(program: Program, model: Any, mesh: Any, rng: Rng, buckets: Buckets, checks: Moments) -> Running:
-    """model: what the weights came from."""
+    """Build the state of a module. model: source of the weights."""
     split = {p.name for p in program.params if norm_axes(program, p.name)}
     return Running(
         program,
@@ -120,17 +121,17 @@ def running_of(program: Program, model: Any, mesh: Any, rng: Rng, buckets: Bucke
 
 
 class Updates:
-    """Whether parameters may have changed since they were last gathered: by a backward and what follows it, by weights
-    that were loaded, or by anybody who writes to them, as what keeps an average of them does.
+    """Tracks whether parameters may have changed since they were last gathered.
 
-    Use: `carry_out()` begins to gather, and `settle()` ends it, before anybody else may write: a gather in the
-    background writes to the memory of parameters too (ZeRO 1 and 2), whenever its bytes come.
+    They change by a backward and the step after it, by loading weights, or by user code, such as an average of weights.
+    Use: `carry_out()` begins to gather, and `settle()` ends it. Until then nobody else may write: at ZeRO 1 and 2 the
+    background gather writes to the parameters' memory when its bytes arrive.
     """
 
     def __init__(self, buckets: Buckets) -> None:
         self.buckets, self._noted, self._settled = buckets, False, True
         self._versions = self._now()
-        #: What owners keep of these parameters: a gather writes them, too, and changes nothing for them.
+        #: The owners' matrices among these parameters: a gather writes them too, which is no change for their owners.
         self.owners: weakref.WeakSet[WholeMatrices] = weakref.WeakSet()
         self._same: list[WholeMatrices] = []
 
@@ -140,7 +141,7 @@ class Updates:
 
     @property
     def written(self) -> bool:
-        """Has somebody written to parameters? Waits for a gather that is under way, which writes to them too."""
+        """Whether user code wrote to parameters. Waits for a running gather, which writes to them too."""
         self.settle()
         return self._versions != self._now()
 

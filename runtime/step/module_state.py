@@ -1,4 +1,4 @@
-"""What a module of a program saves, loads and hands out."""
+"""Save, load and export the state of a program's module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardc.runtime.zero.optimizer_list import as_one
 
 
 class ModuleState(nn.Module):
-    """The part of `shardc.runtime.step.module.ShardedModule` that deals with its state."""
+    """The part of `shardc.runtime.step.module.ShardedModule` that handles its state."""
 
     _running: Running
 
@@ -35,8 +35,9 @@ class ModuleState(nn.Module):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As a plain module's, of this rank's parts, as `state_dict` gives them. Raises ShardcError for whole weights
-        of which this rank has parts, for slices that another rank has saved, and for `assign`.
+        """Load this rank's parts, as `state_dict` returns them.
+
+        Raises ShardcError for whole weights if this rank has parts, for slices of another rank, and for `assign`.
         """
         if assign:
             raise ShardcError(
@@ -46,7 +47,7 @@ class ModuleState(nn.Module):
             )
         own = dict(self.named_parameters(remove_duplicate=False))
         if state_dict_marks.KEY in getattr(state_dict, "_metadata", {}).get("", {}):
-            own = {}  # it says itself what it has
+            own = {}  # its marks say what it has
         split = [n for n, x in state_dict.items() if n in own and isinstance(x, Tensor) and x.shape != own[n].shape]
         program = self._running.program
         if whole := [n for n in split if tuple(state_dict[n].shape) == program.param(n).shapes[n]]:
@@ -68,13 +69,14 @@ class ModuleState(nn.Module):
         keep: int | None = KEEP,
         overwrite: bool = False,
     ) -> None:
-        """Write a checkpoint that any mesh can load, `folder/step-N` with N the training forwards done: parameters,
-        buffers, the optimizer's state, step, seed. Collective; all ranks see one file system.
+        """Write a checkpoint that any mesh can load, to `folder/step-N`. N: training forwards. Collective.
 
-        optimizer: of `parameters()`, or a list of them. extra: plain values of your own (numbers, strings, lists,
-        dicts), such as a scheduler's state_dict; `load` returns them. keep: how many checkpoints of the folder stay,
-        the last ones; None: all. overwrite: replace those of another run, too: that this module has neither saved nor
-        loaded. Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
+        Has parameters, buffers, the optimizer's state, step, seed. All ranks see one file system.
+        optimizer: of `parameters()`, or a list of them. extra: plain values (numbers, strings, lists, dicts), such as a
+        scheduler's state_dict; `load` returns them. keep: how many checkpoints of the folder stay, the last ones; None:
+        all.
+        overwrite: also replace those of another run, which this module has neither saved nor loaded. Raises
+        shardc.runtime.state.SavingError, on all ranks; earlier checkpoints are then unchanged.
         """
         r = self._running
         made, matrices = _parts_of(optimizer)
@@ -97,9 +99,9 @@ class ModuleState(nn.Module):
             )
 
     def load(self, folder: str | Path, optimizer: Any = None, *, last_good: bool = False) -> dict[str, Any]:
-        """Read a checkpoint that `save`, or an engine's, wrote on any mesh; returns its `extra`. Collective.
+        """Read a checkpoint that `save`, or an engine's, wrote on any mesh; return its `extra`. Collective.
 
-        folder: where checkpoints were saved to: the last one is read; or one of them. optimizer: as of `save`.
+        folder: where checkpoints were saved (the last one is read), or one checkpoint. optimizer: as of `save`.
         last_good: if that one is damaged, read the last one that is not. Raises ShardcError, on all ranks, for a
         checkpoint of another model or optimizer, before anything changes.
         """
@@ -129,28 +131,27 @@ class ModuleState(nn.Module):
 
     @property
     def weights_end(self) -> End:
-        """What has the weights."""
+        """The object that holds the weights."""
         r = self._running
         r.end = r.end or _End(self, r)
         return r.end
 
     def weights_to(self, other: Any) -> Reshard:
-        """Copy this module's weights into those of an engine, of another module, or of what runs a forward-only
-        program: see Engine.weights_to. Not between forward and backward. Collective.
+        """Copy this module's weights to an engine, another module, or a forward-only program's. Collective.
+
+        See Engine.weights_to. Not between forward and backward.
         """
         return move_weights(self.weights_end, other)
 
     def norms(self, *, grad: bool = False) -> dict[str, float]:
-        """{name of a parameter: 2-norm of all of it}, on every rank, for a log. Collective. grad: of what stands in
-        `.grad` instead, 0 where there is none.
-        """
+        """Return {parameter: 2-norm of all of it}, on every rank; grad: of `.grad`, 0 if None. Collective."""
         r = self._running
         with r.mesh.together("norms"):
             r.checks.last("norms", stated("grad", grad, where="module.norms", fix=SAME_CALLS))
             return parameter_norms(r.program, r.buckets.owned, r.mesh, grad=grad)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
+        """Return {fqn: whole tensor on the CPU}, on every rank, as the unsharded state_dict. Collective."""
         r = self._running
         with r.mesh.together("full_state_dict"):
             r.checks.last("full_state_dict", stated("whether parameters changed", r.updates.due))
@@ -161,7 +162,7 @@ class ModuleState(nn.Module):
 
 
 def _parts_of(optimizer: Any) -> tuple[Optimizer | None, WholeMatrices | None]:
-    """What a checkpoint has of the optimizer of a user's own loop, and the matrices that this rank owns."""
+    """Return what a checkpoint saves of a custom loop's optimizer, and the matrices that this rank owns."""
     if optimizer is None:
         return None, None
     if isinstance(optimizer, OwnersOptimizer):
@@ -185,7 +186,7 @@ def check_marks(module: ModuleState, given: Mapping[str, Any], prefix: str, meta
 
 
 def _split_names(program: Program) -> set[str]:
-    """All names of what a rank has a part of."""
+    """Return all names of tensors of which a rank has a part."""
     split = {n for x in program.params if norm_axes(program, x.name) for n in x.names}
     return split | {n for x in program.buffers if x.layout.shards() for n in x.names}
 

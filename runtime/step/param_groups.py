@@ -1,4 +1,4 @@
-"""Parameter groups by name: what an engine gives to `optimizer=`, and how its parts get settings of their own.
+"""Group parameters by name, so that parts of the model get different optimizer settings.
 
 engine = program.engine(model, optimizer=lambda params: torch.optim.AdamW(
     shardc.groups(params, {"*.{bias,norm*.weight}": {"weight_decay": 0.0}}, lr=3e-4, weight_decay=0.1)))
@@ -23,21 +23,21 @@ from shardc.runtime.zero.named_parameters import NamedParameters
 from shardc.runtime.zero.optimizer import stand_in
 from shardc.runtime.zero.optimizer_list import OptimizerList, as_one, members_of
 
-#: How alike an unknown setting must be to one of the optimizer's to be called a misspelling of it: optimizers may have
-#: settings of groups that stand in no defaults.
+#: How similar an unknown setting must be to one of the optimizer's to count as a misspelling: optimizers may have group
+#: settings that are not among their defaults.
 _ALIKE = 0.88
 
 
 def groups(
     params: Iterable[tuple[str, nn.Parameter]], settings: Mapping[str, Mapping[str, Any]], **default: Any
 ) -> list[dict[str, Any]]:
-    """Parameter groups for a torch optimizer, one for each pattern and one for all the rest; first match wins.
+    """Build parameter groups for a torch optimizer: one per pattern, one for the rest; first match wins.
 
     params: what `optimizer=` receives, or model.named_parameters(). settings: {glob over the parameters' names (`*` any
     characters, `{a,b}` alternatives): {"lr": ..., "weight_decay": ...}}. default: settings of every group that does not
-    say otherwise. The groups are the same on every rank; on a rank that holds no parameter of a group it is empty.
-    Raises ShardcError for patterns that match no parameter that is trained, or only ones that others have taken; all at
-    once."""
+    say otherwise. The groups are the same on every rank, and may be empty. Raises ShardcError, for all at once, for
+    patterns that match no trainable parameter, or only ones that earlier patterns matched.
+    """
     pairs = list(params)
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
@@ -80,7 +80,7 @@ def groups(
     for i, own in [*enumerate(dict(settings[g]) for g in globs), (-1, {})]:
         if i >= 0 or len(won) < len(known):
             members = [(name, p) for name, p in pairs if won.get(name, -1) == i]
-            # an empty group must say that it is one with names: torch tells that from its members
+            # an empty group must say that it has names: torch sees that from the members
             settled.append({**default, **own, "params": members, **({} if members else {"param_names": []})})
     return settled
 
@@ -88,10 +88,10 @@ def groups(
 def matrices(
     params: Iterable[tuple[str, nn.Parameter]],
 ) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
-    """What `optimizer=` receives in two lists: (matrices, all else), for one optimizer each. Matrices have two dims or
-    more; tables that are looked up (embeddings) and the head, the last product, are not among them.
+    """Split what `optimizer=` receives into two lists: (matrices, all else), for one optimizer each.
 
-    A list may be empty, on a rank of a pipeline too, and torch's optimizers take no empty list: leave that one out.
+    Matrices have two dims or more. Embedding tables and the head, the last product, are not among them. A list may be
+    empty, also on a rank of a pipeline; torch's optimizers accept no empty list: leave that optimizer out.
     """
     if not isinstance(params, NamedParameters):
         raise ShardcError(
@@ -103,8 +103,10 @@ def matrices(
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ShardcError for an optimizer that computes the loss itself, for settings of groups that look like misspelt
-    ones of the optimizer's (torch would ignore them), and for a parameter that two optimizers have."""
+    """Raise ShardcError for an optimizer that the engine cannot step correctly.
+
+    It computes the loss itself, its groups have settings that look misspelt, or two optimizers share a parameter.
+    """
     errors, owner, shared = Errors(), dict[int, str](), dict[tuple[str, str], list[str]]()
     for m in members_of(optimizer):
         closure = inspect.signature(m.step).parameters.get("closure")
@@ -137,42 +139,43 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def trains_any(optimizer: torch.optim.Optimizer, params: NamedParameters) -> bool:
-    """Whether any group of the optimizer has one of the parameters."""
+    """Return whether any group of the optimizer has one of the parameters."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return any(id(p) in held for _, p in params)
 
 
 def strangers(optimizer: torch.optim.Optimizer, params: NamedParameters) -> str:
-    """The parameters of an optimizer that are none of those that it was given, for people; "" where there are none."""
+    """Describe parameters of an optimizer that it did not receive from the engine; "" if there are none."""
     given = {id(p) for _, p in params}
     shapes = [str(list(p.shape)) for group in optimizer.param_groups for p in group["params"] if id(p) not in given]
     return f"{plural(len(shapes), 'parameter')} of shape {', '.join(shapes[:5])}" if shapes else ""
 
 
 def not_trained(optimizer: torch.optim.Optimizer, params: NamedParameters) -> str:
-    """The parameters that no group of the optimizer has, for people; "" where it has all."""
+    """List the parameters that no group of the optimizer has, as text; "" if there are none."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = [name for name, p in params if id(p) not in held]
     return ", ".join(left[:5]) + (f" and {len(left) - 5} more parameters" if len(left) > 5 else "")
 
 
-#: Of an optimizer, or of each of several: its groups, with names in the place of parameters.
+#: The groups of each optimizer, with names in place of parameters.
 Groups = list[list[dict[str, Any]]]
 
 
 def groups_of_whole(make: Callable[[NamedParameters], Any], given: NamedParameters, program: Program) -> Groups | None:
-    """What the user's function makes of the whole shapes. given: what it gets on this rank. None where these are the
-    whole shapes, and where the function does not take parameters without data.
+    """Return the groups that the user's function makes of whole shapes. given: its pairs on this rank.
+
+    None if these are whole, and if the function does not accept parameters without data.
     """
     shapes = {p.fqn: p.shape for p in program.params}
     if all(tuple(p.shape) == tuple(shapes[n]) for n, p in given):
         return None
-    for meta in (True, False):  # some optimizers ask for the device that they will run on
+    for meta in (True, False):  # some optimizers check the device of their parameters
         like = [(n, torch.empty((), dtype=p.dtype, device="meta") if meta else p) for n, p in given]
         whole = [(n, stand_in(shapes[n], x)) for (n, x), (_, p) in zip(like, given, strict=True)]
         for (_, x), (_, p) in zip(whole, given, strict=True):
             x.requires_grad_(p.requires_grad)
-        with contextlib.suppress(Exception):  # whatever is wrong with it is told of the rank's own parameters
+        with contextlib.suppress(Exception):  # the call with the rank's own parameters reports errors
             return _named(as_one(make(NamedParameters(whole, given.known, given.inner))), dict(whole))
     return None
 
@@ -192,7 +195,7 @@ def regroup(optimizer: Optimizer, groups: Groups, given: NamedParameters) -> Non
     if len(members) != len(groups):
         return
     for m, wanted in zip(members, groups, strict=True):
-        for group, like in zip(m.param_groups, wanted, strict=False):  # the groups themselves: others may hold them
+        for group, like in zip(m.param_groups, wanted, strict=False):  # in place: other objects may hold the groups
             group.clear()
             group.update({**like, "params": [own[n] for n in like["params"]]})
         m.param_groups[len(wanted) :] = []

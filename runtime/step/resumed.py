@@ -1,8 +1,8 @@
-"""What is not as it was in a run that goes on from a checkpoint.
+"""Report what differs in a run that continues from a checkpoint.
 
-What the checkpoint replaced, settings of the optimizer and of schedulers: as in torch, what was saved wins. That is
-right for a run that goes on, and a surprise for one that was to go on with another learning rate or a longer schedule:
-so it is said. And what it cannot replace, as it is code: forward, loss, and the batch's sizes.
+The checkpoint replaces settings of the optimizer and of schedules: as in torch, the saved ones are used. That
+surprises a user who set another learning rate or a longer schedule, so a note says it. It cannot replace code:
+forward, loss, and the batch's sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Settings = dict[str, Any]
 
 
 def settings(optimizer: torch.optim.Optimizer | None, schedulers: Schedulers | None) -> Settings:
-    """Of an optimizer and its schedulers; without what they change themselves."""
+    """Return the settings of an optimizer and its schedulers, without those that they change themselves."""
     found: Settings = {}
     groups = optimizer.param_groups if optimizer is not None else []
     moved = _moved(schedulers)
@@ -37,7 +37,7 @@ def settings(optimizer: torch.optim.Optimizer | None, schedulers: Schedulers | N
 
 
 def _moved(schedulers: Schedulers | None) -> tuple[str, ...]:
-    """The settings of groups that schedulers move: learning rates, and of those that cycle momentum, that as well."""
+    """Return the group settings that schedulers move: learning rates, and momentum if they cycle it."""
     if schedulers is None:
         return ("initial_lr",)
     if any(getattr(s, "cycle_momentum", False) for s in with_inner(schedulers.members)):
@@ -46,9 +46,7 @@ def _moved(schedulers: Schedulers | None) -> tuple[str, ...]:
 
 
 def replaced(before: Settings, after: Settings, *, schedule: bool = True) -> Iterator[str]:
-    """One line for each that is another now; and one that says what to do, where it is the schedule's. schedule: False
-    where that is not the checkpoint's.
-    """
+    """Yield a line per changed setting, and one with the fix for schedules, if they are the checkpoint's."""
     others = {name: value for name, value in after.items() if name in before and before[name] != value}
     scheduled = {name for name in others if name.startswith((*MOVED, "initial_lr")) or "LR" in name}
     for name, value in others.items():
@@ -59,21 +57,19 @@ def replaced(before: Settings, after: Settings, *, schedule: bool = True) -> Ite
 
 
 def record(program: Program) -> dict[str, Any]:
-    """What a checkpoint keeps of the forward that was trained."""
+    """Return what a checkpoint keeps of the forward that was trained."""
     return {"forward": program.record.to_json()} if program.record is not None else {}
 
 
 def changed(program: Program, extra: Mapping[str, Any]) -> Iterator[str]:
-    """One line for what the program does otherwise than the one whose checkpoint this is. A checkpoint of an earlier
-    shardc does not say what it was.
-    """
+    """Yield a line per difference between this program's forward and the checkpoint's, if recorded."""
     then = ForwardRecord.read(extra.get("forward"))
     if then is not None and program.record is not None:
         yield from then.differences(program.record)
 
 
 def _of_scheduler(scheduler: Any) -> Iterator[tuple[str, Any]]:
-    """What it was made with, as far as it keeps that under its argument's name; where it stands is no setting."""
+    """Yield a scheduler's constructor arguments that it keeps as attributes, without its position."""
     kind = type(scheduler)
     for name in inspect.signature(kind).parameters:
         value = getattr(scheduler, name, None)
@@ -84,7 +80,7 @@ def _of_scheduler(scheduler: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _value(x: Any) -> Any:
-    """As a value that can be compared: JSON has no tuples."""
+    """Convert a value so that it can be compared with one from JSON, which has no tuples."""
     if isinstance(x, Tensor):
         return x.tolist()
     if isinstance(x, Mapping):

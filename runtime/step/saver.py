@@ -1,4 +1,4 @@
-"""The state of an engine's training: into files, out of them, and to an engine under another plan."""
+"""Save and load the state of an engine's training, and move it to an engine with another plan."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from shardc.runtime.step.update import Update
 
 
 class Saver:
-    """like, folder: the module, and the folder, that the weights came from: `export` writes their configuration.
+    """Saves, loads, exports and moves an engine's state.
 
-    It is an end of weights that move, too (shardc.runtime.reshard.between.End).
+    like, folder: the source module and folder of the weights: `export` writes their configuration. A saver is also an
+    end of a weight transfer (shardc.runtime.reshard.between.End).
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Saver:
             )
 
     def _beside_tensors(self) -> dict[str, Any]:
-        """What a checkpoint has beside tensors, and the optimizer's settings."""
+        """Return what a checkpoint has apart from tensors and the optimizer's settings."""
         rng, scaler, schedulers = self._model.rng, self._update.scaler, self._update.schedulers
         extra: dict[str, Any] = {"step": rng.step, "seed": rng.seed, **resumed.record(self.program)}
         if scaler is not None:
@@ -124,13 +125,13 @@ class Saver:
             self.mesh.note(f"seed: the checkpoint's {model.rng.seed} is used, not {seed}")
 
     def _make_ready(self) -> None:
-        """Before parameters are filled: nothing reads or writes them any more."""
+        """Finish all that reads or writes parameters, before they are filled."""
         self.finish()
         self.buckets.reset(forward=True)
         self.buckets.wait_for_gathers()
 
     def _filled(self) -> None:
-        """Parameters are filled, and other ranks have them, too."""
+        """Refresh what depends on parameters, after they are filled and other ranks have them."""
         self._model.offload.changed()
         if self._update.paged is not None:
             self._update.paged.rest()
@@ -138,7 +139,7 @@ class Saver:
             self._model.matrices.gather()
 
     def _go_on_from(self, extra: Mapping[str, Any], *, new_schedule: bool = False, new_data: bool = False) -> None:
-        """Parameters and the optimizer's state are those of other training: go on from where that stopped."""
+        """Set step, seed, schedules, loss scale and loaders to those of a checkpoint or another engine."""
         rng, update = self._model.rng, self._update
         rng.step, rng.seed = int(extra["step"]), int(extra["seed"])
         if update.scaler is not None and "loss_scale" in extra:
@@ -155,7 +156,7 @@ class Saver:
         update.whole = True
 
     def _accept(self, extra: Mapping[str, Any], *, new_schedule: bool, new_data: bool) -> None:
-        """Raise where schedulers or loaders cannot go on from these."""
+        """Raise if schedulers or loaders cannot continue from these."""
         schedulers = self._update.schedulers
         if schedulers is not None and new_schedule:
             schedulers.check_end(steps_of(extra))
@@ -165,7 +166,7 @@ class Saver:
             self._loaders.check(extra.get("loaders", {}))
 
     def _changing(self) -> None:
-        self._update.whole = False  # if what follows fails, or does not fit
+        self._update.whole = False  # stays so if the load fails
 
     def full_state_dict(self, *, rank0_only: bool) -> dict[str, Tensor]:
         self._checks.handed_out()
@@ -205,7 +206,7 @@ class Saver:
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        """See shardc.runtime.reshard.between.End."""
+        """Prepare weights for sending: see shardc.runtime.reshard.between.End."""
         self._update.check_whole()
         self._model.gather_written()
         self.buckets.wait_for_gathers()
@@ -214,7 +215,7 @@ class Saver:
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """See shardc.runtime.reshard.between.End."""
+        """Prepare weights for receiving: see shardc.runtime.reshard.between.End."""
         self._make_ready()
         with self._model.offload.at_home():
             yield
@@ -246,14 +247,14 @@ class Saver:
         other._go_on_from(index.extra)
 
     def _optimizer_parts(self) -> tuple[dict[str, Part], dict[str, Any] | None]:
-        """This rank's parts of the optimizer's state, and its settings; None without one."""
+        """Return this rank's parts of the optimizer's state, and its settings; None without one."""
         if self._update.optimizer is None:
             return {}, None
         where = self.buckets.runs, self.mesh, self._model.matrices
         return state_parts(self.program, self.owned, self._update.optimizer, *where, copies=True)
 
     def _room_for(self, index: Index, parts: dict[str, Part]) -> dict[str, dict[str, Any]]:
-        """New state of the optimizer, to be filled, and in `parts` its tensors."""
+        """Make new optimizer state that is filled later, and add its tensors to `parts`."""
         update = self._update
         if update.optimizer is None or index.optimizer is None:
             return {}

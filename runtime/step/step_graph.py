@@ -1,19 +1,18 @@
-"""A step's forward, backward and sums of gradients as one CUDA graph: `execution: {graphs: true}`.
+"""Run a step's forward, backward and gradient sums as one CUDA graph: `execution: {graphs: true}`.
 
-Where ops are small, a step takes as long as the host needs to start them, some 10 us each. CUDA records what a step
-starts, once; afterwards one call starts all of it (torch.cuda.CUDAGraph). What was recorded reads and writes at fixed
-addresses, so
+If ops are small, a step takes as long as the host needs to start them, some 10 us each. CUDA records a step once;
+afterwards one call starts all of it (torch.cuda.CUDAGraph). A recorded step reads and writes at fixed addresses, so
 
     a batch            is copied to where the recorded step reads it; buffers too
-    parameters         stay where they are; where one has moved, or was frozen, the step is recorded anew
-    random numbers     come of words on the device, which are written before the step (shardc.runtime.rng)
-    gradients          stand at the same addresses after every step, and the next one overwrites them
-    loss and outputs   are handed out as copies
+    parameters         stay where they are; if one has moved, or was frozen, the step is recorded again
+    random numbers     come from words on the device, which are written before the step (shardc.runtime.rng)
+    gradients          are at the same addresses after every step, and the next one overwrites them
+    loss and outputs   are returned as copies
 
-The update is the optimizer's, op by op: schedules and clipping are as ever. The first steps on sizes of a batch run op
-by op, too: libraries choose kernels and take memory then. A step whose host has to wait for the device cannot be
-recorded, and runs op by op, with a note: experts over several ranks (who gets how many rows), tensors that move to the
-host and back.
+The update is the optimizer's, op by op: schedules and clipping work as usual. The first steps of each batch size run
+op by op, too: libraries then choose kernels and allocate memory. A step whose host waits for the device cannot be
+recorded, and runs op by op, with a note: experts over several ranks (how many rows each gets), tensors that move to
+the host and back.
 """
 
 from __future__ import annotations
@@ -36,31 +35,31 @@ from shardc.runtime.stage.run import Values
 from shardc.runtime.zero.buckets import Buckets
 from shardc.torch_private import watched
 
-#: Steps on sizes of a batch before they are recorded; recorded steps that are kept, each with gradients of its own; how
-#: many steps one of them is kept without use where another wants its place.
+#: Steps per batch size before one is recorded; number of recorded steps kept, each with separate gradients; steps that
+#: an unused one is kept when another needs its place.
 WARM, KEPT, UNUSED = 2, 4, 50
-#: (the loss, buffers' new values, what stands beside the loss) of a step, whose gradients stand in `.grad`.
+#: (the loss, buffers' new values, values beside the loss) of a step; its gradients are in `.grad`.
 Result = tuple[Tensor, dict[str, Tensor], outputs.Values]
 
 
 class Graph(Protocol):
-    """What was recorded."""
+    """A recorded graph."""
 
     def recording(self) -> AbstractContextManager[Any]:
-        """In here ops are recorded, and do not run."""
+        """Record the ops inside this context without running them."""
 
     def replay(self) -> None:
-        """Run them."""
+        """Run the recorded ops."""
 
 
 class CudaGraph:
-    """pool: memory that graphs share, of which one runs at a time."""
+    """A graph of torch.cuda. pool: memory that graphs share; only one of them runs at a time."""
 
     def __init__(self, pool: Any) -> None:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def recording(self) -> AbstractContextManager[Any]:
-        # threads of their own may go on meanwhile: those that save, read batches, look after NCCL
+        # other threads may continue meanwhile: those that save, read batches, watch NCCL
         graph: Any = torch.cuda.graph
         context: AbstractContextManager[Any] = graph(self._graph, self._pool, capture_error_mode="thread_local")
         return context
@@ -70,7 +69,7 @@ class CudaGraph:
 
 
 def graphs_of(device: torch.device) -> Callable[[], Graph] | None:
-    """What records on a device; None: nothing does."""
+    """Return a function that makes graphs for a device; None if it has none."""
     if device.type != "cuda":
         return None
     pool = torch.cuda.graph_pool_handle()
@@ -79,8 +78,9 @@ def graphs_of(device: torch.device) -> Callable[[], Graph] | None:
 
 @dataclass
 class _Recorded:
-    """inputs: of each microbatch {name: where the graph reads it}; buffers: likewise; again: makes gradients those of
-    the graph.
+    """A recorded step.
+
+    inputs: per microbatch {name: where the graph reads it}; buffers: likewise; again: restores the graph's gradients.
     """
 
     graph: Graph
@@ -91,7 +91,7 @@ class _Recorded:
     used: int = 0  # the number of the last step
 
     def take(self, values: Values) -> None:
-        """Copy what the graph is to read."""
+        """Copy a step's inputs to where the graph reads them."""
         into, new = [], []
         for places, given in zip(self.inputs, values, strict=True):
             into += list(places.values())
@@ -107,7 +107,7 @@ class _Recorded:
 
 @dataclass
 class StepGraphs:
-    """The recorded steps of an engine. note: hears why there are none."""
+    """The recorded steps of an engine. note: receives the reason if there are none."""
 
     program: Program
     mesh: Any
@@ -129,7 +129,7 @@ class StepGraphs:
 
     @property
     def records(self) -> bool:
-        """Are there any?"""
+        """Whether steps can be recorded."""
         return self._make is not None
 
     def _refuse(self, reason: str) -> None:
@@ -142,8 +142,8 @@ class StepGraphs:
         self.note(fault)
 
     def step(self, key: Any, values: Values, work: Callable[[Values], Result]) -> Result:
-        """What `work` gives of values, and gradients in `.grad`. key: what else it depends on."""
-        if self._make is None or watched():  # what looks at ops has to see them
+        """Return the result of `work(values)`, with gradients in `.grad`. key: what else it depends on."""
+        if self._make is None or watched():  # dispatch modes and the profiler must see the ops
             return work(values)
         self.buckets.wait_for_gathers()  # of the last update
         key, self._steps = (key, self._signature(values)), self._steps + 1
@@ -167,8 +167,9 @@ class StepGraphs:
         return total.clone(), news, {name: x.clone() for name, x in beside.items()}
 
     def _room(self) -> bool:
-        """For one more: one that nothing uses any more makes room. Else sizes that come in turns would be recorded
-        again and again, which takes longer than to run them op by op.
+        """Return whether there is room for one more graph; an unused graph makes room.
+
+        Without the limit, alternating sizes would be recorded again and again, slower than op by op.
         """
         if len(self._recorded) < KEPT:
             return True
@@ -179,7 +180,7 @@ class StepGraphs:
         return True
 
     def _record(self, values: Values, work: Callable[[Values], Result]) -> _Recorded | None:
-        """None: it cannot be recorded, from now on."""
+        """Record a step; None: it cannot be recorded, from now on."""
         assert self._make is not None
         graph = self._make()
         inputs = [{n: v[n].clone() for n in self._inputs if isinstance(v[n], Tensor)} for v in values]
@@ -208,7 +209,7 @@ class StepGraphs:
         return _Recorded(graph, inputs, buffers, result, again)
 
     def _signature(self, values: Values) -> tuple[Any, ...]:
-        """What a recorded step has taken for granted."""
+        """Return what a recorded step assumes of its values and parameters."""
         stored = tuple(_mark(x) for name, x in values[0].items() if name not in self._inputs)
         trained = tuple((p.data_ptr(), p.requires_grad) for p in self.owned.values())
         return stored, trained, tuple(_mark(v[n]) for v in values for n in self._inputs)
@@ -222,7 +223,7 @@ def _mark(x: Any) -> Any:
     return x if x is None or isinstance(x, (bool, int, float, str)) else id(x)
 
 
-#: Ops for which the host waits: what it has to know.
+#: Ops for which the host waits, and why.
 _WAITING = {
     experts_route: "it has to know how many rows experts are sent",
     attention_reach: "it has to know where a mask lets anything through",
@@ -230,12 +231,12 @@ _WAITING = {
 
 
 def requested(program: Program) -> bool:
-    """Does a program's spec say `execution: {graphs: true}`?"""
+    """Return whether a program's spec says `execution: {graphs: true}`."""
     return program.spec is not None and program.spec.execution.graphs
 
 
 def of(program: Program, mesh: Any, rng: Rng, buckets: Buckets, note: Callable[[str], None]) -> StepGraphs | None:
-    """The recorded steps of a spec that requests them; None: steps run op by op."""
+    """Return the recorded steps if the spec requests them; None: steps run op by op."""
     if not requested(program):
         return None
     graphs = StepGraphs(program, mesh, rng, buckets, buckets.owned, note)
@@ -243,7 +244,7 @@ def of(program: Program, mesh: Any, rng: Rng, buckets: Buckets, note: Callable[[
 
 
 def why_not(program: Program) -> str:
-    """Why steps of a program cannot be recorded: the host waits for the device in them; "": it does not."""
+    """Return why the host waits for the device in a step, so that it cannot be recorded; "": it does not."""
     offloaded = [c for c in program.spec.checkpoint if c.offload != "none"] if program.spec is not None else []
     if program.offload.used or offloaded:
         return "tensors move between the device and the host"

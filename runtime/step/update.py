@@ -1,4 +1,4 @@
-"""The end of a step: gradients as their sums end, their norm, clipping, the optimizer's step, learning rates."""
+"""End a step: finished gradients, their norm, clipping, the optimizer's step, learning rates."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
 
 
 class Update:
-    """Use, in each step: `begin`, backward, `look_at_loss`, `reduced` for gradients whose sums have ended, then
-    `all_reduced` and `apply`.
+    """The optimizer's half of a step.
 
-    optimizer: on what this rank owns; None: it has nothing to train. trains: the engine was given an optimizer.
+    In each step: `begin`, backward, `look_at_loss`, `reduced` for gradients whose sums have ended, `all_reduced`,
+    `apply`.
+    optimizer: of what this rank owns; None: it has nothing to train. trains: the engine has an optimizer.
     .whole: all of the state is that of one step. .norm: the gradient's 2-norm, before clipping; None: nothing needs it.
     """
 
@@ -43,9 +44,9 @@ class Update:
         self.model, self.optimizer, self.trains, self._checks = model, optimizer, trains, checks
         program = model.program
         if optimizer is not None and model.mesh.device.type == "cuda" and not model.offload.places:
-            choose_as_on_gpu(optimizer)  # not where a page's state comes and goes
+            choose_as_on_gpu(optimizer)  # not with offload, where a page's state moves
         self.new_schedule = lr.NewSchedule(optimizer, scheduler) if optimizer is not None else None
-        checks.optimizer(optimizer)  # before schedulers are made, which look at its method `step`
+        checks.optimizer(optimizer)  # before schedulers are made, which read its method `step`
         self.paged = Paged(optimizer, model.offload) if optimizer is not None and model.offload.places else None
         made = lr.Schedulers.make(scheduler, optimizer) if scheduler is not None and optimizer is not None else None
         self.schedule(made)
@@ -60,10 +61,10 @@ class Update:
     def settle(
         self, *, clip_norm: float | None, norm: bool, nonfinite: not_finite.Action, check_every: int, **_: Any
     ) -> None:
-        """Take options that `engine.set` may change."""
+        """Apply the options that `engine.set` may change."""
         self.clip_norm, self._nonfinite = clip_norm, nonfinite
         self._needs_norm = norm or clip_norm is not None or nonfinite != "ignore"
-        #: All gradients have to be there before anything is updated.
+        #: Whether an update needs all gradients first.
         at_once = clip_norm is not None or nonfinite != "ignore" or self.scaler is not None
         self._apart = not at_once and not self.model.offload.places
         self._overlapped = (
@@ -77,14 +78,12 @@ class Update:
         self._checks.options(check_every=check_every)
 
     def schedule(self, schedulers: lr.Schedulers | None) -> None:
-        """These schedulers are the engine's."""
+        """Set the engine's schedulers."""
         self.schedulers = schedulers
         self._checks.schedule(schedulers)
 
     def check_whole(self) -> None:
-        """After an error in backward the next step is as any other; after one in an update, nobody knows what was
-        updated.
-        """
+        """Raise ShardcError after an error in an update: nobody knows which parameters were updated."""
         if not self.whole:
             raise ShardcError(
                 "an update or a load failed halfway: some parameters may be new, others not, and ranks may differ",
@@ -94,11 +93,11 @@ class Update:
 
     @property
     def scale(self) -> Callable[[Tensor], Tensor]:
-        """The gradient that backward begins with, of that of the loss."""
+        """The function from the loss's gradient to the one that backward begins with."""
         return self.scaler.scale if self.scaler is not None else lambda loss: loss
 
     def begin(self, *, early: bool) -> None:
-        """Forget the last step's gradients. early: this step may update a bucket while others are being summed."""
+        """Clear the last step's gradients. early: this step may update a bucket while others are summed."""
         model = self.model
         self._early = early and self._overlapped is not None and self._overlapped.possible()
         self._sends = early and self._apart and model.matrices is not None
@@ -110,18 +109,18 @@ class Update:
         self._norm.start()
 
     def look_at_loss(self, loss: Tensor, interpreter: Interpreter, values: Values) -> None:
-        """Decide whether this step updates anything. (Loss scaling looks at the gradients instead.)"""
+        """Decide whether this step updates anything. Loss scaling checks the gradients instead."""
         step = self.model.rng.step + 1
         self._skipping = self.scaler is None and not_finite.skips(self._nonfinite, loss, interpreter, values, step=step)
 
     def replace_buffers(self, new: Mapping[str, Tensor]) -> None:
-        """Buffers get their new values, unless the step is left out."""
+        """Replace buffers by their new values, unless the step is left out."""
         self._buffers_before = self.model.buffers
         if not self._skipping:
             self.model.replace_buffers(new)
 
     def reduced(self, names: Sequence[str]) -> None:
-        """Gradients of these are summed over ranks, while others may not be."""
+        """Unscale gradients whose sums have ended, add them to the norm, and step or send them early."""
         if self.scaler is not None:
             self.scaler.unscale(self.model.owned[n].grad for n in names)
         if self._needs_norm:
@@ -134,7 +133,7 @@ class Update:
                 self._overlapped.step(names)
 
     def all_reduced(self) -> None:
-        """All sums have ended."""
+        """Finish the remaining gradients after all sums have ended, and agree on an overflow."""
         self.reduced(self._unbucketed)
         if self.scaler is not None:
             self.scaler.sync_overflow()
@@ -168,7 +167,7 @@ class Update:
             matrices.publish()
 
     def _look_at_gradients(self, norm: Tensor) -> None:
-        """Skip or stop where they are not finite; buffers are then as they were before the step, too."""
+        """Skip or stop if gradients are not finite; buffers then return to their values before the step."""
         model = self.model
         new, model.buffers = model.buffers, self._buffers_before
         self._skipping = not_finite.skips_gradient(
@@ -178,7 +177,7 @@ class Update:
             model.buffers = new
 
     def step_schedule(self) -> None:
-        """Step the schedulers, which are the user's and may fail. A step that is left out is none for them either."""
+        """Step the user's schedulers, which may fail, unless the optimizer's step was left out."""
         if self.schedulers is not None and self._updated:
             try:
                 self.schedulers.step()

@@ -1,20 +1,19 @@
-"""Buckets of parameters: what ZeRO shards over the data axes, and how gradients are summed (Rajbhandari et al. 2020,
-"ZeRO").
+"""Keep parameters in buckets: what ZeRO shards over the data axes, and how gradients are summed.
 
-    bucket             one bucket: its flat buffer, the sum of its gradients, what ZeRO shards of it
-    buckets            all buckets of a rank: when each begins its sum, and is waited for
+    bucket             one bucket: its flat buffer, the sum of its gradients, and its shards
+    buckets            all buckets of a rank: when each starts its sum, and when the sum is waited for
     flat_partition     where each parameter is in a bucket's flat buffer, and which part a rank owns
-    gather             ZeRO 3's gathers: ahead of use, freed after it, again in backward (where forward's stand in
+    gather             ZeRO 3: gathers ahead of use, freed after it, repeated in backward (those of forward are in
                        the program: shardc.passes.gradient_buckets)
-    rounded_gather     the same, of parameters that are rounded to float8 before
-    optimizer          a user's optimizer on this rank's stretches of parameters
-    optimizer_check    may this optimizer be sharded, or stepped bucket by bucket? It is tried on a small copy
-    early_step         the optimizer steps bucket by bucket, while later gradients are still being summed
-    optimizer_kernels  which of torch's implementations steps: fused ones on GPUs
-    optimizer_list     several optimizers as one; named_parameters: what a user's `optimizer(params)` is given
+    rounded_gather     the same, for parameters that are rounded to float8 before
+    optimizer          makes the user's optimizer update this rank's stretches of parameters
+    optimizer_check    tests on a small copy whether an optimizer may be sharded, or may step bucket by bucket
+    early_step         steps the optimizer bucket by bucket, while later gradients are still being summed
+    optimizer_kernels  chooses among torch's implementations of an optimizer: fused ones on GPUs
+    optimizer_list     combines several optimizers; named_parameters: the argument of the user's `optimizer(params)`
     offloaded_optimizer  an optimizer whose state is outside of the device
-    trained_params     the parameters whose gradients a program computes at all
+    trained_params     finds the parameters that get gradients
 
-What the optimizer works on is a bucket's `.owned`: {name: parameter}: the parameter itself, or the stretch of it in
-this rank's part (1-d, perhaps empty). Reduced gradients are in `.owned[name].grad`.
+The optimizer works on a bucket's `.owned`: {name: parameter}: the parameter itself, or the stretch of it in this rank's
+part (1-d, perhaps empty). Reduced gradients are in `.owned[name].grad`. (Rajbhandari et al. 2020, "ZeRO")
 """

@@ -1,5 +1,4 @@
-"""One bucket of parameters on one rank: its flat buffer, the sum of its gradients, and what ZeRO shards of it
-(Rajbhandari et al. 2020, "ZeRO").
+"""Implement a bucket of parameters on one rank: its flat buffer, gradients and shards.
 
     zero   whole   scatters    whole on every rank       sharded over the axis
     0      yes     no          everything
@@ -10,13 +9,13 @@
     a a a a | a b b b | c c c c      parameters of 5, 3 and 4 elements on 3 ranks; rank 1 owns a[4:5] and b[0:3]
 
 Gradients are copied into one flat buffer. Without `scatters` they add up there over microbatches, and are summed over
-ranks once a step. With it they are reduce-scattered in every backward, and add up in this rank's part: the whole
-gradients of a few buckets exist at a time, however many microbatches a step has. An all-reduce over the axes that
-replicate follows after the step's last.
+ranks once a step. With `scatters` every backward reduce-scatters them, and they add up in this rank's part: the whole
+gradients of a few buckets exist at a time, however many microbatches a step has. After the last backward of the step an
+all-reduce over the axes that replicate follows.
 
-Without `scatters`, on a GPU, nothing is freed by waiting for a sum in backward, so it is waited for afterwards: where
-stages of a pipeline follow one another, each would hold up the others. With it, and on a CPU, where a sum under way
-takes as much memory again for what is received, one at a time is under way.
+Without `scatters`, on a GPU, waiting for a sum in backward frees nothing, so the wait comes after backward: otherwise
+each pipeline stage would delay the next. With `scatters`, and on a CPU, where a running sum needs as much memory again
+for what it receives, one sum runs at a time. (Rajbhandari et al. 2020, "ZeRO")
 """
 
 from __future__ import annotations
@@ -40,14 +39,15 @@ from shardc.runtime.zero.trained_params import trained_params
 
 
 class Bucket:
-    """Use: `adopt` all parameters, `ready`; in each step `start`, `put` each gradient (ZeRO 3: `arrived`), `launch`,
-    `settle`, `close`, `finish`; after an update `publish`.
+    """A bucket of parameters. Call `adopt` for each parameter, then `ready`; after an update `publish`.
 
-    aliased: for a loop of the user's. At ZeRO 0 the graph gets leaves of its own on the same memory: what the loop adds
-    to the loss by the parameters themselves goes to the parameter, whole on every rank, and is not summed with the
-    graph's gradients. A shard without elements gets a gradient without elements, which a loop reads as any other;
-    elsewhere None, and the optimizer has nothing to do for it.
-    last: is this the step's last backward that reaches the bucket? launched: called when ZeRO 3 has begun a sum.
+    In each step: `start`, `put` for each gradient (ZeRO 3: `arrived`), `launch`, `settle`, `close`, `finish`.
+    aliased: for a custom loop. At ZeRO 0 the graph gets separate leaves on the same memory. A loss term that the loop
+    computes from the parameters themselves then has its gradient in the parameter, whole on every rank, and not in the
+    graph's sum. A shard without elements gets a gradient without elements, which a loop reads like any other; elsewhere
+    None, and the optimizer skips it.
+    last: returns whether this is the step's last backward that reaches the bucket. launched: called when ZeRO 3 has
+    started a sum.
     """
 
     def __init__(
@@ -66,24 +66,24 @@ class Bucket:
         self.sharded, self.whole, self.scatters = self.spec.zero > 0, self.spec.zero < 3, self.spec.zero > 1
         self.tag, self.mesh, self._aliased = f"bucket{index}", mesh, aliased
         self._offload, self._gathered, self._last, self._launched = offload, gathered, last, launched
-        # whose gradients other stages' ranks may bring, if this one's stages do not
+        # parameters whose gradients may come only from ranks of other stages
         self.elsewhere = trained_params(program).intersection(self.spec.params) if self.spec.late else frozenset()
         self.flat = Flat.of(program, self.spec)
         self.params: dict[str, nn.Parameter] = {}  # whole local parts, as the graph has them; none at ZeRO 3
         self.owned: dict[str, nn.Parameter] = {}
-        self.missing: set[str] = set()  # gradients that this backward has not brought
-        self.seen: set[str] = set()  # gradients that some backward of this step has brought
-        self.sums: dict[str, Tensor] = {}  # of the last step, in another dtype than its gradients
-        self._kept: dict[str, Tensor] = {}  # gradients of before this step
+        self.missing: set[str] = set()  # gradients that this backward still has to produce
+        self.seen: set[str] = set()  # gradients that some backward of this step has produced
+        self.sums: dict[str, Tensor] = {}  # sums of the last step, where their dtype is not the gradients'
+        self._kept: dict[str, Tensor] = {}  # gradients from before this step
         self._buffer: Tensor | None = None
         self._views: dict[str, Tensor] = {}
         self._there: set[str] = set()  # gradients that are in the buffer
         self._work, self._rest_work, self._gather = Work(), Work(), Work()
-        self._rest_begun = False  # the sum over the other axes
-        self._final = False  # the sum under way is the step's last
+        self._rest_begun = False  # whether the sum over the other axes has started
+        self._final = False  # the running sum is the step's last
         self._sum: Tensor | None = None  # this rank's part of the gradients
-        self._coming: Tensor | None = None  # the sum under way, where earlier ones are there already
-        self._flying: Tensor | None = None  # the whole gradients that it is made of
+        self._coming: Tensor | None = None  # the result of the running sum, to add to earlier ones
+        self._flying: Tensor | None = None  # the whole gradients that the running sum reads
         # parameters
         self.rank = mesh.coordinate(self.spec.shard) if self.sharded else 0
         self.runs: dict[str, FlatShard] = self.flat.runs(self.rank) if self.sharded else {}
@@ -97,14 +97,15 @@ class Bucket:
         self._master: Tensor | None = None  # this rank's part, as stored
         self._home: Home | None = None  # where the master is, if it is not on the device
         self._versions = 0
-        #: With `keep`: what was gathered, until the step's last backward.
+        #: With `keep`: the gathered parameters, until the step's last backward.
         self._kept_whole: tuple[Tensor, Work] | None = None
 
     # --- parameters
 
     def adopt(self, name: str, p: nn.Parameter) -> Any:
-        """Take a parameter over; returns what the program's graph gets for it: the parameter, or the bucket, which
-        `ops.gather_start` and `ops.updated` take.
+        """Take over a parameter; return what the program's graph gets: the parameter, or this bucket.
+
+        `ops.gather_start` and `ops.updated` take the bucket.
         """
         if not self.sharded:
             self.owned[name] = p
@@ -123,7 +124,7 @@ class Bucket:
         return self
 
     def _make_master(self, p: nn.Parameter) -> Tensor:
-        """This rank's part of the parameters as stored, zeros at first."""
+        """Allocate this rank's part of the parameters as stored, zeros at first."""
         if self.whole:
             self._whole = torch.zeros(self.flat.padded, dtype=self.spec.compute or p.dtype, device=p.device)
             if self._whole.dtype == p.dtype:
@@ -134,11 +135,11 @@ class Bucket:
         return torch.zeros(self.flat.part, dtype=p.dtype, device=self.mesh.device)
 
     def ready(self) -> None:
-        """All parameters are adopted."""
+        """Make `.owned`, when all parameters are adopted."""
         if self._master is None:
             return
-        # An engine checks whether anybody wrote to them (`written`): what gathers write beside them is counted apart.
-        # In a loop of the user's own torch has to see what is written between forward and backward.
+        # An engine checks for writes to them (`written`): gathers write by another tensor, which is counted separately.
+        # In a custom loop torch has to see all writes between forward and backward.
         master = self._master.data if self.whole and not self._aliased else self._master
         self.owned = {n: nn.Parameter(x, requires_grad=self._trains[n]) for n, x in self._slices(master).items()}
         if self._home is not None:
@@ -146,16 +147,16 @@ class Bucket:
         self._versions = self._version()
 
     def follow(self) -> None:
-        """Parameters may have been frozen, or have got other memory (`p.data = ...`), since the last forward."""
+        """Update the graph's leaves if parameters were frozen, or got other memory, since the last forward."""
         for name, p in self.owned.items() if self._aliased and not self.sharded else ():
             follow(self.params[name], p)
 
     def _named(self, whole: Tensor) -> dict[str, Tensor]:
-        """The parameters, views of a flat tensor of all."""
+        """Return {name: view of the parameter} of a flat tensor of all parameters."""
         return dict(zip(self.spec.params, self.parts(whole), strict=True))
 
     def _slices(self, part: Tensor) -> dict[str, Tensor]:
-        """This rank's shard of every parameter in its part of the flat buffer."""
+        """Return this rank's shard of every parameter in its part of the flat buffer."""
         starts = dict(zip(self.spec.params, self.flat.starts, strict=True))
         slices = {}
         for name, run in self.runs.items():
@@ -168,18 +169,19 @@ class Bucket:
 
     @property
     def written(self) -> bool:
-        """Has anybody written to this rank's part since it was last gathered? (Not by `.data`: torch does not count
-        such writes. Of an engine: where buckets are those of a loop of the user's, gathers count too.)
+        """Whether anything wrote to this rank's part since it was last gathered.
+
+        torch does not count writes by `.data`. Only valid for an engine: in a custom loop, gathers count too.
         """
         return self.sharded and self.whole and self._version() != self._versions
 
     def publish(self) -> None:
-        """After an update: begin to gather the other ranks' parts."""
-        self._kept_whole = None  # it is what was before the update
+        """Start to gather the other ranks' parts, after an update."""
+        self._kept_whole = None  # it has the values from before the update
         if self._whole is None:
             return
         assert self._master is not None
-        self._gather.wait()  # of two at once the first may end last
+        self._gather.wait()  # of two running gathers the first may end last
         mine = self._whole[self.low : self.high]
         if self.spec.compute is not None:
             mine.copy_(self._master)
@@ -189,20 +191,20 @@ class Bucket:
         self._versions = self._version()
 
     def wait_for_gather(self) -> None:
-        """Wait for what `publish` began."""
+        """Wait for the gather of `publish`."""
         self._gather.wait()
 
     def filled(self) -> None:
-        """New values are in parts and wholes."""
+        """Note that parts and whole parameters hold new values, so nothing has to be gathered."""
         self._versions = self._version()
 
     def updated(self) -> tuple[nn.Parameter, ...]:
-        """The whole parameters."""
+        """Return the whole parameters, after the gather."""
         self.wait_for_gather()
         return tuple(self.params[n] for n in self.spec.params)
 
     def wholes(self) -> dict[str, Tensor]:
-        """{name: whole local part, as stored}. Collective where it is sharded."""
+        """Return {name: whole local part, as stored}. Collective if the bucket is sharded."""
         self.follow()
         self.wait_for_gather()
         if not self.sharded or (self.whole and self.spec.compute is None):
@@ -216,7 +218,7 @@ class Bucket:
     # --- ZeRO 3: gathered for every use
 
     def start_gather(self, direction: str) -> tuple[Tensor, Work]:
-        """Begin to gather: a flat tensor, and when the bucket's parameters will be in it."""
+        """Start to gather; return a flat tensor, and the work after which it holds the parameters."""
         if self._kept_whole is not None:
             return self._kept_whole
         assert self._master is not None
@@ -235,33 +237,33 @@ class Bucket:
         return started
 
     def reset(self) -> None:
-        """Forget what was begun."""
+        """Drop a gather that was kept for the rest of the step."""
         self._kept_whole = None
 
     def gather(self) -> None:
-        """Begin to gather for forward."""
+        """Start to gather for forward."""
         self._gathered.start(self)
 
     def used(self) -> tuple[Tensor, ...]:
-        """The gathered parameters."""
+        """Return the gathered parameters."""
         return self.parts(self._gathered.take(self))
 
     def regather(self) -> Callable[[], Tensor]:
-        """Begin to gather for a backward graph."""
+        """Start to gather for a backward graph; return a function that waits for it."""
         return self._gathered.again(self)
 
     def parts(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """The parameters, views of what was gathered."""
+        """Return the parameters as views of a gathered tensor."""
         return views(whole, self.flat.starts, self.flat.shapes)
 
     # --- gradients
 
     def start(self, first: bool) -> None:
-        """Before a backward. first: of the step; what is in `.grad` then is added to what comes."""
+        """Prepare for a backward. first: of the step; earlier gradients in `.grad` are added to the new ones."""
         self.missing = set(self.spec.params)
         if not first:
             return
-        self._work.wait()  # of a step that failed halfway
+        self._work.wait()  # it may remain from a step that failed halfway
         self._rest_work.wait()
         self._rest_begun = self._final = False
         self.seen, self._there, self.sums = set(), set(), {}
@@ -274,11 +276,11 @@ class Bucket:
 
     @property
     def buffer(self) -> Tensor | None:
-        """Of whole gradients, while there are any."""
+        """The buffer of whole gradients, or None."""
         return self._buffer
 
     def _flat(self) -> Tensor:
-        """The buffer of whole gradients, made when the first one arrives."""
+        """Return the buffer of whole gradients; make it when the first one arrives."""
         if self._buffer is None:
             self._buffer = torch.empty(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
             for start, stop in self.flat.gaps:
@@ -287,7 +289,7 @@ class Bucket:
         return self._buffer
 
     def put(self, name: str) -> None:
-        """A gradient has come: one copy, and its own memory is freed."""
+        """Copy an arrived gradient into the buffer, and free the gradient's memory."""
         assert name in self.missing, f"the gradient of {name} arrived twice in one backward"
         p = self.params[name]
         assert p.grad is not None
@@ -295,7 +297,7 @@ class Bucket:
         p.grad = None
 
     def arrived(self, grads: Sequence[Tensor | None]) -> None:
-        """Backward has all gradients of a gathered bucket: begin their sum; with `keep`, after the last microbatch."""
+        """Add all gradients of a gathered bucket, and start their sum; with `keep`, after the last microbatch."""
         for name, grad in zip(self.spec.params, grads, strict=True):
             if grad is not None:
                 self._add(name, grad)
@@ -315,7 +317,7 @@ class Bucket:
         self.seen.add(name)
 
     def _filled(self) -> Tensor:
-        """The buffer, with zeros for what did not come."""
+        """Return the buffer, with zeros for the gradients that did not arrive."""
         buffer = self._flat()
         for name in self.spec.params:
             if name not in self._there:
@@ -323,7 +325,7 @@ class Bucket:
         return buffer
 
     def launch(self) -> None:
-        """Begin the sum over ranks of what is in the buffer, in the background."""
+        """Start the sum of the buffer over ranks, in the background."""
         flat = self._filled()
         if not self.sharded:
             self._work = self.mesh.start_all_reduce(flat, self.spec.axes, direction="backward", tag=self.tag)
@@ -337,25 +339,27 @@ class Bucket:
         self._flying, self._coming = flat, torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
         self._free()
         self._reduce(flat, self._coming)
-        self._final = not self.spec.late and self._last(self)  # of a late bucket, other ranks may bring the last one
+        self._final = not self.spec.late and self._last(self)  # of a late bucket, other ranks may have the last one
         if self._final and self._sum is None:
             self._rest(self._coming, at_once=True)
 
     def _reduce(self, flat: Tensor, part: Tensor) -> None:
-        """Begin to sum flat into part."""
+        """Start to sum flat into part."""
         if self.spec.shard in self.spec.axes:
             self._work = self.mesh.start_reduce_scatter(flat, part, self.spec.shard, direction="backward", tag=self.tag)
-        elif self.scatters:  # else it is a part of flat
+        elif self.scatters:  # else part is a view of flat
             part.copy_(flat[self.low : self.high])  # all ranks of the axis have the same gradient
 
     @property
     def _rest_due(self) -> bool:
-        """Whether a sum over the other axes is to begin yet."""
+        """Whether a sum over the other axes has still to start."""
         return not self._rest_begun and bool(self.rest) and self.mesh.members(self.rest) > 1
 
     def _rest(self, part: Tensor, *, at_once: bool = False) -> None:
-        """Go on over the other axes, once a step. at_once: when the sum over the first axis is there, without waiting
-        for it here; not on every mesh.
+        """Start the sum over the other axes, once a step.
+
+        at_once: queue it behind the sum over the first axis, without waiting for that here; only on meshes with
+        streams.
         """
         if not self._rest_due or (at_once and not self.mesh.streams):
             return
@@ -364,7 +368,7 @@ class Bucket:
         self._rest_begun = True
 
     def settle(self) -> None:
-        """Later buckets are under way: go on with this one."""
+        """Wait for the running sum if necessary, and continue over the other axes. Later buckets have started."""
         if self._coming is not None:
             self._work.wait()
             self._sum = self._coming if self._sum is None else self._sum.add_(self._coming)
@@ -377,25 +381,23 @@ class Bucket:
 
     @property
     def final(self) -> bool:
-        """Is the sum that is under way the step's last?"""
+        """Whether the running sum is the step's last."""
         return self._final if self.scatters else not self.spec.late
 
     def close(self) -> None:
-        """After the step's last backward: begin what is left of sums that every backward begins."""
+        """Start the sums that remain, after the step's last backward. Only with `scatters`."""
         if not self.scatters:
             return
-        if self._buffer is not None:  # its last backward did not come here
+        if self._buffer is not None:  # the last backward did not reach this bucket
             self.launch()
         self.settle()
-        if self._sum is None and self.elsewhere:  # other ranks sum with this one
+        if self._sum is None and self.elsewhere:  # other ranks need this one for their sum
             self._sum = torch.zeros(self.flat.part, dtype=self.spec.dtype, device=self.mesh.device)
         if self._sum is not None:
             self._rest(self._sum)
 
     def finish(self) -> None:
-        """Wait for the sums: gradients are in `.owned`, and nowhere else: who lets go of them frees the memory for the
-        next forward.
-        """
+        """Wait for the sums, and put the gradients into `.owned`, which then holds the only references."""
         self._kept_whole = None
         self._work.wait()
         self.settle()
@@ -414,7 +416,7 @@ class Bucket:
 
     def _give(self, sums: dict[str, Tensor]) -> None:
         for name, p in self.owned.items():
-            # of before this backward, and what other terms of the loss brought meanwhile
+            # from before this backward, and from other terms of the loss since
             others = [g for g in (self._kept.get(name), p.grad) if g is not None]
             if name in (self.seen | self.elsewhere) and name in sums:
                 others.insert(0, sums[name].to(p.dtype))
@@ -424,7 +426,7 @@ class Bucket:
         self._kept, self.sums = {}, {n: x for n, x in sums.items() if x.dtype != self.owned[n].dtype}
 
     def narrow(self) -> None:
-        """After an update: put gradients that were widened for it back where they were summed, in that dtype."""
+        """Store gradients that were widened for the update in the buffers of their sums again, in that dtype."""
         for name, p in self.owned.items():
             if p.grad is not None and p.grad.dtype != self.spec.dtype and name in self.sums:
                 grad, p.grad = p.grad, None
@@ -434,7 +436,7 @@ class Bucket:
 
 
 def follow(alias: nn.Parameter, p: nn.Parameter) -> None:
-    """Let a leaf of its own be as the parameter is whose memory it has."""
+    """Give a leaf the memory and requires_grad of the parameter that it aliases."""
     if alias.data_ptr() != p.data_ptr():
         alias.data = p.data
     if alias.requires_grad != p.requires_grad:

@@ -1,10 +1,10 @@
-"""Gradient buckets: sums over ranks that overlap with backward (Li et al. 2020, "PyTorch Distributed").
+"""Sum gradients over ranks in buckets, overlapped with backward.
 
-When backward has finished a parameter's gradient, it is copied to its place in the bucket's flat buffer; when a bucket
-is full, and all before it have started, its sum starts in the background. Which parameters share a bucket, of which
-size, in which order, is decided by the pass shardc.passes.gradient_buckets: the order in which backward finishes them,
-which the graph shows, so that no warm-up step measures it and all ranks agree. What ZeRO shards is a matter of each
-bucket (shardc.runtime.zero.bucket).
+When backward has finished a parameter's gradient, it is copied to its place in the bucket's flat buffer. When a bucket
+is full, and all before it have started, its sum starts in the background (Li et al. 2020, "PyTorch Distributed"). The
+pass shardc.passes.gradient_buckets decides which parameters share a bucket, of which size, in which order: the order in
+which backward finishes them. It reads this from the graph, so no warm-up step is needed and all ranks agree. Each
+bucket shards itself for ZeRO (shardc.runtime.zero.bucket).
 
 A step at ZeRO 2 with two microbatches and buckets a, b (the backward graph calls `ops.accumulate` for each gradient and
 `ops.launch` where a bucket is full):
@@ -35,19 +35,21 @@ Reduced = Callable[[Sequence[str]], None]
 
 
 class Buckets:
-    """The buckets of one rank. params: whole local parameters by name, which the buckets take over, one at a time.
+    """The buckets of one rank. params: whole local parameters by name, which are taken over one at a time.
 
-    Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. Several backwards a step, of
-    microbatches and of a pipeline's stages: `start(...)`, backward, `pause()` for each, `reduce()` after a stage's
-    last, and `finish()`.
+    Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. With several backwards a step,
+    of
+    microbatches and of pipeline stages: `start(...)`, backward, `pause()` for each, `reduce()` after a stage's last,
+    and
+    `finish()`.
 
-    .given: what the program's graph gets, in order. .owned: what the optimizer works on, and whose `.grad` is reduced:
-    the parameters, or this rank's stretch of each (1-d). .runs: which stretch, of those that are sharded.
+    .given: the inputs of the program's graph, in order. .owned: what the optimizer works on, and whose `.grad` is
+    reduced: the parameters, or this rank's stretch of each (1-d). .runs: the stretches of the sharded parameters.
 
-    A parameter that has a `.grad` when backward starts gets the new sum added to it, as on one device; one that
-    backward does not reach counts as zeros in the sum, and keeps the `.grad` it had, also as on one device.
+    If a parameter has a `.grad` when backward starts, the new sum is added to it, as on one device. If backward does
+    not reach a parameter, it counts as zeros in the sum, and keeps its `.grad`, also as on one device.
 
-    aliased: for a loop of the user's: see Bucket.
+    aliased: for a custom loop: see Bucket.
     """
 
     def __init__(
@@ -75,18 +77,18 @@ class Buckets:
             if program.buckets[i].zero or mesh.members(program.buckets[i].axes) > 1
         ]
         self._stages = {b: here.intersection(b.spec.stages) for b in self._all}
-        #: The stages of a bucket whose last backward of a step has not begun.
+        #: The stages of each bucket whose last backward of the step has not started.
         self._left: dict[Bucket, set[int]] = {}
         self._of = {n: b for b in self._all for n in b.spec.params}
-        #: Those that are summed once a step, in order, and the first whose sum has not begun.
+        #: The buckets that are summed once a step, in order, and the index of the next one to start.
         self._once = [b for b in self._all if not b.scatters]
         self._next = 0
-        #: Those with whole parameters that are summed in every backward; of the one that runs, what has not begun.
+        #: The buckets with whole parameters that every backward sums; those that the running backward has yet to start.
         self._each = [b for b in self._all if b.scatters and b.whole]
         self._due: deque[Bucket] = deque()
         self._active = False
         self._flying: list[Bucket] = []
-        #: Called with a bucket's parameters whose sums are there already while backward runs; None: `finish` gives all.
+        #: Called during backward with the parameters of a bucket whose sum is ready; None: `finish` reports all.
         self.early: Reduced | None = None
         self._done: set[Bucket] = set()
         self.given: dict[str, Any] = {}
@@ -109,7 +111,7 @@ class Buckets:
                     p.register_post_accumulate_grad_hook(self._hook(b, name))  # type: ignore[no-untyped-call]
 
     def _is_last(self, bucket: Bucket) -> bool:
-        """Is this the step's last backward that reaches a bucket?"""
+        """Return whether this is the step's last backward that reaches a bucket."""
         return not self._left[bucket]
 
     @property
@@ -119,19 +121,20 @@ class Buckets:
 
     @property
     def of_each(self) -> list[Sequence[str]]:
-        """The parameters of each bucket, as `finish` gives them."""
+        """The parameters of each bucket, as `finish` passes them to `reduced`."""
         return [b.spec.params for b in self._all]
 
     @property
     def arrive_apart(self) -> bool:
-        """Are some sums still under way when the first are there, after backward, so that a bucket's update hides them?
-        Not with ZeRO, where one at a time is under way; nor on a GPU, which queues updates behind backward anyway.
+        """Whether some sums still run after backward when the first are ready, so that updates hide them.
+
+        Not with ZeRO, where one sum runs at a time; nor on a GPU, which queues updates behind backward anyway.
         """
         return len(self._all) > 1 and not self.mesh.streams and not any(b.spec.zero for b in self._all)
 
     @property
     def active(self) -> bool:
-        """Between `start` and `finish`."""
+        """Whether a step is between `start` and `finish`."""
         return self._active
 
     # --- gradients
@@ -142,9 +145,7 @@ class Buckets:
         return [buffer for b in self._all if (buffer := b.buffer) is not None]
 
     def start(self, stage: int = 0, first: bool = True, last: bool = True) -> None:
-        """Before backward, or as its first act. first: of the step on this rank; last: of the step, of this stage of a
-        pipeline.
-        """
+        """Prepare for a backward. first: of the step on this rank; last: of the step, of this pipeline stage."""
         if first:
             self._next, self._active, self._flying, self._done = 0, True, [], set()
             self._left = {b: set(stages) for b, stages in self._stages.items()}
@@ -156,18 +157,18 @@ class Buckets:
         self._due = deque(b for b in self._each if stage in self._stages[b])
 
     def pause(self) -> None:
-        """After a backward that others of the same step may follow."""
+        """End a backward that others of the same step may follow."""
         self._scatter(all_of_them=True)
 
     def reduce(self) -> None:
-        """After the last backward of a stage: begin the sums that wait for gradients which did not come."""
+        """Start the sums that wait for gradients which did not come, after a stage's last backward."""
         for b in self._once:
             if not self._left[b]:
-                b.missing = set()  # what has not come will not come
+                b.missing = set()  # missing gradients will not come any more
         self._launch(all_of_them=False)
 
     def reset(self, *, forward: bool = False) -> None:
-        """Forget a backward that failed halfway, and forwards that wait for theirs too. Not while one is running."""
+        """Forget a backward that failed; with `forward` also forwards without backward. Not while one runs."""
         if self._active or forward:
             self._gathered.finish()
         self._due.clear()
@@ -177,18 +178,18 @@ class Buckets:
 
     def _hook(self, bucket: Bucket, name: str) -> Callable[[Tensor], None]:
         def arrived(p: Tensor) -> None:
-            if self._active and p.grad is not None:  # an op of the user's may give None
+            if self._active and p.grad is not None:  # a custom op may return None
                 bucket.put(name)
 
         return arrived
 
     def launch(self) -> None:
-        """Some gradients have come: begin the sums that are due."""
+        """Start the sums that are due, after some gradients have arrived."""
         self._scatter(all_of_them=False)
         self._launch(all_of_them=False)
 
     def _launch(self, *, all_of_them: bool) -> None:
-        """Start the buckets that are due, in order: every rank must start them alike."""
+        """Start the due buckets that are summed once a step, in the same order on every rank."""
         while self._next < len(self._once):
             bucket = self._once[self._next]
             if self._left[bucket] or ((bucket.missing or bucket.spec.late) and not all_of_them):
@@ -198,14 +199,14 @@ class Buckets:
             self._launched(bucket)
 
     def _scatter(self, *, all_of_them: bool) -> None:
-        """Of the backward that runs: start the buckets that are due, in order: every rank must start them alike."""
+        """Start the due buckets that are summed in every backward, in the same order on every rank."""
         while self._due and (all_of_them or not self._due[0].missing):
             bucket = self._due.popleft()
             bucket.launch()
             self._launched(bucket)
 
     def _launched(self, bucket: Bucket) -> None:
-        """A bucket's sum is under way: go on with the one before it, whose buffer is then free."""
+        """Settle the buckets that started before, to free their buffers, as the sum of `bucket` runs now."""
         for other in (b for b in self._flying if b is not bucket):
             other.settle()
             if self.early is not None and other.final and other not in self._done:
@@ -215,9 +216,7 @@ class Buckets:
         self._flying = [bucket]
 
     def finish(self, reduced: Reduced | None = None) -> None:
-        """After backward: wait for all sums. reduced: called with each bucket's parameters while later ones are still
-        under way.
-        """
+        """Wait for all sums, after backward. reduced: called for each bucket while later sums still run."""
         self._scatter(all_of_them=True)
         self._left = {b: set() for b in self._all}
         self._launch(all_of_them=True)
@@ -234,9 +233,7 @@ class Buckets:
         self._active = False
 
     def kept_sums(self) -> Callable[[], None]:
-        """After `finish`: what makes its sums those of the last step again, for a step that was recorded then
-        (shardc.runtime.step.step_graph).
-        """
+        """Return a function that restores the sums of this step, for a recorded step (step_graph.py)."""
         sums = [(b, b.sums) for b in self._all]
 
         def again() -> None:
@@ -246,14 +243,14 @@ class Buckets:
         return again
 
     def follow(self) -> None:
-        """Before a forward of a user's own loop: see Bucket.follow."""
+        """Update the graph's leaves before a forward of a custom loop: see Bucket.follow."""
         for b in self._all:
             b.follow()
         for name in self.unsummed:
             follow(self.given[name], self.owned[name])
 
     def take_unsummed(self) -> list[Tensor | None]:
-        """The gradients of `unsummed` that a backward has put into the graph's own leaves, which lose them."""
+        """Take the gradients of `unsummed` out of the graph's leaves."""
         leaves = [self.given[name] for name in self.unsummed]
         grads = [leaf.grad for leaf in leaves]
         for leaf in leaves:
@@ -261,46 +258,43 @@ class Buckets:
         return grads
 
     def narrow(self) -> None:
-        """After an update, if nobody adds to gradients: they take the memory of their sums, where that is in a narrower
-        dtype.
-        """
+        """Move gradients to the narrower memory of their sums, after an update, if nothing adds to them later."""
         for b in self._all:
             b.narrow()
 
     # --- parameters
 
     def publish(self) -> None:
-        """After an update: begin to gather what other ranks updated, first what forward needs first."""
+        """Start to gather what other ranks updated, first what forward needs first."""
         for b in reversed(self._all):
             b.publish()
 
     @property
     def written(self) -> bool:
-        """Has anybody written to parameters that are to be gathered, since `publish`?"""
+        """Whether anything has written to parameters that are still to gather, since `publish`."""
         return any(b.written for b in self._all)
 
     def wait_for_gathers(self) -> None:
-        """Wait for what `publish` began."""
+        """Wait for the gathers of `publish`."""
         for b in self._all:
             b.wait_for_gather()
 
     def whole(self, name: str) -> Tensor | None:
-        """A parameter's whole local part, in the dtype in which this rank keeps it whole; None at ZeRO 3. After
-        `wait_for_gathers`.
-        """
+        """Return a parameter's whole local part as this rank keeps it; None at ZeRO 3. Wait for gathers first."""
         if name not in self._of:
             return self.owned[name].detach()
         bucket = self._of[name]
         return bucket.params[name].detach() if name in bucket.params else None
 
     def filled(self) -> None:
-        """All forms of the parameters were written to, on all ranks: nothing is to be gathered."""
+        """Note that all forms of the parameters were written on all ranks, so nothing has to be gathered."""
         for b in self._all:
             b.filled()
 
     def wholes(self) -> Mapping[str, Tensor]:
-        """{name: whole local part, as stored, detached}; a bucket is gathered when one of its names is asked for: by
-        all ranks alike.
+        """Return {name: whole local part, as stored, detached}.
+
+        Reading a name gathers its bucket: all ranks must read the same names in the same order.
         """
         return _Wholes(self.owned, self._of)
 

@@ -1,7 +1,7 @@
 """Step the optimizer bucket by bucket, overlapped with gradient all-reduces still in flight.
 
-That this gives the same as one step of all parameters is proven for the optimizer at hand, not assumed
-(shardc.runtime.zero.optimizer_check): one that, say, scales every update by the norm of all of them steps once.
+The optimizer is tested for whether this equals one step of all parameters (shardc.runtime.zero.optimizer_check). One
+that, say, scales every update by the norm of all of them steps once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from shardc.torch_private import step_hooks
 
 
 class OverlappedStep:
-    """Steps a bucket's parameters when their gradients are there. Use, in every step: `possible()`, and if it is,
-    `step` with each parameter's name once.
+    """Steps a bucket's parameters when their gradients arrive. params: of the optimizer, by name.
 
-    params: what the optimizer works on, by name."""
+    In every step: call `possible()`; if it is, call `step` with each parameter's name once.
+    """
 
     def __init__(self, optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> None:
         self.optimizer, self._params = optimizer, params
@@ -29,12 +29,14 @@ class OverlappedStep:
         self._settings: list[dict[str, Any]] = []
 
     def possible(self) -> bool:
-        """May this step be done in parts? Not where the optimizer has hooks: they run once a step, with all parameters.
-        If so, the step begins here."""
+        """Return whether this step may run in parts; if so, begin it.
+
+        Not where the optimizer has hooks: they run once a step, with all parameters.
+        """
         self._settings = group_settings(self.optimizer)
         return self._separable and not any(map(step_hooks, members_of(self.optimizer)))
 
     def step(self, names: Sequence[str]) -> None:
-        """Those of them that have gradients, by the optimizer's own step."""
+        """Step those of the named parameters that have gradients."""
         with only_params(self.optimizer, [self._params[n] for n in names], self._settings):
             self.optimizer.step()

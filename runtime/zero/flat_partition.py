@@ -1,11 +1,10 @@
-"""How a bucket's parameters are laid out in one flat buffer, and which part of it each rank of the data axis keeps.
-Pure arithmetic.
+"""Compute the layout of a bucket's flat buffer, and the part that each rank of the data axis keeps.
 
     parameters of 5, 3 and 4 elements, 3 ranks    a a a a | a - - - | b b b - | c c c c    aligned to 4 elements
     the same, 2 ranks                             a a a a a - - - | b b b - c c c c        each rank keeps 8 elements
 
-A parameter and a part begin at multiples of 16 bytes, as kernels that read 16 bytes at once want it (grouped products
-refuse other addresses), and a bucket has as many parts as ranks: what is in between is padding, which nobody reads.
+Parameters and parts begin at multiples of 16 bytes, for kernels that read 16 bytes at once (grouped products reject
+other addresses). A bucket has as many parts as ranks. The gaps are padding, which is never read.
 """
 
 from __future__ import annotations
@@ -18,15 +17,13 @@ from shardc.ir.buckets import Bucket
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
 
-#: Bytes.
+#: In bytes.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Flat:
-    """names: the bucket's parameters; shapes: of their local parts; ranks: that keep a part each. aligned: parameters
-    and parts begin at multiples of so many elements.
-    """
+    """The layout of a bucket: local `shapes`, `ranks` parts, which all start at multiples of `aligned`."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -37,7 +34,7 @@ class Flat:
     def of(cls, program: Program, bucket: Bucket) -> Flat:
         params = [program.placed_params[n] for n in bucket.params]
         shapes = tuple(p.value.local_shape(program.mesh) for p in params)
-        # parameters as stored, as ops take them, and their gradients lie alike
+        # parameters as stored, as ops take them, and their gradients have one layout
         dtypes = (
             {p.dtype for p in params} | {bucket.dtype} | ({bucket.compute} if bucket.compute is not None else set())
         )
@@ -53,7 +50,7 @@ class Flat:
 
     @property
     def starts(self) -> list[int]:
-        """Where each parameter begins in the buffer."""
+        """The offset of each parameter in the buffer."""
         return list(accumulate(map(self._up, self.sizes), initial=0))[:-1]
 
     @property
@@ -73,7 +70,7 @@ class Flat:
         return self.part * self.ranks
 
     def runs(self, rank: int) -> dict[str, FlatShard]:
-        """The stretch of each parameter's flattened local part that a rank keeps."""
+        """Return the stretch of each parameter's flattened local part that a rank keeps."""
         low, high = rank * self.part, (rank + 1) * self.part
         runs = {}
         for name, shape, start, size in zip(self.names, self.shapes, self.starts, self.sizes, strict=True):
@@ -83,7 +80,7 @@ class Flat:
 
 
 class Stretches:
-    """What ZeRO leaves to each rank of a program's parameters."""
+    """The stretch of each parameter of a program that ZeRO leaves to each rank."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -92,7 +89,7 @@ class Stretches:
         self._places: dict[tuple[str, int], int] = {}
 
     def of(self, p: Param, rank: int) -> FlatShard | None:
-        """The stretch of a parameter's flattened local part that a rank keeps; None: all of it."""
+        """Return the stretch of a parameter's flattened local part that a rank keeps; None: all of it."""
         bucket = self._program.bucket(p)
         if bucket is None or not bucket.zero:
             return None
@@ -120,9 +117,7 @@ class FlatShard:
         return self.stop - self.start
 
     def boxes(self) -> list[tuple[tuple[int, int], ...]]:
-        """The shard as boxes of the local part: per dim (start, length). At most 2·ndim - 1, in order; each is one
-        stretch of memory.
-        """
+        """Return contiguous boxes of the local part, in order: per dim (start, length). At most 2·ndim - 1."""
         return _boxes(self.shape, self.start, self.stop)
 
 
@@ -143,7 +138,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[in
 
 
 def elements(box: tuple[tuple[int, int], ...], shape: tuple[int, ...]) -> tuple[int, int]:
-    """(first element, number of elements) of a box that is one stretch of memory, in a flattened tensor of `shape`."""
+    """Return (first element, number of elements) of a contiguous box in a flattened tensor of `shape`."""
     first = 0
     for (start, _), n in zip(box, shape, strict=True):
         first = first * n + start

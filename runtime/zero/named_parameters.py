@@ -1,4 +1,4 @@
-"""What a user's `optimizer(params)` is given: (name, parameter) pairs."""
+"""Define the argument of a user's `optimizer(params)`: (name, parameter) pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardc.ir.program import Program
 
 
 class _Pair(tuple[str, nn.Parameter]):
-    """One of them. What is asked of it as of a parameter, such as .ndim, is told that it is a pair."""
+    """One pair. Attributes of a parameter, such as .ndim, raise an error that explains it."""
 
     __slots__ = ()
 
@@ -24,12 +24,12 @@ class _Pair(tuple[str, nn.Parameter]):
 
 
 class NamedParameters(list[tuple[str, nn.Parameter]]):
-    """The (name, parameter) pairs that `optimizer=` receives: this rank's parts of the parameters that are trained.
+    """The (name, parameter) pairs for `optimizer=`: this rank's parts of the trained parameters.
 
-    torch.optim's optimizers, and all that derive from torch.optim.Optimizer, take such pairs as they take plain
-    parameters.
-    known: {name: all names of that parameter} of the whole model, also of those that other ranks hold: a tied weight
-    answers to each. inner: the names of those that are matrices between tables and head (shardc.ir.matrices.inner)."""
+    torch's optimizers, and all subclasses of torch.optim.Optimizer, accept such pairs in place of plain parameters.
+    known: {name: all names of that parameter} of the whole model, also of those on other ranks: a tied weight has
+    several. inner: the names of the matrices between tables and head (shardc.ir.matrices.inner).
+    """
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
 
     @classmethod
     def of(cls, program: Program, params: Mapping[str, nn.Parameter]) -> NamedParameters:
-        """params: this rank's, by placeholder name."""
+        """Build it from this rank's parameters, by placeholder name."""
         trained = [p for p in program.params if p.requires_grad]
         known = {p.fqn: (p.fqn, *p.names) for p in trained}
         found = matrices_between(program)

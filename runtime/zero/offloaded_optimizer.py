@@ -1,11 +1,10 @@
-"""An optimizer whose state is kept outside of the device: it steps page by page, as any program works on what does not
-fit in memory.
+"""Step an optimizer whose state is kept outside of the device, page by page.
 
     fetch 1 | step 1, fetch 2 | put 1, step 2 | fetch 3 | step 3, put 2 | ...       fetch and put run in the background
 
-A page is some parameters with their state; at most two are on the device. That stepping page by page gives the same as
-one step of all is proven for the optimizer at hand, not assumed: one that, say, scales every update by the norm of all
-of them is refused."""
+A page is some parameters with their state; at most two pages are on the device. The optimizer is tested for whether
+stepping page by page equals one step of all. One that, say, scales every update by the norm of all of them is refused.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +25,21 @@ from shardc.runtime.zero.optimizer_list import class_of
 
 
 class Paged:
-    """Steps `optimizer`, whose parameters' homes are in `offload`, and whose state is kept there if the spec asks for
-    it.
+    """Steps `optimizer` page by page; its parameters, and its state if the spec says so, are in `offload`.
 
-    Between steps `optimizer.state` holds CPU tensors, all of its numbers up to date. What is nested in lists or dicts
-    of a parameter's state stays where it is. Hooks on the optimizer's step run once a page.
+    Between steps `optimizer.state` holds CPU tensors with current values. State that is nested in lists or dicts of a
+    parameter's state is not moved. Hooks on the optimizer's step run once a page.
     """
 
     def __init__(self, optimizer: Optimizer, offload: Offload) -> None:
         prove_apart(optimizer)
         self.optimizer, self._offload = optimizer, offload
         self._state: dict[nn.Parameter, dict[str, Home]] = {}
-        self._here: set[nn.Parameter] = set()  # parameters that are kept outside, and are on the device now
+        self._here: set[nn.Parameter] = set()  # offloaded parameters that are on the device now
         self.rest()
 
     def step(self) -> None:
-        """As the optimizer's own step: parameters without gradients are left alone."""
+        """Step all parameters that have gradients, as the optimizer's step does."""
         pages = self._pages()
         before = group_settings(self.optimizer)
         coming = self._fetch(pages[0]) if pages else None
@@ -61,13 +59,13 @@ class Paged:
             self._offload.changed()
 
     def rest(self) -> None:
-        """Put all state where it belongs, after somebody else made it: a constructor, a checkpoint."""
+        """Offload all state that a constructor or a checkpoint has made."""
         for page in self._pages(every=True):
             self._leave(page)
             self._offload.mover.drain()
 
     def room(self, p: nn.Parameter, name: str, like: Tensor) -> Tensor:
-        """Where state of this name and form is kept, to be filled by a checkpoint; zeros, or what is there."""
+        """Return a tensor for state of this name and form, which a checkpoint fills; it may hold old values."""
         if "optimizer" not in self._offload.places or not _moves(like, like.device):
             return torch.zeros_like(like, device=p.device)
         if not self._fits(p, name, like):
@@ -76,7 +74,7 @@ class Paged:
         return self._state[p][name].tensor
 
     def _pages(self, every: bool = False) -> list[list[nn.Parameter]]:
-        """The parameters that a step updates, cut into stretches of about a bucket's size."""
+        """Return the parameters that a step updates, cut into pages of about a bucket's size."""
         pages: list[list[nn.Parameter]] = []
         filled = 0
         for p in (p for group in self.optimizer.param_groups for p in group["params"]):
@@ -90,7 +88,7 @@ class Paged:
         return pages
 
     def _fetch(self, page: Sequence[nn.Parameter]) -> tuple[list[tuple[nn.Parameter, str]], Future[Any]]:
-        """Begin to bring a page: (parameter, key of its state, or "" for itself), and their tensors."""
+        """Start to fetch a page; return its (parameter, key) pairs, key "" for itself, and future tensors."""
         moving, homes = [], []
         for p in page:
             there = {"": self._offload.homes[p]} if p in self._offload.homes else {}
@@ -109,7 +107,7 @@ class Paged:
                 self._here.add(p)
 
     def _leave(self, page: Sequence[nn.Parameter]) -> None:
-        """Begin to put a page back. State that is new, or has another form than it had, gets its room."""
+        """Start to put a page back. State that is new, or has changed its form, gets new room."""
         moves = [(p.data, self._offload.homes[p]) for p in page if p in self._here]
         for p in self._here.intersection(page):
             self._offload.rest(p)
@@ -125,7 +123,7 @@ class Paged:
         ]
         forms = {(p, key): torch.empty_like(x, device="meta") for p, key, x in away}  # dense strides
         new = [slot_of for slot_of, form in forms.items() if not self._fits(*slot_of, form)]
-        if new:  # in one piece; before anything is moved, for want of room ends the run
+        if new:  # in one piece, before anything moves, as missing room ends the run
             slot = self._offload.places["optimizer"].slot(room_of(forms[slot_of] for slot_of in new))
             for p, key in new:
                 self._state.setdefault(p, {})[key] = Home(slot.take(forms[p, key]), slot)
@@ -143,7 +141,7 @@ class Paged:
 
 
 def _moves(x: Tensor, device: torch.device) -> bool:
-    """Is it worth moving? Counts of steps are single numbers; some stay on the CPU in any case."""
+    """Return whether state is worth moving. Counts of steps are not; some stay on the CPU anyway."""
     return x.dim() > 0 and x.numel() > 0 and x.device == device
 
 
@@ -152,7 +150,7 @@ def _same_form(a: Tensor, b: Tensor) -> bool:
 
 
 def prove_apart(optimizer: Optimizer) -> None:
-    """Raises ShardcError for an optimizer whose parameters' updates hang on one another."""
+    """Raise ShardcError for an optimizer whose update of a parameter depends on other parameters."""
     why = why_all_at_once(optimizer)
     if why is not None:
         kind = class_of(optimizer)

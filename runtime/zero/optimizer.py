@@ -1,8 +1,7 @@
-"""An optimizer that updates parts of parameters (ZeRO >= 1): any that treats every element by itself
-(shardc.runtime.zero.optimizer_check).
+"""Update parts of parameters (ZeRO >= 1), by any optimizer that treats every element separately.
 
-The user's function makes its optimizer from stand-ins: parameters of the whole local shapes, whose memory is one
-element, so that it can group them by name or shape as ever. Then the groups get what this rank owns of each.
+The user's function makes its optimizer from `stand_in`s: parameters of the whole local shapes with the memory of one
+element. So it can group them by name or shape. Then the groups get this rank's stretches of them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from shardc.runtime.zero.optimizer_check import has_param_shape
 
 
 def stand_in(shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
-    """A parameter of a shape, with the device and dtype of `like`, that takes no memory. It may not be written to."""
+    """Return a read-only parameter of a shape that takes no memory, with the device and dtype of `like`."""
     return nn.Parameter(
         torch.zeros((), dtype=like.dtype, device=like.device).expand(shape), requires_grad=like.requires_grad
     )
@@ -30,14 +29,12 @@ def replace_stand_ins(
     owned: Mapping[str, nn.Parameter],
     runs: Mapping[str, FlatShard],
 ) -> None:
-    """Replace stand-ins by the stretches that this rank owns, in the optimizer's groups and in state that it has made
-    already.
-    """
+    """Replace `stand_ins` by this rank's stretches, in the optimizer's groups and in existing state."""
     name_of = {id(stand_ins[n]): n for n in runs}
     for group in optimizer.param_groups:
         group["params"][:] = [
             owned[name_of[id(p)]] if id(p) in name_of else p for p in group["params"]
-        ]  # the list itself: others may hold it
+        ]  # in place: others may hold the list
     for p in [p for p in optimizer.state if id(p) in name_of]:
         name = name_of[id(p)]
         run, state = runs[name], optimizer.state.pop(p)

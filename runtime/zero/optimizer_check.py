@@ -1,16 +1,16 @@
-"""May an optimizer be sharded, or stepped in pieces? The optimizer itself is tried, not looked up by name: copies of it
-step small random parameters.
+"""Test on small random parameters whether an optimizer may be sharded, or stepped in pieces.
 
     one by one            `why_all_at_once`   the optimizer steps a bucket while others are summed
                                               (shardc.runtime.zero.early_step), or pages of its state (offload)
     without the others    `check_sharded`     ranks have other parameters, or other parts of them, than their neighbours
-    in parts              `check_sharded`     parameters are split over ranks, or ZeRO gives each rank a stretch of them
+    in parts              `check_sharded`     parameters are split over ranks, or ZeRO leaves each rank a stretch
                           `needs_whole`       where the spec says `optimizer: {matrices: ...}`: else they get owners
 
-SGD, Adam and all that treat every element by itself pass all three. An optimizer that scales its updates by the norm of
-all of them passes none; one that looks at a parameter as a matrix (Muon, Adafactor) fails the third; one that counts
-its steps, the first only. Without the proof each rank would train by the part that it sees, and ranks that hold the
-same parameter would drift apart."""
+SGD, Adam and all others that treat every element separately pass all three. An optimizer that scales its updates by the
+norm of all of them passes none. One that sees a parameter as a matrix (Muon, Adafactor) fails the third. One that
+counts its steps fails the first only. Without the test each rank would train by the part that it sees, and ranks that
+hold the same parameter would drift apart.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from shardc.runtime.zero.optimizer_list import members_of
 from shardc.torch_private import TorchDispatchMode, no_modes
 
 _STEPS, _SIDE = 3, 4
-_LR = 1e-2  # at least: a warm-up may begin at 0, and 16-bit numbers do not move by little, which would show nothing
-#: How far a step in pieces may be from the whole one, relative to the update: vector instructions round the last digits
+_LR = 1e-2  # at least: a warm-up may begin at 0, and 16-bit numbers ignore small updates, so that nothing would differ
+#: The largest difference of a step in pieces, relative to the update: vector instructions round the last digits
 #: differently.
 _SLACK = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
 @dataclass(frozen=True)
 class ParamSharding:
-    """How a parameter is sharded. dims: those that are split; () = each rank has a stretch of its elements.
+    """The sharding of a parameter. dims: the split ones; () = each rank has a stretch of its elements.
 
-    why, where, instead: for errors: the reason, its place, and what to do other than take another optimizer. shape: of
-    the whole parameter, where what the optimizer has is a stretch already (a module's at ZeRO >= 1).
+    why, where, instead: for errors: the reason, its place, and what to do except take another optimizer. shape: of the
+    whole parameter, where the optimizer already has a stretch (a module's at ZeRO >= 1).
     """
 
     dims: tuple[int, ...]
@@ -56,7 +56,7 @@ class ParamSharding:
     shape: tuple[int, ...] | None = None
 
     def parts(self, x: Tensor) -> list[Tensor]:
-        """Two parts in each dim, of unequal size, perhaps empty."""
+        """Cut x into two parts in each dim, of unequal size, perhaps empty."""
         parts = [x] if self.dims else [x.reshape(-1)]
         for d in self.dims or (0,):
             first = math.ceil(parts[0].shape[d] / 3)
@@ -67,9 +67,9 @@ class ParamSharding:
 def check_sharded(
     program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], runs: Mapping[str, FlatShard]
 ) -> None:
-    """Raises ShardcError for an optimizer that would do something else on what ranks have than on the whole model.
+    """Raise ShardcError for an optimizer that updates parts in another way than the whole model.
 
-    params: what it was made from, by name: whole local parts. runs: of which of them it will get a stretch.
+    params: the whole local parts, by name, from which it was made. runs: the stretches of those that will be cut.
     """
     for member in members_of(optimizer):
         _check_sharded(program, member, params, runs)
@@ -120,7 +120,7 @@ def _check_skips(
     samples: Sequence[Tensor],
     grads: Sequence[Sequence[Tensor]],
 ) -> None:
-    """Raises ShardcError for an optimizer that cannot step where a parameter has no gradient."""
+    """Raise ShardcError for an optimizer that cannot step where a parameter has no gradient."""
     lacking = TrialCopy(optimizer, shardings)
     try:
         lacking.run(samples, grads)
@@ -134,7 +134,7 @@ def _check_skips(
 
 
 def _closure_of(optimizer: Optimizer) -> str:
-    """The name of the argument without which an optimizer does not step, such as LBFGS's closure; "" for others."""
+    """Return the name of the required argument of `step`, such as LBFGS's closure; "" for others."""
     for member in members_of(optimizer):
         step = inspect.signature(inspect.unwrap(type(member).step)).parameters.values()
         for p in [*step][1:]:
@@ -144,9 +144,7 @@ def _closure_of(optimizer: Optimizer) -> str:
 
 
 def check_apart(optimizer: Optimizer) -> None:
-    """Raises ShardcError for an optimizer over whole matrices that updates one depending on others, which other ranks
-    own.
-    """
+    """Raise ShardcError if whole matrices are updated depending on others, which other ranks own."""
     first = ParamSharding((), "other ranks own the others", "optimizer", "")
     fix = "use an optimizer that updates each parameter by itself, or leave optimizer: {matrices: ...} out"
     _check_apart(optimizer, {}, first, fix)
@@ -155,7 +153,10 @@ def check_apart(optimizer: Optimizer) -> None:
 def _check_apart(
     optimizer: Optimizer, shardings: Mapping[Tensor, ParamSharding], first: ParamSharding, fix: str
 ) -> tuple[list[Tensor], list[list[Tensor]], list[list[Tensor]]]:
-    """(values, gradients by step, values after the steps) of a trial. Raises ShardcError if one depends on others."""
+    """Try an optimizer; return (values, gradients by step, values after the steps).
+
+    Raises ShardcError if the update of a parameter depends on others.
+    """
     kind = type(optimizer).__name__
     if closure := _closure_of(optimizer):
         fault = (
@@ -189,13 +190,14 @@ def _check_apart(
     return samples, grads, one
 
 
-#: Classes of optimizers over whole matrices, in lower case: their first steps need not show it.
+#: Classes of optimizers over whole matrices, in lower case: their first steps may not reveal it.
 _WHOLE = ("muon", "shampoo", "distributedshampoo", "soap", "adafactor", "lamb", "lars", "kron", "psgd", "dion")
 
 
 def needs_whole(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step of a parameter needs all of it: it is one of those that are known by name, or
-    declared (shardc.whole), or does something else on small random parameters in two stretches than on the whole ones.
+    """Return whether a step of a parameter needs all of it.
+
+    So it is for known names, for declared classes (shardc.whole), and if the trial fails or differs in two stretches.
     """
     if getattr(optimizer, "_shardc_whole", False):
         return True
@@ -203,20 +205,21 @@ def needs_whole(optimizer: Optimizer) -> bool:
         return True
     stretch = ParamSharding((), "", "", "")
     shardings: dict[Tensor, ParamSharding] = {p: stretch for group in optimizer.param_groups for p in group["params"]}
-    with no_modes():  # what a step costs is asked of tensors without data, which show nothing
+    with no_modes():  # the cost model runs this on tensors without data, which cannot be compared
         try:
             whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
             samples, grads = whole.data()
             one, two = whole.run(samples, grads), pieces.run(samples, grads, cut=True)
-        except Exception:  # what is wrong with it, `check_apart` says
+        except Exception:  # `check_apart` reports what is wrong
             return True
         every = zip(samples, one, two, strict=True)
         return not all(_same(stretch.parts(x), stretch.parts(after), parts, _SLACK) for x, (after,), parts in every)
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the multiplications of matrix products. (torch's FlopCounterMode also hooks into modules that other
-    threads call: ranks of a loopback mesh.)
+    """Counts the multiplications of matrix products.
+
+    torch's FlopCounterMode also hooks into modules that other threads call: ranks of a loopback mesh.
     """
 
     def __init__(self) -> None:
@@ -234,8 +237,9 @@ _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.
 
 
 def multiplies(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step multiplies matrices with each other: its work grows with the third power of their
-    sides. Products of a column and a row (Adafactor) do not count.
+    """Return whether a step multiplies matrices, so that its work grows with their sides' third power.
+
+    Products of a column and a row (Adafactor) do not count.
     """
     with no_modes(), _Products() as products:
         try:
@@ -268,9 +272,7 @@ def _sharding(program: Program, p: Param, runs: Mapping[str, FlatShard]) -> Para
 
 
 def why_all_at_once(optimizer: Optimizer) -> str | None:
-    """Why an optimizer has to step all parameters at once; None if stepping one after the other comes to the same, bit
-    by bit.
-    """
+    """Return why an optimizer must step all parameters at once; None if one by one has the same bits."""
     return next(filter(None, map(_why_all_at_once, members_of(optimizer))), None)
 
 
@@ -291,7 +293,7 @@ def _why_all_at_once(optimizer: Optimizer) -> str | None:
 def _same(
     before: Sequence[Tensor], one: Sequence[Tensor], other: Sequence[Tensor], slack: Mapping[torch.dtype, float] | None
 ) -> bool:
-    """Have parts of a parameter come to the same, measured by how far they moved? slack None: bit by bit."""
+    """Return whether parts moved equally, relative to how far they moved. slack None: bit by bit."""
     atol, dtype = 0.0, before[0].dtype
     if slack is not None:
         moved = max(
@@ -306,15 +308,15 @@ def _same(
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The settings of every parameter group: all but its parameters."""
+    """Return the settings of every parameter group: all but its parameters."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 @contextmanager
 def only_params(optimizer: Optimizer, some: Sequence[nn.Parameter], before: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """In here the optimizer's groups hold `some` parameters only. before: its settings as the whole step began.
+    """Restrict the optimizer's groups to `some` parameters. before: the settings before the whole step.
 
-    What a step changes in a group, such as a count of steps, is thus what one step changes.
+    So what a step changes in a group, such as a count of steps, changes once.
     """
     kept = {id(p) for p in some}
     every = [list(group["params"]) for group in optimizer.param_groups]
@@ -335,7 +337,7 @@ def only_params(optimizer: Optimizer, some: Sequence[nn.Parameter], before: Sequ
 
 @dataclass(frozen=True)
 class _Member:
-    """A small parameter. group: its number; like: one of those that it represents; sharding: how ranks have that."""
+    """A small parameter. group: its number; like: an original that it represents; sharding: of that one."""
 
     group: int
     shape: tuple[int, ...]
@@ -347,9 +349,9 @@ class _Member:
 
 
 class TrialCopy:
-    """A copy of an optimizer, with all it holds, that works on other parameters.
+    """A copy of an optimizer, with its whole state, that works on other parameters.
 
-    members: one for all parameters of a group that would be alike; copies: how often all of them.
+    members: one for all equal parameters of a group; copies: how often all of them.
     """
 
     def __init__(
@@ -366,18 +368,18 @@ class TrialCopy:
                 members.setdefault(kind, _Member(i, shape, p, sharding))
             self.members += members.values()
         self.members *= copies
-        # parameters and their state are not copied: new ones take their place
+        # parameters and their state are not copied but replaced
         memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         memo |= {id(s): {} for s in optimizer.state.values()}
         options = {
             k: v for k, v in optimizer.__dict__.items() if k != "step"
-        }  # a scheduler's wrapper of the original's step
+        }  # a scheduler may have wrapped the original's step
         self.optimizer: Optimizer = object.__new__(type(optimizer))
         self.optimizer.__dict__.update(copy.deepcopy(options, memo))
-        self._made = optimizer.state  # by its constructor
+        self._made = optimizer.state  # state that the constructor made
 
     def data(self) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """(the members' values, gradients by step), random."""
+        """Return random (values of the members, gradients by step)."""
         generator = torch.Generator().manual_seed(0)
         values, *grads = [[_random(m, generator) for m in self.members] for _ in range(1 + _STEPS)]
         return values, grads
@@ -388,7 +390,7 @@ class TrialCopy:
     def run(
         self, values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], *, cut: bool = False
     ) -> list[list[Tensor]]:
-        """The members' parts after some steps. cut: as ranks have them; else each is one."""
+        """Run some steps and return the members' parts. cut: as ranks have them; else each is whole."""
         self.optimizer.state.clear()
         held = [
             [nn.Parameter(part.clone()) for part in m.parts(x, cut=cut)]
@@ -410,12 +412,12 @@ class TrialCopy:
         return [[p.detach() for p in parts] for parts in held]
 
     def step_without_one(self) -> None:
-        """A step after `run`, in which one parameter has no gradient."""
+        """Step once more after `run`, while one parameter has no gradient."""
         self.optimizer.param_groups[0]["params"][0].grad = None
         self.step()
 
     def _begin(self, m: _Member, parts: Sequence[nn.Parameter], cut: bool) -> None:
-        """State that the optimizer makes in its constructor, of the small shape."""
+        """Copy state that the optimizer's constructor has made, in the small shape."""
         for key, state in self._made.get(m.like, {}).items():
             alike = has_param_shape(key, state, m.like)
             small = m.parts(_small(state, m.shape), cut=cut) if alike else [state] * len(parts)
@@ -424,14 +426,14 @@ class TrialCopy:
 
 
 def _small(state: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The beginning of a parameter's state, in a small shape; state: of the whole parameter, or of a stretch of it."""
+    """Cut state of a parameter, or of a stretch of it, to a small shape."""
     if state.dim() == len(shape) and all(n <= m for n, m in zip(shape, state.shape, strict=True)):
         return state[tuple(slice(n) for n in shape)]
     return torch.cat([state.reshape(-1), state.new_zeros(math.prod(shape))])[: math.prod(shape)].reshape(shape)
 
 
 class _OneByOne(TrialCopy):
-    """A small copy of an optimizer that steps every parameter by itself."""
+    """A small copy of an optimizer that steps every parameter separately."""
 
     def step(self) -> None:
         before = group_settings(self.optimizer)
@@ -441,7 +443,7 @@ class _OneByOne(TrialCopy):
 
 
 def has_param_shape(key: str, x: Any, p: Tensor) -> bool:
-    """Is a piece of state elementwise, of its parameter's shape? A scalar's count of steps only looks so."""
+    """Return whether state is elementwise, with its parameter's shape. A scalar's "step" is not."""
     return isinstance(x, Tensor) and x.shape == p.shape and (p.dim() > 0 or key != "step")
 
 

@@ -1,10 +1,12 @@
-"""Which of torch's implementations of one optimizer runs, where the user left that open (`foreach=None, fused=None`).
+"""Choose which of torch's implementations of an optimizer runs, if the user does not.
+
+The user leaves it open by `foreach=None, fused=None`.
 
     on a CPU    torch's own choice: one parameter after the other
     on a GPU    fused, where torch has it: a kernel that reads and writes every element once. Torch's own choice
                 there is foreach, which makes temporaries as large as all parameters
 
-Fused kernels round the last digits otherwise. They are no part of what a run is: a checkpoint does not say which ran.
+Fused kernels round the last digits differently. A checkpoint does not record which implementation ran.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from shardc.runtime.zero.optimizer_list import members_of
 
 #: Settings that name an implementation.
 IMPLEMENTATIONS = ("foreach", "fused")
-#: Those that are fused on GPUs. Not their subclasses, which may have a step of their own.
+#: The classes that are fused on GPUs. Not their subclasses, which may override `step`.
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 
 def choose_as_on_gpu(optimizer: Optimizer) -> None:
-    """Set `fused` in the groups that leave the implementation open; they have made no state yet."""
+    """Set `fused` in groups that leave the implementation open and have no state yet."""
     for member in members_of(optimizer):
         for group in member.param_groups:
             if type(member) in _FUSED and _open(group) and not any(p in member.state for p in group["params"]):
@@ -29,7 +31,7 @@ def choose_as_on_gpu(optimizer: Optimizer) -> None:
 
 
 def _open(group: dict[str, object]) -> bool:
-    """Whether the user has left the implementation open, and the fused one would take it."""
+    """Return whether the user left the implementation open, and the fused one supports the group."""
     params = group["params"]
     assert isinstance(params, list)
     return (

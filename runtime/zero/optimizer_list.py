@@ -1,7 +1,7 @@
-"""Several optimizers as one, such as Muon for matrices and AdamW for all else: what an engine makes of a list.
+"""Combine several optimizers in one, such as Muon for matrices and AdamW for the rest.
 
-To the rest of the runtime it is an optimizer with the groups of all of them, in a row. Each keeps its own state and its
-own settings, and whether it may be sharded or stepped in pieces is tried for each by itself
+An engine makes it of a list. To the rest of the runtime it is one optimizer with the groups of all. Each member keeps
+its state and settings, and is tested separately for whether it may be sharded or stepped in pieces
 (shardc.runtime.zero.optimizer_check).
 """
 
@@ -19,32 +19,34 @@ State = dict[str, Any]
 
 
 class OptimizerList(Optimizer):
-    """Steps its members one after the other. members: no two of them hold the same parameter. returned: by the
-    user's function, the list or dict of them.
+    """Steps its members one after the other. members: no two of them hold the same parameter.
 
-    .param_groups: the members' own groups, the same objects. .state: looks a parameter up with the member that has it.
+    returned: by the user's function, the list or dict of them. .param_groups: the members' own groups, the same
+    objects. .state: finds a parameter's state in the member that holds it.
     """
 
     def __init__(self, members: Sequence[Optimizer], returned: Any) -> None:
-        # without Optimizer.__init__: that would make groups of its own
+        # without Optimizer.__init__, which would make new groups
         self.members, self.returned = tuple(members), returned
-        self._empty = [m for m in members if not _holds(m)]  # on this rank; they count their steps all the same
+        self._empty = [
+            m for m in members if not _holds(m)
+        ]  # without parameters on this rank; they still count their steps
         self.read_groups()
 
     def read_groups(self) -> None:
-        """Take the members' groups and states as they are now."""
+        """Read the members' current groups and states."""
         self.param_groups = [group for m in self.members for group in m.param_groups]
         self.defaults = {k: v for m in self.members for k, v in m.defaults.items()}
         self.state = _States(self.members)  # type: ignore[assignment]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """closure: not used; it is in the signature of torch's optimizers."""
+        """Step the members. closure: not used; it is in the signature of torch's optimizers."""
         for m in self.members:
-            if m in self._empty or _holds(m):  # else this is a step of others' parameters
+            if m in self._empty or _holds(m):  # else only other members' parameters step now
                 m.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with the members' groups in a row."""
+        """Return the state as torch does, with the members' groups in a row."""
         state: dict[Any, Any] = {}
         groups: list[dict[str, Any]] = []
         for m in self.members:
@@ -54,7 +56,7 @@ class OptimizerList(Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """state_dict: as `state_dict` gives it."""
+        """Load a state that `state_dict` has returned."""
         groups = iter(state_dict["param_groups"])
         for m in self.members:
             own = [next(groups) for _ in m.param_groups]
@@ -69,7 +71,7 @@ class OptimizerList(Optimizer):
 
 
 class _States(MutableMapping[Tensor, State]):
-    """{parameter: its state}, of several optimizers. What is put in goes to the one that holds the parameter."""
+    """{parameter: its state}, of several optimizers. New state goes to the one that holds the parameter."""
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
         self._members = members
@@ -79,7 +81,7 @@ class _States(MutableMapping[Tensor, State]):
 
     def __getitem__(self, p: Tensor) -> State:
         for m in self._members:
-            if p in m.state:  # asked first: torch's own makes an entry of what it is asked for
+            if p in m.state:  # test first: torch's defaultdict makes an entry when it is read
                 found: State = m.state[p]
                 return found
         raise KeyError(p)
@@ -103,24 +105,24 @@ def _holds(optimizer: Optimizer) -> bool:
 
 
 def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """The optimizers that it consists of: itself, if it is one."""
+    """Return the optimizers of an OptimizerList; else the optimizer itself."""
     return optimizer.members if isinstance(optimizer, OptimizerList) else (optimizer,)
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """The class's name, or the names of several."""
+    """Return the class's name, or the names of several."""
     return " + ".join(dict.fromkeys(type(m).__name__ for m in members_of(optimizer)))
 
 
 def group_classes(optimizer: Optimizer) -> list[str]:
-    """For each parameter group the name of the class that steps it."""
+    """Return the name of the class that steps each parameter group."""
     return [type(m).__name__ for m in members_of(optimizer) for _ in m.param_groups]
 
 
 def as_one(returned: Any) -> Optimizer:
-    """What the user's function returns as one optimizer: itself, or a list's or dict's.
+    """Convert the result of the user's function to one optimizer.
 
-    Raises ShardcError for what is neither an optimizer nor a list of them.
+    Raises ShardcError for what is neither an optimizer nor a list or dict of them.
     """
     if isinstance(returned, Optimizer):
         return returned
@@ -135,13 +137,11 @@ def as_one(returned: Any) -> Optimizer:
 
 
 def lr_rates(optimizer: Optimizer | None) -> list[float | None]:
-    """The learning rate of each parameter group: None where an optimizer has its own (Adafactor with lr=None); []
-    without an optimizer.
-    """
+    """Return the learning rate of each group; None if the optimizer computes it (Adafactor with lr=None)."""
     groups = optimizer.param_groups if optimizer is not None else []
     return [float(lr) if (lr := g.get("lr")) is not None else None for g in groups]
 
 
 def rates_text(values: Iterable[float | None], form: str = "") -> str:
-    """Different rates, in their order, each once; form: of `format`."""
+    """Format the different rates, in their order, each once. form: of `format`."""
     return ", ".join("its own" if lr is None else format(lr, form) for lr in dict.fromkeys(values))

@@ -1,11 +1,12 @@
-"""A gather of parameters of which ops only want what `fp8_round` gives: they are rounded before, and sent in 8 bits.
+"""Gather parameters that all ops round by `fp8_round`: they are rounded before, and sent in 8 bits.
 
     scales      each rank finds the largest numbers of its stretches; one all_reduce makes them those of whole granules
     message     a byte for each element of the rank's part
-    whole       all ranks' bytes times the scales, in the dtype that ops want
+    whole       all ranks' bytes times the scales, in the dtype that ops take
 
-A stretch may begin and end in the middle of a row: it is looked at as whole rows, with zeros in what others have.
-Rounding what was gathered once more changes nothing, so ops read it as they would read the parameter."""
+A stretch may begin and end in the middle of a row. It is handled as whole rows, with zeros for the elements of others.
+Rounding the result again changes nothing, so ops read it as they would read the parameter.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ from shardc.runtime.zero.flat_partition import Flat, FlatShard
 
 
 def axes_of(bucket: Bucket, rounded: Rounded, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes over which the granules of a parameter are spread. names: of the mesh, in order."""
+    """Return the axes over which the granules of a parameter are spread. names: of the mesh, in order."""
     axes = {bucket.shard, *rounded.axes}
     return tuple(sorted(axes, key=lambda a: next(i for i, n in enumerate(names) if n.partition(".")[0] == a or n == a)))
 
 
 def scale_bytes(bucket: Bucket, flat: Flat, names: tuple[str, ...]) -> dict[tuple[str, ...], int]:
-    """Of the all_reduces of one gather, by axes."""
+    """Return the bytes of the all_reduces of one gather, by axes."""
     found: dict[tuple[str, ...], int] = {}
     for shape, how in zip(flat.shapes, bucket.rounded, strict=True):
         axes = axes_of(bucket, how, names)
@@ -41,7 +42,7 @@ def scale_bytes(bucket: Bucket, flat: Flat, names: tuple[str, ...]) -> dict[tupl
 
 @dataclass(frozen=True)
 class _Stretch:
-    """A rank's run of one parameter, and the granules that it reaches into: rows first .. last of the first dim."""
+    """A rank's run of one parameter, and its granules: rows first .. last of the first dim."""
 
     run: FlatShard
     granule: tuple[int, ...]
@@ -54,7 +55,7 @@ class _Stretch:
         return first // step * step, -(-last // step) * step
 
     def as_rows(self, values: Tensor) -> Tensor:
-        """The run's values in their place, in zeros."""
+        """Return the run's values in their place in whole rows; the rest is zero."""
         first, last = self.rows
         inner = math.prod(self.run.shape[1:])
         flat = values.new_zeros((last - first) * inner)
@@ -67,13 +68,13 @@ class _Stretch:
         return rows.reshape(-1)[self.run.start - first * inner : self.run.stop - first * inner]
 
     def of_scales(self, scales: Tensor) -> Tensor:
-        """Those of the granules that it reaches into."""
+        """Return the scales of the run's granules."""
         first, last = self.rows
         return scales if self.granule[0] == 0 else scales[first // self.granule[0] : last // self.granule[0]]
 
 
 class RoundedGather:
-    """Of one bucket on one rank."""
+    """The gather of one bucket on one rank."""
 
     def __init__(self, bucket: Bucket, flat: Flat, runs: Mapping[str, FlatShard], mesh: Any, tag: str) -> None:
         self._bucket, self._flat, self._mesh, self._tag = bucket, flat, mesh, tag
@@ -81,7 +82,7 @@ class RoundedGather:
         self._stretches = {n: _Stretch(runs[n], how.granule) for n, how in self._hows.items()}
 
     def start(self, part: Tensor, slices: Mapping[str, Tensor], direction: str) -> tuple[Tensor, Work]:
-        """The whole bucket, and when it is there. part: this rank's; slices: its stretches of parameters."""
+        """Start to gather; return the whole bucket and the work. part: this rank's; slices: its stretches."""
         with torch.no_grad():
             scales = self._scales(slices, direction)
             message = torch.zeros(self._flat.part, dtype=torch.uint8, device=part.device)
@@ -113,7 +114,7 @@ class RoundedGather:
         return zip(self._bucket.params, self._flat.starts, self._flat.shapes, strict=True)
 
     def _scales(self, slices: Mapping[str, Tensor], direction: str) -> dict[str, Tensor]:
-        """The exponents of each parameter's scales."""
+        """Return the exponents of each parameter's scales."""
         mine: dict[tuple[str, ...], list[str]] = {}
         largest: dict[str, Tensor] = {}
         for name, x in slices.items():

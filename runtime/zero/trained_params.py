@@ -1,4 +1,4 @@
-"""The parameters that a step trains: those that gradients of the loss reach, on whichever rank."""
+"""Find the parameters that a step trains: those that gradients of the loss reach, on any rank."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from shardc.runtime.ops.zero import gather_start, gather_wait, updated
 
 
 def trained_params(program: Program) -> frozenset[str]:
-    """Names of the parameters that gradients reach in any of the stages: also those that only other ranks compute."""
+    """Return the names of parameters that gradients reach in any stage, also on other ranks."""
     return frozenset(name for stage in program.stages for name in trained_by(program, stage))
 
 
 def trained_by(program: Program, stage: Stage) -> tuple[str, ...]:
-    """Names of the parameters that gradients reach in a stage: those of its last ops first, as backward does."""
+    """Return the names of parameters that gradients reach in a stage, in the order of backward."""
     crossing, params = {name for e in program.edges for name, _ in e.differentiable()}, {p.name for p in program.params}
     returned: Any = stage.graph.output_node().args[0]
     loss: fx.Node | None = returned[0]
     sent: tuple[fx.Node, ...] = returned[2] if len(returned) > 2 else ()
     reached: set[fx.Node] = {n for n in sent if n.name in crossing} | ({loss} if loss is not None else set())
     reached = {n for n in reached if requires_grad(n)}
-    found = {n.name: None for n in reached if n.name in params}  # what is handed on as it is
+    found = {n.name: None for n in reached if n.name in params}  # parameters that are returned unchanged
     for n in reversed(stage.graph.nodes):
         if n in reached:
             following = [x for x in _gradients_of(n) if requires_grad(x)]
@@ -36,7 +36,7 @@ def trained_by(program: Program, stage: Stage) -> tuple[str, ...]:
 
 
 def _gradients_of(node: fx.Node) -> list[fx.Node]:
-    """What a node's gradient goes to: its operands; of an entry of a gathered bucket, that parameter alone."""
+    """Return the nodes that get a node's gradient: its operands, or one parameter of a gathered bucket."""
     if node.target is operator.getitem:
         result, k = node.args
         assert isinstance(result, fx.Node)

@@ -1,24 +1,24 @@
-"""Capture: an unmodified model and one global batch become the global graph, a `Program` on no mesh.
+"""Capture an unmodified model and one global batch as the global graph, a `Program` on no mesh.
 
-    batch_leaves.py, loss.py   a module that takes the batch's tensors and returns only the loss
-    export.py           torch.export of it, non-strict, on fake tensors; regions and writes in place removed
+    batch_leaves.py, loss.py   a module that takes the batch's tensors and returns the loss and named values
+    export.py           torch.export of it, non-strict, on fake tensors; regions and in-place writes removed
     lift.py             a Program: placeholders mesh, rng, params, buffers, inputs; typed nodes with module and line
     compare_eager.py    proof that loss, gradients and buffers are those of eager mode
 
 patches.py, transformers.py, data_dependent_sizes.py, data_dependent_values.py and rewrite/inner_autograd surround the
-export: they refuse what it would drop without a word, and let it trace what it could not. refusals.py says in the
-user's terms why a capture failed.
+export: they refuse what it would drop silently, and let it trace what it could not. refusals.py explains in the user's
+terms why a capture failed.
 
 The model is captured in the mode it is in: put it in train mode first. It may be on the meta device; it is not changed.
 
 forward_arguments       which argument of the model's forward each part of the batch is
 constants               values that are known while a model is traced
 attribute_reads         what forward reads of modules and of a loss object: `self.training`, plain values, counters
-masked_rows             rows chosen by a mask, in a fixed size; expert_loops makes the experts op of loops over experts
+masked_rows             rows selected by a mask, in a fixed size; expert_loops turns loops over experts into one op
 equal_layers            equal layers are traced once; layer_copies: the others are copied in the graph
-rewrite                 what export gives, written otherwise
-foreign_parameters      parameters of nobody that the loss uses
-generation              a model as it generates, with the states of earlier tokens; generation_cache: its own cache
+rewrite                 rewrites of the exported graph
+foreign_parameters      parameters outside of the model that the loss uses
+generation              a model that generates, with the states of earlier tokens; generation_cache: its cache
 side_effects            what forward depends on and must not change
 """
 
@@ -56,22 +56,21 @@ from shardc.torch_private import quick_walks
 def capture(
     model: nn.Module, batch: Any, *, loss: Loss | None = None, forward: Forward | None = None, prove: bool = True
 ) -> Program:
-    """The global graph of `loss(model(batch))`, at the shapes of one global batch.
+    """Capture the global graph of `loss(model(batch))`, at the shapes of one global batch.
 
     model: on any device, also meta; in train mode for training. Not changed.
-    batch: dict (keyword arguments), tuple (positional) or tensor; nested; real, fake or meta. Other leaves are baked
-    in.
-    loss:  `(output, batch) -> scalar` or `(scalar, {name: tensor})`, given also the keys that forward does not name;
-           default: the output itself, its `.loss`, its "loss" or its first element. What is named beside the loss is
+    batch: dict (keyword arguments), tuple (positional) or tensor; nested; real, fake or meta. Other leaves are
+    constants.
+    loss:  `(output, batch) -> scalar` or `(scalar, {name: tensor})`, which also gets keys that forward does not name;
+           default: the output itself, its `.loss`, its "loss" or its first element. Named tensors beside the loss are
            kept, detached (shardc.ir.outputs).
-    forward: of a forward-only program, in the place of a loss: `(output, batch) -> {name: tensor}`, or True: the
-           tensors in the output; or a step that generates. The model's buffers then stay as they are.
-    prove: compare loss, gradients and buffers with eager once, if the model is small enough to run here (see
-        shardc/capture/compare_eager.py).
+    forward: of a forward-only program, instead of a loss: `(output, batch) -> {name: tensor}`, or True: the tensors in
+           the output; or a step that generates. The model's buffers are then not updated.
+    prove: compare loss, gradients and buffers with eager once, if the model is small enough (compare_eager).
 
-    Returns a Program with mesh = Mesh(()), whose graph has functional aten ops only, in the model's own spelling.
-    Raises ShardcError, with the model's line, for whatever cannot be captured or would come out differently, and for
-    all that torch raises on the way.
+    Returns a Program with mesh = Mesh(()), whose graph has functional aten ops only, as the model writes them.
+    Raises ShardcError, with the model's line, if something cannot be captured or would compute other values, and for
+    all errors of torch on the way.
     """
     started = time.perf_counter()
     if not isinstance(model, nn.Module):
@@ -87,9 +86,9 @@ def capture(
     leaves = Leaves(batch)
     refused: ShardcError | None = None
     function = forward if callable(forward) else loss
-    # Perhaps a size depends on values. Few models have one, and looking for it costs a tenth of the time.
-    # Perhaps rows are chosen by values: of loops over experts.
-    # Equal layers are traced once, unless something is special: then the whole is traced, and says what is wrong.
+    # sizes: a size may depend on values. Few models have that, and the search costs a tenth of the time.
+    # rows: rows may be selected by values, as in loops over experts.
+    # fold: equal layers are traced once. If that fails, the whole model is traced, for the error message.
     ways = [(True, False, False)] * (not generates) + [(False, False, False), (False, True, False), (False, True, True)]
     while True:
         fold, sizes, rows = ways[0]
@@ -161,7 +160,7 @@ def capture(
 
 
 def _constants(program: Program) -> list[TensorRead]:
-    """The tensors that forward and the loss read, and that are neither the model's nor the batch's."""
+    """Return the tensors that forward and the loss read, other than the model's and the batch's."""
     nodes = placeholders(program.graph)
     return [
         TensorRead.of(b.constant, source_of(user).line)
@@ -171,20 +170,20 @@ def _constants(program: Program) -> list[TensorRead]:
 
 
 def _eager(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forward | None) -> tuple[Any, ...]:
-    """The loss (None where the program is to have none), and what stands beside it, of the user's model."""
+    """Run the user's model; return the loss (None for a forward-only program) and the named values."""
     if forward is None:
         return LossOf(model, leaves, loss)(*leaves.tensors)  # type: ignore[no-any-return]
     return None, *ValuesOf(model, leaves, forward)(*leaves.tensors)
 
 
 def check_forward(forward: object) -> None:
-    """Raise ShardcError for what `shardc.compile` does not take as `forward`."""
+    """Raise ShardcError for a `forward` that `shardc.compile` does not take."""
     if not isinstance(forward, bool | Step) and forward != "score":
         check_loss(forward, "forward")
 
 
 def _evaluates(places: list[Source]) -> str:
-    """The note on what evaluates otherwise. places: the lines of forward that read `self.training`."""
+    """Write the note that eval mode differs. places: the lines of forward that read `self.training`."""
     if not places:
         return (
             "the model does something else in eval mode, by a hook, or by what its train() sets: `evaluate` compiles"
@@ -199,7 +198,7 @@ def _evaluates(places: list[Source]) -> str:
 
 
 def _counts(name: str, place: Source) -> str:
-    """The note on a number which forward reads and sets."""
+    """Write the note on a number that forward reads and sets."""
     where, code = (f"{place.line}: ", f" ({place.shown})") if place.line else ("", "")
     return (
         f"{where}forward sets {name!r}, which it reads{code}: a program sees its first value, and"

@@ -1,8 +1,8 @@
-"""What forward reads of modules' attributes while it is captured: a program has their values of that moment.
+"""Record the modules' attributes that forward reads during capture: a program keeps these values.
 
-`if self.training:` of one's own    the program has the branch of training; compare_eager.evaluates tells whether
-                                    evaluating needs another program
-`y * self.scale`                    a later `model.scale = 2.0` would change nothing: it is noticed
+`if self.training:` in the model    the program has the branch of training; compare_eager checks whether evaluating
+                                    needs another program
+`y * self.scale`                    a later `model.scale = 2.0` would change nothing: it is detected
                                     (shardc.runtime.checks.user_changes)
 `y * self.config.scale`             a later `model.config.scale = 2.0` is a note
 
@@ -29,32 +29,33 @@ from shardc.capture.side_effects import Changes, identity
 from shardc.ir import source
 from shardc.ir.source import Source
 
-#: Values that are compared by what they are.
+#: Types that are compared by value.
 PLAIN = (bool, int, float, str, type(None))
-#: In the place of a module's name: a loss that is an object.
+#: Instead of a module's name, for a loss that is an object.
 LOSS = "<loss>"
-#: Torch's own modules that hand `self.training` to ops which `evaluate` switches (compare_eager.SWITCHED): unless their
-#: rate of dropout (`p`, or `dropout`) is 0, they do something else in training mode. No op switches what its others do
+#: Torch's modules that pass `self.training` to ops which `evaluate` switches (compare_eager.SWITCHED): unless their
+#: dropout rate (`p`, or `dropout`) is 0, they differ in training mode. No op switches what the other modules do
 #: with it: alpha dropouts, instance norms, RReLU, spectral norm.
 _SWITCHED = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.RNNBase, nn.MultiheadAttention),
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
 )
-#: They ask whether they train to choose a faster way to the same numbers.
+#: They read `training` only to choose a faster way to the same numbers.
 _ALIKE = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder, nn.TransformerDecoderLayer)
 _WRITTEN_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: its attributes can be replaced
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module), *vars(nn.Module())})
-#: What every walk over modules and every call of one reads: nobody asks who.
+#: Attributes that every walk over modules and every call reads: not recorded.
 _OF_TORCH = _OF_EVERY_MODULE - {"training", "__dict__"}
 
 
 @dataclass
 class Reads:
-    """training: the lines that read `.training`, or call a module of torch's that does, but for those whose ops are
-    switched; own: one of them is of no library, or such a module's; reading: the names of the modules that those read
-    it of. values: by module's name the plain attributes that were read, as they were; of_loss: those of a loss that is
-    an object. touched: of all that was read, (identity of a module, name of an attribute of its own, or "__dict__"), or
-    of an object that one holds: whose it is; again: reads an attribute once more.
+    """What forward read.
+
+    training: lines that read `.training`, or call a torch module that does, except modules whose ops are switched; own:
+    one of these lines is in no library, or in such a module; reading: modules whose `.training` those read. values:
+    module name -> attributes that were read, with their values; of_loss: those of a loss object. touched: everything
+    that was read: (id of a module or held object, attribute or "__dict__") -> its owner.
     """
 
     training: dict[str, Source] = field(default_factory=dict)
@@ -65,21 +66,23 @@ class Reads:
     touched: dict[tuple[int, str], Any] = field(default_factory=dict)
 
     def again(self, module: nn.Module, name: str) -> None:
-        """Note a plain attribute as if forward had read it; no property runs."""
+        """Record a plain attribute as if forward had read it; no property runs."""
         held = object.__getattribute__(module, "__dict__")
         if name in held or any(type(vars(c).get(name)) in PLAIN for c in type(module).__mro__ if name in vars(c)):
             getattr(module, name)
 
     def acts_otherwise(self, model: nn.Module) -> bool:
-        """May the model compute something else in training mode than in eval mode? Where a library reads
-        `self.training`, by the rates of dropout that it reads: most of its reads are about caches and checkpoints.
+        """Return whether the model may compute something else in training mode than in eval mode.
+
+        Where only a library reads `self.training`, dropout rates decide: most such reads are about caches.
         """
         rates = (v for values in self.values.values() for n, v in values.items() if "drop" in n)
         return self.own or any(type(v) is float and v > 0 for v in rates) or any(map(_switched, model.modules()))
 
     def still(self, model: nn.Module) -> tuple[str, ...]:
-        """The submodules in eval mode of a model of which other parts train, if they, or what is in them, would compute
-        something else in training mode: parts that are frozen (`model.encoder.eval()`).
+        """Return the frozen parts: eval-mode submodules of a training model that differ in training mode.
+
+        Example: `model.encoder.eval()`. A part also counts if a module inside it would differ.
         """
         if not any(m.training for m in model.modules()):
             return ()
@@ -88,9 +91,7 @@ class Reads:
         return tuple(name for name in resting if any(a.startswith(f"{name}.") for a in acting))
 
     def set_too(self, changes: Changes) -> dict[str, Source]:
-        """The numbers that forward reads and then sets to others, with the line that does; they are taken out of
-        `values`, as every call of the model changes them.
-        """
+        """Return the numbers that forward reads and then changes, with the line; remove these from `values`."""
         found = {}
         for path, values in self.values.items():
             for name in [n for n in values if (f"{path}.{n}" if path else n) in changes.set]:
@@ -101,12 +102,12 @@ class Reads:
 
 
 def _switched(m: nn.Module) -> bool:
-    """Does one of torch's own modules do something else in training mode, by ops that are switched?"""
+    """Return whether a torch module differs in training mode through ops that are switched."""
     return isinstance(m, _SWITCHED) and getattr(m, "p", getattr(m, "dropout", 1)) != 0
 
 
 def _torch_reads_its_own(m: nn.Module, frame: FrameType) -> bool:
-    """Does the code of one of torch's modules ask whether it trains, to do something that no op switches?"""
+    """Return whether a torch module's code reads `.training` for something that no op switches."""
     if frame.f_locals.get("self") is not m or source.is_models(frame.f_code.co_filename):
         return False
     return not isinstance(m, (*_SWITCHED, *_ALIKE)) and getattr(m, "p", 1) != 0
@@ -114,8 +115,9 @@ def _torch_reads_its_own(m: nn.Module, frame: FrameType) -> bool:
 
 @contextmanager
 def recorded(model: nn.Module, changes: Changes, loss: Any = None) -> Iterator[Reads]:
-    """While open, records what is read of the model's modules, of objects that they hold, such as a config, and of a
-    loss that is an object. changes: what forward has written so far, whose values before do not count.
+    """Record, inside the block, what is read of modules, of objects they hold (a config), and of the loss.
+
+    changes: what forward has written so far; earlier values of those do not count.
     """
     reads = Reads()
     names = {identity(m): name for name, m in model.named_modules()}
@@ -155,13 +157,13 @@ def recorded(model: nn.Module, changes: Changes, loss: Any = None) -> Iterator[R
 
 
 def loss_object(loss: Any) -> Any:
-    """Return the object whose settings a loss may read: itself, or that of a method; None for a plain function."""
+    """Return the object whose settings a loss may read, such as a method's object; None for a function."""
     thing = getattr(loss, "__self__", loss)
     return thing if hasattr(thing, "__dict__") and not isinstance(thing, (FunctionType, ModuleType)) else None
 
 
 class _HeldObjects:
-    """Reads of plain attributes of the objects that modules hold. What forward sets on them does not count."""
+    """Records reads of plain attributes of objects that modules hold, except those that forward sets."""
 
     def __init__(self, reads: Reads, changes: Changes) -> None:
         self.patches = ExitStack()
@@ -172,7 +174,7 @@ class _HeldObjects:
         self._set: set[tuple[int, str]] = set()
 
     def watch(self, value: Any, path: str, name: str) -> None:
-        """value: what was read of a module. The first name that it has is used in notes."""
+        """Watch an object that was read of a module. Notes use the first name that it has."""
         kind = type(value)
         if id(value) in self._names or not _has_own_attributes(value, called=path == LOSS):
             return
@@ -211,8 +213,9 @@ class _HeldObjects:
 
 
 def _has_own_attributes(value: Any, *, called: bool) -> bool:
-    """Is it an object of a class written in Python, other than torch's, that holds settings: no function (unless it is
-    the loss), module, class or container?
+    """Return whether it is an object with settings, of a Python class that is not torch's.
+
+    Functions (unless it is the loss), modules, classes and containers do not count.
     """
     kind = type(value)
     return (

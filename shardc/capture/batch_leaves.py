@@ -1,4 +1,4 @@
-"""A global batch: its tensors and their paths. (Which arguments of forward it gives: forward_arguments.py.)"""
+"""List the tensors of a global batch and their paths. See forward_arguments.py for their arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardc.torch_private import pytree
 
 
 class Leaves:
-    """The tensors of a batch, their paths, and how to put a batch together again from others.
+    """The tensors of a batch, their paths, and a way to rebuild the batch from other tensors.
 
     >>> Leaves({"x": torch.zeros(2), "flag": True}).paths
     [('x',)]
@@ -54,7 +54,7 @@ class Leaves:
         errors.raise_any()
 
     def named(self, nodes: set[fx.Node]) -> list[str]:
-        """The names of tensors that are these nodes in the graph in the making."""
+        """Return the names of the tensors that are these nodes in the graph being traced."""
         return [".".join(map(str, path)) for path, node in zip(self.paths, self.nodes, strict=False) if node in nodes]
 
     def batch(self, tensors: Iterable[Tensor]) -> Any:
@@ -65,7 +65,7 @@ class Leaves:
 
 
 def _lists(batch: Any) -> list[str]:
-    """The names of entries of a batch that are lists of numbers."""
+    """Return the names of entries of a batch that are lists of numbers."""
     entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, tuple) else ()
     return [str(key) for key, x in entries if isinstance(x, list)] + (["it"] if isinstance(batch, list) else [])
 
@@ -77,9 +77,7 @@ def _key(key: Any) -> str | int:
 
 
 def with_plain_dicts(batch: Any) -> Any:
-    """A batch with every mapping as a dict: transformers' tokenizers return a class of their own, which pytrees take
-    for a leaf.
-    """
+    """Convert every mapping of a batch to a dict: pytrees take custom mapping classes for leaves."""
     if isinstance(batch, Mapping) and (type(batch) is dict or type(batch) not in pytree.SUPPORTED_NODES):
         return {k: with_plain_dicts(v) for k, v in batch.items()}
     return type(batch)(map(with_plain_dicts, batch)) if type(batch) in (list, tuple) else batch

@@ -1,11 +1,11 @@
-"""The proof that a captured graph is the model: loss, gradients and new buffers against eager, once, on real numbers.
+"""Prove that a captured graph is the model: compare loss, gradients and new buffers with eager once.
 
 Both run in the captured dtype, on the model's own weights if it has any, else on small random ones, from the same state
 of torch's random generator: a captured graph has the same random ops in the same order, so dropout may stay on.
 
 The graph of a model that trains is compared once more: with dropout and batch norm switched, as a program evaluates,
-against the model in eval mode. Forward may have branches of its own on `self.training`, hooks may, and its own
-`train()` may switch whatever it likes.
+against the model in eval mode. Forward may branch on `self.training`, hooks may, and a custom `train()` may switch
+anything.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LIMIT_PARAMS = 50e6
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 #: Factor on CLOSE where only outputs in eval mode are compared (no gradients): the same kernels in the same order.
 EVALUATED = 1e-3
-#: Ops that a program runs in another way when it evaluates: {name: the argument that says so}.
+#: Ops that a program runs differently when it evaluates: {name: the argument that switches it}.
 SWITCHED = {
     **dict.fromkeys(("dropout", "native_dropout", "feature_dropout"), "train"),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "train"),
@@ -50,14 +50,14 @@ SWITCHED = {
     "scaled_dot_product_attention": "dropout_p",
 }
 
-#: What torch warns of where a reentrant checkpoint trains nothing.
+#: Torch's warning if a reentrant checkpoint trains nothing.
 _NO_GRADIENTS = "None of the inputs have requires_grad=True"
 _NONE_INSIDE = (
     "the model's own gradient leaves out what torch.utils.checkpoint(..., use_reentrant=True) computes, as none of its"
     " inputs requires one"
 )
 
-#: Of a dropout that is not told whether the model trains.
+#: Note on a dropout that does not get `training`.
 KEEPS_DROPOUT = (
     "forward drops out in eval mode too, where it does not ask whether it trains (`F.dropout(x, p)`): `evaluate` and"
     " eval() leave all dropout out. What follows the mode says `training=self.training`, or is an nn.Dropout"
@@ -66,7 +66,7 @@ KEEPS_DROPOUT = (
 
 @dataclass(frozen=True)
 class Proof:
-    """notes: for the user, such as why nothing was compared. evaluates: see Program."""
+    """The result. notes: for the user, such as why nothing was compared. evaluates: see Program."""
 
     notes: tuple[str, ...] = ()
     evaluates: Literal["alike", "otherwise", "untried"] = "untried"
@@ -81,12 +81,11 @@ def prove(
     *,
     branches: bool = False,
 ) -> Proof:
-    """Compare the captured graph with `eager(batch) -> (loss, *what stands beside it)`, which runs the user's model. Of
-    a forward-only program the loss is None, there are no gradients, and buffers stay as they are.
-    changed: attributes that its forward sets. branches: forward has branches of its own on `self.training`. A model
-    that trains is also run in eval mode, in which it is left.
+    """Compare the captured graph with `eager(batch) -> (loss, *named values)`, a run of the user's model.
 
-    Raises ShardcError naming every tensor that differs.
+    For a forward-only program the loss is None, there are no gradients, and buffers are not updated. changed:
+    attributes that its forward sets. branches: forward branches on `self.training`. A model that trains is also run in
+    eval mode, and stays in it. Raises ShardcError naming every tensor that differs.
     """
     sizes = [math.prod(p.shape) for p in program.params]
     elements = max(i.value.nbytes() // i.dtype.itemsize for i in program.inputs)
@@ -135,13 +134,13 @@ def prove(
                     grads_again = _grads(again[0], trained)
         except ShardcError:
             raise
-        except Exception as e:  # the user's own code; on random numbers it may fail where it would not on real ones
+        except Exception as e:  # the user's code; it may fail only on random numbers
             read = not any(_empty(reach(batch, i.path)) for i in program.inputs)
             if isinstance(e, IndexError) and read and (outside := op_errors.eager_lookup_error(e, model, inputs)):
-                raise outside from e  # ids are the batch's own, not made up
+                raise outside from e  # ids are from the real batch
             if op_errors.no_memory(e):  # of one device; ranks need less
                 return Proof(("capture was checked statically only: this machine's memory has no room for a forward",))
-            if (cause := refusals.of_cause(e)) is not None:  # one that tracing did not see
+            if (cause := refusals.of_cause(e)) is not None:  # a cause that tracing did not detect
                 raise cause from e
             if not real:
                 why = f"the model does not run on random numbers ({type(e).__name__}: {e})"
@@ -175,7 +174,7 @@ def prove(
     ):
         with torch.random.fork_rng(devices=[]), patches.swapped(model, tensors):
             raise _changes_batch(of_batch, inputs, lambda: eager(whole))
-    errors.raise_any()  # gradients that differ as well say nothing more
+    errors.raise_any()  # gradients that also differ add no information
     # a gradient that is zero in exact arithmetic (an attention key's bias) is rounding on both sides: measured against
     # the largest
     floor = 1e-3 * max((_largest(g) for g in want_grads.values()), default=0.0)
@@ -189,7 +188,7 @@ def prove(
                 where=p.fqn,
                 fix="report it, with the model; or give the parameter requires_grad=False, if it is not to be trained",
             )
-        elif other is not None:  # autograd gives none to an expert without tokens, whose branch Python skips: zeros
+        elif other is not None:  # an expert without tokens, whose branch Python skips, has none: zeros
             _compare(differ, "the gradient", p.fqn, torch.zeros_like(other) if one is None else one, other, floor)
     if any(_NO_GRADIENTS in str(w.message) for w in warned):
         for error in differ.found:
@@ -220,7 +219,7 @@ def prove(
         torch.manual_seed(0)  # forward may draw in eval mode too, such as the noise of a VAE
         try:
             evaluating = interpret_all(program, params, after, inputs, graph=_evaluating(program.graph))
-        except RuntimeError:  # a norm that returns its statistics has none then: who evaluates is told
+        except RuntimeError:  # a norm that returns its statistics then has none: evaluating reports it
             return Proof(said, evaluates="otherwise")
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), patches.swapped(model, tensors):
         warnings.simplefilter("ignore")
@@ -231,9 +230,7 @@ def prove(
 
 
 def _warnings(warned: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
-    """What torch warns of in lines of the user's model or loss, such as shapes that a loss spreads one over the other:
-    the model itself never runs again, so nobody would read it.
-    """
+    """Return torch's warnings at lines of the user's model or loss: the model itself never runs again."""
     found = {
         f"{Path(w.filename).name}:{w.lineno}: torch warns: {' '.join(str(w.message).split())}"
         for w in warned
@@ -245,8 +242,9 @@ def _warnings(warned: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
 def _evaluates(
     model: nn.Module, eager: Callable[[], Sequence[Tensor]], ours: Sequence[Tensor], graph: fx.Graph, branches: bool
 ) -> Proof:
-    """Does the model in eval mode, in which it is left, give what `ours` are? Without gradients, as people evaluate;
-    and with them where that is something else: torch's fast paths and branches of one's own ask for it.
+    """Compare the model in eval mode with `ours`, without and then with gradients; leave it in eval mode.
+
+    Evaluation usually has no gradients. torch's fast paths and custom branches test for them.
     """
 
     def run(seed: int, grad: bool) -> Sequence[Tensor]:
@@ -260,12 +258,12 @@ def _evaluates(
         without = run(0, grad=False)
         if _alike(without, ours, EVALUATED):
             return Proof(evaluates="alike")
-    except Exception:  # a forward that differentiates, say: what it gives with gradients counts
+    except Exception:  # such as a forward that differentiates: its result with gradients counts
         pass
     try:
         wanted = run(0, grad=True)
         draws = not _alike(run(1, grad=True), wanted, EVALUATED)
-    except Exception:  # in eval mode it may have no loss: who evaluates is told
+    except Exception:  # in eval mode it may have no loss: evaluating reports it
         return Proof(evaluates="otherwise")
     notes = () if without is None or draws or _alike(without, wanted) else (_without_gradients(model),)
     if _alike(wanted, ours, EVALUATED):
@@ -276,7 +274,7 @@ def _evaluates(
 
 
 def _without_gradients(model: nn.Module) -> str:
-    """The note on a model whose result hangs on whether gradients are on."""
+    """Write the note on a model whose result depends on whether gradients are on."""
     fast = any(isinstance(m, (nn.TransformerEncoderLayer, nn.MultiheadAttention)) for m in model.modules())
     return (
         "in eval mode the model computes something else under torch.no_grad() than with gradients on: `evaluate` gives"
@@ -290,17 +288,17 @@ def _without_gradients(model: nn.Module) -> str:
 
 
 def _version(x: Tensor) -> int:
-    """How often it was written to; of one that was made in inference mode nobody counts."""
+    """Return how often a tensor was written to; 0 for an inference tensor, which has no count."""
     return 0 if x.is_inference() else x._version
 
 
 def _drops(node: fx.Node) -> bool:
-    """Is it a dropout?"""
+    """Return whether a node is a dropout."""
     return SWITCHED.get(op_name(node.target)) == "train" and "dropout" in op_name(node.target)
 
 
 def _evaluating(graph: fx.Graph) -> fx.Graph:
-    """A graph as a program evaluates it: without dropout, and batch norms with their running statistics."""
+    """Copy a graph as a program evaluates it: no dropout, batch norms with running statistics."""
     graph = copy_graph(graph)
     for node in calls(graph):
         if (name := SWITCHED.get(op_name(node.target))) is None or not isinstance(node.target, OpOverload):
@@ -328,8 +326,9 @@ def _alike(plain: Sequence[Tensor], ours: Sequence[Tensor], tighter: float = 1.0
 
 
 def _same_again(eager: Sequence[Any], program: Sequence[Any], changed: Mapping[str, Source]) -> None:
-    """Raise ShardcError if the second call of the model, which finds what the first one left in buffers and attributes,
-    is not the second step of the program, which finds the buffers alone: loss, values beside it, and gradients.
+    """Raise ShardcError if the model's second call differs from the program's second step.
+
+    The second call finds what the first left in buffers and attributes, the program only the buffers.
     """
     again, result = Errors(), "result" if eager[0] is None else "loss"
     floor = 1e-3 * max((_largest(x) for x in eager if x is not None), default=0.0)
@@ -351,9 +350,7 @@ def _same_again(eager: Sequence[Any], program: Sequence[Any], changed: Mapping[s
 def _changes_batch(
     changed: Mapping[str, Sequence[Any]], inputs: Mapping[str, Tensor], run: Callable[[], Any]
 ) -> ShardcError:
-    """Forward writes into the batch, so that another call with it is another loss. changed: inputs, and their paths.
-    run: the user's model once more.
-    """
+    """Return the error for a forward that writes into the batch. run: runs the user's model once more."""
     place, _ = line_that_changes(lambda: [inputs[name]._version for name in changed], run) or (Source(), "")
     code = f" ({place.shown})" if place.code else ""
     names = ", ".join(name_of(tuple(path)) for path in changed.values())
@@ -366,7 +363,7 @@ def _changes_batch(
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that are attributes of modules, neither parameters nor buffers: a program has their first values."""
+    """Yield tensor attributes that are no parameters or buffers: a program has their first values."""
     for path, module in model.named_modules():
         for name, x in vars(module).items():
             if isinstance(x, Tensor) and not x.is_inference():  # those have no version
@@ -378,13 +375,13 @@ def _empty(x: Any) -> bool:
 
 
 def _leaf(x: Tensor, generator: torch.Generator) -> Tensor:
-    """A real tensor in place of a parameter or buffer."""
+    """Return a real tensor in place of a parameter or buffer."""
     fresh = _real(x.detach(), generator)
     return nn.Parameter(fresh, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else fresh
 
 
 def _real(x: Tensor, generator: torch.Generator, ones: bool = False) -> Tensor:
-    """A copy of `x`; random numbers if it has none: small and positive, integers 0 (or 0 and 1 if `ones`)."""
+    """Copy `x`; if it has no data, make small positive random numbers; integers 0 (or 0 and 1 if `ones`)."""
     if not _empty(x):
         return x.detach().clone()
     if x.dtype.is_floating_point:
@@ -397,9 +394,7 @@ def _rebuilt(batch: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _grads(loss: Tensor | None, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Differentiate by `backward`, since reentrant checkpoints refuse `autograd.grad`. Leaves the tensors' `.grad`
-    empty. Returns the gradients of those that have one.
-    """
+    """Return gradients, by `backward`: reentrant checkpoints refuse `autograd.grad`. Resets `.grad`."""
     if loss is not None and loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
     grads = {name: p.grad for name, p in trained.items() if p.grad is not None}
@@ -409,7 +404,7 @@ def _grads(loss: Tensor | None, trained: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def _refuse_written_in_backward(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    """Raise ShardcError for buffers that differ after backward, nan aside, from what they were before it."""
+    """Raise ShardcError for buffers that backward changes; nan is ignored."""
     again = [n for n, b in after.items() if not ((b == before[n]) | (b != b)).all()]
     if again:
         raise ShardcError(
@@ -445,9 +440,9 @@ def _compare(
 
 
 def narrow_values(program: Program) -> tuple[str, ...]:
-    """Of a captured model all of whose weights are float64: the first line that computes in a narrower type.
+    """Return a note on the first line that computes in a narrower type than float64 weights.
 
-    A sum over ranks is taken in another order, so there a comparison with one device is one in that type.
+    A sum over ranks is taken in another order, so a comparison with one device is only as exact as that type.
     """
     weights = {p.dtype for p in program.params if p.dtype.is_floating_point}
     if weights != {torch.float64}:

@@ -1,4 +1,4 @@
-"""Values of traced tensors that are known while the model is traced: those made of constants alone."""
+"""Find values of traced tensors that are known during tracing: those made only of constants."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from torch import Tensor, fx
 from shardc.torch_modes import untraced
 from shardc.torch_private import FakeTensor, OpOverload, traced_constant, traced_node, transforming
 
-#: What a constant that forward makes, as by `torch.tensor(...)`, goes through first: it is no tensor of somebody's.
+#: The first op on a constant that forward makes, as by `torch.tensor(...)`: nobody else holds it.
 FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
 def contents(x: Tensor) -> bytes:
-    """Equal for tensors that hold the same, to the bit."""
+    """Return bytes that are equal for tensors with bitwise equal contents."""
     held = x.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{x.dtype} {tuple(x.shape)} {x.device} ".encode() + held
 
 
 def constant(x: Tensor) -> Tensor | None:
-    """The value of a traced tensor that depends on no input, parameter or buffer; None for all others."""
+    """Return the value of a traced tensor that depends on no input, parameter or buffer; else None."""
     return constant_value(x, {})[0]
 
 
 def constant_value(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[Tensor | None, set[fx.Node]]:
-    """The value of a traced tensor made of constants and `stored` alone, and the nodes of `stored` that it depends on.
+    """Return a traced tensor's value, if made of constants and `stored` only, and the `stored` nodes used.
 
-    Random numbers have no value, except where it is the same at both ends of their range: `torch.rand([]) < 0.0`.
+    Random numbers have no value, unless it is the same at both ends of their range: `torch.rand([]) < 0.0`.
     """
     ends, used = constant_ends(x, stored)
     return (ends[0], used) if ends is not None and torch.equal(*ends) else (None, set())
 
 
 def constant_ends(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[tuple[Tensor, Tensor] | None, set[fx.Node]]:
-    """As `constant_value`: the value with the least and with the greatest uniform random numbers."""
+    """Return the value with the least and the greatest uniform random numbers; else as `constant_value`."""
     if not isinstance(x, FakeTensor):  # in vmap it is one of many
         return None if transforming() else (x, x), set()
     node = traced_node(x)
@@ -52,7 +52,7 @@ def constant_ends(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[tuple[Te
 
 
 def given_numbers(x: Tensor) -> set[fx.Node]:
-    """The placeholders of which alone a traced tensor is made, if all of them hold whole numbers; else nothing."""
+    """Return the placeholders that a traced tensor is made of, if all of them are integers; else nothing."""
     node = traced_node(x)
     inputs = {n for n in _family(node) if n.op == "placeholder"} if node is not None else set()
     dtypes = [getattr(n.meta.get("val"), "dtype", torch.float32) for n in inputs]
@@ -60,7 +60,7 @@ def given_numbers(x: Tensor) -> set[fx.Node]:
 
 
 def _evaluate(node: fx.Node, family: set[fx.Node], constants: Mapping[fx.Node, Tensor], drawn: float) -> Tensor:
-    """The value that a node has by now. family: see `_family`. drawn: what uniform random numbers are taken to be."""
+    """Compute the value of a node. family: see `_family`. drawn: replaces uniform random numbers."""
     known = {n: c.clone() for n, c in constants.items()}
     for n in node.graph.nodes:
         if n in family and n not in known:
@@ -72,9 +72,7 @@ def _evaluate(node: fx.Node, family: set[fx.Node], constants: Mapping[fx.Node, T
 
 
 def _family(node: fx.Node) -> set[fx.Node]:
-    """What a node's value depends on: what it is computed of, and what is written into
-    that, also through views of it.
-    """
+    """Return what a node's value depends on: its inputs, and writes into those, also through views."""
     family: set[fx.Node] = set()
     todo = [node]
     while todo:
@@ -87,14 +85,14 @@ def _family(node: fx.Node) -> set[fx.Node]:
 
 
 def _shares(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a call's result is a view of one of its operands, or it writes to that."""
+    """Return whether a call's result is a view of one of its operands, or it writes to that."""
     if not isinstance(user.target, OpOverload):
         return user.target is operator.getitem
     schema = user.target._schema.arguments
     return any(a.alias_info is not None and x is node for a, x in zip(schema, user.args, strict=False))
 
 
-#: What uniform random numbers lie between. (0 itself is drawn once in 16 million times.)
+#: Range of uniform random numbers. (0 itself is drawn once in 16 million times.)
 ENDS = (2.0**-25, 1.0 - 2.0**-24)
 #: Random ops that draw from (0, 1).
 UNIFORM = ("aten::rand", "aten::rand_like")
@@ -105,5 +103,5 @@ def _name(node: fx.Node) -> str:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Does an op draw random numbers?"""
+    """Return whether an op draws random numbers."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

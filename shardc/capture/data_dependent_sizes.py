@@ -1,10 +1,10 @@
-"""Data-dependent sizes during capture: ops whose result's size follows from values, where these values are known.
+"""Resolve data-dependent sizes during capture: ops whose result size follows from known values.
 
 lengths = torch.repeat_interleave(sizes, counts)     of constants (masks, grids of images): the result is one too
 x[mask]                                              x[i, j], if the mask is known
 x.repeat_interleave(counts, dim=0)                   with output_size, if the counts are known
 torch.arange(counts.sum()), F.pad(x, (left, right))  numbers in place of tensors
-torch.cov(x), corrcoef(x), combinations(x)            written out: torch reads a number there, or picks by a mask
+torch.cov(x), corrcoef(x), combinations(x)            written out: torch reads a number there, or selects by a mask
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
 
 
 def functions(names: str) -> set[Any]:
-    """The functions of torch, and the methods of tensors, of these names."""
+    """Return the functions of torch, and the methods of tensors, with these names."""
     return {getattr(holder, n) for n in names.split() for holder in (torch, Tensor) if hasattr(holder, n)}
 
 
 #: Ops whose result's size follows from values.
 _CALLS = functions("nonzero argwhere unique unique_consecutive masked_select bincount repeat_interleave combinations")
-#: Calls in whose arguments torch reads numbers where Python does not see it.
+#: Calls in which torch reads numbers from arguments without Python.
 _NUMBERED = {F.pad, F.interpolate} | functions(
     "arange linspace full zeros ones empty rand randn view reshape expand repeat narrow new_zeros new_ones new_full"
 )
@@ -76,9 +76,9 @@ _MINE = {Tensor.__getitem__, torch.where, *_CALLS, *_NUMBERED, *WRITTEN_OUT}
 
 
 class KnownSizes(TorchFunctionMode):
-    """While open, ops whose size follows from values, and indexing with masks, have known sizes where those are known.
+    """A mode in which ops with value-dependent sizes, and indexing by masks, get known sizes if possible.
 
-    known: the value of a traced tensor, or None.
+    known: returns the value of a traced tensor, or None.
     """
 
     def __init__(self, known: Callable[[Tensor], Tensor | None]) -> None:
@@ -86,7 +86,7 @@ class KnownSizes(TorchFunctionMode):
         self.known = known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _MINE:  # thousands are: every look at a shape passes here
+        if func not in _MINE:  # the most frequent case: every read of a shape comes here
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if func in WRITTEN_OUT:
@@ -113,7 +113,7 @@ class KnownSizes(TorchFunctionMode):
         return x if value is None else untraced(value.item)
 
     def _places(self, index: Any) -> tuple[Any, ...]:
-        """An index with a known mask replaced by the indices where it is true, and numbers, as bounds of slices too."""
+        """Replace a known mask in an index by the indices where it is true; convert numbers and slice bounds."""
         places: list[Any] = []
         for i in _each(index):
             if isinstance(i, slice):
@@ -131,12 +131,12 @@ def _each(index: Any) -> tuple[Any, ...]:
 
 
 def _number_like(index: Any) -> bool:
-    """Whether it is a tensor that indexes as a number does: torch reads it. (Of uint8 it is a mask.)"""
+    """Return whether it is a tensor that indexes as a number does: torch reads it. (uint8 is a mask.)"""
     return isinstance(index, Tensor) and index.dim() == 0 and index.dtype in _WHOLE
 
 
 def hidden(index: Any) -> bool:
-    """Whether an index is, or has in it, a mask or a slice whose bounds are tensors."""
+    """Return whether an index is or contains a mask, or a slice whose bounds are tensors."""
     if isinstance(index, tuple):
         return any(map(hidden, index))
     if isinstance(index, slice):

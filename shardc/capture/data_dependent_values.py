@@ -1,9 +1,9 @@
-"""Data-dependent Python during capture: resolve constants, drop pure checks, take branches that change nothing.
+"""Handle Python that reads tensor values during capture: constants, checks, harmless branches.
 
-A traced tensor has no value. Where the model's Python reads one nevertheless, this is how it goes on:
+A traced tensor has no value. If the model's Python reads one nevertheless, capture continues like this:
 
     if (mask == causal).all():                 the tensor is made of constants alone: its value is known
-    if (var < 0).any(): raise ValueError(...)  a check: the program does what the model does where nothing is wrong
+    if (var < 0).any(): raise ValueError(...)  a check: the program does what the model does if nothing is wrong
     assert ids.max() < n                       likewise
     if mask.any(): x[mask] = 0                 the branch changes nothing where the condition is false: always taken
     if not x.isfinite().all(): x = x.clamp(-big, big)       likewise
@@ -45,8 +45,8 @@ from shardc.torch_private import FakeTensor, OpOverload, traced_node
 class ValueReads:
     """Where Python read the values of tensors while a model was captured.
 
-    sources: the lines that read an unknown value. inputs: placeholders of whole numbers (sizes of images, not images)
-    that these values are made of. buffers: name -> the line that read its known value.
+    sources: the lines that read an unknown value. inputs: integer placeholders (sizes of images, not images) that these
+    values are made of. buffers: name -> the line that read its known value.
     """
 
     sources: list[Source] = field(default_factory=list)
@@ -54,9 +54,7 @@ class ValueReads:
     buffers: dict[str, Source] = field(default_factory=dict)
 
     def refuse_changed(self, buffers: Iterable[str]) -> None:
-        """Raise ShardcError for a buffer whose value was read, and which forward changes: the next step would read
-        another one.
-        """
+        """Raise ShardcError for a buffer whose value was read and that forward changes: it would be outdated."""
         for name in sorted(self.buffers.keys() & set(buffers)):
             place = self.buffers[name]
             raise ShardcError(
@@ -68,13 +66,13 @@ class ValueReads:
 
 @contextmanager
 def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -> Iterator[ValueReads]:
-    """While open, Python can read the value of a traced tensor that depends on no input, parameter or saved buffer.
+    """Let Python, in the block, read traced tensors that depend on no input, parameter or saved buffer.
 
     A buffer that is not saved (persistent=False) is as the constructor left it, like a number among the attributes.
     The truth of any other tensor can be read in a check or a branch that changes nothing (see the module's docstring).
     Every other read is recorded in the result. sizes: also resolve sizes that torch itself reads from tensors
-    (shardc.capture.data_dependent_sizes), which intercepts every call of torch. rows: and rows chosen by values that
-    are not known (shardc.capture.masked_rows).
+    (shardc.capture.data_dependent_sizes), which intercepts every call of torch. rows: also rows selected by unknown
+    values (shardc.capture.masked_rows).
     """
     reads = ValueReads()
     kept = {
@@ -109,7 +107,7 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
 
 
 def _saved(model: nn.Module, name: str) -> bool:
-    """Whether a buffer is in the model's state_dict."""
+    """Return whether a buffer is in the model's state_dict."""
     path, _, own = name.rpartition(".")
     return own not in model.get_submodule(path)._non_persistent_buffers_set
 
@@ -121,7 +119,7 @@ def _reading(
     chosen: ChosenRows | None,
     check: bool,
 ) -> Callable[..., Any]:
-    """A method of Tensor that reads a value, and returns the constant's where there is one."""
+    """Make a method of Tensor that reads a value, and returns the constant's if there is one."""
 
     def method(self: Tensor, *args: Any) -> Any:
         if not isinstance(self, FakeTensor):
@@ -151,8 +149,9 @@ def _reading(
 
 
 class Drawn:
-    """A random number between two, as Python reads it: what a comparison says of both ends it says of the number.
-    Everything else is done to torch's symbol, which `symbol()` makes.
+    """A random number between two ends, as Python reads it.
+
+    A comparison with equal answers at both ends has that answer. Other uses go to torch's symbol, made by `symbol()`.
     """
 
     def __init__(self, low: float, high: float, symbol: Callable[[], Any]) -> None:
@@ -176,17 +175,17 @@ for _name in _OPERATORS.split():
 
 
 def harmless(frame: FrameType) -> bool | None:
-    """The truth value with which the condition that `frame` evaluates changes nothing; None if it is not such a one."""
+    """Return the truth value with which the condition that `frame` evaluates changes nothing, or None."""
     return _checks(frame.f_code).get(frame.f_lineno)
 
 
 @lru_cache(maxsize=256)
 def _checks(code: CodeType) -> dict[int, bool]:
-    """Lines of a function's harmless conditions -> the truth value of the tensor with which they change nothing.
+    """Map lines of a function's harmless conditions to the truth value with which they change nothing.
 
-    Of a check (`if x: raise`, `assert x`): with which it does not raise. Of a branch that may always be taken
-    (`if mask.any(): x[mask] = 0`): with which it is; of a shortcut (`if not mask.any(): mask = None`): with which it is
-    not.
+    Check (`if x: raise`, `assert x`): the value with which it does not raise. Branch that may always be taken
+    (`if mask.any(): x[mask] = 0`): the value with which it is. Shortcut (`if not mask.any(): mask = None`): the value
+    with which it is not.
     """
     tree, shift = parsed(code)
     checks: dict[int, bool] = {}
@@ -210,7 +209,7 @@ def _checks(code: CodeType) -> dict[int, bool]:
 
 
 def _writes_where(test: ast.expr, statement: ast.stmt) -> bool:
-    """Is it `x[mask] = value` behind `if mask.any():` (or torch.any(mask))?"""
+    """Return whether it is `x[mask] = value` under `if mask.any():` (or torch.any(mask))."""
     if not isinstance(test, ast.Call) or not isinstance(test.func, ast.Attribute) or test.func.attr != "any":
         return False
     mask = test.args[0] if test.args else test.func.value
@@ -220,9 +219,9 @@ def _writes_where(test: ast.expr, statement: ast.stmt) -> bool:
 
 
 def _clamps(branch: ast.If) -> bool:
-    """Is it `if not x.isfinite().all(): x = x.clamp(-big, big)` (or isinf, isnan), which models have for float16?
+    """Return whether it is `if not x.isfinite().all(): x = x.clamp(-big, big)`, as in float16 models.
 
-    Only to bounds that are made of torch.finfo: those change nothing that is finite.
+    isinf and isnan count too. Bounds must be made of torch.finfo: those change nothing that is finite.
     """
     asks = {n.attr for n in ast.walk(branch.test) if isinstance(n, ast.Attribute)} & {"isfinite", "isinf", "isnan"}
     body = [s for s in branch.body if isinstance(s, ast.Assign)]
@@ -243,7 +242,7 @@ def _clamps(branch: ast.If) -> bool:
 
 
 def _clamp(value: ast.expr) -> list[ast.expr] | None:
-    """[x, bound, ...] of `torch.clamp(x, ...)` or `x.clamp(...)`."""
+    """Return [x, bound, ...] of `torch.clamp(x, ...)` or `x.clamp(...)`, or None."""
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute) or value.func.attr != "clamp":
         return None
     args = value.args if ast.unparse(value.func.value) == "torch" else [value.func.value, *value.args]
@@ -251,9 +250,7 @@ def _clamp(value: ast.expr) -> list[ast.expr] | None:
 
 
 def _drops(test: ast.expr, statement: ast.stmt) -> bool:
-    """Is it `mask = None` behind `if not mask.any():` or `if mask.all():`? A mask that hides nothing can be left out,
-    whether True hides or keeps.
-    """
+    """Return whether it is `mask = None` under a test that the mask hides nothing (`not any` or `all`)."""
     if (
         not isinstance(statement, ast.Assign)
         or not isinstance(statement.value, ast.Constant)
@@ -279,9 +276,7 @@ def ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """`torch.ctc_loss` as torch's C++ writes it, but on lengths that stay tensors: it reads their values to find a
-    shape.
-    """
+    """Compute `torch.ctc_loss` as torch's C++ does, but keep lengths as tensors: torch reads their values."""
     batched = log_probs.dim() == 3
     x = log_probs if batched else log_probs.unsqueeze(1)
     ins, outs = (torch.as_tensor(ls, dtype=torch.int64).reshape(-1) for ls in (input_lengths, target_lengths))
@@ -303,12 +298,12 @@ _CHECKS = (
     "sym_constrain_range",
     "sym_constrain_range_for_size",
 )
-#: What a number of the graph is; torch 2.11 knows those that its checks took for true.
+#: Types of numbers in the graph; torch 2.11 has int or float for those that its checks assumed true.
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
 
 def drop_checks(graph: fx.Graph) -> None:
-    """Erase checks of values (`assert lengths.max().item() <= n`) and the numbers computed for them alone, in place.
+    """Erase value checks (`assert lengths.max().item() <= n`) and numbers only they use, in place.
 
     A compiled program does not look at values; the model itself checks them wherever it runs.
     """

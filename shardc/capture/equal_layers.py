@@ -1,13 +1,12 @@
-"""Equal layers are traced once. While a model is captured, the first of them runs as it is; each of the others is one
-op, which afterwards becomes a copy of what the first one added to the graph.
+"""Trace equal layers once: the first runs as it is; each other one is an op, later replaced by a copy.
 
     for layer in self.layers:     layers.0   norm, linear, ... 25 ops
         x = layer(x, mask)        layers.1   equal_layer(1, [x, mask], [x and mask of layers.0], [its results])
                                   layers.2   equal_layer(2, [x, mask], [], [...])
 
-The model's own loop runs over all layers, so what it does between them, and what it gives to which, is traced. A layer
-stands for another one only where Python could not tell them apart while it was traced (`folded`), and where the graph
-shows that nothing went past the arguments and results (layer_copies). Else the model is traced whole.
+The model's own loop runs over all layers, so what it does between them, and passes to each, is traced. A layer
+represents another one only if Python could not distinguish them while it was traced (`folded`), and if the graph
+shows that nothing bypassed the arguments and results (layer_copies). Else the whole model is traced.
 """
 
 from __future__ import annotations
@@ -43,23 +42,24 @@ from shardc.torch_private import (
     unseen,
 )
 
-#: Values that Python compares by what they are.
+#: Types that are compared by value.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-#: Of every module: its tensors and modules are compared one by one, hooks have to be none.
+#: Attributes of every module: tensors and modules are compared one by one, hooks must not exist.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs")))
 _hooks_of = operator.itemgetter(*_HOOKS)
-#: How far values in lists, dicts and functions are followed.
+#: Depth to which values in lists, dicts and functions are compared.
 _DEEP = 6
 
 
-# --- layers that Python cannot tell apart
+# --- layers that Python cannot distinguish
 
 
 @dataclass
 class _Layer:
-    """A module of a list of layers. kind: a number that layers have in common which differ in `unlike` at most:
-    (number of the module in the layer, attribute).
+    """A module of a list of layers.
+
+    kind: a number shared by layers that differ at most in `unlike`: (number of the module in the layer, attribute).
     """
 
     module: nn.Module
@@ -70,19 +70,19 @@ class _Layer:
     called: bool = False
 
     def tensors(self) -> list[Tensor]:
-        """Parameters and buffers, in order; one that has several names comes several times."""
+        """Return parameters and buffers, in order; one that has several names occurs several times."""
         held = (_attributes(m)[h] for m in self.modules for h in ("_parameters", "_buffers"))
         return [x for each in held for x in dict.values(each) if x is not None]
 
 
 def _attributes(m: nn.Module) -> dict[str, Any]:
-    """Past what records reads (shardc.capture.attribute_reads)."""
+    """Return a module's attributes without a recorded read (shardc.capture.attribute_reads)."""
     found: dict[str, Any] = object.__getattribute__(m, "__dict__")
     return found
 
 
 def _lists(model: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
-    """The modules of every list of layers, by name: those that their parent has under numbers."""
+    """Yield the modules of every list of layers, by name: children whose names are numbers."""
     for name, module in model.named_modules():
         children = [(f"{name}.{k}" if name else k, m) for k, m in module.named_children() if k.isdigit()]
         if len(children) > 1:
@@ -90,7 +90,7 @@ def _lists(model: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
 
 
 def _unlike(a: _Layer, b: _Layer) -> set[tuple[int, str]] | None:
-    """The attributes in which two layers differ; None where that is more than values that Python may never read."""
+    """Return the attributes in which two layers differ; None if more than unread values may differ."""
     if len(a.modules) != len(b.modules):
         return None
     twins = {id(x): y for x, y in zip(a.modules, b.modules, strict=True)}
@@ -125,15 +125,13 @@ def _type(x: Tensor) -> tuple[Any, ...]:
 
 
 def _ties(tensors: Sequence[Tensor]) -> list[int]:
-    """Which of them are one."""
+    """Return for each tensor the index of its first occurrence."""
     places: dict[int, int] = {}
     return [places.setdefault(id(x), i) for i, x in enumerate(tensors)]
 
 
 def _same(a: Any, b: Any, twins: Mapping[int, nn.Module], deep: int) -> bool:
-    """Would Python do the same with either? Two objects are alike only where they are one. twins: modules that stand
-    for each other.
-    """
+    """Return whether Python would do the same with either; objects must be one. twins: matching modules."""
     if isinstance(a, nn.Module) and id(a) in twins:
         return twins[id(a)] is b
     if a is b:
@@ -170,10 +168,11 @@ def _same(a: Any, b: Any, twins: Mapping[int, nn.Module], deep: int) -> bool:
 
 @dataclass(eq=False)
 class _First:
-    """A call of a layer that was traced as it is. key: what Python sees of its arguments; operands: the tensors among
-    them; touched: the attributes of its modules that Python read; outside: those of others, (whose, name, contents);
-    results: what it returned, flat; at: for each the number of the operand that it is, or -1. copied: a copy stands for
-    another layer already.
+    """A call of a layer that was traced as it is.
+
+    key: what Python sees of its arguments; operands: the tensors among them; touched: the attributes of its modules
+    that Python read; outside: attributes of others, (owner, name, contents); results: what it returned, flat; at: for
+    each the number of the operand that it is, or -1. copied: a copy already represents another layer.
     """
 
     layer: _Layer
@@ -193,9 +192,7 @@ class _First:
 
 
 class Folding:
-    """What was folded while a model was traced. callers: the modules whose calls are in progress; calls: by the number
-    of the op.
-    """
+    """What was folded during a trace. callers: modules in progress; calls: by the number of the op."""
 
     def __init__(
         self, callers: Sequence[nn.Module], reads: Reads, changes: Changes, effects: Callable[[str], object]
@@ -205,7 +202,7 @@ class Folding:
         self.calls: list[Copied] = []
 
     def forward_of(self, layer: _Layer) -> Callable[..., Any]:
-        """What a layer runs in the place of its forward."""
+        """Return the function that a layer runs instead of its forward."""
         function = type(layer.module).forward
 
         @functools.wraps(layer.module.forward)
@@ -238,12 +235,12 @@ class Folding:
         return forward
 
     def _plain(self, layer: _Layer) -> bool:
-        """Nobody looks into the layer from outside, and forward has set nothing in it."""
+        """Return whether nobody looks into the layer from outside, and forward has set nothing in it."""
         hooked = any(any(_hooks_of(_attributes(m))) for m in layer.modules[1:])
         return not hooked and not any(n.startswith(f"{layer.path}.") for n in self._changes.written)
 
     def _trace(self, layer: _Layer, run: Callable[[], Any], key: Any, operands: list[Tensor]) -> Any:
-        """Run the layer. It may stand for others if it did nothing but give its results."""
+        """Run the layer. It may represent others if it did nothing but return its results."""
         outer, self._reads.touched = self._reads.touched, {}
         before, nodes = self._state(layer, operands), len(traced_so_far())
         try:
@@ -269,7 +266,7 @@ class Folding:
         return result
 
     def _state(self, layer: _Layer, operands: list[Tensor]) -> Any:
-        """What must be the same after a layer as before: what it holds, the modes, what capture has noted."""
+        """Return what must be the same before and after a layer: its contents, modes, and capture's records."""
         held = [_contents(v) for m in layer.modules for k, v in _attributes(m).items() if k not in _OF_EVERY_MODULE]
         return (
             *(held, call_modes(), self._changes.assigned),
@@ -285,7 +282,7 @@ class Folding:
             (operands[i] if i >= 0 else next(each)) if isinstance(x, Tensor) else x
             for x, i in zip(first.results, first.at, strict=True)
         ]
-        for i, name in first.touched:  # a later change of this layer's attributes is to be noticed, too
+        for i, name in first.touched:  # so that later changes of this layer's attributes are detected, too
             self._reads.again(layer.modules[i], name)
         for name in [n for n in self._reads.reading if n == first.layer.path or n.startswith(f"{first.layer.path}.")]:
             self._reads.reading.add(layer.path + name.removeprefix(first.layer.path))
@@ -293,13 +290,13 @@ class Folding:
 
 
 def _places(each: Sequence[Any], among: Sequence[Tensor]) -> list[int]:
-    """Which of some tensors each is, or -1."""
+    """Return for each item its index among some tensors, or -1."""
     places = {id(x): i for i, x in reversed(list(enumerate(among)))}
     return [places.get(id(x), -1) for x in each]
 
 
 def _read_alike(first: _First, layer: _Layer) -> bool:
-    """Are all attributes that were read of the first layer the same in this one?"""
+    """Return whether all attributes that were read of the first layer are the same in this one."""
     perhaps = first.touched & (first.layer.unlike | layer.unlike)
     twins = {id(x): y for x, y in zip(first.layer.modules, layer.modules, strict=True)} if perhaps else {}
     return all(
@@ -309,7 +306,7 @@ def _read_alike(first: _First, layer: _Layer) -> bool:
 
 
 def _is_as_then(first: _First) -> bool:
-    """What the layer read that is not its own: is it the same now? (Forward may set it between its layers.)"""
+    """Return whether outside values that the layer read are unchanged; forward may set them in between."""
     return all(_contents(_held(x).get(name)) == then for x, name, then in first.outside)
 
 
@@ -318,19 +315,19 @@ def _held(x: Any) -> dict[str, Any]:
 
 
 def _elsewhere(layer: _Layer, touched: Mapping[tuple[int, str], Any]) -> list[tuple[Any, str, Any]]:
-    """Attributes that were read of what is not in the layer: whose, name, and contents."""
+    """Return attributes that were read outside the layer: owner, name, and contents."""
     inside = {identity(m) for m in layer.modules}
     each = ((x, name, _held(x)) for (number, name), x in touched.items() if number not in inside)
     return [(x, name, _contents(held[name])) for x, name, held in each if name in held]
 
 
 def _is_made_here(n: fx.Node) -> bool:
-    """Is it no tensor of somebody's? One that `torch.tensor(...)` makes is no one's: equal layers make equal ones."""
+    """Return whether no one holds the tensor, as with `torch.tensor(...)`: equal layers make equal ones."""
     return n.op != "get_attr" or all(u.target in FRESH for u in n.users)
 
 
 def _own(layer: _Layer, touched: Mapping[tuple[int, str], Any]) -> set[tuple[int, str]]:
-    """Attributes that were read, by the number of their module in the layer."""
+    """Return attributes that were read, by the number of their module in the layer."""
     number = {identity(m): i for i, m in enumerate(layer.modules)}
     found = {(number[m], name) for m, name in touched if m in number}
     for i in [i for i, name in found if name == "__dict__"]:
@@ -339,7 +336,7 @@ def _own(layer: _Layer, touched: Mapping[tuple[int, str], Any]) -> set[tuple[int
 
 
 def _contents(x: Any) -> Any:
-    """Of a list, a dict, a set or an object: what it holds, as it is now."""
+    """Return what a list, dict, set or object holds now."""
     if isinstance(x, dict):
         return [(k, _plain_or_id(v)) for k, v in x.items()]
     if isinstance(x, (list, tuple, set)):
@@ -355,8 +352,9 @@ def _plain_or_id(x: Any) -> Any:
 
 @contextmanager
 def folded(model: nn.Module, reads: Reads, changes: Changes, effects: Callable[[str], object]) -> Iterator[Folding]:
-    """While open, the model's equal layers are traced once. reads, changes: what forward has read and set so far;
-    effects: what else capture noted, of a layer of this name.
+    """Trace the model's equal layers once inside the block.
+
+    reads, changes: what forward has read and set so far; effects: layer name -> what else capture recorded.
     """
     layers = [x for x in _layers(model) if "forward" not in _attributes(x.module)]
     with module_calls() as calls:
@@ -371,7 +369,7 @@ def folded(model: nn.Module, reads: Reads, changes: Changes, effects: Callable[[
 
 
 def _layers(model: nn.Module) -> Iterator[_Layer]:
-    """Those of which there are two alike."""
+    """Yield the layers that have at least one equal layer."""
     seen: set[int] = set()
     for number, children in enumerate(_lists(model)):
         kinds: list[list[_Layer]] = []
@@ -395,9 +393,7 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
 
 
 def unfold(model: nn.Module, exported: ExportedProgram, folding: Folding | None, cut: set[fx.Node]) -> None:
-    """Write the copies of equal layers. cut: the nodes that were computed without gradients, to which their copies are
-    added.
-    """
+    """Write the copies of equal layers. cut: nodes computed without gradients; their copies are added."""
     graph, nodes = exported.graph, placeholders(exported.graph)
     if folding is None or not folding.calls:
         return

@@ -1,5 +1,6 @@
-"""torch.export of a model's loss, and what makes a graph of plain aten ops of it: regions inlined, writes in place and
-checks gone, everything refused that no program can hold.
+"""Export a model's loss by torch.export and turn the graph into plain aten ops.
+
+Regions are inlined, in-place writes and checks removed, and everything that no program can contain is refused.
 """
 
 from __future__ import annotations
@@ -53,16 +54,17 @@ from shardc.torch_private import (
 
 
 class Fold(NamedTuple):
-    """Trace equal layers once. reads, changes: what was read of the model and what was set in it so far."""
+    """Request to trace equal layers once. reads, changes: what forward has read and set so far."""
 
     reads: Reads
     changes: Changes
 
 
 class Exported(NamedTuple):
-    """updated: {FQN of a buffer: its new value}; beside: {name of what stands beside the loss: name of what it is
-    divided by, or ""}; caches: what a decoding step keeps, which are buffers of nobody; fresh: the constants that
-    forward makes itself.
+    """The exported program and its parts.
+
+    updated: {FQN of a buffer: its new value}; beside: {name of a value beside the loss: name of its divisor, or ""};
+    caches: buffers of a decoding step, of no module; fresh: constants that forward makes itself.
     """
 
     program: ExportedProgram
@@ -83,8 +85,9 @@ def export(
     rows: bool = False,
     fold: Fold | None = None,
 ) -> Exported:
-    """The exported model without regions and in-place ops. forward: there is no loss, but what it gives. sizes, rows:
-    see known_values. fold: raises UnlikeError where layers turn out not to be equal.
+    """Export the model without regions and in-place ops.
+
+    forward: replaces the loss. sizes, rows: see known_values. fold: raises UnlikeError if layers are not equal.
     """
     wrapper = _wrapper(model, leaves, loss, forward)
     own = {id(p): name for name, p in model.named_parameters()}
@@ -106,8 +109,8 @@ def export(
         silent(),
         _folded(model, fold, partial(_noted, wrapper, reads)) as folding,
     ):
-        warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs
-        inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # one each: export merges those that are one
+        warnings.simplefilter("ignore")  # warnings of export; the model's appear whenever it runs
+        inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # separate ones: export merges identical inputs
         numbers = side_effects.random_state()
         foreign = ForeignParameters(own)
         try:
@@ -115,7 +118,7 @@ def export(
                 exported = torch.export.export(wrapper, inputs, strict=False)
         except (
             Exception
-        ) as e:  # tracing runs the user's Python, which may raise anything; raised again as what it means
+        ) as e:  # tracing runs the user's Python, which may raise anything; raised again as a ShardcError
             if isinstance(e, TypeError) and not wrapper.beside.of_loss:
                 check_call(model, *arguments(model, leaves.batch(leaves.tensors), beside), own_loss=beside)
             raise refusals.of_error(e, leaves.named(reads.inputs), of_loss=wrapper.beside.of_loss) from e
@@ -145,9 +148,7 @@ def export(
                 raise refusals.of_input(nodes[spec.arg.name], "fake")
         stored = kinds.get(InputKind.BUFFER, {}), kinds.get(InputKind.PARAMETER, {})
         updated = None if transformed else inplace_ops.remove_inplace(gm.graph, *stored, cut)
-        if (
-            updated is None
-        ):  # traced once more, in ops below those that write in place, and below torch.func's transforms
+        if updated is None:  # traced again, in ops below in-place ops and torch.func's transforms
             gm.recompile()
             exported = functionalized(exported)
             _check(exported.graph_module.graph, leaves.named(reads.inputs))
@@ -166,7 +167,7 @@ def export(
 
 
 def _fresh(exported: ExportedProgram) -> frozenset[str]:
-    """The constants that forward makes itself, as by `torch.tensor(...)`: they are nobody's, who might change them."""
+    """Return the constants that forward makes, as by `torch.tensor(...)`: nobody holds or changes them."""
     nodes = placeholders(exported.graph)
     constants = [s for s in exported.graph_signature.input_specs if s.kind == InputKind.CONSTANT_TENSOR]
     return frozenset(str(s.target) for s in constants if all(u.target in FRESH for u in nodes[s.arg.name].users))
@@ -181,20 +182,20 @@ def _folded(
 
 
 def _noted(wrapper: LossOf, reads: ValueReads, path: str) -> object:
-    """What capture has noted that a layer of this name must not add to, if it is to stand for others."""
+    """Return capture's records that a layer of this name must not add to, if it represents others."""
     values = [n for n in reads.buffers if n.startswith(f"{path}.")]
     return len(wrapper.side), len(reads.sources), len(reads.inputs), values
 
 
 def _wrapper(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forward | None) -> LossOf:
-    """What is exported: a module of the batch's tensors."""
+    """Return the module that is exported, whose inputs are the batch's tensors."""
     if isinstance(forward, Step):
         return GenerationOf(model, leaves, forward)
     return LossOf(model, leaves, loss) if forward is None else ValuesOf(model, leaves, forward)
 
 
 def _unseen(place: Source) -> str:
-    """The note on a line that reads a number from a tensor which nothing in the graph is made of."""
+    """Write the note on a line that reads a number from a tensor, if it does not reach the graph."""
     return (
         f"{place.line}: a tensor becomes a number that only Python sees ({place.shown}): steps of the program do"
         " not run this line"
@@ -202,7 +203,7 @@ def _unseen(place: Source) -> str:
 
 
 def _mutated(exported: ExportedProgram) -> dict[str, fx.Node]:
-    """{FQN of a buffer: its new value} of a functionalised program."""
+    """Return {FQN of a buffer: its new value} of a functionalised program."""
     results: Any = exported.graph.output_node().args[0]
     mutated: dict[str, fx.Node] = {}
     for spec, node in zip(exported.graph_signature.output_specs, results, strict=True):
@@ -218,10 +219,10 @@ def _mutated(exported: ExportedProgram) -> dict[str, fx.Node]:
 
 
 def _check(graph: fx.Graph, read: list[str]) -> None:
-    """Refuse what was traced though no program can hold it: values of tensors as numbers, unknown sizes, sparse
-    tensors, transforms.
+    """Refuse traced values that no program can contain.
 
-    read: inputs whose values Python read.
+    These are values of tensors as numbers, unknown sizes, sparse tensors and transforms. read: inputs whose values
+    Python read.
     """
     for node in graph.nodes:
         val = node.meta.get("val")

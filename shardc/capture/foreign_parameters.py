@@ -1,6 +1,7 @@
-"""Parameters that forward or the loss uses and that are not the model's: those of a loss with a temperature of its own.
-A program has them as constants, and nothing trains them: that is told. The model's own, held by something else than
-their module (a function's closure), are refused: they would come out untrained, too.
+"""Find parameters that forward or the loss uses and that are not the model's, such as a temperature.
+
+A program has them as constants, and nothing trains them: a note says so. The model's own parameters, if they are held
+outside of their module (a function's closure), are refused: they would stay untrained, too.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from shardc.ir import source
 
 
 class ForeignParameters(TorchFunctionMode):
-    """While the model is traced, whose own parameters are fake tensors: real ones are no part of it.
+    """A mode for tracing, in which real parameters are foreign: the model's own are fake tensors.
 
-    own: the names of the model's real parameters, by id.
-    found: by id, the tensor, so that no other one gets its id, and the first line that uses it where gradients count.
+    own: the names of the model's real parameters, by id. found: id -> the tensor, so that no other one gets its id, and
+    the first line that uses it where gradients count.
     """
 
     def __init__(self, own: Mapping[int, str]) -> None:
@@ -39,7 +40,7 @@ class ForeignParameters(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def notes(self) -> tuple[str, ...]:
-        """One for each line, that says how many."""
+        """Return one note for each line, with the number of parameters."""
         lines: dict[str, list[Tensor]] = {}
         for x, line in self.found.values():
             lines.setdefault(line, []).append(x)

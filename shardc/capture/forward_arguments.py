@@ -1,6 +1,6 @@
-"""The arguments of the model's `forward` that a batch is, by name or by position, and the error where they do not fit.
+"""Match a batch to the arguments of the model's `forward`, and report an error if it does not fit.
 
-A dict gives forward's arguments by name (keyword-only ones too), a tuple by position; a tensor is the first one. Keys
+A dict has forward's arguments by name (keyword-only ones too), a tuple by position; a tensor is the first one. Keys
 of a dict that forward does not name are for the loss function alone, if there is one.
 """
 
@@ -18,7 +18,7 @@ from shardc.ir import source
 
 
 def keys_of_loss(model: nn.Module, batch: Any) -> set[Any]:
-    """The batch's keys that forward does not name: labels, when a function computes the loss."""
+    """Return the batch's keys that forward does not name: labels, when a function computes the loss."""
     named = inspect.signature(beneath_compile(model).forward).parameters
     if not isinstance(batch, Mapping) or any(p.kind is p.VAR_KEYWORD for p in named.values()):
         return set()
@@ -26,9 +26,7 @@ def keys_of_loss(model: nn.Module, batch: Any) -> set[Any]:
 
 
 def arguments(model: nn.Module, batch: Any, own_loss: bool) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """The arguments of forward that a batch is. A loss is given the whole batch: keys that forward does not name are
-    for it alone.
-    """
+    """Return a batch as forward's arguments. own_loss: without keys that only the loss function needs."""
     if isinstance(batch, Mapping):
         own = keys_of_loss(model, batch) if own_loss else set()
         return (), {key: x for key, x in batch.items() if key not in own}
@@ -36,7 +34,7 @@ def arguments(model: nn.Module, batch: Any, own_loss: bool) -> tuple[tuple[Any, 
 
 
 def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], own_loss: bool = False) -> None:
-    """Raise ShardcError, naming forward's line, if it does not take the batch. own_loss: a function takes all of it."""
+    """Raise ShardcError, naming forward's line, if it does not take the batch. own_loss: a loss takes all."""
     model = beneath_compile(model)
     forward = inspect.signature(model.forward)
     try:
@@ -51,7 +49,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _fitting(forward: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], own_loss: bool) -> str:
-    """How a batch would fit forward."""
+    """Return a hint how to make the batch fit forward."""
     plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = [n for n, p in forward.parameters.items() if p.kind in plain]
     if len(args) > len(names):
@@ -75,7 +73,7 @@ def _fitting(forward: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[
 
 
 def beneath_compile(model: nn.Module) -> nn.Module:
-    """What torch.compile(model) wraps, whose forward has names for its arguments."""
+    """Return the model inside torch.compile(model), whose forward has names for its arguments."""
     while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
         model = inner
     return model

@@ -1,5 +1,6 @@
-"""A model as it generates (shardc.ir.generation): it is given a cache as transformers' models take one, so that it
-decides itself what of each layer is kept, and masks its attention by it.
+"""Capture a model that generates (shardc.ir.generation), with a cache of transformers' type.
+
+So the model itself decides what each layer keeps, and masks its attention accordingly.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class GenerationOf(ValuesOf):
     def _decode(self, batch: dict[str, Any], step: Decode) -> dict[str, Tensor]:
         place, held = batch.pop(PLACE, None), {s.path: getattr(self, s.buffer) for s in step.states}
         cache = together(step.form, held, Now(batch["attention_mask"].shape[1], place=place))
-        decoders = getattr(cache, "self_attention_cache", cache)  # in 5.17 a pair of caches does not say what they are
-        if all(decoders.is_linear):  # padding is behind, and a recurrence takes a mask of what is given now
+        decoders = getattr(cache, "self_attention_cache", cache)  # in 5.17 a pair of caches has no such property
+        if all(decoders.is_linear):  # padding is in the past, and a recurrence takes a mask of the current tokens
             batch.pop("attention_mask")
         encoder = dict(batch.get(ENCODER, {}))
-        if step.form.encoder is not None:  # only its keys and values are looked at: of this, its shape
+        if step.form.encoder is not None:  # only its cached keys and values are used: of this, only the shape
             dtype = next(x.dtype for x in self.model.parameters() if x.is_floating_point())
             of_encoder = torch.zeros(step.form.encoder, dtype=dtype, device=batch["input_ids"].device)
             encoder["encoder_outputs"] = _types("modeling_outputs").BaseModelOutput(of_encoder)
@@ -74,8 +75,9 @@ class GenerationOf(ValuesOf):
         return {LOGITS: output.logits[:, -1]}
 
     def _output(self, batch: dict[str, Any], cache: Any, encoder: dict[str, Any]) -> Any:
-        """What the model gives, its logits [rows, positions, vocabulary]. Only the last position needs them, if the
-        model can leave out others. With an encoder, ids are the decoder's, which nothing is filled up in.
+        """Run the model; return its output, with logits [rows, positions, vocabulary] or of the last position.
+
+        With an encoder, ids are the decoder's, which are not padded.
         """
         parameters = inspect.signature(self.model.forward).parameters
         if encoder:
@@ -100,23 +102,23 @@ class GenerationOf(ValuesOf):
 
 
 def caches(module: nn.Module) -> dict[str, Tensor]:
-    """The cache among the buffers of what is exported, by name; of other modules none."""
+    """Return the cache among the buffers of the exported module, by name; {} for other modules."""
     return dict(module.named_buffers(recurse=False)) if isinstance(module, GenerationOf) else {}
 
 
 def no_cache(model: nn.Module) -> str:
-    """Why a model takes no cache of this kind; "" if it may."""
+    """Return why a model takes no cache of this kind; "" if it may."""
     if getattr(model, "config", None) is None or not cache_argument(model):
         return f"{type(model).__name__} takes no cache of keys and values, as transformers' models do"
     return ""
 
 
 def cache_argument(model: nn.Module) -> str:
-    """What forward calls it: transformers renames them all to `cache` in 5.24; "" if it takes none."""
+    """Return forward's name for the cache, "" if it has none; transformers 5.24 renames all to `cache`."""
     taken = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "past_key_values", "cache_params") if name in taken), "")
 
 
 def _types(module: str) -> Any:
-    """A module of transformers, which is imported only with a model of theirs."""
+    """Import a module of transformers, which is needed only with a model of that library."""
     return importlib.import_module(f"transformers.{module}")

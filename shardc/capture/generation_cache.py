@@ -1,8 +1,8 @@
-"""A model's own cache, at sizes that stay: the object that transformers generates with, whose keys and values have a
-fixed number of places, and whatever other tensors it holds.
+"""Give a model's own cache a fixed size: the object that transformers generates with.
 
-What of a cache goes from token to token is found by looking at it: its tensors, wherever they stand in it, are states;
-the rest of it (which layers have begun, sizes) is the form that they stand in, and has to stay as it is.
+Its keys and values have a fixed number of places, as do any other tensors in it. The parts of a cache that change from
+token to token are found by inspection: all tensors in it are states; the rest (which layers have begun, sizes) is its
+form, which must not change.
 
     prompts   cache = begun(model, ...); model(..., cache)       states, form = apart(cache)
     a token   cache = together(form, states); model(..., cache)  states = unchanged(form, cache)
@@ -24,16 +24,17 @@ from torch.nn.functional import pad
 from shardc.errors import ShardcError
 from shardc.ir.generation import Form
 
-#: The attribute of caches and their layers that says where they stand: no state.
+#: The attribute of caches and their layers with the current position: no state.
 _NOW = "now"
 _PLAIN = (int, float, bool, str, type(None))
 
 
 @dataclass
 class Now:
-    """Where the layers of a cache stand. length: how many places a layer has that keeps all; padding: while prompts are
-    read, bool [rows, places], which of theirs are none; place: of a token, i64[]; None where all that is kept moves up
-    by one for each token, which stands in the last place.
+    """The current position of a cache's layers.
+
+    length: places of a layer that keeps everything; padding: for prompts, bool [rows, places], True for padding; place:
+    of a token, i64[]; None if kept entries move up by one for each token, which is written to the last place.
     """
 
     length: int
@@ -43,11 +44,11 @@ class Now:
 
 
 class _Slot:
-    """What stands in the form of a cache for one of its tensors."""
+    """A placeholder for one tensor in the form of a cache."""
 
 
 def begun(model: nn.Module, now: Now) -> Any:
-    """The cache that the model begins to generate with."""
+    """Make the cache that the model begins to generate with."""
     types = importlib.import_module("transformers.cache_utils")
     config: Any = model.config
     cache = types.DynamicCache(config=config.get_text_config(decoder=True))
@@ -57,7 +58,7 @@ def begun(model: nn.Module, now: Now) -> Any:
             kind: Any = type(layer)
             layer.now, layer.room, layer.__class__ = now, min(window, now.length), _fixed(kind)
             for name in [n for n, x in vars(layer).items() if isinstance(x, Tensor)]:
-                delattr(layer, name)  # its window once more, for methods that are replaced: no state
+                delattr(layer, name)  # copies of its window, for methods that are replaced: no state
     if config.is_encoder_decoder:
         once = [_once()() for _ in cache.layers]
         cache = types.EncoderDecoderCache(cache, types.Cache(layers=once))
@@ -67,7 +68,7 @@ def begun(model: nn.Module, now: Now) -> Any:
 
 @functools.cache
 def _once() -> type:
-    """A layer of keys and values of what an encoder gave: all at once, and never again."""
+    """Make the class of a layer with an encoder's keys and values, which are written only once."""
 
     def update(self: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.keys, self.values, self.is_initialized = keys, values, True
@@ -78,23 +79,21 @@ def _once() -> type:
 
 
 def apart(cache: Any) -> tuple[dict[str, Tensor], Form]:
-    """The states in a cache, by path, and its form."""
+    """Split a cache into its states, by path, and its form."""
     states = {path: x for path, x in _leaves(cache) if isinstance(x, Tensor)}
     slots: dict[str, object] = {path: _Slot() for path in (*states, _NOW)}
     found = {id(x): slots[path] for path, x in (*states.items(), (_NOW, cache.now))}
-    return states, Form(copy.deepcopy(cache, found), slots)  # deepcopy takes what it is told has been copied already
+    return states, Form(copy.deepcopy(cache, found), slots)  # deepcopy uses these as copies that already exist
 
 
 def together(form: Form, states: Mapping[str, Tensor], now: Now) -> Any:
-    """A cache of this form that holds these states."""
+    """Build a cache of this form with these states."""
     given = {**states, _NOW: now}
     return copy.deepcopy(form.cache, {id(slot): given[path] for path, slot in form.slots.items()})
 
 
 def unchanged(form: Form, cache: Any) -> dict[str, Tensor]:
-    """The states in a cache after a token. Raises ShardcError where anything else in it is not as before: the next
-    token's step would not be this one.
-    """
+    """Return the states in a cache after a token. Raises ShardcError if it changed anything else."""
     before, after = dict(_leaves(form.cache)), dict(_leaves(cache))
     states = {path: x for path, x in after.items() if isinstance(x, Tensor)}
     for path in {**before, **after}:
@@ -107,7 +106,7 @@ def unchanged(form: Form, cache: Any) -> dict[str, Tensor]:
 
 
 def _leaves(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Tensors, their slots and plain values in a cache, by path; each object once."""
+    """Yield tensors, their slots and plain values in a cache, by path; each object once."""
     yield from _walk(x, path, set())
 
 
@@ -134,18 +133,18 @@ def _walk(x: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_cache(x: Any) -> bool:
-    """Whether it is a cache, or a layer of one: other objects, such as configurations, hold no states."""
+    """Return whether it is a cache or a cache layer: other objects, such as configs, have no states."""
     return any(c.__module__ == "transformers.cache_utils" for c in type(x).__mro__)
 
 
 @functools.cache
 def _fixed(kind: type) -> type:
-    """A class of transformers' for a layer, whose keys and values have `room` places. Their order is of no matter to
-    attention: with fewer places than tokens, a token is written where the one was that its window leaves.
+    """Make a subclass of a transformers cache layer whose keys and values have `room` places.
 
-    Before a token come the prompts, which are all that their attention sees. Keys and values of padding become zeros:
-    where a row of attention sees nothing, some models make nan of it, and 0 times nan is nan in all rows that do not
-    see it.
+    Attention does not depend on their order: with fewer places than tokens, a token replaces the one that leaves its
+    window. Before tokens come the prompts, and their attention sees only them. Keys and values of padding become zeros:
+    if a row of attention sees nothing, some models make nan of it, and 0 times nan is nan in all rows that do not see
+    it.
     """
 
     def update(self: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -159,7 +158,7 @@ def _fixed(kind: type) -> type:
         return keys, values
 
     def sizes(self: Any, queries: int) -> tuple[int, Any]:
-        """How many keys there are, and how much further each one's position is than its number."""
+        """Return the number of keys, and each key's position minus its index."""
         now: Now = self.now
         if now.padding is not None:
             return queries, 0
@@ -184,13 +183,13 @@ def _fixed(kind: type) -> type:
 
 
 def _lazily(self: Any, kind: type, *args: Any, **kwargs: Any) -> None:
-    """What a layer makes before its first use: of states other than keys and values."""
+    """Make states other than keys and values, before a layer's first use."""
     if kwargs:
         kind.lazy_initialization(self, **kwargs)  # type: ignore[attr-defined]
 
 
 def _written(layer: Any, kept: Tensor, new: Tensor) -> Tensor:
-    """[rows, heads, room, size]: what is kept, with a token's."""
+    """Add a token to the kept entries: [rows, heads, room, size]."""
     place = layer.now.place
     if place is None:
         return torch.cat([kept[:, :, 1:], new], 2)
@@ -199,7 +198,7 @@ def _written(layer: Any, kept: Tensor, new: Tensor) -> Tensor:
 
 
 def _placed(x: Tensor, room: int, moves: bool) -> Tensor:
-    """[rows, heads, places, size] of prompts in their places, of which there are `room`: the last ones."""
+    """Write the last entries of prompts, [rows, heads, places, size], to a layer's `room` places."""
     length = x.shape[2]
     if length <= room:
         return pad(x, (0, 0, room - length, 0) if moves else (0, 0, 0, room - length))
@@ -208,9 +207,9 @@ def _placed(x: Tensor, room: int, moves: bool) -> Tensor:
 
 
 def _offsets(place: Tensor, room: int) -> Tensor:
-    """i64[room]: the position of what is in each place when a token was written at `place`, less the place's number.
+    """Return i64[room]: position minus index of each place's entry, after a token is written at `place`.
 
-    Of places that nothing is in yet it is one that is still to come, which a token does not see.
+    An empty place has a position that is still to come, which a token does not see.
     """
     at = torch.arange(room, device=place.device)
     return torch.where(at > place, 0, place - at - (place - at) % room)

@@ -1,6 +1,4 @@
-"""In the exported graph of a model whose equal layers were traced once, a copy of the first layer's ops takes the place
-of every `equal_layer`.
-"""
+"""Replace every `equal_layer` in an exported graph by a copy of the first layer's ops."""
 
 from __future__ import annotations
 
@@ -19,16 +17,16 @@ from shardc.torch_private import HigherOrderOperator, OpOverload
 torch.library.define(
     "shardc::equal_layer",
     "(int call, Tensor[] own, Tensor[] first, Tensor[] like) -> Tensor[]",
-    tags=torch.Tag.flexible_layout,  # else the tracer keeps how every operand lies
+    tags=torch.Tag.flexible_layout,  # else the tracer fixes the strides of every operand
 )
 
-#: (number of the call, tensors that the layer takes, those that the first layer took, what that one gave). The third is
-#: empty but in the first call that stands for a copy of that layer.
+#: (number of the call, inputs of the layer, inputs of the first layer, results of that one). The third is
+#: empty except in the first call that copies that layer.
 EQUAL_LAYER = torch.ops.shardc.equal_layer.default
 
 
 class UnlikeError(Exception):
-    """Layers that were taken for equal are not: the model is traced whole."""
+    """Layers that seemed equal are not: the whole model is traced."""
 
 
 class Copied(NamedTuple):
@@ -40,8 +38,9 @@ class Copied(NamedTuple):
 
 @dataclass
 class _First:
-    """A layer that was traced. nodes: its ops; operands, results: tensors that it takes and gives; weights: its
-    parameters and buffers, by the end of their names.
+    """A layer that was traced. nodes: its ops.
+
+    operands, results: its input and output tensors; weights: its parameters and buffers, by the end of their names.
     """
 
     nodes: list[fx.Node]
@@ -57,11 +56,11 @@ def unfold(
     constants: Collection[fx.Node],
     cut: set[fx.Node],
 ) -> None:
-    """Write the copies into a graph. calls: by the number of the `equal_layer`; stored: the placeholder of every
-    parameter and buffer, by its names; constants: placeholders that all copies of a layer share. cut: the nodes that
-    were computed without gradients, to which their copies are added.
+    """Write the copies into a graph. Raises UnlikeError if a layer bypassed its arguments or results.
 
-    Raises UnlikeError where a layer took or gave more than its arguments, weights and results.
+    calls: by the number of the `equal_layer`; stored: the placeholder of every parameter and buffer, by its names;
+    constants: placeholders that all copies of a layer share. cut: the nodes that were computed without gradients, to
+    which their copies are added.
     """
     if any(n.target is GRADIENT for n in graph.nodes):
         raise UnlikeError("a gradient inside of forward looks at the graph while it is made")
@@ -116,14 +115,15 @@ def _first(
 
 
 def _segment(graph: fx.Graph, path: str) -> list[fx.Node]:
-    """The nodes that a layer added."""
+    """Return the nodes that a layer added."""
     full = f"model.{path}"
     return [n for n in graph.nodes if any(v[0] == full for v in (n.meta.get("nn_module_stack") or {}).values())]
 
 
 def _same_tensor(node: fx.Node, fits: Callable[[fx.Node], bool]) -> fx.Node:
-    """The name that a tensor had earlier: an op that gives its operand back, as `x.to(dtype)` of that dtype, or that
-    writes into it, gives it a new one, by which it goes from then on.
+    """Return the earlier node of a tensor that `fits`.
+
+    An op that returns its operand, such as `x.to(dtype)` of the same dtype, or that writes into it, makes a new node.
     """
     before: Any = node
     while not fits(before):
@@ -136,7 +136,7 @@ def _same_tensor(node: fx.Node, fits: Callable[[fx.Node], bool]) -> fx.Node:
 
 
 def _renamer(first: str, layer: str) -> Callable[[str], str]:
-    """A module's name in one layer -> in another."""
+    """Return a function that maps a module's name in one layer to its name in another."""
     begins, known = f"{first}.", dict[str, str]()
 
     def renamed(text: str) -> str:

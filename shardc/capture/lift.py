@@ -1,5 +1,6 @@
-"""An exported graph in the form that shardc/ir/program.py describes: placeholders for what the model stores and for the
-batch, typed nodes that know their module and line.
+"""Convert an exported graph to the form of shardc/ir/program.py.
+
+It has placeholders for stored tensors and for the batch, and typed nodes that know their module and line.
 """
 
 from __future__ import annotations
@@ -36,16 +37,14 @@ def lift(
     *,
     with_loss: bool = True,
 ) -> Program:
-    """Put an exported graph into the form that program.py describes. with_loss: its first result is the loss; else it
-    has none.
-    """
+    """Convert an exported graph to a Program. with_loss: its first result is the loss; else it has none."""
     exported = made.program
     graph = fx.Graph()
     for name in ("mesh", "rng"):
         graph.placeholder(name).meta["value"] = None
 
     def place(base: str, value: Value) -> fx.Node:
-        """A placeholder; fx makes its name unique and legal."""
+        """Add a placeholder; fx makes its name unique and legal."""
         node = graph.placeholder(_ILLEGAL.sub("_", base).strip("_") or "input")
         node.target = node.name
         node.meta["value"], node.meta["source"] = value, Source()
@@ -92,7 +91,7 @@ def lift(
             given, constant = exported_nodes[spec.arg.name], exported.constants[str(spec.target)].detach()
             made_here = str(spec.target) in made.fresh
             key = contents(constant) if made_here else str(spec.target)
-            if key not in constants:  # those that are equal are one, so that equal layers have the same
+            if key not in constants:  # equal constants are merged, so that equal layers have the same
                 name = f"constant_{len(constants)}" if made_here else str(spec.target).removeprefix("model.")
                 node = constants[key] = place(name, values.of_tensor(constant))
                 node.meta["stored"] = True
@@ -141,7 +140,7 @@ def lift(
 
 
 def _shared_modules(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Names of modules that are one object under several: a graph's nodes carry just one of them."""
+    """Return names of modules that are one object under several names: graph nodes have only one of them."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(name)
@@ -157,7 +156,7 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[list[str], Any]]:
-    """Names grouped by the identity of what they name: never by address, which is 0 for tensors without storage."""
+    """Group names by the identity of their tensors, not by address: that is 0 for those without storage."""
     by_id: dict[int, tuple[list[str], Tensor]] = {}
     for name, x in named:
         by_id.setdefault(id(x), ([], x))[0].append(name)
@@ -169,9 +168,9 @@ def _persistent(path: str, module: nn.Module) -> list[str]:
     return [f"{path}.{n}" if path else n for n in module._buffers if n not in lost]
 
 
-#: In a placeholder's name.
+#: Illegal in a placeholder's name.
 _ILLEGAL = re.compile(r"\W")
-#: Of a node's name. Nodes are numbered anew, so that names tell nothing of how the graph was made.
+#: The number in a node's name. Nodes are renumbered, so that names do not depend on how the graph was made.
 _NUMBER = re.compile(r"_\d+$")
 #: Ops that read or write the memory of their first operand by strides.
 _STRIDED = {
@@ -182,8 +181,9 @@ _STRIDED = {
 
 
 def _as_in_memory(x: fx.Node, user: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The copy of an exported value, its dims in the order in which they lie in memory. Raises ShardcError where that
-    memory is not the value's alone.
+    """Permute the copy of an exported value to the order of its dims in memory.
+
+    Raises ShardcError if that memory is not the value's alone.
     """
     val, copied = x.meta["val"], env[x]
     order = sorted(range(val.dim()), key=lambda d: (-val.stride(d), d))
@@ -203,7 +203,7 @@ def _as_in_memory(x: fx.Node, user: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.
 
 
 def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> list[fx.Node]:
-    """Copy the calls of `old` with typed metadata; returns the nodes of its results, where they are copied."""
+    """Copy the calls of `old` with typed metadata; return the copied nodes of its results."""
     for node in old.nodes:
         if node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)

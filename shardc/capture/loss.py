@@ -1,5 +1,6 @@
-"""What is captured of a model: the loss, of its output or by a function of the user's, and named values beside it; of a
-forward-only program, values alone.
+"""Define the modules that are captured: the loss with named values beside it, or only values.
+
+The loss is in the model's output, or computed by a function of the user. A forward-only program has only values.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from shardc.ir.source import of_exception, of_function
 from shardc.torch_private import traced_node
 
 Loss = Callable[[Any, Any], Any]
-#: What a forward-only program gives: a function of (the model's output, batch), or True: the tensors in that output; or
-#: what generates.
+#: Values of a forward-only program: a function of (the model's output, batch), or True: the tensors in that output; or
+#: a step that generates.
 Forward = Callable[[Any, Any], Any] | Literal[True] | Step
-#: The name of a value that is given without one.
+#: The name of a value that has none.
 OUTPUT = "output"
 CONTRACT = "return (loss, {name: real tensor}); a mean may also be (sum, count), both tensors of one element"
 
 
-#: What Python makes of a tensor's number, also while it is traced.
+#: Types of a tensor's number in Python, also while it is traced.
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -58,14 +59,14 @@ def check_loss(loss: object, name: str = "loss") -> None:
         raise swapped(name, function, names)
 
 
-#: How people name the two arguments of a loss. One whose names stand the other way round may run all the same: a loss
-#: of two tensors is then another one.
+#: Usual names of the two arguments of a loss. With names in the wrong order it may still run: a loss
+#: of two tensors is then a different one.
 _BATCH_NAMES = ("batch", "data", "inputs", "target", "targets", "label", "labels", "y_true")
 _OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "y_pred")
 
 
 def swapped(name: str, function: Any, names: Sequence[str] = ()) -> ShardcError:
-    """The error for a loss that takes its two arguments the other way round."""
+    """Return the error for a loss whose two arguments are in the wrong order."""
     given = f"({', '.join(names)})" if names else "(batch, output)"
     return ShardcError(
         f"{name} takes {given}, and is called with (output, batch): the model's output comes first",
@@ -75,11 +76,10 @@ def swapped(name: str, function: Any, names: Sequence[str] = ()) -> ShardcError:
 
 
 class Names:
-    """{name of a value beside the loss: name of the one that it is divided by, or ""}. An object of its own: export
-    puts the attributes of a module back.
+    """The names of values beside the loss, mapped to the name of their divisor, or "".
 
-    of_loss: the model's forward is done, and the user's loss is at work. notes: what to say of what was taken for the
-    loss.
+    A separate object, as export resets attributes of a module. of_loss: the model's forward is done, and the user's
+    loss runs. notes: on the choice of the loss.
     """
 
     def __init__(self) -> None:
@@ -89,16 +89,16 @@ class Names:
 
 
 class LossOf(nn.Module):
-    """Takes the batch's tensors, returns the scalar loss and what stands beside it; all else that the model returns,
-    such as caches, dies in the graph.
+    """A module that takes the batch's tensors and returns the scalar loss and named values beside it.
 
-    .beside: after a call, the names of what it returned behind the loss.
+    Anything else that the model returns, such as caches, is dropped from the graph. .beside: after a call, the names of
+    those values.
     """
 
     def __init__(self, model: nn.Module, leaves: Leaves, loss: Loss | None) -> None:
         super().__init__()
         self.model, self.leaves = model, leaves
-        self._loss = (loss,)  # one that is a module is no part of this one: what it holds are constants
+        self._loss = (loss,)  # in a tuple, so that a loss module is no submodule: its tensors are constants
         self.side: list[SideTerm] = []  # terms of the loss of which only the gradient counts
         self.beside = Names()
 
@@ -112,7 +112,7 @@ class LossOf(nn.Module):
         args, kwargs = arguments(self.model, batch, self.loss is not None)
         output = self.model(*args, **kwargs)
         line = of_function(self.loss or self.model.forward).line
-        self.beside.of_loss = self.loss is not None  # what fails from here on is the loss
+        self.beside.of_loss = self.loss is not None  # errors from here on are the loss's
         if self.loss is not None:
             loss, beside = _of_function(self._of(output, batch))
         else:
@@ -137,14 +137,12 @@ class LossOf(nn.Module):
         return (with_side_terms(loss, self.side), *values)
 
     def _of(self, output: Any, batch: Any, function: Loss | None = None) -> Any:
-        """The user's function, by default the loss. Raises ShardcError where it asks the batch for a key that it does
-        not have.
-        """
+        """Call the user's function, by default the loss. Raises ShardcError if it reads a missing batch key."""
         function = function or self.loss
         assert function is not None
         try:
             return function(output, batch)
-        except Exception as e:  # of any kind, and raised again
+        except Exception as e:  # any kind; raised again
             name = "loss" if self.loss is not None else "forward"
             if _runs_swapped(function, output, batch):
                 raise swapped(name, function) from e
@@ -169,7 +167,7 @@ class LossOf(nn.Module):
                 if isinstance(value, _NUMBERS):
                     fault = f"the output {name!r} is a Python number, of .item(), float() or int()"
                     fix = "leave that out: the value stays a tensor until it is read"
-                    if isinstance(value, (int, float)):  # of a tensor's value tracing makes a symbol
+                    if isinstance(value, (int, float)):  # a tensor's value would be a symbol in tracing
                         fault = f"the output {name!r} is the Python number {value}, and no tensor"
                         fix = f"write torch.tensor({value}), or leave out the .item(), float() or int() that made it"
                     raise ShardcError(fault, where=line, fix=fix)
@@ -181,7 +179,7 @@ class LossOf(nn.Module):
 
 
 class ValuesOf(LossOf):
-    """Takes the batch's tensors, returns the values that a forward-only program gives, whose names are in `.beside`."""
+    """A module that takes the batch's tensors and returns a forward-only program's values (`.beside`)."""
 
     def __init__(self, model: nn.Module, leaves: Leaves, forward: Forward) -> None:
         super().__init__(model, leaves, None)
@@ -209,7 +207,7 @@ class ValuesOf(LossOf):
 
 
 def tensors_in(output: Any, name: str = "") -> dict[str, Tensor]:
-    """The tensors in what a model returns, by name; those of a tuple by number: "hidden_states.0". Caches are none."""
+    """Return the tensors in a model's output, by name; in tuples by number: "hidden_states.0". No caches."""
     if isinstance(output, Tensor):
         return {} if output.is_complex() else {name or OUTPUT: output}
     items: Iterable[tuple[Any, Any]] = ()
@@ -224,23 +222,23 @@ def tensors_in(output: Any, name: str = "") -> dict[str, Tensor]:
 
 
 def _runs_swapped(function: Loss, output: Any, batch: Any) -> bool:
-    """Whether a loss that failed gives a number of (batch, output)."""
+    """Return whether a failed loss returns a number for (batch, output)."""
     try:
         loss, _ = _of_function(function(batch, output))
-    except Exception:  # of any kind: the error is that of the call as it should be
+    except Exception:  # any kind: the error of the normal call is reported
         return False
     return isinstance(loss, Tensor) and loss.numel() == 1
 
 
 def _of_function(returned: Any) -> tuple[Any, Mapping[str, Any]]:
-    """(loss, what stands beside it) of what the user's loss returns."""
+    """Return (loss, named values) from what the user's loss returns."""
     if isinstance(returned, Mapping) and "loss" in returned:
         return returned["loss"], {k: x for k, x in returned.items() if k != "loss" and x is not None}
     return (returned[0], returned[1]) if _is_pair(returned) else (returned, {})
 
 
 def _of_model(output: Any, line: str) -> tuple[Any, Mapping[str, Any]]:
-    """(loss, what stands beside it) of what the model returns: of a plain dict, its other scalars."""
+    """Return (loss, named values) from what the model returns; in a plain dict, its other scalars."""
     if _is_pair(output) and all(isinstance(x, Tensor) or _is_ratio(x) for x in output[1].values()):
         return output[0], output[1]
     loss = default_loss(output, line)
@@ -249,7 +247,7 @@ def _of_model(output: Any, line: str) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _several(output: Any, loss: Any, line: str) -> tuple[str, ...]:
-    """The note on a model that returns a tuple of several numbers, of which the first is taken for the loss."""
+    """Write the note on a model that returns several numbers, of which the first is used as the loss."""
     if not isinstance(output, (tuple, list)) or hasattr(output, "_fields") or loss is not output[0]:
         return ()
     others = [i for i, x in enumerate(output) if i and _is_number(x) and x.is_floating_point()]
@@ -262,7 +260,7 @@ def _several(output: Any, loss: Any, line: str) -> tuple[str, ...]:
 
 
 def _is_pair(x: Any) -> bool:
-    """Is it (scalar, {name: ...})?"""
+    """Return whether it is (scalar, {name: ...})."""
     pair = isinstance(x, (tuple, list)) and len(x) == 2 and _is_number(x[0]) and type(x[1]) is dict
     return pair and all(isinstance(k, str) for k in x[1])
 
@@ -276,8 +274,9 @@ def _is_number(x: Any) -> bool:
 
 
 def default_loss(output: Any, where: str = "") -> Any:
-    """The loss in a model's output: the output itself, its `.loss`, its "loss", its first element or the only number in
-    it: `(logits, loss)`. where: the model's line, for the error if there is none.
+    """Return the loss in a model's output: itself, its `.loss`, "loss", first element or only number.
+
+    `(logits, loss)` has one number. where: the model's line, for the error if there is none.
     """
     candidate = output
     if not isinstance(output, Tensor):

@@ -1,7 +1,7 @@
-"""Around torch.export: refuse hooks that it would drop without a word, and models that something has wrapped or cut for
-several devices already; patch torch, and methods of tensors, for graphs that can be split.
+"""Patch torch around torch.export, and refuse models that cannot be exported.
 
-Patches are context managers, undone when the capture ends, also when it fails.
+Refused are hooks that export would drop silently, and models already wrapped or sharded for several devices. Patches
+are context managers, undone when the capture ends, also when it fails.
 """
 
 from __future__ import annotations
@@ -34,18 +34,16 @@ from shardc.torch_private import (
     replaced_packing,
 )
 
-#: Where frames of torch are, and that of its decorators.
+#: Paths of torch's frames, and of its decorators.
 _TORCH, _DECORATED = str(Path(torch.__file__).parent), inspect.getfile(torch.no_grad.__call__)
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Refuse, all at once, what is not part of an exported graph: backward hooks of modules and parameters, modules
-    that torch.jit compiled, parameters without a shape. max_norm of tables by name, too.
-    """
+    """Refuse, all at once, backward hooks, torch.jit modules, parameters without a shape, and max_norm."""
     errors = Errors()
     compiled = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     for name in compiled:
-        if name.rpartition(".")[0] not in compiled or not name:  # the outermost: what is in it is compiled too
+        if name.rpartition(".")[0] not in compiled or not name:  # the outermost: modules inside are compiled too
             errors.add(
                 "the module is scripted or traced by torch.jit, which is not captured",
                 where=name or "the model",
@@ -88,11 +86,9 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def check_wrapped(model: nn.Module) -> None:
-    """Raises ShardcError for a model, or a part of it, that is wrapped to sum gradients or to be split over devices,
-    and for parameters that are DTensors.
-    """
+    """Raise ShardcError if a part of the model is wrapped or sharded for several devices (DDP, DTensor)."""
     errors = Errors()
-    if hasattr(model, "full_state_dict") and hasattr(model, "clip_grad_norm_"):  # what program.module makes
+    if hasattr(model, "full_state_dict") and hasattr(model, "clip_grad_norm_"):  # made by program.module
         fault, fix = (
             "it is compiled already, and has this rank's part",
             "pass the plain model, which it was compiled from",
@@ -120,7 +116,7 @@ def check_wrapped(model: nn.Module) -> None:
     errors.raise_any()
 
 
-# Who has wrapped a model has imported these; importing them here would cost every start.
+# If a model is wrapped, these are already imported; importing them here would slow down every start.
 
 
 def _sharded_by_fsdp(module: nn.Module) -> str:
@@ -137,17 +133,16 @@ def _is_dtensor(p: object) -> bool:
 
 
 def _at(name: str, hooks: list[Callable[..., Any]]) -> str:
-    """A module's or parameter's name, with the line at which the first of its hooks is defined: "fc.weight
-    (model.py:12)".
-    """
+    """Return a name with the line at which the first of its hooks is defined: "fc.weight (model.py:12)"."""
     line = source.of_function(hooks[0]).line
     return f"{name} ({line})" if line else name
 
 
 @contextmanager
 def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
-    """While open: custom autograd Functions keep their backward (autograd_function.py), checkpoints run plainly, tensor
-    hooks raise and name the user's line. side: gets terms of the loss of which only the gradient counts.
+    """Patch torch for export inside the block. side: receives loss terms that only have a gradient.
+
+    Custom autograd Functions keep their backward (autograd_function.py), checkpoints run plainly, tensor hooks raise.
     """
     original: Any = inspect.getattr_static(torch.autograd.Function, "apply")  # a class method, of Python or of C
 
@@ -169,7 +164,7 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
     def packed(original: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         if not isinstance(x, FakeTensor):
             return original(x, *args)
-        place = source.of_call()  # here, and not where the recurrent layer then fails
+        place = source.of_call()  # not the place where the recurrent layer fails later
         raise ShardcError(f"{PACKED} ({place.shown})", where=place.line, fix=PADDED)
 
     def switch(self: Tensor, requires_grad: bool = True) -> Tensor:
@@ -186,7 +181,7 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
         return grad(self, requires_grad)
 
     def moved(self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """`self.router.to(dtype)` within forward, where everything is so already."""
+        """Skip a move in forward, such as `self.router.to(dtype)`, if nothing would change."""
         held = (*self.parameters(recurse), *self.buffers(recurse))
         unchanged = all(change(x) is x for x in held)
         return self if unchanged else put(self, change, recurse)  # type: ignore[no-untyped-call]
@@ -225,7 +220,7 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
 
 
 def _counting(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Keep the count of steps of a BatchNorm with momentum=None a tensor: its statistics are means over all steps."""
+    """Keep a BatchNorm's step count a tensor if momentum=None: its statistics are means over all steps."""
 
     def counting(self: Any, x: Tensor) -> Tensor:
         if self.momentum is not None or not (self.training and self.track_running_stats):
@@ -243,9 +238,7 @@ def _counting(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextmanager
 def swapped(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
-    """While open, the model's parameters and buffers are `tensors`: {id of the original: its replacement}. Ties stay
-    ties.
-    """
+    """Replace the model's parameters and buffers in the block: {id of the original: new}. Ties stay ties."""
     saved: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for module in model.modules():
@@ -263,7 +256,7 @@ def swapped(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
 
 @contextmanager
 def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
-    """While open, the model's parameters and buffers are fake tensors, of the mode that this gives."""
+    """Make the model's parameters and buffers fake tensors inside the block; yield their mode."""
     mode = fake_mode()
     with swapped(model, {id(x): fake_tensor(mode, x) for x in (*model.parameters(), *model.buffers())}):
         yield mode
@@ -279,9 +272,7 @@ _RANDOM, _TO = Tensor.random_, Tensor.to
 
 @contextmanager
 def traceable() -> Iterator[None]:
-    """While open: `x.data` in the model is `x.detach()`, which tracing sees; formatted
-    tensors print as what they are.
-    """
+    """Patch Tensor methods inside the block: `x.data` is `x.detach()`, and fake tensors can be formatted."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Tensor, "data", property(_data, _set_data)))
         stack.enter_context(mock.patch.object(Tensor, "__format__", _format))
@@ -310,13 +301,13 @@ def _set_data(self: Tensor, value: Tensor) -> None:
 
 
 def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """torch aborts the process if a traced tensor is moved to a device that this machine does not have."""
+    """Move a tensor; torch aborts the process if a traced one is moved to a device that is not there."""
     target = next((a for a in (*args[:1], kwargs.get("device")) if isinstance(a, (str, int, torch.device))), None)
     if isinstance(self, FakeTensor) and target is not None and not isinstance(target, bool):
         device = torch.device(target)
         if device.type not in (self.device.type, "cpu", "meta") and not torch.get_device_module(device).is_available():
             raise RuntimeError(f"Invalid device {device}: not linked with support for it")  # as .cuda() does
-    if consists(self):  # torch would hand this function to the tensor's own, which knows torch's
+    if consists(self):  # torch would pass this patch to the tensor's own method, which knows only torch's
         own: Any = type(self)
         made: Tensor = own.__torch_function__(_TO, (type(self),), (self, *args), kwargs)
         return made
@@ -324,13 +315,13 @@ def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _format(self: Tensor, spec: str) -> str:
-    """A traced tensor has no number to show: f"{loss:.3f}" in a message."""
+    """Format a traced tensor, which has no number to show: f"{loss:.3f}" in a message."""
     text: str = repr(self) if isinstance(self, FakeTensor) else _FORMAT(self, spec)
     return text
 
 
 def _random(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`random_(low, high)`: the overload that torch traces it to has a name that Python cannot write ("from")."""
+    """Run `random_(low, high)` as randint: the overload that torch traces has an argument named "from"."""
     limits = (*args, *(kwargs[k] for k in ("from", "to") if k in kwargs))
     if isinstance(self, FakeTensor) and limits and set(kwargs) <= {"from", "to"}:
         low, high = limits if len(limits) == 2 else (0, limits[0])

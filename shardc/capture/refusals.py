@@ -1,4 +1,4 @@
-"""Why a model cannot be captured: a table with one message per cause.
+"""Explain why a model cannot be captured: a table with one message per cause.
 
 A cause is recognised by the error that tracing raised, by an op in the graph, or by the line of the model. The first
 row that fits is taken: known cases of libraries come first, general ones last.
@@ -280,7 +280,7 @@ REFUSALS = (
 )
 
 
-#: (what torch says, what to do), of errors of the user's own code.
+#: (torch's message, fix) for errors of the user's code.
 _ADVICE = (
     (
         r"must have the same dtype|to have the same dtype|should be the same|expected scalar type \w+ but found",
@@ -323,12 +323,12 @@ _ADVICE = (
         "a forward with **keywords is given every key of the batch: let it name its arguments (what it does not"
         " name is for the loss alone), or leave that key out",
     ),
-    (r"no fake impl", "give the op a shape function, @OP.register_fake (docs/rules.md)"),
+    (r"no fake impl", "give the op a shape function, @OP.register_fake (docs/explanation/rules.md)"),
 )
 
 
 def advice(error: BaseException, *, of_loss: bool = False) -> str:
-    """What to do about an error of the user's own code, as torch or Python says it. of_loss: of the loss function."""
+    """Return the fix for an error of the user's code, from torch or Python. of_loss: of the loss function."""
     said = next((fix for text, fix in _ADVICE if re.search(text, str(error))), "")
     if of_loss and not said:
         return "it is given the model's output and the whole batch: loss=lambda output, batch: f(output, batch['y'])"
@@ -339,7 +339,7 @@ def advice(error: BaseException, *, of_loss: bool = False) -> str:
 
 
 def of_cause(error: BaseException, read: Sequence[str] = ()) -> ShardcError | None:
-    """The user's error, for an exception that a row of REFUSALS is about. read: inputs whose values Python read."""
+    """Return the error of the row of REFUSALS that fits an exception. read: inputs whose values were read."""
     chain: list[BaseException] = [error]
     while (e := chain[-1].__cause__ or chain[-1].__context__) is not None and e not in chain:
         chain.append(e)
@@ -357,8 +357,9 @@ def of_cause(error: BaseException, read: Sequence[str] = ()) -> ShardcError | No
 
 
 def of_error(error: BaseException, read: Sequence[str] = (), *, of_loss: bool = False) -> ShardcError:
-    """The error for the user, of an exception that tracing raised. read: inputs whose values Python read. of_loss: the
-    user's loss function raised it.
+    """Return the user's error for an exception of tracing. of_loss: the loss function raised it.
+
+    read: inputs whose values Python read.
     """
     if (named := of_cause(error, read)) is not None:
         return named
@@ -377,9 +378,9 @@ def of_error(error: BaseException, read: Sequence[str] = (), *, of_loss: bool = 
 
 @contextmanager
 def torch_errors(graph: fx.Graph | None = None) -> Iterator[None]:
-    """While open, what torch raises becomes a ShardcError at the model's line. graph: the captured graph that runs.
+    """Convert torch's exceptions in the block to ShardcError at the model's line. graph: what runs.
 
-    What shardc's own code raises is a fault of shardc: it stays as it is, and so does a lack of memory.
+    An exception of shardc's own code is a bug of shardc: it stays as it is, and so does a lack of memory.
     """
     try:
         yield
@@ -399,19 +400,19 @@ def torch_errors(graph: fx.Graph | None = None) -> Iterator[None]:
 
 
 def of_op(node: fx.Node, name: str, read: Sequence[str] = ()) -> ShardcError:
-    """The error for an op of an exported graph that no program can hold. read: inputs whose values Python read."""
+    """Return the error for an op that no program can contain. read: inputs whose values Python read."""
     at = source.of_node(node)
     cause = next(c for c in REFUSALS if c.op and c.fits("", name, at.code, source.loops_of_node(node)))
     return _error(cause, at, source.where(at), read, op=name)
 
 
 def of_values(error: ShardcError) -> bool:
-    """Was something refused because Python, or the size of a tensor, depends on values?"""
+    """Return whether something was refused because Python, or a tensor's size, depends on values."""
     return any(words in error.what for words in (DEPENDS, "leaves torch"))
 
 
 def of_input(placeholder: fx.Node, kind: str) -> ShardcError:
-    """The error for a placeholder that is neither parameter, buffer nor constant. kind: "object" or "fake"."""
+    """Return the error for a placeholder of no parameter, buffer or constant. kind: "object" or "fake"."""
     user = next(iter(placeholder.users), placeholder)
     at = source.of_node(user)
     cause = next(c for c in REFUSALS if c.op and c.fits("", kind, at.code))

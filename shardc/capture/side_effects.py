@@ -1,4 +1,4 @@
-"""Side effects of forward: a program sees Python run once, at capture, so what it depends on must not change.
+"""Detect and undo side effects of forward: a program runs Python once, at capture.
 
 np.random.rand(), random.random()   refused: every step would use the numbers that were drawn while tracing
 self.count += 1; y * self.count     every step would see the first value: undone, and refused or noted where it shows
@@ -33,9 +33,10 @@ _EMPTY: dict[type, Any] = {kind: kind() for kind in (list, dict, OrderedDict, se
 
 @dataclass
 class Changes:
-    """Attributes that a forward set, by their full name, and where. created: parameters, buffers and modules that it
-    added. written: all that it assigned so far, also to what they were; assigned: how often, also to objects that
-    modules hold.
+    """Attributes that a forward set, by their full name, and where.
+
+    created: parameters, buffers and modules that it added. written: all that it assigned so far, even an equal value;
+    assigned: how often, also to objects that modules hold.
     """
 
     written: set[str] = field(default_factory=set)
@@ -53,15 +54,13 @@ class Changes:
 
 
 def identity(module: nn.Module) -> int:
-    """The same of a module and of the stand-ins that export makes, where one stands in several places of a model: they
-    share what it holds.
-    """
+    """Return the id of a module's `__dict__`, which copies that export makes of a repeated module share."""
     return id(object.__getattribute__(module, "__dict__"))
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[Changes]:
-    """While open, records what forward sets on the model's modules; afterwards everything is as before."""
+    """Record what forward sets on the model's modules inside the block, and restore everything after it."""
     modules = list(model.named_modules())
     names = {identity(m): name for name, m in modules}
     before = [(m, dict(m.__dict__), _contents(m.__dict__)) for _, m in modules]
@@ -115,7 +114,7 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
 
 
 def _as_before(now: Mapping[str, Any], then: Mapping[str, Any], contents: Mapping[str, Any]) -> bool:
-    """Are a module's attributes the objects that they were, and hold the same? Most modules' are."""
+    """Return whether a module's attributes are the same objects with the same contents (most are)."""
     return (
         now.keys() == then.keys()
         and all(map(operator.is_, now.values(), then.values()))
@@ -128,7 +127,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _contents(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Shallow copies of the lists, dicts and sets among a module's attributes, to read. Most are empty."""
+    """Copy the lists, dicts and sets among a module's attributes, shallowly, to read. Most are empty."""
     held = ((name, x) for name, x in attributes.items() if isinstance(x, (list, dict, set)))
     return {name: x.copy() if x or type(x) not in _EMPTY else _EMPTY[type(x)] for name, x in held}
 
@@ -143,7 +142,7 @@ def _same_items(now: Any, then: Any) -> bool:
 
 
 def _same(now: Any, then: Any) -> bool:
-    """One object, or plain values that are equal: assigning an equal value is not a change."""
+    """Return whether it is one object, or an equal plain value: assigning an equal value is no change."""
     if now is then:
         return True
     if type(now) is not type(then):
@@ -162,15 +161,16 @@ def _refill(container: Any, items: Any) -> None:
 
 
 def random_state() -> tuple[Any, ...]:
-    """The state of Python's and numpy's global generators."""
+    """Return the state of Python's and numpy's global generators."""
     numpy = sys.modules.get("numpy")
     legacy = () if numpy is None else numpy.random.get_state()
     return random.getstate(), *(x.tobytes() if hasattr(x, "tobytes") else x for x in legacy)
 
 
 def line_that_changes(state: Callable[[], Any], run: Callable[[], Any]) -> tuple[Source, str] | None:
-    """The user's line at which `state()` changes while `run()` runs, the innermost one, and its function. None if only
-    what CHECKERS made changes it. What `run` raises is ignored.
+    """Find the user's innermost line, and its function, that changes `state()` while `run()` runs.
+
+    Return None if only functions made by CHECKERS change it. Exceptions of `run` are ignored.
     """
     lines: list[tuple[Source, str]] = []
     checked = False
@@ -205,7 +205,7 @@ def line_that_changes(state: Callable[[], Any], run: Callable[[], Any]) -> tuple
     sys.settrace(trace)
     try:
         run()
-    except Exception:  # the user's code, which ran before: only the line counts
+    except Exception:  # the user's code, which has run before: only the line counts
         pass
     finally:
         sys.settrace(old)
@@ -223,7 +223,7 @@ KNOWN = {
 
 
 def refuse_random(place: Source, function: str) -> ShardcError:
-    """The error for a forward that draws random numbers of Python's or numpy's."""
+    """Return the error for a forward that draws random numbers from Python or numpy."""
     code = f" ({place.shown})" if place.code else ""
     fix = KNOWN.get(
         function,

@@ -1,4 +1,4 @@
-"""Patches for the transformers library while one of its models is captured: experts as one op, no cache, few masks."""
+"""Patch the transformers library during capture: experts as one op, no cache, few masks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shardc.torch_private import FakeTensor
 
 @contextmanager
 def as_one_op() -> Iterator[None]:
-    """While open, layers of experts call `shardc.nn.experts`.
+    """Make layers of experts call `shardc.nn.experts` inside the block.
 
-    The library chooses implementations by name (`config.experts_implementation`); this one is taken for all that
+    The library chooses implementations by name (`config.experts_implementation`); this one replaces all that
     compute every expert's products at once ("grouped_mm", "batched_mm", kernels of GPUs). "eager" is a Python loop over
     experts (shardc.capture.expert_loops). Does nothing if transformers is not imported, or is older than its interface
     of experts.
@@ -45,7 +45,7 @@ def as_one_op() -> Iterator[None]:
 
 
 def _forward(chosen: Callable[..., Any], module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Any:
-    """What transformers' implementations compute, as one op; falls back on the chosen one where the op cannot."""
+    """Compute what transformers' implementations do, as one op; call the chosen one if the op cannot."""
     has: Any = module
     up, act = ("gate_up_proj", has._apply_gate) if has.has_gate else ("up_proj", has.act_fn)
     bias = (getattr(has, f"{up}_bias"), has.down_proj_bias) if has.has_bias else (None, None)
@@ -63,13 +63,13 @@ def _forward(chosen: Callable[..., Any], module: nn.Module, x: Tensor, index: Te
             down_bias=bias[1],
             transposed=has.is_transposed,
         )
-    except ShardcError:  # an activation with parameters of its own, or matrices of another form
+    except ShardcError:  # an activation with parameters, or matrices of another form
         return chosen(module, x, index, weights)
 
 
 @contextmanager
 def lean_transformers(model: nn.Module) -> Iterator[None]:
-    """While open, models of the transformers library build no cache and only masks that they need.
+    """Make transformers models build no cache and only the masks they need, inside the block.
 
     transformers writes dense [batch, 1, seq, seq] masks when it is exported, because an exported graph may run on other
     values. Ours runs only at these shapes, so a mask that depends on shapes alone may stay `is_causal`, as in eager
@@ -83,7 +83,7 @@ def lean_transformers(model: nn.Module) -> Iterator[None]:
             stack.enter_context(mock.patch.object(config, "use_cache", False))
         if masking is not None:
             packed = masking.find_packed_sequence_indices
-            # a model that fills a cache does not look for packed sequences; checkpointing turns its cache off
+            # a model with a cache does not search for packed sequences; checkpointing turns its cache off
             looks = not cached or any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
 
             def find_packed_sequence_indices(position_ids: Tensor) -> Any:
@@ -95,11 +95,11 @@ def lean_transformers(model: nn.Module) -> Iterator[None]:
             filled = masking.prepare_padding_mask
 
             def prepare_padding_mask(mask: Any, kv_length: int, kv_offset: Any) -> Any:
-                """Of keys whose positions are a tensor (shardc.capture.generation_cache), the mask has all."""
+                """Return the mask as it is if key positions are a tensor (generation_cache): it has all keys."""
                 return mask if isinstance(kv_offset, Tensor) else filled(mask, kv_length, kv_offset)
 
             stack.enter_context(mock.patch.object(masking, "prepare_padding_mask", prepare_padding_mask))
-            if hasattr(masking, "is_torchdynamo_exporting"):  # earlier versions ask is_tracing alone
+            if hasattr(masking, "is_torchdynamo_exporting"):  # earlier versions call only is_tracing
                 stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False))
             stack.enter_context(mock.patch.object(masking, "is_tracing", isinstance_fake))
             stack.enter_context(
@@ -109,5 +109,5 @@ def lean_transformers(model: nn.Module) -> Iterator[None]:
 
 
 def isinstance_fake(x: Any = None) -> bool:
-    """transformers' `is_tracing`, true only of tensors whose values are unknown."""
+    """Replace transformers' `is_tracing`: true only for tensors whose values are unknown."""
     return isinstance(x, FakeTensor)

@@ -1,4 +1,4 @@
-"""Model files: what `shardc compile model.py` reads (docs/training.md), and transformers models from a config
+"""Model files: what `shardc compile model.py` reads (docs/how-to/training.md), and transformers models from a config
 alone.
 
 model.py             model(), batch(); optional loss, outputs, data, collate, optimizer, scheduler, weights

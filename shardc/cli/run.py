@@ -186,7 +186,7 @@ def _check(program: Program, model: str, resume: Path | None) -> None:
 
     if program.forward_only:
         fault = "the program is forward-only: there is no loss to train by"
-        fix = "compile without --forward and --score; in Python, program.forward(model) runs it (docs/forward.md)"
+        fix = "compile without --forward and --score; in Python: program.forward(model) (docs/how-to/forward.md)"
         raise ShardcError(fault, where=model, fix=fix)
     if resume is not None:
         folder = checkpoints(resume)

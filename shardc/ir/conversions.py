@@ -16,7 +16,7 @@ has all pairs of a forward and its backward; no other file says which belong tog
     passes/place/transfer_cost.py    what they cost
     passes/accumulate                which of them look at the microbatch, and that all are linear
     runtime/ops/convert.py           what they run, forward and backward
-    docs/algebra.md                  shows the table as `python -m shardc.ir.conversions` prints it
+    docs/explanation/algebra.md                  shows the table as `python -m shardc.ir.conversions` prints it
 
 A new conversion is a row here and an op of its name in runtime/ops/convert.py.
 """
@@ -157,7 +157,7 @@ def steps(paths: Mapping[str, tuple[Conversion, ...]]) -> list[tuple[Conversion,
 
 
 def markdown() -> str:
-    """The table as docs/algebra.md shows it."""
+    """The table as docs/explanation/algebra.md shows it."""
     lines = [
         "| from | to | op | forward | backward | sent | result | when |",
         "|---|---|---|---|---|---|---|---|",

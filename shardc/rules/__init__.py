@@ -1,10 +1,9 @@
-"""Rules: one line an op, in factor notation (docs/algebra.md). Importing this package registers all of them.
+"""Define the rules of all ops, one line each, in factor notation (docs/explanation/algebra.md).
 
-core: what rules are made of.
+Importing this package registers all of them. core: what rules are made of.
 
-Rules, a file a family: pointwise, reduce, views, writes, create, index, matmul, linalg, conv, norm, attention, experts,
-recurrent, random, fourier, softmax, loss, fp8. attention_methods: what `sequence: {method:
-...}` allows attention.
+Rules, one file per family: pointwise, reduce, views, writes, create, index, matmul, linalg, conv, norm, attention,
+experts, recurrent, random, fourier, softmax, loss, fp8. attention_methods: what `sequence: {method: ...}` allows.
 """
 
 from importlib import import_module

@@ -1,5 +1,7 @@
-"""Scaled dot product attention, kept as one op: torch's, so that the fused kernels run, and ours where weights are
-dropped."""
+"""Rules of scaled dot product attention, kept as one op.
+
+It is torch's op, so that fused kernels run, or shardc's where attention weights are dropped.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,18 @@ from shardc.runtime.ops.attention.held import Held
 from shardc.runtime.ops.attention.spans import ALL, CAUSAL, Band, Span, seen
 
 aten = torch.ops.aten
-#: Both have queries, keys and values first, and their other arguments in one order.
+#: Both take queries, keys and values first, then the other arguments in the same order.
 OPS = (aten.scaled_dot_product_attention.default, ops.attention)
 #: The kind of the strategy by which keys travel.
 RING = "ring"
 
 
 def attention(call: Call) -> Signature:
-    """q[..., h, s, d], k[..., g, t, d], v[..., g, t, e]: heads and batch split. With grouped queries h = (g, r): kv
-    heads g split.
+    """Split batch, heads (grouped queries: kv heads) and the queries' sequence; keys stay whole.
 
-    If keys and values come in different groups, h = (g, m, r), where one has g heads and the other (g, m).
-    Queries split over their sequence too: where a causal mask counts rows, a rank knows which are its own
-    (`local_attention`). Keys are reduced over: they stay whole.
+    q[..., h, s, d], k[..., g, t, d], v[..., g, t, e]. With grouped queries h = (g, r). If keys and values have
+    different groups, h = (g, m, r): one of them has g heads, the other (g, m). A rank knows which query rows it has,
+    for a causal mask (`local_attention`).
     """
     q, k, v = (o.shape for o in call.operands[:3])
     out = call.results[0].shape
@@ -43,7 +44,7 @@ def attention(call: Call) -> Signature:
     sizes = {"s": q[-2], "t": k[-2], "d": q[-1], "e": v[-1]} | {f"b{i}": s for i, s in enumerate(out[:-2])}
 
     def leading(shape: tuple[int, ...]) -> list[Dim]:
-        """Batch and heads, counted from the right: they may be missing or have size one, and broadcast then."""
+        """Return batch and head dims, aligned right: they may be missing or of size one, and broadcast then."""
         own = shape[:-2]
         return [
             (f"b{lead - len(own) + i}",) if s == out[lead - len(own) + i] and s != 1 else () for i, s in enumerate(own)
@@ -52,12 +53,12 @@ def attention(call: Call) -> Signature:
     full_query: list[Dim] = leading(out)
     query, key, value = leading(q), leading(k), leading(v)
     whole = {"t", "d", "e"}
-    if lead and len(k) > 2 and len(q) > 2 and call.arg(7, "enable_gqa"):  # without the word heads broadcast
+    if lead and len(k) > 2 and len(q) > 2 and call.arg(7, "enable_gqa"):  # without enable_gqa heads broadcast
         few, many = sorted((k[-3], v[-3]))
         sizes |= {"g": few, "m": many // few, "r": q[-3] // many}
         full_query[-1] = query[-1] = ("g", "m", "r")
         key[-1], value[-1] = (("g", "m") if x[-3] == many else ("g",) for x in (k, v))
-        if many % few:  # groups that cut through each other
+        if many % few:  # groups that overlap
             sizes |= {"gk": k[-3], "gv": v[-3], "h": q[-3]}
             whole |= {"gk", "gv", "h"}
             full_query[-1], query[-1], key[-1], value[-1] = ("h",), ("h",), ("gk",), ("gv",)
@@ -79,8 +80,9 @@ def _flops(call: Call) -> int:
 
 
 def by_ring(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """Queries split by their sequence, keys and values by theirs: these travel. Placement takes it where the spec asks
-    for it (`sequence: {method: ring}`). A mask gets no gradient from it, so that one that needs one is no case of it.
+    """Yield strategies that split queries and keys by their sequences; keys and values travel in a ring.
+
+    Placement uses them only for `sequence: {method: ring}`. There are none if the mask needs a gradient.
     """
     q, k, v, *masks = call.operands
     out, mask = call.results[0], masks[0] if masks else None
@@ -106,8 +108,9 @@ def by_ring(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> It
 
 
 def sent_by_ring(call: Call, rows: Shard, keys: Shard, n: int) -> float:
-    """What a rank sends of its keys in a ring over n ranks, in parts as large as a rank's, on the mean of ranks: n - 1
-    where every row sees every key.
+    """Return the keys that a rank sends in a ring of n ranks, in units of one rank's share, mean of ranks.
+
+    It is n - 1 where every row sees every key.
     """
     q, k = call.operands[:2]
 
@@ -122,8 +125,9 @@ def sent_by_ring(call: Call, rows: Shard, keys: Shard, n: int) -> float:
 
 
 def local_attention(call: LocalCall) -> fx.Node:
-    """The weights that a rank drops are split as its result is, but for the last dim: every rank has all keys, or gets
-    them (a ring).
+    """Rewrite the call for a rank: its share of the dropped weights, and in a ring the exchange of keys.
+
+    Attention weights are split as the result is, except for the last dim: every rank has, or receives, all keys.
     """
     digits, paddings = part_held(call)
     weights = (*call.call.results[0].shape[:-1], call.call.operands[1].shape[-2])
@@ -153,7 +157,7 @@ def local_attention(call: LocalCall) -> fx.Node:
 
 
 def _reach(call: LocalCall, axis: str, args: tuple[Any, ...]) -> dict[str, fx.Node]:
-    """What a mask shows is known of a batch: one small message tells the ranks, once for all attention under a mask."""
+    """Emit a small message that shares what a mask allows, once for all attention under this mask."""
     mask, (mesh, weights, *of_weights, _) = args[3], args[10:]
     if mask is None or call.call.operands[3].shape[-1:] != weights[-1:]:
         return {}
@@ -167,7 +171,7 @@ def _reach(call: LocalCall, axis: str, args: tuple[Any, ...]) -> dict[str, fx.No
 
 
 def local_torch(call: LocalCall) -> fx.Node:
-    """torch's op counts rows from zero, and has all keys: elsewhere it is ours, which knows which they are."""
+    """Use shardc's op where rows are split under a causal mask, or in a ring: torch's counts rows from 0."""
     causal = call.call.arg(5, "is_causal", False)
     if not (call.axes(RING) or (causal and call.split("s"))):
         return call.same()

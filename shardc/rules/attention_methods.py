@@ -1,4 +1,4 @@
-"""How attention over a split sequence may run on the sequence's axis, by `sequence: {method: ...}`.
+"""Decide how attention over a split sequence runs on the sequence's axis: `sequence: {method: ...}`.
 
 gather      queries stay split, keys and values are gathered
 ring        queries stay split, keys and values travel (shardc.runtime.ops.attention.ring)
@@ -23,9 +23,10 @@ from shardc.rules.core.strategy import Strategy
 
 @dataclass(frozen=True)
 class Method:
-    """What the spec asks of one attention on one axis. inner: ranks of axes that may split heads before it, those of
-    weights and of the sequence; where: in the spec; module: that attends; ring: False where another axis may have one,
-    as keys travel over one axis.
+    """The spec's method for one attention on one axis.
+
+    inner: ranks of the axes of weights and of the sequence, which may split heads first. where: place in the spec.
+    module: the attention module. ring: False if another axis may have a ring: keys travel over one axis only.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Method:
 
 
 def over_sequence(choices: Choices, available: Sequence[Sequence[Placement]]) -> bool:
-    """Whether the queries of an attention, or the rows of its scores, come split by their sequence."""
+    """Return whether an attention's queries, or the rows of its scores, arrive split by their sequence."""
     rows = len(choices.call.operands[0].shape) - 2
     return any(isinstance(p, Shard) and p.dim == rows for p in available[0])
 
@@ -44,7 +45,7 @@ def over_sequence(choices: Choices, available: Sequence[Sequence[Placement]]) ->
 def candidates(
     method: Method, choices: Choices, n: int, available: Sequence[Sequence[Placement]]
 ) -> Iterator[Strategy]:
-    """The strategies that a method allows. Raises ShardcError where there is none."""
+    """Yield the strategies that a method allows. Raises ShardcError if there are none."""
     whole, found = choices.call.target in OPS, False
     ring = _ring(choices, n, available) if whole and method.ring and method.name in ("ring", "auto") else []
     if method.name == "gather" or (method.name == "auto" and not ring):
@@ -66,14 +67,14 @@ def _ring(choices: Choices, n: int, available: Sequence[Sequence[Placement]]) ->
 
 
 def _by_heads(method: Method, choices: Choices, n: int) -> list[Strategy]:
-    """Heads split, at the digit inside that of the axes that may split them already."""
+    """Split heads at the digit inside the axes that may already split them."""
     call, sizes = choices.call, choices.signature.sizes
     out = call.results[0].shape
     if len(out) < 3:
         return []
     dim = len(out) - 3
     factors = [f for f in choices.signature.outputs[0][dim] if f in choices.places]
-    for factor in factors:  # of groups the outer one first: keys and values are split too, then
+    for factor in factors:  # the outer group first: then keys and values are split too
         digit = method.inner if sizes[factor] % (method.inner * n) == 0 else 1
         if (method.inner == 1 or digit > 1) and (s := choices.split(factor, digit, n)) is not None:
             return [s]

@@ -1,5 +1,6 @@
-"""Convolutions and pooling: batch and channels split, space stays whole (its parts would
-need their neighbours' edges).
+"""Rules of convolutions and pooling: batch and channels may be split, space stays whole.
+
+Parts of space would need the edges of their neighbours.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ aten = torch.ops.aten
 
 
 def convolution(call: Call, groups: int, transposed: bool = False) -> Signature:
-    """x[b, (g i), ...], w[(g o), i, ...] -> y[b, (g o), ...]: channels in groups; transposed: w[(g i), o, ...]."""
+    """Split batch and channels: x[b, (g i), ...], w[(g o), i, ...] -> y[b, (g o), ...].
+
+    transposed: w[(g i), o, ...].
+    """
     x, w, y = call.operands[0].shape, call.operands[1].shape, call.results[0].shape
     space = len(w) - 2
     lead: list[Dim] = [("b",)] if len(x) == space + 2 else []
@@ -29,7 +33,7 @@ def convolution(call: Call, groups: int, transposed: bool = False) -> Signature:
     sizes |= {f"{k}{d}": s for k, shape in (("x", x), ("k", w), ("y", y)) for d, s in enumerate(shape[-space:])}
     whole = {f"{k}{d}" for k in "xky" for d in range(space)}
     many: Dim = ("g",) if groups > 1 else ()
-    # each channel by itself: the dim is one factor, which may be split in sections
+    # depthwise: the dim is one factor, which may be split in sections
     into, out = (many, many) if groups > 1 and sizes["i"] == sizes["o"] == 1 else ((*many, "i"), (*many, "o"))
     channels: list[Dim] = [into, ("o",)] if transposed else [out, ("i",)]
 
@@ -62,8 +66,9 @@ def conv_transpose(call: Call) -> Signature:
 
 
 def local_groups(position: int, transposed: int | None = None) -> LocalOf:
-    """A `local` that gives the op the groups that a rank has, padding included. transposed: position of that argument,
-    if it may be.
+    """Return a `local` that sets the op's groups to those of a rank, padding included.
+
+    transposed: position of that argument, if the op has it.
     """
 
     def local(call: LocalCall) -> fx.Node:
@@ -106,7 +111,7 @@ for _op in (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.con
 
 
 def pooled(call: Call) -> Signature:
-    """Dims before space are factors, space is whole on both sides."""
+    """Keep space whole on both sides; split the dims before it."""
     x, y = call.operands[0].shape, call.results[0].shape
     same = 0
     limit = len(x) - (1 if "1d" in str(call.target) else 2 if "2d" in str(call.target) else 3)
@@ -158,9 +163,7 @@ for _op in (
 
 
 def unpooled(call: Call) -> Signature:
-    """The gradient of what an average pool read: grad[n, c, ...], x[n, c, ...] -> like x, of which only the shape
-    counts.
-    """
+    """Split the dims before space in the gradient of an average pool: grad[n, c, ...], x[n, c, ...] -> x."""
     grad, x = (v.shape for v in call.operands)
     whole = len(x) - (2 if "2d" in str(call.target) else 3)
 
@@ -189,9 +192,7 @@ for _op in (
 
 
 def fractional(call: Call) -> Signature:
-    """x[n, c, ...], places[n, c, 2 or 3] -> [n, c, ...], twice; without n, places[1, c, ..]. Space is whole on both
-    sides.
-    """
+    """Keep space whole: x[n, c, ...], places[n or 1, c, 2 or 3] -> [n, c, ...], twice."""
     space = call.operands[1].shape[-1]
     sig = pooled(call)
     (x,) = sig.inputs
@@ -205,7 +206,7 @@ for _op in (aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.defau
 
 
 def sampled(call: Call) -> Signature:
-    """grid_sampler: x[n, c, ...], grid[n, ..., 2] -> [n, c, ...]: every image is read at places of its own."""
+    """Split images n and channels c of grid_sampler: x[n, c, ...], grid[n, ..., 2] -> [n, c, ...]."""
     x, grid, y = (v.shape for v in (*call.operands, *call.results))
     read: tuple[Dim, ...] = tuple((f"x{i}",) for i in range(2, len(x)))
     pixels: tuple[Dim, ...] = tuple((f"y{i}",) for i in range(2, len(y)))
@@ -223,9 +224,7 @@ for _op in (aten.grid_sampler.default, aten.grid_sampler_2d.default, aten.grid_s
 
 
 def windows(call: Call) -> Signature:
-    """im2col: x[n, c, h, w] -> [n, (c k), l], every window's elements beside its channel;
-    col2im: back. Also without n.
-    """
+    """Split n and c: im2col x[n, c, h, w] -> [n, (c k), l]; col2im is the reverse. n may be missing."""
     x, y = call.operands[0].shape, call.results[0].shape
     image, columns = (x, y) if len(x) > len(y) else (y, x)
     lead: list[Dim] = [("n",)] if len(columns) == 3 else []

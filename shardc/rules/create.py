@@ -1,6 +1,4 @@
-"""Ops that make tensors from sizes: constants may be made in parts, anything that counts (arange) is made whole and
-sliced.
-"""
+"""Rules of ops that make tensors from sizes: constants may be split, counters (arange) stay whole."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ aten = torch.ops.aten
 
 
 def filled(call: Call) -> Signature:
-    """Every dim of the result is a factor; the operand of `new_*` gives only its dtype, so it stays as it is."""
+    """Split every dim of the result; keep the operand of `new_*` whole: only its dtype is used."""
     out = call.results[0].shape
     names = tuple((f"d{i}",) for i in range(len(out)))
     sizes = {f"d{i}": s for i, s in enumerate(out)}

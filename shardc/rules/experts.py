@@ -1,9 +1,9 @@
-"""Experts: `t h, t k, t k, e (2 i) h, e h i -> t h`. Tokens split is data parallel, i tensor parallel, e expert
-parallel.
+"""Rules of experts, `t h, t k, t k, e (2 i) h, e h i -> t h`.
 
-Two ways to spread experts over an axis. With tokens whole there, each rank computes what its experts make of all
-tokens: partial sums. With tokens split there too, tokens go to the experts' ranks and back ("exchange"): every expert
-sees all its tokens, so its weights' gradients are whole, and nothing but chosen tokens is sent.
+Tokens split is data parallel, i tensor parallel, e expert parallel. There are two ways to spread experts over an axis.
+With tokens whole there, each rank computes what its experts make of all tokens: partial sums. With tokens split there
+too, tokens go to the experts' ranks and back ("exchange"): every expert sees all its tokens, so its weights' gradients
+are whole, and only chosen tokens are sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ X, INDEX, WEIGHTS, UP, DOWN, UP_BIAS, DOWN_BIAS, ACTIVATION, TRANSPOSED = range(
 
 
 def experts(call: Call) -> Signature:
-    """The signature of a call: how the activation divides its input says where i is in the first product's columns."""
+    """Split tokens, experts and i. The activation decides where i is in the first product's columns."""
     x, index, up, down = (call.operands[i].shape for i in (X, INDEX, UP, DOWN))
     activation = read(call.arg(ACTIVATION, "activation"))
     transposed = bool(call.arg(TRANSPOSED, "transposed", False))
@@ -48,8 +48,9 @@ def experts(call: Call) -> Signature:
 
 
 def rounded(call: Call) -> Signature:
-    """Of experts whose products are of rounded rows: of padding in `i` an activation may make what is no zero, and a
-    row's largest. A gradient's rows along `o` stay whole.
+    """Split experts whose products round rows; keep `o` whole, and do not pad `i`.
+
+    An activation may turn padding in `i` into a nonzero, which could be the largest value of a row.
     """
     plain = experts(call)
     rows, columns = plain.inputs[DOWN], plain.inputs[UP]
@@ -61,19 +62,19 @@ def rounded(call: Call) -> Signature:
 
 
 def _bias(call: Call, position: int) -> int | None:
-    """Which operand a bias is."""
+    """Return the operand index of a bias, or None."""
     bias = call.arg(position, "")
     return bias.index if isinstance(bias, Operand) else None
 
 
 def linear(call: Call) -> str:
-    """In the weights of the choices; in the second product with its bias."""
+    """Return the linear operands: the weights of the choices, or the second product with its bias."""
     bias = _bias(call, DOWN_BIAS)
     return f"{WEIGHTS} | {DOWN}" + (f" {bias}" if bias is not None else "")
 
 
 def exchange(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """Tokens and experts split over the same ranks."""
+    """Yield strategies that split tokens and experts over the same ranks."""
     tokens = {p for p in available[X] | {Shard(0)} if isinstance(p, Shard) and p.dim == 0 and not p.sections}
     held = {
         p
@@ -93,7 +94,7 @@ def flops(call: Call) -> int:
 
 
 def local(call: LocalCall) -> fx.Node:
-    """Where experts are split: routing, exchange, products, exchange, weighted sum, each an op of its own."""
+    """Rewrite split experts as routing, exchange, products, exchange and weighted sum, one op each."""
     shards = call.inputs[UP].shards(0)
     rounded = call.call.target is ops.fp8_experts
     over = call.mesh.merge(call.split("i")) if rounded else ()
@@ -154,6 +155,6 @@ def local(call: LocalCall) -> fx.Node:
 
 rule(
     ops.experts_keep, "... t! k! -> ... t! k!"
-)  # which of all tokens come first: their numbers are gathered, not the tokens
+)  # it selects the first of all tokens: their indices are gathered, not the tokens
 rule(ops.experts, experts, linear=linear, added=(DOWN_BIAS, UP_BIAS), local=local, extra=exchange, flops=flops)
 rule(ops.fp8_experts, rounded, local=local, extra=exchange, flops=flops, whole_grad=True)

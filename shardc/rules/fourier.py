@@ -1,4 +1,4 @@
-"""Fourier transforms and complex numbers: the transformed dims stay whole; a pair of reals is one element."""
+"""Rules of Fourier transforms and complex numbers: transformed dims stay whole, and pairs of reals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def transform(call: Call) -> Signature:
-    """fft(x, n, dim), fftn(x, s, dim): the dims that are transformed may change their size."""
+    """Keep transformed dims whole (their size may change): fft(x, n, dim), fftn(x, s, dim)."""
     x, y = call.operands[0].shape, call.results[0].shape
     sizes, default = call.arg(1, "s"), [-2, -1] if str(call.target).split(".")[1].endswith("2") else None
     dims = call.arg(2, "dim", -1 if any(a in str(call.target) for a in ("fft.", "rfft.")) else default)
@@ -38,7 +38,7 @@ for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
 
 
 def frames(call: Call) -> Signature:
-    """stft, istft: x[b, ...] -> [b, ...]; time and frequency stay whole, and so does the window."""
+    """Split the batch of stft and istft, x[b, ...] -> [b, ...]; keep time, frequency and window whole."""
     x, y = call.operands[0].shape, call.results[0].shape
     lead = 1 if len(x) > (1 if "istft" not in str(call.target) else 2) else 0
     ins: list[tuple[Dim, ...]] = []
@@ -57,7 +57,7 @@ for _op in (aten.stft.default, aten.stft.center, aten.istft.default):
 
 
 def pair(call: Call) -> Signature:
-    """view_as_real: c[...] -> f[..., 2]; view_as_complex: f[..., 2] -> c[...]."""
+    """Split all but the pair: view_as_real c[...] -> f[..., 2]; view_as_complex f[..., 2] -> c[...]."""
     x, y = call.operands[0].shape, call.results[0].shape
     names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(min(len(x), len(y))))
     two: tuple[Dim, ...] = (*names, ("pair",))
@@ -71,4 +71,4 @@ rule(aten.view_as_complex.default, pair, linear="0")
 for _op in (aten.real.default, aten.imag.default):
     rule(_op, broadcast, linear="0")
 rule(aten.complex.default, broadcast, linear="0 1")
-rule(aten.polar.default, broadcast)  # its derivative takes lengths for positive, which summands need not be
+rule(aten.polar.default, broadcast)  # its derivative assumes positive lengths, but summands may be negative

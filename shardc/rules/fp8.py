@@ -1,8 +1,9 @@
-"""Rounding to float8 (shardc.runtime.ops.fp8). A granule, which has one scale, is a block size for each dim, 0 a whole
-dim.
+"""Rules of rounding to float8 (shardc.runtime.ops.fp8), with one scale per granule.
 
-Blocks stay whole: what is split is their number. A whole dim may be split, and the largest values of its parts are
-compared over ranks (one number a granule), so the scale is that of one device."""
+A granule is a block size for each dim; 0 is a whole dim. Blocks stay whole: their number is split. A whole dim may be
+split: then the largest values of its parts are compared over ranks (one number a granule), so the scale is that of one
+device.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _CAUSE = "the scale of values that are split"
 
 
 def _operand(shape: Sequence[int], granule: Sequence[int]) -> tuple[Operand, dict[str, int]]:
-    """The factors of a tensor: of dim i the number of blocks di, and the block gi if it has several elements."""
+    """Return a tensor's factors: for dim i the number of blocks di, and the block gi if larger than one."""
     dims: list[Dim] = []
     sizes: dict[str, int] = {}
     for i, (n, g) in enumerate(zip(shape, granule, strict=True)):
@@ -44,7 +45,7 @@ def _inside(sizes: dict[str, int]) -> frozenset[str]:
 
 
 def _scales(granule: Sequence[int]) -> Operand:
-    """One number a granule."""
+    """Return the factors of the scales: one number per granule."""
     return tuple(() if g == 0 else (f"d{i}",) for i, g in enumerate(granule))
 
 
@@ -56,7 +57,7 @@ def amax(call: Call) -> Signature:
 
 
 def parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """Each rank has a part of a granule."""
+    """Yield strategies that split a granule over ranks."""
     x, granule = call.operands[0].shape, call.arg(1, "granule")
     for p in sorted(available[0], key=repr):
         if isinstance(p, Shard) and granule[p.dim] == 0 and p.padded(x[p.dim]) % (p.split * n) == 0:
@@ -64,7 +65,7 @@ def parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iter
 
 
 def local_amax(call: LocalCall) -> fx.Node:
-    """The largest of the rank's part, and of all parts."""
+    """Compute the largest value of the rank's part, then of all parts."""
     split = call.axes(GRANULE)
     granule, x = call.call.arg(1, "granule"), call.args[0]
     for s in call.inputs[0].paddings():
@@ -89,7 +90,7 @@ def rounded(call: Call) -> Signature:
 
 
 def gradient(call: Call) -> Signature:
-    """Of y, and of the scales of the weight's rows, where they are given: [out, 1], or [1, out]."""
+    """Split blocks of y and scales of the weight's rows, where they exist: [out, 1] or [1, out]."""
     granule = call.arg(3, "granule")
     y, sizes = _operand(call.operands[0].shape, granule)
     last = (f"d{len(granule) - 1}",)
@@ -98,7 +99,7 @@ def gradient(call: Call) -> Signature:
 
 
 def local_gradient(call: LocalCall) -> fx.Node:
-    """Where granules of the gradient are split, backward compares their largest values."""
+    """Make backward compare the largest values of ranks if granules of the gradient are split."""
     granule, y = call.call.arg(3, "granule"), call.call.operands[0]
     split = [a for i, g in enumerate(granule) if g == 0 for a in call.split(f"d{i}")]
     if not split or not y.requires_grad:
@@ -111,7 +112,7 @@ def local_gradient(call: LocalCall) -> fx.Node:
 
 
 def product(call: Call) -> Signature:
-    """`... k, n k, [granules of the weight] -> ... n`; transposed: the weight is [k, n]."""
+    """Split `... k, n k, [granules of the weight] -> ... n`; transposed: the weight is [k, n]."""
     x, weight = (v.shape for v in call.operands[:2])
     recipe, transposed = RECIPES[call.arg(3, "recipe")], bool(call.arg(4, "transposed", False))
     names = ("k", "n") if transposed else ("n", "k")

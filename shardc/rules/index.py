@@ -1,5 +1,6 @@
-"""Look-ups: embedding, gather, indexing, scatter. The dim that indices point into stays whole, unless a rule says how
-not to.
+"""Rules of look-ups: embedding, gather, indexing, scatter.
+
+The dim that indices point into stays whole, unless a rule says how to split it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ aten = torch.ops.aten
 
 
 def by_vocabulary(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """Rows of the table split: a rank looks up what it holds, other rows give zeros, the
-    sum over ranks is the look-up.
-    """
+    """Yield strategies that split the table's rows: absent rows are zeros, the ranks' sum is the result."""
     for rows in sorted(available[0], key=repr):
         if not isinstance(rows, Shard) or rows.dim != 0 or not rows.in_order or _by_frequency(call):
             continue
@@ -44,7 +43,7 @@ def local_embedding(call: LocalCall) -> fx.Node:
 
 
 def embedding(call: Call) -> Signature:
-    """v! d, ... -> ... d. Gradients scaled by how often a row is used count over all ids: then those stay whole."""
+    """Split d and the ids: v! d, ... -> ... d. Keep ids whole if gradients are scaled by their frequency."""
     sig = parse("v! d, ... -> ... d").bind([v.shape for v in call.operands], [v.shape for v in call.results])
     return replace(sig, whole=frozenset(sig.sizes) - {"d"}) if _by_frequency(call) else sig
 
@@ -57,7 +56,7 @@ rule(aten.embedding.default, embedding, linear="0", local=local_embedding, extra
 
 
 def gather(call: Call) -> Signature:
-    """x.gather(dim, index): the dim stays whole in both; others split where index covers all of x."""
+    """Keep dim whole in x.gather(dim, index); split the other dims where index covers all of x."""
     x, index, d = call.operands[0].shape, call.operands[1].shape, call.dim(call.arg(1, "dim"))
     same = [i for i in range(len(x)) if i != d and x[i] == index[i]]
     sizes = {f"d{i}": s for i, s in enumerate(x)} | {f"o{i}": s for i, s in enumerate(index)}
@@ -69,7 +68,7 @@ def gather(call: Call) -> Signature:
 
 
 def by_entries(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """The dim that indices point into is split: as `by_vocabulary`."""
+    """Yield strategies that split the dim that indices point into, as `by_vocabulary` does."""
     x, d = call.operands[0].shape, call.dim(call.arg(1, "dim"))
     for p in sorted(available[0], key=repr):
         if isinstance(p, Shard) and p.dim == d and p.in_order and p.padded(x[d]) % (p.split * n) == 0:
@@ -100,9 +99,7 @@ rule(aten.index_select.default, index_select, linear="0")
 
 
 def index(call: Call) -> Signature:
-    """x[i, :, j]: indexed dims stay whole, others are factors; the indices' own (broadcast) dims are factors of the
-    result.
-    """
+    """Keep the indexed dims of x[i, :, j] whole; split the others, and the indices' own (broadcast) dims."""
     x, where = call.operands[0].shape, call.arg(1, "indices")
     indexed = [d for d, i in enumerate(where) if isinstance(i, Operand)]
     picked = [call.operands[where[d].index].shape for d in indexed]
@@ -133,10 +130,10 @@ rule(aten.index.Tensor, index, linear="0")
 
 
 def index_put(call: Call) -> Signature:
-    """x[i, :, j] = values, or += values: like `index`, with the values where that has its result.
+    """Keep the indexed dims whole in x[i, :, j] = values, or += values; values are like `index`'s result.
 
-    Dims of x that are indexed stay whole. Values that are added up (accumulate) may be split: each rank then has a
-    summand."""
+    Values that are added up (accumulate) may be split: each rank then has a summand.
+    """
     x, where, values = call.operands[0].shape, call.arg(1, "indices"), call.operands[-1].shape
     indexed = [d for d, i in enumerate(where) if isinstance(i, Operand)]
     picked = [call.operands[where[d].index].shape for d in indexed]
@@ -151,7 +148,7 @@ def index_put(call: Call) -> Signature:
     full = [*before, *inner, *(names[d] for d in range(len(x)) if d not in indexed and names[d] not in before)]
 
     def own(dims: list[Dim], shape: tuple[int, ...]) -> tuple[Dim, ...]:
-        """The last of `dims`, without those that are broadcast."""
+        """Return the last of `dims`, without those that are broadcast."""
         return tuple(
             d if sizes[d[0]] == s and s != 1 else () for d, s in zip(dims[len(dims) - len(shape) :], shape, strict=True)
         )
@@ -166,7 +163,7 @@ def index_put(call: Call) -> Signature:
 
 
 def _put_linear(call: Call) -> str:
-    """x[i] = v is linear in x and v together; also in each alone where it adds."""
+    """Return the linear operands of x[i] = v: x and v together."""
     return f"0 {len(call.operands) - 1}"
 
 
@@ -184,9 +181,7 @@ for _op in (
 
 
 def index_add(call: Call) -> Signature:
-    """x.index_add(dim, index, source): the dim stays whole in x; the source's entries may be split, as they are added
-    up.
-    """
+    """Keep dim whole in x.index_add(dim, index, source); split the source's entries, which are summed."""
     x, source, d = call.operands[0].shape, call.operands[2].shape, call.dim(call.arg(1, "dim"))
     names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
     sizes = {f"d{i}": s for i, s in enumerate(x)} | {"n": source[d] if source else 1}
@@ -202,7 +197,7 @@ rule(aten.index_add.default, index_add, linear="0 2", added=(0,))
 
 
 def index_copy(call: Call) -> Signature:
-    """x.index_copy(dim, index, source): the dim stays whole everywhere."""
+    """Keep dim whole in all operands of x.index_copy(dim, index, source)."""
     added = index_add(call)
     return replace(added, summed=frozenset(), whole=added.whole | {"n"})
 
@@ -211,7 +206,7 @@ rule(aten.index_copy.default, index_copy, linear="0 2")
 
 
 def linear_mean(call: Call) -> str:
-    """In x and source together where it takes means; products, maxima and minima are not linear."""
+    """Return the linear operands: x and source together for means, none for products and extrema."""
     return "0 2" if call.arg(4, "reduce") == "mean" else ""
 
 
@@ -219,7 +214,7 @@ rule(aten.index_reduce.default, index_copy, linear=linear_mean)
 
 
 def scatter(call: Call) -> Signature:
-    """x.scatter(dim, index, src): like gather, the other dims split where index and src cover just all of x."""
+    """Keep dim whole in x.scatter(dim, index, src); split other dims where index and src cover all of x."""
     x, d = call.operands[0].shape, call.dim(call.arg(1, "dim"))
     same = [i for i in range(len(x)) if i != d and all(v.shape[i] == x[i] for v in call.operands)]
     sizes: dict[str, int] = {f"d{i}": s for i, s in enumerate(x)}
@@ -245,9 +240,7 @@ rule(aten.scatter_reduce.two, scatter, linear=lambda c: "0 2" if c.arg(4, "reduc
 
 
 def scatter_add(call: Call) -> Signature:
-    """As `scatter`; where index and src are of one size their entries along the dim may
-    be split, as they are added up.
-    """
+    """Split as `scatter` does, and entries along dim where index and src have one size: they are summed."""
     plain, d = scatter(call), call.dim(call.arg(1, "dim"))
     index, src = (v.shape for v in call.operands[1:])
     if not index or index[d] != src[d]:
@@ -261,7 +254,7 @@ rule(aten.scatter_add.default, scatter_add, linear=_scatter_linear, added=(0,))
 
 
 def searchsorted(call: Call) -> Signature:
-    """Where values[..., m] belong in sorted[..., n]; one row of sorted numbers serves all values."""
+    """Split values[..., m], keep sorted[..., n] whole along n; one sorted row may serve all values."""
     position = 0 if call.arg(0, "sorted_sequence") == Operand(0) else 1
     row, x = call.operands[position].shape, call.operands[1 - position].shape if len(call.operands) > 1 else ()
     names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))

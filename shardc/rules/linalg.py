@@ -1,4 +1,4 @@
-"""Linear algebra on stacks of matrices: the matrices stay whole, the dims before them may be split."""
+"""Rules of linear algebra on stacks of matrices: matrices stay whole, dims before them may be split."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ aten = torch.ops.aten
 
 
 def stacked(call: Call) -> Signature:
-    """f[..., m, n] of every operand -> results whose leading dims are the operands' `...`, which broadcast."""
+    """Split the leading dims of f[..., m, n] operands and of the results; `...` broadcasts."""
     return _stacked(call, [2] * len(call.operands))
 
 
 def solve(call: Call) -> Signature:
-    """A[..., n, n], B[..., n, k], or B[..., n] where it has just one dim less (as torch reads it). Columns of B are
-    solved alone.
+    """Split leading dims and the columns of B: A[..., n, n], B[..., n, k], or vectors B[..., n].
+
+    As in torch, B is a stack of vectors if it is 1-d or has the shape of A without the last dim.
     """
     a, b = (v.shape for v in call.operands[:2])
     if len(b) == 1 or b == a[:-1]:
@@ -31,38 +32,38 @@ def solve(call: Call) -> Signature:
 
 
 def solve_triangular(call: Call) -> Signature:
-    """A[..., n, n], B[..., n, k]; B[..., k, n] where it is on the left."""
+    """Split leading dims and columns of A[..., n, n], B[..., n, k]; left=False: only leading dims."""
     return _columns(stacked(call), 1) if call.arg(3, "left", True) else stacked(call)
 
 
 def cholesky_solve(call: Call) -> Signature:
-    """B[..., n, k], L[..., n, n]."""
+    """Split leading dims and columns of B[..., n, k], L[..., n, n]."""
     return _columns(stacked(call), 0)
 
 
 def own_dims(*own: int) -> SignatureOf:
-    """Stacks whose operands have so many dims of their own: 2 = matrices, 1 = vectors (pivots), 0 = numbers."""
+    """Return the rule of stacks whose operands have so many last dims: 2 matrix, 1 vector, 0 number."""
 
     def stacked_each(call: Call) -> Signature:
-        """Leading dims of all operands broadcast and may be split; a matrix, its pivots, a tolerance stay whole."""
+        """Split leading dims, which broadcast; keep a matrix, its pivots and a tolerance whole."""
         return _stacked(call, list(own[: len(call.operands)]))
 
     return stacked_each
 
 
 def columns(own: SignatureOf, operand: int) -> SignatureOf:
-    """Solvers: the columns of the right operand are solved alone."""
+    """Return the rule of a solver that handles each column of the right-hand operand separately."""
 
     def solved(call: Call) -> Signature:
-        """As stacked matrices; the columns of the right-hand side may be split too."""
-        position = 3 if call.target is aten.ormqr.default else len(call.args)  # elsewhere `left` is given by name
+        """Split leading dims as stacked matrices do, and the columns of the right-hand side."""
+        position = 3 if call.target is aten.ormqr.default else len(call.args)  # elsewhere `left` is a keyword
         return _columns(own(call), operand) if call.arg(position, "left", True) else own(call)
 
     return solved
 
 
 def _columns(sig: Signature, operand: int) -> Signature:
-    """The last dim of an operand is that of the result, and may be split."""
+    """Use an operand's last dim as the result's last dim, so that columns may be split."""
     (old,), result = sig.inputs[operand][-1], sig.outputs[0]
     out: Operand = (*result[:-1], (old,))
     sizes = {f: s for f, s in sig.sizes.items() if (f,) != result[-1]}
@@ -83,7 +84,7 @@ def _stacked(call: Call, own: list[int]) -> Signature:
         return (*first, *((f"{mark}{i}",) for i in range(leading, len(shape))))
 
     ins = tuple(dims(v.shape, len(e), f"x{j}_") for j, (v, e) in enumerate(zip(call.operands, lead, strict=True)))
-    wanted = [v.shape[: len(batch)] == batch for v in call.results]  # vectors that were not wanted are empty
+    wanted = [v.shape[: len(batch)] == batch for v in call.results]  # vectors that were not requested are empty
     outs = tuple(
         dims(v.shape, len(batch) * full, f"y{j}_") for j, (v, full) in enumerate(zip(call.results, wanted, strict=True))
     )
@@ -100,7 +101,7 @@ for _op in (
     aten.linalg_inv_ex.default,
     aten.linalg_cholesky.default,
     aten.linalg_cholesky_ex.default,
-    *([aten.cholesky.default] if hasattr(aten, "cholesky") else []),  # torch 2.15 has it no more
+    *([aten.cholesky.default] if hasattr(aten, "cholesky") else []),  # torch 2.15 removed it
     aten.cholesky_inverse.default,
     aten.linalg_det.default,
     aten.logdet.default,
@@ -149,7 +150,7 @@ rule(aten.cholesky_solve.default, cholesky_solve, linear="0", flops=_flops)
 
 
 def matrix_norm(call: Call) -> Signature:
-    """The two dims of the matrices are reduced."""
+    """Reduce the two dims of the matrices, which stay whole."""
     x = call.operands[0].shape
     gone = {call.dim(d) for d in call.arg(2, "dim", [-2, -1])}
     names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
@@ -167,7 +168,7 @@ rule(aten.linalg_matrix_norm.str_ord, matrix_norm)
 
 
 def cdist(call: Call) -> Signature:
-    """a[..., p, m], b[..., r, m] -> [..., p, r]: distances of rows. Only the 1-norm is a sum over m."""
+    """Split rows: a[..., p, m], b[..., r, m] -> [..., p, r], distances. Only the 1-norm is a sum over m."""
     a, b = (v.shape for v in call.operands)
     out = call.results[0].shape
     batch = out[:-2]

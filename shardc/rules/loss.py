@@ -1,4 +1,4 @@
-"""The loss: negative log likelihood, also with the classes split, so that the logits are never gathered."""
+"""Rules of losses. Negative log likelihood also runs with split classes: logits are never gathered."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _class_dim(call: Call) -> int:
 
 
 def nll(call: Call) -> Signature:
-    """logits[n, c, ...], target[n, ...] -> loss[n, ...]; the classes c are whole."""
+    """Split all but the classes c: logits[n, c, ...], target[n, ...] -> loss[n, ...]."""
     x, c = call.operands[0].shape, _class_dim(call)
     names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
     rest = tuple(names[:c] + names[c + 1 :])
@@ -36,7 +36,7 @@ def nll(call: Call) -> Signature:
 
 
 def by_classes(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """Vocabulary-parallel cross-entropy (Megatron-LM, Shoeybi et al. 2019, section 3)."""
+    """Yield strategies of vocabulary-parallel cross-entropy (Megatron-LM, Shoeybi et al. 2019, section 3)."""
     d = _class_dim(call)
     for c in sorted(available[0], key=repr):
         if (
@@ -49,7 +49,7 @@ def by_classes(call: Call, n: int, available: Sequence[frozenset[Placement]]) ->
 
 
 def local_nll(call: LocalCall) -> fx.Node:
-    """Per position: the maximum over all classes, then in one sum over ranks the normaliser and the target's logit."""
+    """Compute the largest logit over ranks, then the normaliser and the target's logit in one sum."""
     split = call.axes("classes")
     if not split:
         return call.same()
@@ -94,7 +94,7 @@ def _on(layout: Layout, axes: Sequence[str], placement: Placement, mesh: Mesh) -
 
 
 def _shifted(layout: Layout) -> Layout:
-    """The layout of the result under one more leading dim."""
+    """Return the layout of a result that gets one more leading dim."""
     return Layout(tuple((a, replace(p, dim=p.dim + 1) if isinstance(p, Shard) else p) for a, p in layout.items))
 
 
@@ -102,9 +102,7 @@ rule(ops.nll, nll, local=local_nll, extra=by_classes)
 
 
 def by_row(call: Call) -> Signature:
-    """x[n, c], targets[n, c] -> loss[n], as the canonical pass leaves it; a loss that
-    reduces by itself needs all rows.
-    """
+    """Split rows of x[n, c], targets[n, c] -> loss[n], if the canonical pass left the loss unreduced."""
     if call.arg(2, "reduction", 1):
         return all_whole(call)
     x = call.operands[0].shape
@@ -117,7 +115,7 @@ rule(torch.ops.aten.multilabel_margin_loss.default, by_row)
 
 
 def ctc(call: Call) -> Signature:
-    """log_probs[t, n, c], targets[n, s], lengths[n], lengths[n] -> loss[n]. Concatenated targets cannot be split."""
+    """Split n: log_probs[t, n, c], targets[n, s] (not concatenated), lengths[n] twice -> loss[n]."""
     x, targets = (v.shape for v in call.operands[:2])
     sizes = {"t": x[0], "n": x[1], "c": x[2]} | {f"s{i}": s for i, s in enumerate(targets)}
     batched = len(targets) == 2

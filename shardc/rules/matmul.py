@@ -1,6 +1,4 @@
-"""Matrix products. The summed factor is what row parallelism splits, the weight's own factor what column parallelism
-splits.
-"""
+"""Rules of matrix products. Row parallelism splits the summed factor, column parallelism the output's."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ rule(aten.outer.default, "m, n -> m n", linear="0 | 1")
 
 
 def addmm(call: Call) -> Signature:
-    """bias + a @ b, with a batch dim or without. The bias broadcasts: it may lack leading dims and have dims of size
-    one.
-    """
+    """Split bias + a @ b, with or without a batch dim. The bias broadcasts."""
     bias, out, k = call.operands[0].shape, call.results[0].shape, call.operands[1].shape[-1]
     every: list[Dim] = [("b",), ("m",), ("n",)]
     names = every[3 - len(out) :]
@@ -53,7 +49,7 @@ rule(aten.baddbmm.default, addmm, linear="0 1 | 0 2", added=(0,), flops=_flops_b
 
 
 def matmul(call: Call) -> Signature:
-    """torch.matmul with leading dims that broadcast; 1-d operands are vectors."""
+    """Split torch.matmul, whose leading dims broadcast; 1-d operands are vectors."""
     a, b = (v.shape for v in call.operands)
     out = call.results[0].shape
     lead = max(len(a), len(b)) - 2
@@ -82,7 +78,7 @@ rule(aten.matmul.default, matmul, linear="0 | 1", flops=_flops)
 
 
 def einsum(call: Call) -> Signature:
-    """The equation is the rule. Letters that reach no result are summed; a repeated letter (a diagonal) stays whole."""
+    """Split as the equation says: letters not in the result are summed, repeated letters stay whole."""
     equation = call.args[0].replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")

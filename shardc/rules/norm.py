@@ -1,4 +1,4 @@
-"""Normalisations: the normalised dims stay whole, every other dim may be split."""
+"""Rules of normalisations: the normalised dims stay whole, every other dim may be split."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ aten = torch.ops.aten
 
 
 def layer_norm(call: Call) -> Signature:
-    """layer_norm and rms_norm: the last dims, as many as normalized_shape has, are whole; weight and bias have just
-    those.
-    """
+    """Keep the dims of normalized_shape whole in layer_norm and rms_norm; weight and bias have just those."""
     x = call.operands[0].shape
     last = len(call.arg(1, "normalized_shape"))
     names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))
@@ -35,9 +33,7 @@ if hasattr(aten, "_fused_rms_norm"):
 
 
 def group_norm(call: Call) -> Signature:
-    """x[n, c, ...]: the batch splits; channels are normalised in groups, so a split
-    channel dim must hold whole groups.
-    """
+    """Split batch and groups of x[n, (g c), ...]: channels are normalised in groups, which stay whole."""
     x = call.operands[0].shape
     groups = call.arg(1, "num_groups")
     sizes = {"n": x[0], "g": groups, "c": x[1] // groups} | {f"s{i}": s for i, s in enumerate(x[2:])}
@@ -57,9 +53,7 @@ rule(aten.group_norm.default, group_norm, local=local_group_norm)
 
 
 def instance_norm(call: Call) -> Signature:
-    """x[n, c, ...]: every image and channel is normalised alone. Running statistics are means over images: then those
-    are whole.
-    """
+    """Split images and channels of x[n, c, ...]; running statistics are means over images: n stays whole."""
     x = call.operands[0].shape
     names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))
     ins = (names, *[(names[1],) for _ in call.operands[1:]])
@@ -73,7 +67,7 @@ rule(aten.instance_norm.default, instance_norm, linear=lambda c: "1 2" if len(c.
 
 
 def weight_norm(call: Call) -> Signature:
-    """v, g -> g * v / |v|, where norms are taken over all dims but one; dim=-1 says: over all."""
+    """Split the one dim without a norm in v, g -> g * v / |v|; dim=-1: the norm is over all dims."""
     v, g, d = call.operands[0].shape, call.operands[1].shape, call.arg(2, "dim", 0)
     names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(v)))
     gains: tuple[Dim, ...] = tuple(n if i == d else () for i, n in enumerate(names))[: len(g)]

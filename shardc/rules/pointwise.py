@@ -1,6 +1,4 @@
-"""Elementwise ops: every dim is a factor, dims of size one broadcast. Most are found by
-torch's own tag, not by a list.
-"""
+"""Rules of elementwise ops: every dim is a factor. Most are found by torch's own tag, not by a list."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ aten = torch.ops.aten
 
 
 def broadcast(call: Call) -> Signature:
-    """One factor per dim of the result; an operand lacks it where its dim is missing or of size one."""
+    """Split every dim of the result; an operand lacks a factor where its dim is missing or of size one."""
     out = call.results[0].shape
     sizes = {f"d{i}": s for i, s in enumerate(out)}
 
@@ -31,7 +29,7 @@ def broadcast(call: Call) -> Signature:
 
 
 def all_operands(call: Call) -> str:
-    """a + b, with both tensors: partial sums of both. With a number instead of a tensor it is not linear."""
+    """Return the linear operands of a + b: both tensors together; none if b is a number."""
     return "0 1" if len(call.operands) == 2 else ""
 
 
@@ -40,17 +38,17 @@ def each_operand(call: Call) -> str:
 
 
 def to_float(call: Call) -> str:
-    """A cast is linear where no digits are cut off that the sum would need: between floating dtypes."""
+    """Return the linear operands of a cast: x, between floating dtypes; others cut off digits of the sum."""
     return "0" if call.results[0].dtype.is_floating_point and call.operands[0].dtype.is_floating_point else ""
 
 
 def branches(call: Call) -> str:
-    """where(condition, a, b) is linear in (a, b) together."""
+    """Return the linear operands of where(condition, a, b): a and b together."""
     return "1 2" if len(call.operands) == 3 else ""
 
 
 def fill_zero(call: Call) -> str:
-    """Filling with zero is linear in what is filled."""
+    """Return the linear operands of a fill: the filled tensor, if the value is zero."""
     return "0" if call.arg(2, "value") == 0 and not isinstance(call.arg(2, "value"), Operand) else ""
 
 
@@ -82,7 +80,7 @@ rule(aten.masked_fill.Tensor, broadcast, linear="0 2")
 
 
 def first_only(call: Call) -> Signature:
-    """Elementwise in the first operand; the others stay whole (type_as, bucketize)."""
+    """Split dims of the first operand elementwise; keep the others whole (type_as, bucketize)."""
     rest = tuple(tuple((f"x{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.operands) if j)
     one = broadcast(replace(call, operands=call.operands[:1]))
     sizes = {f"x{j}_{i}": s for j, v in enumerate(call.operands) if j for i, s in enumerate(v.shape)}
@@ -90,7 +88,7 @@ def first_only(call: Call) -> Signature:
 
 
 def unreduced(call: Call) -> Signature:
-    """Losses per element, as the canonical pass leaves them; one that reduces by itself needs all elements."""
+    """Split elementwise losses, as the canonical pass leaves them; keep all whole if the loss reduces."""
     reduction = next((i for i, a in enumerate(call.target._schema.arguments) if a.name == "reduction"), -1)
     if call.arg(reduction, "reduction", 1) == 0:
         return broadcast(call)
@@ -112,7 +110,7 @@ for _op in (
 
 
 def prelu(call: Call) -> Signature:
-    """x[n, c, ...] and a slope for every channel, or one for all."""
+    """Split x[n, c, ...], with one slope per channel or one for all."""
     x, w = (v.shape for v in call.operands)
     names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))
     slopes: tuple[Dim, ...] = () if not w else (names[1] if len(x) > 1 and w[0] == x[1] and w[0] > 1 else (),)
@@ -123,7 +121,7 @@ rule(aten.prelu.default, prelu)
 
 
 def per_channel(call: Call) -> Signature:
-    """fake_quantize(x, scale[c], zero[c], dim): every channel has its own."""
+    """Split fake_quantize(x, scale[c], zero[c], dim): every channel has its own scale and zero."""
     sig = first_only(call)
     dim = sig.inputs[0][int(call.arg(3, "axis"))]
     mine: tuple[Dim, ...] = (dim,)
@@ -139,7 +137,7 @@ rule(aten.bucketize.Tensor, first_only)
 
 rule(torch.ops.shardc.with_gradient_of.default, broadcast, linear="0 1")
 
-# pointwise in fact, though torch does not tag them so (or they are composites that canonical graphs keep whole)
+# pointwise, but torch does not tag them (or composites that canonical graphs keep)
 for _op in (
     aten.where.ScalarSelf,
     aten.where.ScalarOther,
@@ -173,14 +171,14 @@ for _op in (
 
 @fallback
 def pointwise(op: Any) -> Rule | None:
-    """Any op that torch tags as pointwise."""
+    """Return the rule of any op that torch tags as pointwise."""
     if isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
         return Rule(op, broadcast)
     return None
 
 
 def local_size(position: int) -> Any:
-    """A `local` that replaces the size argument at a position by the rank's own shape."""
+    """Return a `local` that replaces the size argument at a position by the rank's own shape."""
 
     def local(call: LocalCall) -> Any:
         return call.same(**{f"_{position}": list(call.out_shape)})

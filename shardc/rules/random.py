@@ -1,6 +1,4 @@
-"""Random ops. Masks and numbers are a function of the global element's index, so any dim may be split; the rank tells
-which elements it has.
-"""
+"""Rules of random ops: numbers depend on an element's global index, so any dim may be split."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from shardc.runtime.rng import Digits, Paddings
 
 
 def part_held(call: LocalCall) -> tuple[Digits, Paddings]:
-    """Which part of its result a rank holds."""
+    """Return which part of its result a rank has."""
     layout = call.outputs[0]
     digits = tuple((s.dim, axis, s.signed, s.sections) for axis, s in layout.shards())
     return digits, tuple((s.dim, s.padding, s.blocks) for s in layout.paddings())
@@ -31,7 +29,7 @@ rule(ops.dropout, broadcast, linear="0", local=local_dropout)
 
 
 def drawn(call: Call) -> Signature:
-    """Every dim of the result is a factor; a permutation is drawn whole."""
+    """Split every dim of the result; a permutation is drawn whole."""
     out = call.results[0].shape
     sizes = {f"d{i}": s for i, s in enumerate(out)}
     return Signature(
@@ -53,7 +51,7 @@ rule(ops.random, drawn, local=local_random)
 
 
 def _stat(call: Call) -> str:
-    """batch_stat(batch, running): one or the other as a whole."""
+    """Return no linear operands: batch_stat(batch, running) selects one of both as a whole."""
     return ""
 
 

@@ -1,5 +1,6 @@
-"""Recurrent layers as one op: the batch may be split; time is sequential and the hidden
-units all depend on each other.
+"""Rules of recurrent layers as one op: only the batch may be split.
+
+Time is sequential, and all hidden units depend on each other.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ aten = torch.ops.aten
 
 
 def recurrent(call: Call) -> Signature:
-    """x[t, b, i] (or [b, t, i]), states [layers, b, h], weights -> y[t, b, o], states."""
+    """Split b: x[t, b, i] (or [b, t, i]), states [layers, b, h], weights -> y[t, b, o], states."""
     batch_first = bool(call.arg(8, "batch_first"))
     sizes = {"b": call.operands[1].shape[1]}
     states = 1 + (len(call.results) - 1)

@@ -1,4 +1,4 @@
-"""Reductions over dims, and ops that need one dim whole (cumsum, sort)."""
+"""Rules of reductions over dims, and of ops that need one dim whole (cumsum, sort)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def reduced(position: int, name: str, *, summed: bool, keep: tuple[int, str] = (2, "keepdim")) -> Any:
-    """A rule of one operand whose dims given by an argument (None or [] = all) are reduced: summed, or kept whole."""
+    """Return the rule of a reduction over the dims of an argument (None, []: all): summed or kept whole."""
 
     def reduction(call: Call) -> Signature:
         x = call.operands[0].shape
@@ -50,14 +50,14 @@ rule(aten.sum.default, reduced(9, "", summed=True, keep=(9, "")), linear="0")
 
 
 def reduction_of(call: Call) -> frozenset[str]:
-    """The factors that a mean sums over."""
+    """Return the factors that a mean sums over."""
     rule = find(call.target)
     assert rule is not None
     return rule.signature(call).summed
 
 
 def local_mean(call: LocalCall) -> fx.Node:
-    """The rank's sum over the *global* number of elements, where a reduced dim is split; the op itself elsewhere."""
+    """Divide the rank's sum by the *global* number of elements if a reduced dim is split."""
     gone = reduction_of(call.call)
     if not any(s.base in gone for s in call.strategies.values() if s.kind == "split"):
         return call.same()
@@ -133,7 +133,7 @@ rule(aten.topk.default, whole_dims((2, "dim", -1)))
 
 
 def histc(call: Call) -> Signature:
-    """Counts of elements, which add up where the range is given; without one it is that of the data."""
+    """Split counts of elements, which are summed, if the range is given; otherwise keep x whole."""
     names, x = tuple((f"d{i}",) for i in range(len(call.operands[0].shape))), call.operands[0].shape
     sizes = {f"d{i}": s for i, s in enumerate(x)} | {"bins": call.results[0].shape[0]}
     ranged = call.arg(2, "min", 0) != call.arg(3, "max", 0)
@@ -148,7 +148,7 @@ def histc(call: Call) -> Signature:
 
 
 def local_histc(call: LocalCall) -> fx.Node:
-    """Padding is outside of the range."""
+    """Fill padding with a number outside of the range."""
     x, above = call.args[0], float(call.call.arg(3, "max", 0)) + 1
     for d in range(len(call.call.operands[0].shape)):
         if call.split(f"d{d}") and any(s.dim == d for s in call.inputs[0].paddings()):
@@ -162,7 +162,7 @@ for _op in (aten.histogram.bin_ct, aten.histogram.bins_tensor):
 
 
 def diff(call: Call) -> Signature:
-    """x, and what is put before and behind it along the dim, which is whole in all of them."""
+    """Keep dim whole in x and in what is put before and behind it; split the other dims."""
     d, ndim = call.dim(call.arg(2, "dim", -1)), len(call.results[0].shape)
     sides = [[(f"x{j}" if i == d else f"d{i}",) for i in range(ndim)] for j in range(len(call.operands) + 1)]
     every = (*call.operands, *call.results)

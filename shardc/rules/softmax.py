@@ -1,5 +1,7 @@
-"""Softmax, its logarithm, and the logarithm of its normaliser; also over a dim that is split, so that logits split by
-their classes are never gathered (label smoothing, a z-loss, entropies, distillation)."""
+"""Rules of softmax, log_softmax and logsumexp, also over a split dim.
+
+So logits split by classes are never gathered (label smoothing, a z-loss, entropies, distillation).
+"""
 
 from __future__ import annotations
 
@@ -26,27 +28,28 @@ PARTS = "normaliser"
 
 
 def _dims(call: Call) -> list[int]:
-    """The dims that the softmax is over."""
+    """Return the dims that the softmax is over."""
     dims, ndim = call.arg(1, "dim", -1), len(call.operands[0].shape)
     return sorted(call.dim(d) for d in ([dims] if isinstance(dims, int) else dims or range(ndim)))
 
 
 def elements(call: Call) -> int:
-    """How many elements are normalised together."""
+    """Return how many elements are normalised together."""
     return math.prod(call.operands[0].shape[d] for d in _dims(call))
 
 
 def by_parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """Each rank has some of the elements that are normalised together; two small sums over ranks make the normaliser.
+    """Yield strategies that split a softmax's dim: two small reductions over ranks make the normaliser.
 
-    As the vocabulary-parallel loss does (Megatron-LM, Shoeybi et al. 2019, section 3)."""
+    The vocabulary-parallel loss works the same way (Megatron-LM, Shoeybi et al. 2019, section 3).
+    """
     x, result = call.operands[0], call.results[0].shape
     for p in splits_of(x, _dims(call), n, available[0]):
         yield Strategy(PARTS, (p,), (p if result == x.shape else REPLICATE,))
 
 
 def local_softmax(call: LocalCall) -> fx.Node:
-    """The largest element of all ranks, the sum of exponentials over them, and what is made of it."""
+    """Compute the largest element over ranks, the sum of exponentials over ranks, and the result."""
     split = call.axes(PARTS)
     if not split:
         return call.same()
@@ -57,7 +60,7 @@ def local_softmax(call: LocalCall) -> fx.Node:
     grad = out.requires_grad
 
     def value(p: Placement, *, grad: bool = grad) -> Value:
-        """The type of a number for each softmax, placed so on its axes."""
+        """Return the type of one number per softmax, with this placement on the split axes."""
         own = kept
         for a in split:
             own = own.replace(a, p, call.mesh)
@@ -91,7 +94,7 @@ def local_softmax(call: LocalCall) -> fx.Node:
             squeezed = without_dims(kept, dims)
             lse = call.emit(aten.squeeze.dims, (lse, dims), {}, value=Value(out.shape, dtype, grad, squeezed))
         return _cast(call, lse, dtype)
-    if needs_sum_grad(whole):  # each rank has used it for its part alone
+    if needs_sum_grad(whole):  # each rank uses it only for its part
         lse = call.emit(
             ops.sum_grad,
             (lse, call.mesh_node, axes),

@@ -1,4 +1,4 @@
-"""Ops that move elements without computing: reshapes, permutations, slices, splits, concatenations."""
+"""Rules of ops that only move elements: reshapes, permutations, slices, splits, concatenations."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ aten = torch.ops.aten
 
 
 def walk(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
-    """Common factors of two shapes of one number of elements: (old dims, new dims, sizes, whole factors).
+    """Find common factors of two shapes of equal size: (old dims, new dims, sizes, whole factors).
 
-    Both shapes are read from the left; the gcd of what is left of the two current dims is a factor of both. Where it is
-    one, the shortest runs of dims with equal products form a block: common factors are then peeled off its right end,
-    and what remains is ordered differently in both and stays whole.
+    Both shapes are read from the left; the gcd of the remainders of the two current dims is a factor of both. Where it
+    is one, the shortest runs of dims with equal products form a block: common factors are then peeled off its right
+    end, and the remainder is ordered differently in both and stays whole.
 
     >>> walk([4, 6], [2, 12])[:2]
     ([('f0', 'f1'), ('f2',)], [('f0',), ('f1', 'f2')])
@@ -49,7 +49,7 @@ def walk(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim], 
                     dims[side][d].append(factor(s))
         return [tuple(d) for d in dims[0]], [tuple(d) for d in dims[1]], sizes, set(sizes)
 
-    # (dim, what is left of it), sizes of one dropped
+    # (dim, remaining size), without sizes of one
     left = [(d, s) for d, s in enumerate(old) if s != 1]
     right = [(d, s) for d, s in enumerate(new) if s != 1]
     while left and right:
@@ -92,7 +92,7 @@ def reshape(call: Call) -> Signature:
 
 
 def local_reshape(call: LocalCall) -> fx.Node:
-    """A rank's part may have other strides than the whole: reshape, never view."""
+    """Emit reshape, never view: a rank's part may have other strides than the whole."""
     return call.emit(aten.reshape.default, (call.args[0], list(call.out_shape)), {})
 
 
@@ -147,7 +147,7 @@ rule(aten.numpy_T.default, transpose_all, linear="0")
 
 
 def expand(call: Call) -> Signature:
-    """New and stretched dims are factors that the operand lacks."""
+    """Split every dim; new and stretched dims are factors that the operand lacks."""
     x, out = call.operands[0].shape, call.results[0].shape
     skip = len(out) - len(x)
     return signature_of(
@@ -163,7 +163,7 @@ rule(aten.broadcast_to.default, expand, linear="0", local=local_size(1))
 
 
 def repeat(call: Call) -> Signature:
-    """Every dim comes out as (repeats, dim): major digits are copies, of which each rank may make some."""
+    """Split every dim as (repeats, dim): major digits are copies, of which each rank may make some."""
     x, times = call.operands[0].shape, call.arg(1, "repeats")
     skip = len(times) - len(x)
     sizes = {f"d{skip + i}": s for i, s in enumerate(x)} | {f"r{i}": t for i, t in enumerate(times)}
@@ -174,7 +174,7 @@ def repeat(call: Call) -> Signature:
 
 
 def local_repeat(call: LocalCall) -> fx.Node:
-    """As many copies as this rank makes."""
+    """Repeat as often as this rank needs."""
     x, times = call.call.operands[0].shape, call.call.arg(1, "repeats")
     own = (1,) * (len(times) - len(x)) + call.inputs[0].local_shape(x, call.mesh)
     return call.same(_1=[t if not s else o // s for t, s, o in zip(times, own, call.out_shape, strict=True)])
@@ -195,7 +195,7 @@ def repeat_interleave(call: Call) -> Signature:
 
 
 def local_repeat_interleave(call: LocalCall) -> fx.Node:
-    """As many copies as this rank makes, and the size of what it gets where the call says that."""
+    """Repeat as often as this rank needs, and set output_size where the call has it."""
     dim, news = call.call.arg(2, "dim"), {}
     if dim is not None and isinstance(call.call.arg(1, "repeats"), int):
         d = call.call.dim(dim)
@@ -212,8 +212,10 @@ rule(aten.repeat_interleave.self_int, repeat_interleave, linear="0", local=local
 
 
 def cut(call: Call) -> Signature:
-    """x[a:b:c] along a dim. One of equal parts: the dim is (part, place in it), of every k-th entry (place, part), and
-    the place may be split; all of the dim is the tensor itself; of another range the dim is whole.
+    """Split x[a:b:c] outside of dim, and inside it where the slice is one of equal parts.
+
+    One of equal parts: the dim is (part, place in it); every k-th entry: (place, part); the place may be split. A slice
+    of all entries is the tensor itself; for any other range the dim stays whole.
     """
     x, d = call.operands[0].shape, _cut_dim(call)
     size = call.results[0].shape[d]
@@ -239,13 +241,13 @@ def _cut_dim(call: Call) -> int:
 
 
 def _range(call: Call) -> tuple[int, int, int]:
-    """Start, stop and step of a slice, as numbers from 0 to the dim's size."""
+    """Return start, stop and step of a slice, as numbers from 0 to the dim's size."""
     size = call.operands[0].shape[_cut_dim(call)]
     return slice(call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1)).indices(size)
 
 
 def local_range(call: Call, size: int, own: int) -> tuple[int, ...]:
-    """The numbers of a slice among a rank's places: `size` of them come out, of `own`."""
+    """Return a rank's slice arguments: `size` entries of its `own` entries."""
     start, _, step = _range(call)
     if step != 1:
         return start, own, step
@@ -254,7 +256,7 @@ def local_range(call: Call, size: int, own: int) -> tuple[int, ...]:
 
 
 def local_cut(call: LocalCall) -> fx.Node:
-    """Where the sliced dim is split: the same part of this rank's places; nothing where the slice takes everything."""
+    """Slice the same part of this rank's entries if the dim is split; do nothing if all are taken."""
     d = _cut_dim(call.call)
     if not call.inputs[0].shards(d):
         return call.same()
@@ -277,9 +279,7 @@ def select(call: Call) -> Signature:
 
 
 def by_owner(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """One entry of a dim that is split: the rank that has it gives it, the others zeros. Far less is sent than by a
-    gather.
-    """
+    """Yield strategies to select an entry of a split dim: others add zeros, cheaper than a gather."""
     d = call.dim(call.arg(1, "dim"))
     for p in sorted(available[0], key=repr):
         if (
@@ -328,7 +328,7 @@ rule(aten.pad.default, pad, linear=lambda c: "" if c.arg(3, "value") else "0")
 
 
 def split(call: Call) -> Signature:
-    """Equal parts: the dim is (parts, part) and a digit inside a part survives. Unequal parts: see `by_sections`."""
+    """Split a digit inside equal parts: the dim is (parts, part). Unequal parts: see `by_sections`."""
     x, d = call.operands[0].shape, _split_dim(call)
     names, parts = names_of(len(x)), [r.shape[d] for r in call.results]
     sizes = sizes_of(x)
@@ -346,7 +346,7 @@ def _split_dim(call: Call) -> int:
 
 
 def by_sections(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """A dim that is split part by part: every part is one plain shard, or in sections of its own.
+    """Yield strategies for a dim that is split part by part: every part becomes one shard, or sections.
 
     [16] by sections 8|2 2|4, in parts of 8, 4 and 4:   8 plain, 4 by its digit 2, 4 plain
     """
@@ -360,7 +360,7 @@ def by_sections(call: Call, n: int, available: Sequence[frozenset[Placement]]) -
 
 
 def _in_parts(p: Shard, parts: Sequence[int]) -> tuple[Shard, ...] | None:
-    """How each part of a dim in sections is split; None if a section lies in two parts."""
+    """Return how each part of a dim in sections is split; None if a section is in two parts."""
     left, found = list(p.sections), []
     for part in parts:
         inside: list[int] = []
@@ -373,7 +373,7 @@ def _in_parts(p: Shard, parts: Sequence[int]) -> tuple[Shard, ...] | None:
 
 
 def in_sections(p: Shard, size: int) -> tuple[int, ...]:
-    """The sections of one part of this size that is split so: `_in_parts` the other way round."""
+    """Return the sections of one part of this size: the reverse of `_in_parts`."""
     return p.sections or (size // p.split,) * p.split
 
 
@@ -388,9 +388,9 @@ for _op in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default
 
 
 def cat(call: Call) -> Signature:
-    """Equal parts: a digit inside a part survives as one inside (parts, part). Other sizes: the dim stays whole.
+    """Split a digit inside equal parts, as one inside (parts, part). Unequal parts: the dim stays whole.
 
-    Empty parts count for nothing; torch lets them have one dim where the others have more.
+    Empty parts do not count; torch allows them to be 1-d where the others have more dims.
     """
     d = (
         call.dim(call.arg(1, "dim", 0))
@@ -437,7 +437,7 @@ rule(aten.triu.default, last_two_whole, linear="0")
 
 
 def diagonal(call: Call) -> Signature:
-    """x.diagonal(offset, dim1, dim2): both dims stay whole and become one, the last."""
+    """Keep both dims of x.diagonal(offset, dim1, dim2) whole; they become one, the last."""
     x, y = call.operands[0].shape, call.results[0].shape
     a, b = call.dim(call.arg(2, "dim1", 0)), call.dim(call.arg(3, "dim2", 1))
     names = names_of(len(x))
@@ -449,7 +449,7 @@ rule(aten.diagonal.default, diagonal, linear="0")
 
 
 def diag_embed(call: Call) -> Signature:
-    """The last dim becomes two, which stay whole."""
+    """Keep the last dim whole, and the two dims that it becomes."""
     x, y = call.operands[0].shape, call.results[0].shape
     a, b = (call.arg(i, n, d) % len(y) for i, n, d in ((2, "dim1", -2), (3, "dim2", -1)))
     names, rest = names_of(len(x)), iter(names_of(len(x) - 1))
@@ -462,7 +462,7 @@ rule(aten.diag_embed.default, diag_embed, linear="0")
 
 
 def unfold(call: Call) -> Signature:
-    """x.unfold(dim, size, step): windows along a dim, their elements in a new last dim."""
+    """Keep dim whole in x.unfold(dim, size, step): windows along dim, their elements in a new last dim."""
     x, y, d = call.operands[0].shape, call.results[0].shape, call.dim(call.arg(1, "dimension"))
     names = names_of(len(x))
     out = [*names[:d], ("o",), *names[d + 1 :], ("w",)]

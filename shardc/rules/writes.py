@@ -1,4 +1,4 @@
-"""Ops that write into a view of a tensor: the rule of the view, read backward."""
+"""Rules of ops that write into a view of a tensor: the view's rule, read backward."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ aten = torch.ops.aten
 
 
 def into(view: SignatureOf) -> SignatureOf:
-    """x and what a view of x becomes -> x: dims that the view keeps are factors. The arguments are the view's, after
-    the source.
-    """
+    """Return the rule of (x, new values of a view of x) -> x, with the view's arguments after these."""
 
     def written(call: Call) -> Signature:
-        """Written into a view: dims that the view keeps may be split, in what is written as well."""
+        """Split the dims that the view keeps, also in the written values."""
         seen = view(_read(call))
         return replace(seen, inputs=(*seen.inputs, *seen.outputs), outputs=seen.inputs)
 
@@ -29,13 +27,16 @@ def into(view: SignatureOf) -> SignatureOf:
 
 
 def _read(call: Call) -> Call:
-    """The view that the call writes into."""
+    """Return the call of the view that this call writes into."""
     x, source = call.operands
     return replace(call, args=(call.args[0], *call.args[2:]), operands=(x,), results=(source,))
 
 
 def local_cut_written(call: LocalCall) -> fx.Node:
-    """Where the sliced dim is split: into the same part of this rank's places; all of it is the source itself."""
+    """Write into the same part of this rank's entries if the sliced dim is split.
+
+    If the slice takes all entries, return the source.
+    """
     d = call.call.dim(call.call.arg(2, "dim", 0))
     if not call.inputs[0].shards(d):
         return call.same()

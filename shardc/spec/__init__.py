@@ -1,4 +1,4 @@
-"""The sharding spec: a frozen `Spec` from YAML or a dict. All mistakes are reported at once, with line and column.
+"""Read the sharding spec, a frozen `Spec`, from YAML or a dict; report all mistakes with their places.
 
 yaml_reader.py   text -> values and the places of each     explain.py         errors of the grammar -> where, what, fix
 schema.py        the grammar of a whole spec               check.py           axes, sizes
@@ -8,7 +8,7 @@ fields.py        kinds of values, such as an axis          names.py           pa
 The grammar of the sections:
 shard_section.py       shard, activations, outputs         batch_section.py       batch, sequence
 data_section.py        data: gradients, ZeRO, offload      step_sections.py       pipeline, checkpoint, loss, execution
-module_sections.py     experts, adapters                   precision_section.py   precision, products of 8 bits
+module_sections.py     experts, adapters                   precision_section.py   precision, 8-bit products
 optimizer_section.py   matrices that an optimizer sees     run_section.py         run, how `shardc run` trains
 """
 
@@ -68,7 +68,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ShardRule:
-    """How the weights that a pattern names are split: by a style word over `axis`, or (style None) by dims.
+    """How a pattern's weights are split: by a style word over `axis`, or (style None) by dims.
 
     dims: tensor dim -> the axes that split it, outermost first.
     """
@@ -79,7 +79,7 @@ class ShardRule:
     dims: dict[int, tuple[DimShard, ...]] | None = None
 
     def to_plain(self) -> Any:
-        """The entry that follows the pattern in a spec, as plain values."""
+        """Return the entry that follows the pattern in a spec, as plain values."""
         if self.dims is not None:
             return _dims(self.dims)
         return self.style if self.axis == "tp" else {"style": self.style, "axis": self.axis}
@@ -87,7 +87,7 @@ class ShardRule:
 
 @dataclass(frozen=True)
 class ActivationRule:
-    """How the outputs (or inputs) of the modules that a pattern names are split."""
+    """How the outputs (or inputs) of a pattern's modules are split."""
 
     pattern: str
     at: Literal["output", "input"]
@@ -96,7 +96,7 @@ class ActivationRule:
 
 @dataclass(frozen=True)
 class OutputRule:
-    """How the outputs that a pattern names come out. dims: tensor dim -> the axes that split it; None: whole."""
+    """How a pattern's outputs are returned. dims: tensor dim -> the axes that split it; None: whole."""
 
     pattern: str
     dims: dict[int, tuple[DimShard, ...]] | None
@@ -104,10 +104,10 @@ class OutputRule:
 
 @dataclass(frozen=True)
 class Spec:
-    """A spec that is valid in itself; whether it fits a model is checked later. Equality ignores the places of keys.
+    """A valid spec; whether it fits a model is checked later. Equality ignores the places of keys.
 
-    mesh: every size known. shard, activations: in the order written: the first match wins. shard_use: the other weights
-    are split by this plan, over the axis shard_axis. file, text: what it was read from; "" where it was a dict.
+    mesh: every size known. shard, activations: in the order written: the first match wins. shard_use: the plan that
+    splits the other weights, over the axis shard_axis. file, text: the source; "" for a dict.
     """
 
     mesh: Mesh
@@ -151,8 +151,8 @@ class Spec:
         """Read a spec from a path, a dict or another Spec.
 
         mesh: sizes instead of the spec's (`--mesh`). overrides: settings such as "data.zero=3" (`--set`), checked like
-        the rest. world: number of ranks, where known: it fills in a size of -1, and has to be what the mesh needs.
-        names: of the model; if the spec has mistakes, patterns that match none of them are told too. Raises
+        the rest. world: number of ranks, if known: it sets a size of -1, and must be the number that the mesh needs.
+        names: of the model; if the spec has mistakes, patterns that match none of them are reported too. Raises
         ShardcError with every mistake.
         """
         if isinstance(source, Spec):
@@ -183,7 +183,7 @@ class Spec:
         world: int | None = None,
         names: Names | None = None,
     ) -> Spec:
-        """Read a spec from YAML text; `file` is its name in errors. The rest as in `load`."""
+        """Read a spec from YAML text; `file` is its name in errors. The other arguments are as in `load`."""
         errors = Errors()
         try:
             document = yaml_reader.read(text, file, errors)
@@ -217,7 +217,7 @@ class Spec:
             with errors.collect():
                 _resize(document, axis, size)
         for section in [s for s, v in document.value.items() if v is None and s != "shardc"]:
-            del document.value[section]  # an empty section is a section left out
+            del document.value[section]  # an empty section counts as absent
         form, cut = check_form(document, errors)
         axes = tuple(form.mesh)
         resolved = None
@@ -252,9 +252,7 @@ class Spec:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch: batch.axes if given, else the mesh's axes called dp or dp_*, those of
-        data.axis, and those that only experts use.
-        """
+        """The axes that split the batch: batch.axes if set, else those of `check.data_axes` and expert_axes."""
         axes = data_axes(self.batch, self.data, self.mesh.names, self.sequence)
         if self.batch.axes is not None:
             return axes
@@ -290,13 +288,11 @@ class Spec:
         return frozenset(axes)
 
     def where(self, path: tuple[str | int, ...]) -> str:
-        """The place of a key, "spec.yaml:7:3", or of its nearest parent in the text. For a dict: `spec:
-        shard."*.o_proj"`.
-        """
+        """Return the place of a key, "spec.yaml:7:3", or of its nearest parent; for a dict `spec: KEY`."""
         return self.places.where(path)
 
     def to_dict(self) -> dict[str, Any]:
-        """The spec as plain values, without defaults. `Spec.load` of it is equal to this spec."""
+        """Return the spec as plain values, without defaults. `Spec.load` of them returns an equal spec."""
         out: dict[str, Any] = {"shardc": 1, "mesh": dict(self.mesh.axes)}
         shard: dict[str, Any] = {}
         if self.shard_use:
@@ -318,9 +314,9 @@ class Spec:
         return f"<Spec of {self.mesh}: {sections}>"
 
     def __str__(self) -> str:
-        """YAML that loads to an equal spec."""
+        """Return YAML that loads to an equal spec."""
         parts: list[str] = []
-        line = ""  # sections of one line follow each other; an empty line is between others
+        line = ""  # one-line sections follow each other; the others are separated by an empty line
         for name, value in self.to_dict().items():
             if isinstance(value, list):
                 parts += [line, f"{name}:\n" + "".join(f"  - {yaml_reader.flow(v)}\n" for v in value)]
@@ -338,7 +334,7 @@ class Spec:
 
     @staticmethod
     def json_schema() -> dict[str, Any]:
-        """A JSON Schema (draft 2020-12) of the format, for editors."""
+        """Return a JSON Schema (draft 2020-12) of the format, for editors."""
         schema = _tidy(Form.model_json_schema())
         return {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -370,7 +366,7 @@ _SECTIONS = (
 
 
 def _tidy(schema: Any) -> Any:
-    """A schema without the titles that pydantic makes of field names, and without defaults that cannot be written."""
+    """Remove titles that pydantic derives from field names, and defaults that cannot be written."""
     if isinstance(schema, dict):
         odd = {
             k for k, v in schema.items() if k == "title" or (k == "default" and not isinstance(v, (str, int, float)))
@@ -393,9 +389,7 @@ def _dims(dims: dict[int, tuple[DimShard, ...]]) -> dict[int, Any]:
 
 
 def _check_arguments(mesh: object, overrides: object, world: object) -> None:
-    """Raise ShardcError for a mesh that is no mapping, for a text where a list of them is wanted (it would be read
-    letter by letter), and for a world that is no number.
-    """
+    """Raise ShardcError for a mesh, overrides or world of the wrong type (text would be read by letter)."""
     errors = Errors()
     if world is not None and (isinstance(world, bool) or not isinstance(world, int)):
         errors.add(f"world is {say(world)}, not the number of ranks", where="world", fix="a whole number, such as 4")
@@ -411,7 +405,7 @@ def _check_arguments(mesh: object, overrides: object, world: object) -> None:
 
 
 def _resize(document: Document, axis: str, size: object) -> None:
-    """Give an axis of the mesh another size. A spec without a mesh takes any axis."""
+    """Set the size of a mesh axis. A spec without a mesh takes any axis."""
     where, sizes = f"--mesh {axis}={size}", document.value.get("mesh")
     written = isinstance(sizes, dict) and not all(
         document.places.where(("mesh", a)).startswith("--mesh") for a in sizes
@@ -424,13 +418,13 @@ def _resize(document: Document, axis: str, size: object) -> None:
 
 
 def _line(where: str) -> tuple[int, int]:
-    """Line and column of a place; places without them come last."""
+    """Return line and column of a place; places without them are last."""
     position = re.search(r":(\d+):(\d+)$", where)
     return (int(position[1]), int(position[2])) if position else (sys.maxsize, 0)
 
 
 def _text(source: object) -> str:
-    """The text of a spec file."""
+    """Read the text of a spec file. Raises ShardcError if the path is wrong."""
     if not isinstance(source, (str, os.PathLike)):
         kind = type(source).__name__
         raise ShardcError(f"a spec is a path, a dict or a Spec, not a {kind}", where="spec", fix='e.g. "spec.yaml"')

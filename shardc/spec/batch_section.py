@@ -1,4 +1,4 @@
-"""`batch` and `sequence`: how the inputs of a step are split, by rows and along the sequence.
+"""Define `batch` and `sequence`: how inputs of a step are split, by rows and along the sequence.
 
 An input [8, 1024] on dp=2 × cp=2, with batch: {microbatches: 2} and sequence: {axis: cp}:
 
@@ -63,7 +63,7 @@ class Batch(Section):
 Method = Literal["auto", "gather", "ring", "ulysses"]
 
 
-#: Of each axis of the sequence, or one for all.
+#: One for each axis of the sequence, or one for all.
 Methods = Annotated[tuple[Method, ...], BeforeValidator(as_list), ONE_OR_MANY]
 
 
@@ -71,7 +71,7 @@ _METHODS = {"anyOf": [{"enum": list(get_args(Method))}, {"type": "array", "items
 
 
 def _methods(value: Any) -> Any:
-    """`ring` -> {"*": ring}."""
+    """Expand the short form: `ring` -> {"*": ring}."""
     return value if isinstance(value, dict) else {"*": value}
 
 

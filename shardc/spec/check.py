@@ -1,4 +1,4 @@
-"""Checks beyond the grammar: axes against the mesh, sizes against each other."""
+"""Check what the grammar cannot: axes against the mesh, sizes against each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardc.spec.yaml_reader import Path, Places, reach
 
 
 def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, errors: Errors) -> Mesh | None:
-    """The mesh with all sizes known; None, with errors, if it is not valid. world: number of ranks, if known."""
+    """Return the mesh with all sizes known, or None, with errors, if invalid. world: ranks, if known."""
     wrong = [a for a, n in sizes.items() if n < 1 and n != -1]
     for axis in wrong:
         where, fix = (
@@ -64,13 +64,14 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
     return Mesh.of(sizes)
 
 
-#: What the dims of a section's entries split.
+#: Section -> what its dims split.
 _SPLITS = {"shard": "weights", "activations": "activations", "outputs": "outputs"}
 
 
 def data_axes(batch: Batch, data: Data, names: Iterable[str], sequence: Sequence | None) -> tuple[str, ...]:
-    """The axes that split the batch: batch.axes if given, else the mesh's axes called dp or dp_*, and those of
-    data.axis. The sequence's axis may be one of data.axis, which then shards parameters over it, and no batch.
+    """Return the axes that split the batch: batch.axes if set, else axes dp, dp_* and those of data.axis.
+
+    An axis of the sequence may be in data.axis too: then it shards parameters, and does not split the batch.
     """
     if batch.axes is not None:
         return batch.axes
@@ -107,7 +108,7 @@ class Check:
         self.lengths()
 
     def lengths(self) -> None:
-        """Only the user knows by which numbers padding does not count."""
+        """Require `pad` with `lengths`: only the user knows which numbers are neutral padding."""
         if self.form.batch.lengths and not self.form.batch.pad:
             fault = "batches cannot be padded to these lengths without the numbers to pad them by"
             fix = "write batch: {pad: {input_ids: 0, labels: -100}}, or leave lengths out"
@@ -117,7 +118,7 @@ class Check:
         self.errors.add(what, where=self.places.where(path, value=value), fix=fix)
 
     def dims(self) -> Iterator[tuple[Path, dict[int, tuple[DimShard, ...]]]]:
-        """Every {dim: axes} of the spec, with its path."""
+        """Yield every {dim: axes} of the spec, with its path."""
         for pattern, rule in self.form.shard.rules.items():
             if rule.dims is not None:
                 yield ("shard", pattern), rule.dims
@@ -128,7 +129,7 @@ class Check:
                 yield ("outputs", name), wanted
 
     def uses(self) -> Iterator[tuple[str, Path, str]]:
-        """Every axis that the spec names: (axis, its path, what it splits)."""
+        """Yield every axis that the spec names: (axis, its path, what it splits)."""
         f = self.form
         for i, axis in enumerate(f.batch.axes or ()):
             yield axis, ("batch", "axes", i), "the batch"
@@ -157,7 +158,7 @@ class Check:
             yield expert.axis, ("experts", i, "axis"), "experts"
 
     def axis_path(self, path: Path, dim: int, i: int) -> Path:
-        """Path of an axis as it was written: {0: tp}, {0: {axis: tp}}, {0: [dp, tp]} or {0: [{axis: dp}, tp]}."""
+        """Return the path of an axis as written: {0: tp}, {0: {axis: tp}}, {0: [dp, tp]} or with both."""
         return reach(self.value, (*path, dim, i, "axis"))
 
     def axes(self) -> None:
@@ -170,7 +171,7 @@ class Check:
     def default_axis(self) -> None:
         may_have_experts = (
             EXPERTS_AXIS in self.names or self.form.experts
-        )  # a plan has them too: shardc.passes.annotate.model_plan
+        )  # a plan may have them: shardc.passes.annotate.model_plan
         if (use := self.form.shard.use) and use.axis is None and "tp" not in self.names and not may_have_experts:
             fix = self._other_than_tp(f"use: {{plan: {use.plan}, axis: ", "}")
             self.add(
@@ -189,7 +190,7 @@ class Check:
         self.add(("shard", pattern), f"`{style}` splits over the axis 'tp'{more}, which the mesh does not have", fix)
 
     def _other_than_tp(self, before: str, after: str) -> str:
-        """The fix where the mesh has no tp: an axis with no other use, if there is one."""
+        """Return the fix if the mesh has no tp: an axis without another use, if there is one."""
         taken = {axis for axis, _, job in self.uses() if job != "weights"} | set(
             data_axes(self.form.batch, self.form.data, self.names, self.form.sequence)
         )
@@ -202,7 +203,7 @@ class Check:
         )
 
     def one_value(self, path: Path, dims: dict[int, tuple[DimShard, ...]]) -> None:
-        """One tensor's dims: every axis once, sections that divide and share their dim with no other axis."""
+        """Check one tensor's dims: every axis once; sections divide, and share their dim with no other axis."""
         seen: dict[str, int] = {}
         for dim, shards in dims.items():
             place = (*path, dim)
@@ -233,8 +234,9 @@ class Check:
             self.add((*place, "sections"), f"the section of {odd[0]} does not divide by {s.axis}={size}", fix)
 
     def jobs(self) -> None:
-        """Pipeline stages run different programs, so their axis splits nothing else; an axis cannot split both batch
-        and sequence.
+        """Check that the pipeline's axis splits nothing else, and that no axis splits batch and sequence.
+
+        Pipeline stages run different programs.
         """
         pipeline = self.form.pipeline
         for axis, path, job in self.uses():
@@ -249,7 +251,7 @@ class Check:
                 self.add(("sequence", "axis", i), fault, "give the sequence an axis of its own, e.g. cp")
 
     def sequence(self) -> None:
-        """Each axis of the sequence once, and with a method."""
+        """Check that each axis of the sequence occurs once, and has a method."""
         s = self.form.sequence
         if s is None:
             return
@@ -288,7 +290,7 @@ class Check:
                 self.add(("pipeline", key), f"{n} stages do not spread evenly over {p.axis}={size}", fix)
 
     def gathers(self) -> None:
-        """Settings of gathered parameters need parameters that are split."""
+        """Check that settings of gathered parameters have parameters that are split."""
         data = self.form.data
         for key, is_set in (("prefetch", data.prefetch != 1), ("keep", data.keep)):
             if is_set and data.zero != 3:
@@ -296,7 +298,7 @@ class Check:
                 self.add(("data", key), fault, "write zero: 3, or leave it out", value=False)
 
     def offload(self) -> None:
-        """Parameters can be offloaded only where ranks keep parts of them, which are gathered for use."""
+        """Check that offloaded parameters are sharded: ranks keep parts of them, gathered for use."""
         data, path = self.form.data, ("data", "offload", "parameters")
         if data.offload.parameters == "none":
             return

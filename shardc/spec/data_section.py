@@ -1,4 +1,4 @@
-"""`data`: which ranks sum gradients, what ZeRO keeps split between them, and what is kept off the device."""
+"""Define `data`: which ranks sum gradients, what ZeRO shards between them, and what is offloaded."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ class Data(Section):
     offload: Offload = Field(default=Offload(), examples=[{"optimizer": "cpu"}])
 
     def bucket_bytes(self, ranks: int = 1) -> float:
-        """Bytes of a bucket that so many ranks sum. In a ring each of them sends a part of it at a time, which should
-        take longer than to begin: 1 MB is 20 us at 50 GB/s between machines (8 us of latency), and more than inside.
-        Beyond 256 MB a bucket is a burden: of ZeRO 3's, some are whole at a time.
+        """Return the bytes of a bucket that so many ranks reduce: by default 1 MB per rank, 25 to 256 MB.
+
+        In a ring each rank sends one part at a time, which should take longer than the latency: 1 MB takes 20 us at 50
+        GB/s between machines (8 us of latency), and more than that inside one. With ZeRO 3 larger buckets cost memory.
         """
         return (self.bucket_mb or min(max(25.0, ranks), 256.0)) * 2**20

@@ -1,4 +1,4 @@
-"""Checks a document against the grammar, and turns pydantic's errors into sentences: where, what, fix."""
+"""Check a document against the grammar, and turn pydantic's errors into sentences: where, what, fix."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ _MUST = {
 
 
 def check_form(document: Document, errors: Errors) -> tuple[Form, frozenset[Path]]:
-    """The form of the document, and the paths removed from it because they were invalid, which is added to `errors`.
+    """Return the form of the document, and the paths removed from it because they were invalid.
 
-    Invalid entries are removed and the rest is checked again, so that later checks still see the valid sections.
+    Errors are added to `errors`. Invalid entries are removed and the rest is checked again, so that later checks still
+    see the valid sections.
     """
     value, cut = copy.deepcopy(document.value), set(document.broken)
     first = True
@@ -50,7 +51,7 @@ def check_form(document: Document, errors: Errors) -> tuple[Form, frozenset[Path
                 by_value = details["type"] not in _BY_KEY and "[key]" not in details["loc"]
                 errors.add(fault, where=document.places.where(path, value=by_value), fix=fix)
             cut.add(_cut(value, path))
-        if len(cut) == before:  # nothing is left to take out
+        if len(cut) == before:  # nothing more can be removed
             errors.raise_any()
         first = False  # errors after a removal are due to the removal, not the user
 
@@ -58,10 +59,10 @@ def check_form(document: Document, errors: Errors) -> tuple[Form, frozenset[Path
 def _cut(value: Any, path: Path) -> Path:
     """Remove the invalid entry from the value. Returns the path that was removed."""
     if path[:1] in (("shard",), ("activations",), ("outputs",)):
-        path = path[:2]  # half an entry would be another entry
-    path = reach(value, path)  # an error before this one may have taken it out
+        path = path[:2]  # a part of an entry would be a different entry
+    path = reach(value, path)  # an earlier error may have removed it
     while path and isinstance(_at(value, path[:-1]), list):
-        path = path[:-1]  # taking out an item would renumber the others
+        path = path[:-1]  # removing an item would renumber the others
     if path in ((), ("shardc",)):
         value["shardc"] = 1
     elif len(path) == 2 and path[0] == "mesh" and isinstance(path[1], str) and is_axis(path[1]):
@@ -78,7 +79,7 @@ def _at(value: Any, path: Path) -> Any:
 
 
 def explain(details: Details, path: Path) -> tuple[str, str]:
-    """What and fix of one of pydantic's errors at a path of the spec."""
+    """Return what and fix of one of pydantic's errors at a path of the spec."""
     kind, got, ctx = details["type"], details["input"], details.get("ctx", {})
     is_key = "[key]" in details["loc"]
     field, section = _grammar(details["loc"][: -1 if kind in ("extra_forbidden", "missing") else None])
@@ -136,7 +137,7 @@ def explain(details: Details, path: Path) -> tuple[str, str]:
 
 
 def _typed(kind: str, got: Any, field: Field) -> str:
-    """The fix of a value of the wrong type: the same value spelled correctly, if possible; else an example."""
+    """Return the fix of a value of the wrong type: the same value spelled correctly, else an example."""
     if isinstance(got, str) and kind == "bool_type":
         return f"write {'true' if got.lower() in ('yes', 'on', 'y', 'true') else 'false'}"
     if (
@@ -167,7 +168,7 @@ def _example(field: Field) -> str:
 
 
 def _grammar(loc: tuple[str | int, ...]) -> tuple[Field, type[BaseModel]]:
-    """The field that an error's location leads to, and the section that holds what comes next."""
+    """Return the field that an error's location leads to, and the section that contains what comes next."""
     field: Field = ("", None)
     section: type[BaseModel] = Form
     for part in loc:
@@ -179,7 +180,7 @@ def _grammar(loc: tuple[str | int, ...]) -> tuple[Field, type[BaseModel]]:
 
 
 def _keys(annotation: Any) -> list[str]:
-    """The keys of a section."""
+    """Return the keys of a section."""
     section = _section(annotation)
     return [n for n, f in section.model_fields.items() if not f.validation_alias] if section else []
 
@@ -191,7 +192,7 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 
 
 def _words(field: Field) -> list[str]:
-    """The words that a field's Literal allows."""
+    """Return the words that a field's Literal allows."""
 
     def leaves(annotation: Any) -> list[str]:
         args = get_args(annotation)

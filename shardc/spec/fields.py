@@ -1,6 +1,4 @@
-"""What the sections of a spec are made of: kinds of fields (an axis, a pattern, a positive number), and the errors for
-values that are none of them.
-"""
+"""Define field kinds of a spec (an axis, a pattern, a positive number), and errors for other values."""
 
 from __future__ import annotations
 
@@ -26,27 +24,30 @@ class Section(BaseModel):
 
 
 def unknown(kind: str, expected: tuple[str, ...], also: str) -> PydanticCustomError:
-    """An error: none of the expected words. kind: what they are ("" = nothing special); also: what else is allowed."""
+    """Make an error for a word that is none of the expected ones.
+
+    kind: what they are ("" = nothing special); also: what else is allowed.
+    """
     return PydanticCustomError("word", "unknown word", {"expected": expected, "kind": kind, "also": also})
 
 
 def wrong(message: LiteralString, fix: str, **ctx: object) -> PydanticCustomError:
-    """An error whose message is a whole sentence; {names} in it are filled in from ctx."""
+    """Make an error whose message is a whole sentence; {names} in it are filled in from ctx."""
     return PydanticCustomError("wrong", message, {**ctx, "fix": fix})
 
 
 def wrong_here(message: LiteralString, fix: str, **ctx: object) -> PydanticCustomError:
-    """An error whose message continues the name of what is wrong. fix: "" = the field's example."""
+    """Make an error whose message continues the name of the wrong value. fix: "" = the field's example."""
     return PydanticCustomError("wrong_here", message, {**ctx, "fix": fix})
 
 
 def malformed(expected: str, fix: str) -> PydanticCustomError:
-    """An error: the value should be `expected`."""
+    """Make an error that says that the value should be `expected`."""
     return PydanticCustomError("form", "form", {"expected": expected, "fix": fix})
 
 
 def as_list(value: Any) -> Any:
-    """One word, or a list of words -> a tuple."""
+    """Convert one word, or a list of words, to a tuple."""
     return tuple(value) if isinstance(value, (list, tuple)) else (value,) if isinstance(value, str) else value
 
 
@@ -55,7 +56,7 @@ def as_tuple(value: Any) -> Any:
 
 
 def is_axis(name: str) -> bool:
-    """Whether an axis of a mesh may be called so. MICROBATCH is an axis of the compiler's own."""
+    """Return whether a mesh axis may have this name. MICROBATCH is an axis of the compiler."""
     return re.fullmatch(r"[A-Za-z_]\w{0,63}", name, re.ASCII) is not None and name != MICROBATCH
 
 
@@ -87,7 +88,7 @@ def positive(value: float) -> float:
 
 
 def number_or(*words: str) -> Callable[[Any], Any]:
-    """A positive number, or one of the words; "none" becomes None."""
+    """Return a validator for a positive number, or one of the words; "none" becomes None."""
 
     def check(value: Any) -> float | str | None:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -102,7 +103,7 @@ def number_or(*words: str) -> Callable[[Any], Any]:
 
 
 def memory_place(value: str) -> str:
-    """none, cpu, or a directory: any other word is a mistake."""
+    """Check a place: none, cpu, or a directory; any other word is a mistake."""
     if value not in ("none", "cpu") and "/" not in value and not value.startswith((".", "~")):
         raise unknown("place", ("none", "cpu"), "or a directory, with a / in it")
     return value
@@ -119,12 +120,12 @@ def number_schema(*words: str) -> WithJsonSchema:
 
 
 def is_dim(key: object) -> bool:
-    """Is it a number of a dim, as YAML (1) or JSON ("1") has it?"""
+    """Return whether a key is the number of a dim, in YAML (1) or JSON ("1")."""
     return isinstance(key, int) or (isinstance(key, str) and key.lstrip("-").isdecimal())  # "0" is refused later
 
 
 def _chosen(value: str) -> str:
-    """A pattern, perhaps behind an exclamation mark."""
+    """Check a pattern that may begin with an exclamation mark."""
     module_pattern(value.removeprefix("!"))
     return value
 
@@ -134,7 +135,7 @@ Pattern = Annotated[str, AfterValidator(module_pattern)]
 ONE_OR_MANY_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 Axes = Annotated[tuple[Axis, ...], BeforeValidator(as_list), WithJsonSchema(ONE_OR_MANY_SCHEMA)]
 ONE_OR_MANY = PlainSerializer(lambda value: value[0] if len(value) == 1 else list(value))
-#: Patterns that choose modules or weights, and behind a ! some that are not; the last that matches counts.
+#: Patterns that choose modules or weights; a leading ! excludes them; the last match counts.
 Choices = Annotated[
     tuple[Annotated[str, AfterValidator(_chosen)], ...], BeforeValidator(as_list), WithJsonSchema(ONE_OR_MANY_SCHEMA)
 ]

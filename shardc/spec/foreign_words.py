@@ -1,7 +1,7 @@
-"""Words of other libraries, and what they are here: hints for people who come with a config of theirs.
+"""Map words of other libraries to shardc's: hints for users who bring a config of those.
 
-Keys and values are looked up apart, as `fp16` is a section of DeepSpeed's and a dtype of everybody's. Case, `_`, `-`
-and spaces do not count.
+Keys and values are looked up separately, as `fp16` is a section of DeepSpeed's and a dtype of everybody's. Case, `_`,
+`-` and spaces do not count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NARROW = (
 )
 _PRODUCTS = "`precision: {products: fp8-rowwise}`; or fp8-tensorwise, mxfp8"
 
-#: What a key of others is here.
+#: Keys of other libraries -> shardc's.
 KEYS: dict[str, str] = {
     "tensor parallel, tensor parallel size, tensor parallel degree, tensor model parallel size, tp size, tp degree, tp,"
     " model parallel, model parallel size, num model parallel, tensor": _TENSOR,
@@ -75,7 +75,7 @@ KEYS: dict[str, str] = {
     "model, data set, dataset": "the model file: `shardc compile model.py spec.yaml`",
     "pad, padding": "`uneven: pad`",
 }
-#: What a value of others is here.
+#: Values of other libraries -> shardc's.
 VALUES: dict[str, str] = {
     "colwise, col wise, column wise, col, colwise rep, colwise gather output, packed colwise, local colwise,"
     " local packed colwise, colwise parallel, column parallel, column parallel linear, qkv column parallel linear,"
@@ -104,9 +104,7 @@ VALUES: dict[str, str] = {
 
 
 def ours(word: object, *, key: bool) -> str:
-    """What a word of another library is in a spec: the very word, or a hint; "" if none is known. key: a key, not a
-    value.
-    """
+    """Return the spec's word or a hint for another library's word; "" if unknown. key: a key, not a value."""
     return (_KEYS if key else _VALUES).get(_plain(word), "") if isinstance(word, str) else ""
 
 

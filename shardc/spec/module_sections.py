@@ -1,4 +1,4 @@
-"""`experts` and `adapters`: which modules hold experts, and which get matrices of low rank beside their weights."""
+"""Define `experts` and `adapters`: modules that contain experts, and low-rank matrices beside weights."""
 
 from __future__ import annotations
 

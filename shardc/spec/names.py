@@ -1,7 +1,7 @@
-"""Patterns of a spec against the names of a model: those that match nothing, and why.
+"""Match patterns of a spec against the names of a model, and explain those that match nothing.
 
-Passes look at the graph, one section after the other; what no name of the model has is known before that. So a spec
-with mistakes of its own is told of such patterns too, all at once.
+Passes check one section after the other against the graph. Patterns that no name of the model matches are known
+earlier. So if a spec has other mistakes, these patterns are reported with them, all at once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from shardc.spec.yaml_reader import Path, Places
 if TYPE_CHECKING:
     from torch import nn
 
-#: So many patterns get a like name looked for: that takes time, and more are not read.
+#: Limit of patterns for which a similar name is searched, as that takes time.
 HELPED = 20
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names of a model. weights: of its parameters, with their shapes; modules: of its modules."""
+    """The names of a model. weights: its parameters, with their shapes; modules: its modules."""
 
     weights: Mapping[str, tuple[int, ...]]
     modules: tuple[str, ...]
@@ -36,7 +36,7 @@ class Names:
     def of(cls, model: nn.Module) -> Names:
         from torch.nn.parameter import is_lazy  # a spec is read without torch
 
-        # a lazy module's parameter has no shape yet: capture says so
+        # a lazy module's parameter has no shape yet: capture reports that
         weights = {
             name: () if is_lazy(p) else tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)
         }
@@ -44,21 +44,21 @@ class Names:
 
     @classmethod
     def of_weights(cls, weights: Mapping[str, tuple[int, ...]]) -> Names:
-        """Of parameters alone: the modules are those that they are in."""
+        """Build names from parameters alone: the modules are those that contain them."""
         modules = dict.fromkeys(m for name in weights for m in enclosing(name)[:-1])
         return cls(weights, tuple(modules))
 
     @cached_property
     def owners(self) -> frozenset[str]:
-        """The modules that have weights of their own."""
+        """The modules that have their own weights."""
         return frozenset(name.rpartition(".")[0] for name in self.weights)
 
     def has_weights(self, pattern: str) -> bool:
-        """Whether a pattern matches a parameter, or a module with parameters of its own."""
+        """Return whether a pattern matches a parameter, or a module with its own parameters."""
         return any(names_weight(pattern, name) for name in self.weights)
 
     def without_weights(self, pattern: str, *, help_: bool = True) -> tuple[str, str]:
-        """Why a pattern matches no weight, and the fix. help_: look for a like name."""
+        """Return why a pattern matches no weight, and the fix. help_: search for a similar name."""
         wrapper = next((m for m in self.modules if match(pattern, m)), "")
         layer = self._layer(wrapper) if wrapper else ""
         if layer:
@@ -72,13 +72,13 @@ class Names:
         return "matches no parameter and no module of the model", fix
 
     def _layer(self, module: str) -> str:
-        """The module inside of another, with the largest weight: the layer that an adapter (LoRA) is around."""
+        """Return the module inside another with the largest weight: the layer that an adapter (LoRA) wraps."""
         inside = {n: s for n, s in self.weights.items() if n.startswith(f"{module}.")}
         largest = max(inside, key=lambda n: (len(inside[n]) > 1, math.prod(inside[n])), default="")
         return largest.rpartition(".")[0].removeprefix(f"{module}.")
 
     def idle_alternatives(self, pattern: str) -> Iterator[str]:
-        """What to say of each alternative of a pattern that matches no weight, where another one does."""
+        """Yield a note for each alternative of a pattern that matches no weight while another one does."""
         alternatives = expand(pattern)
         if 1 < len(alternatives) <= HELPED:
             for one in alternatives:

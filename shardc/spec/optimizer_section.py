@@ -1,8 +1,8 @@
-"""`optimizer`: which matrices a parameter consists of, for optimizers that need them whole.
+"""Define `optimizer`: the matrices of each parameter, for optimizers that need whole matrices.
 
     matrices: {"*": whole, "*.qkv.weight": {0: 3}}     a fused weight [3 * 64, 64] is three matrices [64, 64]
 
-shardc.ir.matrices says what is made of it.
+See shardc.ir.matrices for the result.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from shardc.spec.fields import (
     wrong_here,
 )
 
-#: How parameters are cut into the matrices that an optimizer sees: not at all; one for each head of attention; one for
+#: How parameters are cut into the matrices of an optimizer: not at all; one for each head of attention; one for
 #: each entry of a stack of experts.
 CUTS = ("whole", "heads", "experts")
 
 
 def _cut(value: Any) -> Any:
-    """A word, or {dim: number of parts} or {dim: sizes} -> the word, or a mapping of whole numbers."""
+    """Check a word, {dim: number of parts} or {dim: sizes}; return the word, or a mapping of integers."""
     if isinstance(value, str):
         if value not in CUTS:
             raise unknown("way to cut a parameter", CUTS, "or {dim: parts}, e.g. {0: 3}")
@@ -50,7 +50,7 @@ def _cut(value: Any) -> Any:
 
 
 def _matrices(value: Any) -> Any:
-    """One word is for all parameters."""
+    """Expand one word to all parameters."""
     if isinstance(value, str):
         return {"*": value}
     if not isinstance(value, Mapping) or not value:

@@ -1,4 +1,4 @@
-"""`precision`: the formats of numbers: of weights, of computing, of sums over ranks, and of linear layers' products."""
+"""Define `precision`: number formats of weights, computing, sums over ranks, and linear products."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Products(Section):
 
     @property
     def by_rows(self) -> bool:
-        """Does what is computed for a row hang on that row alone? A tensor's scale is that of all rows."""
+        """Whether a row's result depends on that row alone. A tensor's scale depends on all rows."""
         return self.recipe != "fp8-tensorwise"
 
 
 def _products(value: Any) -> Any:
-    """`fp8-rowwise` is short for {recipe: fp8-rowwise}; none for no section."""
+    """Expand the short form: `fp8-rowwise` -> {recipe: fp8-rowwise}; none -> no section."""
     return None if value == "none" else {"recipe": value} if isinstance(value, str) else value
 
 

@@ -1,5 +1,6 @@
-"""`run:`: how `shardc run` trains. Its options are named as these keys, and win over them; nothing of it changes the
-program.
+"""Define `run`: how `shardc run` trains. The command's options have the same names and override it.
+
+It does not change the program.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The grammar of a whole spec as pydantic models, from which the JSON Schema for editors is made.
+"""Define the grammar of a whole spec as pydantic models, which also make the JSON Schema for editors.
 
-The sections are in files of their own (shardc.spec). Short forms are expanded before they are checked:
+Each section has its own file (shardc.spec). Short forms are expanded before they are checked:
 
     shard: {"*.o_proj": row}   ->  {rules: {"*.o_proj": {style: row}}}      data: {axis: dp}  ->  {axis: [dp]}
     outputs: {logits: whole}   ->  {logits: None}
@@ -40,7 +40,7 @@ from shardc.spec.yaml_reader import say
 
 
 class On(Section):
-    """What a step is priced on, where no command names another: a program itself is the same on all."""
+    """The device that a step is priced on, unless a command names another: no program depends on it."""
 
     name: Annotated[str, Field(min_length=1)] = Field(
         description="a device that `shardc device` lists, or the path of a YAML file", examples=["h100-80g"]
@@ -64,7 +64,7 @@ _ON: dict[str, Any] = {
 
 
 def _on(value: Any) -> Any:
-    """`h100-80g` -> {"name": "h100-80g"}."""
+    """Expand the short form: `h100-80g` -> {"name": "h100-80g"}."""
     return {"name": value} if isinstance(value, str) else value
 
 

@@ -1,8 +1,8 @@
-"""`shard`, `activations` and `outputs`: which dims of weights and of values are split, over which axes.
+"""Define `shard`, `activations` and `outputs`: dims of weights and values that are split over axes.
 
-    "*.q_proj": column                      a style; the op says which dim that is (passes/annotate/weight_roles.py)
-    "*.qkv": {0: {axis: tp, split: 3}}      dim 0 is three fused parts, each of which is split
-    "*.emb": {0: [dp, tp]}                  one dim over two axes, the outermost first
+"*.q_proj": column                      a style; the op decides which dim that is (passes/annotate/weight_roles.py)
+"*.qkv": {0: {axis: tp, split: 3}}      dim 0 is three fused parts, each of which is split
+"*.emb": {0: [dp, tp]}                  one dim over two axes, the outermost first
 
 Values of `activations` and `outputs` have dims only.
 """
@@ -35,7 +35,7 @@ from shardc.spec.fields import (
     wrong_here,
 )
 
-#: What a weight may be said to be; `shardc.passes.annotate.weight_roles` says which dim each of them splits.
+#: Styles of a weight; `shardc.passes.annotate.weight_roles` decides which dim each of them splits.
 Style = Literal["column", "row", "vocab", "replicate"]
 
 
@@ -49,7 +49,7 @@ USES = get_args(Use)
 
 
 class DimShard(Section):
-    """One axis on one dim: the dim is seen as [split, axis, rest] and the middle digit is spread over the axis."""
+    """One axis on one dim, seen as [split, axis, rest]: the middle digit is spread over the axis."""
 
     axis: Axis = Field(description="mesh axis that splits this dim", examples=["tp"])
     split: Count = Field(
@@ -61,7 +61,7 @@ class DimShard(Section):
 
 
 def _dim_shards(value: Any) -> Any:
-    """`tp`, `{axis: tp, split: 3}`, or a list of them, outermost first -> a tuple of mappings."""
+    """Expand `tp`, `{axis: tp, split: 3}`, or a list of them, outermost first, to a tuple of mappings."""
     if isinstance(value, (str, Mapping)):
         value = (value,)
     if not isinstance(value, (list, tuple)) or not value:
@@ -108,7 +108,7 @@ Dims = Annotated[
 
 
 def _output(value: Any) -> Any:
-    """`whole` -> None."""
+    """Convert `whole` to None."""
     if value == "whole":
         return None
     if not isinstance(value, Mapping):
@@ -117,7 +117,7 @@ def _output(value: Any) -> Any:
 
 
 def _rule(value: Any) -> Any:
-    """`column`, `{style: column, axis: tp}` or `{0: tp}` -> a mapping of style and axis, or of dims."""
+    """Expand `column`, `{style: column, axis: tp}` or `{0: tp}` to a mapping of style and axis, or dims."""
     if isinstance(value, str):
         return {"style": value}
     if not isinstance(value, Mapping):
@@ -132,7 +132,7 @@ def _rule(value: Any) -> Any:
 
 
 class RuleForm(Section):
-    """How one pattern's weights are split: by a style word, or by dims. (No key of a spec begins with a space.)"""
+    """How a pattern's weights are split: by a style word, or by dims (no spec has a key " dims")."""
 
     style: Style | None = Field(default=None, examples=["column"])
     axis: Axis | None = Field(default=None, examples=["tp"])
@@ -149,7 +149,7 @@ Rule = Annotated[RuleForm, BeforeValidator(_rule)]
 
 
 def _shard(value: Any) -> Any:
-    """`use` is the one keyword of the section; every other key is a pattern."""
+    """Separate `use`, the one keyword of the section, from the patterns."""
     if not isinstance(value, Mapping):
         raise malformed("a mapping from pattern to style or dims", 'e.g. "*.o_proj": row')
     return {
@@ -159,14 +159,14 @@ def _shard(value: Any) -> Any:
 
 
 def _use(value: Any) -> Any:
-    """`model` or `{plan: model, axis: tp}` -> a mapping."""
+    """Expand `model` or `{plan: model, axis: tp}` to a mapping."""
     if isinstance(value, (str, Mapping)):
         return {"plan": value} if isinstance(value, str) else dict(value)
     raise malformed(f"a plan ({', '.join(USES)})", "e.g. use: model, or use: {plan: model, axis: tp}")
 
 
 class UseForm(Section):
-    """Where the weights' splits come from: the plan that the model carries, or the structure of its graph."""
+    """The source of the weights' splits: the plan that the model carries, or the structure of its graph."""
 
     plan: Use = Field(examples=["model"])
     axis: Axis | None = Field(default=None, examples=["tp"])
@@ -213,7 +213,7 @@ _SHARD: dict[str, Any] = {
 
 
 def _boundary(value: str) -> str:
-    """A module pattern, with `:in` behind it if its input is meant."""
+    """Check a module pattern, followed by `:in` for the module's input."""
     name, colon, side = value.partition(":")
     if colon and side != "in":
         raise wrong(

@@ -1,4 +1,4 @@
-"""`pipeline`, `checkpoint`, `loss` and `execution`: how ranks run a step, and what they compute twice."""
+"""Define `pipeline`, `checkpoint`, `loss` and `execution`: how a step runs and recomputes."""
 
 from __future__ import annotations
 

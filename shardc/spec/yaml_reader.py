@@ -1,4 +1,4 @@
-"""Reads YAML safely, with the place of every key and value; also overrides (`--set data.zero=3`) and specs from dicts.
+"""Read YAML safely, with the place of every key and value; also overrides (`--set`) and dicts.
 
 Only the YAML that a spec needs is allowed: mappings, lists, text, numbers, true/false and null. Anchors, aliases, tags,
 merge keys, duplicate keys and several documents are errors. Words follow YAML 1.2: `on`, `no` and `012` are text.
@@ -16,9 +16,9 @@ import yaml
 from shardc.errors import Errors, ShardcError
 
 Path = tuple[str | int, ...]  # ("shard", "*.o_proj", 0, "axis"): keys and list indices from the root
-#: A spec has so many characters at most, and
+#: Most characters of a spec, and
 LENGTH = 500_000
-#: so many values and keys.
+#: most values and keys.
 VALUES = 4_000
 DEPTH = 32  # deeper than any spec; keeps hostile nesting from exhausting the stack
 
@@ -31,15 +31,13 @@ _WORDS |= {w: v for text, v in (("true", True), ("false", False)) for w in (text
 
 @dataclass
 class Places:
-    """The places of keys and values: path -> "spec.yaml:7:3" or "--set data.zero=3". Empty for a spec given as a
-    dict.
-    """
+    """The places of keys and values: path -> "spec.yaml:7:3" or "--set data.zero=3". Empty for a dict."""
 
     keys: dict[Path, str] = field(default_factory=dict)
     values: dict[Path, str] = field(default_factory=dict)
 
     def where(self, path: Path, *, value: bool = False) -> str:
-        """Place of a key (or of its value), or of its nearest parent in the source."""
+        """Return the place of a key (or of its value), or of its nearest parent in the source."""
         table = self.values if value else self.keys
         for n in range(len(path), -1, -1):
             if path[:n] in table:
@@ -56,7 +54,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Document:
-    """What was written. broken: paths whose value could not be read, which is reported: no other errors for them."""
+    """The parsed text. broken: paths of unreadable values, already reported: they cause no other errors."""
 
     value: Any
     places: Places
@@ -64,10 +62,10 @@ class Document:
 
 
 def dotted(path: Path) -> str:
-    """A path as people write it: `shard."*.o_proj".0`, `experts[1].axis`."""
+    """Format a path as people write it: `shard."*.o_proj".0`, `experts[1].axis`."""
     text = ""
     for i, part in enumerate(path):
-        # from how deep a number is an item of a list; before that it is a key, such as a dim
+        # depth from which a number is an item of a list; above it is a key, such as a dim
         items = {"experts": 1, "checkpoint": 1, "shard": 3, "activations": 3, "outputs": 3}.get(str(path[0]), 2)
         if isinstance(part, int) and i >= items:
             text += f"[{part}]"
@@ -98,9 +96,9 @@ def read_value(text: str, where: str, errors: Errors) -> Any:
 
 
 def of_mapping(value: Any) -> Any:
-    """A copy of a Python spec in which mappings are dicts and sequences are lists, as if it had been read.
+    """Copy a Python spec with mappings as dicts and sequences as lists, as if it were read from a file.
 
-    Raises ShardcError for what no file could hold: nesting without end, very many values or very long numbers.
+    Raises ShardcError for what no file can contain: endless nesting, very many values or very long numbers.
     """
     room = [VALUES]
 
@@ -193,7 +191,7 @@ class _Reader:
         return self.place(mark.line, mark.column)
 
     def node(self, event: yaml.Event, path: Path, depth: int) -> Any:
-        """The value that begins with `event`. Keeps its place under `path`."""
+        """Read the value that begins with `event`, and store its place under `path`."""
         self.places.values[path] = self._at(event)
         self.places.keys.setdefault(path, self.places.values[path])
         if len(self.places.values) > VALUES:
@@ -217,7 +215,7 @@ class _Reader:
         return self._mapping(path, depth)
 
     def _check(self, event: yaml.NodeEvent) -> bool:
-        """Report anchors and tags. Returns whether there is a tag, as the value is unknown then."""
+        """Report anchors and tags. Returns whether there is a tag, as the value is then unknown."""
         tag = getattr(event, "tag", None)
         if event.anchor is not None:
             self._add(event, f"YAML anchors are not allowed: &{event.anchor}", "write the value out where it is used")
@@ -236,7 +234,7 @@ class _Reader:
             key, wrong, fix = self._key(event, mapping, path)
             if wrong:
                 self._add(event, wrong, fix)
-            spot = (*path, "\0" if wrong else key)  # a wrong entry is read all the same, for the mistakes inside it
+            spot = (*path, "\0" if wrong else key)  # a wrong entry is read too, to find mistakes inside it
             self.places.keys[spot] = self._at(event)
             value = self.node(next(self.events), spot, depth + 1)
             if not wrong:
@@ -244,7 +242,7 @@ class _Reader:
         return mapping
 
     def _key(self, event: yaml.Event, mapping: Mapping[str | int, Any], path: Path) -> tuple[str | int, str, str]:
-        """The key, what is wrong with it ("" if nothing) and the fix."""
+        """Return the key, its mistake ("" if none) and the fix."""
         if isinstance(event, yaml.AliasEvent):
             return (
                 "",
@@ -275,7 +273,7 @@ class _Reader:
 
 
 def scalar(text: str) -> str | int | float | bool | None:
-    """The value of a plain (unquoted) scalar, by YAML 1.2's core schema."""
+    """Return the value of a plain (unquoted) scalar, by YAML 1.2's core schema."""
     if text in _WORDS:
         return _WORDS[text]
     if _INT.fullmatch(text):
@@ -286,7 +284,7 @@ def scalar(text: str) -> str | int | float | bool | None:
 
 
 def say(value: Any) -> str:
-    """A value as it would be written in YAML, shortened: for error messages."""
+    """Format a value as in YAML, shortened, for error messages."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "nothing"}[value]
     if isinstance(value, Mapping):
@@ -298,13 +296,13 @@ def say(value: Any) -> str:
 
 
 def flow(value: Any) -> str:
-    """A value in YAML's flow form, text quoted where it must be. What `read` reads back equal."""
+    """Format a value in YAML's flow form, with quotes where needed, so that `read` returns an equal value."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{flow(k)}: {flow(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(flow, value)) + "]"
     if isinstance(value, str):
-        # what an older YAML reads as something else (on, no, 1:30) is quoted too, for other tools' sake
+        # for other tools, quote what YAML 1.1 reads differently (on, no, 1:30)
         if (
             re.fullmatch(r"[A-Za-z_][\w./-]*", value, re.ASCII)
             and scalar(value) == value
@@ -323,9 +321,7 @@ _PART = re.compile(r'"((?:[^"\\]|\\.)*)"|\'([^\']*)\'|([^.="\'\s]+)')
 
 
 def override(document: Document, setting: str, errors: Errors) -> None:
-    """Put a setting such as `data.zero=3` or `shard."*.o_proj"=row` into the document. The value is YAML; null leaves
-    out.
-    """
+    """Put a setting (`data.zero=3`, `shard."*.o_proj"=row`) into the document. YAML null removes."""
     where = f"--set {setting}" if len(setting) < 200 else f"--set {setting[:196]} ..."
     path: list[str | int] = []
     position = 0
@@ -335,7 +331,7 @@ def override(document: Document, setting: str, errors: Errors) -> None:
         position = part.end()
         if setting[position : position + 1] != "." or (
             bare and re.search(r"[*{}]", bare)
-        ):  # a pattern's dots are its own
+        ):  # dots in a pattern belong to it
             break
         position += 1
     if not path or setting[position : position + 1] != "=" or setting[position - 1] == ".":
@@ -351,7 +347,7 @@ def override(document: Document, setting: str, errors: Errors) -> None:
 
 
 def put(document: Document, path: Path, value: Any, where: str) -> None:
-    """Set `path` in the document to `value`, making mappings on the way. `where`: what to cite for it from now on."""
+    """Set `path` in the document to `value`, and create mappings on the way. where: its place from now on."""
     node: Any = document.value
     for i, part in enumerate(path):
         last = i + 1 == len(path)
@@ -386,7 +382,7 @@ def without(value: Any, path: Path) -> None:
 
 
 def reach(value: Any, location: Iterable[str | int]) -> Path:
-    """The longest way into `value` that follows `location`, skipping steps that do not exist in it."""
+    """Return the longest path into `value` that follows `location`, without steps that do not exist."""
     path: list[str | int] = []
     for part in location:
         if part in (value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()):

@@ -218,27 +218,29 @@ def summary(kept: dict[str, Any]) -> str:
         f"{name} {min(r):.2f}" + (f"-{max(r):.2f}" if max(r) - min(r) > 0.005 else "") for name, r in by_peer.items()
     ]
     ratios = ", ".join(shown)
-    return f"Step time / [peer's](docs/benchmarks.md), below 1: faster. {ratios}."
+    return f"Step time / [peer's](docs/measured/benchmarks.md), below 1: faster. {ratios}."
 
 
 def into_docs(kept: dict[str, Any]) -> None:
-    """The tables go to docs/benchmarks.md, one line of summary to README."""
+    """The tables go to docs/measured/benchmarks.md, one line of summary to README."""
     from docs.generate import write
 
-    write(ROOT / "docs" / "benchmarks.md", {"bench": "\n\n".join(table(r) for r in kept.values() if r)})
+    write(ROOT / "docs" / "measured/benchmarks.md", {"bench": "\n\n".join(table(r) for r in kept.values() if r)})
     write(ROOT / "README.md", {"bench": summary(kept)})
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=PARTS, action="append", help="a part; docs/benchmarks.md keeps the others")
+    parser.add_argument(
+        "--only", choices=PARTS, action="append", help="a part; docs/measured/benchmarks.md keeps the others"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=1, help="steps of each contender in a round")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to try the harness; implies --dry")
     parser.add_argument(
         "--dry",
         action="store_true",
-        help="print only: leave docs/measured/bench.json, docs/benchmarks.md and README.md alone",
+        help="print only: leave docs/measured/bench.json, docs/measured/benchmarks.md and README.md alone",
     )
     arguments = parser.parse_args()
     if arguments.quick:

@@ -83,7 +83,7 @@ SHARDC = {
     **{f"shardc zero {z}": Ours("llama", {"dp": 2, "tp": 1}, (f"data.zero={z}",)) for z in range(4)},
 }
 
-#: `--only` takes a part's name; docs/benchmarks.md keeps the others
+#: `--only` takes a part's name; docs/measured/benchmarks.md keeps the others
 PARTS = {
     "tensor": (
         Group("shardc tp=2", ("DTensor tp=2", "DTensor tp=2, loss parallel"), 0.85),

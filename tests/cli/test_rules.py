@@ -72,7 +72,7 @@ def test_lists_every_rule_with_its_place() -> None:
     assert linear == ["aten.mm.default", "m", "k+,", "k+", "n", "->", "m", "n", "0", "|", "1", "flops"]
     assert place.startswith("shardc/rules/matmul.py:")
     assert {str(op) for op in RULES if str(op).startswith("aten.")} <= set(lines)
-    assert "#   <embedding>: v! d, ... -> ... d." in done.stdout, (
+    assert "#   <embedding>: Split d and the ids: v! d, ... -> ... d." in done.stdout, (
         "what a function makes of a call is said once a family"
     )
     assert done.stdout.rstrip().endswith(
@@ -91,7 +91,11 @@ def test_the_list_as_json() -> None:
         "linear": "<bias_or_not>",
         "family": "matmul",
         "extras": ["flops"],
-        "about": {"<bias_or_not>": "Jointly in (input, bias), and in (weight, bias)."},
+        "about": {
+            "<bias_or_not>": (
+                "Return the linear operands: (input, bias) or (weight, bias) together; without a bias each alone."
+            )
+        },
     }
 
 

@@ -41,8 +41,8 @@ def registry() -> Iterator[None]:
 
 @pytest.mark.usefixtures("registry")
 def test_a_rule_for_an_op_of_ones_own(tmp_path: Path) -> None:
-    """The file of docs/rules.md."""
-    page = Page(ROOT / "docs" / "rules.md")
+    """The file of docs/explanation/rules.md."""
+    page = Page(ROOT / "docs" / "explanation/rules.md")
     (tmp_path / "my_rules.py").write_text(next(b.text for b in page.blocks("python") if "own op" in b.notes))
     done = CliRunner().invoke(app, ["rules", "--check", "--file", str(tmp_path / "my_rules.py")])
     assert done.exit_code == 0, done.output

@@ -40,7 +40,7 @@ def test_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     import bench
 
     monkeypatch.delitem(sys.modules, "bench", raising=False)
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "measured/benchmarks.md").read_text()
     assert generate.fill(page, {"bench": "\n\n".join(bench.table(r) for r in kept.values() if r)}) == page
     assert generate.fill(README.text, {"bench": bench.summary(kept)}) == README.text
 
@@ -64,10 +64,10 @@ def test_the_example_is_readmes(tmp_path: Path) -> None:
 
 
 def test_the_table_of_stages_is_the_pipeline() -> None:
-    """docs/architecture.md, in its order; what comes before and after passes is there, too."""
+    """docs/explanation/architecture.md, in its order; what comes before and after passes is there, too."""
     from shardc.passes import PIPELINE
 
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "explanation/architecture.md").read_text()
     told = re.findall(r"^\| (\w+) \| `(passes/\S+)` \|", page, re.MULTILINE)
     assert [name for name, _ in told] == [stage.name for stage in PIPELINE]
     assert [path for _, path in told if not (ROOT / path).exists()] == []

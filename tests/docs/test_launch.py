@@ -15,7 +15,7 @@ from docs import generate
 from tests import warm
 from tests.docs.pages import ROOT, Page
 
-TRAINING = Page(ROOT / "docs" / "training.md")
+TRAINING = Page(ROOT / "docs" / "how-to/training.md")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 

@@ -1,4 +1,4 @@
-"""Every rule against the whole op: outputs and gradients, on 2, 3 and 4 ranks, at every digit (docs/algebra.md)."""
+"""Prove every rule (docs/explanation/algebra.md): outputs and gradients, on 2, 3 and 4 ranks, at every digit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The spec: what it contains, and how it prints back. Its grammar is in docs/spec.md; wrong specs:
+"""The spec: what it contains, and how it prints back. Its grammar is in docs/reference/spec.md; wrong specs:
 tests/spec/test_explain.py.
 """
 
@@ -20,7 +20,7 @@ from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.spec import ActivationRule, DimShard, Run, ShardRule, Spec
 from shardc.spec.yaml_reader import dotted, flow, of_mapping, read, scalar
 
-# the example of docs/spec.md
+# the example of docs/reference/spec.md
 EXAMPLE = """\
 shardc: 1                                # required: the version of this format
 

@@ -4,8 +4,8 @@
 
 Each kind of `KINDS` breaks a program in one place; of each kind, model and mesh a few places are tried. A mutant that
 nothing notices is run (with --run: all are): if its step equals one device, it is no mutant at all, and not counted.
-`make mutants` prints the table of docs/proof.md. --kept: what each program gave is added to this file, and is not tried
-again; after --minutes it ends behind a program, with exit status 3 while there are more.
+`make mutants` prints the table of docs/explanation/proof.md. --kept: each program's result is added to this file, and
+not tried again; after --minutes it ends behind a program, with exit status 3 while there are more.
 """
 
 from __future__ import annotations
@@ -756,7 +756,7 @@ def main() -> None:
     parser.add_argument("--settings", default="*")
     parser.add_argument("--each", type=int, default=2)
     parser.add_argument("--run", action="store_true")
-    parser.add_argument("--write", action="store_true", help="the table into docs/proof.md")
+    parser.add_argument("--write", action="store_true", help="the table into docs/explanation/proof.md")
     parser.add_argument("--kept", type=Path, help="a file of what was tried before, to go on with")
     parser.add_argument("--minutes", type=float, default=math.inf)
     options = parser.parse_args()
@@ -771,7 +771,7 @@ def main() -> None:
     text = table(counts, run=options.run)
     print(text)
     if options.write and whole:
-        page = ROOT / "docs" / "proof.md"
+        page = ROOT / "docs" / "explanation/proof.md"
         head, _, rest = page.read_text().partition(BEGIN)
         meshes = f"on the settings of `tests/verify/settings.py` and {len(MORE)} more"
         where = f"{options.models}, {meshes}, {time.strftime('%Y-%m-%d')}:"

@@ -66,7 +66,10 @@ def mended(model: Any, of: Batch, error: Exception) -> Batch | None:
         return {**of, **{n: make(model.config) for n, make in named.items()}}
     if (found := re.search(r"tokens: (\d+), features:? (\d+)", said)) and "input_ids" in of:
         there, n = int(found[1]) // BATCH, int(found[2]) // BATCH
-        if there < n:
+        if there < n and of["input_ids"].shape == (
+            BATCH,
+            SEQ,
+        ):  # else places were added, and the model looks for others
             return _before(of, torch.full((BATCH, n - there), IMAGE_TOKEN))
         ids = of["input_ids"].clone()
         ids[(ids == IMAGE_TOKEN) & ((ids == IMAGE_TOKEN).cumsum(1) > n)] = 3

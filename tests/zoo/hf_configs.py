@@ -109,7 +109,9 @@ def _value(name: str, default: Any, rules: Fields) -> Any:
     if default is None and not re.search(NONE, name):
         return None
     found = next((value for pattern, value in rules if re.fullmatch(pattern, name)), None)
-    if found is None and name.endswith(("image_token_id", "image_token_index")):
+    if found is None and name.endswith(
+        tuple(f"{of}_token_{end}" for of in ("image", "audio") for end in ("id", "index"))
+    ):
         return IMAGE_TOKEN
     if found is None and name.endswith("token_id") and isinstance(default, int) and default >= VOCAB:
         return VOCAB - 2 - len(name) % 20

@@ -1,15 +1,16 @@
-"""Attention whose weights are dropped, or of which a rank has a part of the queries.
+"""Compute attention with dropout of its weights, or of the part of the queries that a rank has.
 
-Dropout on its weights, in blocks of queries: memory grows with the sequence, not with its square.
+Dropout works in blocks of queries, so memory grows with the sequence, not with its square:
 
     for each block of QUERIES rows:
         weights = softmax(q_block @ k^T)  [.., heads, QUERIES, keys]      all keys of a row: no sums to correct later
         out_block = dropout(weights) @ v
 
-Backward computes each block again, with autograd, so that nothing but the operands is kept. The masks are those of
-`ops.dropout` on the whole weights [.., heads, queries, keys]: a function of the global element's index, so that batch,
-heads and queries may be split over ranks. (torch's fused kernels draw masks of their own. They run where nothing is
-dropped; where a causal mask meets a part of the queries, so does shardc.runtime.ops.attention_blocks.)"""
+Backward recomputes each block with autograd, so that only the operands are saved. The masks are those of `ops.dropout`
+on the whole weights [.., heads, queries, keys]: functions of the global element's index, so that batch, heads and
+queries may be split over ranks. torch's fused kernels draw other masks. They run without dropout; where a causal mask
+meets a part of the queries, shardc.runtime.ops.attention.blocks runs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from shardc.runtime.rng import Digits, Paddings, Rng
 
 @dataclass(frozen=True)
 class _Options:
-    """rows: i[.., heads, queries], columns: i[keys], words: of the dropout of the weights (shardc.runtime.rng).
+    """Options of attention with dropout. rows: i[.., heads, queries], columns: i[keys], words: of rng.
 
     spans: which queries these are, where a causal mask counts them.
     """
@@ -50,7 +51,7 @@ class _Options:
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """f[.., h, n, m] @ f[.., g, m, e], each of y's heads for h / g of x's, in a row."""
+    """Multiply f[.., h, n, m] @ f[.., g, m, e]; each of y's heads serves h / g consecutive heads of x."""
     heads, groups = x.shape[-3] if x.dim() > 2 else 1, y.shape[-3] if y.dim() > 2 else 1
     if groups in (1, heads):
         return x @ y
@@ -59,7 +60,7 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _block(o: _Options, place: _Place, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """The rows of the result that belong to these queries."""
+    """Compute the result's rows of these queries."""
     scores = _product(q * o.scale, k.transpose(-2, -1))
     hidden: Tensor | None = None
     if o.causal:
@@ -79,9 +80,7 @@ def _block(o: _Options, place: _Place, q: Tensor, k: Tensor, v: Tensor, mask: Te
 
 
 class _Place(NamedTuple):
-    """Of a block: its queries here, the number of the first of them in the sequence, the keys that they see, its rows
-    of the mask.
-    """
+    """The place of a block: its local queries, the first one's global number, their keys, its mask rows."""
 
     rows: slice
     start: int
@@ -165,19 +164,20 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     reach: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q @ k^T * scale + mask) @ v, each weight zeroed with probability p < 1 and the others scaled by
-    1 / (1 - p). torch's fused op, without dropout, when rng is not training; in blocks where this rank has a part of
-    the queries and a causal mask counts them.
+    """Compute softmax(q @ k^T * scale + mask) @ v, with dropout p < 1 of the weights.
+
+    Runs torch's fused op without dropout, when rng is not training; blocks where this rank has a part of the queries
+    and a causal mask counts them.
 
     q: f[.., h, s, d], k: f[.., g, t, d], v: f[.., g, t, e]; mask: bool (True where a key is seen) or float (added), of
     a shape that broadcasts to [.., h, s, t]; scale: 1 / sqrt(d) if None. enable_gqa: each of g heads serves h / g.
     index: ordinal of this op in the graph. shape: of the *global* weights [.., h, s, t] (default: this rank's); digits,
     paddings: which part of them this rank holds, as of `ops.dropout`. ring: an axis over which keys are split too: k
-    and v are a rank's part, which travels (shardc.runtime.ops.attention.ring); digits then tell the keys' as well.
+    and v are a rank's part, which travels (shardc.runtime.ops.attention.ring); digits then also describe the keys.
     window: (low, high) of a band (shardc.runtime.ops.attention.spans): row i sees key j only if low <= j - i <= high.
-    Where a mask is given too, which then says it of each pair, only a ring looks at it: for what is not to be sent.
-    reach: i64[ranks, stretches, 2] of `attention_reach`: what a ring's mask shows of keys, and nothing beside it.
-    Returns f[.., h, s, e]."""
+    If a mask is given too, it covers each pair, and only a ring reads the window, to send less. reach: i64[ranks,
+    stretches, 2] of `attention_reach`: the only keys that a ring's mask shows. Returns f[.., h, s, e].
+    """
     if ring:
         assert shape is not None
         drop = p if rng is not None and rng.training else 0.0
@@ -208,7 +208,7 @@ def attention(
 
 
 def _spans(shape: Sequence[int] | None, digits: Digits, paddings: Paddings, mesh: Any) -> list[Span] | None:
-    """Which queries a rank has; None: all of them. shape, digits, paddings: of the weights."""
+    """Return the queries that a rank has; None: all. shape, digits, paddings: of the weights."""
     return None if shape is None else Held(tuple(shape), digits, paddings, mesh).spans(len(shape) - 2)
 
 

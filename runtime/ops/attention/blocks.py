@@ -1,17 +1,17 @@
-"""Attention of a part of the queries, block by block (shardc.runtime.ops.attention.spans): rows of queries against
-stretches of keys, joined by their log-sum-exps.
+"""Compute attention block by block: rows of queries against stretches of keys (spans.py), then joined.
 
-A block gives (out, lse): the softmax over its own keys, and the log of what it divided by. Two blocks of the same
+A block returns (out, lse): the softmax over its own keys, and the log of what it divided by. Two blocks of the same
 queries are joined by
 
     lse = logaddexp(lse_a, lse_b)        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
 in float32 at least (the online softmax of Milakov & Gimelshein 2018; Liu et al. 2023, "Ring Attention"). A row that
-sees none of a block's keys has lse = -inf there, and counts for nothing.
+sees none of a block's keys has lse = -inf there, and contributes nothing.
 
-Backward is no derivative of that sum. With the joined out and lse, the weights of a block are
-P = exp(scores - lse), and dV = P^T dO, dS = P (dO V^T - sum(dO out)): each block by itself, as the fused kernels do
-(Dao et al. 2022, "FlashAttention", section 3.1)."""
+Backward does not differentiate that sum. With the joined out and lse, the weights of a block are P = exp(scores - lse),
+and dV = P^T dO, dS = P (dO V^T - sum(dO out)): each block separately, as in fused kernels (Dao et al. 2022,
+"FlashAttention", section 3.1).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 class Drop(NamedTuple):
-    """Dropout of weights [b, h, rows, keys] by global index: the arguments of `dropped`, rows i[b, h, rows]."""
+    """Dropout of weights [b, h, rows, keys] by global index: arguments of `dropped`, rows i[b, h, rows]."""
 
     words: Tensor
     rows: Tensor
@@ -52,7 +52,7 @@ class Drop(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """scores = q k^T * scale, of q f[b, h, s, d] and k f[b, g, t, d], where h is a multiple of g; then the mask.
+    """The scores q k^T * scale, of q f[b, h, s, d] and k f[b, g, t, d] (g divides h), and their mask.
 
     mask: bool (True where a key is seen) or float (added), each dim as long as that of [b, h, s, t], or 1.
     """
@@ -62,7 +62,7 @@ class Rule:
     drop: Drop | None = None
 
     def of(self, rows: slice, keys: slice) -> Rule:
-        """The rule of a part of the rows and keys."""
+        """Return the rule of a part of the rows and keys."""
         mask = self.mask
         if mask is not None:
             mask = mask if mask.shape[2] == 1 else mask[:, :, rows]
@@ -75,9 +75,9 @@ class Rule:
 
 
 def forward(rule: Rule, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
-    """(out f[b, h, s, e], lse f[b, h, s]) of one block. lse: in float32 at least."""
+    """Compute (out f[b, h, s, e], lse f[b, h, s]) of one block. lse: in float32 at least."""
     if _fused(rule, q, k, v, band):
-        if band == UPPER:  # from behind it is causal
+        if band == UPPER:  # reversed, it is causal
             out, lse = forward(rule, q.flip(2), k.flip(2), v.flip(2), CAUSAL)
             return out.flip(2), lse.flip(2)
         causal = band == CAUSAL
@@ -98,7 +98,7 @@ def forward(rule: Rule, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Te
 def backward(
     rule: Rule, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v by one block. g: of the joined result; out, lse: joined."""
+    """Compute the gradients of q, k and v by one block. g: of the joined result; out, lse: joined."""
     if _fused(rule, q, k, v, band):
         if band == UPPER:
             g, q, k, v, out, lse = (x.flip(2) for x in (g, q, k, v, out, lse))
@@ -129,13 +129,14 @@ def backward(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x with a head's elements side by side: the kernel takes them to be, and does not look."""
+    """Make a head's elements contiguous: the kernel assumes it without a check."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _fused(rule: Rule, q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
-    """Whether torch's kernel that returns the log-sum-exp runs here: the CPU's, with heads of one size, for rows that
-    see all keys, or up to the diagonal, or from it on.
+    """Return whether torch's CPU kernel that returns the log-sum-exp can run this block.
+
+    It needs heads of one size, and rows that see all keys, or up to the diagonal, or from it on.
     """
     square = band in (CAUSAL, UPPER) and q.shape[2] == k.shape[2]
     kernel = q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.dtype in _DTYPES
@@ -146,9 +147,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _scores(rule: Rule, q: Tensor, k: Tensor, band: Band, top: int) -> Tensor:
-    """f[b, h, rows, keys] in float32 at least, -inf where a row does not see a key. top: the first row's number in the
-    block.
-    """
+    """Compute f[b, h, rows, keys] in float32 at least, -inf for unseen keys. top: the first row's number."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ _heads(k, q).to(wide).transpose(-2, -1) * rule.scale
     low, high = band
@@ -163,18 +162,18 @@ def _scores(rule: Rule, q: Tensor, k: Tensor, band: Band, top: int) -> Tensor:
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse), and zeros in rows that see nothing, where lse is -inf."""
+    """Compute exp(scores - lse), with zeros in rows that see nothing, where lse is -inf."""
     return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
 
 
 def _heads(x: Tensor, q: Tensor) -> Tensor:
-    """x f[b, g, t, d], each of its heads as often as queries use it."""
+    """Repeat each head of x f[b, g, t, d] for all query heads that use it."""
     times = q.shape[1] // x.shape[1]
     return x if times == 1 else x.repeat_interleave(times, 1)
 
 
 def _grouped(grad: Tensor, x: Tensor) -> Tensor:
-    """The sum over queries' heads that use one head of x."""
+    """Sum the gradients over the query heads that share a head of x."""
     b, g, t, d = x.shape
     return grad if grad.shape[1] == g else grad.view(b, g, grad.shape[1] // g, t, d).sum(2)
 
@@ -202,7 +201,7 @@ class Joined:
 def _whole_keys(
     q: Tensor, k: Tensor, v: Tensor, plan: list[Block], rule: Rule
 ) -> tuple[Tensor, tuple[Tensor | list[Block] | Rule, ...]]:
-    """Queries of a rank against all keys."""
+    """Compute attention of a rank's queries to all keys."""
     joined = Joined(q, v.shape[-1])
     for rows, keys, band in plan:
         part = q[:, :, rows], k[:, :, keys], v[:, :, keys]
@@ -232,14 +231,14 @@ def _whole_keys_backward(
 
 
 def leading(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> tuple[int, ...]:
-    """The dims of the result before its queries: the batch's, and heads."""
+    """Return the result's dims before its queries: the batch's, and heads."""
     if not grouped:
         return tuple(torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v))))  # type: ignore[no-untyped-call]
     return (*torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v))), q.shape[-3])  # type: ignore[no-untyped-call]
 
 
 def as_heads(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as [b, heads, ...]: leading dims in one, those that broadcast written out."""
+    """Reshape queries, keys and values to [b, heads, ...]: leading dims flattened, broadcasts expanded."""
     last = 3 if grouped else 2  # with groups, keys and values have fewer heads
     lead = torch.broadcast_shapes(*(x.shape[:-last] for x in (q, k, v)))  # type: ignore[no-untyped-call]
     size = math.prod(lead if grouped or not lead else lead[:-1])
@@ -265,10 +264,11 @@ def of_rows(
     *,
     grouped: bool,
 ) -> Tensor:
-    """Attention of the queries that a rank has, against all keys, of which each sees those of a band.
+    """Compute attention of a rank's queries to all keys, restricted to a band.
 
     q: f[.., h, s, d], rows: which queries these are; k: f[.., g, t, d], v: f[.., g, t, e], of the whole sequence.
-    Returns f[.., h, s, e]."""
+    Returns f[.., h, s, e].
+    """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     plan = list(blocks(rows, [Span(0, 0, k.shape[-2])], band))
     heads = as_heads(q, k, v, grouped=grouped)

@@ -1,13 +1,14 @@
-"""Which of attention's queries and keys a rank holds; and what its mask lets them reach, found when the batch is there.
+"""Find which queries and keys a rank holds, and which keys a batch's mask lets its queries reach.
 
-Documents in a row, padding, any mask of a batch: which keys a query sees is not known before it runs. So each rank
-looks at its rows of the mask, QUERIES at a time, for the first and the last key that any of them sees; ranks of a ring
-tell each other, which are a few hundred bytes; and what lies outside is neither sent nor computed:
+With documents in a row, padding, or any mask of a batch, it is not known before the run which keys a query sees. So
+each rank searches its rows of the mask, QUERIES at a time, for the first and the last key that any of them sees. The
+ranks of a ring exchange these few hundred bytes. Keys outside are neither sent nor computed:
 
     keys       a a a a a b b b | b b c c c c c c       three documents on two ranks, causal
     rows 8..9  . . . . . # # #   # #                   they reach keys 5 to 9: of rank 0's eight keys three are sent
 
-Between its first and its last key a stretch of rows may see none: that is computed, and hidden by the mask."""
+Between its first and its last key a stretch of rows may see none: those are computed, and hidden by the mask.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from shardc.torch_private import FakeTensor
 
 
 class Held(NamedTuple):
-    """What ranks have of weights [.., h, s, t]: shape is global; digits, paddings as of `ops.dropout`."""
+    """The part of weights [.., h, s, t] on each rank. shape: global; digits, paddings as of `ops.dropout`."""
 
     shape: tuple[int, ...]
     digits: Digits
@@ -34,9 +35,7 @@ class Held(NamedTuple):
     mesh: Any
 
     def spans(self, dim: int, coords: Mapping[str, int] | None = None) -> list[Span] | None:
-        """Which places of a dim a rank has; None: all of them. coords: of the rank on some axes, this one's on
-        others.
-        """
+        """Return the places of a dim that a rank has; None: all. coords: of the rank, default this one's."""
         pad = next(((padding, blocks) for d, padding, blocks in self.paddings if d == dim), (0, 1))
         at = coords or {}
         own = [
@@ -52,12 +51,12 @@ class Held(NamedTuple):
         return found if own else None
 
     def every(self, dim: int, axis: str) -> tuple[tuple[Span, ...], ...]:
-        """The same, of each rank of an axis."""
+        """Return the places for each rank of an axis."""
         whole = [Span(0, 0, self.shape[dim])]
         return tuple(tuple(self.spans(dim, {axis: i}) or whole) for i in range(self.mesh.size(axis)))
 
     def stretches(self) -> int:
-        """The most stretches of QUERIES rows that any rank has; to be asked with a mesh that has no ranks, too."""
+        """Return the largest number of stretches of QUERIES rows on any rank, also for a mesh without ranks."""
         dim = len(self.shape) - 2
         axes = [a for d, a, *_ in self.digits if d == dim]
         whole = [Span(0, 0, self.shape[dim])]
@@ -76,12 +75,11 @@ def attention_reach(
     *,
     tag: str = "",
 ) -> Tensor:
-    """i64[ranks of the axis, stretches, 2] on the CPU: the first key, and the one behind the last, that any query of a
-    stretch of QUERIES rows sees; (0, 0) where they see none. To read it is to wait for the device, once for all
-    attention under one mask.
+    """Return the first key, and the one after the last, that the queries of each stretch see; else (0, 0).
 
-    mask: bool, or float (-inf where nothing is seen), of this rank's rows and all keys [.., s or 1, t]; shape, digits,
-    paddings: of the weights, as in `attention`.
+    i64[ranks of the axis, stretches of QUERIES rows, 2] on the CPU: it waits for the device, once for all attention
+    under one mask. mask: bool, or float (-inf where nothing is seen), of this rank's rows and all keys [.., s or 1, t];
+    shape, digits, paddings: of the weights, as in `attention`.
     """
     held = Held(tuple(shape), digits, paddings, mesh)
     found = torch.zeros(held.stretches(), 2, dtype=torch.int64, device=mask.device)
@@ -102,9 +100,7 @@ def attention_reach(
 
 
 def reach_of(found: Tensor | None) -> tuple[tuple[tuple[int, int], ...], ...] | None:
-    """(first, end) of keys, by rank and stretch of its rows; None where nothing is known, as of a tensor without
-    data.
-    """
+    """Return (first, end) of keys, by rank and stretch of its rows; None for tensors without data."""
     if found is None or isinstance(found, FakeTensor):
         return None
     return tuple(tuple((int(a), int(b)) for a, b in each) for each in found.tolist())

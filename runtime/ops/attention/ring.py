@@ -1,17 +1,17 @@
-"""Attention over a sequence that is split over an axis: keys and values travel, queries stay (ring attention; Liu et
-al. 2023).
+"""Compute attention over a split sequence: keys and values travel between ranks, queries stay.
 
     step 0      every rank: its queries against its own keys
     step i      what rank r - i has arrives at rank r, while step i - 1 is computed
 
-A rank holds three parts of keys and values at most: its own, those that it works on, and those that arrive. Each part
-comes from the rank that owns it, in one exchange of all ranks a step; only what the queries there see is sent: under a
-causal mask nothing from ranks whose keys all lie ahead, of a window only the keys near the border. Of grouped queries
-it is the key-value heads that travel.
+A rank holds at most three parts of keys and values: its own, those in use, and those that arrive. Each part comes from
+the rank that owns it, in one exchange of all ranks a step, with only the keys that the queries there see: under a
+causal mask none from ranks whose keys all come later, of a window only the keys near the border. With grouped queries
+the key-value heads travel (ring attention; Liu et al. 2023).
 
 Results are joined by their log-sum-exps (shardc.runtime.ops.attention.blocks). Backward sends keys and values again,
-takes the joined out and log-sum-exp for every part, and sends each part's gradients to the rank that owns it, which
-adds them up in float32 at least."""
+uses the joined out and log-sum-exp for every part, and sends each part's gradients to the rank that owns it, which adds
+them up in float32 at least.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ Mesh = Any
 
 @dataclass(frozen=True)
 class Ring:
-    """Who has what. rows, keys: by rank of the axis, the queries and the keys that it has, by their places. reach: by
-    rank, of each of its rows, where it is known (attention_held): the same on all ranks.
+    """The distribution over the axis: by rank, `rows` of queries and `keys`.
+
+    reach: by rank, of each of its rows, where it is known (held.py): the same on all ranks.
     """
 
     mesh: Mesh
@@ -54,11 +55,11 @@ class Ring:
         return int(self.mesh.coordinate(self.axis))
 
     def sees(self, rank: int, owner: int) -> list[Span]:
-        """Of the owner's keys those that a query of another rank sees."""
+        """Return the owner's keys that some query of another rank sees."""
         return seen(self.rows[rank], self.keys[owner], self.band, self.reach[rank] if self.reach else None)
 
     def blocks(self, keys: Sequence[Span]) -> Iterator[Block]:
-        """The blocks in which this rank's rows see keys."""
+        """Yield the blocks in which this rank's rows see keys."""
         rows = self.rows[self.here]
         if self.reach is None:
             yield from blocks(rows, keys, self.band)
@@ -67,14 +68,14 @@ class Ring:
             yield from blocks([row], between(keys, first, end), self.band)
 
     def steps(self) -> list[int]:
-        """The steps after the first in which anything is sent, between any two ranks: the same on all of them."""
+        """Return the steps after the first in which any two ranks send: the same on all ranks."""
         ranks = range(self.ranks)
         return [i for i in ranks if i and any(self.sees(r, (r - i) % self.ranks) for r in ranks)]
 
 
 @dataclass
 class _Part:
-    """Keys and values [b, g, n, ...] of an owner, or their gradients. spans: which keys, in these tensors."""
+    """Keys and values [b, g, n, ...] of an owner, or their gradients. spans: the keys in these tensors."""
 
     k: Tensor
     v: Tensor
@@ -82,7 +83,7 @@ class _Part:
 
 
 def _in_a_row(spans: Sequence[Span]) -> list[Span]:
-    """The same keys, one stretch behind the other."""
+    """Return the same keys with consecutive local places."""
     out, at = [], 0
     for s in spans:
         out.append(s._replace(local=at))
@@ -92,7 +93,7 @@ def _in_a_row(spans: Sequence[Span]) -> list[Span]:
 
 @dataclass
 class _Arriving:
-    """What an exchange brings; `wait` gives it."""
+    """The result of an exchange; `wait` returns it."""
 
     flat: Tensor
     work: Work
@@ -108,7 +109,7 @@ class _Arriving:
 
 
 def _exchange(ring: Ring, part: _Part, send: list[Span], to: int, take: list[Span], source: int, way: str) -> _Arriving:
-    """Send a part to one rank, begin to take one from another. send, take: as the sender has them."""
+    """Send a part to one rank, and start to receive one from another. send, take: as the sender has them."""
     flat = torch.cat([_joined(x, send).reshape(-1) for x in (part.k, part.v)])
     (b, g, _, d), (_, h, _, e) = part.k.shape, part.v.shape
     n = sum(s.length for s in take) * b * (g * d + h * e)
@@ -120,19 +121,19 @@ def _exchange(ring: Ring, part: _Part, send: list[Span], to: int, take: list[Spa
 
 
 def _joined(x: Tensor, spans: list[Span]) -> Tensor:
-    """Those of x f[b, g, n, d], one stretch behind the other."""
+    """Return these keys of x f[b, g, n, d], one stretch after the other."""
     return torch.cat([x[:, :, s.local : s.local + s.length] for s in spans] or [x[:, :, :0]], 2)
 
 
 def _travel(ring: Ring, own: _Part, i: int, way: str) -> _Arriving:
-    """Keys and values of step i."""
+    """Start to send and receive the keys and values of step i."""
     r, n = ring.here, ring.ranks
     to, source = (r + i) % n, (r - i) % n
     return _exchange(ring, own, ring.sees(to, r), to, ring.sees(r, source), source, way)
 
 
 def _home(ring: Ring, grads: _Part, i: int, dtype: torch.dtype) -> _Arriving:
-    """Gradients of step i's keys and values, back to the ranks that have them."""
+    """Start to send the gradients of step i's keys and values to the ranks that own these."""
     r, n = ring.here, ring.ranks
     to, source = (r - i) % n, (r + i) % n
     grads = _Part(grads.k.to(dtype), grads.v.to(dtype), grads.spans)
@@ -197,7 +198,7 @@ def _ring_backward(
 
 
 def _add(dk: Tensor, dv: Tensor, home: _Arriving) -> None:
-    """Adds what another rank found of this rank's keys."""
+    """Add another rank's gradients of this rank's keys and values."""
     part = home.wait()
     for mine, theirs in zip(home.spans, part.spans, strict=True):
         for total, grad in ((dk, part.k), (dv, part.v)):
@@ -206,7 +207,7 @@ def _add(dk: Tensor, dv: Tensor, home: _Arriving) -> None:
 
 
 def _of_keys(rule: Rule, spans: list[Span]) -> Rule:
-    """The rule of one part's keys, of that of all."""
+    """Restrict the rule of all keys to those of one part."""
     mask, drop = rule.mask, rule.drop
     if mask is not None and mask.shape[3] > 1:
         mask = torch.cat([mask[..., s.start : s.end] for s in spans], -1) if spans else mask[..., :0]
@@ -219,9 +220,10 @@ def _of_keys(rule: Rule, spans: list[Span]) -> Rule:
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring, scale: float, drop: Drop | None
 ) -> Tensor:
-    """Attention of q f[b, h, s, d] to keys and values of all ranks, k f[b, g, t, d], v f[b, g, t, e] being this rank's.
+    """Compute attention of q f[b, h, s, d] to the keys and values of all ranks.
 
-    mask: as in `Rule`, of this rank's rows and all keys; it gets no gradient. Returns f[b, h, s, e].
+    k f[b, g, t, d], v f[b, g, t, e]: this rank's. mask: as in `Rule`, of this rank's rows and all keys; it gets no
+    gradient. Returns f[b, h, s, e].
     """
     out: Tensor = with_backward(_ring, _ring_backward, q, k, v, mask, Rule(scale, mask, drop), ring)
     return out

@@ -1,7 +1,7 @@
-"""Which keys the rows of attention see, as stretches and blocks: numbers alone, before anything is computed.
+"""Compute which keys the rows of attention see, as stretches and blocks, before any tensor work.
 
-A band says it for all rows at once: row i sees key j only if low <= j - i <= high. Causal attention is the band
-(None, 0), a sliding window of W keys (1 - W, 0).
+A band covers all rows at once: row i sees key j only if low <= j - i <= high. Causal attention is the band (None, 0), a
+sliding window of W keys (1 - W, 0).
 
     causal, zigzag: queries 2..5 of 8                 a window of 4, queries 4..7 of 8
     keys 0..1   all, for all four                     keys 1..3   of which query n sees the last 3 - n
@@ -13,30 +13,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-#: Rows of queries for which scores exist at a time, where no kernel does it.
+#: Rows of queries for which scores exist at a time, where no kernel runs.
 QUERIES = 128
 
 
 class Band(NamedTuple):
-    """Row i sees key j only if low <= j - i <= high; None: no bound."""
+    """The keys that rows see: row i sees key j only if low <= j - i <= high; None: no bound."""
 
     low: int | None = None
     high: int | None = None
 
     def keys(self, first: int, end: int, k: Span) -> tuple[int, int]:
-        """(first, end) of those keys of k that any of the rows first ... end - 1 sees; first >= end if none is."""
+        """Return (first, end) of the keys of k that any row first ... end - 1 sees; first >= end if none."""
         low = k.start if self.low is None else max(k.start, first + self.low)
         return low, k.end if self.high is None else min(k.end, end + self.high)
 
 
-#: (first, end) of the keys that some rows see at most, beside the band: known of a batch alone (attention_held).
+#: (first, end) of the keys that some rows see at most, besides the band: depends on the batch (held.py).
 Reach = tuple[int, int]
 
 ALL, CAUSAL, UPPER = Band(), Band(None, 0), Band(0, None)
 
 
 class Span(NamedTuple):
-    """A stretch of a dim: its first element's place in the whole dim, its place in what this rank has, its length."""
+    """A stretch of a dim: its start in the whole dim, its start on this rank, its length."""
 
     start: int
     local: int
@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
 
 class Block(NamedTuple):
-    """rows, keys: slices of what the rank has. band: which keys rows see, both counted from the block's first."""
+    """A block of attention. rows, keys: local slices. band: which keys rows see, counted from both starts."""
 
     rows: slice
     keys: slice
@@ -56,11 +56,11 @@ class Block(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Pairs of a row and a key that it sees."""
+        """The number of pairs of a row and a key that it sees."""
         rows, keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
 
         def below(high: int) -> int:
-            """Of pairs with key - row <= high: the sum over rows i of i + high + 1, but at least 0 and at most keys."""
+            """Count pairs with key - row <= high: over rows i the sum of i + high + 1, clipped to 0 ... keys."""
             return _clipped(rows + high, keys) - _clipped(high, keys)
 
         low, high = self.band
@@ -68,16 +68,16 @@ class Block(NamedTuple):
 
 
 def _clipped(n: int, most: int) -> int:
-    """1 + 2 + ... + n, where each is at most `most`."""
+    """Compute 1 + 2 + ... + n, where each term is at most `most`."""
     some = max(0, min(n, most))
     return some * (some + 1) // 2 + max(0, n - most) * most
 
 
 def blocks(rows: Sequence[Span], keys: Sequence[Span], band: Band) -> Iterator[Block]:
-    """The blocks in which rows see keys; where a band leaves nothing there is none.
+    """Yield the blocks in which rows see keys; where the band excludes all keys there is none.
 
-    Of most, a kernel can do each: rows see all keys, or block and band are square and it ends or begins at the
-    diagonal."""
+    A kernel can compute most of them: rows see all keys, or block and band are square, with the diagonal as a border.
+    """
     for r in rows:
         for top, bottom in _stretches(r, band):
             for k in keys:
@@ -88,7 +88,7 @@ def blocks(rows: Sequence[Span], keys: Sequence[Span], band: Band) -> Iterator[B
 
 
 def _stretches(r: Span, band: Band) -> Iterator[tuple[int, int]]:
-    """(first, end) of rows, few enough that some keys are seen by all of them."""
+    """Yield (first, end) of rows, few enough that some keys are seen by all of them."""
     low, high = band
     step = r.length if low is None or high is None else max(QUERIES, (high - low) // 2)
     for top in range(r.start, r.end, step or 1):
@@ -96,9 +96,7 @@ def _stretches(r: Span, band: Band) -> Iterator[tuple[int, int]]:
 
 
 def _parts(a: int, b: int, k: Span, band: Band) -> Iterator[tuple[int, int, int, int, Band]]:
-    """(first row, end, first key, end, band) of the rectangles in which rows a ... b - 1 see keys of k; some are
-    empty.
-    """
+    """Yield (first row, end, first key, end, band) of blocks of rows a ... b - 1 and keys; some are empty."""
     low, high = band
     first, last = band.keys(a, b, k)
     if first >= last:
@@ -107,7 +105,7 @@ def _parts(a: int, b: int, k: Span, band: Band) -> Iterator[tuple[int, int, int,
         top, bottom = max(a, first - high), min(b, last - low)
         yield top, bottom, first, last, Band(top + low - first, top + high - first)
         return
-    left, right = first, last  # what lies between is seen by all
+    left, right = first, last  # keys between them are seen by all rows
     if low is not None:
         left = min(max(first, b + low), last)
         yield a, first - low, first, left, ALL
@@ -120,20 +118,20 @@ def _parts(a: int, b: int, k: Span, band: Band) -> Iterator[tuple[int, int, int,
 
 
 def stretches(rows: Iterable[Span]) -> Iterator[Span]:
-    """The same rows, QUERIES at a time."""
+    """Yield the same rows, QUERIES at a time."""
     for r in rows:
         for top in range(0, r.length, QUERIES):
             yield Span(r.start + top, r.local + top, min(QUERIES, r.length - top))
 
 
 def between(keys: Iterable[Span], first: int, end: int) -> list[Span]:
-    """Of keys those at places first ... end - 1."""
+    """Return the parts of `keys` at places first ... end - 1."""
     cut = ((k, max(k.start, first), min(k.end, end)) for k in keys)
     return [Span(a, k.local + a - k.start, b - a) for k, a, b in cut if a < b]
 
 
 def seen(rows: Sequence[Span], keys: Sequence[Span], band: Band, reach: Sequence[Reach] | None = None) -> list[Span]:
-    """Of keys those that any of the rows sees, in their order. reach: of each of the rows."""
+    """Return the keys that any row sees, in order. reach: of each row."""
     found: list[Span] = []
     for k in keys:
         ranges = [band.keys(r.start, r.end, k) for r in rows if r.length]

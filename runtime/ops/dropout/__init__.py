@@ -1,9 +1,9 @@
-"""Dropout: each element's fate is a function of a key and of the element's *global* index (shardc.runtime.rng).
+"""Compute dropout by hashing a key and each element's *global* index (shardc.runtime.rng).
 
-`torch.ops.shardc.dropout` is the op that runs, forward and backward (dropout is linear: the gradient is the same op,
-applied to the gradient). It keeps no mask: backward computes the numbers again, which on a GPU costs nothing beside
-reading the gradient. There it is one kernel (dropout_kernel.py); everywhere else the form below, to which the kernel is
-equal bit for bit."""
+`torch.ops.shardc.dropout` runs in forward and backward (dropout is linear: its gradient is the same op on the
+gradient). It saves no mask: backward computes the numbers again, which on a GPU costs nothing besides reading the
+gradient. There it is one kernel (kernel.py); elsewhere the form below, to which the kernel is equal bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ torch.library.define(
 
 
 def by_blocks(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: int, p: float) -> Tensor:
-    """x where it is kept, times 1 / (1 - p), and 0 elsewhere; contiguous. In blocks that stay in a CPU's cache.
+    """Scale kept elements by 1 / (1 - p), zero the others; contiguous. In blocks that fit a CPU's cache.
 
     words: i64[3], of Rng.words; rows, columns: of rng.row_and_column_offsets, i32, or i64 where the global tensor has
-    2^31 elements or more. stream: the op's ordinal."""
+    2^31 elements or more. stream: the op's ordinal.
+    """
     k = key_of(words.tolist(), stream)
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -43,9 +44,7 @@ def by_blocks(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: i
 
 
 def by_kernel(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: int, p: float) -> Tensor:
-    """As `by_blocks`.
-
-    Raises ShardcError without Triton, which comes with torch for CUDA on Linux."""
+    """Run the GPU kernel of `by_blocks`. Raises ShardcError without Triton (it comes with torch for CUDA)."""
     try:
         from shardc.runtime.ops.dropout import kernel as dropout_kernel
     except ModuleNotFoundError as e:
@@ -67,8 +66,8 @@ def _(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: int, p: f
 
 
 def dropped(x: Tensor, *where: Any) -> Tensor:
-    """`torch.ops.shardc.dropout`, with its gradient. where: words, rows, columns, stream, p."""
-    # `where` is no tensor that is saved: nothing that a region would have to compute again
+    """Run `torch.ops.shardc.dropout` with its gradient. where: words, rows, columns, stream, p."""
+    # `where` is not saved as tensors, so that a recomputed region need not compute it again
     result: Tensor = with_backward(
         lambda x: (torch.ops.shardc.dropout(x, *where), ()), lambda needs, g: (dropped(g, *where),), x, once=False
     )
@@ -85,10 +84,11 @@ def dropout(
     digits: Digits = (),
     paddings: Paddings = (),
 ) -> Tensor:
-    """Zero each element with probability p, scale the others by 1 / (1 - p). Identity when rng is not training.
+    """Zero each element with probability p, scale the others by 1 / (1 - p); identity when not training.
 
-    index: ordinal of this dropout in the graph. shape: the *global* shape (default: x's own); digits, paddings: of that
-    shape, telling which elements x holds. Saves nothing for backward."""
+    index: ordinal of this dropout in the graph. shape: the *global* shape (default: x's own); digits, paddings: which
+    elements of that shape x holds. Saves nothing for backward.
+    """
     if rng is None or not rng.training or p == 0:
         return x
     if p == 1:

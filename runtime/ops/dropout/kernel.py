@@ -1,8 +1,8 @@
-"""Dropout as one Triton kernel: reads x, hashes each element's global index in registers, writes the result.
+"""Compute dropout in one Triton kernel: read x, hash each element's global index in registers, write.
 
-The same arithmetic as `dropout.by_blocks`, on unsigned 32-bit numbers, so that the results are equal bit for bit. The
-key is computed in the kernel, from words that lie on the device: a captured CUDA graph draws new numbers in every
-replay."""
+It has the arithmetic of `dropout.by_blocks`, on unsigned 32-bit numbers, so that the results are equal bit for bit. The
+kernel computes the key from words on the device: a captured CUDA graph draws new numbers in every replay.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardc.runtime.rng import threshold
 
-#: Elements that one program of the kernel computes; at most so many of them side by side.
+#: Elements that one program of the kernel computes; at most this many in a row.
 TILE = 2048
 ACROSS = 256
 #: The dtype in which numbers are multiplied, as torch does: half precision in float32.
@@ -22,7 +22,7 @@ _COMPUTED = {torch.float64: tl.float64}
 
 @triton.jit
 def _splitmix(state, word):  # type: ignore[no-untyped-def]
-    """One word of rng.key."""
+    """Mix one word into the state, as rng.key does."""
     state = (state ^ word) + 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
@@ -31,7 +31,7 @@ def _splitmix(state, word):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _avalanche(x):  # type: ignore[no-untyped-def]
-    """lowbias32, as rng._avalanche."""
+    """Hash x by lowbias32, as rng._avalanche does."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -59,7 +59,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     COMPUTED: tl.constexpr,
 ):
-    """HEIGHT rows by WIDTH columns of a part of height x width elements, of which the first `size` exist."""
+    """Compute HEIGHT rows by WIDTH columns of height x width elements, of which the first `size` exist."""
     state = tl.full((1,), 0x9E3779B97F4A7C15, tl.uint64)
     state = _splitmix(state, tl.load(words_at).to(tl.uint64))
     state = _splitmix(state, tl.full((1,), 0, tl.uint64) + stream.to(tl.uint64))
@@ -92,7 +92,7 @@ def _kernel(  # type: ignore[no-untyped-def]
 
 
 def launch(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: int, p: float) -> Tensor:
-    """See `dropout.by_blocks`."""
+    """Run the kernel. See `dropout.by_blocks`."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if not x.numel():
@@ -116,6 +116,6 @@ def launch(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: int,
             HEIGHT=height,
             WIDTH=width,
             COMPUTED=_COMPUTED.get(x.dtype, tl.float32),
-            enable_fp_fusion=False,  # each rounding is torch's
+            enable_fp_fusion=False,  # round like torch
         )
     return out

@@ -1,6 +1,6 @@
-"""Mixtures of experts.
+"""Compute mixtures of experts.
 
 op            the op in a captured graph
-parallel      tokens to experts and back
+parallel      sends tokens to experts and back
 products      what experts compute, by grouped_mm and activation; fp8: of factors of 8 bits
 """

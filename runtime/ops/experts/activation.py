@@ -1,13 +1,12 @@
-"""What experts compute between their two products, as text: a few elementwise ops on the parts of the first one's
-result.
+"""Parse and run an expert's activation, a text of elementwise ops on the first product's result.
 
     "a, b = halves(x); c = silu(a); mul(c, b)"                 a gated layer: columns [gate | up]
     "a, b = stripes(x); c = clamp(a, None, 7.0); ..."          columns gate0, up0, gate1, up1, ...
     "relu(x)"                                                  not gated
 
-The first statement may take the columns of x apart; every other one calls an elementwise op of torch's by its name in
-`torch.ops.aten`; the last one is the result. So a program that holds the text can be split along the columns: see
-`Activation.split`."""
+The first statement may take the columns of x apart. Every other one calls an elementwise op of torch by its name in
+`torch.ops.aten`. The last one is the result. So a program that holds the text can be split along the columns.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: How columns are taken apart: the word -> its inverse is no op of ours, only the parts count.
+#: How columns are taken apart: {word: function to the parts}.
 PARTS: dict[str, Callable[[Tensor, int], tuple[Tensor, ...]]] = {
     "halves": lambda x, n: x.chunk(n, -1),
     "stripes": lambda x, n: tuple(x[..., p::n] for p in range(n)),
@@ -29,9 +28,7 @@ PARTS: dict[str, Callable[[Tensor, int], tuple[Tensor, ...]]] = {
 
 @dataclass(frozen=True)
 class Activation:
-    """A text that was read. parts: how many parts the columns consist of; word: "halves", "stripes", or "" for one
-    part.
-    """
+    """A parsed text. parts: number of parts of the columns; word: "halves", "stripes", or "" for one part."""
 
     parts: int
     word: str
@@ -39,7 +36,7 @@ class Activation:
     steps: tuple[tuple[str, Any, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, parts * i] -> [n, i]."""
+        """Apply the activation: [n, parts * i] -> [n, i]."""
         known = dict(zip(self.names, PARTS[self.word](x, self.parts) if self.word else (x,), strict=True))
         for name, op, args, kwargs in self.steps:
             known[name] = op(*(_value(a, known) for a in args), **{k: _value(a, known) for k, a in kwargs})
@@ -57,7 +54,7 @@ def _value(a: Any, known: dict[str, Tensor]) -> Any:
 
 @lru_cache(maxsize=64)
 def read(text: str) -> Activation:
-    """The inverse of the text. Raises ValueError for anything but statements of elementwise ops."""
+    """Parse an activation. Raises ValueError for anything but statements of elementwise ops."""
     try:
         statements = ast.parse(text).body
     except SyntaxError as e:
@@ -90,7 +87,7 @@ def _call(call: ast.Call) -> tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], 
 
 
 def elementwise(op: Any) -> bool:
-    """Is an op of torch.ops.aten one that looks at every element by itself?"""
+    """Return whether an op of torch.ops.aten treats every element separately."""
     return any(torch.Tag.pointwise in getattr(op, name).tags for name in op.overloads())
 
 

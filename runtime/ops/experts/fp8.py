@@ -1,11 +1,11 @@
-"""Experts whose products are of numbers rounded to float8, row by row (`precision: {products: fp8-rowwise}`).
+"""Compute experts of numbers rounded to float8, row by row (`precision: {products: fp8-rowwise}`).
 
     y    = fp8_experts(x_fp8, index, weights, up, down, ...)     as `experts`, of rounded rows
     made = fp8_experts_apply(rows, counts, up, down, ...)        as `experts_apply`
 
 Experts have no biases here. Each computes what `fp8_linear` would, twice: a row of the input, of the activation's
 result and of either gradient has a scale, and so has each row of a weight. These numbers are multiplied in the dtype of
-x: torch has a grouped product of 8 bits for some GPUs, which is not called here.
+x: torch has a grouped product of 8 bits for some GPUs, which is not used here.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def fp8_experts(
     axes: tuple[str, ...] = (),
     tag: str = "",
 ) -> Tensor:
-    """f[t, h] like x: `experts` of what `fp8_round` gave, x. up_amax, down_amax: the largest of each row of the
-    weights. axes: of the mesh, over which the activation's columns are split.
+    """Compute `experts` of x, a result of `fp8_round`: f[t, h] like x.
+
+    up_amax, down_amax: the largest of each row of the weights. axes: over which the activation's columns are split.
     """
     order, counts = experts_route(index, None, (), up.shape[0], ())
     rows = experts_send(x, order, counts, None, (), index.shape[1])
@@ -63,7 +64,7 @@ def fp8_experts_apply(
     axes: tuple[str, ...] = (),
     tag: str = "",
 ) -> Tensor:
-    """f[rows, h]: what the experts here make of their rows, which are sorted by expert."""
+    """Apply the experts here to their rows, which are sorted by expert: f[rows, h]."""
     groups = Groups(tuple(rows_by_expert(rows, counts)), rows.device)
 
     def layer(x: Tensor, weight: Tensor, amax: Tensor, over: tuple[str, ...]) -> Tensor:
@@ -84,7 +85,7 @@ def fp8_experts_apply(
 
 
 def _grouped(rows: Tensor, weight: Tensor, groups: Groups, transposed: bool) -> tuple[Tensor, tuple[Any, ...]]:
-    """Rows f[n, a] of sorted experts times their weights."""
+    """Multiply rows f[n, a], sorted by expert, by their weights."""
     return product(rows, weight, None, groups, transposed), (rows, weight, groups, transposed)
 
 

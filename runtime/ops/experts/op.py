@@ -1,6 +1,4 @@
-"""`torch.ops.shardc.experts`: the op of experts in a captured graph, until the canonical pass makes it
-`ops.experts`.
-"""
+"""Define `torch.ops.shardc.experts`, for captured graphs until the canonical pass (`ops.experts`)."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ def experts(
     activation: str,
     transposed: bool,
 ) -> Tensor:
-    """As shardc.runtime.ops.expert_products.experts."""
+    """Compute experts as shardc.runtime.ops.experts.products.experts does."""
     return run(x, index, weights, up, down, up_bias, down_bias, activation, transposed)
 
 
@@ -49,7 +47,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Run again, with autograd: in programs `ops.experts` runs, which keeps what it needs."""
+    """Recompute forward with autograd. Programs run `ops.experts`, which saves what it needs."""
     leaves = [
         None if x is None else x.detach().requires_grad_(n)
         for x, n in zip(ctx.saved_tensors, ctx.needs_input_grad[:7], strict=True)

@@ -1,19 +1,18 @@
-"""Expert parallelism: every token is sent to the few experts that a router chose for it, and gets the weighted sum of
-what they make of it.
+"""Send tokens to the experts that a router chose (expert parallelism), and sum their weighted results.
 
     order, counts = experts_route(index, ...)       which (token, choice) pairs go where, sorted by rank and expert;
                                                     counts are exchanged
     rows = experts_send(x, order, counts, ...)      all_to_all of just these rows; they come sorted by expert
-    made = experts_apply(rows, counts, up, ...)     products of the experts that are here: expert_products.py
+    made = experts_apply(rows, counts, up, ...)     products of the experts that are here: products.py
     back = experts_return(made, counts, ...)        all_to_all back
     y    = experts_combine(back, order, weights)    weighted sum of the choices of each token
 
-Each is differentiable, and its backward is the transposed exchange. Where nothing is sent, `experts` of
-expert_products.py is all of it. How many rows a rank gets depends on the router; nothing is padded and nothing dropped,
-so the result is exact for any routing.
+Each is differentiable, and its backward is the transposed exchange. Where nothing is sent, `experts` of products.py
+does all of it. How many rows a rank gets depends on the router; nothing is padded or dropped, so the result is exact
+for any routing.
 
     x        f[t, h]            tokens
-    index    i64[t, k]          experts of each token, 0 .. e-1; a choice outside of that gives nothing (a dropped
+    index    i64[t, k]          experts of each token, 0 .. e-1; a choice outside of that adds nothing (a dropped
                                 token)
     weights  f[t, k]            of the choices
     up       f[e, m, h]         first product of each expert; transposed: f[e, h, m]. m: what the activation takes apart
@@ -47,10 +46,10 @@ Digits = Sequence[tuple[Any, ...]]
 
 
 def experts_keep(index: Tensor, experts: int, limit: int) -> Tensor:
-    """i64[t, k]: the choices, -1 for those beyond the first `limit` of an expert, by position: token by token, and in
-    each choice by choice.
+    """Replace choices beyond the first `limit` of an expert by -1: i64[t, k].
 
-    index: i64[t, k], or i64[chunks, t, k]: each chunk by itself.
+    They are counted by position: token by token, and in each choice by choice. index: i64[t, k], or i64[chunks, t, k]:
+    each chunk separately.
     """
     flat = index.reshape(-1)
     chunks = index.shape[0] if index.dim() == 3 else 1
@@ -66,9 +65,7 @@ def experts_keep(index: Tensor, experts: int, limit: int) -> Tensor:
 
 
 def _count(slot: Tensor, slots: int) -> Tensor:
-    """i64[slots]: how often each slot occurs in i64[n]. `bincount` has a size that hangs on its values, for which a
-    GPU's work is waited.
-    """
+    """Count each slot in i64[n]: i64[slots]. (`bincount` would wait for a GPU, to know its result's size.)"""
     return torch.zeros(slots, dtype=torch.int64, device=slot.device).scatter_add_(0, slot, torch.ones_like(slot))
 
 
@@ -86,11 +83,12 @@ def experts_route(
     *,
     tag: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """(order, counts). The ranks of `axes` exchange rows; of each only what its experts get.
+    """Return (order, counts). The ranks of `axes` exchange rows; each gets only those of its experts.
 
-    experts: their number in all. digits: (axis, split, *sections) of each shard of the experts' dim, padding, blocks:
-    its own (shardc.ir.placement.Shard). Choices of experts that no rank of `axes` has (those of another tensor-parallel
-    rank) go nowhere."""
+    experts: the number of all. digits: (axis, split, *sections) of each shard of the experts' dim, padding, blocks: its
+    own (shardc.ir.placement.Shard). Choices of experts that no rank of `axes` has (those of another tensor-parallel
+    rank) go nowhere.
+    """
     flat = index.reshape(-1)
     if isinstance(index, FakeTensor):
         ranks, here = _sizes(mesh, tuple(axes), experts, digits, padding, blocks)
@@ -119,8 +117,10 @@ def _places(
     blocks: int,
     device: torch.device,
 ) -> tuple[Tensor, int, int]:
-    """(place, ranks, experts of each). place[e] = rank in the group of `axes` * experts of each + which of them; the
-    last number of all for experts that no rank of the group has, and as entry `experts`.
+    """Return (place, ranks, experts of each).
+
+    place[e] = rank in the group of `axes` * experts of each + its number there; for experts that no rank of the group
+    has, and as entry `experts`, the number after all places.
     """
     if not digits:
         return torch.arange(experts + 1, device=device), 1, experts
@@ -138,7 +138,7 @@ def _places_on(
     blocks: int,
     device: torch.device,
 ) -> tuple[Tensor, int, int]:
-    """`_places`, made once: it is the same for every layer and every step."""
+    """Compute `_places` once: it is the same for every layer and every step."""
     split = _layout(digits, padding, blocks)
     numbers = torch.arange(1, experts + 1)  # padding is zero
     group = layout.group(rank, axes) if axes else (rank,)
@@ -159,7 +159,7 @@ def _layout(digits: Digits, padding: int, blocks: int) -> Layout:
 def _sizes(
     mesh: Mesh, axes: tuple[str, ...], experts: int, digits: Digits, padding: int, blocks: int
 ) -> tuple[int, int]:
-    """(ranks, experts of each), as `_places`."""
+    """Return (ranks, experts of each), as `_places`."""
     if not digits:
         return 1, experts
     return mesh.members(axes), _layout(digits, padding, blocks).local_shape((experts,), mesh.layout)[0]
@@ -170,7 +170,7 @@ def _even(rows: int, parts: int) -> list[int]:
 
 
 def _by_rank(rows: Tensor, counts: Tensor) -> tuple[list[int], list[int]]:
-    """Rows sent to and received from every rank; `rows` are those of this one."""
+    """Return the numbers of rows sent to and received from every rank; `rows` are those of this one."""
     if isinstance(counts, FakeTensor):
         each = _even(rows.shape[0], counts.shape[1])
         return each, each
@@ -179,7 +179,7 @@ def _by_rank(rows: Tensor, counts: Tensor) -> tuple[list[int], list[int]]:
 
 
 def rows_by_expert(rows: Tensor, counts: Tensor) -> list[int]:
-    """Rows of each expert here."""
+    """Return the number of rows of each expert here."""
     if isinstance(counts, FakeTensor):
         return _even(rows.shape[0], counts.shape[2])
     each: list[int] = counts[1].sum(0).tolist()
@@ -190,10 +190,10 @@ def rows_by_expert(rows: Tensor, counts: Tensor) -> list[int]:
 
 
 def _sorted(rows: Tensor, received: Tensor, *, back: bool) -> Tensor:
-    """Rows that came by rank, by expert within each -> by expert, by rank within each; back: the reverse. received:
-    i64[ranks, e'], on the CPU.
+    """Reorder rows by rank, then expert -> by expert, then rank; back: the reverse.
 
-    Blocks of rows change places, and keep their order inside: each row moves as far as its block does.
+    received: i64[ranks, e'], on the CPU. Blocks of rows change places, and keep their order inside: each row moves as
+    far as its block does.
     """
     ranks, here = received.shape
     if ranks == 1 or here == 1:
@@ -211,7 +211,7 @@ def _sorted(rows: Tensor, received: Tensor, *, back: bool) -> Tensor:
 
 
 def _there(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Tensor:
-    """To the ranks that have the experts, sorted by expert there."""
+    """Send rows to the ranks that have the experts; return the received ones sorted by expert."""
     if not axes:
         return rows
     sent, received = _by_rank(rows, counts)
@@ -221,7 +221,7 @@ def _there(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], dire
 
 
 def _back(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Tensor:
-    """To the ranks that have the tokens, in their `order` there."""
+    """Send rows to the ranks that have the tokens; return the received ones in their `order`."""
     if not axes:
         return rows
     sent, received = _by_rank(rows, counts)
@@ -251,18 +251,18 @@ def _start_back(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...],
 
 
 def _chosen(x: Tensor, order: Tensor, k: int) -> Tensor:
-    """f[pairs, h]: the token of each pair."""
+    """Return the token of each pair: f[pairs, h]."""
     return x.index_select(0, order // k if k > 1 else order)
 
 
 def _by_token(rows: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
-    """f[tokens, h]: the sum of each token's pairs, from rows in their `order`."""
+    """Sum the pairs of each token, from rows in their `order`: f[tokens, h]."""
     each = by_pair(rows, order, tokens * k)
     return each.view(tokens, k, rows.shape[1]).sum(1) if k > 1 else each
 
 
 def by_pair(rows: Tensor, order: Tensor, n: int) -> Tensor:
-    """[n, h]: the rows in the order of pairs, zeros for those that went nowhere."""
+    """Return the rows in the order of pairs [n, h], with zeros for those that went nowhere."""
     whole = rows.new_empty if order.numel() == n else rows.new_zeros
     return whole(n, rows.shape[1]).index_copy_(0, order, rows)
 
@@ -270,9 +270,7 @@ def by_pair(rows: Tensor, order: Tensor, n: int) -> Tensor:
 def experts_send(
     x: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], k: int, *, tag: str = ""
 ) -> Tensor:
-    """f[rows, h]: the tokens that the experts here have to work on, of all ranks of `axes`, sorted by expert. k:
-    choices of a token.
-    """
+    """Return all ranks' tokens for the experts here, sorted by expert: f[rows, h]. k: choices a token."""
     axes, tokens = tuple(axes), x.shape[0]
 
     def forward(x: Tensor, order: Tensor, counts: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -286,7 +284,7 @@ def experts_send(
 
 
 def experts_return(rows: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], *, tag: str = "") -> Tensor:
-    """f[pairs, h]: what the experts made of this rank's pairs, in their `order`."""
+    """Return the experts' results for this rank's pairs, in their `order`: f[pairs, h]."""
     axes = tuple(axes)
 
     def backward(needs: Any, g: Tensor, counts: Tensor) -> tuple[Tensor]:
@@ -298,50 +296,50 @@ def experts_return(rows: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str]
     return result
 
 
-# --- one way by itself, and begun, as backward graphs call it (shardc.runtime.ops.one_way)
+# --- single directions, at once or started, for backward graphs (shardc.runtime.ops.one_way)
 
 
 def experts_send_start(
     x: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], k: int, *, tag: str = ""
 ) -> Started:
-    """`experts_send`, begun."""
+    """Start `experts_send`."""
     return _start_there(_chosen(x, order, k), counts, mesh, tuple(axes), "forward", tag)
 
 
 def experts_send_transposed(
     g: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], k: int, *, tokens: int, tag: str = ""
 ) -> Tensor:
-    """The backward of `experts_send`. tokens: how many there are."""
+    """Compute the backward of `experts_send`. tokens: their number."""
     return _by_token(_back(g, counts, mesh, tuple(axes), "backward", tag), order, tokens, k)
 
 
 def experts_send_transposed_start(
     g: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], k: int, *, tokens: int, tag: str = ""
 ) -> Started:
-    """The same, begun."""
+    """Start the backward of `experts_send`."""
     begun = _start_back(g, counts, mesh, tuple(axes), "backward", tag)
     return Started(begun.work, lambda: _by_token(begun.result(), order, tokens, k))
 
 
 def experts_return_start(rows: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], *, tag: str = "") -> Started:
-    """`experts_return`, begun."""
+    """Start `experts_return`."""
     return _start_back(rows, counts, mesh, tuple(axes), "forward", tag)
 
 
 def experts_return_transposed(g: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], *, tag: str = "") -> Tensor:
-    """The backward of `experts_return`."""
+    """Compute the backward of `experts_return`."""
     return _there(g, counts, mesh, tuple(axes), "backward", tag)
 
 
 def experts_return_transposed_start(
     g: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], *, tag: str = ""
 ) -> Started:
-    """The same, begun."""
+    """Start the backward of `experts_return`."""
     return _start_there(g, counts, mesh, tuple(axes), "backward", tag)
 
 
 def weighted_sum(each: Tensor, weights: Tensor) -> Tensor:
-    """f[t, h]: the sum of f[t, k, h], weighted by f[t, k]."""
+    """Return the sum of f[t, k, h] over k, weighted by f[t, k]: f[t, h]."""
     if weights.dtype == each.dtype:
         return torch.bmm(weights.unsqueeze(1), each).squeeze(1)
     return (each * weights.unsqueeze(-1)).sum(1).to(each.dtype)
@@ -368,6 +366,6 @@ def _combine_backward(
 
 
 def experts_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """f[t, h]: the sum over each token's choices of weight * row; choices that went nowhere give nothing."""
+    """Sum weight * row over each token's choices: f[t, h]. Choices that went nowhere add nothing."""
     result: Tensor = with_backward(_combine, _combine_backward, rows, order, weights)
     return result

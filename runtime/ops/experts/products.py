@@ -1,10 +1,10 @@
-"""What experts compute: of the rows of each, its two products with the activation between them.
+"""Compute the two products of each expert on its rows, with the activation between them.
 
     made = experts_apply(rows, counts, up, ...)     of the experts that are here, whoever has sent the rows
     y    = experts(x, index, weights, up, ...)      routing, products and the weighted sum, where nothing is sent
 
-Arguments are those of parallel.py, which sends the rows. Both keep the first product's result for backward, and
-compute again what the activation makes of it.
+Arguments are those of parallel.py, which sends the rows. Both save the first product's result for backward, and compute
+the activation again.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def experts(
     activation: str | Between,
     transposed: bool = False,
 ) -> Tensor:
-    """f[t, h] like x: sum over k of weights[t, k] * (down[e] @ activation(up[e] @ x[t] + up_bias[e]) + down_bias[e]), e
-    = index[t, k].
+    """Return f[t, h]: sum over k of weights[t, k] * expert e = index[t, k] of x[t].
 
-    activation: text (shardc.runtime.ops.experts.activation), or what it says.
+    Expert e is down[e] @ activation(up[e] @ x + up_bias[e]) + down_bias[e]. activation: text
+    (shardc.runtime.ops.experts.activation), or a function.
     """
     order, counts = experts_route(index, None, (), up.shape[0], ())
     groups = Groups(tuple(rows_by_expert(order, counts)), x.device)
@@ -58,7 +58,7 @@ def experts_apply(
     activation: str | Between,
     transposed: bool = False,
 ) -> Tensor:
-    """f[rows, h]: what the experts here make of their rows, which are sorted by expert."""
+    """Apply the experts here to their rows, which are sorted by expert: f[rows, h]."""
     groups = Groups(tuple(rows_by_expert(rows, counts)), rows.device)
     between = expert_activation.read(activation) if isinstance(activation, str) else activation
     how = (groups, between, transposed)
@@ -68,9 +68,7 @@ def experts_apply(
 
 @dataclass(frozen=True)
 class _Layer:
-    """The two products of the experts here, on rows that are sorted by expert. Backward has the first one's result, and
-    computes again what the activation makes of it.
-    """
+    """The two products of the experts here, on rows sorted by expert. Backward recomputes the activation."""
 
     up: Tensor
     down: Tensor
@@ -87,10 +85,10 @@ class _Layer:
     def grads(
         self, rows: Tensor, first: Tensor, made: Tensor, of_made: Tensor, activated: Tensor, g: Tensor, needs: Any
     ) -> tuple[Tensor | None, ...]:
-        """Of rows, up, down and their biases, where `needs` says so.
+        """Return the gradients of rows, up, down and the up bias, where `needs` requires it.
 
-        made: the activation's result, that autograd can go back from, to first; of_made: its gradient. activated, g:
-        the second product's input and its result's gradient, as the gradient of `down` takes them.
+        made: the activation's result, with autograd's graph back to first; of_made: its gradient. activated, g: the
+        second product's input and its result's gradient, for the gradient of `down`.
         """
         groups, transposed = self.groups, self.transposed
         of_rows = of_up = of_up_bias = None
@@ -104,7 +102,7 @@ class _Layer:
         return of_rows, of_up, of_down, of_up_bias
 
     def again(self, first: Tensor) -> tuple[Tensor, Tensor]:
-        """(the first product's result, what the activation makes of it), for autograd to go back."""
+        """Recompute (the first product's result, the activation's result), with autograd's graph."""
         leaf = first.detach().requires_grad_()
         with torch.enable_grad():
             return leaf, self.between(leaf)
@@ -138,7 +136,7 @@ def _local(
     down_bias: Tensor | None,
     *how: Any,
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """All experts are here: nothing is sent, and so nothing but tokens and the first product's result is kept."""
+    """Compute experts that are all here: nothing is sent, and only tokens and the first product are saved."""
     layer, (t, k) = _Layer(up, down, *how), weights.shape
     first = layer.first(x.index_select(0, order // k), up_bias)
     made = layer.second(first, down_bias).to(x.dtype)
@@ -158,12 +156,14 @@ def _local_backward(
     first: Tensor,
     *how: Any,
 ) -> tuple[Tensor | None, ...]:
-    """The gradient of a choice's weight is <g, down @ a>, of the activation's result a: <down.T @ g, a>, and down.T @ g
-    is what the gradient of a needs anyway. So what the experts made is not kept.
+    """Compute the gradients of `_local`, without the experts' results, which are not saved.
+
+    The gradient of a choice's weight is <g, down @ a> with the activation's result a, which is <down.T @ g, a>, and the
+    gradient of a needs down.T @ g anyway.
     """
     layer, (t, k) = _Layer(up, down, *how), weights.shape
     token = order // k
-    g = g.index_select(0, token).to(down.dtype)  # of what a token's experts made, but for the weight
+    g = g.index_select(0, token).to(down.dtype)  # of the results of a token's experts, without the weight
     chosen = weights.reshape(-1).index_select(0, order).unsqueeze(-1)
     first, made = layer.again(first)
     back = grad_of_rows(g, down, layer.groups, layer.transposed)

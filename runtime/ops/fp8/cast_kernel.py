@@ -1,8 +1,8 @@
-"""Rounding to float8 as Triton kernels: one reads numbers once and writes bytes, or rounded numbers; one finds the
-largest of each row of products with a power of two for each column.
+"""Round to float8 (`cast`), and find rows' largest scaled numbers (`largest`), by Triton kernels.
 
-The same arithmetic as torch's casts in shardc.runtime.ops.fp8.casts, on the bits of float32, so that the results are
-equal bit for bit, and a GPU needs no float8 of its own. A granule's scale is made of its largest number in registers.
+They have the arithmetic of torch's casts in shardc.runtime.ops.fp8.casts, on the bits of float32, so that the results
+are equal bit for bit, and a GPU needs no float8 type. A granule's scale is computed from its largest number in
+registers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from shardc.runtime.ops.fp8.format import EXPONENTS, FORMATS, NAN
 
-#: Elements that one program computes; at most so many of them side by side.
+#: Elements that one program computes; at most this many in a row.
 TILE = 2048
 ACROSS = 512
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _exponent(amax, TOP: tl.constexpr, STEP: tl.constexpr, MOST: tl.constexpr, NOT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp8.exponents, of float32."""
+    """Compute fp8.exponents of float32."""
     own = (amax.to(tl.int32, bitcast=True) + (8388608 - STEP)) >> 23
     found = tl.minimum(tl.maximum(TOP - own, -MOST), MOST)
     found = tl.where(amax == 0, 0, found)
@@ -33,7 +33,7 @@ def _exponent(amax, TOP: tl.constexpr, STEP: tl.constexpr, MOST: tl.constexpr, N
 
 @triton.jit
 def _power(exponent):  # type: ignore[no-untyped-def]
-    """2 ** exponent, of such as are finite."""
+    """Compute 2 ** exponent, for finite ones."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -63,8 +63,9 @@ def _cast(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """HEIGHT rows by WIDTH columns of height x width numbers. down, across: numbers of a granule; scales: granules side
-    by side.
+    """Round HEIGHT rows by WIDTH columns of height x width numbers.
+
+    down, across: numbers of a granule; scales: granules side by side.
     """
     many = (width + WIDTH - 1) // WIDTH
     program = tl.program_id(0)
@@ -126,7 +127,7 @@ def _largest(  # type: ignore[no-untyped-def]
     NOT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One row."""
+    """Find the largest number of one row."""
     row = tl.program_id(0).to(tl.int64)
     most = tl.full((WIDTH,), 0.0, tl.float32)
     for begin in range(0, width, WIDTH):
@@ -139,7 +140,7 @@ def _largest(  # type: ignore[no-untyped-def]
 
 
 def _top(format: str) -> tuple[int, int]:
-    """TOP and STEP, as in fp8.exponents."""
+    """Return TOP and STEP, as in fp8.exponents."""
     _, top, even = FORMATS[format]
     most, power = math.frexp(top)
     return power - 1 + 127, int((2 * most - 1) * (1 << 23)) + int(even)
@@ -148,7 +149,7 @@ def _top(format: str) -> tuple[int, int]:
 def cast(
     x: Tensor, amax: Tensor, weights: Tensor | None, format: str, granule: Sequence[int], out: Tensor, kind: str
 ) -> None:
-    """x [height, width] into `out`: "bytes", with its scales' exponents behind them ("packed"), or "values"."""
+    """Write x [height, width] into `out`: "bytes", "packed" (with the scales' exponents after), "values"."""
     x = x.contiguous()
     height, width = x.shape
     down, across = granule[0] or max(height, 1), granule[1] or max(width, 1)
@@ -176,13 +177,14 @@ def cast(
             PACK=kind == "packed",
             HEIGHT=rows,
             WIDTH=side,
-            enable_fp_fusion=False,  # each rounding is torch's
+            enable_fp_fusion=False,  # round like torch
         )
 
 
 def largest(x: Tensor, weights: Tensor) -> Tensor:
-    """f32[height, 1]: of each row of x [height, width], the largest absolute value of a number over its column's scale
-    of e4m3, or infinity. weights: largest values of the columns.
+    """Return f32[height, 1]: for each row of x the largest absolute number over its column's e4m3 scale.
+
+    It is infinity where something is not finite. weights: largest values of the columns.
     """
     x = x.contiguous()
     height, width = x.shape

@@ -1,8 +1,8 @@
-"""`torch.ops.shardc.fp8_cast` and `fp8_row_amax`: rounding to float8 as one op each.
+"""Register `torch.ops.shardc.fp8_cast` and `fp8_row_amax`: rounding to float8 as one op each.
 
-They are ops for the sake of GPUs, where each is one Triton kernel (fp8_cast_kernel.py) in the place of a dozen of
-torch's, that would take longer than products of 8 bits gain. Elsewhere they are the forms below, to which the kernels
-are equal bit for bit. x is of bfloat16, float32 or float64; for float64 the form below runs on every device.
+On GPUs each is one Triton kernel (cast_kernel.py) in place of a dozen torch kernels, which would take longer than
+products of 8 bits save. Elsewhere they are the forms below, to which the kernels are equal bit for bit. x is of
+bfloat16, float32 or float64; for float64 the form below runs on every device.
 """
 
 from __future__ import annotations
@@ -25,57 +25,55 @@ torch.library.define("shardc::fp8_row_amax", "(Tensor x, Tensor weights) -> Tens
 
 
 def blocks(x: Tensor, granule: Sequence[int]) -> Tensor:
-    """x with each dim as [granules, size of one]."""
+    """View x with each dim as [granules, size of one]."""
     sizes = [(1, n) if g == 0 else (n // g, g) for n, g in zip(x.shape, granule, strict=True)]
     return x.reshape([n for pair in sizes for n in pair])
 
 
 def exponents(amax: Tensor, format: str) -> Tensor:
-    """int32: the binary logarithm of each granule's scale. 0 for a granule of zeros, `NAN` for one in which something
-    is not finite: all of it becomes nan.
-    """
+    """Return log2 of each granule's scale, int32: 0 for zeros, `NAN` if a number is not finite."""
     _, top, even = FORMATS[format]
     whole, bits = (torch.int64, 52) if amax.dtype == torch.float64 else (torch.int32, 23)
     most, power = math.frexp(top)
-    # above that, the largest would round to no number, and its scale is one power of two less: as if it were twice it
+    # above this, the largest number would overflow, and its scale is one power of two less: as for twice the number
     step = int((2 * most - 1) * (1 << bits)) + int(even)
-    own = (amax.view(whole) + ((1 << bits) - step)) >> bits  # of float: its exponent, with the bias
+    own = (amax.view(whole) + ((1 << bits) - step)) >> bits  # the float's exponent, with the bias
     found = (power - 1 + (127 if bits == 23 else 1023)) - own.to(torch.int32)
     found = found.clamp(-EXPONENTS, EXPONENTS).masked_fill(amax == 0, 0)
     return found.masked_fill(~(amax < math.inf), NAN)
 
 
 def powers(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """2 ** exponent, exactly: as e8m0 holds it, which is an exponent and nothing else. nan for `NAN`."""
+    """Return 2 ** exponent exactly, through e8m0, which stores only an exponent. nan for `NAN`."""
     return (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu).to(dtype)
 
 
 def scaled(x: Tensor, exponent: Tensor, granule: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """Each granule times a power of two. dtype: of the result, which has all numbers of x; x's own."""
+    """Multiply each granule by a power of two. dtype: of the result, which has all numbers of x."""
     dtype = x.dtype if dtype is None else dtype
     each = blocks(powers(exponent, dtype), [1] * exponent.dim())
     return (blocks(x.to(dtype), granule) * each).view(x.shape)
 
 
 def narrow(x: Tensor, exponent: Tensor, format: str, granule: Sequence[int]) -> Tensor:
-    """x times its scales, rounded, as bytes."""
+    """Multiply x by its scales, round, and return bytes."""
     return scaled(x, exponent, granule).to(FORMATS[format].dtype).view(torch.uint8)
 
 
 def wide(message: Tensor, exponent: Tensor, dtype: torch.dtype, format: str, granule: Sequence[int]) -> Tensor:
-    """What `narrow` made bytes of."""
+    """Invert `narrow`: return the values of its bytes."""
     return scaled(message.view(FORMATS[format].dtype), -exponent, granule, dtype)
 
 
 def of_columns(weights: Tensor, dims: int = 2) -> Tensor:
-    """The exponents of a weight's rows, along the last of so many dims."""
+    """Return the exponents of a weight's rows, along the last of so many dims."""
     return exponents(weights.reshape(-1), "e4m3").view(*[1] * (dims - 1), -1)
 
 
 def by_torch(x: Tensor, amax: Tensor, weights: Tensor | None, format: str, granule: Sequence[int], kind: str) -> Tensor:
-    """x [height, width] in float8. amax: of its granules.
+    """Round x [height, width] to float8. amax: of its granules.
 
-    kind: "bytes" like x; "packed": u8[..], those and the exponents of scales behind them; "values": like x, as numbers.
+    kind: "bytes" like x; "packed": u8[..], those and the exponents of scales after them; "values": like x, as numbers.
     weights: largest values of a weight's rows, one for each column, by whose scales columns are divided before and
     multiplied after.
     """
@@ -92,9 +90,7 @@ def by_torch(x: Tensor, amax: Tensor, weights: Tensor | None, format: str, granu
 
 
 def row_amax_by_torch(x: Tensor, weights: Tensor) -> Tensor:
-    """f32 or wider [height, 1]: the largest of each row, after columns are divided by their scales; infinity where
-    something is not finite.
-    """
+    """Return the largest of each row over column scales, f32 or wider [height, 1]; infinity if not finite."""
     v = scaled(x, -of_columns(weights), (0, 1))
     largest: Tensor = torch.linalg.vector_norm(v, math.inf, [1], True)
     largest = largest.to(torch.promote_types(x.dtype, torch.float32))
@@ -108,7 +104,7 @@ def _empty(x: Tensor, amax: Tensor, kind: str) -> Tensor:
 
 
 def _kernels() -> Any:
-    """Those of Triton, which comes with torch for CUDA on Linux; None without it."""
+    """Import the Triton kernels; return None without Triton (it comes with torch for CUDA on Linux)."""
     try:
         from shardc.runtime.ops.fp8 import cast_kernel as fp8_cast_kernel
     except ModuleNotFoundError:
@@ -119,7 +115,7 @@ def _kernels() -> Any:
 def by_kernel(
     x: Tensor, amax: Tensor, weights: Tensor | None, format: str, granule: Sequence[int], kind: str
 ) -> Tensor:
-    """As `by_torch`."""
+    """Run `by_torch` as a kernel."""
     kernels = _kernels() if amax.dtype is torch.float32 else None
     if kernels is None:
         return by_torch(x, amax, weights, format, granule, kind)
@@ -129,7 +125,7 @@ def by_kernel(
 
 
 def row_amax_by_kernel(x: Tensor, weights: Tensor) -> Tensor:
-    """As `row_amax_by_torch`."""
+    """Run `row_amax_by_torch` as a kernel."""
     kernels = _kernels() if x.dtype is not torch.float64 else None
     found: Tensor = row_amax_by_torch(x, weights) if kernels is None else kernels.largest(x, weights)
     return found
@@ -157,7 +153,7 @@ def _(x: Tensor, weights: Tensor) -> Tensor:
 def cast(
     x: Tensor, amax: Tensor, format: str, granule: Sequence[int], kind: str, weights: Tensor | None = None
 ) -> Tensor:
-    """`by_torch` for x [.., width] with a granule for each dim, and amax of its dims."""
+    """Run `by_torch` for x [.., width] with a granule for each dim, and amax of its dims."""
     down, across = granule[0], granule[-1]
     if x.dim() == 2 or (x.dim() > 2 and set(granule[:-1]) in ({0}, {1})):
         tops = amax.reshape(-1, amax.shape[-1])

@@ -1,11 +1,11 @@
-"""Products of float8 matrices by torch's kernels (torch.nn.functional.scaled_mm).
+"""Multiply float8 matrices by torch's kernels (torch.nn.functional.scaled_mm).
 
     a    float8[m, k], scales        one for all of it, one a row, or one for each 32 of a row
-    b    float8[n, k], scales        alike
+    b    float8[n, k], scales        the same
     a @ b.T                          bf16[m, n]: sums of products, times the scales
 
-Scales are powers of two, so this is the product of the numbers that the 8 bits stand for, as a kernel of 16 bits
-computes it of the same numbers: both round a product's terms not at all, and differ in the order of sums at most.
+Scales are powers of two, so this is the product of the numbers that the 8 bits represent, as a 16-bit kernel computes
+it: neither rounds the terms, and at most the order of sums differs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from shardc.torch_private import FakeTensor, multiplies_float8_on_cpu
 
 
 class Narrow(NamedTuple):
-    """A matrix of which a product sums the last dim. data: float8[rows, k]; exponent: i32, the binary logarithms of its
-    scales: [1, 1], [rows, 1], or [rows, k / 32].
+    """A matrix float8[rows, k], whose last dim a product sums. exponent: i32, log2 of its scales.
+
+    The shape of exponent is [1, 1], [rows, 1], or [rows, k / 32].
     """
 
     data: Tensor
@@ -33,8 +34,9 @@ class Narrow(NamedTuple):
 
 
 def has_kernel(x: Tensor, recipe: Recipe, *sizes: int) -> bool:
-    """Does torch multiply such numbers in 8 bits where x is, and give a result of its dtype? sizes: of the product, but
-    for its rows. A tensor without data stands for one on a GPU that does.
+    """Return whether torch multiplies such numbers in 8 bits where x is, with a result of its dtype.
+
+    sizes: of the product, without its rows. A tensor without data represents one on a GPU that supports it.
     """
     multiple = BLOCK if recipe.blocks else ALIGNED
     if x.dtype is not torch.bfloat16 or any(n % multiple for n in sizes):
@@ -45,17 +47,17 @@ def has_kernel(x: Tensor, recipe: Recipe, *sizes: int) -> bool:
 @cache
 def _on(device: torch.device, blocks: bool) -> bool:
     if device.type == "cpu":
-        return multiplies_float8_on_cpu() and not blocks  # torch has none for blocks there
+        return multiplies_float8_on_cpu() and not blocks  # torch has no kernel for blocks there
     if device.type != "cuda":
         return False
-    if torch.version.hip is not None:  # an MI300's float8 is another one; an MI355X has that of the OCP
+    if torch.version.hip is not None:  # an MI300 has another float8 format; an MI355X has the OCP's
         return torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx95") and not blocks
     capability = torch.cuda.get_device_capability(device)
     return capability[0] == 10 if blocks else capability >= (8, 9)  # B200; L40S, H100 and later
 
 
 def multiplied(a: Narrow, b: Narrow, *, blocks: bool = False) -> Tensor:
-    """bf16[m, n]. Sums are in float32. blocks: scales are those of blocks."""
+    """Multiply: bf16[m, n]. Sums are in float32. blocks: scales are those of blocks."""
     how, swizzle = ScalingType.BlockWise1x32, None
     if blocks:
         one, other, swizzle = _in_tiles(a.exponent), _in_tiles(b.exponent), SwizzleType.SWIZZLE_32_4_4
@@ -69,9 +71,10 @@ def multiplied(a: Narrow, b: Narrow, *, blocks: bool = False) -> Tensor:
 
 
 def _in_tiles(exponent: Tensor) -> Tensor:
-    """The scales of blocks as e8m0 in the order that cuBLAS reads them in: tiles of 128 rows by 4 blocks, one after the
-    other; in a tile, that of row r and block c is at (r % 32) * 16 + r // 32 * 4 + c. ("1D block scaling factors
-    layout", docs.nvidia.com/cuda/cublas)
+    """Return the scales of blocks as e8m0 in the order of cuBLAS: tiles of 128 rows by 4 blocks.
+
+    In a tile, the scale of row r and block c is at (r % 32) * 16 + r // 32 * 4 + c. ("1D block scaling factors layout",
+    docs.nvidia.com/cuda/cublas)
     """
     rows, blocks = exponent.shape
     scales = (127 - exponent).to(torch.uint8)

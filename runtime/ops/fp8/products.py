@@ -1,19 +1,19 @@
-"""A linear layer of 8 bits: the product of an input that is rounded with a weight, which is rounded here.
+"""Multiply a rounded input with a weight, which is rounded here: a linear layer of 8 bits.
 
-    y = fp8_linear(x_fp8, w, w_amax, 'fp8-rowwise')     x_fp8: what `fp8_round` gave; w_amax: `fp8_amax` of w
+    y = fp8_linear(x_fp8, w, w_amax, 'fp8-rowwise')     x_fp8: a result of `fp8_round`; w_amax: `fp8_amax` of w
 
-Where torch has a kernel for it (fp8_kernel.py), the numbers are multiplied as 8 bits; else as what they are, in the
-dtype of x. It is one function: a number of float8 times a power of two is one of bfloat16.
+Where torch has a kernel (kernel.py), 8 bits are multiplied; else the same numbers in the dtype of x. The function is
+the same: a float8 number times a power of two is a bfloat16 number.
 
     y  = x_8 @ w_8.T            8 bits
     dx = g_8 @ w_8              8 bits. g is rounded already (`fp8_grad`). Row-wise, the scales of the weight's rows are
                                 in g's numbers: here they are taken out again
-    dw = g_8.T @ x_8            8 bits where a tensor has one scale. Else the sum runs over tokens, each with scales of
-                                its own, which no kernel takes: in the dtype of x, of the same numbers
+    dw = g_8.T @ x_8            8 bits where a tensor has one scale. Else the sum runs over tokens with different
+                                scales, which no kernel supports: in the dtype of x, of the same numbers
 
-Backward needs x as 8 bits at most: `kept`, which is `fp8_pack` of it, once for all products that take x. Of the weight
-it keeps nothing: w is a parameter, a copy that other microbatches share, or what ZeRO 3 gathers again, and is rounded a
-second time, as backward's kernel wants the other order of its memory anyway.
+Backward needs x as 8 bits at most: `kept`, which is `fp8_pack` of it, once for all products of x. It saves nothing of
+the weight: w is a parameter, a copy that other microbatches share, or what ZeRO 3 gathers again. It is rounded a second
+time, as backward's kernel needs another memory order anyway.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from shardc.runtime.ops.with_backward import with_backward
 
 
 def fp8_pack(x: Tensor, format: str, granule: fp8.Granule, amax: Tensor | None = None) -> Tensor:
-    """u8[..]: x, which `fp8_round` gave, as bytes: one for each number and one for each granule. It has no gradient.
-    amax: those of what `fp8_round` makes of x by these largest values.
+    """Return x, a result of `fp8_round`, as bytes u8[..]: one a number and one a granule; no gradient.
+
+    amax: x is not rounded yet; round it by these largest values.
     """
     return fp8.packed(x.detach(), format, granule, amax)
 
@@ -43,10 +44,10 @@ def fp8_pack(x: Tensor, format: str, granule: fp8.Granule, amax: Tensor | None =
 def fp8_linear(
     x: Tensor, weight: Tensor, amax: Tensor, recipe: str, transposed: bool = False, kept: Tensor | None = None
 ) -> Tensor:
-    """f[.., out]: x @ weight.T of rounded numbers; x f[.., in] is what `fp8_round` gave.
+    """Return x @ weight.T of rounded numbers: f[.., out]. x f[.., in] is a result of `fp8_round`.
 
-    weight: f[out, in]; transposed: f[in, out]. amax: its `fp8_amax`. kept: what `fp8_pack` made of x, which counts in
-    the place of x: x itself is then what gradients flow through.
+    weight: f[out, in]; transposed: f[in, out]. amax: its `fp8_amax`. kept: `fp8_pack` of x, whose values replace those
+    of x; gradients still flow through x.
     """
     by = Fp8(recipe, transposed, x.shape)
 
@@ -64,7 +65,7 @@ def fp8_linear(
 
 @dataclass(frozen=True)
 class Fp8:
-    """One layer's products. shape: of its input."""
+    """The products of one layer. shape: of its input."""
 
     name: str
     transposed: bool
@@ -76,11 +77,11 @@ class Fp8:
 
     @property
     def _granule(self) -> tuple[int, ...]:
-        """Of the input."""
+        """The granule of the input."""
         return along(self.recipe.x, len(self.shape))
 
     def product(self, x: Tensor, weight: Tensor, amax: Tensor, kept: Tensor | None) -> Tensor:
-        """f[.., out]. kept: x as bytes, if there are any."""
+        """Compute the result f[.., out]. kept: x as bytes, if there are any."""
         if not has_kernel(x, self.recipe, *weight.shape):
             w = fp8.fp8_round(weight, amax, "e4m3", self.recipe.of_weight(self.transposed))
             x = x if kept is None else self._wide(kept, x.dtype)
@@ -90,7 +91,7 @@ class Fp8:
         return made.view(*self.shape[:-1], made.shape[-1])
 
     def of_data(self, g: Tensor, weight: Tensor, amax: Tensor) -> Tensor:
-        """The gradient of x. g: that of the product, rounded."""
+        """Return the gradient of x. g: that of the product, rounded."""
         rows = g.reshape(-1, g.shape[-1])
         if has_kernel(g, self.recipe, *weight.shape):
             weights = amax.reshape(-1) if self.recipe.rows else None
@@ -102,7 +103,7 @@ class Fp8:
         return made.view(self.shape)
 
     def of_weight(self, g: Tensor, x: Tensor) -> Tensor:
-        """The gradient of the weight. x: the input, or its bytes."""
+        """Return the gradient of the weight. x: the input, or its bytes."""
         rows, packed = g.reshape(-1, g.shape[-1]), x.dtype is torch.uint8
         one_scale = self.recipe.x == (0, 0)
         if one_scale and has_kernel(g, self.recipe, self.shape[-1], *rows.shape):
@@ -118,17 +119,18 @@ class Fp8:
     # --- factors
 
     def _read(self, message: Tensor) -> Narrow:
-        """The input's rows."""
+        """Read the input's rows from its bytes."""
         k = self.shape[-1]
         return _of_bytes(message, "e4m3", (self.shape.numel() // k, k), k // BLOCK if self.recipe.blocks else 1)
 
     def _wide(self, message: Tensor, dtype: torch.dtype) -> Tensor:
-        """The input's values."""
+        """Read the input's values from its bytes."""
         return fp8.unpacked(message, message.new_empty((), dtype=dtype).expand(self.shape), "e4m3", self._granule)
 
     def _weight(self, weight: Tensor, amax: Tensor, *, across: bool) -> Narrow:
-        """As [out, in], for products that sum over `in`; across: as [in, out], over `out`, where the scales of rows are
-        the gradient's.
+        """Pack the weight as [out, in], for products that sum over `in`; across: as [in, out], over `out`.
+
+        Across, the scales of rows are in the gradient.
         """
         granule = self.recipe.of_weight(self.transposed)
         message = cast(weight, amax, "e4m3", granule, "packed")
@@ -142,8 +144,9 @@ class Fp8:
         return Narrow(data, exponent)
 
     def _gradient(self, rows: Tensor, weights: Tensor | None = None) -> Narrow:
-        """Of the result, which is rounded: the scales of what is here are found again. weights: largest values of the
-        weight's rows, whose scales `fp8_grad` put into it: they are taken out.
+        """Pack the gradient of the result, which is rounded, by finding the scales of its local part again.
+
+        weights: largest values of the weight's rows, whose scales `fp8_grad` put into it: they are taken out.
         """
         format, granule = self.recipe.gradient, self.recipe.grad
         amax = fp8.fp8_amax(rows, granule) if weights is None else torch.ops.shardc.fp8_row_amax(rows, weights)
@@ -152,7 +155,7 @@ class Fp8:
 
 
 def _of_bytes(message: Tensor, format: str, shape: tuple[int, int] | torch.Size, scales: int) -> Narrow:
-    """What a message holds. scales: of a row, or of all."""
+    """Read the numbers and scales of a message. scales: of a row, or of all."""
     n = math.prod(shape)
     data = message[:n].view(FORMATS[format].dtype).view(shape)
     return Narrow(data, message[n:].view(torch.int8).to(torch.int32).view(-1, scales))
@@ -161,10 +164,10 @@ def _of_bytes(message: Tensor, format: str, shape: tuple[int, int] | torch.Size,
 def fp8_grad_of_data(
     g: Tensor, weight: Tensor, amax: Tensor, recipe: str, transposed: bool, shape: tuple[int, ...]
 ) -> Tensor:
-    """The gradient of `fp8_linear`'s x, of that shape, in a graph of a step."""
+    """Compute the gradient of `fp8_linear`'s x, of that shape, in a step graph."""
     return Fp8(recipe, transposed, torch.Size(shape)).of_data(g, weight, amax)
 
 
 def fp8_grad_of_weight(g: Tensor, x: Tensor, recipe: str, transposed: bool, shape: tuple[int, ...]) -> Tensor:
-    """The gradient of `fp8_linear`'s weight. x: the input, or its bytes; shape: the input's."""
+    """Compute the gradient of `fp8_linear`'s weight. x: the input, or its bytes; shape: the input's."""
     return Fp8(recipe, transposed, torch.Size(shape)).of_weight(g, x)

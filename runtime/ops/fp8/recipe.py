@@ -1,18 +1,17 @@
-"""How linear layers multiply numbers of 8 bits: what has a scale of its own, for each recipe of
-`precision: {products: ...}`.
-"""
+"""Define how linear layers multiply numbers of 8 bits, for each `precision: {products: ...}`."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-#: Sizes that kernels for float8 take are multiples of this; a block of mxfp8 has as many as the second.
+#: float8 kernels need sizes that are multiples of ALIGNED; a block of mxfp8 has BLOCK numbers.
 ALIGNED, BLOCK = 16, 32
 
 
 class Recipe(NamedTuple):
-    """x, weight, grad: block sizes of granules along (all but the last dim, the last dim); 0 is the whole dim. The
-    weight's are along (out, in). gradient: its format; rows: the scales of the weight's rows go into the gradient.
+    """Block sizes of granules along (all but the last dim, the last dim); 0 is the whole dim.
+
+    weight: along (out, in). gradient: its format; rows: the scales of the weight's rows go into the gradient.
     """
 
     x: tuple[int, int]
@@ -23,11 +22,11 @@ class Recipe(NamedTuple):
 
     @property
     def blocks(self) -> bool:
-        """Does a row have several scales?"""
+        """Whether a row has several scales."""
         return self.x[1] > 0
 
     def of_weight(self, transposed: bool) -> tuple[int, int]:
-        """Of a weight [out, in]; transposed: [in, out]."""
+        """Return the granule of a weight [out, in]; transposed: [in, out]."""
         return (self.weight[1], self.weight[0]) if transposed else self.weight
 
 
@@ -39,5 +38,5 @@ RECIPES = {
 
 
 def along(granule: tuple[int, int], dims: int) -> tuple[int, ...]:
-    """The granule of a tensor of rows with so many dims."""
+    """Return the granule of a tensor of rows with so many dims."""
     return (*[granule[0]] * (dims - 1), granule[1])

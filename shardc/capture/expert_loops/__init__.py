@@ -1,19 +1,18 @@
-"""Loops over experts as the experts op: what shardc.capture.masked_rows made of them, all experts on all rows, becomes
-`torch.ops.shardc.experts`.
+"""Turn loops over experts, traced by masked_rows as all experts on all rows, into the experts op.
 
     before   y = zeros
              y = index_add(y, 0, t, where(m0, linear(silu(linear(x[t], up0)), down0) * w, 0))        one step an expert
              y = index_add(y, 0, t, where(m1, linear(silu(linear(x[t], up1)), down1) * w, 0))
     after    y = experts(x, index, w, stack([up0, up1]), stack([down0, down1]), None, None, "silu(x)", False)
 
-A mixture of experts is several steps that add to (or fill) the same tensor and differ in their parameters and masks
-only. The steps are laid on top of each other (template.py): what is the same in all is of the tokens, parameters are
-stacked, and what else differs are weights of the choices. How the model writes it down does not matter: it is read off
-what it computes. Whether masks exclude each other, and whether `index` says what they say, is tried on random choices,
-as shardc.passes.canonical.grouped_mm does; and the whole is proven against eager as any captured graph is
-(shardc.capture.compare_eager). What is not of this kind stays: slow, and right.
+A mixture of experts is several steps that add to (or fill) the same tensor and differ only in parameters and masks. The
+steps are unified (template.py): parts that are the same in all belong to the tokens, parameters are stacked, and other
+differences are weights of the choices. Only the computation counts, not how the model writes it down. Random choices
+test whether masks exclude each other, and whether `index` agrees with them, as in shardc.passes.canonical.grouped_mm;
+the whole is proven against eager as any captured graph is (shardc.capture.compare_eager). Other loops stay as they are:
+slow, and right.
 
-Rows that a model sorts by expert itself stay sorted here, each with one choice; that pass then takes the order away.
+Rows that a model sorts by expert stay sorted here, each with one choice; that pass then removes the order.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ aten = torch.ops.aten
 
 
 def with_experts(program: Program) -> Program:
-    """The program with its loops over experts as ops; notes for those that stay loops."""
+    """Replace the program's loops over experts by ops; add notes for those that stay loops."""
     writer = _Writer(program)
     writer.run()
     return replace(program, graph=writer.graph, notes=(*program.notes, *writer.notes))
 
 
 class _StaysLoop(Exception):
-    """Steps that are no mixture of experts of this form."""
+    """Raised for steps that are no mixture of experts of this form."""
 
 
 class _Writer:
@@ -77,7 +76,7 @@ class _Writer:
         for steps in reversed(loops):
             self.here = steps[-1].node
             if not self.here.users:
-                continue  # it was part of another one
+                continue  # it was part of another loop
             try:
                 self._mixture(steps)
             except _StaysLoop as e:
@@ -122,7 +121,7 @@ class _Writer:
     # --- the expert
 
     def _expert(self, core: Any) -> tuple[Any, ...]:
-        """(tokens, up, down, biases, the activation's text, transposed) of what an expert computes."""
+        """Return (tokens, up, down, biases, the activation's text, transposed) of an expert's computation."""
         second = product_of(core)
         if second is None:
             raise _StaysLoop("its experts do not end with a product with a parameter")
@@ -184,8 +183,7 @@ class _Writer:
     def _choices(
         self, trial: _Trial, factors: list[Any], to: Tensor | None, x: fx.Node, n: int
     ) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """The tokens, the experts that each has chosen, [tokens, k], -1 for none, and their weights. to: the token of
-        each row; None: rows are tokens."""
+        """Return tokens, their experts [tokens, k] (-1: none), and weights. to: each row's token, or None."""
         order = torch.arange(n).view(n, 1)  # [tokens, k]: the rows of each token
         if to is not None:
             x, rows = _taken(x)
@@ -261,7 +259,7 @@ class _Writer:
 
 
 class _Trial:
-    """Masks on random choices: whether they exclude each other, and which numbers say what they say."""
+    """Tests masks on random choices: whether they exclude each other, and which numbers agree with them."""
 
     def __init__(self, masks: tuple[fx.Node, ...]) -> None:
         self.masks = masks
@@ -280,7 +278,7 @@ class _Trial:
         return all(bool((chosen.sum(0) <= 1).all()) for chosen in self.chosen)
 
     def _chosen_by(self, leaf: fx.Node, known: dict[fx.Node, Any], n: int) -> Tensor:
-        """bool [experts, n, k]: is a leaf's number an expert's?"""
+        """Return bool [experts, n, k]: whether a leaf's number is an expert's."""
         return known[leaf].reshape(n, -1) == torch.arange(len(self.masks)).view(-1, 1, 1)  # type: ignore[no-any-return]
 
     def _numbers(self, n: int) -> Iterator[fx.Node]:
@@ -290,7 +288,7 @@ class _Trial:
                 yield leaf
 
     def index(self, order: Tensor) -> fx.Node | None:
-        """What says, in this order of the masks' rows, which of them is true."""
+        """Return the leaf that contains, in this order of the masks' rows, the number of the true mask."""
         n = order.numel()
         for leaf in (m for m in self._numbers(n) if numel_of(m) == n):
             each = zip(self.known, self.chosen, strict=True)
@@ -299,7 +297,7 @@ class _Trial:
         return None
 
     def covering(self, n: int) -> fx.Node | None:
-        """Numbers of experts [n, k], none twice, among which are all whose mask is true."""
+        """Return numbers of experts [n, k], without repeats, that include all whose mask is true."""
         for leaf in self._numbers(n):
             each = zip(self.known, self.chosen, strict=True)
             more = any(bool((c & ~self._chosen_by(leaf, k, n).any(-1)).any()) for k, c in each)
@@ -309,7 +307,7 @@ class _Trial:
 
 
 def _taken(x: fx.Node) -> tuple[fx.Node, Tensor | None]:
-    """(y, which row of y each row of x is) of rows picked by a constant index."""
+    """Return (y, which row of y each row of x is) for rows selected by a constant index."""
     node = bare(x, rows=True)
     if node.target is aten.index.Tensor:
         where: Any = node.args[1]
@@ -326,7 +324,7 @@ _MOVES = SAME_ELEMENTS | {"index", "transpose", "permute", "t", "expand", "selec
 
 
 def _moved(node: fx.Node, order: Tensor) -> fx.Node | None:
-    """The value whose elements, as they lie, are a node's in this order."""
+    """Return the value whose elements, in row-major order, are a node's in this order."""
     path = [node]
     while isinstance(path[-1].target, OpOverload) and values.op_name(path[-1].target) in _MOVES:
         n = path[-1]
@@ -337,7 +335,7 @@ def _moved(node: fx.Node, order: Tensor) -> fx.Node | None:
     for origin in reversed([x for x in path if numel_of(x) == numel_of(node) == order.numel()]):
         try:
             (places,) = run([node], {origin: torch.arange(numel_of(origin)).view(shape_of(origin))})
-        except RuntimeError:  # an op that takes no whole numbers
+        except RuntimeError:  # an op that takes no integers
             continue
         if torch.equal(places.reshape(-1)[order.reshape(-1)], torch.arange(order.numel())):
             return origin

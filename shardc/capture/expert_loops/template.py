@@ -1,4 +1,4 @@
-"""The turns of a loop over experts: what each writes to one tensor, and the turns laid on top of each other.
+"""Split a loop over experts into steps, each one write to a tensor, and unify the steps.
 
 y = index_add(y, 0, t, where(m0, linear(x[t], up0), 0))
 y = index_add(y, 0, t, where(m1, linear(x[t], up1), 0))      Steps that follow each other: masks m0, m1, and values
@@ -38,7 +38,7 @@ SAME_ELEMENTS = {"reshape", "view", "_unsafe_view", "flatten", "clone", "contigu
 
 
 def bare(node: Any, *, rows: bool = False) -> Any:
-    """What a value is without ops that change nothing. rows: without ones that only change its shape either."""
+    """Skip ops that change nothing. rows: also skip ops that only change the shape."""
     while isinstance(node, fx.Node) and isinstance(node.target, OpOverload) and node.args:
         name, x = values.op_name(node.target), node.args[0]
         old, new = (n.meta.get("value") if isinstance(n, fx.Node) else None for n in (x, node))
@@ -54,7 +54,7 @@ def bare(node: Any, *, rows: bool = False) -> Any:
 
 
 def constant_of(node: Any) -> Tensor | None:
-    """The value of a tensor that is made of nothing that is given."""
+    """Return the value of a tensor that depends on no placeholder, or None."""
     if not isinstance(node, fx.Node) or any(n.op == "placeholder" for n in values.behind([node])):
         return None
     value: Tensor = run([node], {})[0]
@@ -66,8 +66,11 @@ def constant_of(node: Any) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Step:
-    """`before` with rows written to it. adds: added; else put in the place of what was there. mask: bool [n], value: of
-    these rows. to: to which row each goes, i64 [n]; None: each to its own."""
+    """`before` with rows written to it.
+
+    adds: whether rows are added, or replace the old ones. mask: bool [n]. value: these rows. to: i64 [n], the row that
+    each is written to; None: its own row.
+    """
 
     node: fx.Node
     before: fx.Node | None
@@ -78,7 +81,7 @@ class Step:
 
 
 def _step(node: Any) -> Step | None:
-    """The last thing that was written to a tensor, if it is rows chosen by a mask."""
+    """Return the last write to a tensor, if it is of rows selected by a mask."""
     args = node.args
     if node.target is aten.index_add.default and args[1] == 0 and not node.kwargs:
         to, masked = constant_of(args[2]), _masked(args[3])
@@ -98,7 +101,7 @@ def _fills(value: fx.Node, node: fx.Node) -> bool:
 
 
 def _masked(node: Any) -> tuple[fx.Node, fx.Node] | None:
-    """(mask, value) of `where(mask, value, 0)`."""
+    """Return (mask, value) of `where(mask, value, 0)`."""
     node = bare(node, rows=True)
     if not isinstance(node, fx.Node) or node.target is not aten.where.ScalarOther or node.args[2] != 0:
         return None
@@ -107,7 +110,7 @@ def _masked(node: Any) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _mask(mask: Any, of: fx.Node) -> fx.Node | None:
-    """The mask of rows, bool of any shape, that a mask of [rows, 1] is."""
+    """Return the mask of rows, bool of any shape, behind a mask of [rows, 1]."""
     shape, rest = shape_of(mask), shape_of(of)
     cut = max((d + 1 for d, n in enumerate(shape) if n != 1), default=0)
     if len(shape) != len(rest) or cut in (0, len(rest)) or shape[:cut] != rest[:cut]:
@@ -117,7 +120,7 @@ def _mask(mask: Any, of: fx.Node) -> fx.Node | None:
 
 
 def chains(graph: fx.Graph) -> Iterator[list[Step]]:
-    """Steps that write to one tensor, one after the other; in the order of the graph."""
+    """Yield steps that write to one tensor, one after the other, in the order of the graph."""
     steps: dict[fx.Node, Step] = {n: s for n in graph.nodes if n.op == "call_function" and (s := _step(n)) is not None}
     follows: dict[fx.Node, fx.Node] = {}
     for n, s in steps.items():
@@ -133,7 +136,7 @@ def chains(graph: fx.Graph) -> Iterator[list[Step]]:
             yield [steps[m] for m in reversed(chain)]
 
 
-# --- on top of each other ---------------------------------------------------------------------------------------------
+# --- unification ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Stack:
-    """Parameters of the experts: one each, or one of them all, [experts, ...]."""
+    """Parameters of the experts: one each, or a single one, [experts, ...]."""
 
     nodes: tuple[fx.Node, ...]
 
@@ -173,8 +176,7 @@ class Op:
 
 @dataclass
 class Unifier:
-    """What several steps have in common. sums: {sum of masked rows: (masks, values)}: for rows of one expert, its value
-    alone."""
+    """Finds the common structure of steps. sums: {sum of masked rows: (masks, values)}."""
 
     masks: tuple[fx.Node, ...]
     sums: dict[fx.Node, tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]]
@@ -215,7 +217,7 @@ class Unifier:
         return Op(first.target, args, kwargs, nodes)
 
     def _arguments(self, many: Sequence[Any]) -> Any:
-        """Arguments laid on top of each other; None where they differ in more than nodes."""
+        """Unify arguments; return None if they differ in more than nodes."""
         first = many[0]
         if isinstance(first, (tuple, list)):
             if any(not isinstance(m, (tuple, list)) or len(m) != len(first) for m in many):
@@ -227,12 +229,12 @@ class Unifier:
 
 
 def _differs(x: Any) -> bool:
-    """Is there anything of an expert in a template?"""
+    """Return whether a template contains anything that differs between experts."""
     return any(map(_differs, x)) if isinstance(x, tuple) else isinstance(x, (Stack, Each, Op))
 
 
 def _parts(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """The stack that these are the entries of, in order."""
+    """Return the tensor whose entries these are, in order."""
     wholes = set()
     for e, n in enumerate(nodes):
         x: Any = n.args[0] if n.args else None
@@ -260,7 +262,7 @@ class Product:
 
 
 def product_of(t: Any) -> Product | None:
-    """A product with parameters of the experts; None for anything else."""
+    """Return a product with parameters of the experts, or None."""
     if not isinstance(t, Op) or t.target not in (aten.linear.default, aten.matmul.default, aten.mm.default):
         return None
     x, weight, bias = (*t.args, None)[:3]
@@ -273,8 +275,7 @@ def product_of(t: Any) -> Product | None:
 
 
 def weighted(t: Any) -> tuple[list[Any], Any]:
-    """(weights [n, 1] or numbers, the rest) of a product of both. Casts are left out: the op's rows and weights do that
-    themselves."""
+    """Split a product into (weights [n, 1] or numbers, the rest), without casts: the op casts itself."""
     factors: list[Any] = []
     while isinstance(t, Op):
         name = values.op_name(t.target)
@@ -290,12 +291,12 @@ def weighted(t: Any) -> tuple[list[Any], Any]:
 
 
 def rows_of(x: Any) -> tuple[int, int] | None:
-    """(rows, columns) of a value."""
+    """Return (rows, columns) of a value."""
     node = x.nodes[0] if isinstance(x, (Op, Each)) else x.node if isinstance(x, Same) else None
     return (numel_of(node) // max(shape_of(node)[-1], 1), shape_of(node)[-1]) if node and shape_of(node) else None
 
 
 def _column(side: Any, out: Op) -> bool:
-    """Is it a number for each row of `out`, or for all?"""
+    """Return whether it is a number for each row of `out`, or one for all."""
     rows, all_ = rows_of(side), rows_of(out)
     return isinstance(side, (int, float)) or (rows is not None and all_ is not None and rows in ((1, 1), (all_[0], 1)))

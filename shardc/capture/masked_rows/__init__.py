@@ -1,28 +1,27 @@
-"""Rows chosen by a mask, while a model is traced: a tensor of all rows and the mask, in place of a size that depends on
-values.
+"""Trace rows selected by a mask as all rows plus the mask, instead of a size that depends on values.
 
     i = torch.where(mask)[0]                    Rows(arange(n), mask)
-    y = expert(x[i]) * w[i, None]               Rows(expert(x) * w[:, None], mask)      what each row by itself becomes
+    y = expert(x[i]) * w[i, None]               Rows(expert(x) * w[:, None], mask)      the result of each row
     out.index_add_(0, i, y)                     out.index_add_(0, arange(n), where(mask, expert(x) * w[:, None], 0))
 
-That is what loops over experts consist of. Ops see all rows, so the traced program has fixed sizes; rows that were not
-chosen are left out where they would be written. It is the same if every op in between works on each row by itself,
-which is checked op by op: the rules (shardc.rules) know what may be split by rows. Anything else is refused, and so is
-any number of rows that Python sees, unless it only asks whether there are any: then the answer is yes, since what is
-done with no rows changes nothing.
+Loops over experts consist of this. Ops see all rows, so the traced program has fixed sizes; rows that were not
+selected are left out where they would be written. The result is the same if every op in between works on each row
+separately, which is checked op by op: the rules (shardc.rules) know what may be split by rows. Anything else is
+refused, and so is any number of rows that Python sees, unless Python only tests whether there are any: then the answer
+is yes, since operations on no rows change nothing.
 
-Sorted rows need no more than this: the rows from `ends[e - 1]` to `ends[e]` are those whose position lies between. Then
-`Count` is a number that is not known, which the graph computes.
+Sorted rows need no more than this: the rows from `ends[e - 1]` to `ends[e]` are those whose position is in between.
+Then `Count` is an unknown number, which the graph computes.
 
-All experts on all rows is as many times too much work as there are experts: shardc.capture.expert_loops makes the
-experts op of it. The two are apart so that this one need not know what a mixture of experts looks like: what it gives
-is right for any loop.
+All experts on all rows is too much work by a factor of the number of experts: shardc.capture.expert_loops turns it into
+the experts op. The two are separate so that this one need not know what a mixture of experts looks like: its result is
+right for any loop.
 
-    __init__.py     `ChosenRows`, the mode under which the model is traced: calls that choose, read and join rows
-    rows.py         what the model sees in place of chosen rows, and of their number
-    rowwise.py      is a call one on each row by itself? by the rules
-    ends.py         writes, sums, means and losses of them
-    branches.py     branches that are taken for granted, as tried on random choices (shardc.passes.canonical.choices)
+    __init__.py     `ChosenRows`, the mode under which the model is traced: calls that select, read and join rows
+    rows.py         what the model sees instead of selected rows, and of their number
+    rowwise.py      checks by the rules that a call works on each row separately
+    ends.py         writes, sums, means and losses of selected rows
+    branches.py     branches that are always taken, as tested on random choices (shardc.passes.canonical.choices)
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ from shardc.ir import source
 from shardc.torch_modes import untraced
 from shardc.torch_private import FakeTensor, pytree, traced_node, tracing
 
-#: A loop over chosen rows themselves (`for i, j in mask.nonzero()`) is unrolled up to so many.
+#: Most turns of an unrolled loop over selected rows (`for i, j in mask.nonzero()`).
 UNROLLED = 1024
 _WHERE, _NONZERO, _SELECT = functions("where"), functions("nonzero argwhere"), functions("masked_select")
 _LIKE = functions("zeros_like ones_like empty_like full_like new_empty")
 _CAT, _SPLIT, _BINS = functions("cat concat concatenate"), functions("split split_with_sizes"), functions("bincount")
 _PLUS = functions("__add__ __iadd__ add add_")
-#: Functions that take sizes, of which one may be the number of rows.
+#: Functions whose size arguments may include the number of rows.
 _SIZED = {"view", "reshape", "expand", "unflatten", "new_zeros", "new_ones", "new_full", "new_empty"}
 
 
 class ChosenRows(KnownSizes):
-    """While open, indexing by masks whose values are not known, and what is done with that, is traced as above."""
+    """A mode in which indexing by unknown masks, and everything done with the result, is traced as above."""
 
     def __init__(self, known: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__(known)
@@ -75,7 +74,7 @@ class ChosenRows(KnownSizes):
         return self.call(func, args, kwargs)
 
     def _chooses(self, func: Any, args: Any) -> bool:
-        """Does a call on tensors choose rows by values that are not known?"""
+        """Return whether a call on tensors selects rows by unknown values."""
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             if not hidden(args[1]) or (func is Tensor.__setitem__ and not _many(args[2])):
                 return False
@@ -88,7 +87,7 @@ class ChosenRows(KnownSizes):
         return False
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that chooses rows, or has some or their number among its arguments."""
+        """Trace a call that selects rows, or has some or their number among its arguments."""
         args, kwargs = pytree.tree_map(lambda x: x.rows if isinstance(x, ChosenNumbers) else x, (args, kwargs))
         if func is Tensor.__getitem__ or func in _SELECT:
             rows = self._picked(args[0], args[1])
@@ -119,7 +118,7 @@ class ChosenRows(KnownSizes):
     # --- choices
 
     def pick(self, mask: Tensor) -> Pick:
-        """The choice that a mask is; the same mask [n] for one that is equal, or another view of it."""
+        """Return the choice of a mask; equal masks, and other views of one, share the mask [n]."""
         key, grid = structure_of(mask), tuple(mask.shape)
         if key not in self.picks:
             flat = (mask if mask.dtype == torch.bool else mask != 0).reshape(-1)
@@ -128,7 +127,7 @@ class ChosenRows(KnownSizes):
         return first if first.grid == grid else self.picks.setdefault((key, grid), Pick(self, first.mask, grid))
 
     def _coordinates(self, pick: Pick) -> list[Rows]:
-        """The indices of chosen places, one for each dim of the mask."""
+        """Return the indices of selected places, one for each dim of the mask."""
         coordinates, inner = [], pick.n
         for d, size in enumerate(pick.grid):
             inner //= size
@@ -151,17 +150,16 @@ class ChosenRows(KnownSizes):
         zeros = torch.zeros(minlength, dtype=torch.int64, device=x.device)
         return zeros.scatter_add(0, x.reshape(-1).long(), torch.ones_like(x.reshape(-1), dtype=torch.int64))
 
-    # --- what Python asks
+    # --- values that Python reads
 
     def unrolled(self, rows: Rows) -> list[Any]:
-        """The rows of an index, all of them, as constants: of a loop over those that were chosen. (Those that were not
-        have no rows of their own to work on.)"""
+        """Return all rows of an index as constants, for a loop: those not selected have nothing to work on."""
         if rows.dim != 0 or constant(rows.full) is None or rows.pick.n > UNROLLED:
             raise Unfit("Python loops over them")
         return list(rows.full.unbind(0))
 
     def number(self, x: Any, method: str) -> Any:
-        """What `x.item()`, `x.tolist()` and `x.numpy()` give for whole numbers that are not known; None for others."""
+        """Return the result of `x.item()`, `x.tolist()`, `x.numpy()` for unknown integers; None for others."""
         if not isinstance(x, FakeTensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             return None
         if method == "item" and x.numel() == 1:
@@ -171,11 +169,11 @@ class ChosenRows(KnownSizes):
         return None
 
     def _counts(self, x: Tensor) -> Any:
-        """`x.tolist()` of whole numbers that are not known, nested alike."""
+        """Return `x.tolist()` of unknown integers, with the same nesting."""
         return [self._counts(x[i]) for i in range(x.shape[0])] if x.dim() else Count(self, x)
 
     def truth(self, x: Tensor, frame: FrameType) -> bool | None:
-        """What a condition is to be that is made of whole numbers and masks; None if that is not known."""
+        """Return the assumed value of a condition on integers and masks; None if it cannot be assumed."""
         node = traced_node(x)
         made_of = [] if node is None else [n.meta.get("val") for n in (node, *node.all_input_nodes)]
         if node is None or any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in made_of):
@@ -184,7 +182,7 @@ class ChosenRows(KnownSizes):
         return None if body is None else body.wanted
 
     def check(self) -> None:
-        """At the end. Raises Unfit if what was taken for granted does more than write rows."""
+        """Raise Unfit, at the end, if assumed branches do more than write rows."""
         if not self.guards.unchanged():
             raise Unfit("whether there are any changes more than rows")
 
@@ -195,7 +193,7 @@ class ChosenRows(KnownSizes):
     # --- reading and joining
 
     def _target(self, x: Any, index: Any) -> Pick | Rows:
-        """Where `x[index] = ...` writes."""
+        """Return where `x[index] = ...` writes."""
         each = _as_tuple(index)
         if isinstance(x, Rows):
             raise Unfit("some of them are replaced")
@@ -224,7 +222,7 @@ class ChosenRows(KnownSizes):
         return self._rowwise(Tensor.__getitem__, (x, indices[0] if len(indices) == 1 else tuple(indices)), {})
 
     def _stretch(self, x: Tensor, start: Any, stop: Any) -> Rows:
-        """Rows of a tensor from one place to another one: those whose position lies between."""
+        """Return the rows of a tensor whose position is between two places."""
         n = x.shape[0]
         ends = [0 if start is None else start, n if stop is None else stop]
         bounds = getattr(ends[0], "key", ends[0]), getattr(ends[1], "key", ends[1])
@@ -251,7 +249,7 @@ class ChosenRows(KnownSizes):
             return self._rowwise(torch.cat, (list(parts), dim), {})
         bounds: list[Any] = [x.pick.bounds for x in rows]
         if len(rows) == len(parts) and all(bounds) and all(a[1] == b[0] for a, b in pairwise([(0, 0), *bounds])):
-            total = rows[0].chosen()  # stretch after stretch: where they were before
+            total = rows[0].chosen()  # consecutive stretches: at their old places
             for x in rows[1:]:
                 total = total + x.chosen()
             return total
@@ -266,7 +264,7 @@ class ChosenRows(KnownSizes):
     # --- everything else
 
     def _rowwise(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call on all rows, if it is one on each."""
+        """Run a call on all rows, if it works on each row separately."""
         leaves = pytree.tree_leaves((args, kwargs))
         rows = [x for x in leaves if isinstance(x, Rows)]
         if not rows:
@@ -276,7 +274,7 @@ class ChosenRows(KnownSizes):
             raise Unfit("they meet other ones")
         if any(isinstance(x, FakeTensor) and from_mean(self, x) for x in leaves):
             raise Unfit("they meet their mean, which is nan without rows")
-        before = {node_of(r.full): r for r in rows}  # now: a tensor that a call gives back is that call from then on
+        before = {node_of(r.full): r for r in rows}  # before the call: a tensor that it returns gets its node
         last = next(iter(reversed(node_of(rows[0].full).graph.nodes)))
         sized = getattr(func, "__name__", "") in _SIZED
 
@@ -311,13 +309,13 @@ class ChosenRows(KnownSizes):
 
 
 def _draws(node: fx.Node) -> bool:
-    """Does an op draw random numbers? Dropout that is off, or drops nothing, draws none."""
+    """Return whether an op draws random numbers. Dropout that is off, or drops nothing, does not."""
     dropout = node.target is torch.ops.aten.dropout.default
     return is_random(node) and not (dropout and not (node.args[1] and node.args[2]))
 
 
 def _leaves(x: Any) -> Iterator[Any]:
-    """Arguments of a call, with the rows of which a list was made in its place, and the bounds of slices."""
+    """Yield arguments of a call, with the rows behind a list of numbers, and the bounds of slices."""
     if isinstance(x, ChosenNumbers):
         yield x.rows
     elif isinstance(x, (tuple, list)):
@@ -333,7 +331,7 @@ def _leaves(x: Any) -> Iterator[Any]:
 
 
 def _changes_first(func: Any) -> bool:
-    """Does a function of torch's change its first argument?"""
+    """Return whether a function of torch changes its first argument."""
     name = getattr(func, "__name__", "")
     return (
         name == "__setitem__"

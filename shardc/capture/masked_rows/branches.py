@@ -1,13 +1,13 @@
-"""Branches that are taken for granted while a model is traced, because they do nothing where their condition is false.
+"""Find branches that do nothing where their condition is false: a traced model always takes them.
 
     if mask.any():                        taken
         out[mask] += expert(x[mask])      no rows: nothing is written
-    for e in hit.nonzero(): ...           all turns of the loop, those of experts that were not chosen too
+    for e in hit.nonzero(): ...           all turns of the loop, also those of experts that were not selected
     if count == 0: continue               not taken
 
-It is checked that nothing else happens in them, on random choices (shardc.passes.canonical.choices). What is written
-there has to be rows of a mask that is empty where the condition is false; and names that are bound there may be used
-there only, unless they hold numbers that are then what they were (`start = end` behind `if end == start: continue`).
+Random choices check that nothing else happens in them (shardc.passes.canonical.choices). Writes there must be to rows
+of a mask that is empty where the condition is false. Names bound there may be used only there, unless they contain
+numbers that then equal the old ones (`start = end` after `if end == start: continue`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from shardc.torch_modes import untraced
 
 @dataclass(frozen=True)
 class Body:
-    """What runs only where all parts of a condition are `wanted`.
+    """Code that runs only where all parts of a condition are `wanted`.
 
     some: the value of a condition like `len(rows) > 0` where there are rows. lines: the statements; names: that they
-    bind, and that are used elsewhere. fits: they consist of nothing that cannot be checked.
+    bind, and that are used elsewhere. fits: whether everything in them can be checked.
     """
 
     wanted: bool
@@ -46,10 +46,10 @@ class Body:
 
 @dataclass
 class Guard:
-    """A branch that was taken for granted.
+    """A branch that is always taken.
 
-    nodes, holds: its condition; tried: on how many choices at least; see Draws.implied. since: the last node of the
-    graph before. held: what names held before.
+    nodes, holds: its condition; tried: the least number of choices; see Draws.implied. since: the last node of the
+    graph before. held: values of the names before.
     """
 
     frame: FrameType
@@ -62,7 +62,7 @@ class Guard:
 
 
 class Guards:
-    """Those of one trace. written: {id of the result of a write: (result, what it is where no rows were written)}."""
+    """The guards of one trace. written: {id of the result of a write: (result, its value without rows)}."""
 
     def __init__(self) -> None:
         self.open: dict[tuple[int, ...], Guard] = {}
@@ -78,12 +78,14 @@ class Guards:
         loop: bool = False,
         tried: int = 3,
     ) -> Body | None:
-        """Take the branch at a frame's line for granted; None if that would not do. truth: of the part of its condition
-        that Python reads, from the values of nodes."""
+        """Mark the branch at a frame's line as always taken; return None if that is not possible.
+
+        truth: of the part of its condition that Python reads, from the values of nodes.
+        """
         body = bodies(frame.f_code, loop=loop).get(frame.f_lineno)
         if body is None or not body.fits:
             return None
-        # a line's conditions are told apart by their instruction; that of a loop over a generator moves in Python 3.12
+        # the instruction distinguishes conditions of a line; that of a loop over a generator moves in Python 3.12
         key = (id(frame), body.lines.start, -1 if loop else frame.f_lasti)
         if not self._unchanged(self.open.pop(key, None)):
             return None
@@ -93,7 +95,7 @@ class Guards:
         return body
 
     def around(self) -> list[Guard]:
-        """The guards in whose branches the calls now in progress are."""
+        """Return the guards whose branches contain the calls now in progress."""
         guards: list[Guard] = []
         frame: FrameType | None = sys._getframe(1) if self.open else None
         while frame is not None:
@@ -102,11 +104,11 @@ class Guards:
         return guards
 
     def allow(self, mask: fx.Node) -> bool:
-        """May rows of a mask be written here?"""
+        """Return whether rows of a mask may be written here."""
         return all(self._implied(g, [mask], lambda known: not bool(known[0].any())) for g in self.around())
 
     def allow_write(self, node: fx.Node) -> bool:
-        """May a tensor be changed here as a whole? It may if it was made here."""
+        """Return whether a whole tensor may be changed here: only if it was made here."""
         guards = self.around()
         if not guards:
             return True
@@ -116,7 +118,7 @@ class Guards:
         return all(order[node] > order.get(g.since, 0) for g in guards)
 
     def unchanged(self) -> bool:
-        """At the end: do all names hold what they would without the branches?"""
+        """Return whether, at the end, all names have the values that they would have without the branches."""
         return all(map(self._unchanged, self.open.values()))
 
     def _unchanged(self, guard: Guard | None) -> bool:
@@ -125,7 +127,7 @@ class Guards:
         return all(self._same(guard, guard.frame.f_locals.get(name), old) for name, old in guard.held.items())
 
     def _same(self, guard: Guard, new: Any, old: Any) -> bool:
-        """Is a name's value the old one wherever a branch's condition does not hold?"""
+        """Return whether a name's value is the old one wherever a branch's condition is false."""
         while isinstance(new, Tensor) and new is not old and id(new) in self.written:
             new = self.written[id(new)][1]
         nodes = [x.node for x in (new, old) if isinstance(getattr(x, "node", None), fx.Node)]  # of Counts
@@ -143,8 +145,7 @@ class Guards:
 
 
 def parsed(code: CodeType) -> tuple[ast.AST, int]:
-    """The syntax tree of a function, empty if there is none (code without a file, a lambda in the middle of an
-    expression); and what its lines are counted from."""
+    """Return a function's syntax tree (empty if it has no source) and the offset of its lines."""
     try:
         lines, first = inspect.getsourcelines(code)
         return ast.parse(textwrap.dedent("".join(lines))), max(first, 1) - 1
@@ -154,7 +155,7 @@ def parsed(code: CodeType) -> tuple[ast.AST, int]:
 
 @lru_cache(maxsize=256)
 def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
-    """By the lines of conditions (loop: of headers of loops): what hangs on them."""
+    """Map lines of conditions (loop: of loop headers) to the code that depends on them."""
     tree, shift = parsed(code)
     by_line: dict[int, Body] = {}
     for node in ast.walk(tree):
@@ -176,9 +177,7 @@ def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
 
 
 def needed(test: ast.expr, wanted: bool) -> set[bool]:
-    """The truth values that the parts of a condition need for the whole to be as wanted; two, where parts need
-    different ones.
-    """
+    """Return the truth values that a condition's parts need for it to be as wanted: two if they differ."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return needed(test.operand, not wanted)
     if isinstance(test, ast.BoolOp):
@@ -187,7 +186,7 @@ def needed(test: ast.expr, wanted: bool) -> set[bool]:
 
 
 def _some(test: ast.expr) -> bool | None:
-    """What a comparison of a number with 0 is where the number is not, or the truth of a list where it has items."""
+    """Return the value of `n > 0` and the like for n > 0, or of a list with items; None for other tests."""
     match test:
         case ast.UnaryOp(op=ast.Not()):
             return _some(test.operand)
@@ -201,7 +200,7 @@ def _some(test: ast.expr) -> bool | None:
 
 
 def _rest(tree: ast.AST, branch: ast.If) -> list[ast.stmt]:
-    """The statements after a branch that ends this turn of a loop."""
+    """Return the statements after a branch that ends this turn of a loop."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.For, ast.While)) and branch in node.body:
             return node.body[node.body.index(branch) + 1 :]
@@ -213,7 +212,7 @@ _PLAIN |= ast.With
 
 
 def _effects(tree: ast.AST, statements: Sequence[ast.stmt], branch: ast.stmt) -> tuple[frozenset[str], bool]:
-    """(names that statements bind and that are used outside of them, can all they do be checked)."""
+    """Return (names that statements bind and that are used outside, whether all effects can be checked)."""
     nodes = [n for s in statements for n in ast.walk(s)]
     inside = set(map(id, nodes))
     every = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]

@@ -1,5 +1,4 @@
-"""What becomes of chosen rows where they end: a write to a tensor, a sum, a mean or a loss. Those that were not chosen
-count nothing.
+"""Finish selected rows by a write, a sum, a mean or a loss, in which the other rows do not count.
 
 x[mask] = y, x[i] += y, index_add           where(mask, y, x), x + where(mask, y, 0)
 x[mask].mean()                              where(mask, x, 0).sum() / mask.sum()
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 ADDS = functions("index_add index_add_ scatter_add scatter_add_")
 _SUMS, _MEANS = functions("sum"), functions("mean")
-#: Losses of classes, and others, which give each element its own with `reduction="none"`.
+#: Losses of classes, and others, which return one per element with `reduction="none"`.
 _CLASSES: set[Any] = {F.cross_entropy, F.nll_loss}
 _ELEMENTS: set[Any] = {
     F.mse_loss,
@@ -42,8 +41,7 @@ _ELEMENTS: set[Any] = {
 
 
 def put(x: Tensor, places: Pick | Rows, value: Any) -> None:
-    """`x[places] = value`: row i to row i of a mask, or to the rows that an index names, none of them twice (else torch
-    does not say what comes out)."""
+    """Write `x[places] = value`: row i to row i of a mask, or to the row that an index names (only once)."""
     index: Rows | None = None
     if isinstance(places, Pick):
         pick, grid = places, places.grid
@@ -76,7 +74,7 @@ def put(x: Tensor, places: Pick | Rows, value: Any) -> None:
 
 
 def add(loop: ChosenRows, func: Any, x: Any, dim: int, index: Any, rows: Any, **options: Any) -> Any:
-    """`x.index_add(dim, index, rows)` and the like."""
+    """Run `x.index_add(dim, index, rows)` and similar functions."""
     picks = {r.pick.mask for r in (index, rows) if isinstance(r, Rows)}
     if isinstance(x, Rows) or len(picks) != 1 or not isinstance(rows, Rows):
         raise Unfit("they are written to other rows")
@@ -88,7 +86,7 @@ def add(loop: ChosenRows, func: Any, x: Any, dim: int, index: Any, rows: Any, **
 
 
 def _added(x: Tensor, value: Rows) -> Tensor | None:
-    """What is added to rows of x, where they are what is written back to it: of `x[i] += y`."""
+    """Return what is added in `x[i] += y`, if the rows of x that were read are written back; else None."""
     if value.read is None or value.read[0] is not x or value.read[1] is not node_of(x):
         return None
     more = value.more
@@ -99,7 +97,7 @@ def _added(x: Tensor, value: Rows) -> Tensor | None:
 
 
 def reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The value of a call that reduces chosen rows; None for a call that keeps them, or is none of these."""
+    """Return the value of a call that reduces selected rows; None for other calls."""
     if func in _SUMS or func in _MEANS:
         return _total(func in _MEANS, *args, **kwargs)
     if func is F.ctc_loss and isinstance(args[1], Rows):
@@ -119,7 +117,7 @@ def reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor 
 
 
 def _total(of_mean: bool, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor | None:
-    """The sum or mean of rows along dims that have the rows among them."""
+    """Return the sum or mean of rows along dims that include the rows' dim; else None."""
     if not isinstance(x, Rows):
         raise Unfit("their number is a dim")
     dims = range(x.ndim) if dim is None else [d % x.ndim for d in ((dim,) if isinstance(dim, int) else dim)]
@@ -134,7 +132,7 @@ def _total(of_mean: bool, x: Any, dim: Any = None, keepdim: bool = False, *, dty
 
 
 def _alignment(log_probs: Tensor, targets: Rows, frames: Any, lengths: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """CTC of the labels that a mask of [rows, labels] keeps: moved to the front of their row, as padded ones are."""
+    """Compute CTC of the labels that a mask of [rows, labels] keeps, moved to the front like padded ones."""
     mask = targets.pick.mask.reshape(targets.pick.grid)
     node = traced_node(lengths) if isinstance(lengths, Tensor) else None
     count = node is not None and node.target is aten.sum.dim_IntList and node.args[1] in ([-1], [mask.dim() - 1])
@@ -146,5 +144,5 @@ def _alignment(log_probs: Tensor, targets: Rows, frames: Any, lengths: Any, *arg
 
 
 def from_mean(loop: ChosenRows, x: Tensor) -> bool:
-    """Is a value made of a mean of chosen rows?"""
+    """Return whether a value depends on a mean of selected rows."""
     return bool(loop.means) and not loop.means.isdisjoint(values.behind([node_of(x)]))

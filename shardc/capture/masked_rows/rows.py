@@ -1,4 +1,4 @@
-"""What the traced model sees in place of chosen rows (all rows, and a choice: `Pick`) and of their number (`Count`).
+"""Define what the traced model sees for selected rows (`Rows`, `Pick`) and for their number (`Count`).
 
 x[mask]                              Rows(x, 0, Pick(mask))
 mask.sum().item(), len(x[mask])      Count(sum(mask))
@@ -37,7 +37,7 @@ UNCHECKED = "what is done depends on whether there are any, in a way that cannot
 
 
 class DrawnError(ShardcError):
-    """Random numbers are drawn for chosen rows: one device draws as many as there are, a program for all rows."""
+    """Random numbers are drawn for selected rows: one device draws fewer than a program for all rows."""
 
     def __init__(self, at: Source) -> None:
         super().__init__(
@@ -49,7 +49,7 @@ class DrawnError(ShardcError):
 
 
 class Unfit(ShardcError):
-    """What is done with chosen rows is not done to each row by itself. at: the line of the model that does it."""
+    """Selected rows are not used row by row. at: the line of the model that uses them."""
 
     def __init__(self, what: str) -> None:
         self.at = source.of_call()
@@ -57,13 +57,13 @@ class Unfit(ShardcError):
 
 
 def because(refused: ShardcError, error: ShardcError) -> ShardcError:
-    """A refusal of what depends on values, at the line that rows chosen by a mask cannot pass either."""
+    """Extend a refusal of value-dependent code by the line that selected rows cannot pass either."""
     if not isinstance(error, Unfit) or not error.at.line or error.at.line == refused.where:
         return refused
     return ShardcError(f"{refused.what}; {error.what} ({error.at.shown})", where=error.at.line, fix=refused.fix)
 
 
-# --- what the graph in the making says of a tensor --------------------------------------------------------------------
+# --- tensors in the graph being traced --------------------------------------------------------------------------------
 
 
 def node_of(x: Tensor) -> fx.Node:
@@ -73,13 +73,13 @@ def node_of(x: Tensor) -> fx.Node:
     return node
 
 
-#: Ops that leave a mask what it is, row by row; and ops that masks and counts are made by.
+#: Ops that do not change a mask, row by row; and ops that make masks and counts.
 _SAME = {"reshape", "view", "_unsafe_view", "flatten", "clone", "contiguous", "to", "_to_copy", "squeeze", "unsqueeze"}
 _MAKERS = {"select", "slice", "eq", "ne", "gt", "any", "index", "bool", "to", "add", "sub", "sum"}
 
 
 def structure_of(x: Tensor | fx.Node) -> Any:
-    """Equal for tensors that are computed in the same way, other views of the same rows included."""
+    """Return a key that is equal for tensors computed in the same way, and for other views of the rows."""
     node = x if isinstance(x, fx.Node) else traced_node(x)
     if node is None:
         return id(x)
@@ -105,15 +105,15 @@ def _frozen(x: Any) -> Any:
     return tuple(map(_frozen, x)) if isinstance(x, (tuple, list)) else (type(x), x)
 
 
-# --- their number -----------------------------------------------------------------------------------------------------
+# --- the number of rows -----------------------------------------------------------------------------------------------
 
 
 class Count:
-    """A whole number, not below 0, that depends on values: `tensor` has it in the graph.
+    """An integer >= 0 that depends on values: `tensor` has it in the graph.
 
-    It may be compared with 0, and with others: where no row makes the difference, that has to change nothing
+    It may be compared with 0, and with others: if the outcome means that there are no rows, nothing may change
     (branches.py). It bounds slices of sorted rows. shifted: a number was added, so that 0 does not mean "no rows";
-    differs: it is a difference, of which 0 means so only if the one is a part of the other.
+    differs: it is a difference, where 0 means "no rows" only if the one is a part of the other.
     """
 
     def __init__(self, loop: ChosenRows, tensor: Tensor, shifted: bool = False, differs: bool = False) -> None:
@@ -142,7 +142,7 @@ class Count:
         return Count(self.loop, combine(self.tensor, operand), self.shifted or shifted, differs)
 
     def compared(self, other: Any, compare: Callable[[int, int], bool], frame: FrameType) -> bool:
-        """What a comparison is where rows make it: it may tell some from none, and nothing else."""
+        """Return the comparison's result if there are rows; it may only distinguish some from none."""
         if not isinstance(other, (Count, int, np.integer)):
             raise Unfit("their number is compared with something else")
         difference = self.combined(other, operator.sub) if isinstance(other, Count) else self
@@ -182,7 +182,7 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 @dataclass(eq=False)
 class Pick:
-    """A choice of rows. mask: bool [n]. grid: the mask's own shape. bounds: of a stretch of rows: from, to."""
+    """A choice of rows. mask: bool [n]. grid: the mask's shape. bounds: (from, to) of a stretch of rows."""
 
     loop: ChosenRows
     mask: Tensor
@@ -198,11 +198,11 @@ class Pick:
         return Count(self.loop, self.mask.sum())
 
     def over(self, dim: int, ndim: int) -> Tensor:
-        """The mask for tensors that have the rows along a dim."""
+        """Return the mask for tensors that have the rows along a dim."""
         return self.mask.reshape([-1 if d == dim else 1 for d in range(ndim)])
 
     def turns(self, items: Iterator[Any]) -> Iterator[Any]:
-        """The turns of a loop over chosen rows: all of them, each taken for granted."""
+        """Yield all turns of a loop over selected rows, each with a guard."""
 
         def chosen(i: int) -> Callable[[Any], bool]:
             return lambda known: bool(known[0][i])
@@ -214,8 +214,9 @@ class Pick:
 
 
 class ChosenNumbers(list[Any]):
-    """Numbers of what was chosen, as a list: of all that could be. Each turn of a loop over it is for one that was; as
-    an index it is the rows that it was made of.
+    """Numbers of selected places, as a list of all possible ones.
+
+    A turn of a loop over it counts only if its number is selected; as an index it is the rows it was made of.
     """
 
     def __init__(self, items: Any, rows: Rows) -> None:
@@ -233,14 +234,15 @@ class ChosenNumbers(list[Any]):
 
 
 class Rows:
-    """Stands for `full` with only the rows of `pick` along dim `dim`. place: of indices of rows, that they are the
-    coordinates along that dim of the grid; None: anything else.
+    """Represents `full` with only the rows of `pick` along dim `dim`.
+
+    place: for indices of rows that are the coordinates along that dim of the grid; else None.
     """
 
     def __init__(self, full: Tensor, dim: int, pick: Pick, place: int | None = None) -> None:
         self.full, self.dim, self.pick, self.place = full, dim, pick, place
-        self.read: tuple[Tensor, fx.Node] | None = None  # the tensor that they are rows of, as it was then
-        self.more: Any = None  # what was added to them since
+        self.read: tuple[Tensor, fx.Node] | None = None  # the tensor they are rows of, and its node at that time
+        self.more: Any = None  # what was added to them later
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -260,14 +262,14 @@ class Rows:
     nelement = numel
 
     def chosen(self, otherwise: Any = 0) -> Tensor:
-        """All rows, with a number in place of those that were not chosen."""
+        """Return all rows, with a number in place of those that were not selected."""
         return torch.where(self.pick.over(self.dim, self.full.ndim), self.full, otherwise)
 
     def __len__(self) -> int:
         return self.some(sys._getframe(1))
 
     def some(self, frame: FrameType) -> int:
-        """The number of rows, which Python wants at a line: only to ask whether there are any."""
+        """Return the number of rows at a line that only tests whether there are any."""
         guards, node = self.pick.loop.guards, node_of(self.pick.mask)
         body = bodies(frame.f_code, loop=False).get(frame.f_lineno)
         if self.dim or body is None or body.some != body.wanted:
@@ -314,7 +316,7 @@ _isinstance = builtins.isinstance
 
 @contextmanager
 def seen_by_the_model() -> Iterator[None]:
-    """While open, the model's `isinstance` and `torch.is_tensor` take chosen rows for tensors, their number for int."""
+    """Let the model's `isinstance` and `is_tensor` see Rows as tensors and Count as int, in the block."""
 
     def seen(x: Any, kinds: Any) -> bool:
         if _isinstance(x, kinds):

@@ -1,4 +1,4 @@
-"""Is it done to each row by itself? Asked of the rules: rows are a factor that may be split."""
+"""Check that calls work on each row separately: by the rules, rows are a factor that may be split."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shardc.rules.core.op_call import call_of
 
 
 def follow(new: Sequence[fx.Node], rows: dict[fx.Node, int]) -> dict[fx.Node, int | None]:
-    """Along which dim each of these calls has the rows that its operands have along theirs; None: it hangs on no rows.
+    """Return along which dim each call has its operands' rows; None: it does not depend on rows.
 
-    Raises Unfit for an op that mixes rows, as the rule of its canonical form says: rows are one of the factors that may
+    Raises Unfit for an op that mixes rows, by the rule of its canonical form: rows are one of the factors that may
     be split, in every operand that has rows, in no other one, and in every result.
     """
     graph = fx.Graph()
@@ -65,7 +65,7 @@ def follow(new: Sequence[fx.Node], rows: dict[fx.Node, int]) -> dict[fx.Node, in
 
 
 def _without_write(call: fx.Node) -> None:
-    """Make an op in place its functional twin."""
+    """Replace an in-place op by its functional twin."""
     if mutates(call):
         twin = twin_of(call.target)
         if twin is None or values.op_name(twin) in ("copy", "index_add", "scatter_add", "index_copy"):

@@ -1,15 +1,15 @@
-"""Attention with sinks, as GPT-OSS has it, as torch's attention with one more key: nothing keeps all scores.
+"""Compute attention with sinks, as in GPT-OSS, by torch's attention with one more key.
 
     weights = softmax(cat([q k^T * scale + mask, sink]))[..., :-1];   weights v
     ->   attention([q, sink], [[k, 0], [0, 1 / scale]], [v; 0], [mask, visible], scale)
 
-A sink is a score of each head that is in the sum of the softmax, and has no value. So it is the score of a key whose
-value is 0: queries have a dim more, which holds the sink, and in which that key alone has 1 / scale. torch's fused
-kernels then compute it, with any mask and window; heads, rows and grouped queries are split as in any attention. The
-dims are padded to a multiple of 8, which those kernels ask for.
+So no one stores all scores. A sink is a score of each head that is in the sum of the softmax, and has no value. So it
+is the score of a key whose value is 0: queries have one more dim, which contains the sink, and in which only that key
+has 1 / scale. torch's fused kernels then compute it, with any mask and window; heads, rows and grouped queries are
+split as in any attention. The dims are padded to a multiple of 8, which those kernels need.
 
 transformers writes it out ("eager"), or takes FlexAttention's log-sum-exps, which it does not have on a CPU. Here
-nothing has to be computed, so both are taken.
+nothing has to be computed, so both are replaced.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ DIMS = 8
 
 @contextmanager
 def as_one_more_key(*, written_out: bool) -> Iterator[None]:
-    """While open, attention with sinks in models of transformers is computed as above: FlexAttention's, and, where
-    `written_out`, the one that such a model writes out in torch's ops. Does nothing where transformers has none.
+    """Compute attention with sinks in transformers' models as above, inside the block.
+
+    This replaces FlexAttention's, and, if `written_out`, the one in torch's ops. Does nothing if transformers has none.
     """
     utils, flex = (sys.modules.get(f"transformers.{n}") for n in ("modeling_utils", "integrations.flex_attention"))
     interface = getattr(utils, "AttentionInterface", None)
-    if interface is None or not hasattr(interface, "get_interface"):  # earlier versions look it up otherwise
+    if interface is None or not hasattr(interface, "get_interface"):  # earlier versions have another lookup
         yield
         return
     original, masks = interface.get_interface, dict[tuple[int, ...], Any]()
@@ -52,7 +53,7 @@ def as_one_more_key(*, written_out: bool) -> Iterator[None]:
 
 
 def _is_known(attention: Attention) -> bool:
-    """Is it, word by word, the function that GPT-OSS has?"""
+    """Return whether it has the same bytecode as GPT-OSS's function."""
     known = getattr(sys.modules.get("transformers.models.gpt_oss.modeling_gpt_oss"), "eager_attention_forward", None)
     ours, theirs = getattr(attention, "__code__", None), getattr(known, "__code__", None)
     return (
@@ -61,7 +62,7 @@ def _is_known(attention: Attention) -> bool:
 
 
 def _fused(chosen: Attention, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
-    """Attention that is written out, by torch's op. Where weights are dropped or asked for, as the model has it."""
+    """Compute written-out attention by torch's op; call the model's if it drops or returns weights."""
     if options.get("dropout") or options.get("output_attentions") or not isinstance(mask, Tensor | None):
         return chosen(module, q, k, v, mask, **options)
     scale = options["scaling"]
@@ -82,8 +83,9 @@ def _flex(
     mask: Any,
     **options: Any,
 ) -> Any:
-    """FlexAttention, whose mask shows the key beyond the others. masks: those made so far, each beside the block mask
-    that it is made of: layers share them.
+    """Call FlexAttention with a mask that shows the additional key.
+
+    masks: (id of the block mask, sizes) -> the block mask and the new one, which layers share.
     """
     sinks = options.get("s_aux")
     if sinks is None or options.get("softcap") is not None or isinstance(mask, Tensor):
@@ -100,7 +102,7 @@ def _flex(
 
 
 def _with_one_more_key(mask: Any, q: Tensor, k: Tensor) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask  # what stands there now
+    from torch.nn.attention.flex_attention import create_block_mask  # at call time, as it may be patched
 
     shown, keys = mask.mask_mod, k.shape[2]
 
@@ -112,7 +114,7 @@ def _with_one_more_key(mask: Any, q: Tensor, k: Tensor) -> Any:
 
 
 def with_one_more_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Operands of an attention that gives what attention with sinks gives.
+    """Return operands of an attention that computes attention with sinks.
 
     q: f[b, h, s, d]. k: f[b, g, t, d], v: f[b, g, t, e], of h / g heads each. sinks: f[h]. Returns f[b, h, s, d + 8],
     f[b, g, t + 1, d + 8], f[b, g, t + 1, e].

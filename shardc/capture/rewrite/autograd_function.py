@@ -1,23 +1,24 @@
-"""Custom autograd Functions keep their backward, as ordinary ops that rules know.
+"""Keep the backward of custom autograd Functions, as ordinary ops that rules know.
 
 `torch.export` traces through the forward of a custom `autograd.Function` and forgets its backward. A backward is nearly
 always linear in the incoming gradients g: gx = B(g), with B made from what forward saved. Its transpose B' (the
 derivative of B, transposed) is a function from x to y, and the derivative of B'(x) is B. So for  y = F(x)  the graph
-holds
+has
 
     y = with_gradient_of(F(detach(x)), B'(x))         the value of the first, the gradient of the second
 
 F and B' are traced into aten ops; elementwise functions (GELU by hand, straight-through estimators, gradient reversal)
-stay elementwise, matmuls stay matmuls, and placement splits them as it splits everything else. Where the backward is
-nothing but the derivative of the forward, which is tried on numbers, the graph holds the forward alone.
+stay elementwise, matmuls stay matmuls, and placement splits them as it splits everything else. If the backward is
+just the derivative of the forward, which is tested on numbers, the graph has only the forward.
 
-A part of the backward that does not depend on g (auxiliary losses that are smuggled in: gx = g + c) is a term of the
+A part of the backward that does not depend on g (hidden auxiliary losses: gx = g + c) is a term of the
 loss, <c, x>, whose value is left out. It is a term only if the loss uses a result, as autograd calls no backward else.
 
 A gradient that is always zero is zeros, not None: an optimizer decays such weights. So B' depends on every x that has a
 gradient, if only by x.sum() * 0.
 
-A backward that is not linear in g, such as clipping, cannot be kept: it is refused."""
+A backward that is not linear in g, such as clipping, cannot be kept: it is refused.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from shardc.runtime.ops.torch_library import with_gradient_of
 from shardc.runtime.state.quantized import consists, inner, put_together
 from shardc.torch_private import FakeTensor, pytree, traced_on
 
-#: Calls of up to so many elements are run to see whether their backward is the derivative of their forward.
+#: Most elements of a call that is run to test whether its backward is the derivative of its forward.
 TRY_LIMIT = 1 << 20
 #: Largest relative difference, in float64, from the derivative of the forward.
 SAME = 1e-13
@@ -47,7 +48,7 @@ Untraced = Callable[..., Any]
 
 
 class Context:
-    """What `forward` and `backward` get as `ctx`: keeps what they save, as torch's own does."""
+    """The `ctx` of `forward` and `backward`: keeps what they save, as torch's does."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -59,17 +60,18 @@ class Context:
         self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Any) -> None:
-        """For forward-mode derivatives, which training does not use."""
+        """Ignore the call: it is for forward-mode derivatives, which training does not use."""
 
     def mark_dirty(self, *tensors: Any) -> None:
-        """The captured graph is functional: what was changed in place is returned."""
+        """Ignore the call: the captured graph is functional and returns what was changed in place."""
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
         self.quiet = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Note whether a result that the loss does not use has a gradient of zeros. While a backward is studied, it
-        gets zeros in any case: it is linear in them.
+        """Record whether a result that the loss does not use has a gradient of zeros.
+
+        While a backward is studied, it gets zeros in any case: it is linear in them.
         """
         self.materializes = value
 
@@ -85,11 +87,11 @@ def forward(cls: type[torch.autograd.Function], ctx: Context, args: Sequence[Any
 
 @dataclass
 class Study:
-    """One call, traced. module: (x..., dx..., g...) -> [y...], [B'(dx) for every y], [the part of every gx without g],
-    or None each.
+    """One call, traced.
 
+    module: (x..., dx..., g...) -> [y...], [B'(dx) for every y], [the part of every gx without g], or None each.
     outputs: what forward returned. own: the backward is the forward's derivative. missing: for every y, the
-    places of the x that get zeros, not None, where y alone leads to the loss.
+    places of the x that get zeros, not None, if only y leads to the loss.
     """
 
     module: fx.GraphModule
@@ -100,16 +102,14 @@ class Study:
 
 @dataclass(frozen=True)
 class SideTerm:
-    """A term of the loss of which only the gradient counts. results: of the Function, as nodes of autograd's graph: the
-    term is a part of the loss if the loss uses one of them.
-    """
+    """A loss term of which only the gradient counts, if the loss uses one of `results` (autograd nodes)."""
 
     value: Tensor
     results: tuple[Any, ...]
 
 
 def with_side_terms(loss: Tensor, side: Sequence[SideTerm]) -> Tensor:
-    """The loss, with the gradient of the terms besides. Returns the loss itself where there are none."""
+    """Add the gradient of side terms to the loss. Returns the loss itself if there are none."""
     todo, seen = [loss.grad_fn], set[Any]()
     while side and todo:
         if (node := todo.pop()) is not None and node not in seen:
@@ -120,11 +120,11 @@ def with_side_terms(loss: Tensor, side: Sequence[SideTerm]) -> Tensor:
 
 
 def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[SideTerm], untraced: Untraced) -> Any:
-    """`cls.apply(*args)` while a model is traced: its results, with a gradient that is the Function's own.
+    """Run `cls.apply(*args)` in a trace; return its results, with the Function's own gradient.
 
-    side: gets the terms that the loss has to have besides (see the module's docstring). untraced: calls a function
-    outside of the trace. Raises ShardcError, with the model's line, for a backward that is not linear, and for one that
-    cannot be traced."""
+    side: receives the additional terms of the loss (see the module's docstring). untraced: calls a function outside of
+    the trace. Raises ShardcError, with the model's line, for a backward that is not linear, or cannot be traced.
+    """
     if any(isinstance(a, Tensor) and consists(a) for a in args):
         cls, args = _taken_apart(cls, args)
     call = _Call(cls, args)
@@ -152,7 +152,7 @@ def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[S
 
 
 def _with_gradient(y: Tensor, path: Tensor | None, missing: Sequence[Tensor]) -> Tensor:
-    """The value of y with the gradient of path; `missing` get zeros."""
+    """Return the value of y with the gradient of path; `missing` get zeros."""
     for x in missing:
         # times 0 before the sum in backward, which could overflow
         zero = (x.real if x.is_complex() else x).sum().to(y.dtype).expand(y.shape) * 0
@@ -165,8 +165,9 @@ def _with_gradient(y: Tensor, path: Tensor | None, missing: Sequence[Tensor]) ->
 def _taken_apart(
     cls: type[torch.autograd.Function], args: tuple[Any, ...]
 ) -> tuple[type[torch.autograd.Function], tuple[Any, ...]]:
-    """The same Function of the tensors that its quantised arguments consist of (shardc.runtime.state.quantized): these
-    get no gradient.
+    """Return the same Function on the tensors inside quantised arguments, which get no gradient.
+
+    See shardc.runtime.state.quantized.
     """
     apart = [inner(a) for a in args]
 
@@ -229,23 +230,23 @@ class _Call:
     def refuse(self, what: str, fix: str) -> ShardcError:
         return ShardcError(f"the custom autograd function {self.cls.__name__} {what}", where=self.at.line, fix=fix)
 
-    # --- running it
+    # --- runs
 
     def run(self, xs: Sequence[Tensor]) -> tuple[Context, Any]:
-        """Forward without gradients on other tensors."""
+        """Run forward without gradients on other tensors."""
         ctx = self.fresh()
         with torch.no_grad():
             return ctx, forward(self.cls, ctx, self.with_tensors(xs))
 
     def with_tensors(self, xs: Sequence[Tensor]) -> Any:
-        """The arguments with other tensors in the places of theirs."""
+        """Return the arguments with other tensors in place of theirs."""
         flat = list(self.flat)
         for i, x in zip(self.places, xs, strict=True):
             flat[i] = x
         return pytree.tree_unflatten(flat, self.spec)
 
     def back(self, ctx: Context, gs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Backward: the gradient of every tensor, in its shape and dtype; None where there is none."""
+        """Run backward; return the gradient of every tensor, in its shape and dtype, or None."""
         function = self.cls.backward
         function = getattr(
             function, "__wrapped__", function
@@ -261,7 +262,7 @@ class _Call:
             grads.append(g)
         return grads
 
-    # --- looking at it, outside of the trace
+    # --- the study, outside of the trace
 
     def study(self) -> Study:
         xs = [x.detach() for x in self.tensors]
@@ -296,7 +297,7 @@ class _Call:
         return Study(module, outputs, False, missing)
 
     def missing(self, paths: Sequence[fx.Node | None], dxs: Sequence[fx.Node]) -> list[list[int]]:
-        """For every result: the places of the tensors that have a gradient of which its path knows nothing."""
+        """Return for every result the places of tensors whose gradient its path does not contain."""
         reached = [[path is not None and uses(path, [dx]) for dx in dxs] for path in paths]
         places = [i for i, given in enumerate(self.given) if given]
         if not self.materializes:  # where a result is not used, a backward may return None
@@ -306,7 +307,7 @@ class _Call:
         ]
 
     def traced(self, *tensors: Tensor) -> Any:
-        """(x..., dx..., g...) -> (y..., B'(dx)..., B(g)...)."""
+        """Compute (x..., dx..., g...) -> (y..., B'(dx)..., B(g)...)."""
         n = len(self.tensors)
         xs, dxs, gs = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
         ctx, outputs = self.run(xs)
@@ -330,9 +331,10 @@ class _Call:
         return ys, paths, [None if g is None else g.detach() for g in grads]
 
     def is_derivative(self) -> bool:
-        """Whether backward is what autograd makes of the forward, on random numbers in float64: ones of any size with
-        whole numbers of 0, or small and positive ones with 1. Numbers that leave what the forward is defined on say
-        nothing, nor do those that make a gradient zero, as a mask of zeros does.
+        """Return whether backward is autograd's derivative of the forward, on random float64 numbers.
+
+        Numbers are normal, with 0 for integers, or small and positive, with 1. Numbers outside of the forward's domain
+        do not count, nor those with a zero gradient, as with a mask of zeros.
         """
         if sum(x.numel() for x in (*self.tensors, *self.outs)) > TRY_LIMIT:
             return False
@@ -342,7 +344,7 @@ class _Call:
             try:
                 with torch.random.fork_rng(devices=[]):
                     mine, theirs = self.both_gradients(xs, generator)
-            except Exception:  # the user's own code, on random numbers: then nothing is known
+            except Exception:  # the user's code, on random numbers: no result
                 continue
             if all(bool(g.isfinite().all() and g.any()) for g in (*mine, *theirs) if g is not None):
                 return all(_close(a, b) for a, b in zip(mine, theirs, strict=True))
@@ -351,9 +353,7 @@ class _Call:
     def both_gradients(
         self, xs: list[Tensor], generator: torch.Generator
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """The gradients of every tensor by the Function's backward, and by autograd through its forward, for random
-        gradients.
-        """
+        """Return gradients for random incoming ones: by backward, and by autograd through the forward."""
         torch.manual_seed(0)  # forward may draw numbers
         ctx, outputs = self.run(xs)
         ys = _tensors(outputs)
@@ -384,8 +384,9 @@ def _differentiable(x: Tensor) -> bool:
 
 
 def _some(x: Tensor, generator: torch.Generator, near: bool = False) -> Tensor:
-    """Random numbers in float64 or complex128, random truth values, zeros for indices. near: small and positive
-    numbers, and ones.
+    """Make random float64 or complex128 numbers, random bools, zeros for indices.
+
+    near: small and positive numbers, and ones.
     """
     if x.dtype == torch.bool:
         return torch.randint(2, x.shape, generator=generator).bool()
@@ -408,7 +409,7 @@ def _close(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def uses(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
-    """Does a value depend on the numbers (not just on the shapes) of any of the sources?"""
+    """Return whether a value depends on the numbers (not just on the shapes) of any of the sources."""
     return not values.behind([node], lambda n: not _shape_only(n)).isdisjoint(sources)
 
 
@@ -418,9 +419,7 @@ def _shape_only(node: fx.Node) -> bool:
 
 
 class Zeros:
-    """Which values of a traced graph are certainly zero where the sources are: an op linear in operands that are all
-    zero gives zero.
-    """
+    """Finds values of a traced graph that are zero if the sources are: linear ops map zeros to zero."""
 
     def __init__(self, module: fx.GraphModule, sources: Sequence[fx.Node]) -> None:
         self.module = module
@@ -456,11 +455,11 @@ class Zeros:
 
 
 def works(node: fx.Node) -> bool:
-    """Is an op one of those whose work counts (matmuls, convolutions, attention)?"""
+    """Return whether an op's work counts (matmuls, convolutions, attention)."""
     rule = registry.find(node.target) if node.op == "call_function" else None
     return rule is not None and rule.flops is not None
 
 
 def made_only_for(paths: Sequence[fx.Node | None], ys: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that the paths need and the results do not."""
+    """Return the nodes that the paths need and the results do not."""
     return values.behind(n for n in paths if n is not None) - values.behind(ys)

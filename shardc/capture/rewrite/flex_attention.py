@@ -1,19 +1,19 @@
-"""FlexAttention as ops: what a `score_mod` and a `mask_mod` say of one score is written out for all of them.
+"""Write FlexAttention as ops: `score_mod` and `mask_mod`, made for one score, run on all scores.
 
     flex_attention(q, k, v, block_mask=create_block_mask(lambda b, h, i, j: i >= j, ...))
     ->    i, j = arange(queries)[:, None], arange(keys);  scaled_dot_product_attention(q, k, v, i >= j)
 
 The functions are called once, on indices of four dims [batch, 1, 1, 1], [1, heads, 1, 1], [1, 1, queries, 1] and
 [1, 1, 1, keys] that broadcast against each other, so that a mask has the dims that it depends on and no others; then
-it is a mask like any other (bands of it are understood, documents are cut to a rank's rows).
+it is a mask like any other (bands of it are recognised, documents are cut to a rank's rows).
 
     mask_mod                           the mask of torch's attention
     score_mod: score + f(b, h, i, j)   the float mask of torch's attention, -inf where the block mask hides a key
     any other score_mod                the attention is written out: product, score_mod, softmax, product
 
-That calls on whole tensors mean what calls on single numbers do holds for ops that work element by element, and for
+Calls on whole tensors mean the same as calls on single numbers for ops that work element by element, and for
 tensors from outside that are read at one index for each dim (`slopes[h]`, `documents[b, i]`, `documents[b][i]`); others
-are refused. The blocks of a BlockMask say the same as its mask_mod, and are not looked at.
+are refused. The blocks of a BlockMask contain the same as its mask_mod, and are ignored.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ Mod = Callable[..., Tensor]
 
 @contextmanager
 def as_ops() -> Iterator[None]:
-    """While open, `torch.nn.attention.flex_attention.flex_attention` becomes ops, by whatever name a model imported it,
-    compiled or not, and `create_block_mask` computes no blocks.
+    """Replace `flex_attention` by ops in the block, under any imported name, compiled or not.
+
+    `create_block_mask` then computes no blocks.
     """
     with replaced_flex_attention(partial(_written_out, {}), blocks=False):
         yield
@@ -50,7 +51,7 @@ def as_ops() -> Iterator[None]:
 
 @contextmanager
 def in_eager() -> Iterator[None]:
-    """While open, it computes by torch's own definition, unfused: its kernels have no backward on a CPU."""
+    """Compute it by torch's own definition in the block, unfused: its kernels have no backward on a CPU."""
     with replaced_flex_attention(None, blocks=True):
         yield
 
@@ -65,11 +66,12 @@ def _written_out(
     scale: float,
     options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The op below `flex_attention`, on traced tensors. masks: those made so far, each beside its block mask, which is
-    kept alive with its id: layers under one block mask have one mask.
+    """Compute the op below `flex_attention`, on traced tensors.
 
+    masks: those made so far, each beside its block mask, which keeps its id alive: layers under one block mask share
+    it.
     query: f[b, h, s, d], key: f[b or 1, g, t, d], value: f[b or 1, g, t, e]. Returns f[b, h, s, e], and, if `options`
-    ask for them, log-sum-exps and greatest scores over log(2), f[b, h, s], float32 at least.
+    request them, log-sum-exps and greatest scores over log(2), f[b, h, s], float32 at least.
     """
     if query.shape[0] != key.shape[0]:
         key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
@@ -113,27 +115,28 @@ def _written_out(
 
 
 def _for_each_head(x: Tensor, heads: int) -> Tensor:
-    """Keys or values f[b, g, t, d] -> f[b, heads, t, d], each of them heads / g times in a row."""
+    """Repeat keys or values f[b, g, t, d] -> f[b, heads, t, d], each of them heads / g times in a row."""
     b, g, t, d = x.shape
     return x[:, :, None].expand(b, g, heads // g, t, d).reshape(b, heads, t, d)
 
 
 def _indices(sizes: Sequence[int], like: Tensor) -> list[Tensor]:
-    """Four i64 tensors of four dims, each counting along its own: batch, head, query, key."""
+    """Return four i64 tensors of four dims, each counting along one of them: batch, head, query, key."""
     shapes = ([n if d == own else 1 for d in range(4)] for own, n in enumerate(sizes))
     return [torch.arange(n, device=like.device).view(shape) for n, shape in zip(sizes, shapes, strict=True)]
 
 
 def _mask(mask_mod: Mod, sizes: Sequence[int], query: Tensor) -> Tensor | None:
-    """bool [b or 1, h or 1, s or 1, t or 1]; None: all True, which a mask of no block mask is."""
+    """Return bool [b or 1, h or 1, s or 1, t or 1]; None: all True, if there is no block mask."""
     _tried(mask_mod, sizes, query, "mask_mod")
     mask = _called(mask_mod, "mask_mod", *_indices(sizes, query))
     return mask if mask.dim() else None if mask_mod is _no_mask() else mask.view(1, 1, 1, 1)
 
 
 def _check_blocks(block_mask: Sequence[Any]) -> None:
-    """Refuse one made of blocks (`BlockMask.from_kv_blocks`) beside no mask_mod, whose kernels leave out blocks that
-    torch's own definition computes. What is made in forward has no values to look at.
+    """Refuse a mask made of blocks (`BlockMask.from_kv_blocks`) without a mask_mod.
+
+    torch's kernels leave out blocks that its own definition computes. A mask made in forward has no values to check.
     """
     _, _, partial_blocks, which, full_blocks, *_ = block_mask
     if block_mask[-1] is not _no_mask() or isinstance(partial_blocks, FakeTensor):
@@ -148,13 +151,13 @@ def _check_blocks(block_mask: Sequence[Any]) -> None:
 
 
 def _no_mask() -> Mod:
-    from torch.nn.attention.flex_attention import noop_mask  # loaded by whoever called flex_attention
+    from torch.nn.attention.flex_attention import noop_mask  # already loaded by the caller of flex_attention
 
     return noop_mask
 
 
 def _form(score_mod: Mod, sizes: Sequence[int], query: Tensor, dtype: torch.dtype) -> str:
-    """What a score becomes: "score" itself, its "sum" with what does not depend on it, or "other"."""
+    """Return a score's form: "score" unchanged, "sum" with something independent of it, or "other"."""
     tried, out = _tried(score_mod, sizes, query, "score_mod", dtype)
     found = tried.form(out)
     return "other" if found == "sum" and out.dtype != dtype else found
@@ -163,7 +166,7 @@ def _form(score_mod: Mod, sizes: Sequence[int], query: Tensor, dtype: torch.dtyp
 def _tried(
     mod: Mod, sizes: Sequence[int], query: Tensor, kind: str, dtype: torch.dtype | None = None
 ) -> tuple[_Ops, Tensor]:
-    """The ops of a mod, called on fake indices outside of the trace; dtype: of its scores, if it takes any."""
+    """Return the ops of a mod, called on fake indices outside of the trace. dtype: of scores, if any."""
 
     def call() -> tuple[_Ops, Tensor]:
         with query.fake_mode if isinstance(query, FakeTensor) else nullcontext():
@@ -177,7 +180,7 @@ def _tried(
 
 
 def _called(mod: Mod, kind: str, *args: Tensor) -> Tensor:
-    """mod(*args), where `table[h][i]` reads table[h, i]."""
+    """Call mod(*args), where `table[h][i]` reads table[h, i]."""
     with _ReadAtOnce(kind) as reads:
         out = mod(*args)
     if id(out) in reads.waiting:
@@ -186,12 +189,12 @@ def _called(mod: Mod, kind: str, *args: Tensor) -> Tensor:
 
 
 class _ReadAtOnce(TorchFunctionMode):
-    """What is read of a tensor by an index waits for those of its other dims: on single numbers, table[h] is a row."""
+    """A mode that joins reads of a tensor by one index after the other: on numbers, table[h] is a row."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.waiting: dict[int, tuple[Tensor, Tensor, tuple[Any, ...]]] = {}  # by id of what stands for it: kept alive
+        self.waiting: dict[int, tuple[Tensor, Tensor, tuple[Any, ...]]] = {}  # by id of the row, kept alive
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -214,7 +217,7 @@ class _ReadAtOnce(TorchFunctionMode):
         return row
 
     def refuse_rows(self, values: Any) -> None:
-        """Where something else than another index takes what was read so far."""
+        """Refuse values that contain a partly read tensor: only another index may take it."""
         if any(id(x) in self.waiting for x in pytree.tree_leaves(values)):
             raise _refused(self.kind, *_FEW, source.of_call())
 
@@ -235,15 +238,16 @@ def _refused(kind: str, said: str, fix: str, place: Source) -> ShardcError:
 
 
 class _Known(NamedTuple):
-    """A tensor that has an element for each score, kept alive with its id. form: of `_form`, or "index" of what does
-    not depend on scores.
+    """A tensor that has an element for each score, kept alive with its id.
+
+    form: of `_form`, or "index" if it does not depend on scores.
     """
 
     x: Tensor
     form: str
 
 
-#: Ops that work element by element, though torch does not tag them so.
+#: Elementwise ops without torch's tag.
 _ELEMENTWISE = {aten.floor_divide.default, aten._to_copy.default, aten.alias.default, aten.lift_fresh.default}
 _SAME = {aten._to_copy.default, aten.alias.default, aten.clone.default}
 _LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
@@ -251,7 +255,7 @@ _NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 
 
 class _Ops(TorchDispatchMode):
-    """Looks at what a mod does, and refuses what would mean something else of all scores at once than of each."""
+    """Watches a mod's ops, and refuses those that differ between all scores at once and each one."""
 
     def __init__(self, kind: str, scores: list[Tensor], indices: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -260,7 +264,7 @@ class _Ops(TorchDispatchMode):
         self.numbers: dict[int, tuple[Tensor, float]] = {}
 
     def form(self, x: Any) -> str:
-        """Of a result; "index" for what is no function of any index."""
+        """Return the form of a result; "index" if it depends on no index."""
         return self.known[id(x)].form if id(x) in self.known else "index"
 
     def __torch_dispatch__(
@@ -300,7 +304,7 @@ class _Ops(TorchDispatchMode):
         raise _refused(self.kind, said, fix, source.of_call())
 
     def _of(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> str:
-        """The form of a result."""
+        """Return the form of a result."""
         if op in _LIKE:
             return "index"
         forms = [self.form(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -320,5 +324,5 @@ class _Ops(TorchDispatchMode):
         return "other"
 
     def _is_hidden(self, x: Any) -> bool:
-        """Is it -inf, whatever the score?"""
+        """Return whether it is -inf for every score."""
         return id(x) in self.numbers and self.numbers[id(x)][1] == -math.inf

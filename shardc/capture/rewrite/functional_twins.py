@@ -1,12 +1,12 @@
-"""The functional twin of an op that writes: what computes the new value and writes nothing.
+"""Find the functional twin of an op that writes: it computes the new value and writes nothing.
 
 add_(x, y)                 add(x, y), cast to x's dtype
 pow_(x, 2), bernoulli_(x)  pow.Tensor_Scalar(x, 2), bernoulli.p(x, 0.5)
 copy_(x, y), fill_(x, y)   y, cast and expanded
 batch_norm in training     the op that returns the new running statistics too
 
-Twins follow from torch's schemas: the twin takes the same arguments, by name and type. Its overload may be called
-otherwise, and it may lack a default.
+Twins follow from torch's schemas: the twin takes the same arguments, by name and type. Its overload may have another
+name, and it may lack a default.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from shardc.torch_private import OpOverload
 aten = torch.ops.aten
 
 
-#: Norms that write their running statistics, arguments 3 and 4, which most schemas do not say; the norm that returns
-#: them, None for one that is written out, and where among its results they are.
+#: Norms that write their running statistics, arguments 3 and 4 (most schemas omit that); the norm that returns
+#: them, None if it is written out, and their index in its results.
 _STATISTICS: dict[Any, tuple[Any, int]] = {
     aten.batch_norm.default: (aten._native_batch_norm_legit_functional.default, 3),
     aten.native_batch_norm.default: (aten._native_batch_norm_legit_functional.default, 3),
@@ -40,27 +40,27 @@ _STATISTICS: dict[Any, tuple[Any, int]] = {
 
 
 def is_inplace(node: fx.Node) -> bool:
-    """Does it write to memory? A norm that evaluates does not."""
+    """Return whether an op writes to memory. A norm in eval mode does not."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     return updates_statistics(node) if node.target in _STATISTICS else node.target._schema.is_mutable
 
 
 def mutates(node: fx.Node) -> bool:
-    """Does an op's schema say that it writes to an operand?"""
+    """Return whether an op's schema says that it writes to an operand."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def updates_statistics(node: fx.Node) -> bool:
-    """Is it a norm in training mode that has running statistics?"""
+    """Return whether it is a norm in training mode that has running statistics."""
     if node.target not in _STATISTICS or node.args[3] is None:
         return False
     return node.target is aten._batch_norm_with_update.default or bool(node.args[5])
 
 
-#: The names of functional twins that are no in-place op's without its underscore.
+#: Functional twins whose name is not the in-place op's without its underscore.
 _RENAMED = {"normal": "normal_functional"}
-#: Functional ops without a derivative. In place, or as torch.NAME, eager gives their operands none either.
+#: Functional ops without a derivative. In place, or as torch.NAME, eager has none for their operands either.
 _CONSTANT = {
     aten.normal_functional.default,
     aten.bernoulli.p,
@@ -70,7 +70,7 @@ _CONSTANT = {
 
 @cache
 def twin_of(op: OpOverload) -> OpOverload | None:
-    """The op that returns what `op` writes, in place or to `out=`; None if torch has none."""
+    """Return the op that returns what `op` writes, in place or to `out=`; None if torch has none."""
     namespace, _, name = op._schema.name.partition("::")
     name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")  # x &= y is __iand__
     packet = getattr(getattr(torch.ops, namespace), _RENAMED.get(name, name), None)
@@ -80,7 +80,7 @@ def twin_of(op: OpOverload) -> OpOverload | None:
 
 
 def _arguments(op: OpOverload) -> dict[str, str]:
-    """The types of an op's arguments by name, without `out=`. A few call the tensor `input`."""
+    """Return the types of an op's arguments by name, without `out=`. A few call the tensor `input`."""
     return {_name(a): str(a.type) for a in op._schema.arguments if not a.is_out}
 
 
@@ -89,7 +89,7 @@ def _name(argument: Any) -> str:
 
 
 def functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The functional twin of one in-place op, at the insertion point. Raises ShardcError if there is none."""
+    """Write an in-place op's functional twin at the insertion point. Raises ShardcError without one."""
     assert isinstance(node.target, OpOverload)
     name, overload = node.target._schema.name.partition("::")[2], node.target._overloadname
     x, *rest = node.args
@@ -100,7 +100,7 @@ def functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
         return call_like(graph, aten.zeros_like.default, (x,), {}, node)
     if name == "fill_":
         return call_like(graph, aten.full_like.default, (x, rest[0]), {}, node)
-    if overload == "from":  # random.from is no name in Python: a graph could not be written as code
+    if overload == "from":  # Python cannot write random.from, so the graph could not be written as code
         return call_like(graph, aten.randint_like.low_dtype, (x, *rest), {"dtype": val.dtype}, node)
     if (twin := twin_of(node.target)) is None or sum(_writes(a) for a in node.target._schema.arguments) > 1:
         raise ShardcError(
@@ -123,16 +123,17 @@ def functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
 def with_zeros(
     graph: fx.Graph, node: fx.Node, value: fx.Node, flows: Callable[[fx.Node], bool], *, whole: bool = True
 ) -> fx.Node:
-    """What an in-place op writes, with the gradient of zeros that autograd gives to what is written over or compared;
-    at the insertion point. value: what its functional twin gives; flows: does a gradient flow through a value? whole:
-    all of a tensor is written; else a gradient flows to the rest of it anyway.
+    """Add autograd's zero gradients of overwritten or compared tensors to a new value.
+
+    value: the functional twin's result; flows: whether a gradient flows through a value. whole: all of a tensor is
+    written; else a gradient flows to the rest of it anyway.
     """
     name = node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
     over = node.all_input_nodes if name in _ZEROS else node.all_input_nodes[: name in _WRITTEN_OVER and whole]
     over = [n for n in over if _continuous(n) and not _keeps(value, n)]
     if not _continuous(value) or not any(map(flows, over)):
         return value
-    kept = [value] if value.target is aten.expand.default and flows(value) else []  # what is copied has its own
+    kept = [value] if value.target is aten.expand.default and flows(value) else []  # copies have their gradient
     path, *terms = *kept, *(call_like(graph, aten.mul.Scalar, (n, 0), {}, node, val=_val(n)) for n in over)
     for term in terms:
         path = call_like(graph, aten.add.Tensor, (path, term), {}, node)
@@ -140,7 +141,7 @@ def with_zeros(
 
 
 def _keeps(value: fx.Node, x: fx.Node) -> bool:
-    """Is a value `x` with some rows replaced? As `x[mask] = y` writes where(mask, y, x), whose gradient reaches x."""
+    """Return whether a value is `x` with rows replaced: where(mask, y, x), whose gradient reaches x."""
     while value.target is aten.expand.default and isinstance(value.args[0], fx.Node):
         value = value.args[0]
     return value.target is aten.where.self and x in value.args[1:]
@@ -151,20 +152,20 @@ def _continuous(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Does an in-place op only look at its tensor otherwise, as transpose_ does? It writes no number."""
+    """Return whether an in-place op only changes the view of its tensor, as transpose_ does."""
     twin = twin_of(node.target)
     return twin is not None and any(r.alias_info is not None for r in twin._schema.returns)
 
 
-#: Writes that autograd does not see: a gradient goes through as if nothing had been written.
+#: Writes that autograd ignores: a gradient passes as if nothing had been written.
 _UNSEEN = {"logical_and_", "logical_or_", "logical_xor_", "logical_not_"}
-#: Autograd gives all their operands zeros, where their twins have no gradient: comparisons, draws.
+#: Ops whose operands get zeros from autograd, while their twins have no gradient: comparisons, draws.
 _ZEROS = {"eq_", "ne_", "lt_", "le_", "gt_", "ge_", "bernoulli_"}
 _ZEROS |= {"not_equal_", "less_", "less_equal_", "greater_", "greater_equal_"}
-#: What does not read what it writes over, to which autograd gives zeros.
+#: Ops that do not read the tensor they overwrite, whose gradient is then zeros.
 _WRITTEN_OVER = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_"}
 _WRITTEN_OVER |= {"exponential_", "geometric_", "log_normal_", "cauchy_"}
-#: What to write instead of ops that have no twin.
+#: Fixes for ops that have no twin.
 _INSTEAD = {
     "fill_diagonal_": "write to the diagonal: x.diagonal().fill_(value)",
     "requires_grad_": "leave it out: parameters require gradients, and x.detach() does not",
@@ -180,7 +181,7 @@ def _val(node: fx.Node) -> Any:
 
 
 def arguments_of(twin: OpOverload, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an in-place call for its twin, which may have them in another order and lack a default."""
+    """Return an in-place call's arguments for its twin, with another order and fewer defaults if needed."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     given = {a.name: a.default_value for a in schema}
     given |= {a.name: value for a, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
@@ -205,7 +206,7 @@ def cut_gradients(graph: fx.Graph) -> None:
 
 
 def differentiable_copies(graph: fx.Graph) -> None:
-    """Replace what functionalisation leaves of `x.copy_(y)` and has no derivative, in place."""
+    """Replace the non-differentiable form of `x.copy_(y)` that functionalisation leaves, in place."""
     for node in list(graph.nodes):
         if node.target is aten.copy.default:
             with graph.inserting_before(node):
@@ -214,7 +215,7 @@ def differentiable_copies(graph: fx.Graph) -> None:
 
 
 def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`copy(x, y)`: y in the shape and dtype of the result."""
+    """Write `copy(x, y)` as y in the shape and dtype of the result."""
     other: Any = node.args[1]
     val = node.meta["val"]
     if other.meta["val"].dtype != val.dtype:
@@ -225,7 +226,7 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def new_statistics(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """A norm that returns its new statistics: [running mean, running variance, output or outputs]."""
+    """Write a norm that returns its new statistics: [running mean, running variance, output or outputs]."""
     twin, at = _STATISTICS[node.target]
     if twin is None:
         return _means_of_images(graph, node)
@@ -240,9 +241,7 @@ def new_statistics(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def _means_of_images(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """instance_norm without the writes, and the running means over all images of their
-    means and variances (unbiased).
-    """
+    """Write instance_norm without updates, and running means over images of means and unbiased variances."""
     x, weight, bias, *running, _training, momentum, eps, cudnn = node.args
     assert isinstance(x, fx.Node)
     assert isinstance(momentum, float)

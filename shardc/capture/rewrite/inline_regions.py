@@ -1,14 +1,13 @@
-"""The regions of an exported graph, inlined: an explicit `detach` where a value leaves one of `with torch.no_grad():`,
-and the casts of `with torch.autocast(...):` as ops.
+"""Inline the regions of an exported graph: no-grad as explicit `detach`, autocast as casts.
 
     with autocast(bfloat16): y = linear(x, w, b)        y = linear(to(x, bfloat16), to(w, bfloat16), to(b, bfloat16))
 
 `torch.export` leaves the code of such a region in a subgraph. `ExportedProgram.run_decompositions` would inline it, but
 it drops no-grad regions *silently*, which changes gradients.
 
-Which operands an op casts is asked of torch: the op runs on tensors without data, with autocast and without it, and the
-casts that it adds to its operands are those of autocast. A weight's cast is made once in a region, as autocast's cache
-does: its gradients are added up in the narrow dtype.
+To find the operands that an op casts, it runs on tensors without data, with and without autocast: the casts that are
+added to its operands are those of autocast. A weight is cast once in a region, as in autocast's cache: its gradients
+are added up in the narrow dtype.
 """
 
 from __future__ import annotations
@@ -69,8 +68,9 @@ def _region(
     cut: set[fx.Node],
     autocast: AutocastRegion | None = None,
 ) -> list[Any]:
-    """Copy the region that `call` runs to the insertion point. grad: are gradients recorded outside of it? autocast:
-    the region that is open around it.
+    """Copy the region that `call` runs to the insertion point.
+
+    grad: whether gradients are recorded outside of it. autocast: the open region around it.
     """
     name = str(call.target)
     inner = grad
@@ -87,7 +87,7 @@ def _region(
     module = getattr(owner, str(sub.target))
 
     def crossing(x: Any, to_grad: bool) -> Any:
-        """A value made without gradients stays without where gradients are recorded again."""
+        """Detach a value made without gradients where gradients are recorded again."""
         if to_grad and isinstance(x, fx.Node) and x in cut:
             return call_like(graph, aten.detach.default, (x,), {}, x)
         return x
@@ -112,7 +112,7 @@ def _region(
         elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
             env[node] = env[node.args[0]][node.args[1]]
         elif not inner and (same := unchanged(node)) is not None:
-            env[node] = env[same]  # outside of the region the tensor goes by this name, with the gradient that it has
+            env[node] = env[same]  # outside of the region it is this node, with its gradient
         else:
             casts: list[fx.Node] = []
             if autocast is not None and isinstance(node.target, OpOverload):
@@ -125,8 +125,9 @@ def _region(
 
 
 def unchanged(node: fx.Node) -> fx.Node | None:
-    """The operand that a call gives back as it is, no view of it: `x.to(dtype)` of that dtype, `x.contiguous()`,
-    dropout in evaluation.
+    """Return the operand that a call returns as it is, not as a view, or None.
+
+    Examples: `x.to(dtype)` of the same dtype, `x.contiguous()`, dropout in eval mode.
     """
     x = node.args[0] if node.args else None
     if not isinstance(node.target, OpOverload) or not isinstance(x, fx.Node) or node.target._schema.is_mutable:
@@ -137,7 +138,7 @@ def unchanged(node: fx.Node) -> fx.Node | None:
         and isinstance(result, Tensor)
         and (value.shape, value.dtype) == (result.shape, result.dtype)
     )
-    if not same or not decompositions(node.target):  # only ops that are written in others do so
+    if not same or not decompositions(node.target):  # only composite ops do so
         return None
     with torch.no_grad():
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -148,7 +149,7 @@ def unchanged(node: fx.Node) -> fx.Node | None:
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the casts of some tensors: {id: dtype}."""
+    """Records the casts of some tensors: {id: dtype}."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -163,7 +164,7 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class AutocastRegion:
-    """One region, to the end of the outermost one that it is in. device: a device's type; dtype: that of products."""
+    """One autocast region. device: a device's type; dtype: of products. It shares the outer one's cache."""
 
     def __init__(self, device: str, dtype: torch.dtype, outer: AutocastRegion | None = None) -> None:
         self._device, self._dtype = device, dtype
@@ -172,9 +173,10 @@ class AutocastRegion:
     def copy(
         self, node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any], grad: bool
     ) -> tuple[fx.Node, list[fx.Node]]:
-        """Copy an op of the region to the insertion point. env: {node of the region: its copy}; grad: are gradients
-        recorded? Returns the copy, and the casts that it takes. Raises ShardcError for an op whose casts are not all
-        casts of its operands, and for tensors of another device.
+        """Copy an op of the region to the insertion point. Returns the copy, and its new casts.
+
+        env: {node of the region: its copy}; grad: whether gradients are recorded. Raises ShardcError for an op that
+        casts more than its operands, and for tensors of another device.
         """
         operands = {n: n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)}
         devices = {x.device.type for x in operands.values() if x.is_floating_point()} - {self._device}
@@ -206,11 +208,11 @@ class AutocastRegion:
         return copied, casts
 
     def _dtypes(self, node: fx.Node, operands: list[Tensor]) -> dict[int, torch.dtype]:
-        """The dtypes to which autocast casts operands, by their id."""
+        """Return the dtypes to which autocast casts operands, by their id."""
         with_region, without = _Casts(operands), _Casts(operands)
         with torch.no_grad(), with_region, torch.autocast(self._device, self._dtype, cache_enabled=False):
             _call(node, {})
-        with torch.no_grad(), without, suppress(RuntimeError):  # of operands of several dtypes
+        with torch.no_grad(), without, suppress(RuntimeError):  # if operands have several dtypes
             _call(node, {})
         return {i: dtype for i, dtype in with_region.dtypes.items() if without.dtypes.get(i) != dtype}
 
@@ -220,7 +222,7 @@ class AutocastRegion:
 
 
 def _call(node: fx.Node, dtypes: dict[int, torch.dtype]) -> Any:
-    """Run an op on the tensors without data that its operands are known by, cast to these dtypes."""
+    """Run an op on its operands' tensors without data, cast to these dtypes."""
 
     def value(n: fx.Node) -> Any:
         val = n.meta["val"]

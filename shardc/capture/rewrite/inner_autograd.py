@@ -1,12 +1,13 @@
-"""Gradients that a model computes inside its forward: gradient penalties, physics-informed losses, forces of energies,
-inner steps.
+"""Write gradients that a model computes inside its forward as ops of the graph.
+
+Examples: gradient penalties, physics-informed losses, forces of energies, inner steps.
 
     u = net(x); du, = torch.autograd.grad(u.sum(), x, create_graph=True); loss = du.square().mean()
 
     traced      du = shardc.gradient([sum], [x], [ones], True)[0]
     expanded    the ops of backward, node by node, in reverse: tanh_backward(g, tanh), mm(g, w), ...
 
-Autograd's engine runs below the trace: what it computes would be a constant of the graph. So the graph holds a
+Autograd's engine runs below the trace: its result would be a constant of the graph. So the graph has a
 call of one op. When the graph is functional the call becomes ordinary ops: each op's own backward, as torch traces it.
 Those are differentiable themselves, and are split like all others.
 """
@@ -56,7 +57,7 @@ GRADIENT = torch.ops.shardc.gradient.default
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """While open, torch.autograd.grad on traced tensors is one op in the graph."""
+    """Record torch.autograd.grad on traced tensors as one op in the graph, inside the block."""
     with replaced_engine(_engine):
         yield
 
@@ -64,7 +65,7 @@ def recorded() -> Iterator[None]:
 def _engine(
     original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any
 ) -> tuple[Tensor | None, ...]:
-    """What autograd's engine returns: the gradient of every input, None for those on which nothing depends."""
+    """Return the gradient of every input, as autograd's engine does; None if nothing depends on it."""
     if not any(isinstance(x, FakeTensor) for x in outputs):
         return original(outputs, *args, **kwargs)  # type: ignore[no-any-return]
     place = source.of_call()
@@ -94,7 +95,7 @@ def _engine(
 
 
 def _carries(node: fx.Node) -> bool:
-    """Does the gradient of a node's result go on to what it is made of?"""
+    """Return whether the gradient of a node's result flows on to its operands."""
     name = values.op_name(node.target)
     return name != "detach" and not name.endswith("_like") and not name.startswith("new_") and _real(node)
 
@@ -186,9 +187,7 @@ class _Backward:
             elif n.op == "get_attr":
                 x = getattr(module, str(n.target))
                 env[n] = self._emit(aten.full.default, (list(x.shape), x.item()), {"dtype": x.dtype}, x)
-            elif (
-                n.target is aten.detach.default
-            ):  # of what autograd saved: part of the function that is differentiated again
+            elif n.target is aten.detach.default:  # a saved value: part of the function, which is differentiated again
                 env[n] = env[n.args[0]]
             else:
                 args, kwargs = fx.map_arg((n.args, n.kwargs), lambda m: env[m])
@@ -201,7 +200,7 @@ class _Backward:
         return b if a is None else self._emit(aten.add.Tensor, (a, b), {}, b.meta["val"])
 
     def _emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
-        """A call; the node of forward, where it is one that is there already."""
+        """Emit a call, or return the equal node of forward if it exists."""
         key = _key(target, args, kwargs)
         if key is not None and key in self.same:
             return self.same[key]
@@ -215,8 +214,9 @@ class _Backward:
 def _traced(
     node: fx.Node, operands: Sequence[fx.Node], wanted: Sequence[fx.Node], results: Sequence[int]
 ) -> fx.GraphModule | None:
-    """The graph of an op's backward, of (gradients of some results, operands) -> gradients of the wanted operands; None
-    if it has none.
+    """Return the graph of an op's backward, or None if it has none.
+
+    It maps (gradients of some results, operands) to gradients of the wanted operands.
     """
     vals = node.meta["val"]
     outs = list(vals) if isinstance(vals, (tuple, list)) else [vals]
@@ -241,7 +241,7 @@ def _traced(
     assert isinstance(node.target, OpOverload)
     best = None
     ways: list[Callable[..., Any]] = [node.target, *decompositions(node.target)]
-    for function in ways:  # an op in parts, if its own backward is an op of its own that stays
+    for function in ways:  # decompositions too, if the op's own backward stays an opaque backward op
         module = traced_functional(of(function), types, _apart())
         if module is not None and not any(_unfit(n, module) for n in module.graph.nodes):
             module.graph.eliminate_dead_code()
@@ -269,7 +269,7 @@ def convolution_backward(
     groups: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of a convolution's input, weight and bias, as convolutions."""
+    """Compute the gradients of a convolution's input, weight and bias, as convolutions."""
     n = x.dim() - 2
     stride, padding, dilation = (list(v) * n if len(v) == 1 else list(v) for v in (stride, padding, dilation))
     of_x = of_w = of_b = None
@@ -288,7 +288,7 @@ def convolution_backward(
             for a, b in each
         ]
         of_w = torch.cat([m.transpose(0, 1) for m in many])
-        for d, size in enumerate(w.shape[2:], 2):  # rows that the strides had left out
+        for d, size in enumerate(w.shape[2:], 2):  # the strides left out the rest
             of_w = of_w.narrow(d, 0, size)
     if wanted[2]:
         of_b = grad.sum([0, *range(2, grad.dim())])
@@ -296,7 +296,7 @@ def convolution_backward(
 
 
 def _unfit(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Is a call random, or not of an op? Is a constant more than a number?"""
+    """Return whether a call is random or not an op, or a constant is more than a number."""
     if node.op == "get_attr":
         return bool(getattr(module, str(node.target)).numel() != 1)
     if not is_call(node):
@@ -310,14 +310,14 @@ def _real(node: fx.Node) -> bool:
 
 
 def _plain(x: Any) -> Any:
-    """fx's lists may not be changed; some ops do that."""
+    """Convert fx's lists, which must not be changed, to plain ones: some ops change them."""
     return (
         type(x)(map(_plain, x)) if type(x) is tuple else [_plain(y) for y in x] if isinstance(x, (list, tuple)) else x
     )
 
 
 def _key(target: Any, args: Any, kwargs: Any) -> Any:
-    """Equal for calls that give the same; None where a call may give another result each time, or is not an op."""
+    """Return a key that is equal for calls with equal results; None if results vary or it is no op."""
     if (
         not isinstance(target, OpOverload)
         or torch.Tag.nondeterministic_seeded in target.tags

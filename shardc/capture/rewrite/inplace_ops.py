@@ -1,9 +1,11 @@
-"""In-place ops of an exported graph, on tensors that nothing else shares, become their functional twins
-(functional_twins.py); writes through views are put back into what they are views of (view_writes.py).
+"""Replace in-place ops of an exported graph by their functional twins (functional_twins.py).
 
-`torch.export` leaves in-place ops as they are. `ExportedProgram.run_decompositions` would take them away, but it traces
+Only tensors that nothing else shares are replaced; writes through views are put back into base tensors
+(view_writes.py).
+
+`torch.export` leaves in-place ops as they are. `ExportedProgram.run_decompositions` would remove them, but it traces
 everything a second time, which costs as much as the export, and drops no-grad regions *silently*, which changes
-gradients. Capture falls back on it only where it is not certain what shares memory with what.
+gradients. Capture falls back on it only if it is uncertain which tensors share memory.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def remove_inplace(
 ) -> dict[str, fx.Node] | None:
     """Replace in-place ops, in place. buffers, params: placeholders and their names.
 
-    Returns {buffer: its new value}; None (and an unchanged graph) where a changed tensor has living views.
+    Returns {buffer: its new value}; None (and an unchanged graph) if a changed tensor has living views.
     Raises ShardcError for a parameter that is written to, and for activations changed behind autograd's back.
     """
     if not view_writes.without_out(graph):
@@ -45,7 +47,7 @@ def remove_inplace(
     root, family = families(graph)
     inplace = [node for node in graph.nodes if is_inplace(node)]
     grads = _with_gradient(graph, params, cut) if inplace else set()
-    shared: set[fx.Node] = set()  # writes that others see: through views, or to what has views
+    shared: set[fx.Node] = set()  # writes that are visible elsewhere: through views, or to tensors with views
     for node in inplace:
         for x in () if is_view(node) else written(node):
             if (name := params.get(root[x])) is not None:
@@ -74,7 +76,7 @@ def remove_inplace(
                 shared.add(node)
     latest: dict[fx.Node, fx.Node] = {}  # placeholder of a buffer -> node of its newest value
     holds: dict[fx.Node, fx.Node] = {p: p for p in buffers}  # node -> the buffer whose newest value it is
-    stored: set[fx.Node] = set()  # values of their own, though some are views of what was copied
+    stored: set[fx.Node] = set()  # new values: no aliases, even if made by a view op
 
     def aliased(n: fx.Node) -> fx.Node | None:
         return None if n in stored else _aliased(n)
@@ -110,7 +112,7 @@ def remove_inplace(
 
 
 def families(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, list[fx.Node]]]:
-    """What may share memory. Returns {node: the one whose memory it first was}, {that one: all of them}."""
+    """Group nodes that may share memory. Returns {node: first owner of its memory}, {owner: its nodes}."""
     root: dict[fx.Node, fx.Node] = {}
     family: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -120,7 +122,7 @@ def families(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, lis
 
 
 def _aliased(node: fx.Node) -> fx.Node | None:
-    """The argument whose memory the result of `node` shares, or may share."""
+    """Return the argument whose memory the result of `node` shares, or may share."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     if node.target is operator.getitem:
@@ -133,7 +135,7 @@ def _aliased(node: fx.Node) -> fx.Node | None:
 
 
 def _with_gradient(graph: fx.Graph, params: Mapping[fx.Node, str], cut: set[fx.Node]) -> set[fx.Node]:
-    """The values through which a gradient flows to a parameter."""
+    """Return the values through which a gradient flows to a parameter."""
     smooth: set[fx.Node] = set()
     for node in graph.nodes:
         if node in params or (
@@ -144,7 +146,7 @@ def _with_gradient(graph: fx.Graph, params: Mapping[fx.Node, str], cut: set[fx.N
 
 
 def _flows(x: fx.Node, params: Mapping[fx.Node, str], cut: set[fx.Node]) -> bool:
-    """Does a gradient flow through a value, in a graph without the in-place ops before it?"""
+    """Return whether a gradient flows through a value, in a graph without the in-place ops before it."""
     todo, seen = [x], set[fx.Node]()
     while todo:
         if (node := todo.pop()) in params:
@@ -156,9 +158,7 @@ def _flows(x: fx.Node, params: Mapping[fx.Node, str], cut: set[fx.Node]) -> bool
 
 
 def _detached(x: fx.Node, grads: set[fx.Node]) -> bool:
-    """Does a value share the memory of one that has a gradient and is a result of its
-    own, without having one itself?
-    """
+    """Return whether a value without a gradient shares memory with a used one that has a gradient."""
     node: fx.Node | None = x
     while node is not None:
         before = _aliased(node)
@@ -169,20 +169,20 @@ def _detached(x: fx.Node, grads: set[fx.Node]) -> bool:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """What an op writes to."""
+    """Return the tensors that an op writes to."""
     if updates_statistics(node):
         return [node.args[3], node.args[4]]  # type: ignore[list-item]
     return [node.args[0]]  # type: ignore[list-item]
 
 
 def _only_one_lives(x: fx.Node, write: fx.Node, family: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> bool:
-    """May `x` be replaced by a new tensor at `write`? Only if no other name of its memory is read from then on."""
+    """Return whether a new tensor may replace `x` at `write`: no other name of its memory is read later."""
 
     def read_later(node: fx.Node) -> bool:
         return any(order[user] > order[write] for user in node.users)
 
     def same(node: fx.Node) -> bool:
-        """Is `node` the whole of the same tensor: itself, or the result of earlier in-place ops on it?"""
+        """Return whether `node` is the same whole tensor, also after earlier in-place ops on it."""
         while is_inplace(node) and not updates_statistics(node):
             node = node.args[0]  # type: ignore[assignment]
         return node is base

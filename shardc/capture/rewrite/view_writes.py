@@ -1,4 +1,4 @@
-"""Writes through views, and to `out=`, as functional ops.
+"""Write functional ops for writes through views, and to `out=`.
 
 before    v = slice(x, 1, 0, 4);  copy_(v, y);                     use(x), use(v)
 after     v' = y;                 x' = slice_scatter(x, v', 1, 0, 4);  use(x'), use(v')
@@ -20,7 +20,7 @@ from shardc.ir.graph import call_like
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
-#: Creates a node like another one, as shardc.ir.graph.call_like does.
+#: Creates a node with another one's metadata, as shardc.ir.graph.call_like does.
 Like = Callable[..., fx.Node]
 Aliased = Callable[[fx.Node], fx.Node | None]
 
@@ -47,9 +47,7 @@ _SAME_ORDER = {
 def can_write(
     x: fx.Node, writer: fx.Node, family: list[fx.Node], order: Mapping[fx.Node, int], aliased: Aliased
 ) -> bool:
-    """Can a write to the view `x` at `writer` be put back into the tensor that it is a view of, and into all its views
-    that are read later?
-    """
+    """Return whether a write to the view `x` can be put back into its base and all later-read views."""
     node: fx.Node | None = x
     while node is not None and (parent := aliased(node)) is not None:
         if (
@@ -68,10 +66,10 @@ def can_write(
 def write(
     graph: fx.Graph, x: fx.Node, new: fx.Node, writer: fx.Node, order: dict[fx.Node, int], aliased: Aliased
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Put `new`, the value of the view `x` from `writer` on, into what `x` is a view of. At the insertion point.
+    """Put `new`, the value of the view `x` from `writer` on, into its base tensor, at the insertion point.
 
-    Whatever reads the tensor or one of its views later reads the new value. Returns the tensor, its new value, and the
-    view of that."""
+    Later reads of the tensor or its views get the new value. Returns the tensor, its new value, and the view of that.
+    """
 
     def now(*args: Any, **meta: Any) -> fx.Node:
         copy = call_like(*args, **meta)
@@ -84,7 +82,7 @@ def write(
     fresh = {root: value}
 
     def renewed(view: fx.Node) -> fx.Node:
-        """The same view of the new value: later writes, through others, have to show in it."""
+        """Return the same view of the new value, in which later writes through other views must show."""
         if view not in fresh:
             parent = aliased(view)
             assert parent is not None
@@ -102,7 +100,7 @@ def write(
 
 
 def _family(root: fx.Node, aliased: Aliased) -> Iterator[fx.Node]:
-    """A tensor and all its views, in the order in which they are made."""
+    """Yield a tensor and all its views, in the order in which they are made."""
     yield root
     for user in list(root.users):
         if aliased(user) is root:
@@ -110,7 +108,7 @@ def _family(root: fx.Node, aliased: Aliased) -> Iterator[fx.Node]:
 
 
 def _put_back(graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, writer: fx.Node, like: Like) -> fx.Node:
-    """The whole with a part of it replaced."""
+    """Return the whole with a part of it replaced."""
     val = whole.meta["val"]
     if view.target in _PARTS and val.is_complex():
         return _put_back_complex(graph, view, whole, part, writer, like)
@@ -126,9 +124,7 @@ def _put_back(graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, wri
 def _put_back_complex(
     graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, writer: fx.Node, like: Like
 ) -> fx.Node:
-    """The same of complex numbers, as pairs of real ones: torch has no derivative of the ops that put back complex
-    parts.
-    """
+    """Put back complex parts as pairs of reals: torch cannot differentiate those ops on complex numbers."""
     val = whole.meta["val"]
     names = [a.name for a in view.target._schema.arguments]  # type: ignore[union-attr]
     arguments = dict(zip(names, view.args, strict=False)) | view.kwargs
@@ -157,7 +153,7 @@ def _put_back_complex(
 
 
 def _transposed(view: fx.Node) -> list[int] | None:
-    """The order in which a transposing view has its dims; None for other views."""
+    """Return the order in which a transposing view has its dims; None for other views."""
     n = view.meta["val"].dim() if isinstance(view.meta.get("val"), torch.Tensor) else 0
     order = list(range(n))
     if view.target is aten.permute.default:
@@ -172,7 +168,7 @@ def _transposed(view: fx.Node) -> list[int] | None:
 
 
 def _certain(node: fx.Node) -> bool:
-    """Is it certain what a node shares memory with? (`reshape` and `contiguous` may copy.)"""
+    """Return whether it is certain what a node shares memory with. (`reshape` and `contiguous` may copy.)"""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return node.op == "placeholder"
     return torch.Tag.maybe_aliasing_or_mutating not in node.target.tags and node.target not in (
@@ -182,9 +178,7 @@ def _certain(node: fx.Node) -> bool:
 
 
 def without_out(graph: fx.Graph) -> bool:
-    """Ops that write to `out=` become functional ones and copies, in place. False if there is one without a functional
-    twin.
-    """
+    """Replace ops that write to `out=` by functional ones and copies; False if one has no functional twin."""
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue

@@ -1,10 +1,10 @@
-"""What rules are made of.
+"""Define what rules are made of.
 
-notation, op_call       what a rule is written in; what it gets to see of a call
-registry                all rules, by op; user_ops: those of users
+notation, op_call       the language of rules; the view of a call that a rule gets
+registry                all rules, by op; user_ops: rules of users
 choices, strategy       the ways to run one call on one mesh axis, derived from its rule
-finite_padding          what padding has to hold where an op reads it
-shared_signatures       what rules of several families have in common
+finite_padding          the numbers that padding must have where an op reads it
+shared_signatures       signatures that rules of several families share
 sample_calls            calls of ops, on which their rules are proven (shardc.verify.rules)
 reduce_parts            norms, products and extrema over a dim that stays split
 along_split_dim         cumulative sums and convolutions along a dim that stays split

@@ -1,9 +1,10 @@
-"""Ops along a dim that stays split, for which ranks tell each other a little (shardc.runtime.ops.along_split_dim).
+"""Rules of ops along a dim that stays split, for which ranks exchange a little data.
 
-cumsum      the sums of what every rank has
-conv1d      the edges of what every rank has: the window's length less one
+cumsum      the sum of each rank's entries
+conv1d      the edges of each rank's entries: the window's length less one
 
-Both are strategies beside those of the op's notation, to which the dim is whole."""
+Both are extra strategies (ops: shardc.runtime.ops.along_split_dim); in the op's notation the dim is whole.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ STRETCHES = "stretches"
 
 
 def _splits(x: Value, dim: int, n: int, available: frozenset[Placement], least: int) -> Iterable[Shard]:
-    """The splits of a dim in stretches of so many entries at least, with no padding but behind the last."""
+    """Yield splits of a dim into contiguous parts of at least `least` entries, padded only at the end."""
     every = set(available) | ({Shard(dim)} if Shard(dim) in available else set())
     for p in sorted((p for p in every if isinstance(p, Shard) and p.dim == dim), key=repr):
         size = p.padded(x.shape[dim])
@@ -67,13 +68,13 @@ def of_conv1d(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> 
 
 
 def edges(call: Call) -> tuple[int, int]:
-    """How many places before and behind each a window of `ops.conv1d` reads."""
+    """Return how many entries a window of `ops.conv1d` reads before and behind each place."""
     left, dilation = call.arg(3, "left"), call.arg(4, "dilation", 1)
     return left, (call.operands[1].shape[-1] - 1) * dilation - left
 
 
 def local_conv1d(call: LocalCall) -> fx.Node:
-    """The groups that a rank has; zeros behind the whole sequence, where a window reaches padding."""
+    """Rewrite for a rank's groups, with zeros behind the sequence if a window reaches padding."""
     x, weight = call.call.operands[0], call.call.operands[1]
     shape = call.inputs[0].local_shape(x.shape, call.mesh)
     groups = shape[1] // call.inputs[1].local_shape(weight.shape, call.mesh)[1]

@@ -1,4 +1,4 @@
-"""The ways to run one call on one mesh axis: `Choices` derives them from the call's rule.
+"""Derive the ways to run one call on one mesh axis from the call's rule: `Choices`.
 
     y = mm(x, w)    rule "m k+, k+ n -> m n", linear in each operand alone
 
@@ -8,8 +8,8 @@
     split k         x and w split where summed    -> y a partial sum
     partial         x a partial sum, w whole      -> y a partial sum
 
-An operand that is whole on every rank, while other operands are split, is used by each rank for its part alone: its
-gradient is a sum over the ranks (`PARTIAL_GRAD`).
+If an operand is whole on every rank while others are split, each rank uses it only for its part: its gradient is a sum
+over the ranks (`PARTIAL_GRAD`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardc.rules.core.strategy import Strategy, needs_sum_grad
 
 @dataclass
 class Choices:
-    """The strategies of one call on an axis of n ranks, given the placements that its operands and results may have."""
+    """The strategies of one call on an axis of n ranks, for given placements of operands or results."""
 
     rule: Rule
     call: Call
@@ -44,7 +44,7 @@ class Choices:
     places: dict[str, tuple[list[tuple[int, int] | None], list[tuple[int, int] | None]]] = field(default_factory=dict)
     matched: dict[tuple[int, int, Placement, int], Strategy | None] = field(
         default_factory=dict
-    )  # placement asks for the same again and again
+    )  # placement requests the same many times
 
     def __post_init__(self) -> None:
         sig = self.signature
@@ -53,7 +53,7 @@ class Choices:
 
     @cached_property
     def flops(self) -> int:
-        """Floating point operations, of ops that are worth splitting for their sake; else 0."""
+        """Floating point operations of an op that is worth splitting for them; else 0."""
         return self.rule.flops(self.call) if self.rule.flops else 0
 
     @cached_property
@@ -75,7 +75,7 @@ class Choices:
 
     @cached_property
     def partials(self) -> list[Strategy]:
-        """One for every group of operands in which the op is linear."""
+        """One strategy for every group of operands in which the op is linear."""
         strategies = []
         for group in self.rule.groups(self.call):
             ins = tuple(
@@ -97,10 +97,10 @@ class Choices:
         *,
         mirrored: bool = False,
     ) -> Strategy | None:
-        """Split a factor at an inner digit (or in sections, padded, mirrored) over n ranks; None if it does not divide.
+        """Split a factor over n ranks at an inner digit, in sections, padded or mirrored; None if impossible.
 
-        padding, blocks: as in `Shard`, counted in this factor. What sums a padded factor away gets operands whose
-        padding is zero."""
+        padding, blocks: as in `Shard`, counted in this factor. If it is summed away, the operands' padding is zero.
+        """
         sig = self.signature
         if padding and (sections or digit % blocks or sig.sizes[factor] % blocks or factor in sig.unpadded):
             return None
@@ -148,9 +148,10 @@ class Choices:
         return Strategy("split", tuple(ins), tuple(outs), name)
 
     def fills(self, node: fx.Node, strategies: Iterable[Strategy], copies: Group) -> Fills:
-        """By operand, what its padding has to be filled with where the op runs so; None: with nothing. node: the call;
-        copies: operands whose padding is copies of real entries. Raises ShardcError where two dims are padded, and no
-        numbers do for both.
+        """Return for each operand the number that its padding must be filled with; None: no fill is needed.
+
+        node: the call; copies: operands whose padding copies real entries. Raises ShardcError if no numbers suit all
+        dims.
         """
         found = finite_padding.fills(self, Padded.of(node, strategies, self.signature, copies))
         if found is None:
@@ -160,24 +161,24 @@ class Choices:
         return found
 
     def finite(self, node: fx.Node, strategies: Iterable[Strategy], holds: Fills, copies: Group) -> bool:
-        """Are the op and its derivatives finite in padding that holds these numbers? None: any."""
+        """Return whether the op and its derivatives are finite if padding has these numbers (None: any)."""
         return finite_padding.finite(self, Padded.of(node, strategies, self.signature, copies), holds)
 
     def kept_dims(self, strategies: Iterable[Strategy], i: int) -> set[int]:
-        """The padded dims of operand i that results have, too."""
+        """Return the padded dims of operand i that results also have."""
         found = finite_padding.kept(strategies, self.signature)
         return {p.dim for s in found if isinstance(p := s.inputs[i], Shard) and p.padding}
 
     def _having(self, factor: str) -> Group:
-        """The operands that have a factor."""
+        """Return the operands that have a factor."""
         return frozenset(i for i, place in enumerate(self.places[factor][0]) if place is not None)
 
     def from_operand(self, i: int, placement: Placement, n: int) -> Strategy | None:
-        """The split that takes operand i in this placement."""
+        """Return the split that takes operand i in this placement, or None."""
         return self._matching(0, i, placement, n)
 
     def from_result(self, i: int, placement: Placement, n: int) -> Strategy | None:
-        """The split that gives result i in this placement."""
+        """Return the split that makes result i in this placement, or None."""
         return self._matching(1, i, placement, n)
 
     def _matching(self, side: int, i: int, placement: Placement, n: int) -> Strategy | None:
@@ -202,9 +203,7 @@ class Choices:
         return None
 
     def _padded(self, side: int, i: int, p: Shard, n: int) -> Strategy | None:
-        """The split of the innermost factor that has whole blocks of padding: the same one for all axes that split the
-        dim.
-        """
+        """Split the innermost factor that has whole blocks of padding: the same on all axes of the dim."""
         shape, best = (self.call.operands, self.call.results)[side][i].shape, None
         if p.dim >= len(shape):
             return None
@@ -222,12 +221,12 @@ class Choices:
 
 
 def choices_of(node: fx.Node, cache: dict[Any, Choices]) -> Choices:
-    """The call's choices; calls that look alike (repeated layers) share them."""
+    """Return the call's choices; equal calls (repeated layers) share them."""
     key = (node.target, typed_key(node.args), typed_key(dict(sorted(node.kwargs.items()))), node.meta["value"])
     if key not in cache:
         call = call_of(node)
         rule = registry.find(call.target)
-        if rule is None:  # unknown_ops: replicate; `check_rules` has refused it otherwise
+        if rule is None:  # unknown_ops: replicate; `check_rules` refused it otherwise
             rule = registry.Rule(call.target, all_whole)
         cache[key] = Choices(rule, call, rule.signature(call))
     return cache[key]

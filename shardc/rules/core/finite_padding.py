@@ -1,10 +1,10 @@
-"""What padding may hold where an op reads it, so that results and gradients are finite.
+"""Find the numbers that padding may have where an op reads it: results and gradients stay finite.
 
-Padding is finite, and its gradient is zero. An op keeps that if its result and its derivatives are finite at what its
-padding holds: a zero times an infinite derivative is nan, and a sum over padding carries it to the weights before.
-Which numbers those are is tried out: the op and its backward run on tiny tensors that hold each of `GRID`, once for
-each op and arguments. An op that is finite wherever its padding is needs nothing; for others `fills` looks for the
-operands and the numbers that padding has to be filled with. Where no number will do, the dim is not padded
+Padding is finite, and its gradient is zero. An op keeps that if its result and its derivatives are finite at the
+padding's numbers: zero times an infinite derivative is nan, and a sum over padding carries it to the weights before.
+These numbers are found by trial: the op and its backward run on tiny tensors that contain each of `GRID`, once for
+each op and arguments. An op that is finite wherever its padding is needs nothing; for others `fills` searches the
+operands and numbers that padding must be filled with. If no number is suitable, the dim is not padded
 (shardc.rules.core.choices), but gathered.
 
 Ops that are linear in each operand are finite wherever their operands are, and are not tried.
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 
 #: Numbers that padding may be filled with, in the order in which they are tried.
 NUMBERS = (1.0, 0.5, 2.0, 0.0, -0.5, -1.0, -2.0, 3.0)
-#: What padding that is not filled is tried with besides: exponentials overflow at the last two.
+#: More numbers, to try padding that is not filled: exponentials overflow at the last two.
 GRID = (*NUMBERS, 0.25, -3.0, 1000.0, -1000.0)
-#: Elements of a call that is not elementwise, at most: of larger ones nothing is known.
+#: Most elements of a call that is not elementwise: larger ones are not tried.
 _LARGEST = 1 << 22
-#: Operands of a call, at most.
+#: Most operands of a call.
 _OPERANDS = 4
-#: Operands that lie in padding together: those that have one padded factor.
+#: Operands that are padded at the same places: they have one padded factor.
 Group = frozenset[int]
 Fills = tuple[float | None, ...]
-#: What an op raises for numbers that it does not take, or without a mesh.
+#: Errors of an op for numbers that it refuses, or without a mesh.
 _RAISED = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, ArithmeticError)
 
 
 def kept(strategies: Iterable[Strategy], signature: Signature) -> list[Strategy]:
-    """The splits of padded factors that results have, too."""
+    """Return the splits of padded factors that results also have."""
 
     def padded(s: Strategy) -> bool:
         return any(isinstance(p, Shard) and p.padding for p in s.inputs)
@@ -62,8 +62,10 @@ def kept(strategies: Iterable[Strategy], signature: Signature) -> list[Strategy]
 
 @dataclass(frozen=True)
 class Padded:
-    """Where operands of a call are padded. groups: those that are in padding together, as they have one padded factor,
-    or one of several. infinite: operands that are one number that is not finite, as the -inf of a mask.
+    """Where operands of a call are padded.
+
+    groups: operands that are padded at the same places, as they share one padded factor, or one of several. infinite:
+    operands that are one number that is not finite, such as the -inf of a mask.
     """
 
     groups: tuple[Group, ...]
@@ -71,7 +73,7 @@ class Padded:
 
     @classmethod
     def of(cls, node: fx.Node, strategies: Iterable[Strategy], signature: Signature, copies: Group) -> Padded:
-        """copies: operands whose padding is copies of real entries: it is as finite as those are."""
+        """Find the padded operands. Padding that copies real entries (in `copies`) is as finite as those."""
         each = {
             frozenset(i for i, p in enumerate(s.inputs) if isinstance(p, Shard)) - copies
             for s in kept(strategies, signature)
@@ -88,15 +90,13 @@ def _subsets(groups: set[Group]) -> Iterator[tuple[Group, ...]]:
 
 
 def _constant(node: fx.Node) -> float:
-    """The number that a value is made of; 0 where it is not one."""
+    """Return the number that `full` fills a value with; 0 for other values."""
     number = node.args[1] if node.target is torch.ops.aten.full.default else 0
     return float(number) if isinstance(number, int | float) else 0.0
 
 
 def fills(choices: Choices, padded: Padded) -> Fills | None:
-    """By operand, the number that its padding has to be filled with; None: it may hold anything. None in all: there are
-    no numbers with which the op is finite.
-    """
+    """Return per operand the number to fill its padding with (None: any); None if the op is never finite."""
     table = _table(choices, padded)
     count = len(choices.call.operands)
     if table is None:
@@ -112,18 +112,19 @@ def fills(choices: Choices, padded: Padded) -> Fills | None:
 
 
 def finite(choices: Choices, padded: Padded, holds: Fills) -> bool:
-    """Is the op finite in its padding, and its derivatives, where an operand's padding holds a number? None: any."""
+    """Return whether the op and its derivatives are finite if padding has these numbers (None: any)."""
     table = _table(choices, padded)
     return table is None or all(table.finite(group, holds) for group in padded.groups)
 
 
-# --- what was tried
+# --- the trials
 
 
 @dataclass
 class _Table:
-    """Where an op is finite. domains: by operand, what it was tried with, a number or None for numbers that differ;
-    good: bool, a dim for each operand.
+    """Where an op is finite. good: bool, a dim for each operand.
+
+    domains: for each operand, what it was tried with: a number, or None for different numbers.
     """
 
     domains: tuple[tuple[float | None, ...], ...]
@@ -131,7 +132,7 @@ class _Table:
 
     @classmethod
     def of(cls, domains: tuple[tuple[float | None, ...], ...], each: list[Tensor | None]) -> _Table | None:
-        """each: of every point, what was found; None where the op raised. None if it raised everywhere."""
+        """Build the table from the result at every point (None: the op raised), or None if it always raised."""
         if all(found is None for found in each):
             return None
         good = torch.tensor([found is not None and bool(found.all()) for found in each])
@@ -141,8 +142,9 @@ class _Table:
         return [x for x in self.domains[operand] if x is not None and x in NUMBERS]
 
     def finite(self, group: Group, holds: Fills) -> bool:
-        """Is it finite where the operands of a group are padding that holds this, for all numbers of the others for
-        which any padding would do? A quotient by a zero that one device has is no matter of padding.
+        """Return whether the op is finite where a group of operands is padding that has these numbers.
+
+        Numbers of other operands count only if some padding would do: one device also divides by their zeros.
         """
         dims = sorted(group)
         possible, here = self.good, self.good
@@ -161,7 +163,7 @@ _TABLES: dict[Any, _Table | None] = {}
 
 
 def _table(choices: Choices, padded: Padded) -> _Table | None:
-    """None: nothing has to be tried, or nothing can be."""
+    """Return the op's table, or None if nothing needs a trial or nothing can be tried."""
     call, signature = choices.call, choices.signature
     if (
         not padded.groups
@@ -182,7 +184,7 @@ def _table(choices: Choices, padded: Padded) -> _Table | None:
 
 
 def _multilinear(choices: Choices, padded: Padded) -> bool:
-    """Is it linear in each operand, of numbers that are finite, and are none of its places padded?"""
+    """Return whether the op is linear in each operand, all finite, and no index operand is padded."""
     linear = {i for group in choices.rule.groups(choices.call) for i in group}
     places = frozenset().union(*padded.groups)
     each = [
@@ -197,7 +199,7 @@ def _continuous(v: Value) -> bool:
 
 
 def _elementwise(signature: Signature) -> bool:
-    """Does each element of a result come of one element of each operand, at the same place?"""
+    """Return whether each element of a result depends on one element of each operand, at the same place."""
     out = signature.outputs[0]
     sides = (*signature.inputs, *signature.outputs)
     return not (signature.summed or signature.whole) and all(
@@ -207,7 +209,7 @@ def _elementwise(signature: Signature) -> bool:
 
 
 def _of_elements(call: Call, known: dict[int, float]) -> _Table | None:
-    """Every number of each operand with every one of the others, in one call where the op takes them so."""
+    """Try every combination of numbers of the operands, in one call if the op takes them so."""
     grid = GRID if len(call.operands) <= 3 else GRID[:4]
     domains = tuple((known[i],) if i in known else _numbers_of(v, grid) for i, v in enumerate(call.operands))
     points = list(itertools.product(*domains))
@@ -229,7 +231,7 @@ def _numbers_of(v: Value, grid: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _of_rows(choices: Choices, padded: Group) -> _Table | None:
-    """Operands that are padded, by one number each; those that are not, by numbers that differ."""
+    """Try padded operands with one number each, and the others with different numbers."""
     call = choices.call
     shapes, run = _smallest(choices)
     if sum(map(math.prod, shapes)) > _LARGEST:
@@ -245,7 +247,7 @@ def _of_rows(choices: Choices, padded: Group) -> _Table | None:
     each: list[Tensor | None] = []
     for point in itertools.product(*domains):
         if any(x is None and len(d) == 2 for x, d in zip(point, domains, strict=True)):
-            each.append(None)  # not run: kernels read and write at places without a look
+            each.append(None)  # not run: kernels do not check indices
         else:
             tensors = [_filled(v, s, x) for v, s, x in zip(call.operands, shapes, point, strict=True)]
             each.append(_good(run, call, tensors))
@@ -253,7 +255,7 @@ def _of_rows(choices: Choices, padded: Group) -> _Table | None:
 
 
 def _is_place(call: Call, i: int) -> bool:
-    """Whole numbers beside other operands, or of which a new dim is made, are places in a dim: 0 is one that exists."""
+    """Return whether operand i has indices: integers beside other operands, or ones that make a new dim."""
     v = call.operands[i]
     more = len(call.operands) > 1 or len(call.results[0].shape) > len(v.shape)
     return more and not _continuous(v) and v.dtype != torch.bool
@@ -263,7 +265,7 @@ Run = Callable[[list[Tensor]], Any]
 
 
 def _called(call: Call) -> Run:
-    """The op with tensors in place of the call's operands."""
+    """Return a function that runs the op on tensors in place of the call's operands."""
     return lambda x: call.target(*_put(call.args, x), **_put(dict(call.kwargs), x))
 
 
@@ -272,7 +274,7 @@ def _put(arguments: Any, tensors: list[Tensor]) -> Any:
 
 
 def _smallest(choices: Choices) -> tuple[list[tuple[int, ...]], Run]:
-    """Operands' shapes where as many ranks as a factor has entries split it, and the op as a rank runs it then."""
+    """Return operand shapes with each factor split over as many ranks as it has entries, and a rank's op."""
     call, rule, sizes = choices.call, choices.rule, choices.signature.sizes
     each = {f: s for f in choices.signature.splittable() if (s := choices.split(f, 1, sizes[f])) is not None}
     mesh = Mesh(tuple((f, sizes[f]) for f in each))
@@ -297,7 +299,7 @@ def _smallest(choices: Choices) -> tuple[list[tuple[int, ...]], Run]:
 
 
 def _filled(v: Value, shape: tuple[int, ...], number: float | None) -> Tensor:
-    """A tensor of one number, or of numbers between 0 and 1 that differ; whole numbers are 0, a place that there is."""
+    """Return a tensor of one number, or of different numbers in (0, 1); integers are 0, a valid index."""
     if number is not None:
         return torch.full(shape, number, dtype=v.dtype)
     if not _continuous(v):
@@ -307,7 +309,7 @@ def _filled(v: Value, shape: tuple[int, ...], number: float | None) -> Tensor:
 
 
 def _good(run: Run, call: Call, tensors: list[Tensor]) -> Tensor | None:
-    """bool, of elementwise calls by element: are all results and all gradients finite? None where the op raises."""
+    """Return whether results and gradients are finite (per element if elementwise); None if it raises."""
     leaves = [x.clone().requires_grad_(v.requires_grad) for x, v in zip(tensors, call.operands, strict=True)]
     try:
         made = run(leaves)

@@ -1,16 +1,16 @@
-"""The notation of op rules, and the only parser of it.
+"""Define and parse the notation of op rules.
 
     "... k+, n k+, n -> ... n"        linear(input, weight, bias)
 
 Operands are separated by commas, results follow the arrow. Each dim of an operand is a factor; `(a b)` is one dim made
 of the factors a (major) and b (minor); `1` is a dim of size one; a number such as `3` in `(3 n)` is a factor of that
-size that is never split; `...` stands for any leading dims, the same in all places. Marks on a factor, at any of its
+size that is never split; `...` means any leading dims, the same in all places. Marks on a factor, at any of its
 places: `+` it is summed away: splitting it leaves partial sums; `!` it must stay whole. A factor that reaches every
 result may be split. A dim of size one broadcasts: bound to such a call, it has no factor if the factor is larger
 elsewhere.
 
-`Signature` is a rule bound to the shapes of one call: it says which factors exist, how large they are and where each
-lies."""
+`Signature` is a rule bound to the shapes of one call: the factors, their sizes and places.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Operand = tuple[Dim, ...]
 
 @dataclass(frozen=True)
 class Signature:
-    """A rule bound to shapes: factors of every dim of the tensor operands and results, sizes, and what may be split.
+    """A rule bound to shapes: factors of every dim of operands and results, sizes, what may be split.
 
-    unpadded: factors that may be split only where they divide: of any numbers in padding the op would make an error, or
+    unpadded: factors that may be split only where they divide: padding of any number would cause an error in the op, or
     gradients that are not finite (the inverse of a matrix of zeros).
     """
 
@@ -42,7 +42,7 @@ class Signature:
     unpadded: frozenset[str] = field(default_factory=frozenset)
 
     def places(self, operand: Operand, factor: str) -> tuple[int, int] | None:
-        """(dim, product of the major factors before it in that dim) of a factor in an operand, None if it has none."""
+        """Return (dim, product of the major factors before it in that dim) of a factor in an operand, or None."""
         for d, dim in enumerate(operand):
             if factor in dim:
                 return d, math.prod(self.sizes[f] for f in dim[: dim.index(factor)])
@@ -69,16 +69,16 @@ class Signature:
 
 @dataclass(frozen=True)
 class Notation:
-    """A parsed rule. `...` is kept as the factor "..." of a dim of its own."""
+    """A parsed rule. `...` is kept as a separate dim with the factor "..."."""
 
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
     summed: frozenset[str]
     whole: frozenset[str]
-    literal: Mapping[str, int]  # numbers in the rule, each a factor of its own: "#place#size", as 3 in (3 n) is "#1#3"
+    literal: Mapping[str, int]  # numbers in the rule, each a separate factor: "#place#size", as 3 in (3 n) is "#1#3"
 
     def factors(self) -> set[str]:
-        """The names of all factors that may be split or are whole."""
+        """Return the names of all factors that may be split or are whole."""
         return {f for o in (*self.inputs, *self.outputs) for d in o for f in d} - {"..."} - set(self.literal)
 
     def bind(

@@ -1,4 +1,4 @@
-"""What a rule gets to see of a node: the op, the types of its operands and results, its arguments; not the graph."""
+"""Define the view of a node that a rule gets: op, types of operands and results, arguments; no graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardc.ir.metadata import Value
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op, without the graph: the types of its tensor operands and results, and its arguments.
+    """One call of an op, without the graph: types of its tensor operands and results, and arguments.
 
     args, kwargs: the arguments, with `Operand(i)` in the place of the i-th tensor operand.
     """
@@ -26,26 +26,27 @@ class Call:
     results: tuple[Value, ...]
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument given by position or by name."""
+        """Return an argument passed by position or by name."""
         if position < len(self.args):
             return self.args[position]
         return dict(self.kwargs).get(name, default)
 
     def dim(self, d: int, operand: int = 0) -> int:
-        """A dim >= 0 of an operand from one that may be negative."""
+        """Normalise a dim of an operand, which may be negative, to one >= 0."""
         return d % max(len(self.operands[operand].shape), 1)
 
 
 @dataclass(frozen=True)
 class Operand:
-    """Stands for the i-th tensor operand in `Call.args`."""
+    """Represents the i-th tensor operand in `Call.args`."""
 
     index: int
 
 
 def rounds(node: fx.Node) -> bool:
-    """Does a call of the model's cut off digits, as `.half()` does? On one device it rounds a sum, so it may not act on
-    the summands. Casts of mixed precision may: what they cut off is not the model's.
+    """Return whether the model's own call cuts off digits, as `.half()` does.
+
+    On one device it rounds a sum, so it may not run on the summands. Casts of mixed precision may.
     """
     if "mixed" in node.meta:
         return False
@@ -57,7 +58,7 @@ def rounds(node: fx.Node) -> bool:
 
 
 def call_of(node: fx.Node) -> Call:
-    """The call without the graph."""
+    """Return the call of a node, without the graph."""
     operands: list[Value] = []
 
     def put(n: fx.Node) -> Any:

@@ -1,9 +1,10 @@
-"""Reductions over a dim that stays split: each rank reduces what it has, and all of them reduce the few results again.
+"""Reduce over a dim that stays split: each rank reduces its part, then all reduce the results again.
 
     norm(x), prod(x)    the norm of the ranks' norms, the product of their products
-    amax(x), max(x)     the largest of their largest; its gradient goes to all that are as large, in equal parts
+    amax(x), max(x)     the largest of their largest; its gradient goes to all equal elements, in equal parts
 
-Both are strategies beside those of the op's notation, to which a reduced dim is whole."""
+Both are extra strategies; in the op's notation a reduced dim is whole.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def splits_of(x: Value, dims: Iterable[int], n: int, available: frozenset[Placement]) -> Iterator[Shard]:
-    """The available splits of one of these dims, in equal parts."""
+    """Yield the available splits of one of these dims into equal parts."""
     for p in sorted(available, key=repr):
         if not isinstance(p, Shard) or p.dim not in dims or p.sections or p.mirrored:
             continue
@@ -41,7 +42,7 @@ def splits_of(x: Value, dims: Iterable[int], n: int, available: frozenset[Placem
 
 
 def without_dims(layout: Layout, dims: Sequence[int]) -> Layout:
-    """A layout where dims of size one are gone."""
+    """Return a layout without dims of size one."""
 
     def moved(p: Placement) -> Placement:
         return replace(p, dim=p.dim - sum(d < p.dim for d in dims)) if isinstance(p, Shard) else p
@@ -50,14 +51,14 @@ def without_dims(layout: Layout, dims: Sequence[int]) -> Layout:
 
 
 def _dims(call: Call) -> list[int]:
-    """The dims that are reduced."""
+    """Return the dims that are reduced."""
     rule = find(call.target)
     assert rule is not None
     return sorted(int(factor[1:]) for factor in rule.signature(call).whole)
 
 
 def _order(call: Call) -> float:
-    """Of a norm; 1 for other ops."""
+    """Return the order of a norm; 1 for other ops."""
     return float(call.arg(1, "ord", 2)) if call.target is aten.linalg_vector_norm.default else 1.0
 
 
@@ -82,7 +83,7 @@ def local_parts(call: LocalCall) -> fx.Node:
 
 
 def _filled(call: LocalCall, x: fx.Node, fill: float) -> fx.Node:
-    """x with a number in its padding that does not count."""
+    """Fill the padding of reduced dims with a neutral number."""
     for s in call.inputs[0].paddings():
         if s.dim in _dims(call.call):
             x = call.without_padding(x, 0, s.dim, fill)
@@ -90,9 +91,7 @@ def _filled(call: LocalCall, x: fx.Node, fill: float) -> fx.Node:
 
 
 def _reduced_again(call: LocalCall, split: list[str]) -> fx.Node:
-    """Every rank's result at its place among zeros [ranks, ...], their sum over ranks, and the op along the first
-    dims.
-    """
+    """Sum every rank's result at its place among zeros [ranks, ...], then reduce along the first dims."""
     target, out = call.call.target, call.call.results[0]
     norm = target is aten.linalg_vector_norm.default
     neutral = 1.0 if not norm else 0.0 if _order(call.call) > 0 else math.inf
@@ -125,13 +124,14 @@ def _reduced_again(call: LocalCall, split: list[str]) -> fx.Node:
 
 
 def _behind(p: Placement, more: int) -> Placement:
-    """A placement under so many more leading dims."""
+    """Return a placement behind so many more leading dims."""
     return replace(p, dim=p.dim + more) if isinstance(p, Shard) else p
 
 
 def _extremum(call: LocalCall, split: list[str]) -> fx.Node:
-    """The largest of all ranks, how many elements are as large, and the op whose gradient these get. The smallest is
-    the largest of negative numbers.
+    """Find the largest element of all ranks, count its ties, and send gradients to these.
+
+    The smallest is the largest of the negated numbers.
     """
     x, out, dims = call.call.operands[0], call.call.results[0], _dims(call.call)
     negative = call.call.target in _SMALLEST or _order(call.call) == -math.inf

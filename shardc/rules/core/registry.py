@@ -1,4 +1,4 @@
-"""Rules: what may be split in an op, as strategies on one mesh axis.
+"""Define and register rules: what may be split in an op, as strategies on one mesh axis.
 
     rule(aten.linear, "... k+, n k+, n -> ... n", linear="0 2 | 1 2", added=(2,))
 
@@ -6,11 +6,11 @@ A rule is data: a notation (or a function of the call that returns a `Signature`
 arguments), and what the notation cannot say:
 
 linear  groups of operands in which the op is jointly linear, separated by `|`: partial sums of all operands of a group
-        may pass through, every other operand staying whole.
+        may pass through, while every other operand stays whole.
 added   operands that are added to the result once: when a summed factor is split they become partial themselves.
 local   rewrites one call for a rank's part (sizes, offsets); gets a `LocalCall`, returns the node of the result.
 extra   further strategies that no factor expresses (a vocabulary, unequal sections).
-whole_grad  the backward is not linear in the gradient of the result (it rounds it), so it takes no summands of it.
+whole_grad  the backward is not linear in the gradient of the result (it rounds it), so it cannot take partial sums.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ from shardc.runtime import ops
 
 @dataclass
 class LocalCall:
-    """What a rule's `local` gets: the call to rewrite, in the graph of one rank. Insert nodes with `emit`;
-    once: a name for a call of which there is one, for all ops that emit the same.
+    """The argument of a rule's `local`: the call to rewrite, in the graph of one rank.
 
-    strategies: axis -> strategy. inputs, outputs: layouts of operands as this op needs them, and of results.
-    args, kwargs: arguments with nodes of the local graph in place of operands.
+    emit: inserts a node; once: a name for a node that all ops share. strategies: axis -> strategy. inputs, outputs:
+    layouts of operands as this op needs them, and of results. args, kwargs: with local nodes in place of operands.
     """
 
     call: Call
@@ -60,13 +59,11 @@ class LocalCall:
         return self.outputs[0].local_shape(self.call.results[0].shape, self.mesh)
 
     def axes(self, kind: str) -> list[str]:
-        """The axes on which the op runs by this kind of strategy."""
+        """Return the axes on which the op runs by this kind of strategy."""
         return [a for a, s in self.strategies.items() if s.kind == kind]
 
     def split(self, factor: str) -> list[str]:
-        """The axes on which a factor is split. Raises ShardcError for a factor that the
-        rule's notation does not have.
-        """
+        """Return the axes on which a factor is split. Raises ShardcError for a factor not in the notation."""
         rule = find(self.call.target)
         has = parse(rule.notation).factors() if rule is not None and isinstance(rule.notation, str) else {factor}
         if rule is not None and factor not in has and not re.fullmatch(r"e\d+", factor):  # e0, e1: the dims of "..."
@@ -78,13 +75,13 @@ class LocalCall:
         return [a for a, s in self.strategies.items() if s.kind == "split" and s.base == factor]
 
     def without_padding(self, x: fx.Node, operand: int, dim: int, fill: float) -> fx.Node:
-        """x, which is the operand as this rank has it, with `fill` in the padding of a dim."""
+        """Fill the padding of a dim of x, this rank's part of the operand, with `fill`."""
         return fill_padding(
             self.emit, x, replace(self.call.operands[operand], layout=self.inputs[operand]), dim, self.mesh_node, fill
         )
 
     def same(self, **other: Any) -> fx.Node:
-        """The same call with some positional (`_0=`, `_1=`, ...) or named arguments replaced."""
+        """Emit the same call, with some positional (`_0=`, `_1=`, ...) or named arguments replaced."""
         args = list(self.args)
         kwargs = dict(self.kwargs)
         for name, value in other.items():
@@ -98,7 +95,7 @@ class LocalCall:
 def fill_padding(
     emit: Callable[..., fx.Node], x: fx.Node, value: Value, dim: int, mesh_node: fx.Node, fill: float
 ) -> fx.Node:
-    """A call that sets the padding of one dim of a rank's value, and of its gradient to zero."""
+    """Emit a call that fills the padding of one dim of a rank's value, and zeroes that of its gradient."""
     shards = value.layout.shards(dim)
     digits, (_, s) = tuple((a, s.signed) for a, s in shards), shards[0]
     return emit(
@@ -113,9 +110,7 @@ ExtraOf = Callable[[Call, int, Sequence[frozenset[Placement]]], Iterable[Strateg
 
 @dataclass(frozen=True)
 class Rule:
-    """See the module docstring. text: the notation, or the name of the function that makes it. where: file:line that
-    registered it.
-    """
+    """One rule: see the module docstring. where: file:line of its registration."""
 
     op: Any
     notation: str | SignatureOf
@@ -133,7 +128,7 @@ class Rule:
         return self.notation if isinstance(self.notation, str) else f"<{self.notation.__name__}>"
 
     def signature(self, call: Call) -> Signature:
-        """The rule bound to a call. Raises ShardcError where its notation does not fit the call's shapes."""
+        """Bind the rule to a call. Raises ShardcError if its notation does not fit the call's shapes."""
         if not isinstance(self.notation, str):
             return self.notation(call)
         try:
@@ -172,10 +167,9 @@ def rule(
     whole_grad: bool = False,
     where: str = "",
 ) -> Rule:
-    """Register the rule of an op (an `OpOverload`, or a function that appears in graphs). Raises ValueError if it has
-    one.
+    """Register the rule of an op (`OpOverload`, or a function in graphs). Raises ValueError if it has one.
 
-    For the families of this package; users' ops: `shardc.rule`, see shardc.rules.core.user_ops.
+    It is for the families of this package; users' ops: `shardc.rule`, see shardc.rules.core.user_ops.
     """
     if isinstance(notation, str):
         parse(notation)
@@ -185,12 +179,12 @@ def rule(
     of_call = None if isinstance(linear, str) else linear
     new = Rule(op, notation, fixed, added, local, extra, of_call, flops, whole_grad, where or caller(__file__))
     RULES[op] = new
-    find.cache_clear()  # someone may have looked for it before
+    find.cache_clear()  # it may have been looked up before
     return new
 
 
 def caller(*inside: str) -> str:
-    """file:line of the innermost code that is outside of some files."""
+    """Return file:line of the innermost code that is outside of some files."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename in inside:
         frame = frame.f_back
@@ -205,25 +199,25 @@ def fallback(find: Fallback) -> Fallback:
 
 @lru_cache(maxsize=4096)
 def find(op: Any) -> Rule | None:
-    """The rule of an op, or None."""
+    """Return the rule of an op, or None."""
     if op in RULES:
         return RULES[op]
     return next((r for f in _FALLBACKS if (r := f(op)) is not None), None)
 
 
 def flops_of(call: Call) -> int:
-    """Count what its rule counts; 0 of an op without products."""
+    """Count the operations that the call's rule counts; 0 for an op without products."""
     found = find(call.target)
     return found.flops(call) if found is not None and found.flops is not None else 0
 
 
 def seconds_of(call: Call) -> float:
-    """Seconds of a large op on the machine that passes assume: of its products, or of what it reads and writes."""
+    """Estimate a call's seconds on the machine that passes assume, from its products or its bytes."""
     return work_seconds(flops_of(call), sum(v.nbytes() for v in (*call.operands, *call.results)))
 
 
 def rank_seconds(node: fx.Node, mesh: Mesh) -> float:
-    """Seconds of a node, on one rank of a mesh. To pick one of several results takes nothing."""
+    """Estimate a node's seconds on one rank of a mesh; selecting one of several results takes none."""
     if node.target is operator.getitem:
         return 0.0
     call = call_of(node)

@@ -1,12 +1,12 @@
-"""Sample calls of ops, on which rules are proven (shardc.verify.rules): those of shardc's own rules are in
-tests/rules/samples, a file a family; those of a user's rule come with it.
+"""Sample calls of ops, on which rules are proven (shardc.verify.rules).
+
+Samples of shardc's rules are in tests/rules/samples, one file per family; a user's rule comes with its samples.
 
     sample(aten.linear.default, lambda t: call(t.real(4, 12), t.real(24, 12), t.real(24)))
 
 Tensors are float64 and small; dims that may be split have 12 elements, or another multiple of 2, 3 or 4, so that parts
-on two, three and four ranks exist and inner digits too. A sample must not be degenerate (no roll by zero): what
-splitting does wrong has to show. Every tensor occurs once in a call, because the check lays every operand out on its
-own.
+on two, three and four ranks exist and inner digits too. A sample must not be degenerate (no roll by zero): errors of
+splitting must show. Every tensor occurs once in a call, because the check places each operand separately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardc.errors import ShardcError
 
 
 class RngMark:
-    """Stands in a sample's arguments for the random state that the graph passes."""
+    """Represents, in a sample's arguments, the random state that the graph passes."""
 
     def __repr__(self) -> str:
         return "RNG"
@@ -34,7 +34,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def call(*args: Any, **kwargs: Any) -> Arguments:
-    """(args, kwargs) of one call."""
+    """Return (args, kwargs) of one call."""
     return args, kwargs
 
 
@@ -50,33 +50,33 @@ class Tensors:
         self.generator = torch.Generator().manual_seed(self.seed)
 
     def real(self, *shape: int) -> Tensor:
-        """f64[shape], standard normal."""
+        """Return f64[shape], standard normal."""
         return torch.randn(shape, dtype=torch.float64, generator=self.generator)
 
     def positive(self, *shape: int) -> Tensor:
-        """f64[shape], in (0.1, 0.9): inside the domain of logarithms, powers and inverse functions."""
+        """Return f64[shape] in (0.1, 0.9), the domain of logarithms, powers and inverse functions."""
         return 0.1 + 0.8 * torch.rand(shape, dtype=torch.float64, generator=self.generator)
 
     def constant(self, x: Tensor) -> Tensor:
-        """x as an operand that the op cannot be differentiated by."""
+        """Mark x as an operand that the op cannot be differentiated by, and return it."""
         self.constants.append(x)
         return x
 
     def definite(self, *shape: int) -> Tensor:
-        """f64[.., n, n] for shape (.., n): symmetric, positive definite."""
+        """Return f64[.., n, n] for shape (.., n): symmetric, positive definite."""
         x = self.real(*shape, shape[-1])
         return x @ x.mT + torch.eye(shape[-1], dtype=x.dtype)
 
     def index(self, high: int, *shape: int) -> Tensor:
-        """i64[shape], in [0, high)."""
+        """Return i64[shape] in [0, high)."""
         return torch.randint(high, shape, generator=self.generator)
 
     def truth(self, *shape: int) -> Tensor:
-        """bool[shape], fair."""
+        """Return bool[shape], fair."""
         return self.index(2, *shape).bool()
 
     def orders(self, high: int, *shape: int) -> Tensor:
-        """i64[shape], along the last dim different numbers in [0, high): writing to them clashes nowhere."""
+        """Return i64[shape], distinct in [0, high) along the last dim: writes to them never collide."""
         scores = torch.rand((*shape[:-1], high), generator=self.generator)
         return scores.argsort(-1)[..., : shape[-1]].contiguous()
 
@@ -106,9 +106,7 @@ Given = tuple[Any, ...] | Tensor | Callable[..., Any]
 
 
 def as_sample(given: Given, where: str = "") -> Sample:
-    """A sample from what a user gave. Functions of nothing run under a fixed random seed, and leave torch's state
-    alone.
-    """
+    """Make a sample from a user's value; functions run with a fixed seed, and torch's state is restored."""
     if callable(given) and not isinstance(given, Tensor):
         takes = bool(inspect.signature(given).parameters)
 
@@ -125,7 +123,7 @@ def as_sample(given: Given, where: str = "") -> Sample:
 
 
 def arguments(given: Any, where: str = "") -> Arguments:
-    """(args, kwargs) of a call. Raises ShardcError for what is neither."""
+    """Return (args, kwargs) of a call. Raises ShardcError for a value that is neither."""
     if isinstance(given, Tensor):
         return (given,), {}
     if not isinstance(given, tuple):

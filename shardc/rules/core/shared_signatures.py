@@ -1,4 +1,4 @@
-"""Forms that rules of several families have: functions of a call that make its signature, or say in what it is linear.
+"""Signatures that rules of several families share, and functions that name linear operands.
 
 rule(aten.sort.default, whole_dims((1, "dim", -1)))      the dims that an argument names stay whole
 rule(aten.pdist.default, all_whole)                      nothing may be split
@@ -33,7 +33,7 @@ def sizes_of(shape: Sequence[int]) -> dict[str, int]:
 
 
 def all_whole(call: Call) -> Signature:
-    """Nothing may be split: every dim is a factor of its own that stays whole."""
+    """Split nothing: every dim is a separate factor that stays whole."""
     ins = tuple(tuple((f"i{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.operands))
     outs = tuple(tuple((f"o{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.results))
     sides = (("i", call.operands), ("o", call.results))
@@ -42,7 +42,7 @@ def all_whole(call: Call) -> Signature:
 
 
 def whole_dims(*dims_of: tuple[int, str, Any]) -> Any:
-    """A rule for one operand and results of the same rank, whose dims named by (position, name, default) stay whole."""
+    """Return the rule of one operand and like results: dims named by (position, name, default) are whole."""
 
     def some_dims_whole(call: Call) -> Signature:
         x = call.operands[0].shape
@@ -65,5 +65,5 @@ def every_operand(call: Call) -> str:
 
 
 def bias_or_not(call: Call) -> str:
-    """Jointly in (input, bias), and in (weight, bias)."""
+    """Return the linear operands: (input, bias) or (weight, bias) together; without a bias each alone."""
     return "0 2 | 1 2" if len(call.operands) == 3 else "0 | 1"

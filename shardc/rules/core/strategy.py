@@ -1,4 +1,4 @@
-"""One way to run an op on one mesh axis. `Choices` (choices.py) lists those that the op's rule allows."""
+"""Define one way to run an op on one mesh axis. `Choices` (choices.py) lists those that a rule allows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shardc.ir.placement import Partial, Placement, Shard
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run an op on one axis: what every operand must be, what every result then is.
+    """One way to run an op on one axis: the placement of every operand and of every result.
 
     kind: "replicate" | "partial_grad" | "partial" | "split" | the name of an extra strategy.
-    factor: for "split": its name, with "/d" if major digits of product d lie before it within the factor, or
+    factor: for "split": its name, with "/d" if major digits of product d come before it within the factor, or
     " by sections".
     """
 
@@ -29,14 +29,15 @@ class Strategy:
         return self.factor.partition(" ")[0].partition("/")[0]
 
     def sums_padding(self, i: int) -> bool:
-        """Does it sum a padded dim of operand i away?"""
+        """Return whether it sums a padded dim of operand i away."""
         p = self.inputs[i]
         partial = any(isinstance(o, Partial) for o in self.outputs)
         return self.kind == "split" and partial and isinstance(p, Shard) and p.padding > 0
 
     def multiplies_padding(self, i: int, operands: Sequence[Value]) -> bool:
-        """Where `sums_padding`: is the sum one of products with another operand, which is padded there, too? Whole
-        numbers beside it are places (of index_add), no factors.
+        """Return whether a sum as in `sums_padding` is of products with another operand that is padded there.
+
+        Integers beside it are indices (of index_add), not factors.
         """
         return any(
             isinstance(p, Shard) and p.padding > 0 and (x.dtype.is_floating_point or x.dtype.is_complex)
@@ -49,5 +50,5 @@ class Strategy:
 
 
 def needs_sum_grad(v: Value) -> bool:
-    """Whether replicated and partial-grad differ for a value: only where a gradient flows."""
+    """Return whether replicated and partial-grad differ for a value: only if a gradient flows."""
     return v.requires_grad and (v.dtype.is_floating_point or v.dtype.is_complex)

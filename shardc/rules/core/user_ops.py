@@ -1,4 +1,4 @@
-"""Rules of users' ops: registered here with every mistake named by its line; proven as shardc's own are.
+"""Register rules of users' ops; every mistake names its line. They are proven as shardc's own are.
 
 @torch.library.custom_op("mylib::scale", mutates_args=())
 def scale(x: Tensor, w: Tensor) -> Tensor: ...
@@ -34,16 +34,16 @@ def rule(
     flops: Callable[[Call], int] | None = None,
     samples: Iterable[Given] = (),
 ) -> Rule:
-    """Say what may be split in an op of yours, so that graphs with it can be sharded. One line, once, where the op is
-    defined.
+    """Declare what may be split in a custom op, so that graphs with it can be sharded.
+
+    Write it once, where the op is defined.
 
     >>> shardc.rule(scale, "... d, d -> ... d", linear="0 | 1", samples=[lambda: (torch.randn(4, 12), torch.randn(12))])
 
-    op: what `torch.library.custom_op` or `triton_op` returned, `torch.ops.mylib.scale`, or one overload of it
-    (`.default`).
-    notation: tensor operands, an arrow, results; a name per dim, the same name where sizes are one. `k+` is summed away
-    (splitting it leaves partial sums), `k!` must stay whole, `...` is any leading dims, `(a b)` one dim of two factors.
-    Or a function of the `Call`.
+    op: what `torch.library.custom_op` or `triton_op` returned, `torch.ops.mylib.scale`, or one overload (`.default`).
+    notation: tensor operands, an arrow, results; a name per dim, the same name where sizes are equal. `k+` is summed
+    away (splitting it leaves partial sums), `k!` must stay whole, `...` is any leading dims, `(a b)` one dim of two
+    factors. Or a function of the `Call`.
     linear: operands in which the op is linear, so that a partial sum may pass: "0 | 1" in each alone, "0 1" in both
     together.
     added: operands that are added once: they become partial when a summed factor is split (a bias).
@@ -51,8 +51,9 @@ def rule(
     samples: calls that prove it: tuples of arguments, or functions that return one. Dims of 12 show most.
 
     Raises ShardcError with the line of the registration: notation that cannot be read or does not fit the op's schema,
-    an op that has a rule already. The same line run again (a module imported twice, a notebook's cell) replaces its
-    rule."""
+    or an op that already has a rule. Running the same line again (a module imported twice, a notebook cell) replaces
+    its rule.
+    """
     where = registry.caller(__file__)
     overload = resolve_op(op, where)
     examples = [as_sample(s, where) for s in samples]
@@ -74,7 +75,7 @@ def rule(
 
 
 def resolve_op(op: Any, where: str) -> OpOverload:
-    """The overload that a user means by an op. Raises ShardcError for a Python function, and for an op that writes."""
+    """Return the overload that a user means. Raises ShardcError for a Python function or a mutable op."""
     overload = overload_of(op)
     if overload is None:
         fix = (
@@ -91,7 +92,7 @@ def resolve_op(op: Any, where: str) -> OpOverload:
 def _check(
     op: OpOverload, notation: str | SignatureOf, linear: str | Callable[[Call], str], added: tuple[int, ...], where: str
 ) -> None:
-    """All that can be known to be wrong without a call. Raises ShardcError with every mistake."""
+    """Check what can be checked without a call. Raises ShardcError with every mistake."""
     errors = Errors()
     parsed: Notation | None = None
     if isinstance(notation, str):

@@ -1,4 +1,4 @@
-"""Proof of rules (docs/algebra.md): every strategy that a rule allows, against the whole op."""
+"""Proof of rules (docs/explanation/algebra.md): every strategy that a rule allows, against the whole op."""
 
 from __future__ import annotations
 

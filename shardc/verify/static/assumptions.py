@@ -1,5 +1,5 @@
 """What the proof assumes, each with the test that checks it: the proof's output says in short what this is, and
-docs/proof.md shows it as `python -m shardc.verify.static.assumptions` prints it.
+docs/explanation/proof.md shows it as `python -m shardc.verify.static.assumptions` prints it.
 
 A test fails where an op of the runtime is in no row, or where a row's test is not there
 (tests/verify/test_assumptions.py).
@@ -134,11 +134,11 @@ ASSUMPTIONS = (
 
 def short() -> str:
     """In a line: what is assumed."""
-    return f"assumed, each with its test (docs/proof.md): {', '.join(a.name for a in ASSUMPTIONS)}"
+    return f"assumed, each with its test (docs/explanation/proof.md): {', '.join(a.name for a in ASSUMPTIONS)}"
 
 
 def markdown() -> str:
-    """The table as docs/proof.md shows it."""
+    """The table as docs/explanation/proof.md shows it."""
     lines = ["| assumed | of the runtime's ops | checked by |", "|---|---|---|"]
     for a in ASSUMPTIONS:
         ops = ", ".join(f"`{op}`" for op in a.ops)

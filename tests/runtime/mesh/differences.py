@@ -1,4 +1,4 @@
-"""The ways in which ranks come to differ, each made on purpose on rank 3 of 4. All of docs/training.md's table.
+"""The ways in which ranks come to differ, each made on purpose on rank 3 of 4. All of docs/how-to/training.md's table.
 
 Run by test_differences.py on processes that it starts, and by hand in any world of 4:
 

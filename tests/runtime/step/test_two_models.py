@@ -1,4 +1,4 @@
-"""Two models that share parts, each in an engine of its own: a generator and a discriminator. See docs/training.md."""
+"""Two models that share parts, an engine each: generator and discriminator (docs/how-to/training.md)."""
 
 from __future__ import annotations
 
