@@ -160,9 +160,9 @@ class Search:
                     found[core] = one
 
         def recomputed(core: Core, keeps: Sequence[Keep]) -> list[Core]:
-            """The same with other recomputation, if something does not fit without."""
-            needed = core in found and self.library.facts.regions and (found[core].peaks > self.room).any()
-            return [core._replace(checkpoint=keep) for keep in keeps] if needed else []
+            """The same with other recomputation, where something does not fit without."""
+            less = core in found and (core.checkpoint != "none" or (found[core].peaks > self.room).any())
+            return [core._replace(checkpoint=keep) for keep in keeps] if less and self.library.facts.regions else []
 
         visit([c for c in self._blocks if c._replace(checkpoint="none") in cores and c.checkpoint in keeps])
         if below == math.inf:
