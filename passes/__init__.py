@@ -1,7 +1,8 @@
-"""The stages of compilation in order, each with the reason for its place. `shardc.compile` runs them.
+"""List the stages of compilation in order, each with the reason for its place.
 
-A stage is a file or a folder with one `Pass` (shardc.passes.base). To add one, write it and give it a line here.
-runner.py runs them; outputs.py says where a step's outputs lie; dump.py writes a text after each.
+`shardc.compile` runs them. A stage is a file or a folder with one `Pass` (shardc.passes.base). To add one, write it
+and add a line here. runner.py runs the passes; outputs.py decides how ranks hold a step's outputs; dump.py writes the
+program's text after each pass.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ CAPTURE = "capture"
 
 
 class Stage(NamedTuple):
-    """name: in dumps, timings and `shardc inspect --diff`. make: its pass. why: the reason for its place."""
+    """A stage of compilation.
+
+    name: in dumps, timings and `shardc inspect --diff`. make: its pass. why: the reason for its place.
+    """
 
     name: str
     make: type[Pass]

@@ -1,4 +1,4 @@
-"""What every pass is: made from the spec, it takes a program and gives another one."""
+"""Define what a pass is: it is made from the spec, takes a program and returns a new one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from shardc.spec import Spec
 
 @dataclass(frozen=True)
 class Options:
-    """What passes need to know of one compilation that is not in its spec.
+    """Facts about one compilation that passes need and that are not in its spec.
 
-    model_plan: the tensor-parallel plan that the model carries, {pattern: style word}, for `shard: {use: model}`.
-    forward: the program is forward-only; "score": of the model's loss, the log-probabilities of its targets; a step
-    that generates.
-    compatible_with: a program of the same model and spec for another batch, whose parameters and buckets the new
-    program has to share; None: it has its own.
+    model_plan: the model's own tensor-parallel plan, {pattern: style word}, for `shard: {use: model}`. forward: whether
+    the program is forward-only. "score": it returns the log-probabilities of the loss's targets. A Step: it generates
+    tokens. compatible_with: a program of the same model and spec for another batch. The new program must have its
+    parameters and buckets.
     """
 
     model_plan: Mapping[str, str] = field(default_factory=dict)
@@ -29,17 +28,19 @@ class Options:
 
 @dataclass(frozen=True)
 class Pass:
-    """One stage of compilation. It returns a new program and never changes its input: it copies a graph before it
-    edits it (shardc.ir.graph.copy_graph).
+    """One stage of compilation.
+
+    It returns a new program and never changes its input: it copies a graph before it edits it
+    (shardc.ir.graph.copy_graph).
     """
 
     spec: Spec
     options: Options = field(default_factory=Options)
 
     def applies(self, program: Program) -> bool:
-        """Whether there is anything to do. If not, the pass is neither run nor timed nor dumped."""
+        """Return whether there is work to do. If not, the pass is not run, timed or dumped."""
         return True
 
     def run(self, program: Program) -> Program:
-        """The program after this pass. Raises ShardcError, all at once, for what it cannot do."""
+        """Return the program after this pass. Raises ShardcError with all faults at once."""
         raise NotImplementedError

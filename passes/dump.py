@@ -1,4 +1,4 @@
-"""Numbered texts of the program after every pass, and the differences between them."""
+"""Write numbered texts of the program after every pass, and the differences between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardc.ir.program import Program
 
 
 def dump(folder: Path, number: int, name: str, program: Program, before: str) -> str:
-    """Write `NN-name.txt`, and `NN-name.diff` against the text before it. Returns the new text."""
+    """Write `NN-name.txt`, and `NN-name.diff` against the text before it, and return the new text."""
     folder.mkdir(parents=True, exist_ok=True)
     text = emit.text(program, full=True)
     (folder / f"{number:02d}-{name}.txt").write_text(text)
@@ -20,7 +20,7 @@ def dump(folder: Path, number: int, name: str, program: Program, before: str) ->
 
 
 def diff(old: str, new: str) -> str:
-    """Unified difference of two program texts."""
+    """Return the unified difference of two program texts."""
     return "".join(
         difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), "before", "after", n=2)
     )

@@ -1,12 +1,11 @@
-"""Capacity of experts: drop the choices of an expert that are above its limit (`experts: [{capacity: 1.25}]`).
+"""Drop the choices of an expert that are above its capacity (`experts: [{capacity: 1.25}]`).
 
     before   y    = experts(x, index, weights, up, down, ...)       index: i64[t, k], the experts that tokens chose
     after    kept = experts_keep(index, 8, 40)                      of each expert the first 40 choices of the batch
              y    = experts(x, kept, weights, up, down, ...)
 
-With `per: microbatch` the limit counts for each microbatch by itself, which is the same rows of every rank's part of
-the batch: index is then seen as [ranks, microbatches, ..., k], with the microbatches outermost while choices are
-counted.
+With `per: microbatch` the limit applies to each microbatch separately. A microbatch has the same rows of every rank's
+part of the batch, so index is seen as [ranks, microbatches, ..., k], with microbatches outermost while it counts.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ _RESHAPE, _PERMUTE = torch.ops.aten.reshape.default, torch.ops.aten.permute.defa
 
 @dataclass(frozen=True)
 class ExpertCapacity(Pass):
-    """Drops the choices that are above an expert's capacity, in a canonical graph. Raises ShardcError for a capacity
-    that microbatches cannot keep.
-    """
+    """Drops choices above an expert's capacity. Raises ShardcError for one that microbatches cannot keep."""
 
     def applies(self, program: Program) -> bool:
         return any(entry.capacity is not None for entry in self.spec.experts)
@@ -55,7 +52,7 @@ class ExpertCapacity(Pass):
         return program
 
     def _kept(self, graph: fx.Graph, index: fx.Node, experts: int, i: int, source: Source) -> fx.Node:
-        """The choices, i64[t, k], that the experts take."""
+        """Write and return the choices that the experts take, i64[t, k]."""
         entry, typed = self.spec.experts[i], index.meta["value"]
         (t, k), chunks = typed.shape, self.spec.batch.microbatches
         ranks = self.spec.data_ranks
@@ -109,6 +106,6 @@ class ExpertCapacity(Pass):
 
 
 def capacity(entry: Expert, tokens: int, choices: int, experts: int) -> int:
-    """How many choices an expert takes: its even share times the factor, rounded up."""
+    """Return how many choices an expert takes: its even share times the factor, rounded up."""
     assert entry.capacity is not None
     return max(1, math.ceil(entry.capacity * tokens * choices / experts))

@@ -1,4 +1,4 @@
-"""ForwardOnly: a program that runs nothing backward (`shardc.compile(..., forward=...)`).
+"""ForwardOnly: compile a program without a backward (`shardc.compile(..., forward=...)`).
 
     before   logits = linear(h, w)                  f32[8, 16, 512] grad
              nll = nll(logits_rows, labels_rows)    f32[128] grad
@@ -8,8 +8,8 @@
              score = reshape(neg(nll), [8, 16])     f32[8, 16]                `forward="score"`: the log-probability of
              return (None, (score,))                                          each target of the loss, and no loss
 
-So partition puts in no collectives for gradients, and nothing is kept for a backward. It stands behind annotate, which
-tells activations from masks by their gradients.
+So partition inserts no collectives for gradients, and nothing is kept for a backward. The pass runs after annotate,
+which distinguishes activations from masks by their gradients.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ _VIEWS = {aten.reshape.default, aten.view.default, aten.flatten.using_ints, aten
 
 
 def generating(spec: Spec) -> Spec:
-    """What of a spec remains where one token comes at a time: nothing that splits a sequence, or cuts a batch into
-    microbatches, and nothing that names inputs, outputs or activations of another forward.
+    """Return the part of a spec that applies when tokens are generated one at a time.
+
+    It splits no sequence, has no microbatches, and names no inputs, outputs or activations of another forward.
     """
     batch = Batch(axes=spec.batch.axes)
     return replace(spec, batch=batch, activations=(), outputs=(), sequence=None, strict=False, uneven="pad")
 
 
 def spec_of(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
-    """What of a spec a forward-only program has a use for, and a note on the rest."""
+    """Return the part of a spec that a forward-only program uses, and a note on the rest."""
     data = spec.data
     zero = data.zero if data.zero == 3 else 0
     left: dict[str, bool] = {
@@ -54,7 +55,7 @@ def spec_of(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
         "data: {offload: {optimizer: ...}}": data.offload.optimizer != "none",
         "precision: {loss_scale: ...}": spec.precision.loss_scale is not None,
     }
-    names = [name for name, there in left.items() if there]
+    names = [name for name, present in left.items() if present]
     offload = data.offload.model_copy(update={"optimizer": "none"})
     used = replace(
         spec,
@@ -70,7 +71,7 @@ def spec_of(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class ForwardOnly(Pass):
-    """Takes gradients out of the global graph; with `forward="score"`, the loss too."""
+    """Removes gradients from the global graph; with `forward="score"`, the loss too."""
 
     def applies(self, program: Program) -> bool:
         return bool(self.options.forward)
@@ -79,12 +80,12 @@ class ForwardOnly(Pass):
         graph = copy_graph(program.graph)
         outputs = program.outputs
         if self.options.forward == "score":
-            made = _score(graph)
+            scores = _score(graph)
             outputs = tuple(
                 Output(name, value_of(n).shape, value_of(n).dtype, divisor=SCORED if name == MEAN_SCORE else "")
-                for name, n in made.items()
+                for name, n in scores.items()
             )
-            graph.output_node().args = ((None, tuple(made.values())),)
+            graph.output_node().args = ((None, tuple(scores.values())),)
         for node in list(graph.nodes):
             if node.target is aten.detach.default:
                 node.replace_all_uses_with(node.args[0])
@@ -103,42 +104,43 @@ class ForwardOnly(Pass):
 
 
 def _score(graph: fx.Graph) -> dict[str, fx.Node]:
-    """The log-probabilities of the targets of the loss's cross entropy, in the form that they have in the batch; their
-    sum, and how many there are.
+    """Write and return the log-probabilities of the targets of the loss's cross entropy.
+
+    They have the targets' shape in the batch. Also returns their sum, and how many targets count.
     """
     returned: Any = graph.output_node().args[0]
-    made = behind([returned[0]])
-    found = [n for n in calls(graph) if n.target is ops.nll and n in made]
-    if len(found) != 1:
-        where = ", ".join(dict.fromkeys(str(source_of(n)) for n in found))
+    of_loss = behind([returned[0]])
+    losses = [n for n in calls(graph) if n.target is ops.nll and n in of_loss]
+    if len(losses) != 1:
+        where = ", ".join(dict.fromkeys(str(source_of(n)) for n in losses))
         raise ShardcError(
-            f"the loss has {len(found)} cross entropies of class indices ({where})"
-            if found
+            f"the loss has {len(losses)} cross entropies of class indices ({where})"
+            if losses
             else "there is no cross entropy of class indices in the loss: it does not say what is to be scored",
             where="score",
             fix="say which log-probabilities are wanted: forward=lambda output, batch:"
             " -F.cross_entropy(output.logits.flatten(0, -2), batch['labels'].flatten(), reduction='none')",
         )
-    (nll,) = found
+    (nll,) = losses
     _, target, *ignore = nll.args
     assert isinstance(target, fx.Node)
-    each, shape = value_of(nll), _unflattened(target)
+    per_target, shape = value_of(nll), _unflattened(target)
     with graph.inserting_before(graph.output_node()):
-        score = _node(graph, aten.neg.default, (nll,), SCORE, each, nll)
-        wide = replace(each, dtype=torch.float64)
+        score = _node(graph, aten.neg.default, (nll,), SCORE, per_target, nll)
+        wide = replace(per_target, dtype=torch.float64)
         summed = _node(graph, aten._to_copy.default, (score,), "score_wide", wide, nll, dtype=wide.dtype)
         summed = _node(graph, aten.sum.default, (summed,), "score_sum", replace(wide, shape=()), nll)
         counted = Value(value_of(target).shape, torch.bool)
         count = _node(graph, aten.ne.Scalar, (target, *(ignore or (-100,))), "scored", counted, nll)
         count = _node(graph, aten.sum.default, (count,), "score_count", Value((), torch.int64), nll)
-        if shape != each.shape:
-            rows = replace(each, shape=shape)
+        if shape != per_target.shape:
+            rows = replace(per_target, shape=shape)
             score = _node(graph, aten.reshape.default, (score, list(shape)), "score_rows", rows, nll)
     return {SCORE: score, MEAN_SCORE: summed, SCORED: count}
 
 
 def _unflattened(target: fx.Node) -> tuple[int, ...]:
-    """The shape of the targets before they were flattened to rows."""
+    """Return the shape of the targets before they were flattened to rows."""
     while target.target in _VIEWS:
         (before,) = operands_of(target)
         if len(value_of(before).shape) < len(value_of(target).shape):

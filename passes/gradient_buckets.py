@@ -1,26 +1,4 @@
-"""Buckets: group the gradients that ranks sum, in the order in which backward finishes them; shard the buckets (ZeRO).
-
-    before   wte.weight       reduce (dp)        order 2
-             h.0.qkv.weight   reduce (dp)        order 1
-             ln_f.weight      reduce (dp, tp)    order 0
-    after    bucket 0 over (dp, tp): ln_f.weight       bucket 1 over (dp): h.0.qkv.weight, wte.weight
-
-What sums them while backward runs is shardc.runtime.zero.buckets; what gathers ahead in backward,
-shardc.runtime.zero.gather.
-
-A parameter's gradient is finished when backward has run the op that used it *first* in forward, which the graph shows;
-so there is no warm-up step and no rebuilding (compare torch's DDP: Li et al. 2020, "PyTorch Distributed", section
-3.2.3).
-
-At zero >= 1 a bucket's flat buffer is sharded over the data axis, and ops read its parameters where they are whole:
-
-    zero 3      bucket1 = ops.gather_start((wte_weight, h_0_qkv_weight), 'bucket1')     all_gather in the background,
-                bucket0 = ...                                                           `prefetch` buckets ahead
-                bucket1_whole = ops.gather_wait(bucket1)          before the first use; freed after the last one
-                wte_weight_whole = bucket1_whole[0]
-    zero 1-2    bucket1_whole = ops.updated((wte_weight, h_0_qkv_weight), 'bucket1')    waits for the gather that
-                                                                                        followed the last update
-"""
+"""Group the gradients that ranks sum into buckets, in the order of backward, and shard these (ZeRO)."""
 
 from __future__ import annotations
 
@@ -49,7 +27,7 @@ from shardc.runtime.zero.flat_partition import Flat
 from shardc.torch_private import add_node
 
 _CAST = torch.ops.aten._to_copy.default
-#: Ops that round weights that they read: places of these, and of their largest values, among the arguments.
+#: Ops that round the weights that they read: argument places of (weight, its largest values).
 WEIGHTS: dict[Any, tuple[tuple[int, int], ...]] = {
     ops.fp8_linear: ((1, 2),),
     ops.fp8_experts: ((3, 9), (4, 10)),
@@ -59,15 +37,15 @@ WEIGHTS: dict[Any, tuple[tuple[int, int], ...]] = {
 
 @dataclass(frozen=True)
 class GradientBuckets(Pass):
-    """Lifts the parameters' gradient reductions out into buckets, and shards the buckets over a data axis.
+    """Moves the reductions of parameters' gradients into buckets, and shards the buckets over a data axis.
 
-    Of several data axes a bucket is sharded over one, the innermost over which its parameters are not split already,
-    and replicated over the others. So with `axis: [dp, ep]` experts are sharded over dp, and all else over ep. Without
-    `data.axis`, they are the mesh's axes dp and dp_*, or, where there are none, those of `sequence`.
+    With several data axes, a bucket is sharded over the innermost axis that does not already split its parameters, and
+    replicated over the others. So with `axis: [dp, ep]` experts are sharded over dp, and all else over ep. Without
+    `data.axis`, the axes are dp and dp_*, or, without those, the axes of `sequence`.
     """
 
     def _shard_axes(self) -> tuple[str, ...]:
-        """The axes over which buckets may be sharded, innermost first."""
+        """Return the axes over which buckets may be sharded, innermost first."""
         axes = self.spec.data.axis or tuple(n for n in self.spec.mesh.names if n == "dp" or n.startswith("dp_"))
         if not axes and self.spec.sequence is not None:
             axes = self.spec.sequence.axis
@@ -97,7 +75,7 @@ class GradientBuckets(Pass):
 
         reduce = {p.name: reduced(p) for p in program.params}
         buckets = self._buckets(finish, reduce, uses, axes, mesh)
-        # the engine starts buckets in one order on all ranks: the one in which their last gradients finish
+        # the engine starts buckets in the same order on all ranks: by when their last gradient finishes
         buckets.sort(key=lambda b: (b.late, max(order[n] for n in b.params)))
         index = {name: i for i, b in enumerate(buckets) for name in b.params}
         params = tuple(
@@ -120,10 +98,10 @@ class GradientBuckets(Pass):
         axes: tuple[str, ...],
         mesh: Mesh,
     ) -> list[Bucket]:
-        """params: in the order in which their gradients finish; reduce: over which axes each is summed."""
+        """Fill buckets with parameters in the order in which gradients finish. reduce: the axes of each sum."""
         section, summed_in = self.spec.data, dtype_of(self.spec.precision.reduce)
         buckets: list[Bucket] = []
-        filling: list[tuple[list[str], list[Rounded]]] = []  # of each bucket: its parameters, how they are rounded
+        filling: list[tuple[list[str], list[Rounded]]] = []  # for each bucket: its parameters, and how they are rounded
         open_at: dict[Hashable, tuple[int, int]] = {}
         sizes: dict[tuple[Any, ...], int] = {}  # by layouts' identity, too
         for p in params:
@@ -139,8 +117,7 @@ class GradientBuckets(Pass):
             size = sizes[of]
             compute = uses.dtype(p) if zero else None
             rounded = uses.rounded(p.name) if zero == 3 else None
-            # parameters of one dtype together; where they are gathered, not with those that are needed at other times
-            # or not at all
+            # parameters of one dtype together; gathered ones only with those that are needed at the same time
             key = (
                 over,
                 p.dtype,
@@ -181,9 +158,7 @@ class GradientBuckets(Pass):
         ]
 
     def _cut(self, p: Param, reduce: tuple[str, ...], axes: tuple[str, ...], mesh: Mesh) -> str:
-        """The axis over which a parameter is cut, the first of these; "" if there is none: one that is split over an
-        axis, or a digit of it, is not cut there again.
-        """
+        """Return the first of these axes that does not split a parameter yet; "" if there is none."""
 
         def whole(axis: str) -> bool:
             parts = mesh.parts(axis)
@@ -194,20 +169,18 @@ class GradientBuckets(Pass):
         return axis if axis and self._shards(axis, mesh) else ""
 
     def _shards(self, axis: str, mesh: Mesh) -> bool:
-        """Parameters outside of the device (`offload`) are gathered from a data axis of one rank too."""
+        """Return whether a data axis shards: it has several ranks, or parameters are offloaded."""
         return mesh.size(axis) > 1 or self.spec.data.offload.parameters != "none"
 
     def _zero(self, p: Param, uses: _Uses) -> int:
-        """What is kept cut of a parameter that can be."""
+        """Return the ZeRO level of a parameter that can be cut."""
         zero = self.spec.data.zero
         return zero if zero == 3 or (p.requires_grad and p.name in uses.first) else 0
 
     # --- where parameters are whole
 
     def _whole(self, stage: int, program: Program, uses: _Uses) -> fx.Graph:
-        """A copy of a stage's graph in which ops take the parameters of cut buckets from
-        `gather_wait` and `updated`.
-        """
+        """Return a copy of a stage's graph whose ops read cut buckets through `gather_wait` and `updated`."""
         copy = copy_graph(program.stages[stage].graph)
         nodes = {n.name: n for n in copy.nodes}
         position = {n: i for i, n in enumerate(copy.nodes)}.__getitem__
@@ -227,7 +200,7 @@ class GradientBuckets(Pass):
             b = program.buckets[i]
             before = copy.create_node(
                 "call_function", operator.pos, (), {}
-            )  # holds the place: users that are casts go away
+            )  # keeps the place, because users that are casts are erased
             user.prepend(before)
             with copy.inserting_before(before):
                 if b.zero == 3:
@@ -275,35 +248,33 @@ def _node(
 
 
 def _read_otherwise(p: Param, compute: torch.dtype, user: fx.Node) -> ShardcError:
-    """Of a program that takes the buckets of another one: what that one reads in fewer bits is gathered in them."""
+    """Return the error that a parameter is read in another dtype than the bucket of the other program has."""
     fault = f"{p.fqn} is gathered in {compute}, as the running program reads it, and here {user.target} reads all of it"
     fix = "read it in one dtype alike, in training and otherwise; or data: {zero: 2}, which gathers nothing"
     return ShardcError(fault, where=source_of(user).line, fix=fix)
 
 
 def _types(program: Program, b: Bucket) -> tuple[Value, ...]:
-    """What ops get of a bucket."""
+    """Return the types in which ops read a bucket's parameters."""
     params = (program.placed_params[n] for n in b.params)
     return tuple(replace(p.value, dtype=b.compute or p.dtype) for p in params)
 
 
 def _rounding(param: Sequence[fx.Node]) -> Rounded | None:
-    """How all that reads a parameter, or casts of it, rounds it; None if something does not, or not alike. param: its
-    placeholders in the stages that take it.
-    """
-    found: set[Rounded | None] = set()
+    """Return how all readers of a parameter, or of its casts, round it; None if they do not agree."""
+    roundings: set[Rounded | None] = set()
     dtypes: set[Any] = set()
     for node in param:
         readers = list(node.users)
         casts = [r for r in readers if r.target is _CAST]
         dtypes |= {r.kwargs.get("dtype") if r in casts else None for r in readers}
         pairs = [(r, node) for r in readers if r.target is not _CAST] + [(u, c) for c in casts for u in c.users]
-        found |= {how_rounded(r, x) for r, x in pairs}
-    return next(iter(found)) if len(found) == 1 == len(dtypes) else None
+        roundings |= {how_rounded(r, x) for r, x in pairs}
+    return next(iter(roundings)) if len(roundings) == 1 == len(dtypes) else None
 
 
 def how_rounded(reader: fx.Node, x: fx.Node | None) -> Rounded | None:
-    """How an op rounds x, which it reads; None if it does something else with it."""
+    """Return how an op that reads x rounds it; None if it does something else with it."""
     if reader.target is ops.fp8_amax:
         axes: Any = ()
         rounds = reader
@@ -320,20 +291,21 @@ def how_rounded(reader: fx.Node, x: fx.Node | None) -> Rounded | None:
 
 
 def _format(reader: fx.Node, x: fx.Node | None, amax: fx.Node) -> str:
-    """To what an op rounds x by these largest values; "" if it does not."""
+    """Return the format to which an op rounds x by these largest values; "" if it does not."""
     pairs = ((at, scales) for at, scales in WEIGHTS.get(reader.target, ()) if reader.args[at] is x)
     return "e4m3" if any(reader.args[scales] is amax for _, scales in pairs) else ""
 
 
 def _cast_to(user: fx.Node) -> torch.dtype | None:
-    """The dtype of a cast; None of anything else."""
+    """Return the dtype of a cast; None for anything else."""
     dtype = user.kwargs.get("dtype") if user.target is _CAST and len(user.kwargs) == 1 else None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 class _Uses:
-    """Where parameters are used in the stages' graphs, one after the other. first: position of a parameter's first
-    user; end: after all.
+    """Where parameters are used in the stages' graphs, one after the other.
+
+    first: position of a parameter's first user. end: position after all stages.
     """
 
     def __init__(self, program: Program) -> None:
@@ -362,17 +334,18 @@ class _Uses:
         return [self._first_user[stage, p] for p in params if (stage, p) in self._first_user]
 
     def dtype(self, p: Param) -> torch.dtype | None:
-        """The dtype in which all ops want a parameter, where that is a narrower one than it has: nobody gathers
-        quantised numbers in the dtype of products.
+        """Return the dtype in which all ops read a parameter, if it is not wider than the parameter's.
+
+        Then the gather sends this dtype.
         """
         dtypes = self._casts.get(p.name, {None})
-        found = next(iter(dtypes)) if len(dtypes) == 1 else None
-        return found if found is not None and found.itemsize <= p.dtype.itemsize else None
+        common = next(iter(dtypes)) if len(dtypes) == 1 else None
+        return common if common is not None and common.itemsize <= p.dtype.itemsize else None
 
     def rounded(self, param: str) -> Rounded | None:
-        """How a parameter, or its cast, is rounded to float8, where nothing else is done with it."""
+        """Return how a parameter, or its cast, is rounded to float8, if nothing else reads it."""
         return self._rounded.get(param)
 
     def far(self, param: str) -> bool:
-        """Whether it is used again much later, as a tied embedding: its whole bucket would stay gathered as long."""
+        """Return whether it is used again much later, as a tied embedding: its bucket would stay gathered."""
         return self._last.get(param, 0) - self.first.get(param, 0) > self.end // 4

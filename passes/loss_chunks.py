@@ -1,4 +1,4 @@
-"""LossChunks: a linear layer and the cross entropy of its result, in chunks of rows (`loss: {chunks: 8}`).
+"""LossChunks: compute a linear layer and its cross entropy in chunks of rows (`loss: {chunks: 8}`).
 
     before   logits = linear(h, w)                           bf16[8, 2048, 128256]
              logits_f32 = _to_copy(logits, dtype=float32)
@@ -8,8 +8,8 @@
              nll_stats = linear_nll(h_rows, w, None, labels, ..., 8, float32)      f32[2, 16384]
              nll = nll_alone(nll_stats, labels)
 
-What stands between the two and only moves rows (views, slices, casts) is done with the layer's input instead. Where
-the classes are split (vocabulary parallel), `linear_nll` gives each rank's own normaliser, and sums over ranks stay:
+Ops between the two that only move rows (views, slices, casts) are applied to the layer's input instead. With split
+classes (vocabulary parallel), `linear_nll` returns each rank's own normaliser, and the sums over ranks stay:
 
     before   top = all_reduce_max(nll_max(rows))             after    top = all_reduce_max(nll_top(nll_stats))
              parts = all_reduce(nll_parts(rows, ..., top))            parts = all_reduce(nll_exp(nll_stats, top))
@@ -35,7 +35,7 @@ from shardc.runtime import ops
 from shardc.runtime.ops.factors import multiplies
 
 aten = torch.ops.aten
-#: Where the spec does not say how many chunks a score has: at least so many, and at most so many logits in each.
+#: For a score without `loss.chunks`: at least FEWEST chunks, and at most LOGITS logits in each.
 FEWEST, LOGITS = 8, 2**24
 _VIEWS = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
 _SAME = {aten.clone.default, aten.contiguous.default, aten.alias.default}
@@ -43,16 +43,16 @@ _SAME = {aten.clone.default, aten.contiguous.default, aten.alias.default}
 
 @dataclass(frozen=True)
 class LossChunks(Pass):
-    """Computes the losses behind linear layers in `loss.chunks` chunks. Notes those for which it cannot."""
+    """Computes the losses after linear layers in `loss.chunks` chunks. Notes those for which it cannot."""
 
     def applies(self, program: Program) -> bool:
         return self.spec.loss.chunks > 1 or self.options.forward == "score"
 
     def run(self, program: Program) -> Program:
-        stages, notes, found = [], [], False
-        said = self.spec.loss.chunks > 1
+        stages, notes, reached = [], [], False
+        asked = self.spec.loss.chunks > 1
         where = f"{self.spec.where(('loss', 'chunks'))}: loss: {{chunks: {self.spec.loss.chunks}}}"
-        where = where if said else "score: the computation of a few rows of logits at a time"
+        where = where if asked else "score: the computation of a few rows of logits at a time"
         for stage in program.stages:
             graph = copy_graph(stage.graph)
             for node in [n for n in calls(graph) if n.target in (ops.nll, ops.nll_parts)]:
@@ -60,24 +60,26 @@ class LossChunks(Pass):
                 if chain.why:
                     notes.append(f"{where} does not reach {source_of(node)}: {chain.why}")
                 else:
-                    found = True
-                    chunks = self.spec.loss.chunks if said else _chunks(value_of(chain.linear), program.mesh)
+                    reached = True
+                    chunks = self.spec.loss.chunks if asked else _chunks(value_of(chain.linear), program.mesh)
                     _Writer(graph, chain, program.mesh, chunks).run()
             graph.lint()
             stages.append(replace(stage, graph=graph))
-        if said and not found and not notes:
+        if asked and not reached and not notes:
             notes.append(f"{where} finds no cross entropy of class indices: nothing is computed in chunks")
         return replace(program, stages=tuple(stages), notes=(*program.notes, *notes))
 
 
 def _chunks(logits: Value, mesh: Mesh) -> int:
-    """For a score, which computes no logits again: so many that a rank has few of them at a time."""
+    """Return the number of chunks of a score, so that a rank holds few logits at a time."""
     return max(FEWEST, -(-math.prod(logits.local_shape(mesh)) // LOGITS))
 
 
 class _Chain:
-    """What is between a linear layer and a loss. linear: the layer; moves: from it to the loss; padding: the last of
-    them, which fills padded classes, if there is one; dtype: of the logits in the loss; why: there is none because of.
+    """The ops between a linear layer and a loss.
+
+    linear: the layer. moves: the ops after it. padding: the op that fills padded classes, if any; it comes last.
+    dtype: of the logits in the loss. why: the reason why there is no such chain, or "".
     """
 
     def __init__(self, loss: fx.Node) -> None:
@@ -113,7 +115,7 @@ class _Chain:
             readers, at = {at}, before
 
     def _moves(self, n: fx.Node) -> bool:
-        """Whether an op leaves rows as they are, or moves or casts whole ones."""
+        """Return whether an op keeps rows as they are, or only moves or casts whole rows."""
         if n.op != "call_function" or not isinstance(n.args[0], fx.Node):
             return False
         before = n.args[0].meta.get("value")
@@ -154,11 +156,11 @@ class _Writer:
             self.graph.erase_node(n)
 
     def _first(self) -> set[fx.Node]:
-        """What reads the logits."""
+        """Return the ops that read the logits."""
         return set((self.chain.padding or (self.chain.moves or [self.chain.linear])[-1]).users)
 
     def _rows(self, x: fx.Node) -> fx.Node:
-        """The layer's input, moved as its result was: [rows, features]."""
+        """Apply the moves of the layer's result to its input: [rows, features]."""
         features = value_of(x).local_shape(self.mesh)[-1]
         for n in self.chain.moves:
             if n.target is aten._to_copy.default:
@@ -200,7 +202,7 @@ class _Writer:
         return self._call(ops.linear_nll, args, f"{loss.name}_stats", value, loss)
 
     def _split(self, stats: fx.Node) -> None:
-        """The same sums over ranks, of what each has for itself."""
+        """Rewrite the sums over ranks, so that they read each rank's own statistics."""
         parts = self.chain.loss
         _, target, top, _mesh, _digits, _classes, *_ = parts.args
         assert isinstance(top, fx.Node)
@@ -223,7 +225,7 @@ class _Writer:
 
 
 def _with_features(moved: Value, x: Value) -> Value:
-    """The type of the layer's input x, moved as its result was to the type `moved`."""
+    """Return the type of the layer's input x after the moves that gave its result the type `moved`."""
     last = len(moved.shape) - 1
     rows = [(a, p) for a, p in moved.layout.items if isinstance(p, Shard) and p.dim != last]
     others = [(a, p) for a, p in x.layout.items if not isinstance(p, Shard)]
@@ -231,6 +233,6 @@ def _with_features(moved: Value, x: Value) -> Value:
 
 
 def _stacked(v: Value) -> Value:
-    """The type of two of them, along a new first dim."""
+    """Return the type of two such values, stacked along a new first dim."""
     items = ((a, replace(p, dim=p.dim + 1) if isinstance(p, Shard) else p) for a, p in v.layout.items)
     return Value((2, *v.shape), v.dtype, v.requires_grad, Layout(tuple(items)))

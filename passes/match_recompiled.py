@@ -1,7 +1,7 @@
-"""Recompile for another batch size with the parameter layouts and buckets of an existing program (shardc.recompile).
+"""Compile for another batch with the parameter layouts and buckets of an existing program.
 
-For few rows, an op that is cheap to repeat may be repeated by every rank, so that a weight's gradient is whole where
-that of the other program is a summand:
+Part of shardc.recompile. With few rows, every rank may repeat a cheap op. Then a weight's gradient is whole where it
+is a partial sum in the other program:
 
     before   linear = aten.linear(x, w)              # w: f32[8, 8]         its gradient is whole on every rank
     after    w_once = ops.first_grad(w, mesh, 'dp')  # w: f32[8, 8] ~dp     the first rank's counts, the others' is zero
@@ -31,9 +31,7 @@ from shardc.runtime import ops
 
 @dataclass(frozen=True)
 class MatchRecompiled(Pass):
-    """Gives a program the parameters and buckets of `options.compatible_with`. Raises ShardcError for parameters and
-    buffers that are split in another way.
-    """
+    """Takes parameters and buckets from `options.compatible_with`. Raises ShardcError if splits differ."""
 
     def applies(self, program: Program) -> bool:
         return self.options.compatible_with is not None
@@ -43,15 +41,15 @@ class MatchRecompiled(Pass):
         assert other is not None
         program = replace(program, stages=tuple(replace(s, graph=copy_graph(s.graph)) for s in program.stages))
         errors = Errors()
-        theirs = _named(other)
+        others = _named(other)
         for name, x in _named(program).items():
-            if self.options.forward:  # it may use what a stage has on fewer of them, or not at all
+            if self.options.forward:  # it may use a parameter on fewer stages, or on none
                 used = tuple(i for i, stage in enumerate(program.stages) if x.name in stage.takes)
-                x = replace(x, stages=theirs[name].stages) if set(used) <= set(theirs[name].stages) else x
-            if not _fits(x, theirs[name]):
+                x = replace(x, stages=others[name].stages) if set(used) <= set(others[name].stages) else x
+            if not _fits(x, others[name]):
                 errors.add(
                     f"for a batch of these sizes {name} would be {_shown(x)}, but the running program has it as"
-                    f" {_shown(theirs[name])}",
+                    f" {_shown(others[name])}",
                     where="engine.step",
                     fix=f"name {name} in the spec's `shard`, and the modules that begin a stage in `pipeline.cut`",
                 )
@@ -60,13 +58,13 @@ class MatchRecompiled(Pass):
             nodes = {n.name: n for n in stage.graph.find_nodes(op="placeholder")}
             for p in program.params:
                 if p.name in nodes and p.requires_grad:
-                    _bring(stage.graph, nodes[p.name], nodes["mesh"], p, theirs[p.fqn].layout, mesh)
+                    _bring(stage.graph, nodes[p.name], nodes["mesh"], p, others[p.fqn].layout, mesh)
             stage.graph.lint()
         return replace(program, params=other.params, buckets=other.buckets)
 
 
 def _named(program: Program) -> dict[str, Param | Buffer]:
-    """Parameters and buffers of the model; constants of the graph and caches are each program's own."""
+    """Return the model's parameters and buffers by name, without graph constants and caches."""
     stored: list[Param | Buffer] = [*program.params, *program.buffers]
     return {x.fqn: x for x in stored if x.fqn and not (isinstance(x, Buffer) and x.cache)}
 
@@ -90,7 +88,7 @@ def _partial_grad_axes(layout: Layout) -> set[str]:
 
 
 def _bring(graph: fx.Graph, node: fx.Node, mesh_node: fx.Node, p: Param, layout: Layout, mesh: Mesh) -> None:
-    """Convert a parameter, or what it is cast to, from the other program's layout to the one that this graph takes."""
+    """Convert a parameter, or its cast, from the other program's layout to the one that this graph takes."""
     value = p.value
     node.meta["value"] = replace(value, layout=layout)
     missing = [a for a in mesh.names if a in _partial_grad_axes(layout) - _partial_grad_axes(p.layout)]
@@ -102,19 +100,19 @@ def _bring(graph: fx.Graph, node: fx.Node, mesh_node: fx.Node, p: Param, layout:
         if not users:
             continue
         first = next(n for n in graph.nodes if n in users)
-        mine = replace(value, dtype=x.meta["value"].dtype)
+        typed = replace(value, dtype=x.meta["value"].dtype)
         if x is not node:
-            x.meta["value"] = replace(mine, layout=layout)
+            x.meta["value"] = replace(typed, layout=layout)
         with graph.inserting_before(first):
             new, now = x, layout
             for axis in missing:
                 now = Layout(tuple((a, q) for a, q in now.items if a != axis))
-                new = _node(graph, ops.first_grad, (new, mesh_node, axis), f"{x.name}_once", replace(mine, layout=now))
+                new = _node(graph, ops.first_grad, (new, mesh_node, axis), f"{x.name}_once", replace(typed, layout=now))
             if extra:
                 now = Layout.of({**dict(now.items), **dict.fromkeys(extra, PARTIAL_GRAD)}, mesh)
-                new = _node(graph, ops.sum_grad, (new, mesh_node, extra), f"{x.name}_each", replace(mine, layout=now))
+                new = _node(graph, ops.sum_grad, (new, mesh_node, extra), f"{x.name}_each", replace(typed, layout=now))
                 new.meta["collective"] = Collective(
-                    "none", "all_reduce", extra, mine.nbytes(mesh), "gradients, as of the compiled batch"
+                    "none", "all_reduce", extra, typed.nbytes(mesh), "gradients, as of the compiled batch"
                 )
         for u in users:
             u.replace_input_with(x, new)

@@ -1,10 +1,11 @@
-"""How parameters are cut into the matrices of an optimizer that needs them whole: what `optimizer: {matrices: ...}`
-means for each parameter of a program (shardc.ir.matrices).
+"""Cut parameters into the matrices that an optimizer needs whole (`optimizer: {matrices: ...}`).
 
     whole      the parameter as the model has it: what one device's optimizer steps
     experts    each entry of dim 0 of a parameter of three dims or more
     heads      of weights that make queries, keys and values: each head's rows (attention ops show how many)
     {0: 3}     so many equal parts of a dim, or parts of these sizes
+
+See shardc.ir.matrices.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Matrices(Pass):
-    """Notes the cuts of every parameter; the graph stays as it is."""
+    """Records the cuts of every parameter; the graph stays the same."""
 
     def applies(self, program: Program) -> bool:
         return self.spec.optimizer.matrices is not None
@@ -44,8 +45,9 @@ class Matrices(Pass):
 
 
 def cuts_of(spec: Spec, program: Program) -> dict[str, tuple[Cut, ...]] | None:
-    """{parameter: its cuts}, of those that are cut; None where the spec has no word on it. Raises ShardcError for
-    patterns that match nothing, and cuts that do not fit.
+    """Return {parameter: its cuts} for parameters that are cut; None without `matrices` in the spec.
+
+    Raises ShardcError for patterns that match nothing, and for cuts that do not fit.
     """
     rules = spec.optimizer.matrices
     if rules is None:
@@ -56,7 +58,7 @@ def cuts_of(spec: Spec, program: Program) -> dict[str, tuple[Cut, ...]] | None:
         if not known.has_weights(pattern):
             what, fix = known.without_weights(pattern)
             errors.add(f"pattern {pattern!r} {what}", where=spec.where(("optimizer", "matrices", pattern)), fix=fix)
-    found: dict[str, tuple[Cut, ...]] = {}
+    by_param: dict[str, tuple[Cut, ...]] = {}
     for p in program.params:
         matching = [g for g in rules if any(names_weight(g, n) for n in (p.fqn, *p.names))]
         if not matching or not p.requires_grad:
@@ -71,15 +73,15 @@ def cuts_of(spec: Spec, program: Program) -> dict[str, tuple[Cut, ...]] | None:
             what = f"{p.fqn} makes no queries, keys or values of heads"
             errors.add(what, where=where, fix="name the number of its matrices, e.g. {0: 12}, or write whole")
         elif cuts:
-            found[p.name] = cuts
+            by_param[p.name] = cuts
     errors.raise_any()
-    return found
+    return by_param
 
 
 def _cuts(
     rule: str | dict[int, int | tuple[int, ...]], shape: tuple[int, ...], head: tuple[int, int] | None
 ) -> tuple[Cut, ...]:
-    """head: (dim, rows of a head in it)."""
+    """Return the cuts of a parameter by a rule. head: (dim, rows of a head in it)."""
     if isinstance(rule, dict):
         return tuple(Cut(d, _sizes(n, shape[d] if d < len(shape) else 0)) for d, n in sorted(rule.items()))
     if rule == "experts" and len(shape) > 2:
@@ -97,8 +99,8 @@ def _sizes(parts: int | tuple[int, ...], size: int) -> tuple[int, ...]:
 
 
 def head_sizes(graph: fx.Graph) -> dict[str, tuple[int, int]]:
-    """{weight: (dim, rows of a head in it)}, of the weights whose products are queries, keys or values."""
-    found: dict[str, tuple[int, int]] = {}
+    """Return {weight: (dim, rows of a head in it)} for the weights that make queries, keys or values."""
+    sizes: dict[str, tuple[int, int]] = {}
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in attention.OPS:
             continue
@@ -109,12 +111,12 @@ def head_sizes(graph: fx.Graph) -> dict[str, tuple[int, int]]:
                 if weight.meta["value"].requires_grad and dim is not None:
                     shape = weight.meta["value"].shape
                     if shape[dim] % rows == 0 and shape[dim] > rows:
-                        found[weight.name] = dim, rows
-    return found
+                        sizes[weight.name] = dim, rows
+    return sizes
 
 
 def _out_dim(weight: fx.Node) -> int | None:
-    """The dim of a weight of two dims that its product keeps."""
+    """Return the dim of a two-dim weight that its product keeps."""
     if len(weight.meta["value"].shape) != 2:
         return None
     todo = [weight]

@@ -1,4 +1,4 @@
-"""Where a step's outputs lie: split like the batch, summed over the batch's axes later, else whole on every rank."""
+"""Decide how ranks hold a step's outputs: split like the batch, summed over its axes later, or whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardc.spec import Spec
 
 
 def batch_axes(spec: Spec, mesh: Mesh) -> frozenset[str]:
-    """The axes, or digits of axes, that split the batch; microbatches among them."""
+    """Return the axes, or digits of axes, that split the batch, including the microbatch axis."""
     names = {n.partition(".")[0] for n in mesh.names}
     return frozenset(part for a in (*spec.data_axes, MICROBATCH) if a in names for part in mesh.parts(a))
 
@@ -20,8 +20,9 @@ def batch_axes(spec: Spec, mesh: Mesh) -> frozenset[str]:
 def layout_of(
     output: Output, value: Value, placements: Mapping[str, Placement], batch: frozenset[str], mesh: Mesh
 ) -> Layout:
-    """What ranks get of an output that is produced in these placements: what the spec asks for; else rows stay on their
-    ranks, and so do summands of what is small, or of microbatches; all else is made whole.
+    """Return the layout in which ranks hold an output that is produced in these placements.
+
+    The spec's choice comes first. Else rows and small partial sums stay as they are, and the rest is made whole.
     """
     elements = 1
     for n in value.shape:
@@ -37,5 +38,5 @@ def layout_of(
             return p.op == "sum" and (small or axis == MICROBATCH)
         return isinstance(p, Shard) and (axis in batch or (output.as_made and not p.padding))
 
-    own = {a: p if kept(a, p) else REPLICATE for a, p in placements.items()}
-    return Layout.of({**own, **dict(wanted.items if wanted is not None else ())}, mesh)
+    placed = {a: p if kept(a, p) else REPLICATE for a, p in placements.items()}
+    return Layout.of({**placed, **dict(wanted.items if wanted is not None else ())}, mesh)

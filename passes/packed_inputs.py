@@ -1,4 +1,4 @@
-"""PackedInputs: what products of 8 bits take is kept for backward as 8 bits.
+"""PackedInputs: keep the inputs of 8-bit products for backward as 8 bits.
 
     before   x_fp8 = fp8_round(x, x_amax, 'e4m3', (1, 1, 0))
              q = fp8_linear(x_fp8, wq, wq_amax, 'fp8-rowwise')
@@ -7,13 +7,13 @@
              q = fp8_linear(x, wq, wq_amax, 'fp8-rowwise', False, x_8)
              k = fp8_linear(x, wk, wk_amax, 'fp8-rowwise', False, x_8)
 
-So the bytes are made once for all products of an input, and are those that the kernels multiply; x itself is only what
-gradients flow through. What was rounded and then gathered (in 8 bits) is packed as it is:
+So the bytes are made once for all products of an input, and the kernels multiply these bytes. Only gradients flow
+through x itself. A value that was rounded and then gathered (in 8 bits) is packed as it is:
 
              x_8 = fp8_pack(x_fp8_whole, 'e4m3', (1, 1, 0))
              q = fp8_linear(x_fp8_whole, wq, wq_amax, 'fp8-rowwise', False, x_8)
 
-It stands behind placement: how the bytes lie is a rank's own affair, and a part of a granule has a scale of its own.
+This pass runs after placement: the order of the bytes is local to a rank, and a part of a granule has its own scale.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardc.runtime.ops.fp8.recipe import RECIPES, along
 
 @dataclass(frozen=True)
 class PackedInputs(Pass):
-    """Packs the inputs of products of 8 bits, once each."""
+    """Packs each input of 8-bit products once."""
 
     def applies(self, program: Program) -> bool:
         return self.spec.precision.products is not None
@@ -57,7 +57,7 @@ class PackedInputs(Pass):
 
 
 def _pack(n: fx.Node, packed: dict[Any, fx.Node], program: Program) -> None:
-    """Give a product its input's bytes. packed: those that there are, by input and granule."""
+    """Pass a product the packed bytes of its input. packed: bytes made so far, by input and granule."""
     x, weight, amax, recipe, *rest = n.args
     assert isinstance(x, fx.Node)
     v = value_of(x)
@@ -67,17 +67,17 @@ def _pack(n: fx.Node, packed: dict[Any, fx.Node], program: Program) -> None:
             args: tuple[Any, ...] = (x, "e4m3", granule)
             if _here_alone(x):
                 args = (x.args[0], "e4m3", granule, x.args[1])
-            made = n.graph.create_node("call_function", ops.fp8_pack, args, {}, name=f"{x.name}_8")
+            node = n.graph.create_node("call_function", ops.fp8_pack, args, {}, name=f"{x.name}_8")
         nbytes = message_bytes(v.local_shape(program.mesh), granule)
         value = Value((nbytes,), torch.uint8, False, Layout())
-        made.meta |= {"value": value, "source": source_of(n)}
-        packed[x, granule] = made
+        node.meta |= {"value": value, "source": source_of(n)}
+        packed[x, granule] = node
     through = packed[x, granule].args[0]
     n.args = (through, weight, amax, recipe, bool(rest and rest[0]), packed[x, granule])
 
 
 def _here_alone(x: fx.Node) -> bool:
-    """Is this what an op rounded here, for products alone?"""
+    """Return whether x is the result of a rounding that only products read."""
     return x.target is ops.fp8_round and all(
         u.target is ops.fp8_pack or (u.target is ops.fp8_linear and u.args[0] is x and x not in u.args[1:])
         for u in x.users

@@ -1,4 +1,4 @@
-"""Products: linear layers multiply numbers of 8 bits (`precision: {products: fp8-rowwise}`).
+"""Products: make linear layers multiply numbers of 8 bits (`precision: {products: fp8-rowwise}`).
 
     before   y = linear(x, w, b)                                bf16[8, 128, 256] grad      x: bf16[8, 128, 64]
 
@@ -9,11 +9,10 @@
              y_fp8 = fp8_grad(y,  w_amax, 'e4m3', (1, 1, 0))    bf16[8, 128, 256] grad      its gradient is rounded
              y_biased = add(y_fp8, b)
 
-It works on the graph of one device, so this is what one device computes, and all that follows splits it like anything
-else. Rounded values keep their dtype (shardc.runtime.ops.fp8 says why that loses nothing): they are sent and kept as 8
-bits, and multiplied as 8 bits where there is a kernel for it (shardc.runtime.ops.fp8.products). It stands before
-placement, as the largest values of granules that are split have to be compared over ranks, and behind all that knows
-layers by their shape.
+The pass edits the graph of one device, so one device computes the same, and later passes split it like any other ops.
+Rounded values keep their dtype, which loses nothing (shardc.runtime.ops.fp8). They are sent and kept as 8 bits, and
+multiplied as 8 bits where a kernel exists (shardc.runtime.ops.fp8.products). The pass runs before placement, because
+the largest values of split granules must be compared over ranks, and after all passes that match layers by shape.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from shardc.spec.names import Names
 aten = torch.ops.aten
 _CAST = aten._to_copy.default
 
-#: Of learned queries or places, with microbatches: one device rounds the sum of the gradients, not each of them.
+#: For learned queries or positions with microbatches: one device rounds the sum of gradients, not each of them.
 _ALIKE = "its input is the same in all microbatches, whose gradients would be rounded before they are added up"
 
 
@@ -87,7 +86,7 @@ class Products(Pass):
         return replace(program, graph=graph, notes=(*program.notes, *notes))
 
     def _check(self, program: Program, where: str) -> None:
-        """What would not be one device's numbers, and patterns that name nothing."""
+        """Raise ShardcError for settings that change one device's numbers, and for patterns without a match."""
         products = self.spec.precision.products
         assert products is not None
         if self.spec.precision.compute == "float16":
@@ -125,26 +124,26 @@ class _Chosen:
         self.params = {p.name: p for p in self.program.params if p.name not in beside}
 
     def weight(self, product: fx.Node) -> Param | None:
-        """The weight of a product, perhaps cast; None if it is none, or of a layer that is not chosen."""
+        """Return the weight of a product, perhaps cast; None if the operand is no weight of a chosen layer."""
         _, w, _ = factors(product.target, product.args)
         p = self._param(w)
         return p if p is not None and self._matches(p) else None
 
     def experts(self, node: fx.Node) -> list[Param]:
-        """The weights of experts that are chosen."""
+        """Return the expert weights that are chosen."""
         params = (self._param(node.args[at]) for at in (UP, DOWN))
         return [p for p in params if p is not None and self._matches(p)]
 
     def unfit_experts(self, node: fx.Node, recipe: str) -> str:
-        """Why experts that are chosen are not computed in 8 bits; "" if they are, or are not chosen."""
-        many = len(self.experts(node))
-        if not many:
+        """Return why chosen experts are not computed in 8 bits; "" if they are, or are not chosen."""
+        count = len(self.experts(node))
+        if not count:
             return ""
         if recipe != "fp8-rowwise":
             return f"products of experts are not written for {recipe}"
         if node.args[UP_BIAS] is not None or node.args[DOWN_BIAS] is not None:
             return "experts with biases are not written for 8 bits"
-        if many < 2:
+        if count < 2:
             return "of experts both weights are rounded, or none"
         sizes = (n for at in (UP, DOWN) for n in value_of(node.args[at]).shape[1:])  # type: ignore[arg-type]
         if value_of(node.args[0]).dtype == torch.float16:  # type: ignore[arg-type]
@@ -164,7 +163,7 @@ class _Chosen:
 
 
 def _unfit(product: fx.Node, multiple: int) -> str:
-    """Why a product is not computed in 8 bits; "" if it is."""
+    """Return why a product is not computed in 8 bits; "" if it is."""
     x, w, _ = factors(product.target, product.args)
     if len(value_of(w).shape) != 2 or product.kwargs or len(value_of(x).shape) < 2:
         return "it is no product of rows with a matrix"
@@ -176,12 +175,12 @@ def _unfit(product: fx.Node, multiple: int) -> str:
 
 
 def _of_batch(program: Program, graph: fx.Graph) -> set[fx.Node]:
-    """What follows from the batch."""
-    inputs, found = {i.name for i in program.inputs}, set[fx.Node]()
+    """Return the nodes that depend on the batch."""
+    inputs, dependent = {i.name for i in program.inputs}, set[fx.Node]()
     for n in graph.nodes:
-        if n.name in inputs if n.op == "placeholder" else not found.isdisjoint(n.all_input_nodes):
-            found.add(n)
-    return found
+        if n.name in inputs if n.op == "placeholder" else not dependent.isdisjoint(n.all_input_nodes):
+            dependent.add(n)
+    return dependent
 
 
 def _some(names: list[str]) -> str:
@@ -191,7 +190,7 @@ def _some(names: list[str]) -> str:
 
 @dataclass
 class _Writer:
-    """Rewrites products, in a graph which it changes. made: products rewritten."""
+    """Rewrites products in its graph. made: the number of products rewritten."""
 
     graph: fx.Graph
     name: str
@@ -221,7 +220,7 @@ class _Writer:
             user.replace_input_with(node, y)
 
     def experts(self, node: fx.Node) -> None:
-        """Row by row, of the input and of the weights."""
+        """Round the input and both weights of experts row by row."""
         self.made += 1
         x, up, down = (node.args[at] for at in (0, UP, DOWN))
         assert isinstance(x, fx.Node)
@@ -235,7 +234,7 @@ class _Writer:
         node.target, node.args = ops.fp8_experts, (x8, *node.args[1:TRANSPOSED], transposed, *scales)
 
     def _amax(self, x: fx.Node, granule: tuple[int, ...], product: fx.Node) -> fx.Node:
-        """The largest values of granules; once for all products that take x."""
+        """Return the granules' largest values, computed once for all products that take x."""
         if (x, granule) not in self.found:
             v = value_of(x)
             scales = Value(granules(v.shape, granule), torch.promote_types(v.dtype, torch.float32), False)
@@ -243,14 +242,14 @@ class _Writer:
         return self.found[x, granule]
 
     def _round(self, x: fx.Node, granule: tuple[int, ...], product: fx.Node) -> fx.Node:
-        """The rounded value; once for all products that take x."""
+        """Return the rounded value, computed once for all products that take x."""
         if (x, granule, "e4m3") not in self.found:
             args = (x, self._amax(x, granule, product), "e4m3", granule)
             self.found[x, granule, "e4m3"] = self._call(ops.fp8_round, args, f"{x.name}_fp8", value_of(x), product)
         return self.found[x, granule, "e4m3"]
 
     def _behind(self, y: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
-        """A call of the type of y, behind it."""
+        """Insert a call with the type of y after y."""
         with self.graph.inserting_after(y):
             return self._call(target, args, name, value_of(y), y)
 

@@ -1,4 +1,4 @@
-"""Run passes: time them, lint their graphs, check that graphs and tables agree, and dump a numbered text of each."""
+"""Run passes: time them, lint graphs, check that graphs and tables agree, and dump a text of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardc.ir.program import Program
 from shardc.passes.dump import dump
 from shardc.runtime.stage import op_errors
 
-#: What helps where compile itself runs out of memory: it needs shapes only, and what it computes is small.
+#: The fix when compile itself runs out of memory: it needs only shapes.
 LESS_TO_COMPILE = (
     'build the model on the meta device (`with torch.device("meta")`), and give a small batch, or one on that device'
 )
@@ -25,8 +25,10 @@ LESS_TO_COMPILE = (
 
 @dataclass
 class Runner:
-    """Runs passes one by one. dump: folder for `NN-pass.txt` and `NN-pass.diff`; on_pass: called with the name of each
-    pass as it begins. seconds: measured, by pass.
+    """Runs passes one by one.
+
+    dump: folder for `NN-pass.txt` and `NN-pass.diff`. on_pass: called with each pass's name when it begins.
+    seconds: measured, by pass.
     """
 
     dump: Path | None = None
@@ -36,9 +38,7 @@ class Runner:
     _last: str = ""
 
     def run(self, name: str, work: Callable[..., Program], *args: Any) -> Program:
-        """`work(*args)`, a pass or capture, under its name. Raises ShardcError where this machine's memory is too small
-        for it.
-        """
+        """Run a pass or capture under its name. Raises ShardcError if this machine has too little memory."""
         if self.on_pass:
             self.on_pass(name)
         start = time.perf_counter()
@@ -67,8 +67,9 @@ class Runner:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """While open, Python's cyclic garbage collector is off: passes make many objects and little garbage, and every
-    collection visits all of torch's objects, which costs a tenth of a small model's compile time.
+    """Turn Python's cyclic garbage collector off in this context.
+
+    Passes make little garbage, and collections visit all of torch's objects: a tenth of a small model's compile time.
     """
     was = gc.isenabled()
     gc.disable()
@@ -80,7 +81,7 @@ def uncollected() -> Iterator[None]:
 
 
 def check_placeholders(graph: fx.Graph, program: Program, *, piped: bool) -> None:
-    """Assert that a graph takes what its program's tables list, in order. piped: it is one stage of a pipeline."""
+    """Assert that a graph takes what the program's tables list, in order. piped: it is one pipeline stage."""
     names = [n.name for n in graph.nodes if n.op == "placeholder" and "collective" not in n.meta]
     expected = ["mesh", "rng", *(x.name for xs in (program.params, program.buffers, program.inputs) for x in xs)]
     if piped:  # a stage takes what it uses
@@ -89,9 +90,9 @@ def check_placeholders(graph: fx.Graph, program: Program, *, piped: bool) -> Non
 
 
 def check(graph: fx.Graph, *, typed: bool) -> None:
-    """Assert what holds for every graph (see shardc.ir.program): lint, metadata on every op.
+    """Assert what holds for every graph (see shardc.ir.program): lint, and metadata on every op.
 
-    typed: every op has a value. A captured graph still has ops without one, asserts, which canonical drops.
+    typed: every op has a value. A captured graph still has asserts, ops without a value; canonical drops them.
     """
     graph.lint()
     for node in graph.nodes:

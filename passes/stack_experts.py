@@ -1,11 +1,11 @@
-"""Stack experts: parameters of a model that has each expert's by itself become one, so that ranks can share them out.
+"""Stack the separate parameters of experts into one, so that ranks can split it by expert.
 
     before   up = stack([experts_0_w1, experts_1_w1, ...])        f32[128, 64] each
              y  = experts(x, index, weights, up, ...)
     after    y  = experts(x, index, weights, experts_w1, ...)     one f32[8, 128, 64], whose members keep their names
 
-Only for experts that `experts:` names. In the state_dict, in checkpoints and exported files the members are by
-themselves, as the model has them (shardc.ir.stored.Stored).
+Only experts that `experts:` names are stacked. The state_dict, checkpoints and exported files keep the members
+separate, as the model has them (shardc.ir.stored.Stored).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CAST = aten._to_copy.default
 
 @dataclass(frozen=True)
 class StackExperts(Pass):
-    """One parameter in the place of a stack of those that nothing else uses."""
+    """Replaces each stack of parameters that nothing else uses by one parameter."""
 
     def applies(self, program: Program) -> bool:
         return bool(self.spec.experts) and bool(program.graph.find_nodes(op="call_function", target=aten.stack.default))
@@ -53,9 +53,9 @@ def _stacked(program: Program, stack: fx.Node) -> Program:
     members = [by_name.get(n.name) for n in nodes]
     params = [p for p in members if p is not None]
     alone = all(len(n.users) == 1 for n in (*nodes, *entries)) and len(set(nodes)) == len(nodes)
-    alike = len({(p.dtype, p.requires_grad) for p in params}) == 1 and not any(p.aliases for p in params)
+    uniform = len({(p.dtype, p.requires_grad) for p in params}) == 1 and not any(p.aliases for p in params)
     dim = stack.args[1] if len(stack.args) > 1 else stack.kwargs.get("dim", 0)
-    if len(params) != len(nodes) or not alone or not alike or dim != 0:
+    if len(params) != len(nodes) or not alone or not uniform or dim != 0:
         return program
     graph, first = program.graph, nodes[0]
     with graph.inserting_before(first):
@@ -85,7 +85,7 @@ def _stacked(program: Program, stack: fx.Node) -> Program:
 
 
 def _pattern(names: Sequence[str], mark: str) -> str:
-    """What names have in common, with a * for the rest: moe.experts.*.w1.weight"""
+    """Return what names have in common, with a * for the rest: moe.experts.*.w1.weight"""
     parts = [n.split(mark) for n in names]
     if len({len(p) for p in parts}) > 1:
         return f"{names[0]}{mark}*"

@@ -1,4 +1,4 @@
-"""Ops without a rule: refused, or with `unknown_ops: replicate` run whole by every rank, which a note says."""
+"""Refuse ops without a rule, or run them whole on every rank (`unknown_ops: replicate`) with a note."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardc.ir.program import Program
 from shardc.passes.base import Pass
 from shardc.rules.core import registry
 
-#: What to write instead of an op, by a part of its name.
+#: What to write instead of an op, by a part of the op's name.
 ALTERNATIVES = {
     "grouped_mm": (
         "write the layer with one op: shardc.nn.experts(x, index, weights, up, down) in a model of your own"

@@ -1,4 +1,4 @@
-"""Notes on mesh axes that nothing is sharded over: their ranks do redundant work."""
+"""Note the mesh axes that nothing is sharded over: their ranks do redundant work."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from shardc.spec import Spec
 
 @dataclass(frozen=True)
 class UnusedAxes(Pass):
-    """Adds a note for each axis of more than one rank that no layout, collective, bucket, pipeline or expert uses: its
-    spec line, and what would use it.
-    """
+    """Adds a note for each axis that nothing uses: its spec line, and what could use it."""
 
     def run(self, program: Program) -> Program:
         unused = {axis: size for axis, size in self.spec.mesh.axes if size > 1}
@@ -29,7 +27,7 @@ class UnusedAxes(Pass):
 
 
 def _used(program: Program) -> Iterator[str]:
-    """The axes that a program uses; digits and parts of axes among them."""
+    """Yield the axes that a program uses, including digits and parts of axes."""
     yield program.axis
     for x in program.stored:
         yield from _split(x.layout)

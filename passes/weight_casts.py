@@ -3,8 +3,8 @@
     before   w_bf16 = _to_copy(w, dtype=bfloat16)                       a copy for each microbatch, until its backward
     after    w_bf16 = cast_once(w, mesh, bfloat16, tag='w_bf16')        one copy, made once a step
 
-What a recomputed region casts stays as it is: it is computed again, and no microbatch keeps it. Sharded buckets whose
-ops all want one other dtype have no casts: their flat buffer is in that dtype (shardc.passes.gradient_buckets).
+Casts in a recomputed region stay: backward computes them again, and no microbatch keeps them. A sharded bucket whose
+ops all read one other dtype has no casts: its flat buffer has that dtype (shardc.passes.gradient_buckets).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardc.passes.base import Pass
 from shardc.runtime import ops
 
 _CAST = torch.ops.aten._to_copy.default
-#: What gives the parameters of a sharded bucket.
+#: Ops that return the parameters of a sharded bucket.
 _WHOLE = {ops.updated, ops.gather_wait}
 
 
@@ -45,7 +45,7 @@ class WeightCasts(Pass):
 
 
 def _casts(graph: fx.Graph, program: Program) -> list[fx.Node]:
-    """The casts of parameters whose results are kept for backward."""
+    """Return the casts of parameters whose results are kept for backward."""
     params = {p.name for p in program.params}
     parents = {r.name: r.parent for r in program.regions}
     return [
@@ -56,7 +56,7 @@ def _casts(graph: fx.Graph, program: Program) -> list[fx.Node]:
 
 
 def _is_weight(x: object, params: set[str]) -> bool:
-    """Whether this is a parameter, or one that a sharded bucket gives whole."""
+    """Return whether a node is a parameter, or a whole parameter that comes from a sharded bucket."""
     assert isinstance(x, fx.Node)
     if x.op == "placeholder":
         return x.name in params
@@ -64,7 +64,7 @@ def _is_weight(x: object, params: set[str]) -> bool:
 
 
 def _kept(n: fx.Node, parents: dict[str, str]) -> bool:
-    """Whether no region around it computes it again. parents: each region's outer one."""
+    """Return whether no region around a node recomputes it. parents: each region's outer region."""
     region = n.meta.get("region", "")
     while region and region in n.meta.get("kept", ()):
         region = parents[region]

@@ -33,8 +33,8 @@ def first_failed(ranks: list[subprocess.Popen[bytes]], said: Callable[[int], str
         if killed and all(_lost_peer(said(r)) for r in failed):
             return killed[0]
         failed = [*failed, *late]
-    own = [r for r in failed if ranks[r].returncode != GAVE_UP and not _lost_peer(said(r))]
-    return (own or failed)[0]
+    culprits = [r for r in failed if ranks[r].returncode != GAVE_UP and not _lost_peer(said(r))]
+    return (culprits or failed)[0]
 
 
 def _lost_peer(said: str) -> bool:

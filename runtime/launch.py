@@ -86,14 +86,14 @@ def join_slurm() -> None:
             ) from e
         env["MASTER_ADDR"] = nodes.stdout.split()[0]
     env.setdefault("MASTER_PORT", str(20000 + (int(env["SLURM_JOB_ID"]) + int(env.get("SLURM_STEP_ID", "0"))) % 20000))
-    here = env.get(
+    tasks = env.get(
         "SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]
     )  # "4", "4(x2)", "4,3": the fullest node decides
     env |= {
         "RANK": env["SLURM_PROCID"],
         "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": env["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(max(int(n) for n in re.findall(r"(?:^|,)(\d+)", here))),
+        "LOCAL_WORLD_SIZE": str(max(int(n) for n in re.findall(r"(?:^|,)(\d+)", tasks))),
     }
 
 
@@ -230,14 +230,14 @@ def launch(
 
         try:
             for r in range(world):
-                mine = {**env, "RANK": str(r), "LOCAL_RANK": str(r)}
+                rank_env = {**env, "RANK": str(r), "LOCAL_RANK": str(r)}
                 out = stdout if r == 0 or not quiet_others else subprocess.DEVNULL
                 # separate sessions: a Ctrl-C reaches only the launcher, which ends them in order
                 with logs[r].open("wb") as err:
                     ranks.append(
                         subprocess.Popen(
                             command,
-                            env=mine,
+                            env=rank_env,
                             stdout=out,
                             stderr=err,
                             start_new_session=True,

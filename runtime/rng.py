@@ -236,8 +236,8 @@ def indices(
     Padding has the index of some real element.
     """
     total = torch.zeros((), dtype=index_type(shape), device=device)
-    for d, own in enumerate(index_vectors(shape, digits, mesh, device, paddings)):
-        total = total + own.reshape(-1, *[1] * (len(shape) - 1 - d))
+    for d, vector in enumerate(index_vectors(shape, digits, mesh, device, paddings)):
+        total = total + vector.reshape(-1, *[1] * (len(shape) - 1 - d))
     return total
 
 
@@ -253,13 +253,13 @@ def index_vectors(
     vectors: list[Tensor] = []
     stride = 1
     for d in reversed(range(len(shape))):
-        own = torch.arange(shape[d], dtype=index_type(shape), device=device)
+        vector = torch.arange(shape[d], dtype=index_type(shape), device=device)
         for _, padding, blocks in (p for p in paddings if p[0] == d):
-            own = widen(own, Shard(0, 1, (), padding, blocks))
+            vector = widen(vector, Shard(0, 1, (), padding, blocks))
         # inner digits first, as in Layout.local
         for x in sorted((x for x in map(Digit._make, digits) if x.dim == d), key=lambda x: -abs(x.split)):
-            own = chunks(own, Shard.of_signed(0, x.split, x.sections), mesh.size(x.axis))[mesh.coordinate(x.axis)]
-        vectors.append(own * stride)
+            vector = chunks(vector, Shard.of_signed(0, x.split, x.sections), mesh.size(x.axis))[mesh.coordinate(x.axis)]
+        vectors.append(vector * stride)
         stride *= shape[d]
     return vectors[::-1]
 

@@ -76,8 +76,8 @@ _INSTEAD = dict.fromkeys(
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
-        said = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise AttributeError(f"module 'shardc' has no attribute {name!r}{said}")
+        hint = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module 'shardc' has no attribute {name!r}{hint}")
     value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

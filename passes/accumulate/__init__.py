@@ -1,8 +1,8 @@
-"""Accumulate: a step in microbatches, one after the other, that equals the step at once (`batch: {microbatches: m}`).
+"""Accumulate: run a step in microbatches, in turn, with the same result (`batch: {microbatches: m}`).
 
-Microbatches are placed as one more mesh axis, the innermost that splits the batch. The collectives that partition then
-inserts over it say what a step needs of *all* its rows; this pass replaces each kind by something that one process does
-in time instead of m ranks at once:
+Microbatches are placed as one more mesh axis, the innermost that splits the batch. The collectives that partition
+inserts over it show what a step needs of *all* its rows. This pass replaces each kind by an equivalent that one process
+computes in time instead of m ranks at once:
 
     before   n     = sum(labels != -100)                       +microbatch +dp      known from the batch alone
              n_sum = all_reduce(n, ("dp", "microbatch"))
@@ -15,24 +15,24 @@ in time instead of m ranks at once:
              loss  = s / n_sum                                 +dp: this rank's and this microbatch's summand; they are
                                                                added up after the last backward
 
-Means therefore weigh every counted token alike, however unevenly padding falls on microbatches, and dropout's masks are
-those of the whole batch. What is gathered of the batch (all labels, counted on each rank) comes from the prologue too:
-a sum of parts among zeros.
+So means weigh every counted token equally, however unevenly padding falls on microbatches, and dropout's masks are
+those of the whole batch. Values that are gathered of the batch (all labels, counted on each rank) also come from the
+prologue: as a sum of parts among zeros.
 
-Where something else than sums is made of a sum (a router's balance of experts: a product of two), the step runs forward
-of all microbatches once before:
+If anything but sums is computed from a sum (a router's balance of experts: a product of two), the step first runs
+forward of all microbatches once:
 
     before   loss = mul(f_sum, p_sum)
     after    f    = summed(f_sum, mesh, 1)                     f_sum, p_sum: each microbatch's summands; f, p: their
              p    = summed(p_sum, mesh, 2)                     sums over all. Backward: identity
              loss = to_partial(mul(f, p), mesh, "microbatch")  the first microbatch brings it; its gradient goes to all
 
-That is exact as long as nothing but the loss is made of it, or no gradient goes through it.
-The interpreter adds gradients up, and a buffer's new value where each microbatch has a summand of it (a moving average
-of sums over rows, `batch_norm: local`). All else that needs all rows at once (BatchNorm's statistics, contrastive
-losses) is refused, by name.
+That is exact as long as only the loss is computed from it, or no gradient goes through it.
+The interpreter adds gradients, and a buffer's new value if each microbatch has a summand of it (a moving average of
+sums over rows, `batch_norm: local`). All else that needs all rows at once (BatchNorm's statistics, contrastive losses)
+is refused, by name.
 
-one_microbatch.py writes the graph of one microbatch and the prologue; sum_after_step.py leaves the loss's sums over
+one_microbatch.py writes the graph of one microbatch and the prologue; sum_after_step.py moves the loss's sums over
 ranks to the end of the step.
 """
 
@@ -69,7 +69,7 @@ class Accumulate(Pass):
         errors = Errors()
         with errors.collect():
             graph, prologue = writer.run()
-        if errors.found:  # of an input whose rows are another dim, sums may look like sums of rows
+        if errors.found:  # if an input's rows are another dim, its sums may look like sums of rows
             errors.found[:0] = disagreements(self.spec, program).values()
             errors.raise_any()
         rest = Mesh(tuple((a, n) for a, n in mesh.axes if a != AXIS))
@@ -97,12 +97,12 @@ class Accumulate(Pass):
 
 
 def _stage_inputs(graph: fx.Graph, program: Program) -> list[Input]:
-    """The program's inputs with the layouts of a graph's placeholders."""
+    """Return the program's inputs with the layouts of a graph's placeholders."""
     nodes = placeholders(graph)
     return [replace(x, layout=nodes[x.name].meta["value"].layout) for x in program.inputs]
 
 
 def _cut(layout: Layout, mesh: Mesh) -> Shard | None:
-    """How a rank's part of an input is cut into microbatches."""
+    """Return how a rank's part of an input is cut into microbatches."""
     s = layout[AXIS]
     return replace(s, split=layout.local_split(AXIS, mesh)) if isinstance(s, Shard) else None

@@ -1,5 +1,6 @@
-"""The graph of one microbatch, from a local graph in which microbatches are an axis; and the prologue that counts what
-is known from the batch alone. What becomes of each op: `OneMicrobatch`.
+"""Write the graph of one microbatch from a local graph with an axis of microbatches, and the prologue.
+
+The prologue counts what is known from the batch alone. `OneMicrobatch` describes each op.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from shardc.rules.core import registry
 from shardc.rules.core.op_call import call_of, rounds
 from shardc.runtime import ops
 
-#: Conversions that only look at which microbatch it is, and what becomes of them. The step's loss is the sum of the
+#: Conversions that only depend on the microbatch's number, and their replacements. The step's loss is the sum of the
 #: microbatches' losses, so the step's gradient is the sum of theirs, if each op's backward is the plain derivative of
-#: what it does here: what all microbatches have alike (Replicate) has the gradient of this one alone (PartialGrad).
+#: its forward here: a value that is equal in all microbatches (Replicate) has this one's gradient (PartialGrad).
 _OF_ONE_MICROBATCH: dict[Any, Any] = {
     getattr(ops, row.op): getattr(ops, alone.op)
     for row in CONVERSIONS
     if row.forward in ("slice", "pad", "first")
     for alone in between(PartialGrad if row.source is Replicate else row.source, row.target)
 }
-#: Linear in their first operand, and blind to the axis: of a summand they give a summand. All conversions are.
+#: Linear in their first operand, and independent of the axis: a summand stays one. All conversions are.
 _LINEAR = {*CONVERTERS, ops.partial_mean, ops.select_partial, operator.getitem}
-#: A tensor and a number, added.
+#: Ops that add a number to a tensor.
 _PLUS = {torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor}
 
 
 def without_microbatches(layout: Layout) -> Layout:
-    """The layout on the other axes. Microbatches are the innermost digit of the batch: that of the others stays."""
+    """Return the layout on the other axes. Microbatches are the innermost digit of the batch: others stay."""
     return Layout(tuple((a, p) for a, p in layout.items if a != AXIS))
 
 
 def _of_one_microbatch(value: Value, mesh: Mesh) -> Value:
-    """The type of a value in one microbatch."""
+    """Return the type of a value in one microbatch."""
     s = value.layout[AXIS]
     layout = without_microbatches(value.layout)
     if not isinstance(s, Shard):
@@ -62,28 +63,28 @@ def _of_one_microbatch(value: Value, mesh: Mesh) -> Value:
 
 
 def _same_in_all(node: fx.Node) -> bool:
-    """Is what a node computes the same in all microbatches, if no microbatches had but a summand of it?"""
+    """Return whether all microbatches compute a node's value equally; only valid if it is no summand."""
     return all(v.layout[AXIS] in (REPLICATE, PARTIAL_GRAD) for v in values_of(node))
 
 
 @dataclass
 class OneMicrobatch:
-    """Writes the graph of one microbatch, and the prologue, from a local graph with an axis of microbatches.
+    """Writes one microbatch's graph, and the prologue, from a local graph with an axis of microbatches.
 
-    From front to back each op is looked at once. A conversion over the axis goes by what its operand is:
+    Each op is visited once, from front to back. A conversion over the axis is replaced according to its operand:
 
-        all_reduce, gather   made of the batch alone: `ops.total`, and what it is the total of joins the prologue; the
-                             sum over other axes, too, is done there
-        all_reduce           else: gone. The operand is this microbatch's *summand* of the value
-        sum_grad, first_grad gone: gradients add up over microbatches anyway
-        shard, pad, first    stays, and looks at the microbatch's number (`_OF_ONE_MICROBATCH`)
+        all_reduce, gather   of a value of the batch alone: `ops.total`, and its operand joins the prologue, which also
+                             sums over other axes
+        all_reduce           else: removed. The operand is this microbatch's *summand* of the value
+        sum_grad, first_grad removed: gradients add up over microbatches anyway
+        shard, pad, first    stays, and depends on the microbatch's number (`_OF_ONE_MICROBATCH`)
 
-    An op linear in its summands gives a summand (`_propagate`); what is added to one is added in the first microbatch
-    alone (`_once`). An op that is not linear gets the sum over all microbatches, `ops.summed` (`_sum`). The step's loss
-    is a summand in the end. For `loss = s_sum / n_sum` above: n_sum is a total, s_sum a summand, and a quotient is
-    linear in its first operand: so loss is a summand, as it should be.
+    An op linear in its summands returns a summand (`_propagate`); a value that is added to one is added in the first
+    microbatch alone (`_once`). An op that is not linear takes the sum over all microbatches, `ops.summed` (`_sum`). At
+    the end, the step's loss is a summand. For `loss = s_sum / n_sum` above: n_sum is a total, s_sum a summand, and a
+    quotient is linear in its first operand. So loss is a summand, as needed.
 
-    Last (sum_after_step.py), where the loss is linear in sums over other axes too, ranks keep their summands of it: its
+    Last (sum_after_step.py), if the loss is linear in sums over other axes too, ranks keep their summands of it: its
     gradient is the same, and no rank waits for others between microbatches.
     """
 
@@ -100,11 +101,11 @@ class OneMicrobatch:
         self.summands: set[fx.Node] = set()
         #: (user, summand): where a part of a sum is added to other parts, to be summed later.
         self.added_to: set[tuple[fx.Node, fx.Node]] = set()
-        #: What the prologue computes of each microbatch.
+        #: Values that the prologue computes for each microbatch.
         self.totals: list[fx.Node] = []
         #: Summand -> its sum over all microbatches, from a forward of all of them.
         self.sums: dict[fx.Node, fx.Node] = {}
-        #: Made of such sums, and the same in all microbatches; gradients go through.
+        #: Values that depend on such sums, equal in all microbatches; gradients go through.
         self.whole_sums: set[fx.Node] = set()
         self.mesh_node = next(n for n in self.graph.nodes if n.name == "mesh")
         for node in list(self.graph.nodes):
@@ -125,7 +126,7 @@ class OneMicrobatch:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """That a step takes a forward more, and for what."""
+        """A note on the extra forward that a step needs, and for which values."""
         places = dict.fromkeys(str(source_of(x)) or x.name for x in self.sums)
         twice = (
             f"{self.where}: a step runs forward of all microbatches once more before, for what is made of sums over the"
@@ -134,7 +135,7 @@ class OneMicrobatch:
         return (f"{twice} {', '.join(places)}",) if places else ()
 
     def _made_of_batch(self) -> set[fx.Node]:
-        """What follows from the batch and buffers alone, before any parameter is looked at."""
+        """Return the nodes that depend on the batch and buffers alone, not on parameters."""
         from_batch: set[fx.Node] = set()
         for n in self.graph.nodes:
             if (n.op == "placeholder" and n.name not in self.params) or (
@@ -144,7 +145,7 @@ class OneMicrobatch:
         return from_batch
 
     def _take_axis_out(self, node: fx.Node) -> bool:
-        """Take the axis out of a conversion. False: the node is gone, or an error."""
+        """Remove the axis from a conversion. Return False if the node is gone, or an error."""
         collective: Collective | None = node.meta.get("collective")
         axes: tuple[str, ...] = collective.axes if collective is not None else ()
         if node.target in (ops.sum_grad, ops.first_grad):
@@ -160,7 +161,7 @@ class OneMicrobatch:
             return False
         rest = tuple(a for a in axes if a != AXIS)
         if alone and node.args[0] in self.summands and node.target in (ops.to_partial, ops.partial_grad_to_partial):
-            self._replace_by(node, node.args[0], node)  # a part of a sum it is already
+            self._replace_by(node, node.args[0], node)  # it is already a part of a sum
             return False
         if alone:
             node.target = _OF_ONE_MICROBATCH[node.target]
@@ -179,7 +180,7 @@ class OneMicrobatch:
         return False
 
     def _over_other_axes(self, node: fx.Node, x: Any, rest: tuple[str, ...]) -> fx.Node:
-        """The conversion over the other axes only, or x if there are none. Returns the one that is left."""
+        """Restrict a conversion to the other axes, or replace it by x without any. Return what is left."""
         if rest:
             node.args = (x, *node.args[1:2], rest, *node.args[3:])
             if "collective" in node.meta:
@@ -188,7 +189,7 @@ class OneMicrobatch:
         return self._replace_by(node, x, x if node.target is ops.all_reduce else None)
 
     def _replace_by(self, node: fx.Node, x: Any, parts: fx.Node | None) -> fx.Node:
-        """Replace a node by x. parts: which of the two is one part of several, that its users sum later."""
+        """Replace a node by x. parts: which of the two is one part of several, which its users sum later."""
         assert isinstance(x, fx.Node)
         if parts is not None:
             if twice := [u for u in node.users if u in x.users]:
@@ -199,7 +200,7 @@ class OneMicrobatch:
         return x
 
     def _total_before(self, node: fx.Node, x: Any) -> fx.Node:
-        """A new op before the node: the sum of x over all microbatches."""
+        """Add an op before the node: the sum of x over all microbatches."""
         assert isinstance(x, fx.Node)
         if any(n.target is ops.total for n in behind([x])):
             self._refuse(node, node, nested=True)
@@ -209,7 +210,7 @@ class OneMicrobatch:
         return total
 
     def _total_over(self, node: fx.Node, rest: tuple[str, ...]) -> None:
-        """A sum of what is known from the batch alone: over all microbatches, and once a step over the other axes."""
+        """Replace a sum known from the batch alone by its total: over microbatches, and once over other axes."""
         total = self._total_before(node, node.args[0])
         if rest:
             total.args = (*total.args, rest)
@@ -219,7 +220,7 @@ class OneMicrobatch:
         self.graph.erase_node(node)
 
     def _gather_in_prologue(self, node: fx.Node) -> None:
-        """All microbatches' parts in one: each among zeros, and their sum. Truth values are counted."""
+        """Gather all microbatches' parts: put each among zeros, and sum them. Truth values are counted."""
         x, value = node.args[0], node.meta["value"]
         assert isinstance(x, fx.Node)
         dtype = torch.uint8 if value.dtype == torch.bool else value.dtype
@@ -238,7 +239,7 @@ class OneMicrobatch:
     def _before(
         self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, value: Value, **kwargs: Any
     ) -> fx.Node:
-        """A new op before a node, known from the batch alone."""
+        """Add an op before a node; it is known from the batch alone."""
         with self.graph.inserting_before(node):
             new = self.graph.create_node("call_function", target, args, kwargs, name=name)
         new.meta = {"value": value, "source": source_of(node)}
@@ -248,9 +249,7 @@ class OneMicrobatch:
     # --- sums over the microbatches, of which each has a summand
 
     def _propagate(self, node: fx.Node) -> None:
-        """An op on summands gives summands if it is linear in them, and all else that it takes is alike in all
-        microbatches.
-        """
+        """Mark an op as a summand if it is linear in summands, and all else is equal in all microbatches."""
         operands = operands_of(node)
         summed = {i for i, x in enumerate(operands) if x in self.summands and (node, x) not in self.added_to}
         if node in self.summands:
@@ -265,7 +264,7 @@ class OneMicrobatch:
                 self.summands.add(node)
                 return
             rule = registry.find(node.target)
-            # of a loss that is rounded last a step adds what is rounded: to find the sum takes a forward more
+            # if a loss is rounded last, a step adds rounded values: the sum itself would need one more forward
             whole = rounds(node) and any(u.op != "output" for u in node.users)
             for group in sorted(rule.groups(call_of(node)) if rule is not None and not whole else (), key=len):
                 if summed <= set(group) and not any(
@@ -287,9 +286,7 @@ class OneMicrobatch:
     # --- sums that are needed whole
 
     def _sum(self, x: fx.Node, user: fx.Node) -> bool:
-        """A user gets the sum of x over all microbatches. False: x itself depends on such a sum, so one forward does
-        not find it.
-        """
+        """Replace x for a user by its sum over all microbatches; False if x depends on such a sum itself."""
         if x not in self.sums:
             if any(n.target is ops.summed for n in behind([x])):
                 return False
@@ -309,8 +306,11 @@ class OneMicrobatch:
         return True
 
     def _use_whole_sums(self, node: fx.Node, operands: list[fx.Node]) -> None:
-        """An op on sums over all microbatches. The loss's gradient with respect to them is whole in every microbatch as
-        long as each computes the same of them, and of nothing else that is trained."""
+        """Track an op on sums over all microbatches, or refuse it.
+
+        The loss's gradient with respect to them is whole in every microbatch if each computes the same of them, and of
+        nothing else that is trained.
+        """
         wholes = [x for x in operands if x in self.whole_sums]
         if not wholes or not requires_grad(node):
             return
@@ -322,7 +322,7 @@ class OneMicrobatch:
             self._refuse(wholes[0], node)
 
     def _add_number(self, node: fx.Node) -> None:
-        """A number that is added to a sum is added in the first microbatch."""
+        """Add a number to a sum in the first microbatch only."""
         x, number, value = node.args[0], node.args[1], node.meta["value"]
         full = self._before(
             node,
@@ -336,8 +336,9 @@ class OneMicrobatch:
         self.summands.add(node)
 
     def _once(self, user: fx.Node, x: fx.Node) -> fx.Node:
-        """x in the first microbatch, zeros in the others: what is added to a sum is added once. Gradients of sums over
-        all microbatches go to each.
+        """Return x in the first microbatch and zeros in the others, so that it is added to a sum once.
+
+        Gradients of sums over all microbatches go to each.
         """
         once = ops.to_partial if x in self.whole_sums else ops.partial_grad_to_partial
         with self.graph.inserting_before(user):
@@ -354,12 +355,12 @@ class OneMicrobatch:
             node.args = ((self._once(node, loss), news),)
 
     def _placement(self, node: fx.Node) -> Placement:
-        """Of a result of the step over its microbatches."""
+        """Return the placement of a result of the step over its microbatches."""
         value: Value = node.meta["value"]
         return value.layout[AXIS]
 
     def _refuse(self, total: fx.Node, user: fx.Node, nested: bool = False) -> None:
-        """nested: what is summed takes such a sum itself."""
+        """Record an error for a value that needs all rows. nested: the summed value takes such a sum itself."""
         value, source = total.meta["value"], source_of(user)
         shown: Value = value[0] if isinstance(value, tuple) else value
         shown = replace(shown, layout=Layout())
@@ -386,9 +387,9 @@ class OneMicrobatch:
         self.refused.setdefault(source.module or source.line, error)
 
     def _refusal(self) -> ShardcError:
-        """The first, and where else: a network of fifty norms has one cause."""
+        """Return the first error, with the other places: a network of fifty norms has one cause."""
         first, *_ = self.refused.values()
-        others = [place for place in list(self.refused)[1:] if place]  # what a pass made has none
+        others = [place for place in list(self.refused)[1:] if place]  # nodes made by passes have no place
         if not others:
             return first
         rest = f" and {len(others) - 3} more" if len(others) > 3 else ""
@@ -398,9 +399,7 @@ class OneMicrobatch:
     # --- what runs first
 
     def _prologue(self) -> fx.Graph:
-        """The graph that computes each total's summand of one microbatch: the same placeholders, output ((summands),
-        ()).
-        """
+        """Return the graph of all totals' summands in one microbatch, with output ((summands), ())."""
         needed = behind(self.totals)
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}

@@ -1,10 +1,10 @@
-"""Leave the loss's sums over ranks to the end of the step, where the loss is linear in them.
+"""Move the loss's sums over ranks to the end of the step, where the loss is linear in them.
 
     before   s_sum = all_reduce(s, ("dp",))        once a microbatch: every rank waits for the others
              loss  = s_sum / n_sum
     after    loss  = s / n_sum                     +dp: this rank's summand, which the engine sums after the step
 
-Gradients are the same: that of a sum with respect to a summand is 1.
+Gradients are the same: the gradient of a sum with respect to a summand is 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _mark_partial(node: fx.Node, axes: list[str]) -> None:
 
 
 def sum_after_step(graph: fx.Graph, summands: set[fx.Node], mesh_node: fx.Node, mesh: Mesh) -> None:
-    """Leave the loss's sums over ranks to the end of the step, if it is linear in sums over the same axes."""
+    """Move the loss's sums over ranks to the step's end, if it is linear in sums over the same axes."""
     output = graph.output_node()
     returned: Any = output.args[0]
     loss, news = returned
@@ -67,10 +67,10 @@ def sum_after_step(graph: fx.Graph, summands: set[fx.Node], mesh_node: fx.Node, 
     for x in others:
         brought = x
         for a in parts:
-            one = ops.to_partial if x.meta["value"].layout[a] == REPLICATE else ops.partial_grad_to_partial
+            op = ops.to_partial if x.meta["value"].layout[a] == REPLICATE else ops.partial_grad_to_partial
             value = brought.meta["value"]
             with graph.inserting_after(brought):
-                brought = graph.create_node("call_function", one, (brought, mesh_node, a), {}, name=f"{x.name}_once")
+                brought = graph.create_node("call_function", op, (brought, mesh_node, a), {}, name=f"{x.name}_once")
             brought.meta = {"value": value, "source": source_of(x)}
             _mark_partial(brought, [a])
         for n in (n for n in linear if x in n.all_input_nodes):
@@ -80,7 +80,7 @@ def sum_after_step(graph: fx.Graph, summands: set[fx.Node], mesh_node: fx.Node, 
 
 
 def _linear_in_sums(loss: fx.Node, all_summands: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-    """What the loss is made of, from it backwards: (ops linear in summands, sums over ranks, other summands)."""
+    """Return what makes up the loss, backwards: (ops linear in summands, sums over ranks, other summands)."""
     linear: dict[fx.Node, None] = {}
     sums: dict[fx.Node, None] = {}
     others: dict[fx.Node, None] = {}

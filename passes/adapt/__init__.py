@@ -1,4 +1,4 @@
-"""Adapt: the adapters of the spec are put beside weights, and weights that are not trained stop being so.
+"""Adapt: add the spec's adapters beside weights, and freeze weights that are not trained.
 
     before   q = linear(x, q_weight)              f32[8, 16, 64] grad       x: the embedding of ids
     after    q = linear(x, q_weight)              f32[8, 16, 64]            frozen: no gradient, of x neither
@@ -6,11 +6,11 @@
              b = linear(a, q_lora_B_weight)       f32[8, 16, 64] grad
              q_1 = add(q, mul(b, 8.0))            f32[8, 16, 64] grad
 
-Which values have a gradient is found anew, so that nothing backward is computed, sent or kept for a frozen weight
-alone. It stands behind annotate: a plan, or the structure of a model, is that of the model; an adapter is split as its
-weight.
+The pass computes again which values have a gradient, so that backward computes, sends and keeps nothing for a frozen
+weight alone. It runs after annotate: plans and structures are those of the model without adapters, and an adapter is
+split like its weight.
 
-low_rank.py       the ops of an adapter beside those of its weight
+low_rank.py       writes the ops of an adapter beside those of its weight
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Adapt(Pass):
         errors = Errors()
         freeze = self.spec.freeze or (("*",) if self.spec.adapters else ())
         self._check(program, errors)
-        own = {p.name for p in program.params}
+        names = {p.name for p in program.params}
         if self.spec.adapters:
             program = LowRank(self.spec, program, errors).run()
         errors.raise_any()
 
         def put(p: Param) -> Param:
-            now = frozen(freeze, p.names) if p.name in own else False
+            now = frozen(freeze, p.names) if p.name in names else False
             return replace(p, requires_grad=False, frozen=True) if now else p
 
         program = replace(program, params=tuple(map(put, program.params)))
@@ -70,7 +70,7 @@ class Adapt(Pass):
         return _stored_narrow(program)
 
     def _check(self, program: Program, errors: Errors) -> None:
-        """Every pattern of `freeze` names something."""
+        """Add an error for every pattern of `freeze` that names nothing."""
         names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
         for i, text in enumerate(self.spec.freeze):
             pattern = text.removeprefix("!")
@@ -80,7 +80,7 @@ class Adapt(Pass):
 
 
 def _matrices(program: Program, cuts: Mapping[str, tuple[Cut, ...]]) -> dict[str, tuple[Cut, ...]]:
-    """The matrices of an optimizer that needs them whole: of adapters of experts each expert's, as of their weights."""
+    """Return the matrices of an optimizer that needs them whole; an experts' adapter has one per expert."""
     each = {n: cuts[a.base] for a in program.adapters for n in (a.a, a.b) if any(c.alone for c in cuts.get(a.base, ()))}
     trained = {p.name for p in program.params if p.requires_grad}
     return {n: c for n, c in {**cuts, **each}.items() if n in trained}
@@ -88,7 +88,7 @@ def _matrices(program: Program, cuts: Mapping[str, tuple[Cut, ...]]) -> dict[str
 
 @dataclass(frozen=True)
 class _Before:
-    """What a call was: which of its results had a gradient, and whether an operand had one."""
+    """A call before the pass: which of its results had a gradient, and whether an operand had one."""
 
     results: tuple[bool, ...]
     operands: bool
@@ -99,27 +99,28 @@ class _Before:
 
 
 def _type_gradients(program: Program, before: Mapping[fx.Node, _Before]) -> None:
-    """Values that no trained parameter reaches have no gradient. A call that cut the gradient of an operand still does;
-    where no operand had one, what the op does is asked.
+    """Remove the gradients of values that no trained parameter reaches.
+
+    A call that cut the gradient of an operand still does. If no operand had one, the op decides.
     """
     nodes = placeholders(program.graph)
     for p in program.params:
         nodes[p.name].meta["value"] = replace(nodes[p.name].meta["value"], requires_grad=p.requires_grad)
     for node in program.graph.nodes:
-        if node.target is operator.getitem:  # a part of what its operand is by now
+        if node.target is operator.getitem:  # a part of its operand's current type
             node.meta["value"] = node.args[0].meta["value"][node.args[1]]
         if not is_call(node):
             continue
         was = before.get(node)
         if was is None:
             reached = carries_gradient(node.target, node.args, node.kwargs)
-            each = [reached] * len(values_of(node))
+            carries = [reached] * len(values_of(node))
         elif was.operands:
             reached = any(map(requires_grad, operands_of(node)))
-            each = [reached and x for x in was.results]
+            carries = [reached and x for x in was.results]
         else:
-            each = [carries_gradient(node.target, node.args, node.kwargs)] * len(was.results)
-        flags = iter(each)
+            carries = [carries_gradient(node.target, node.args, node.kwargs)] * len(was.results)
+        flags = iter(carries)
 
         def put(v: Any, flags: Any = flags) -> Any:
             floating = v.dtype.is_floating_point or v.dtype.is_complex
@@ -129,7 +130,7 @@ def _type_gradients(program: Program, before: Mapping[fx.Node, _Before]) -> None
 
 
 def _stored_narrow(program: Program) -> Program:
-    """A frozen parameter that is only used in 16 bits is stored so: there is no update that a wider copy would be for.
+    """Store frozen parameters that are only used in 16 bits in 16 bits: no update needs a wider copy.
 
     before   w_bf16 = _to_copy(w, dtype=bfloat16)       w: f32, frozen
     after    w                                          w: bf16
@@ -138,8 +139,8 @@ def _stored_narrow(program: Program) -> Program:
     params: list[Param] = []
     for p in program.params:
         users = list(nodes[p.name].users)
-        found: set[Any] = {u.kwargs.get("dtype") if u.target is _CAST else None for u in users}
-        dtype = found.pop() if len(found) == 1 else None
+        dtypes: set[Any] = {u.kwargs.get("dtype") if u.target is _CAST else None for u in users}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
         if not p.frozen or dtype is None or dtype.itemsize >= p.dtype.itemsize:
             params.append(p)
             continue

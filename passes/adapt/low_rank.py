@@ -1,10 +1,10 @@
-"""The ops of an adapter, beside those that use its weight.
+"""Write the ops of an adapter beside those that use its weight.
 
     linear(x, w, b)              + scale * linear(linear(dropout(x), A), B)
     addmm(b, x, w), mm(x, w)     the same; w is [in, out]
     experts(x, .., up, down)     up + scale * bmm(B, A) in the place of up: an expert's rows are known in the op alone
 
-As peft's (tuners/lora/layer.py, dora.py), which write A and B as the weights of linear layers without biases.
+They are the same as peft's (tuners/lora/layer.py, dora.py): A and B are weights of linear layers without biases.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _PRODUCTS: dict[Any, tuple[int, int, int, bool]] = {
 
 @dataclass(frozen=True)
 class _Use:
-    """A call that multiplies by a weight, or leads to the op of experts. weight: as the call takes it, perhaps cast or
-    transposed; place: among its arguments, -1 of experts. flipped: it is [.., in, out] there; stored: as the model
-    stores it.
+    """A call that multiplies by a weight, or leads to the op of experts. place: of the weight, or -1.
+
+    weight: as the call takes it. flipped, stored: whether it is [.., in, out] there, and as the model stores it.
     """
 
     call: fx.Node
@@ -75,16 +75,16 @@ class LowRank:
         names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
         adapted: set[int] = set()
         parts = sorted(filter(_quantised, program.params), key=lambda p: math.prod(p.shape))
-        largest = {whole_name(p.fqn): p.name for p in parts}.values()  # which has the numbers, beside scales
+        largest = {whole_name(p.fqn): p.name for p in parts}.values()  # the part with the numbers, not the scales
         for p in program.params:
-            found = next((i for i, e in enumerate(self.spec.adapters) if _names(e, p)), None)
+            index = next((i for i, e in enumerate(self.spec.adapters) if _names(e, p)), None)
             quantised = _quantised(p)
-            if found is None or (len(p.shape) < 2 and not quantised) or (quantised and p.name not in largest):
+            if index is None or (len(p.shape) < 2 and not quantised) or (quantised and p.name not in largest):
                 continue
             uses = list((_made if quantised else _uses)(nodes[p.name]))
             if uses:
-                adapted.add(found)
-                self._adapt(p, self.spec.adapters[found], found, uses)
+                adapted.add(index)
+                self._adapt(p, self.spec.adapters[index], index, uses)
         for i, e in enumerate(self.spec.adapters):
             if i in adapted:
                 continue
@@ -106,7 +106,7 @@ class LowRank:
     # --- one weight
 
     def _adapt(self, p: Param, entry: Entry, number: int, uses: Sequence[_Use]) -> None:
-        """Adapter `number` of the spec beside one weight."""
+        """Write adapter `number` of the spec beside one weight."""
         where = self.spec.where(("adapters", number))
         grouped, flipped = any(u.place < 0 for u in uses), uses[0].stored
         if len(p.shape) > 3 or any(u.stored != flipped for u in uses):
@@ -114,9 +114,9 @@ class LowRank:
             self.errors.add(fault, where=where, fix="leave it out of `match`")
             return
         if grouped and (entry.dropout or entry.kind == "dora"):
-            said = "dropout" if entry.dropout else "kind: dora"
-            fault = f"{said} of adapters of experts ({p.fqn}): what an expert takes is only known inside of its op"
-            self.errors.add(fault, where=where, fix=f"an entry of its own for experts, without {said}")
+            option = "dropout" if entry.dropout else "kind: dora"
+            fault = f"{option} of adapters of experts ({p.fqn}): what an expert takes is only known inside of its op"
+            self.errors.add(fault, where=where, fix=f"an entry of its own for experts, without {option}")
             return
         if entry.kind == "dora" and _quantised(p):
             fault = f"kind: dora of {whole_name(p.fqn)}: it is quantised, and has no rows whose lengths are known"
@@ -144,7 +144,7 @@ class LowRank:
         self.adapters.append(adapter)
         for use in uses:
             self.emit.source = source_of(use.call)
-            # both are read where the call is, in the dtype in which that takes the weight
+            # both are read at the call, in the dtype in which it takes the weight
             dtype = value_of(use.weight).dtype
             if grouped:
                 with self.program.graph.inserting_before(use.call):
@@ -159,12 +159,12 @@ class LowRank:
     def _param(
         self, base: Param, dtype: torch.dtype, part: str, shape: tuple[int, ...], dims: dict[int, int]
     ) -> fx.Node:
-        """A parameter of an adapter: its placeholder. dims: {dim of the weight: dim that is split as it is}."""
-        own = {
+        """Add a parameter of an adapter, and return its node. dims: {dim of the weight: dim split like it}."""
+        shards = {
             axis: replace(s, dim=dims[s.dim]) if isinstance(s, Shard) and s.dim in dims else None
-            for axis, s in (base.layout.items if len(base.shape) > 1 else ())  # of blocks in a row nothing is known
+            for axis, s in (base.layout.items if len(base.shape) > 1 else ())  # nothing is known of blocks in a row
         }
-        layout = Layout(tuple((axis, s) for axis, s in own.items() if s is not None))
+        layout = Layout(tuple((axis, s) for axis, s in shards.items() if s is not None))
         fqn = name_beside(base.fqn, part)
         graph = self.program.graph
         with graph.inserting_after(self.last):
@@ -173,7 +173,7 @@ class LowRank:
         members = tuple(name_beside(n, part) for n in base.members)
         p = Param(node.name, fqn, shape, dtype, True, layout=layout, members=members)
         beside = placeholders(graph)[base.name].meta
-        cause = {axis: text for axis, text in beside.get("cause", {}).items() if own.get(axis) is not None}
+        cause = {axis: text for axis, text in beside.get("cause", {}).items() if shards.get(axis) is not None}
         node.meta = {**beside, "value": replace(p.value, layout=Layout()), "cause": cause}
         self.made.append(p)
         self.last = node
@@ -182,7 +182,7 @@ class LowRank:
     # --- ops
 
     def _beside(self, use: _Use, factors: Sequence[fx.Node], m: fx.Node | None, adapter: Adapter) -> None:
-        """Adds what the adapter makes to the result of a product with a matrix."""
+        """Add the adapter's result to the result of a product with a matrix."""
         emit, call = self.emit, use.call
         x_at, _, bias_at, _ = _PRODUCTS[call.target]
         scaled = _result(call)
@@ -197,7 +197,7 @@ class LowRank:
             result = emit(aten.add.Tensor, scaled, low)
         else:
             gain = self._gain(use, factors, m, adapter)
-            if adapter.dropout:  # what the lengths scale sees dropout, too
+            if adapter.dropout:  # dropout also applies to the product that lengths scale
                 whole = self._product(use, dropped)
                 less = emit(aten.mul.Tensor, whole, emit(aten.sub.Tensor, gain, 1.0))
                 result = emit(aten.add.Tensor, emit(aten.add.Tensor, call, less), emit(aten.mul.Tensor, low, gain))
@@ -209,12 +209,12 @@ class LowRank:
             user.replace_input_with(scaled, result)
 
     def _product(self, use: _Use, x: fx.Node) -> fx.Node:
-        """The product of x and the weight, without a bias."""
+        """Return the product of x and the weight, without a bias."""
         target = aten.mm.default if use.call.target is aten.addmm.default else use.call.target
         return self.emit(target, x, use.weight)
 
     def _gain(self, use: _Use, factors: Sequence[fx.Node], m: fx.Node, adapter: Adapter) -> fx.Node:
-        """m / |W + scale B A|, by rows (out-features). The lengths are constants to backward (DoRA, section 4.3)."""
+        """Return m / |W + scale B A|, by out-features; lengths are constants to backward (DoRA, section 4.3)."""
         emit, dtype = self.emit, value_of(m).dtype
         summed = self._summed(use, emit.detach(use.weight), [emit.detach(x) for x in factors], adapter)
         wide = emit.cast(summed, torch.promote_types(dtype, torch.float32))
@@ -222,19 +222,19 @@ class LowRank:
         return emit(aten.div.Tensor, m, emit.cast(emit(aten.sqrt.default, squares), dtype))
 
     def _summed(self, use: _Use, w: fx.Node, factors: Sequence[fx.Node], adapter: Adapter) -> fx.Node:
-        """W + scale B A, of one matrix or of experts', as the call takes W."""
+        """Return W + scale B A, of one matrix or of experts', as the call takes W."""
         emit, dims = self.emit, len(value_of(w).shape)
         product = aten.bmm.default if dims == 3 else aten.mm.default
         if use.flipped:
-            made = emit(product, *(emit(aten.transpose.int, x, dims - 2, dims - 1) for x in factors))
+            delta = emit(product, *(emit(aten.transpose.int, x, dims - 2, dims - 1) for x in factors))
         else:
-            made = emit(product, *reversed(factors))
-        made = emit(aten.mul.Tensor, made, adapter.scale) if adapter.scale != 1 else made
-        return emit(aten.add.Tensor, w, made)
+            delta = emit(product, *reversed(factors))
+        delta = emit(aten.mul.Tensor, delta, adapter.scale) if adapter.scale != 1 else delta
+        return emit(aten.add.Tensor, w, delta)
 
 
 def _names(entry: Entry, p: Param) -> bool:
-    """Does an entry name this weight, or the module that it is in?"""
+    """Return whether an entry names this weight, or the module that it is in."""
     return any(names_weight(entry.match, n) for n in p.names)
 
 
@@ -243,7 +243,7 @@ def _quantised(p: Param) -> bool:
 
 
 def _floating(use: _Use) -> torch.dtype:
-    """The dtype of the scales of a quantised weight, in which adapters beside it are kept."""
+    """Return the dtype of the scales of a quantised weight, in which its adapters are stored."""
     todo = [use.weight, *operands_of(_result(use.call))]
     while todo:
         node = todo.pop(0)
@@ -254,7 +254,7 @@ def _floating(use: _Use) -> torch.dtype:
 
 
 def _result(call: fx.Node) -> fx.Node:
-    """The result of a product: where the weight's scales multiply it, what they make of it."""
+    """Return the result of a product, after its scaling by a quantised weight's scales if there is one."""
     users = list(call.users)
     scaled = len(users) == 1 and users[0].target is aten.mul.Tensor
     if scaled and any(x is not call and stored_alone(x) for x in operands_of(users[0])):
@@ -263,7 +263,7 @@ def _result(call: fx.Node) -> fx.Node:
 
 
 def _shape(p: Param, use: _Use) -> tuple[int, ...]:
-    """Of a weight, of which p may have the numbers in a row: then as [out, in]."""
+    """Return the shape of a weight; if p holds its numbers in a row, [out, in]."""
     if len(p.shape) > 1:
         return p.shape
     shape = value_of(use.weight).shape
@@ -271,8 +271,9 @@ def _shape(p: Param, use: _Use) -> tuple[int, ...]:
 
 
 def _made(part: fx.Node) -> Iterator[_Use]:
-    """The products that take a quantised weight, put together of its numbers and scales. part: the numbers, of the
-    weight's shape, or in a row.
+    """Yield the products that take a quantised weight, which is computed from its numbers and scales.
+
+    part: the numbers, in the weight's shape, or in a row.
     """
     stored = value_of(part).shape
     todo, seen = [(part, False)], set[fx.Node]()
@@ -294,7 +295,7 @@ def _made(part: fx.Node) -> Iterator[_Use]:
 
 
 def _uses(node: fx.Node) -> Iterator[_Use]:
-    """The products that take a weight, as it is or cast."""
+    """Yield the products that take a weight, unchanged, cast or transposed."""
     for user in node.users:
         if user.target is _CAST:
             yield from _uses(user)
@@ -310,21 +311,19 @@ def _uses(node: fx.Node) -> Iterator[_Use]:
             yield from (replace(u, stored=not u.stored) for u in _uses(user))
 
 
-#: What weights go through on their way to `ops.experts`.
+#: Ops that weights pass on their way to `ops.experts`.
 _MOVES = {_CAST, aten.cat.default, aten.stack.default, aten.transpose.int}
 
 
 def _of_experts(user: fx.Node, node: fx.Node) -> bool | None:
-    """Is a use of a node as the weights of experts [experts, in, out]? False: [experts, out, in]; None: it is no such
-    use.
-    """
+    """Return whether experts use a node as [experts, in, out]; False: [experts, out, in]; None: no use."""
     if user.target is ops.experts and node in (user.args[UP], user.args[DOWN]):
-        given = user.args[TRANSPOSED] if len(user.args) > TRANSPOSED else user.kwargs.get("transposed")
-        return bool(given)
+        transposed = user.args[TRANSPOSED] if len(user.args) > TRANSPOSED else user.kwargs.get("transposed")
+        return bool(transposed)
     if user.target not in _MOVES or len(value_of(node).shape) not in (2, 3):
         return None
-    found = {_of_experts(u, user) for u in user.users}
-    if len(found) != 1 or (flipped := found.pop()) is None:
+    ways = {_of_experts(u, user) for u in user.users}
+    if len(ways) != 1 or (flipped := ways.pop()) is None:
         return None
     if user.target is aten.transpose.int:
         dims = len(value_of(node).shape)

@@ -1,4 +1,4 @@
-"""Annotate: the spec's sections become placements on the parameters, inputs and activations that they name.
+"""Annotate: turn the spec's sections into placements on parameters, inputs and activations.
 
     before   w: f32[256, 64]                                    spec: shard: {"*.c_proj": row}
     after    w: f32[256@tp, 64]                                 (Conv1D stores [in, out]: its in-features are dim 0)
@@ -6,16 +6,16 @@
 weights.py       `shard`: patterns and style words        inputs.py        `batch`: the rows of a batch over data axes
 model_plan.py    `use: model`: the plan of the model      activations.py   `activations`: pins
 structure.py     `use: structure`: pairs in the graph     experts.py       `experts`: the experts' dim of weights
-padding.py       `uneven: pad`                            indivisible.py   sizes that an axis does not divide, as errors
-outputs.py       `outputs`: how values come out
-sequence.py      `sequence`: the dim of inputs, and how attention meets it; attention_bands.py: which keys rows see;
+padding.py       `uneven: pad`                            indivisible.py   errors for sizes that an axis does not divide
+outputs.py       `outputs`: the layouts of outputs
+sequence.py      `sequence`: the dim of inputs, and the method of attention; attention_bands.py: which keys rows see;
                   causal_convs.py: convolutions that may stay split
 
-What is not annotated, placement decides.
+Placement decides everything that is not annotated.
 
-weight_roles.py   what `column`, `row` and `vocab` mean     kv_heads.py        key-value heads that ranks share
-propagate_split.py   what else is split with a value        fused_weights.py   a fused weight's parts, suggested
-spec_layouts.py   what the spec writes, as a layout         to_spec.py         a plan, as entries of a spec
+weight_roles.py   the meaning of `column`, `row`, `vocab`   kv_heads.py        key-value heads that ranks share
+propagate_split.py   what else is split with a value        fused_weights.py   suggests splits of a fused weight's parts
+spec_layouts.py   the spec's text as a layout               to_spec.py         a plan, as entries of a spec
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from shardc.spec import ShardRule, Spec
 
 @dataclass(frozen=True)
 class Annotate(Pass):
-    """Puts layouts on parameters and inputs, and `pin` nodes behind annotated activations.
+    """Adds layouts to parameters and inputs, and `pin` nodes after annotated activations.
 
     From here to `accumulate` and `pipeline` the program's mesh is that of one stage's ranks, and has microbatches as an
     axis.
@@ -59,7 +59,7 @@ class Annotate(Pass):
         shared = kv_heads.shared(program.graph)
         mesh, running = spec.mesh, self.options.compatible_with
         for axis in sorted(_weight_axes(spec)):
-            if running is not None and len(digits := running.mesh.parts(axis)) > 1:  # as its parameters are split
+            if running is not None and len(digits := running.mesh.parts(axis)) > 1:  # its parameters' digits
                 mesh = mesh.refine(axis, *map(running.mesh.size, digits[:-1]))
             else:
                 mesh = kv_heads.refine(mesh, axis, shared.values())
@@ -99,22 +99,22 @@ class Annotate(Pass):
         split_ids(spec, program, mesh, layouts)
         errors.raise_any()
         if running is not None:
-            theirs = _running(running, mesh)
-            layouts = {name: x for name, x in layouts.items() if name not in theirs} | {
-                name: x for name, x in theirs.items() if x.items
+            fixed = _running(running, mesh)
+            layouts = {name: x for name, x in layouts.items() if name not in fixed} | {
+                name: x for name, x in fixed.items() if x.items
             }
         program = program.with_layouts(layouts)
         return replace(program, mesh=mesh, outputs=outputs, notes=(*program.notes, *notes))
 
 
 def _running(other: Program, mesh: Mesh) -> dict[str, Layout]:
-    """How parameters and buffers are split in the program that already runs on them."""
+    """Return how the program that already runs splits parameters and buffers."""
     stored: list[Param | Buffer] = [*other.params, *other.buffers]
     return {x.name: Layout.of(dict(x.layout.shards()), mesh) for x in stored if x.fqn}
 
 
 def _weight_axes(spec: Spec) -> set[str]:
-    """The axes that `shard` splits weights over."""
+    """Return the axes that `shard` splits weights over."""
 
     def axes(rule: ShardRule) -> set[str]:
         return {s.axis for shards in rule.dims.values() for s in shards} if rule.dims is not None else {rule.axis}
@@ -126,9 +126,9 @@ def _weight_axes(spec: Spec) -> set[str]:
 def _plan(
     spec: Spec, carried: Mapping[str, str], program: Program, mesh: Mesh, named: set[str], layouts: dict[str, Layout]
 ) -> Plan:
-    """How the model's plan, or the structure of its graph, splits the weights that the spec's entries do not name.
+    """Return how the model's plan or the graph's structure splits the weights that no spec entry names.
 
-    carried: the plan of the model. named: the parameters that entries name; layouts: what they give them.
+    carried: the plan of the model. named: the parameters that entries name. layouts: the entries' layouts for them.
     """
     axis, where = spec.shard_axis, spec.where(("shard", "use"))
     if spec.shard_use == "model":
@@ -141,8 +141,9 @@ def _plan(
 
 
 def _plan_of(running: Program, spec: Spec, mesh: Mesh, named: set[str]) -> Plan:
-    """What `use` came to in the program that already runs on the weights: not what the graph at hand would suggest,
-    which of one token, or of fewer rows, may be something else. named: as of `_plan`.
+    """Return the plan that `use` made for the program that already runs. named: see `_plan`.
+
+    The current graph, with one token or fewer rows, might suggest another plan.
     """
     axis = spec.shard_axis
     parts, nodes = mesh.parts(axis), placeholders(running.graph)
@@ -156,7 +157,7 @@ def _plan_of(running: Program, spec: Spec, mesh: Mesh, named: set[str]) -> Plan:
 
 
 def _written(spec: Spec, program: Program, plan: Plan, named: set[str]) -> list[str]:
-    """The entries that `use` came to, as a user would write them: lines of YAML."""
+    """Return the entries that `use` made, as a user would write them: lines of YAML."""
     rules = to_spec.entries(program, {name: s for name, (s, _) in plan.splits.items()}, plan.axis, named)
     text = str(replace(spec, shard=(*spec.shard, *rules), shard_use=None))
     section = text.partition("\nshard:\n")[2].partition("\n\n")[0]

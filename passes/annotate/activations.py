@@ -1,4 +1,4 @@
-"""Pins: the layouts of activations that `activations` names, as nodes of the graph that placement has to satisfy.
+"""Pin activations: add the layouts of `activations` as nodes that placement has to satisfy.
 
 before   y = gelu(x)                        x: the output of h.0.mlp.fc
 after    pin = alias(x); y = gelu(pin)      pin's layout is the annotation
@@ -26,7 +26,7 @@ from shardc.spec import ActivationRule, Spec
 
 @dataclass(frozen=True)
 class _Pin:
-    """users: the ops that read the pin in place of the value; None: all of them."""
+    """A pin. users: the ops that read the pin in place of the value; None: all of them."""
 
     layout: Layout
     cause: str
@@ -34,9 +34,7 @@ class _Pin:
 
 
 def pin_activations(spec: Spec, program: Program, mesh: Mesh) -> None:
-    """Add the pins to the program's graph. Raises ShardcError, before it has added any, for all entries that cannot be
-    right.
-    """
+    """Add the pins to the program's graph. Raises ShardcError for all invalid entries before it adds any."""
     errors = Errors()
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     pins: dict[fx.Node, _Pin] = {}
@@ -47,9 +45,9 @@ def pin_activations(spec: Spec, program: Program, mesh: Mesh) -> None:
         )
         batch = {x.name for x in program.inputs}
         ends = [(module, end) for module in modules for end in _boundary(nodes, module, rule.at, _flows)]
-        if not ends:  # what the batch alone decides, as the pixels that an encoder takes, has no gradient
-            given = partial(_single, batch=batch)
-            ends = [(module, end) for module in modules for end in _boundary(nodes, module, rule.at, given)]
+        if not ends:  # values of the batch alone, as an encoder's pixels, have no gradient
+            single = partial(_single, batch=batch)
+            ends = [(module, end) for module in modules for end in _boundary(nodes, module, rule.at, single)]
         if modules and not ends:
             errors.add(
                 f"the entry has no effect: no tensor {'enters' if rule.at == 'input' else 'leaves'}"
@@ -77,12 +75,12 @@ def pin_activations(spec: Spec, program: Program, mesh: Mesh) -> None:
 
 
 def _key(rule: ActivationRule) -> str:
-    """An entry's key as it is written in the spec."""
+    """Return an entry's key as it is written in the spec."""
     return rule.pattern + (":in" if rule.at == "input" else "")
 
 
 def _modules(spec: Spec, program: Program, nodes: list[fx.Node], errors: Errors) -> list[list[str]]:
-    """The modules that each entry pins."""
+    """Return the modules that each entry pins."""
     names: set[str] = set()
     for node in nodes:
         names.update(enclosing(source_of(node).module), node.meta.get("through", ()))
@@ -102,9 +100,9 @@ def _insert(graph: fx.Graph, node: fx.Node, pin: _Pin, mesh: Mesh) -> None:
 def _boundary(
     nodes: list[fx.Node], module: str, side: str, counts: Callable[[fx.Node], bool]
 ) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
-    """For every call of a module: the value it returns (or takes) of those that count, and the nodes inside.
+    """Yield for each call of a module the value that it returns (or takes), and the nodes inside.
 
-    A module that comes to nothing, as Dropout(0.0), returns what it takes.
+    counts: whether a value is considered. A module without ops, as Dropout(0.0), returns its input.
     """
     run: list[fx.Node] = []
     through: dict[fx.Node, set[fx.Node]] | None = {}
@@ -134,11 +132,11 @@ def _boundary(
 
 
 def _flows(node: fx.Node) -> bool:
-    """Whether it is computed, and a gradient flows through it."""
+    """Return whether a value is computed, and a gradient flows through it."""
     return node.op != "placeholder" and _single(node) and value_of(node).requires_grad
 
 
 def _single(node: fx.Node, batch: Collection[str] = ()) -> bool:
-    """Whether it is one tensor that is computed, or a tensor of the batch."""
+    """Return whether a value is one computed tensor, or a tensor of the batch."""
     v = node.meta.get("value")
     return v is not None and not isinstance(v, tuple) and (node.op != "placeholder" or node.name in batch)

@@ -1,12 +1,12 @@
-"""Masks that a model makes of positions, as bands: which keys a row may see, known before anything runs.
+"""Turn masks that a model makes of positions into bands: the keys that each row may see.
 
     before   mask = (keys > rows - 1024) & (keys <= rows); scaled_dot_product_attention(q, k, v, mask)
     after    attention(q, k, v, window=(-1023, 0))
 
-Values are followed from `arange` on: sums of places (j - i + 3), comparisons of them (a half of the square, bounded by
-a diagonal), and what `and`, `or`, `not` make of these. What is not known may be seen: so the band is a bound, and the
-mask stays beside it, unless all of the mask is known. Where the sequence is not split, a bound saves nothing that is
-sent, and attention is left as the model has it; but for a mask that is `is_causal`, which kernels know.
+Values are followed from `arange`: sums of places (j - i + 3), comparisons of them (a half of the square, bounded by a
+diagonal), and their `and`, `or`, `not`. Unknown places may be seen. So the band is a bound, and the mask stays beside
+it, unless all of the mask is known. If the sequence is not split, a bound saves no communication, and attention stays
+as the model has it, except for a mask that equals `is_causal`, which kernels know.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Place:
-    """Integers: the sum over dims of scale * index, and a constant; then divided by `over`, rounded down. Dims count
-    from behind, so that they are the same in what it is broadcast to.
+    """Integers: (sum over dims of scale * index, plus a constant) divided by `over`, rounded down.
+
+    Dims count from the end, so that they are the same after broadcasting.
     """
 
     scale: dict[int, int] = field(default_factory=dict)
@@ -41,8 +42,9 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Truths: False where j - i is below low or above high, i and j being the indices of the last two dims; None: no
-    bound. exact: True elsewhere.
+    """Truth values: False where j - i, of the last two dims' indices, is below low or above high.
+
+    None: no bound. exact: True elsewhere.
     """
 
     low: int | None = None
@@ -54,7 +56,7 @@ _Known = _Place | _Seen
 
 
 def use_bands(spec: Spec, program: Program) -> None:
-    """Puts what is known of masks on the attention that has them, and drops masks that are known whole."""
+    """Add the known bounds of masks to their attention, and drop masks that are known completely."""
     known: dict[fx.Node, _Known | None] = {}
     for node in program.graph.nodes:
         known[node] = _known(node, known) if node.op == "call_function" else None
@@ -86,13 +88,13 @@ def _use(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, _Known | None], ca
         return
     window: dict[str, Any] = {} if causal else {"window": (seen.low, seen.high)}
     with graph.inserting_before(node):
-        given = (*args[:3], None if whole else mask, p, causal)
+        operands = (*args[:3], None if whole else mask, p, causal)
         if causal_only:
             new = graph.call_function(
-                aten.scaled_dot_product_attention.default, given, {"scale": scale, "enable_gqa": grouped}
+                aten.scaled_dot_product_attention.default, operands, {"scale": scale, "enable_gqa": grouped}
             )
         else:
-            new = graph.call_function(ops.attention, (*given, scale, grouped, rng, index), window)
+            new = graph.call_function(ops.attention, (*operands, scale, grouped, rng, index), window)
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
@@ -102,9 +104,9 @@ def _known(node: fx.Node, known: dict[fx.Node, _Known | None]) -> _Known | None:
     value = node.meta.get("value")
     if not isinstance(value, Value) or value.dtype.is_floating_point or value.dtype.is_complex:
         return None
-    made = _MAKE.get(node.target)
+    make = _MAKE.get(node.target)
     xs = [known.get(a) if isinstance(a, fx.Node) else a for a in node.args]
-    return made(node, xs) if made is not None else None
+    return make(node, xs) if make is not None else None
 
 
 def _arange(node: fx.Node, xs: list[Any]) -> _Known | None:
@@ -113,7 +115,7 @@ def _arange(node: fx.Node, xs: list[Any]) -> _Known | None:
 
 
 def _full(node: fx.Node, xs: list[Any]) -> _Known | None:
-    """A number; of truths only True, which is no bound."""
+    """Return what is known of a filled tensor: a number; for truth values only True, which is no bound."""
     fill = xs[1]
     if isinstance(fill, (bool, int)) and value_of(node).dtype == torch.bool:
         return _Seen(exact=True) if fill else None
@@ -121,7 +123,7 @@ def _full(node: fx.Node, xs: list[Any]) -> _Known | None:
 
 
 def _same(node: fx.Node, xs: list[Any]) -> _Known | None:
-    """Another shape of the same elements, copies along new dims, another integer type."""
+    """Return what is known of the same elements in another shape or integer type, or along new dims."""
     x = xs[0]
     old, new = value_of(node.args[0]).shape, value_of(node).shape  # type: ignore[arg-type]
     if isinstance(x, _Seen):
@@ -147,7 +149,7 @@ def _place(x: Any) -> _Place | None:
 
 
 def _plus(a: Any, b: Any, sign: int) -> _Place | None:
-    """a + sign * b."""
+    """Return a + sign * b."""
     a, b = _place(a), _place(b)
     if a is None or b is None or a.over != 1 or b.over != 1:
         return None
@@ -194,7 +196,7 @@ def _compared(name: str) -> Any:
         if a is None or b is None:
             return None
         loose = 0
-        if name == "eq" and a.over == b.over > 1:  # of one stretch: less than its length apart
+        if name == "eq" and a.over == b.over > 1:  # in the same stretch: less than its length apart
             loose, a, b = a.over - 1, _Place(a.scale, a.constant), _Place(b.scale, b.constant)
         if (x := _plus(a, b, -1)) is None:
             return None

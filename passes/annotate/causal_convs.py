@@ -1,11 +1,11 @@
-"""Convolutions along a sequence that give as many tokens as they take, in one op: what is split can stay split.
+"""Write convolutions that keep the number of tokens as one op, so that a sequence can stay split.
 
     before   conv1d(x, w, b, [1], [3], [1], 64)[..., :16]      f32[8, 64, 19], then f32[8, 64, 16]
     after    ops.conv1d(x, w, b, 3, 1, 64)                     f32[8, 64, 16]: three places before each token are read
 
-Models write a causal convolution with zeros on both ends, and cut off what reads beyond the end; or put zeros in front
-themselves. The sizes between do not divide as the sequence does. Only where a sequence is split: elsewhere the model's
-own ops are left as they are."""
+Models write a causal convolution with zeros on both ends, and cut off the results beyond the end, or they add zeros in
+front. The sizes in between do not divide like the sequence. The pass only changes ops if a sequence is split.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _use(graph: fx.Graph, node: fx.Node) -> None:
     if wide < n:
         return
     result = node
-    if wide != n:  # what lies behind the sequence is cut off
+    if wide != n:  # results beyond the end of the sequence are cut off
         (user, *more) = node.users
         if more or user.target is not aten.slice.Tensor or not _begins(user, n):
             return
@@ -70,7 +70,7 @@ def _use(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _one(x: Any) -> int | None:
-    """A number, or a list of one."""
+    """Return a number, also from a list of one number; else None."""
     x = x[0] if isinstance(x, (list, tuple)) and len(x) == 1 else x
     return x if isinstance(x, int) else None
 
@@ -83,7 +83,7 @@ def _pads(node: fx.Node) -> list[int]:
 
 
 def _begins(node: fx.Node, n: int) -> bool:
-    """Whether a slice is the first n entries of dim 2."""
+    """Return whether a slice is the first n entries of dim 2."""
     rest: list[Any] = [*node.args[1:], *[None] * (4 - len(node.args))]
     dim, start, end, *step = rest
     return bool(dim in (2, -1) and start in (None, 0) and end == n and step in ([], [1], [None]) and not node.kwargs)

@@ -1,11 +1,11 @@
-"""The layouts of experts' weights by the section `experts`: the experts are spread over the ranks of an axis.
+"""Compute the layouts of experts' weights (`experts`): experts are spread over an axis's ranks.
 
     before   y = experts(x, index, weights, gate_up, down, ...)       gate_up: f32[8, 256, 64]        x: f32[128@dp, 64]
     after    the same, with the experts' dim of the weights split:    gate_up: f32[8@ep, 256, 64]
 
 Placement does the rest by the rule of the op (shardc.rules.experts): tokens that are split over the axis are exchanged.
-Weights of experts that no `experts` op uses (GShard's einsums) are split likewise, by the dim that is a batch of their
-products."""
+Weights of experts that no `experts` op uses (GShard's einsums) are also split, by the batch dim of their products.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FORMS = (
 
 
 def _enclosing(node: fx.Node) -> list[str]:
-    """The modules that an op is in, the model ("") first."""
+    """Return the modules that an op is in, the model ("") first."""
     return ["", *enclosing(source_of(node).module)]
 
 
@@ -49,19 +49,19 @@ def _named(module: str) -> str:
 
 @dataclass(frozen=True)
 class Experts:
-    """What the entries of `experts:` name, in a canonical graph."""
+    """The experts that the entries of `experts:` name, in a canonical graph."""
 
     spec: Spec
     program: Program
 
     def entry(self, node: fx.Node) -> int | None:
-        """The first entry that matches the module of an op, or one around it."""
+        """Return the first entry that matches the module of an op, or one around it."""
         aliases = self.program.module_aliases
         entries = enumerate(self.spec.experts)
         return next((i for i, e in entries if any(matches(e.match, m, aliases) for m in _enclosing(node))), None)
 
     def ops(self) -> Iterator[tuple[int, fx.Node]]:
-        """The experts' ops, each with its entry."""
+        """Yield the experts' ops, each with its entry."""
         for node in self.program.graph.find_nodes(op="call_function", target=ops.experts):
             if (i := self.entry(node)) is not None:
                 yield i, node
@@ -72,8 +72,9 @@ class Experts:
     # --- placement
 
     def layouts(self, named: dict[str, Layout], mesh: Mesh) -> dict[str, Layout]:
-        """The layouts of the experts' weights. named: those that `shard:` gives. Raises ShardcError for all entries
-        that do not fit.
+        """Return the layouts of the experts' weights.
+
+        named: layouts from `shard:`. Raises ShardcError for all entries that do not fit.
         """
         errors = Errors()
         params = {p.name: p for p in self.program.params}
@@ -114,7 +115,7 @@ class Experts:
         return layouts
 
     def _held(self, param: fx.Node) -> Iterator[tuple[int, int, fx.Node]]:
-        """The entries that spread a parameter's experts, the dim of it that counts them, and the op that uses it so."""
+        """Yield the entry that spreads a parameter's experts, the dim that counts them, and the op."""
         shape = param.meta["value"].shape
         for dim in range(len(shape)):
             for user, operand, dim_of_operand in _users(param, dim):
@@ -134,7 +135,7 @@ class Experts:
                     return
 
     def _report_unused(self, used: set[int], errors: Errors) -> None:
-        """Add an error for every entry that spreads no parameter, with what is known of the reason."""
+        """Add an error, with a reason, for every entry that spreads no parameter."""
         aliases = self.program.module_aliases
         nodes = list(calls(self.program.graph))
         modules = list(dict.fromkeys(m for n in nodes for m in _enclosing(n)))
@@ -170,7 +171,7 @@ class Experts:
 
 
 def _users(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int, int]]:
-    """(op, operand, the operand's dim) of every op that uses a dim of a value, looking through views and casts."""
+    """Yield (op, operand, the operand's dim) for each use of a dim of a value, through views and casts."""
     for user, i in uses((node, 0)):
         if user.op != "call_function" or (rule := registry.find(user.target)) is None:
             continue
@@ -188,7 +189,7 @@ def _users(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int, int]]:
 
 
 def _batch(user: fx.Node, operand: int, dim: int) -> bool:
-    """Is a dim of an operand one that all operands and the result of a product have: a batch of products?"""
+    """Return whether a dim is a batch dim of a product: all operands and the result have it."""
     call = call_of(user)
     rule = registry.find(user.target)
     assert rule is not None

@@ -1,4 +1,4 @@
-"""Suggest entries of the spec for a fused weight (q, k and v, or gate and up) that it splits as one.
+"""Suggest spec entries for a fused weight (q, k and v, or gate and up) that the spec splits as one.
 
 spec         {qkv: column, o: row}: followed back from o, each third of qkv is split; `column` cuts across thirds
 suggestion   "h.*.qkv.{weight,bias}": {0: {axis: tp, split: 3}}
@@ -14,10 +14,9 @@ from shardc.spec.yaml_reader import flow
 
 
 def suggest_split(program: Program, axis: str) -> str:
-    """The entries that split weights over an axis as the other split weights need it, for those that the spec splits in
-    another way; "" if there are none.
+    """Return entries that split weights over an axis as the other split weights need it, or "".
 
-    program: annotated. axis: of the mesh, or a digit of one.
+    Only weights that the spec splits in another way have an entry. program: annotated. axis: or a digit of one.
     """
     splits = {p.name: s for p in program.params if isinstance(s := p.layout[axis], Shard)}
     follower, better, agree = Follower(program), dict[str, Shard](), set[str]()
@@ -26,9 +25,7 @@ def suggest_split(program: Program, axis: str) -> str:
             continue
         group = follower.follow((follower.placeholders[name], 0), s)
         if isinstance(group, SplitGroup):
-            agree |= {
-                p.name for p, t in group.params.items() if splits.get(p.name) == t
-            }  # from them the same group would be found
+            agree |= {p.name for p, t in group.params.items() if splits.get(p.name) == t}  # they lead to the same group
             better |= {
                 p.name: t
                 for p, t in group.params.items()

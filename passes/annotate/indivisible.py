@@ -1,4 +1,4 @@
-"""Sizes that the ranks of an axis do not divide, as errors that say by what they do not, and which sizes would fit.
+"""Report sizes that an axis's ranks do not divide, with the cause and the sizes that would fit.
 
     8 does not divide by dp=2 × microbatches=3
       fix: make it 6 or 12, or microbatches=2 or 4, or set `uneven: pad`
@@ -23,12 +23,12 @@ from shardc.passes.annotate.padding import pieces_of
 from shardc.passes.annotate.propagate_split import Follower, SplitGroup
 from shardc.rules import attention
 
-#: Of the weights that share a split an error names so many.
+#: How many of the weights that share a split an error names.
 _NAMED = 3
 
 
 def rank_counts(axis: str, size: int, n: int) -> str:
-    """ "tp=2 or 4": the nearest numbers of ranks of an axis that divide a size which n ranks do not."""
+    """Return e.g. "tp=2 or 4": the nearest numbers of ranks that divide a size which n ranks do not."""
     divisors = _divisors(size)
     low = max((k for k in divisors if k < n), default=1)
     high = next((k for k in divisors if n < k <= 4 * n), None)
@@ -36,24 +36,24 @@ def rank_counts(axis: str, size: int, n: int) -> str:
 
 
 def _divisors(size: int) -> list[int]:
-    """In order. Of the size of a tensor's dim, so its square root is not large; a number of ranks may be anything."""
+    """Return the divisors of a size, in order. It is a tensor's size, so its square root is not large."""
     low = [k for k in range(1, math.isqrt(size) + 1) if size % k == 0]
     return [*low, *(size // k for k in reversed(low) if k * k != size)]
 
 
 def _multiples(size: int, step: int) -> str:
-    """ "6 or 12": the nearest multiples of a step."""
+    """Return e.g. "6 or 12": the nearest multiples of a step."""
     low = size // step * step
     return f"{low} or {low + step}" if low else str(step)
 
 
 def _ranks(axes: Iterable[str], mesh: Mesh) -> str:
-    """ "dp=2 × microbatches=3": the ranks that a size does not divide by."""
+    """Return e.g. "dp=2 × microbatches=3": the ranks that do not divide a size."""
     return " × ".join(dict.fromkeys(f"{_as_written(a)}={mesh.size(a.partition('.')[0])}" for a in axes))
 
 
 def _as_written(axis: str) -> str:
-    """An axis as the spec calls it: for a digit the axis that it is one of, for that of microbatches their key."""
+    """Return an axis as the spec writes it: without its digit, or "microbatches"."""
     return "microbatches" if axis == MICROBATCH else axis.partition(".")[0]
 
 
@@ -61,7 +61,7 @@ def _as_written(axis: str) -> str:
 class Indivisible:
     """A dim whose size the ranks of `axes` do not divide. axes: outermost first, the last one is at fault.
 
-    parts: the dim is so many fused parts, each of which has to divide. step: a size divides if it is a multiple of it.
+    parts: the dim has so many fused parts, each of which has to divide. step: sizes that are multiples of it divide.
     split: into how many parts the axes before the one at fault cut the dim.
     """
 
@@ -84,8 +84,9 @@ class Indivisible:
 
 
 def indivisible_dim(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Indivisible | None:
-    """The first dim of a shape that a layout's ranks do not divide, if there is one. Dims with sections or padding do
-    not count: Layout.fits checks them.
+    """Return the first dim of a shape that a layout's ranks do not divide; None if all divide.
+
+    Dims with sections or padding do not count: Layout.fits checks them.
     """
     for dim in sorted({s.dim for _, s in layout.shards() if s.dim < len(shape) and not s.sections and not s.padding}):
         shards = sorted(layout.shards(dim), key=lambda item: item[1].split)
@@ -98,8 +99,9 @@ def indivisible_dim(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Indiv
 
 
 def report(program: Program, mesh: Mesh, weights: Iterable[tuple[Param, Layout, str]], errors: Errors) -> None:
-    """Add an error for all weights that share a split. weights: with the layouts that they cannot have, each with an
-    indivisible dim, and the place in the spec that gives it.
+    """Add one error for all weights that share a split.
+
+    weights: each with the layout that it cannot have, with an indivisible dim, and the place in the spec behind it.
     """
     follower = Follower(program)
     shared: dict[object, _Weights] = {}
@@ -112,15 +114,13 @@ def report(program: Program, mesh: Mesh, weights: Iterable[tuple[Param, Layout, 
             group = followed if isinstance(followed, SplitGroup) else None
         key = where if group is None else frozenset(n.name for n in group.params)
         shared.setdefault((key, dim.axes), _Weights(dim, group, where)).params.append(p)
-    for each in shared.values():
-        each.report(follower, mesh, errors)
+    for sharing in shared.values():
+        sharing.report(follower, mesh, errors)
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """Weights that share a split. dim, where: of the first of them. group: all that is split with them; None if the
-    split cannot be followed.
-    """
+    """Weights that share a split. dim, where: of the first one. group: of the split; None if not followed."""
 
     dim: Indivisible
     group: SplitGroup | None

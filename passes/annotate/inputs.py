@@ -1,4 +1,4 @@
-"""The layouts of the batch's tensors: which axes split the rows, and which dim of each input the rows are."""
+"""Compute the layouts of the batch's tensors: the axes that split the rows, and each input's row dim."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from shardc.spec import DimShard, Spec
 
 
 def with_microbatches(spec: Spec, program: Program) -> Spec:
-    """The spec with as many microbatches as `batch: {rows: r}` makes of the global batch: a rank has r rows in each, so
-    fewer ranks have more microbatches, and the batch stays what it was.
+    """Return the spec with the number of microbatches that `batch: {rows: r}` makes of the global batch.
+
+    A rank has r rows in each microbatch. So fewer ranks have more microbatches, and the batch stays the same.
     """
     rows = spec.batch.rows
     if rows is None:
@@ -33,7 +34,7 @@ def with_microbatches(spec: Spec, program: Program) -> Spec:
 
 
 def widened(spec: Spec) -> Spec:
-    """The spec with its microbatches as one more axis, the innermost of those that split the batch."""
+    """Return the spec with its microbatches as one more axis, the innermost of those that split the batch."""
     if spec.batch.microbatches == 1:
         return spec
     mesh = Mesh((*spec.mesh.axes, (MICROBATCH, spec.batch.microbatches)))
@@ -41,23 +42,24 @@ def widened(spec: Spec) -> Spec:
 
 
 def batch_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], list[str]]:
-    """The axes that split the batch, with notes. Those that only experts have do so if the batch divides."""
+    """Return the axes that split the batch, and notes. Axes for experts only do if the batch divides."""
     axes = [a for a in spec.data_axes if mesh.size(a) > 1]
-    own = [a for a in axes if a in spec.expert_axes] if spec.batch.axes is None and spec.uneven != "pad" else []
+    of_experts = [a for a in axes if a in spec.expert_axes] if spec.batch.axes is None and spec.uneven != "pad" else []
     ranks = math.prod(mesh.size(a) for a in axes)
     dims = [(x.shape, _batch_dim(spec, program, x)) for x in program.inputs]
     odd = [shape[d] for shape, d in dims if d is not None and d < len(shape) and shape[d] % ranks]
-    if not own or not odd:
+    if not of_experts or not odd:
         return axes, []
-    same = f"outside of experts the ranks of {', '.join(own)} do the same"
-    return [a for a in axes if a not in own], [
-        f"{spec.where(('experts',))}: the batch of {odd[0]} does not divide by {ranks} ranks: {same}"
+    note = f"outside of experts the ranks of {', '.join(of_experts)} do the same"
+    return [a for a in axes if a not in of_experts], [
+        f"{spec.where(('experts',))}: the batch of {odd[0]} does not divide by {ranks} ranks: {note}"
     ]
 
 
 def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
-    """The dim of an input that the batch's axes split. Of one row where others have more, all rows share it (positions
-    i64[1, s]): none.
+    """Return the dim of an input that the batch's axes split.
+
+    None for an input of one row if others have more: all rows share it (positions i64[1, s]).
     """
 
     def named(x: Input) -> int | None:
@@ -70,8 +72,9 @@ def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
 
 
 def disagreements(spec: Spec, program: Program) -> dict[str, ShardcError]:
-    """By its name, each input with other rows than the most inputs, one of whose other dims has as many, such as
-    positions of shape [3, rows, length].
+    """Return an error, by name, for each input whose row count differs from that of most inputs.
+
+    Only for inputs of which exactly one other dim has as many, such as positions of shape [3, rows, length].
     """
     sized = [(_input_name(x), x.shape, _batch_dim(spec, program, x)) for x in program.inputs]
     rows = {name: shape[d] for name, shape, d in sized if d is not None and d < len(shape)}
@@ -89,7 +92,7 @@ def disagreements(spec: Spec, program: Program) -> dict[str, ShardcError]:
 
 
 def _axis_place(spec: Spec, axis: str) -> str:
-    """Where the spec says that an axis splits the batch: `batch: {axes: ...}`, else the mesh, by the axis's name."""
+    """Return the place in the spec where an axis splits the batch: `batch: {axes: ...}`, else the mesh."""
     if axis == MICROBATCH:
         return spec.where(("batch", "microbatches"))
     return spec.where(("mesh", axis) if spec.batch.axes is None else ("batch", "axes"))
@@ -107,7 +110,7 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
                 fix=did_you_mean(pattern, names, f"the inputs are {', '.join(names)}"),
             )
     nodes = placeholders(program.graph)
-    wrong: dict[tuple[str, str, str], list[str]] = {}  # one error for all inputs that are alike
+    wrong: dict[tuple[str, str, str], list[str]] = {}  # one error for all equal inputs
     for x, name in zip(program.inputs, names, strict=True):
         dim = _batch_dim(spec, program, x)
         if dim is None or not axes or not x.shape:
@@ -126,10 +129,10 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
             layouts[x.name] = layout
             nodes[x.name].meta["cause"] = {a: f"{_axis_place(spec, a)} batch dim {dim} of {name!r}" for a in axes}
     disagree = disagreements(spec, program)
-    for (fault, place, fix), alike in wrong.items():
-        for each in (disagree[name] for name in alike if name in disagree):
-            fault, fix = f"{fault}: {each.what}", each.fix
-        errors.add(f"input {', '.join(map(repr, alike))}: {fault}", where=place, fix=fix)
+    for (fault, place, fix), group in wrong.items():
+        for error in (disagree[name] for name in group if name in disagree):
+            fault, fix = f"{fault}: {error.what}", error.fix
+        errors.add(f"input {', '.join(map(repr, group))}: {fault}", where=place, fix=fix)
     by_name = {x.name: name for x, name in zip(program.inputs, names, strict=True)}
     for placeholder, why in split_sequence(spec, program, mesh, by_name, layouts, errors).items():
         assert spec.sequence is not None

@@ -1,11 +1,11 @@
-"""Key-value heads that ranks share: the axis is seen as (kv heads × ranks that share one), so nothing is gathered.
+"""Share key-value heads between ranks without gathers: an axis is seen as (kv heads × ranks per head).
 
     before   tp=4, k_proj: f32[32, 64] "column", 2 key-value heads for 8 queries' heads
     after    tp = tp.0 × tp.1 = 2 × 2, k_proj: f32[32@tp.0, 64], q_proj: f32[128@tp.0@tp.1/2, 64]
 
-Each rank then computes the keys of its own head, as every rank that shares it does, and the gradients of k_proj are
-summed over tp.1: what Megatron-LM and vLLM do by copying heads (vllm: QKVParallelLinear.num_kv_head_replicas), here
-expressed by digits alone."""
+Each rank then computes the keys of its head, as every rank that shares it does, and the gradients of k_proj are summed
+over tp.1. Megatron-LM and vLLM copy heads for this (vllm: QKVParallelLinear.num_kv_head_replicas); here digits do it.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Shared:
-    """Key-value heads that several query heads use. heads: their number (1 in multi-query attention); queries: that of
-    the users.
+    """Key-value heads that several query heads use. heads: their number (1 in multi-query attention).
 
-    fused: one weight makes them and the queries.
+    queries: the number of query heads. fused: one weight makes both.
     """
 
     heads: int
@@ -40,7 +39,7 @@ class Shared:
 
 
 def shared(graph: fx.Graph) -> dict[fx.Node, Shared]:
-    """The placeholders that are the weights (and biases) of key-value heads."""
+    """Return the placeholders that are the weights (and biases) of key-value heads."""
     by_param: dict[fx.Node, Shared] = {}
     known: dict[Any, Choices] = {}
     for node, heads in _sites(graph):
@@ -50,20 +49,18 @@ def shared(graph: fx.Graph) -> dict[fx.Node, Shared]:
 
 
 def refine(mesh: Mesh, axis: str, heads: Iterable[Shared]) -> Mesh:
-    """The mesh with an axis that has more ranks than there are key-value heads seen as
-    (heads × ranks that share one).
-    """
+    """Return the mesh with an axis of more ranks than heads seen as (heads × ranks that share one)."""
     n, outer = mesh.size(axis), 1
     sizes = []
     for kv in sorted({h.heads for h in heads if 1 < h.heads < n and n % h.heads == 0 == h.queries % n}):
-        if kv % outer == 0:  # layers of several kinds: every number of heads is a digit's edge
+        if kv % outer == 0:  # layers of several kinds: each number of heads ends a digit
             sizes.append(kv // outer)
             outer = kv
     return mesh.refine(axis, *sizes) if sizes else mesh
 
 
 def shares(mesh: Mesh, axis: str, heads: Shared) -> list[str]:
-    """The digits of an axis whose ranks hold the same key-value heads."""
+    """Return the digits of an axis whose ranks hold the same key-value heads."""
     digits, outer = [], 1
     for digit in mesh.parts(axis):
         outer *= mesh.size(digit)
@@ -73,7 +70,7 @@ def shares(mesh: Mesh, axis: str, heads: Shared) -> list[str]:
 
 
 def _sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, Shared]]:
-    """Values with heads that an op uses several times, before they are repeated."""
+    """Yield values with heads that an op uses several times, before they are repeated."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -96,7 +93,7 @@ def _sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, Shared]]:
 
 
 def _expanded(node: fx.Node, x: fx.Node) -> Iterator[tuple[fx.Node, Shared]]:
-    """[.., g, 1, ..] -> [.., g, r, ..], joined to one dim afterwards."""
+    """Yield x for [.., g, 1, ..] -> [.., g, r, ..], if a user joins these two dims."""
     old, new = shape_of(x), shape_of(node)
     if len(old) != len(new):
         return
@@ -111,19 +108,21 @@ def _expanded(node: fx.Node, x: fx.Node) -> Iterator[tuple[fx.Node, Shared]]:
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The global shape of a value, also of one of several results."""
+    """Return the global shape of a value, also of one of several results."""
     op, i = producer_of(node)
     return values_of(op)[i].shape
 
 
 def made_by(heads: fx.Node) -> list[fx.Node]:
-    """The parameters (and inputs) of the products that a value with heads comes from."""
+    """Return the parameters (and inputs) of the products from which a value with heads comes."""
     return [x for x, _ in _weights(heads, {})]
 
 
 def _weights(heads: fx.Node, known: dict[Any, Choices]) -> Iterator[tuple[fx.Node, bool]]:
-    """The operands of the matrix products that a value comes from, with nothing but views, parts and pointwise ops in
-    between; and whether the product makes more than it. known: see `choices_of`."""
+    """Yield operands of the products from which a value comes, and whether the product makes more than it.
+
+    Only views, parts and pointwise ops may be in between. known: see `choices_of`.
+    """
     todo, seen = [(heads, False)], {heads}
     while todo:
         node, part = todo.pop()
@@ -132,7 +131,7 @@ def _weights(heads: fx.Node, known: dict[Any, Choices]) -> Iterator[tuple[fx.Nod
             continue
         rule = registry.find(op.target)
         if rule is not None and rule.flops is not None and _by_channel(op, known):
-            yield from ((x, True) for x in _operands(op))  # its weights lie as its input does
+            yield from ((x, True) for x in _operands(op))  # its weights are split like its input
         elif rule is not None and rule.flops is not None:
             if part or _numel(node) == _numel(heads):  # a fused weight that makes other heads too, or just these
                 yield from ((x, _numel(node) > _numel(heads)) for x in _operands(op))
@@ -144,7 +143,7 @@ def _weights(heads: fx.Node, known: dict[Any, Choices]) -> Iterator[tuple[fx.Nod
 
 
 def _by_channel(product: fx.Node, known: dict[Any, Choices]) -> bool:
-    """Whether each channel is by itself: a depthwise convolution, which mixes no heads."""
+    """Return whether each channel is separate: a depthwise convolution, which mixes no heads."""
     sig = choices_of(product, known).signature
     return math.prod(sig.sizes[f] for f in sig.summed) == 1
 
@@ -154,7 +153,7 @@ def _numel(node: fx.Node) -> int:
 
 
 def _operands(product: fx.Node) -> Iterator[fx.Node]:
-    """Placeholders that an op uses through views alone."""
+    """Yield the placeholders that an op uses through views alone."""
     todo = list(operands_of(product))
     while todo:
         node = todo.pop()

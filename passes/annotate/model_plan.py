@@ -1,18 +1,17 @@
-"""Read the tensor-parallel plan that a transformers model carries, word by word (`shard: {use: model}`).
+"""Read the tensor-parallel plan of a transformers model, word by word (`shard: {use: model}`).
 
     "layers.*.self_attn.q_proj": "colwise"     ->  q_proj.weight: f32[64@tp, 64]
     "layers.*.mlp.gate_up_proj": "packed_colwise"   ->  f32[2·256@tp, 64]
 
-A word says which dim of a weight is split. How it is split (fused parts, sections) and what is communicated follow from
-the graph (propagate_split.py), so a word for "gather the output" or "split the input" does not count where the split
-can go on: logits are not gathered for a loss that takes them split, nor fused projections before they are split into
-their parts. Words that only name a collective, or say that a gradient has to be summed, have no effect: the algebra
-knows.
+A word names the dim of a weight that is split. How it is split (fused parts, sections) and what is communicated follow
+from the graph (propagate_split.py). So a word for "gather the output" or "split the input" has no effect where the
+split can go on: logits are not gathered for a loss that takes them split, nor fused projections before they are divided
+into their parts. Words that only name a collective, or a sum of gradients, have no effect: the algebra derives both.
 
 transformers/distributed/tensor_parallel.py (5.23) has the styles; their parameters are stored [.., out, in].
 
-A model's plan of experts (`ep_plan`) says which modules hold them; for `use: structure` the graph does. It is read
-where the mesh has an axis `ep` that the spec uses for nothing:
+A model's plan of experts (`ep_plan`) names the modules that hold them; for `use: structure` the graph does. It is read
+if the mesh has an axis `ep` that the spec does not use:
 
     "layers.*.mlp.experts": "ep_dispatch_experts"   ->  experts: [{match: "model.layers.*.mlp.experts", axis: ep}]
 """
@@ -41,7 +40,7 @@ from shardc.spec.yaml_reader import Places
 
 @dataclass(frozen=True)
 class Plan:
-    """The weights to split over one axis, by the model's own plan or by the structure of its graph (structure.py).
+    """The weights to split over one axis, by the model's plan or by the graph's structure (structure.py).
 
     splits: parameter's name -> (its split, the cause to cite); others stay whole. notes: for the user.
     """
@@ -53,10 +52,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Word:
-    """What a style word means. dim: of the stored weight, from the right; None: nothing is split. parts: fused parts in
-    that dim.
+    """The meaning of a style word. dim: of the stored weight, from the right; None: nothing is split.
 
-    bias: whether parameters of one dim are split too.
+    parts: fused parts in that dim. bias: whether parameters of one dim are split too.
     """
 
     dim: int | None
@@ -68,13 +66,13 @@ _WHOLE = Word(None)
 _COLUMN, _ROW = Word(-2, bias=True), Word(-1)
 WORDS: dict[str, Word] = {
     "colwise": _COLUMN,
-    "colwise_rep": _COLUMN,  # the output gathered: where that is needed the algebra does it
+    "colwise_rep": _COLUMN,  # gathers the output: the algebra does it where needed
     "colwise_gather_output": _COLUMN,
     "local_colwise": _COLUMN,
     "packed_colwise": Word(-2, 2, bias=True),
     "local_packed_colwise": Word(-2, 2, bias=True),
     "rowwise": _ROW,
-    "rowwise_rep": _ROW,  # the input split first
+    "rowwise_rep": _ROW,  # splits the input first
     "rowwise_split_input": _ROW,
     "local_rowwise": _ROW,
     "packed_rowwise": Word(-1, 2),
@@ -88,28 +86,28 @@ WORDS: dict[str, Word] = {
     "gather": _WHOLE,
     "local": _WHOLE,
     "local_params": _WHOLE,
-    "sequence_parallel": _WHOLE,  # the section `activations` lays them out
-    "moe_tp_experts": _WHOLE,  # the experts' own parameters have words of their own
+    "sequence_parallel": _WHOLE,  # the section `activations` splits them
+    "moe_tp_experts": _WHOLE,  # the experts' parameters have separate words
     "moe_identity_expert": _WHOLE,
     "ep_router": _WHOLE,  # experts over ranks: the section `experts`
     "ep_dispatch_experts": _WHOLE,
     "grouped_gemm": _WHOLE,
-    "megamoe_router": _WHOLE,  # both in transformers 5.17 alone: its plans for one fused kernel
+    "megamoe_router": _WHOLE,  # both only in transformers 5.17: its plans for one fused kernel
     "megamoe_experts": _WHOLE,
 }
 
 
 def read(model: nn.Module) -> dict[str, str]:
-    """The plan that a model carries: {pattern over its names: word}, `*` for a layer's number. Empty if it carries
-    none.
+    """Return a model's plan: {pattern over its names: word}, `*` for a layer's number; {} without a plan.
 
     transformers' models collect the plans of their configs and parts in `tp_plan`; parts of an ordinary module keep
-    their own."""
+    their own.
+    """
     return _carried(model, "tp_plan")
 
 
 def with_experts(spec: Spec, model: nn.Module, program: Program) -> Spec:
-    """The spec with entries of `experts:` as its plan has them, if it has one (`use`) and leaves an axis for that.
+    """Return the spec with the `experts:` entries of its plan (`use`), if that leaves an axis for them.
 
     The model's own plan names them; `structure` takes those that are one op in the captured graph.
     Raises ShardcError if the mesh has no axis that the plan could use.
@@ -136,16 +134,16 @@ def with_experts(spec: Spec, model: nn.Module, program: Program) -> Spec:
 
 
 def _planned_experts(model: nn.Module) -> list[str]:
-    """The modules that hold experts, by the model's own plan."""
+    """Return the modules that hold experts, by the model's own plan."""
     words = _carried(model, "ep_plan")
     dispatched = [k for k, word in words.items() if word == "ep_dispatch_experts"]
     return dispatched + [
         k.rpartition(".")[0] for k, word in words.items() if word == "grouped_gemm"
-    ]  # of their parameters
+    ]  # the modules of these parameters
 
 
 def _stacked_experts(program: Program) -> list[str]:
-    """The modules that run experts as one op, in a captured graph."""
+    """Return the modules that run experts as one op, in a captured graph."""
     modules = (
         n.meta["source"].module
         for n in program.graph.find_nodes(op="call_function", target=torch.ops.shardc.experts.default)
@@ -165,10 +163,10 @@ def _carried(model: nn.Module, kind: str) -> dict[str, str]:
 
 
 def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[str], where: str) -> Plan:
-    """The model's plan, on one axis. named: parameters that the spec's own entries name, which win.
+    """Return the model's plan on one axis. named: parameters that spec entries name; the entries win.
 
-    where: the spec's line. Raises ShardcError for a model without a plan, and for words that are not known, all at
-    once."""
+    where: the spec's line. Raises ShardcError for a model without a plan, and for all unknown words at once.
+    """
     if not carried:
         raise ShardcError(
             "the model has no tensor-parallel plan (transformers' models carry one, `tp_plan`)",
@@ -221,7 +219,7 @@ class _Entries:
             self._of.setdefault(len(parts), []).append((key, parts))
 
     def of(self, parts: Sequence[str]) -> str | None:
-        """The first one that means a name, of these parts: `*` is one part, as in `layers.*.mlp`."""
+        """Return the first entry that matches these parts of a name: `*` is one part, as in `layers.*.mlp`."""
         for key, keys in self._of.get(len(parts), ()):
             if all(k in ("*", part) for k, part in zip(keys, parts, strict=True)):
                 return key
@@ -229,23 +227,22 @@ class _Entries:
 
 
 def _keys(entries: _Entries, p: Param) -> list[str]:
-    """The plan's entries for a parameter: by its name, or else by its module's."""
+    """Return the plan's entries for a parameter: by its name, or else by its module's."""
     keys: list[str] = []
     for name in (p.fqn, *p.names):
         parts = name.split(".")
-        for wanted in (parts, parts[:-1] or [""]):
-            if hit := entries.of(wanted):
+        for path in (parts, parts[:-1] or [""]):
+            if hit := entries.of(path):
                 keys.append(hit)
                 break
     return keys
 
 
 def _wrapped(entries: _Entries, program: Program) -> dict[str, dict[str, Param]]:
-    """{parameter: {entry: the layer's own weight}} where the module that a plan names has become a wrapper around the
-    one that it means.
+    """Return {parameter: {entry: the layer's own weight}} where an adapter wraps the planned module.
 
-    Adapters (LoRA, by peft or by hand) put the layer one level down, beside matrices of their own: the largest matrix
-    is the layer's.
+    Adapters (LoRA, by peft or by hand) move the layer one level down, beside their own matrices: the largest matrix is
+    the layer's.
     """
     within: dict[tuple[str, str], list[Param]] = {}
     for p in program.params:
@@ -255,19 +252,19 @@ def _wrapped(entries: _Entries, program: Program) -> dict[str, dict[str, Param]]
                 within.setdefault((hit, ".".join(parts[:n])), []).append(p)
     by_param: dict[str, dict[str, Param]] = {}
     for (key, module), params in within.items():
-        own = max(params, key=lambda p: (len(p.shape) > 1, math.prod(p.shape)))
-        if len(own.shape) > 1 and own.fqn.rpartition(".")[0] != module:  # else the module is the layer itself
+        weight = max(params, key=lambda p: (len(p.shape) > 1, math.prod(p.shape)))
+        if len(weight.shape) > 1 and weight.fqn.rpartition(".")[0] != module:  # else the module is the layer itself
             for p in params:
-                by_param.setdefault(p.name, {})[key] = own
+                by_param.setdefault(p.name, {})[key] = weight
     return by_param
 
 
 def _literal(word: Word, p: Param, own: Param | None = None) -> Shard | None:
-    """The dim of a parameter, as it is stored, that a word splits. own: the layer's own weight, if p is an adapter's
-    matrix beside it.
+    """Return the dim of a stored parameter that a word splits.
 
-    Of an adapter's matrices that is the one that shares the weight's split dim: B of a column-parallel one, A of a
-    row-parallel one."""
+    own: the layer's own weight, if p is an adapter's matrix beside it. Of an adapter's matrices, the one that shares
+    the weight's split dim is split: B of a column-parallel one, A of a row-parallel one.
+    """
     if word.dim is None or not p.shape or (len(p.shape) < 2 and not word.bias):
         return None
     dim = max(len(p.shape) + word.dim, 0)
@@ -277,9 +274,7 @@ def _literal(word: Word, p: Param, own: Param | None = None) -> Shard | None:
 
 
 def _settled(follower: Follower, planned: Mapping[fx.Node, tuple[Shard, str]]) -> dict[fx.Node, tuple[Shard, str]]:
-    """How each dim is split, as the ops need it: a fused weight's parts show where the split comes from a plain
-    row-parallel weight.
-    """
+    """Return the split that ops need of each dim; row-parallel weights show a fused weight's parts."""
     settled: dict[fx.Node, tuple[Shard, str]] = {}
     last = {n: s.dim == len(values_of(n)[0].shape) - 1 and s.dim > 0 for n, (s, _) in planned.items()}
     for node in sorted(planned, key=lambda n: not last[n]):
@@ -296,7 +291,7 @@ def _settled(follower: Follower, planned: Mapping[fx.Node, tuple[Shard, str]]) -
 
 
 def _usable(follower: Follower, node: fx.Node, split: Shard) -> bool:
-    """Whether ops can use a weight that is split so at all: else it would be gathered for every use."""
+    """Return whether ops can use a weight with this split: else it would be gathered for every use."""
     todo = [((node, 0), split)]
     while todo:
         key, s = todo.pop()

@@ -1,4 +1,4 @@
-"""`outputs`: how the values come out that a program gives, as the spec asks for it."""
+"""Read `outputs`: the layouts in which a program returns its outputs."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ from shardc.spec import Spec
 def wanted_outputs(
     spec: Spec, outputs: Sequence[Output], mesh: Mesh, errors: Errors, *, all_named: bool
 ) -> tuple[Output, ...]:
-    """The outputs with what the first entry that names each asks for. Adds an error for an entry that cannot be, and,
-    if all_named, for one that names none.
+    """Return the outputs with the layout of the first entry that names each.
+
+    Adds an error for an entry that does not fit, and, if all_named, for one that matches no output.
     """
-    found = list(outputs)
+    result = list(outputs)
     for rule in reversed(spec.outputs):  # the first match wins
         where, named = spec.where(("outputs", rule.pattern)), False
-        for i, o in enumerate(found):
+        for i, o in enumerate(result):
             if not match(rule.pattern, o.name):
                 continue
-            named, wanted = True, Layout()
+            named, layout = True, Layout()
             if rule.dims is not None:
-                wanted = layout_of(rule.dims, mesh)
-                wanted = padded(wanted, o.shape, mesh) if spec.uneven == "pad" else wanted
-                check_fits(wanted, o.shape, mesh, f"output {o.name}", where, errors)
+                layout = layout_of(rule.dims, mesh)
+                layout = padded(layout, o.shape, mesh) if spec.uneven == "pad" else layout
+                check_fits(layout, o.shape, mesh, f"output {o.name}", where, errors)
             cause = quote(spec, "outputs", rule.pattern, dims_text(rule.dims) if rule.dims is not None else "whole")
-            asked = None if rule.dims is not None and not wanted.items else wanted  # of axes of one rank
-            found[i] = replace(o, wanted=asked, cause=cause)
+            asked = None if rule.dims is not None and not layout.items else layout  # its axes have one rank
+            result[i] = replace(o, wanted=asked, cause=cause)
         if not named and all_named:
             known = f"the outputs are {', '.join(o.name for o in outputs)}"
             errors.add(f"pattern {rule.pattern!r} matches no output", where=where, fix=known)
-    return tuple(found)
+    return tuple(result)
 
 
 def generated(step: Step, outputs: Sequence[Output]) -> tuple[Output, ...]:
-    """The outputs of a step that generates: logits stay as split as the vocabulary is, the cache is as the next step
-    has it.
+    """Return the outputs of a step that generates tokens.
+
+    Logits are as split as the vocabulary; caches have the layouts of the next step.
     """
     layouts = step.layouts if isinstance(step, Prefill) else {}
     return tuple(replace(o, wanted=layouts.get(o.name), as_made=o.name == LOGITS) for o in outputs)

@@ -1,11 +1,11 @@
-"""Padding for sizes that the ranks of an axis do not divide, with `uneven: pad` (shardc.ir.placement.Shard.padding).
+"""Pad sizes that an axis's ranks do not divide (`uneven: pad`, shardc.ir.placement.Shard.padding).
 
     before   tp=4, 6 heads of 16   q_proj: f32[96@tp, 64]       o_proj: f32[64, 96@tp]       1.5 heads a rank
     after                          q_proj: f32[96+32@tp, 64]    o_proj: f32[64, 96+32@tp]   2 a rank, the last none
 
-A split that starts at one weight is followed to all that share it (propagate_split.py): the smallest number of pieces
-in which an op on the way takes the dim, such as heads, is what has to divide, and every weight of the group gets the
-padding of as many pieces.
+A split that starts at one weight is followed to all that share it (propagate_split.py). The smallest number of pieces
+that an op on the way makes of the dim, such as heads, must divide by the ranks. Every weight of the group is padded by
+the same number of pieces.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ from shardc.passes.annotate.propagate_split import Follower, SplitGroup
 
 
 def padded(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
-    """The layout with every dim padded as far as it has to be, an entry at a time."""
+    """Return the layout with every dim padded by as few entries as needed."""
     for dim in {s.dim for _, s in layout.shards()}:
         outer, n = _digits(layout, dim, mesh)
         if dim < len(shape) and not outer.sections and shape[dim] % (outer.split // (2 if outer.mirrored else 1)) == 0:
-            parts = 2 if outer.mirrored else 1  # of a zigzag there is one padding behind both stretches of all ranks
+            parts = 2 if outer.mirrored else 1  # a zigzag has one padding, after both stretches of all ranks
             blocks = outer.split // parts
             layout = _with(layout, dim, mesh, -(shape[dim] // blocks) % (n * parts), blocks)
     return layout
 
 
 def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, Layout]:
-    """The layouts with the padding that the weights need. What shares a split is padded alike; what is split alone, by
-    itself.
-    """
+    """Return the layouts with the padding that weights need; weights with a common split have the same."""
     follower = Follower(program)
     widened = dict(layouts)
     done: set[tuple[str, int]] = set()
@@ -68,7 +66,7 @@ def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> 
 
 
 def pieces_of(follower: Follower, group: SplitGroup) -> int:
-    """The least number of pieces that an op of the group splits its dim into; 0 if none splits it into pieces."""
+    """Return the least number of pieces that an op of the group splits its dim into; 0 if none does."""
     counts = []
     for node, strategy in group.ops.items():
         if strategy.kind == "split":
@@ -78,14 +76,14 @@ def pieces_of(follower: Follower, group: SplitGroup) -> int:
 
 
 def _digits(layout: Layout, dim: int, mesh: Mesh) -> tuple[Shard, int]:
-    """The outermost shard of a dim, and the number of ranks that split it."""
+    """Return the outermost shard of a dim, and the number of ranks that split it."""
     shards = layout.shards(dim)
     outer = min((s for _, s in shards), key=lambda s: s.split, default=Shard(dim))
     return outer, math.prod(mesh.size(axis) for axis, _ in shards)
 
 
 def _is_split(layout: Layout, s: Shard, n: int, mesh: Mesh) -> bool:
-    """Is a dim split as this shard is, by n ranks in all?"""
+    """Return whether a dim is split as this shard is, by n ranks in all."""
     outer, ranks = _digits(layout, s.dim, mesh)
     return ranks == n and outer.split == s.split
 

@@ -1,14 +1,13 @@
-"""Follow a split through the graph by the op rules: what else has to be split with a value, and what that communicates.
+"""Follow a split through the graph by the op rules: what else is split, and what is communicated.
 
     fc: linear(x, w1[n k])   ->  gelu  ->  out: linear(y, w2[m n])
 
     follow w2's dim n:  y is split, so gelu, so fc's result, so w1's dim n. The group is w1 and w2; it reads x whole
-    and gives a partial sum.
+    and returns a partial sum.
 
 A `SplitGroup` is this closure: every op that the split reaches, backward and forward through the ops' factors. It ends
 where an op reads a value whole (an entry: its gradient is summed) and where the factor is summed away (an exit: the sum
-of forward). Names and module classes play no part. Neither do the sizes of axes: a digit is followed, not a number of
-ranks.
+of forward). Names, module classes and the sizes of axes do not matter: a digit is followed, not a number of ranks.
 """
 
 from __future__ import annotations
@@ -29,16 +28,17 @@ from shardc.rules.core.strategy import Strategy, needs_sum_grad
 from shardc.rules.views import in_sections
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)
-_SAME = 1  # ranks: any factor divides by one, so that what is found does not depend on the mesh
+_SAME = 1  # ranks: any factor divides by one, so that the result does not depend on the mesh
 
 
 @dataclass
 class SplitGroup:
-    """What is split together.
+    """Values and ops that are split together.
 
-    values: every split value and how. ops: every op that runs by parts. entries: whole values that it reads, whose
-    gradients are sums over ranks. exits: partial sums that it hands out. gathers: split values that something needs
-    whole (new buffer values). inside: bytes that its ops sum by themselves: normalisers of softmaxes."""
+    values: each split value with its split. ops: ops that run on shards. entries: whole values that it reads, whose
+    gradients are sums over ranks. exits: partial sums that it returns. gathers: split values that an output needs whole
+    (new buffer values). inside: bytes that its ops sum internally, as normalisers of softmaxes.
+    """
 
     values: dict[Key, Shard] = field(default_factory=dict)
     ops: dict[fx.Node, Strategy] = field(default_factory=dict)
@@ -53,21 +53,21 @@ class SplitGroup:
         return {node: s for (node, _), s in self.values.items() if node.op == "placeholder"}
 
     def bytes(self) -> float:
-        """Bytes that are summed or gathered, forward and backward, up to a factor that is the same for every group."""
+        """Return the bytes summed or gathered, forward and backward, up to a factor equal for all groups."""
         total = sum(2 * _value(k).nbytes() for k in self.exits) + sum(_value(k).nbytes() for k in self.gathers)
         return total + sum(2 * _value(k).nbytes() for k in self.entries if needs_sum_grad(_value(k))) + self.inside
 
 
 @dataclass(frozen=True)
 class Blocked:
-    """Why a split cannot be followed. node: the op that needs a value whole or two ways."""
+    """The reason why a split cannot be followed. node: the op that needs a value whole or two ways."""
 
     node: fx.Node
     why: str
 
 
 class Follower:
-    """Follows splits through one program's global graph. What is known to be blocked is remembered."""
+    """Follows splits through one program's global graph, and remembers which are blocked."""
 
     def __init__(self, program: Program) -> None:
         self.graph = program.graph
@@ -84,14 +84,14 @@ class Follower:
         return self._choices[node]
 
     def follow(self, start: Key, placement: Shard) -> SplitGroup | Blocked:
-        """The group of a value that is split so, or why there is none."""
+        """Return the group of a value with this split, or why there is none."""
         group, todo = SplitGroup(), [(start, placement)]
-        held: dict[fx.Node, None] = {}
+        postponed: dict[fx.Node, None] = {}
         stopped = None
-        while (todo or held) and stopped is None:
+        while (todo or postponed) and stopped is None:
             if not todo:
-                node = max(held)
-                del held[node]
+                node = max(postponed)
+                del postponed[node]
                 stopped = self._run_by_sections(node, group, todo)
                 continue
             key, p = todo.pop()
@@ -103,11 +103,11 @@ class Follower:
                 stopped = self.blocked[key, p]
             else:
                 group.values[key] = p
-                stopped = self._around(key, p, group, todo, held)
+                stopped = self._around(key, p, group, todo, postponed)
         if stopped is None:
             clash = next((k for k in (*group.entries, *group.exits) if k in group.values), None)
             stopped = Blocked(clash[0], "is needed whole and split") if clash else None
-        if stopped is not None:  # whatever leads here is blocked as well
+        if stopped is not None:  # all values that lead here are blocked as well
             self.blocked |= dict.fromkeys(group.values.items(), stopped)
             return stopped
         for node, strategy in group.ops.items():
@@ -119,9 +119,10 @@ class Follower:
     def _around(
         self, key: Key, p: Shard, group: SplitGroup, todo: list[tuple[Key, Shard]], held: dict[fx.Node, None]
     ) -> Blocked | None:
-        """The op that makes a value, and those that use it. held: ops of several results, of which all have to be known
-        that are split before it is known how the operand is; the last in the graph first, as it may make results of
-        others known.
+        """Follow a split from a value to the op that makes it and the ops that use it.
+
+        held: ops of several results. All their split results must be known before their operand's split. The last one
+        in the graph comes first, because it may make results of others known.
         """
         node = key[0]
         if node.op == "placeholder":
@@ -155,7 +156,7 @@ class Follower:
     def _run(
         self, node: fx.Node, strategy: Strategy, group: SplitGroup, todo: list[tuple[Key, Shard]]
     ) -> Blocked | None:
-        """Let an op run by a strategy: its other operands and results follow."""
+        """Let an op run by a strategy, and follow the split to its other operands and results."""
         if node in group.ops:
             return None if group.ops[node] == strategy else Blocked(node, "would be split two ways")
         group.ops[node] = strategy
@@ -173,7 +174,7 @@ class Follower:
         return None
 
     def _run_by_sections(self, node: fx.Node, group: SplitGroup, todo: list[tuple[Key, Shard]]) -> Blocked | None:
-        """Let an op of several results cut its operand by sections: one for each, or those that a result is in."""
+        """Let an op of several results split its operand by sections, one for each result or within results."""
         choices = self.choices(node)
         known = {i: p for i in range(len(values_of(node))) if (p := group.values.get((node, i))) is not None}
         dim, *others = {p.dim for p in known.values()}
@@ -188,28 +189,29 @@ class Follower:
         return Blocked(node, "cannot make its result in parts")
 
     def by_result(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
-        """The strategy by which an op makes its result i in this placement."""
+        """Return the strategy by which an op makes its result i in this placement."""
         choices = self.choices(node)
         return _matching(choices, 1, i, p) or next((s for s in self._extra(choices, p) if s.outputs[i] == p), None)
 
     def by_operand(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
-        """The strategy by which an op takes its operand i in this placement."""
+        """Return the strategy by which an op takes its operand i in this placement."""
         choices = self.choices(node)
         return _matching(choices, 0, i, p) or next((s for s in self._extra(choices, p) if s.inputs[i] == p), None)
 
     def _extra(self, choices: Choices, *placements: Placement) -> Iterable[Strategy]:
-        """The strategies that no factor expresses, if the operands may have these placements."""
+        """Return the strategies that no factor expresses, if the operands may have these placements."""
         extra = choices.rule.extra
         return extra(choices.call, _SAME, [frozenset(placements)] * len(choices.call.operands)) if extra else ()
 
     def flops(self, group: SplitGroup) -> int:
-        """Operations of the matrix products that a group splits."""
+        """Return the operations of the matrix products that a group splits."""
         return sum(self.choices(node).flops for node in group.ops)
 
 
 def _matching(choices: Choices, side: int, i: int, p: Shard) -> Strategy | None:
-    """The split of the factor whose digit a placement of operand (side 0) or result (side 1) i names, whatever number
-    of ranks.
+    """Return the split of the factor whose digit a placement of operand (side 0) or result (1) i names.
+
+    It does not depend on the number of ranks.
     """
     dims = (choices.signature.inputs, choices.signature.outputs)[side][i]
     for factor, places in choices.places.items():
@@ -223,9 +225,7 @@ def _matching(choices: Choices, side: int, i: int, p: Shard) -> Strategy | None:
 
 
 def uses(key: Key) -> Iterator[tuple[fx.Node, int]]:
-    """Every (op, position among its tensor operands) that reads a value; for the graph's output the position among its
-    results.
-    """
+    """Yield each (op, operand's position) that reads a value; for the output, the result's position."""
     node, index = key
     names = [node]
     if isinstance(node.meta.get("value"), tuple):
@@ -241,7 +241,7 @@ def _value(key: Key) -> Value:
 
 
 def _origins(program: Program) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Ops and placeholders that derive from parameters (and constants) alone, and from constants alone."""
+    """Return the nodes that derive from parameters (and constants) alone, and those from constants alone."""
     params, buffers = {p.name for p in program.params}, {b.name for b in program.buffers}
     derived: set[fx.Node] = set()
     constant: set[fx.Node] = set()

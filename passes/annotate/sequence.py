@@ -1,11 +1,12 @@
-"""Context parallel: the dim of each input that `sequence` splits, beside the batch's.
+"""Context parallel: split the dim of each input that `sequence` names, in addition to the batch's.
 
     before   input_ids: i64[8@dp, 4096]              spec: sequence: {axis: cp}
     after    input_ids: i64[8@dp, 4096@cp]
 
-The rest follows by the rules of ops, as it does for the batch: what works on tokens one by one goes on split; what
-reads other tokens (keys and values of attention, a shift of labels, a sum over the sequence) is gathered or summed by
-conversions, in the sequence's order; parameters' gradients are summed over the axis."""
+The rest follows by the rules of ops, as for the batch. Ops that work token by token stay split. Where ops read other
+tokens (keys and values of attention, a shift of labels, a sum over the sequence), conversions gather or sum values in
+the sequence's order. Parameters' gradients are summed over the axis.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ aten = torch.ops.aten
 
 
 def sequence_dim(spec: Spec, x: Input, name: str) -> int | None:
-    """The dim of an input that `sequence` splits; None of an input that has no such dim, or one of size 1 there, which
-    all tokens share.
+    """Return the dim of an input that `sequence` splits.
+
+    None for an input without such a dim, or of size 1 there, which all tokens share.
     """
     assert spec.sequence is not None
     dim = next((d for pattern, d in spec.sequence.dims.items() if match(pattern, name)), None)
@@ -41,8 +43,9 @@ def sequence_dim(spec: Spec, x: Input, name: str) -> int | None:
 
 
 def _zigzag(spec: Spec, program: Program, mesh: Mesh, names: dict[str, str]) -> bool:
-    """Whether ranks have two stretches of the sequence each. By itself where attention is causal and the sequences of
-    all inputs divide, or are padded.
+    """Return whether each rank has two stretches of the sequence.
+
+    With `balance: auto`: if attention is causal, and the sequences of all inputs divide or are padded.
     """
     assert spec.sequence is not None
     if spec.sequence.balance != "auto":
@@ -55,7 +58,10 @@ def _zigzag(spec: Spec, program: Program, mesh: Mesh, names: dict[str, str]) -> 
 
 
 def _layout(axes: tuple[str, ...], dim: int, mesh: Mesh, *, zigzag: bool) -> Layout:
-    """The first axis has the outermost digit. In a zigzag it has two stretches, and the next ones parts of each."""
+    """Return the layout of a sequence.
+
+    The first axis has the outermost digit. In a zigzag it has two stretches, and the next axes split each.
+    """
     shards: dict[str, Shard] = {}
     digit = 2 if zigzag else 1
     for axis in axes:
@@ -68,10 +74,11 @@ def _layout(axes: tuple[str, ...], dim: int, mesh: Mesh, *, zigzag: bool) -> Lay
 def split_sequence(
     spec: Spec, program: Program, mesh: Mesh, names: dict[str, str], layouts: dict[str, Layout], errors: Errors
 ) -> dict[str, str]:
-    """Adds the split to the layouts of inputs. names: of inputs as a user writes them, by placeholder.
+    """Add the split to the layouts of inputs. Return why, by placeholder.
 
-    Returns why, by placeholder. Errors are added for patterns that match nothing, sizes that the axis does not divide,
-    and a dim that the batch's axes split."""
+    names: of inputs as a user writes them, by placeholder. Adds errors for patterns that match nothing, sizes that the
+    axis does not divide, and a dim that the batch's axes split.
+    """
     sequence = spec.sequence
     if sequence is None or spec.sequence_ranks == 1:
         return {}
@@ -120,9 +127,10 @@ def split_sequence(
 
 
 def split_ids(spec: Spec, program: Program, mesh: Mesh, layouts: dict[str, Layout]) -> None:
-    """Pins ids that a model makes of its inputs (a decoder's are its labels, shifted) where they are looked up.
+    """Pin ids that a model makes of its inputs (a decoder's are its labels, shifted) at their look-up.
 
-    A shift reads other ranks' tokens, so it runs on whole ids; from the look-up on they are split again."""
+    A shift reads other ranks' tokens, so it runs on whole ids; from the look-up on they are split again.
+    """
     sequence = spec.sequence
     if sequence is None or spec.sequence_ranks == 1:
         return
@@ -149,7 +157,7 @@ def split_ids(spec: Spec, program: Program, mesh: Mesh, layouts: dict[str, Layou
 
 
 def _reads(node: fx.Node, inputs: set[str]) -> bool:
-    """Whether a value is made of inputs."""
+    """Return whether a value depends on inputs."""
     todo, seen = [node], set[fx.Node]()
     while todo:
         x = todo.pop()
@@ -165,41 +173,41 @@ def _reads(node: fx.Node, inputs: set[str]) -> bool:
 
 _SOFTMAX = {aten.softmax.int, aten._softmax.default}
 _PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default}
-#: So many ops at most are between a product of queries and keys and the softmax of its scores.
+#: The most ops between a product of queries and keys and the softmax of its scores.
 _BETWEEN = 16
 
 
 def mark_methods(spec: Spec, program: Program, mesh: Mesh, weight_axes: set[str], errors: Errors) -> None:
-    """Puts its method on every attention of the graph (shardc.rules.attention_methods)."""
+    """Record the method of each attention in the graph (shardc.rules.attention_methods)."""
     sequence = spec.sequence
     if sequence is None or spec.sequence_ranks == 1:
         return
     weights = math.prod(mesh.size(a) for a in weight_axes if a not in sequence.axis)
     params = {p.name for p in program.params}
-    found = [n for n in program.graph.nodes if n.target in OPS or _attends(n, params)]
-    modules = sorted({source_of(n).module for n in found})
+    attentions = [n for n in program.graph.nodes if n.target in OPS or _attends(n, params)]
+    modules = sorted({source_of(n).module for n in attentions})
     for pattern in sequence.method:
         if pattern != "*" and not any(_within(pattern, m) for m in modules):
             close = did_you_mean(pattern, modules, f"attention is in {', '.join(modules[:8]) or 'no module'}")
             where = spec.where(("sequence", "method", pattern))
             errors.add(f"pattern {pattern!r} matches no module that attends", where=where, fix=close)
-    for node in found:
+    for node in attentions:
         module = source_of(node).module
         names = next((m for p, m in sequence.method.items() if p == "*" or _within(p, module)), ())
         inner, node.meta["method"] = weights, {}
         for i, (axis, name) in enumerate(zip(sequence.axis, names * len(sequence.axis), strict=False)):
             method = Method(name, inner, spec.where(("sequence", "method")), module, ring=name == "ring" or i == 0)
             node.meta["method"] |= dict.fromkeys(mesh.parts(axis), method)
-            inner *= mesh.size(axis) if name in ("ulysses", "auto") else 1  # they may have taken heads
+            inner *= mesh.size(axis) if name in ("ulysses", "auto") else 1  # they may split heads
 
 
 def _within(pattern: str, module: str) -> bool:
-    """Whether a pattern names a module, or one that it is in."""
+    """Return whether a pattern names a module, or one around it."""
     return any(match(pattern, m) for m in enclosing(module))
 
 
 def _attends(node: fx.Node, params: set[str]) -> bool:
-    """Whether a softmax is of scores: over the last dim of a product of two values that are no weights."""
+    """Return whether a softmax is of scores: over the last dim of a product of two values, not weights."""
     if node.target not in _SOFTMAX:
         return False
     ndim = len(value_of(node).shape)

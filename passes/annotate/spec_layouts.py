@@ -1,4 +1,4 @@
-"""What the spec writes about a tensor, as a layout: dims and their axes, checked against a shape."""
+"""Turn what the spec writes about a tensor into a layout, checked against a shape."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from shardc.spec import DimShard, Spec
 
 
 def quote(spec: Spec, section: str, key: str, text: object) -> str:
-    """An entry of the spec with its place, as causes cite it: "spec.yaml:7:3 '*.o_proj': row"."""
+    """Return an entry of the spec with its place, as causes cite it: "spec.yaml:7:3 '*.o_proj': row"."""
     return f"{spec.where((section, key))} {key!r}: {text}"
 
 
 def layout_of(dims: dict[int, tuple[DimShard, ...]], mesh: Mesh) -> Layout:
-    """The layout that the spec writes as {dim: axes}. Of several axes on one dim the first takes the outermost digit,
-    the next the digit inside it.
-    """
+    """Return the layout of {dim: axes} in the spec; the first axis of a dim has the outermost digit."""
     placements: dict[str, Placement] = {}
     for dim, shards in dims.items():
         digit = 1
@@ -29,7 +27,7 @@ def layout_of(dims: dict[int, tuple[DimShard, ...]], mesh: Mesh) -> Layout:
 
 
 def dims_text(dims: dict[int, tuple[DimShard, ...]]) -> str:
-    """The dims as the spec writes them: "{0: tp, 1: dp+ep}"."""
+    """Return the dims as the spec writes them: "{0: tp, 1: dp+ep}"."""
 
     def one(s: DimShard) -> str:
         return s.axis + (f"/{s.split}" if s.split > 1 else "") + (f"{list(s.sections)}" if s.sections else "")
@@ -40,8 +38,9 @@ def dims_text(dims: dict[int, tuple[DimShard, ...]]) -> str:
 def check_fits(
     layout: Layout, shape: tuple[int, ...], mesh: Mesh, name: str, where: str, errors: Errors, *, pad: bool = False
 ) -> bool:
-    """Whether a shape can have a layout; if not, an error is added, with the nearest sizes that fit. pad: a size that
-    only has to be padded is right.
+    """Return whether a shape can have a layout; if not, add an error with the nearest sizes that fit.
+
+    pad: sizes that only need padding fit.
     """
     layout = padded(layout, shape, mesh) if pad else layout
     wrong = layout.fits(shape, mesh)

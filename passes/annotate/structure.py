@@ -3,11 +3,11 @@
     before   fc: f32[256, 64]       out: f32[64, 256]         whole
     after    fc: f32[256@tp, 64]    out: f32[64, 256@tp]      a column- and a row-parallel layer (Shoeybi et al. 2019)
 
-Every dim of a weight that a matrix product sums over, or that only the product's result has, is followed through the
-graph (propagate_split.py). If that gives a group in which no value is needed both whole and split, it is a candidate:
+Each dim of a weight that a matrix product sums over, or that only the product's result has, is followed through the
+graph (propagate_split.py). The result is a candidate if it is a group in which no value is needed both whole and split:
 attention between its projections, an MLP, a gated MLP, a pair of convolutions, a head and its loss. Candidates that
-share an op exclude each other; the one that does more work per byte it communicates wins. Last, tables that are looked
-up by the batch's ids and are as long as a vocabulary are split by rows.
+share an op exclude each other; the one with more work per communicated byte wins. Last, tables that are looked up by
+the batch's ids, and have at least as many rows as columns, are split by rows.
 """
 
 from __future__ import annotations
@@ -36,16 +36,15 @@ aten = torch.ops.aten
 def choose(
     program: Program, fixed: Mapping[str, Shard | None], axis: str, n: int, where: str, *, pad: bool = False
 ) -> Plan:
-    """The weights to split over an axis of n ranks, with notes on what was left whole.
+    """Choose the weights to split over an axis of n ranks, with notes on what was left whole.
 
-    fixed: parameters that the user has placed (None = whole on this axis). A group that needs one of them otherwise is
-    left out.
-    where: the spec's line, for causes. pad: sizes that n does not divide are split as well, and padded.
-    Raises ShardcError if there is nothing to split.
+    fixed: parameters that the user has placed (None = whole on this axis). A group that needs another split is left
+    out. where: the spec's line, for causes. pad: sizes that n does not divide are split as well, and padded. Raises
+    ShardcError if there is nothing to split.
     """
     follower = Follower(program)
     chosen: dict[str, tuple[Shard, str]] = {}
-    left: dict[str, None] = {}  # why weights are left whole, once for layers that are alike
+    left: dict[str, None] = {}  # why weights are left whole, once for equal layers
     taken: set[fx.Node] = set()
     shared = kv_heads.shared(program.graph)
     stops: list[Blocked] = []
@@ -77,7 +76,7 @@ def choose(
 
 
 def _where(stops: list[Blocked]) -> str:
-    """The first ops that stopped a split, at the user's lines."""
+    """Return the first ops that stopped a split, with the user's lines."""
     places: dict[str, str] = {}
     for stop in stops:
         source = source_of(stop.node)
@@ -90,7 +89,7 @@ def _where(stops: list[Blocked]) -> str:
 
 
 def _candidates(follower: Follower, program: Program, stops: list[Blocked]) -> Iterator[SplitGroup]:
-    """A group for every dim of every weight of a matrix product; each is followed once. stops: gets what ended one."""
+    """Yield a group for each dim of each weight of a product, once. stops: receives what blocked others."""
     seen: set[tuple[Key, Shard]] = set()
     for node in program.graph.nodes:
         if node not in _products(follower, [node]):
@@ -113,13 +112,16 @@ def _candidates(follower: Follower, program: Program, stops: list[Blocked]) -> I
 
 
 def _products(follower: Follower, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The matrix products and convolutions among some nodes."""
+    """Return the matrix products and convolutions among some nodes."""
     ops = (n for n in nodes if n.op == "call_function" and n.target is not operator.getitem)
     return [n for n in ops if follower.choices(n).rule.flops is not None]
 
 
 def _worthwhile(follower: Follower, group: SplitGroup) -> bool:
-    """A pair, or one weight that is as long as a vocabulary: splitting a small head alone sums more than it saves."""
+    """Return whether a group has two products, or one weight as long as a vocabulary.
+
+    Splitting a small head alone sums more than it saves.
+    """
     products = [
         n for n in _products(follower, group.ops) if any(producer_of(t)[0] in follower.derived for t in operands_of(n))
     ]
@@ -128,7 +130,7 @@ def _worthwhile(follower: Follower, group: SplitGroup) -> bool:
 
 
 def _ranked(follower: Follower, groups: Iterator[SplitGroup]) -> list[SplitGroup]:
-    """Most work per byte first; equals in the order of the graph."""
+    """Sort groups by work per byte, most first; equal ones keep the order of the graph."""
 
     def density(group: SplitGroup) -> float:
         moved = group.bytes()
@@ -138,9 +140,7 @@ def _ranked(follower: Follower, groups: Iterator[SplitGroup]) -> list[SplitGroup
 
 
 def _uneven(program: Program, group: SplitGroup, shared: Mapping[fx.Node, kv_heads.Shared], axis: str, n: int) -> str:
-    """Why a group cannot be split over n ranks, "" if it can. Key-value heads may be fewer than ranks: ranks then
-    share them.
-    """
+    """Return why a group cannot be split over n ranks, or "". Ranks may share key-value heads."""
     few = {shared[p].heads for p in group.params if p in shared and n % shared[p].heads == 0 == shared[p].queries % n}
     for (node, i), s in group.values.items():
         shape = values_of(node)[i].shape
@@ -154,9 +154,7 @@ def _uneven(program: Program, group: SplitGroup, shared: Mapping[fx.Node, kv_hea
 
 
 def _vocabulary(follower: Follower, node: fx.Node) -> bool:
-    """Whether a table is looked up by ids that come with the batch, and has at least as many rows as its rows have
-    numbers.
-    """
+    """Return whether a table is looked up by ids of the batch, and has at least as many rows as columns."""
     shape = values_of(node)[0].shape
     lookups = [(u, i) for u, i in uses((node, 0))]
     if len(shape) != 2 or shape[0] < shape[1] or not lookups:
@@ -170,7 +168,7 @@ def _vocabulary(follower: Follower, node: fx.Node) -> bool:
 
 
 def _story(group: SplitGroup) -> str:
-    """A group in a few words: from the modules that begin it to those that end it."""
+    """Return a group's description: from the modules that begin it to those that end it."""
     reads = (
         u for key in group.entries if needs_sum_grad(values_of(key[0])[key[1]]) for u, _ in uses(key) if u in group.ops
     )
@@ -180,7 +178,7 @@ def _story(group: SplitGroup) -> str:
 
 
 def _few(names: Iterable[str], none: str) -> str:
-    """The first of some names and its siblings: `attn.{q,k,v}`; `...` for those of other modules."""
+    """Return the first of some names and its siblings: `attn.{q,k,v}`; `...` for those of other modules."""
     groups: dict[str, list[str]] = {}
     for name in names:
         parent, _, last = name.rpartition(".")

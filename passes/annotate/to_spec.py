@@ -1,10 +1,10 @@
-"""Write a plan as entries of the spec that a user could have written: patterns with a style word, or with dims.
+"""Write a plan as spec entries as a user would: patterns with a style word, or with dims.
 
     model.layers.0.self_attn.q_proj.weight: dim 0, ..., model.layers.7.self_attn.v_proj.weight: dim 0
     "model.layers.*.self_attn.{q_proj,k_proj,v_proj}": column
 
-Every pattern is checked against all of the model's names: it means just what the plan says for everything that it
-matches."""
+Every pattern is checked against all names of the model: it means exactly the plan for everything that it matches.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardc.spec import DimShard, ShardRule, Style
 
 @dataclass(frozen=True)
 class _Entry:
-    """One name (of a module with a style word, or of a parameter with a shard) and the parameters that it means."""
+    """One name (a module with a style word, or a parameter with a shard) and its parameters."""
 
     name: str
     style: Style | None
@@ -36,9 +36,7 @@ class _Entry:
 
 
 def entries(program: Program, splits: Mapping[str, Shard], axis: str, named: Iterable[str]) -> tuple[ShardRule, ...]:
-    """The rules that give every parameter its split over the axis. named: parameters that
-    earlier rules name already.
-    """
+    """Return the rules that split every parameter over the axis. named: parameters of earlier rules."""
     done = set(named)
     says = _Says()
     nodes = placeholders(program.graph)
@@ -47,9 +45,9 @@ def entries(program: Program, splits: Mapping[str, Shard], axis: str, named: Ite
     for entry in _units(free, splits, nodes, says):
         groups.setdefault((of_every_layer(entry.name), entry.style, entry.shard), []).append(entry)
     patterns: list[tuple[str, Style | None, Shard | None]] = []
-    for (pattern, style, shard), some in groups.items():
-        inner = dict.fromkeys(of_every_outer_layer(e.name) for e in some)  # Sequentials of layers: "blocks.*.0"
-        for way in ([pattern], inner, [e.name for e in some]):
+    for (pattern, style, shard), members in groups.items():
+        inner = dict.fromkeys(of_every_outer_layer(e.name) for e in members)  # Sequentials of layers: "blocks.*.0"
+        for way in ([pattern], inner, [e.name for e in members]):
             if all(_means(w, style, shard, p, splits.get(p.name), nodes[p.name], says) for w in way for p in free):
                 patterns += [(w, style, shard) for w in way]
                 break
@@ -63,27 +61,25 @@ def entries(program: Program, splits: Mapping[str, Shard], axis: str, named: Ite
 def _units(
     params: list[Param], splits: Mapping[str, Shard], nodes: Mapping[str, fx.Node], says: _Says
 ) -> Iterable[_Entry]:
-    """A module for all of its parameters where a style word says it; else every parameter by itself."""
+    """Yield a module for all its parameters if a style word fits, else each parameter separately."""
     modules: dict[str, list[Param]] = {}
     for p in params:
         modules.setdefault(p.fqn.rpartition(".")[0], []).append(p)
-    for module, own in modules.items():
-        split = [p for p in own if p.name in splits]
+    for module, members in modules.items():
+        split = [p for p in members if p.name in splits]
         if not split:
             continue
         words: list[Style] = ["vocab", "column", "row"]
-        fits = (w for w in words if all(says(w, splits.get(p.name), nodes[p.name], module) for p in own))
+        fits = (w for w in words if all(says(w, splits.get(p.name), nodes[p.name], module) for p in members))
         style = next((w for w in fits if any(says.usually(w, nodes[p.name], splits[p.name].dim) for p in split)), None)
         if style and module:
-            yield _Entry(module, style, None, tuple(own))
+            yield _Entry(module, style, None, tuple(members))
         else:
             yield from (_Entry(p.fqn, None, splits[p.name], (p,)) for p in split)
 
 
 class _Says:
-    """Whether a style word for a module gives a parameter just this split. Roles are asked for once: several words are
-    tried on every parameter.
-    """
+    """Checks whether a style word for a module means exactly a parameter's split. Caches roles."""
 
     def __init__(self) -> None:
         self._roles: dict[tuple[fx.Node, str], list[str]] = {}
@@ -96,16 +92,14 @@ class _Says:
         return dim == -1 if wanted is None else wanted == Shard(wanted.dim) and dim == wanted.dim
 
     def usually(self, style: Style, node: fx.Node, dim: int) -> bool:
-        """Whether the word's first meaning is a parameter's split of this dim: `vocab` is for tables that are looked
-        up.
-        """
+        """Return whether the split is the word's first meaning: `vocab` is for tables that are looked up."""
         return role_of(node, dim, known=self._known) in ROLES[style][:1]
 
 
 def _means(
     pattern: str, style: Style | None, shard: Shard | None, p: Param, wanted: Shard | None, node: fx.Node, says: _Says
 ) -> bool:
-    """Whether a pattern is right for one parameter: it does not match, or it says what is wanted."""
+    """Return whether a pattern is right for one parameter: it does not match, or means the wanted split."""
     for name in (p.fqn, *p.names):
         module = name.rpartition(".")[0]
         if style is not None and names_weight(pattern, name) and not says(style, wanted, node, module):

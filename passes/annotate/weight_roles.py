@@ -1,6 +1,6 @@
-"""The role of each dim of a weight, read off the rule of the op that uses it: what `column`, `row` and `vocab` mean.
+"""Find the role of a weight's dim from the op that uses it: what `column`, `row` and `vocab` mean.
 
-No module class plays a part: the out-features of a linear layer are the dim that only the weight and the result have.
+Module classes do not matter: the out-features of a linear layer are the dim that only the weight and the result have.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardc.runtime import ops
 from shardc.spec import Style
 
 aten = torch.ops.aten
-#: The roles of a dim that a style splits: the first that the weight has.
+#: The roles of a dim that a style splits: the first one that the weight has.
 ROLES: dict[Style, tuple[str, ...]] = {
     "column": ("out", "bias"),
     "row": ("in", "rows"),
@@ -31,11 +31,11 @@ ROLES: dict[Style, tuple[str, ...]] = {
 
 
 def role_of(node: fx.Node, dim: int, module: str = "", known: dict[Any, Choices] | None = None) -> str:
-    """The role of a parameter's dim in the first op that uses it together with an activation.
+    """Return the role of a parameter's dim in the first op that uses it together with an activation.
 
     "in" (summed), "out" (only the weight and the result have it), "bias" (a dim of an added operand), "rows" (looked
-    up), or "". module: for a tied weight, the module whose op counts if there is one. known: of calls so far (see
-    `choices_of`), where many are asked for.
+    up), or "". module: for a tied weight, the module whose op counts if there is one. known: calls so far (see
+    `choices_of`), if many roles are requested.
     """
     known = {} if known is None else known
     for user, i in sorted(uses((node, 0)), key=lambda use: not module or source_of(use[0]).module != module):
@@ -47,7 +47,7 @@ def role_of(node: fx.Node, dim: int, module: str = "", known: dict[Any, Choices]
             return ("rows", "out")[dim]
         choices = choices_of(user, known)
         call, signature = choices.call, choices.signature
-        if user.target is ops.experts:  # a column-parallel product and a row-parallel one, of each expert
+        if user.target is ops.experts:  # for each expert a column-parallel and a row-parallel product
             role = "bias" if len(signature.inputs[i]) == 2 else "in" if i == DOWN else "out"
             return (
                 role
@@ -59,7 +59,7 @@ def role_of(node: fx.Node, dim: int, module: str = "", known: dict[Any, Choices]
             continue
         beside = [x for j, x in enumerate(operands_of(user)) if j != i]
         if len(call.results) == 1 and isinstance(out := s.outputs[0], Shard):
-            if rule.flops is None and all(map(stored_alone, beside)):  # the weight is made of it
+            if rule.flops is None and all(map(stored_alone, beside)):  # the weight is computed from it
                 later = role_of(user, out.dim, module, known)
                 if later:
                     return later
@@ -78,8 +78,9 @@ def role_of(node: fx.Node, dim: int, module: str = "", known: dict[Any, Choices]
 
 
 def _ends(node: fx.Node, user: fx.Node) -> bool:
-    """Is a value the result of a matrix product, with ops in between that the user's module does to each element: is
-    it what a gain or a bias of that product is multiplied by, or added to?
+    """Return whether a value is a product's result after only elementwise ops of the user's module.
+
+    Then the user's other operand is a gain or a bias of that product.
     """
     while (op := producer_of(node)[0]).op == "call_function" and source_of(op).module == source_of(user).module:
         rule = registry.find(op.target)
@@ -93,7 +94,7 @@ def _ends(node: fx.Node, user: fx.Node) -> bool:
 
 
 def fused_parts(node: fx.Node, dim: int) -> int:
-    """Into how many fused parts a parameter's dim falls that have to be split each: 2 for experts' gate and up."""
+    """Return how many fused parts of a parameter's dim are split separately: 2 for experts' gate and up."""
     for user, i in uses((node, 0)):
         rule = registry.find(user.target) if user.op == "call_function" else None
         if user.target is ops.experts:
@@ -108,8 +109,7 @@ def fused_parts(node: fx.Node, dim: int) -> int:
 
 
 def dim_for_style(node: fx.Node, style: Style, module: str = "") -> int | None:
-    """The dim of a parameter that a style word splits; -1: the parameter stays whole; None: the word has no meaning for
-    it.
+    """Return the dim that a style word splits; -1: the parameter is whole; None: the word has no meaning.
 
     module: for a tied weight, the module by which the spec names it.
     """
@@ -117,18 +117,18 @@ def dim_for_style(node: fx.Node, style: Style, module: str = "") -> int | None:
 
 
 def roles_of(node: fx.Node, module: str = "", known: dict[Any, Choices] | None = None) -> list[str]:
-    """`role_of` every dim of a parameter."""
+    """Return the role (`role_of`) of every dim of a parameter."""
     known = {} if known is None else known
     return [role_of(node, d, module, known) for d in range(len(node.meta["value"].shape))]
 
 
 def dim_by_roles(node: fx.Node, style: Style, roles: list[str]) -> int | None:
-    """`dim_for_style` of a parameter whose dims have these roles."""
+    """Return the dim that a style word splits (see `dim_for_style`), for dims with these roles."""
     sizes = node.meta["value"].shape
     for role in ROLES[style]:
         if role in roles:
             return roles.index(role)
     alone = node.meta["value"].shape == (1,)  # the bias of one output
-    # a row-parallel layer's bias is added once, whole; scales of rows are whole where columns are split
+    # a row-parallel layer's bias is added once, whole; scales of rows are whole if columns are split
     kept = "bias" in roles or (any(roles) and all(n == 1 for n, r in zip(sizes, roles, strict=True) if not r))
     return -1 if kept or alone or not node.users else None

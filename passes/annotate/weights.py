@@ -1,8 +1,7 @@
-"""The layouts of weights that `shard` names: by patterns, with a style word or with dims.
+"""Compute the layouts of weights that `shard` names by patterns, with a style word or with dims.
 
-What `column`, `row` and `vocab` mean for a weight is read off the op that uses it, not off its module's class:
-out-features are the factor that only the weight and the result have, in-features the one that is summed
-(weight_roles.py).
+The op that uses a weight decides what `column`, `row` and `vocab` mean for it, not its module's class: out-features are
+the factor that only the weight and the result have, in-features the one that is summed (weight_roles.py).
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ from shardc.spec.names import HELPED, Names
 
 @dataclass
 class Weights:
-    """What `shard` says of a program's weights. mesh: with the digits that shared key-value heads need.
+    """The layouts that `shard` sets for a program's weights.
 
-    named: parameters that the spec's own entries name, known after `named_layouts`.
+    mesh: with the digits that shared key-value heads need. named: the parameters that the spec's own entries name,
+    known after `named_layouts`.
     """
 
     spec: Spec
@@ -42,8 +42,8 @@ class Weights:
     shared: dict[fx.Node, kv_heads.Shared]
     named: set[str] = field(default_factory=set)
     _unsplittable: set[int] = field(default_factory=set)  # rules whose style word has no meaning for some weight
-    _indivisible: list[tuple[Param, Layout, str]] = field(default_factory=list)  # with the places that split them
-    _idle: list[str] = field(default_factory=list)  # of alternatives that match nothing
+    _indivisible: list[tuple[Param, Layout, str]] = field(default_factory=list)  # with the places in the spec
+    _idle: list[str] = field(default_factory=list)  # notes on alternatives that match nothing
     _whole: list[str] = field(default_factory=list)  # parts of quantised weights that no style word splits
     # (kv heads, digit) -> weights whose queries all ranks of the digit compute
     _repeated: dict[tuple[int, str], list[str]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Weights:
             )
 
     def named_layouts(self) -> dict[str, Layout]:
-        """The layouts that the entries of `shard` give. Raises ShardcError for all entries that cannot be right."""
+        """Return the layouts from the entries of `shard`. Raises ShardcError for all invalid entries."""
         errors = Errors()
         rules = self.spec.shard
         nodes = placeholders(self.program.graph)
@@ -127,19 +127,19 @@ class Weights:
         return layouts
 
     def _check_stack(self, p: Param, entries: Iterable[int], errors: Errors) -> None:
-        """Add an error for an entry that names some of a stack of experts only: they are split alike."""
+        """Add an error for an entry that names only some of a stack of experts: all have the same split."""
         for i in entries if p.members else ():
             pattern = self.spec.shard[i].pattern
-            some = [m for m in p.members if names_weight(pattern, m)]
-            if 0 < len(some) < len(p.members):
+            named = [m for m in p.members if names_weight(pattern, m)]
+            if 0 < len(named) < len(p.members):
                 errors.add(
-                    f"{pattern!r} names {some[0]}, one of {len(p.members)} experts that are one weight, {p.fqn}",
+                    f"{pattern!r} names {named[0]}, one of {len(p.members)} experts that are one weight, {p.fqn}",
                     where=self.spec.where(("shard", pattern)),
                     fix=f"name all of them: {p.fqn!r}",
                 )
 
     def _one(self, p: Param, node: fx.Node, i: int, name: str, errors: Errors) -> Layout | None:
-        """The layout that rule i gives a parameter; None where the style has no meaning for it or it does not fit."""
+        """Return a parameter's layout by rule i; None if the style has no meaning for it, or it does not fit."""
         rule = self.spec.shard[i]
         where = self.spec.where(("shard", rule.pattern))
         if rule.dims is not None:
@@ -152,7 +152,7 @@ class Weights:
                 {dim: (DimShard(axis=rule.axis, split=fused_parts(node, dim)),)} if dim >= 0 else {}, node
             )
             return layout if self._fits(p, layout, name, where, errors) else None
-        if whole_name(p.fqn) != p.fqn:  # a part of a quantised weight, whose blocks do not lie along such a dim
+        if whole_name(p.fqn) != p.fqn:  # a part of a quantised weight, whose blocks are not along such a dim
             if math.prod(p.shape) > 1:
                 self._whole.append(p.fqn)
             return self._split({}, node)
@@ -168,14 +168,14 @@ class Weights:
         return None
 
     def _fits(self, p: Param, layout: Layout, name: str, where: str, errors: Errors) -> bool:
-        """As `check_fits`; sizes that ranks do not divide are reported together at the end, by the split they share."""
+        """Check as `check_fits` does, but report sizes that ranks do not divide together, by shared split."""
         if self.spec.uneven != "pad" and indivisible.indivisible_dim(layout, p.shape, self.mesh):
             self._indivisible.append((p, layout, where))
             return False
         return check_fits(layout, p.shape, self.mesh, name, where, errors, pad=self.spec.uneven == "pad")
 
     def planned_layouts(self, plan: Plan) -> dict[str, Layout]:
-        """The layouts that a plan gives to the parameters it names."""
+        """Return the layouts of the parameters that a plan names."""
         errors = Errors()
         layouts: dict[str, Layout] = {}
         for name, node in placeholders(self.program.graph).items():
@@ -191,7 +191,7 @@ class Weights:
         return layouts
 
     def _split(self, dims: dict[int, tuple[DimShard, ...]], node: fx.Node) -> Layout:
-        """A layout by dims; ranks that share a key-value head all hold it."""
+        """Return a layout by dims; ranks that share a key-value head all hold it."""
         layout = layout_of(dims, self.mesh)
         if node in self.shared:
             for axis in {s.axis for shards in dims.values() for s in shards}:

@@ -1,4 +1,4 @@
-"""canonical: one spelling per operation, so that few rules cover many models.
+"""canonical: write each operation in one form, so that few rules cover many models.
 
 before                                              after
     view(x, [8, -1, 64])                                reshape(x, [8, 16, 64])
@@ -10,18 +10,18 @@ before                                              after
     cross_entropy_loss(x, t)                            sum(nll(x, t, -100)) / sum(t != -100)
     batch_norm(x, ...)                                  means and elementwise ops
     scaled_dot_product_attention(q, k, v, None, 0.1)    attention(q, k, v, None, 0.1, ..., rng, 6)
-    arange(16, device=cpu)                              arange(16)                       the program says where it runs
+    arange(16, device=cpu)                              arange(16)                       the program decides the device
 
-The rewrites are in the files beside this one, one per kind of op. An op that has neither a rewrite nor a rule is
-decomposed by torch's own decompositions (decompose.py). Random ops that cannot be drawn from the counter generator are
-refused, naming the model's line.
+Each file beside this one has the rewrites of one kind of op. An op that has neither a rewrite nor a rule is decomposed
+by torch's own decompositions (decompose.py). Random ops that cannot be drawn from the counter generator are refused,
+with the model's line.
 
-pointwise, views, factories   names, sizes and constants spelled one way
+pointwise, views, factories   names, sizes and constants in one form
 norm, moments, loss           norms, variances and losses as sums that can be split
 lookup, masks, recurrent      bags of embeddings, writes under masks, recurrent layers
-random_tensors                random numbers come from the counter generator; random_streams: each op from its own
-experts, grouped_mm           what a mixture of experts is captured as, as the op `experts`
-choices                       a model's choices as random numbers, on which capture and grouped_mm try what they are
+random_tensors                random numbers from the counter generator; random_streams: a stream for each op
+experts, grouped_mm           captured mixtures of experts as the op `experts`
+choices                       a model's choices as random numbers, on which capture and grouped_mm test ops
 cleanup                       the last steps, on the whole graph
 """
 
@@ -69,8 +69,9 @@ _PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 @dataclass(frozen=True)
 class Canonical(Pass):
-    """Rewrites the global graph of a captured program; parameters, buffers and inputs stay as they are. Raises
-    ShardcError for calls that have no mesh-independent form.
+    """Rewrites the global graph of a captured program; parameters, buffers and inputs stay as they are.
+
+    Raises ShardcError for calls that have no mesh-independent form.
     """
 
     def run(self, program: Program) -> Program:
@@ -81,14 +82,14 @@ class Canonical(Pass):
         errors = Errors()
         errors.found.extend(
             {e.what: e for e in reversed(result.refused.values())}.values()
-        )  # the first of those that read alike
+        )  # only the first of equal texts
         errors.raise_any()
         return replace(program, graph=result.graph)
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A canonical graph. refused: calls that have no form in it, which it holds as they were.
+    """A canonical graph. refused: calls without a canonical form, which it holds unchanged.
 
     decomposed: ops without a rule that torch's decompositions replaced, and where the model calls them.
     """
@@ -101,9 +102,9 @@ class Rewritten:
 def rewritten(
     captured: fx.Graph, chunks: tuple[int, int] = (1, 1), constants: Mapping[str, Tensor] | None = None
 ) -> Rewritten:
-    """The canonical form of a captured graph, and the calls that have none.
+    """Return the canonical form of a captured graph, and the calls that have none.
 
-    chunks: (ranks, microbatches): BatchNorm takes its statistics of the rows of each by itself. constants: placeholders
+    chunks: (ranks, microbatches): BatchNorm takes statistics of each one's rows separately. constants: placeholders
     whose values are known.
     """
     graph = fx.Graph()
@@ -146,7 +147,7 @@ def rewritten(
 
 
 def _rewritten(emit: Emit, node: fx.Node, env: dict[fx.Node, Any]) -> Result:
-    """The node, or one per result, that replaces `node` in the new graph."""
+    """Return the node, or one per result, that replaces `node` in the new graph."""
     emit.source = node.meta["source"]
     emit.mark = {"mixed": True} if "mixed" in node.meta else {}
     if node.target is operator.getitem and isinstance(parts := env[node.all_input_nodes[0]], tuple):
@@ -169,14 +170,14 @@ def _rewritten(emit: Emit, node: fx.Node, env: dict[fx.Node, Any]) -> Result:
         result.meta["through"] = {
             **result.meta.get("through", {}),
             emit.source.module: None,
-        }  # of modules that come to nothing: Dropout(0.0)
+        }  # modules without ops: Dropout(0.0)
     return result
 
 
 def _canonical_call(
     emit: Emit, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any = None, name: str | None = None
 ) -> Result:
-    """One call of an op, rewritten; decomposed if it has no rule. value: its type, where that is known."""
+    """Rewrite one call of an op; decompose it if it has no rule. value: its type, if known."""
     if value is None:
         value = values.infer(op, args, {k: v for k, v in kwargs.items() if k not in _PLACE})
     if not isinstance(op, OpOverload):
@@ -204,7 +205,7 @@ def _copied(
 
 
 def _same_type(node: fx.Node, result: Result) -> None:
-    """A rewrite changes the spelling, never the type."""
+    """Assert that a rewrite changes only the form, never the type."""
 
     def types(v: Any) -> Any:
         return [p and (p.shape, p.dtype) for p in (v if isinstance(v, tuple) else (v,))]
@@ -218,7 +219,7 @@ def _same_type(node: fx.Node, result: Result) -> None:
 
 
 def _regraded(value: Value | tuple[Value | None, ...] | None, node: fx.Node) -> Any:
-    """The type of a copied call, with the gradient flowing as it does in the new graph."""
+    """Return the type of a copied call, with the gradient flowing as it does in the new graph."""
     if node.target is operator.getitem:
         return values.typed(None, node.target, node.args, node.kwargs)
     grad = values.carries_gradient(node.target, node.args, node.kwargs)
@@ -230,7 +231,7 @@ def _regraded(value: Value | tuple[Value | None, ...] | None, node: fx.Node) -> 
 
 
 def _alive(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes on which the output depends. Graphs are functional, so everything else may go: asserts above all."""
+    """Return the nodes on which the output depends. Others, as asserts, may go: graphs are functional."""
     return values.behind([graph.output_node()])
 
 

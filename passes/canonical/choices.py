@@ -1,7 +1,7 @@
-"""What a model's choices are, tried on random numbers: whether masks exclude each other, or are empty together.
+"""Test a model's choices on random numbers: whether masks exclude each other, or are empty together.
 
-Whole numbers and masks that a graph makes of floating-point numbers (topk, argmax, comparisons) or is given are drawn,
-and what follows from them is computed. So it does not matter how a model spells it.
+Integers and masks that a graph computes from floating-point numbers (topk, argmax, comparisons) or takes as input are
+drawn, and the values that follow are computed. So the model's spelling does not matter.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from shardc.torch_private import OpOverload
 
 
 def typed(node: fx.Node) -> Any:
-    """Something with the shape and dtype of a node's result; None if it is no single tensor."""
+    """Return an object with the shape and dtype of a node's result; None if it is no single tensor."""
     value = node.meta["value"] if "value" in node.meta else node.meta.get("val")
     return value if hasattr(value, "dtype") and hasattr(value, "shape") else None
 
 
 def leaves(roots: Sequence[fx.Node]) -> list[fx.Node]:
-    """What is drawn: the first values, on the way back from `roots`, that are no function of whole numbers alone."""
+    """Return the values to draw: on the way back from `roots`, the first not computed from integers alone."""
     ends: dict[fx.Node, None] = {}
     seen: set[fx.Node] = set()
     todo = list(roots)
@@ -48,7 +48,7 @@ def _floats(node: fx.Node) -> bool:
 
 
 def _counted(node: fx.Node) -> bool:
-    """Is a floating-point value made of whole numbers and constants only, as counts of choices often are?"""
+    """Return whether a float value depends only on integers and constants, as counts of choices often do."""
 
     def further(n: fx.Node) -> bool:
         return n.op != "call_function" or _limit(n) is None
@@ -57,7 +57,7 @@ def _counted(node: fx.Node) -> bool:
 
 
 def _limit(node: fx.Node) -> int | None:
-    """How many different numbers the indices are that a topk, sort or argmax gives; None for anything else."""
+    """Return how many different indices a topk, sort or argmax can return; None for anything else."""
     maker = node.args[0] if node.target is operator.getitem else node
     if not isinstance(maker, fx.Node) or not isinstance(maker.target, OpOverload):
         return None
@@ -71,7 +71,7 @@ def _limit(node: fx.Node) -> int | None:
 
 
 def unrepeated(node: fx.Node) -> bool:
-    """Is it the indices of a topk or sort along the last dim, of which none is there twice?"""
+    """Return whether it is the indices of a topk or sort along the last dim, without repetition."""
     if node.target is not operator.getitem or _limit(node) is None:
         return False
     maker: Any = node.args[0]
@@ -81,8 +81,10 @@ def unrepeated(node: fx.Node) -> bool:
 
 
 def draws(nodes: Sequence[fx.Node], count: int = 2) -> Iterator[dict[fx.Node, Any]]:
-    """Values of leaves, without end: any, few different numbers, and in every third draw the same numbers in all rows.
-    count: how many numbers there are, where the graph does not say so."""
+    """Yield values of leaves endlessly: any, few different numbers, and every third time equal rows.
+
+    count: how many numbers there are, if the graph does not show it.
+    """
     seed = 0
     while True:
         generator = torch.Generator().manual_seed(seed)
@@ -92,8 +94,8 @@ def draws(nodes: Sequence[fx.Node], count: int = 2) -> Iterator[dict[fx.Node, An
 
 def _draw(node: fx.Node, count: int, generator: torch.Generator, seed: int) -> Tensor:
     v, limit = typed(node), _limit(node) or count
-    shape, alike = tuple(v.shape), seed % 3 == 2
-    drawn = (1,) * max(len(shape) - 1, 0) + shape[-1:] if alike else shape
+    shape, equal_rows = tuple(v.shape), seed % 3 == 2
+    drawn = (1,) * max(len(shape) - 1, 0) + shape[-1:] if equal_rows else shape
     if v.dtype == torch.bool:
         return (torch.rand(drawn, generator=generator) < (0.5, 0.1, 0.0)[seed % 3]).expand(shape).clone()
     if v.dtype.is_floating_point:
@@ -103,15 +105,14 @@ def _draw(node: fx.Node, count: int, generator: torch.Generator, seed: int) -> T
         if seed % 3 == 1:
             scores[..., : shape[-1]] += 0.9
         return scores.topk(shape[-1], -1).indices.to(v.dtype).expand(shape).clone()
-    if alike:
+    if equal_rows:
         return torch.full(shape, int(torch.randint(limit, (), generator=generator)), dtype=v.dtype)
     numbers = torch.randint(limit, shape, generator=generator)
     return (numbers.clamp(max=1) if seed % 3 == 1 else numbers).to(v.dtype)
 
 
 def run(nodes: Sequence[fx.Node], known: dict[fx.Node, Any]) -> list[Any]:
-    """The values of nodes, of those of others, to which all that is computed is added. Raises KeyError for a node that
-    hangs on anything else."""
+    """Return the values of nodes from `known`, and extend it. Raises KeyError for a missing leaf."""
 
     def value(n: fx.Node) -> Any:
         if n not in known:
@@ -125,7 +126,7 @@ def run(nodes: Sequence[fx.Node], known: dict[fx.Node, Any]) -> list[Any]:
 
 
 class Draws:
-    """Draws of what the last conditions were made of: those of the other turns of a loop are made of the same."""
+    """Caches draws of the last conditions' leaves: other turns of a loop have the same leaves."""
 
     def __init__(self) -> None:
         self.drawn: list[fx.Node] = []
@@ -148,8 +149,10 @@ class Draws:
         quiet: Callable[[list[Any]], bool],
         tried: int = 3,
     ) -> bool:
-        """Are other values quiet wherever a condition does not hold? holds, quiet: of the values of nodes. tried: of so
-        many draws at least. False also where no draw is known in which it does not hold."""
+        """Return whether other values are quiet whenever a condition fails; False if no draw makes it fail.
+
+        holds, quiet: of the values of nodes. tried: the least number of draws.
+        """
         empty = 0
         for i, known in enumerate(self._each(leaves([*condition, *others])), 1):
             try:

@@ -1,14 +1,15 @@
-"""The last steps of the canonical pass, on the whole graph: join slices, write down the dtype of floats from integers.
+"""Finish the canonical graph: join slices, and write down the dtype of floats computed from integers.
 
     before   q = slice(qkv, 2, 0, 64); k = slice(qkv, 2, 64, 96); v = slice(qkv, 2, 96, 128)
     after    parts = split_with_sizes(qkv, [64, 32, 32], 2); q, k, v = parts[0], parts[1], parts[2]
 
-A slice alone does not say what the rest of the dim is for; the three together say that the weight is three fused ones.
+A slice alone does not show what the rest of the dim is for; the three together show that the weight is three fused
+ones.
 
     before   half = mul(positions, 0.5)                                   positions: i64[16]      half: f32[16]
     after    half = mul(_to_copy(positions, dtype=torch.float32), 0.5)
 
-torch makes such floats in the default dtype of the process, which is not for the program's ranks to choose.
+torch makes such floats in the default dtype of the process, which the program's ranks must not choose.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _CHOICES = {aten.where.ScalarSelf: (2,), aten.where.ScalarOther: (1,), aten.wher
 
 
 def cast_integers(graph: fx.Graph) -> None:
-    """Cast, in place, the operands of every elementwise op that makes floats and has none among its operands."""
+    """Cast, in place, operands of elementwise ops that return floats and have no float operand."""
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in list(graph.nodes):
         out = node.meta.get("value")
@@ -66,9 +67,7 @@ def _put(graph: fx.Graph, node: fx.Node, op: OpOverload, args: tuple[object, ...
 
 
 def join_slices(graph: fx.Graph) -> None:
-    """Rewrite, in place, every product's result whose slices along one dim are its parts, one after the other, without
-    a rest.
-    """
+    """Replace, in place, slices of a product that are all its parts along a dim, in order, by one split."""
     for node in list(graph.nodes):
         if node.op != "call_function" or (rule := registry.find(node.target)) is None or rule.flops is None:
             continue

@@ -1,15 +1,14 @@
-"""Ops without a rule become ops with one, by torch's own decompositions: the last resort before an op is refused.
+"""Decompose ops without a rule by torch's own decompositions: the last resort before an op is refused.
 
     pixel_shuffle(x, 2)    ->    reshape(permute(reshape(x, [8, 4, 2, 2, 6, 6]), [0, 1, 4, 2, 5, 3]), [8, 4, 12, 12])
 
 An op is decomposed by its entry in torch's table of decompositions, or, if it is composed of other ops by definition,
-by its own code; one that `torch.library.custom_op` made of a Python function, by that function. What comes out goes
+by its own code; one that `torch.library.custom_op` made of a Python function, by that function. The result goes
 through the canonical pass again, so that it may be rewritten, have a rule, or be decomposed further.
 
 torch's tables are made for inference and for compilers that differentiate first: some of them cut gradients or skip
-special cases. So every decomposition is proven where it is used: on random numbers in place of the call's operands it
-has to give the op's own results and gradients. One that does not is not taken. (The function of a custom op may have
-another gradient than the one that is registered for it.)
+special cases. So every decomposition is proven where it is used: on random operands it must have the op's own results
+and gradients. Else it is not used. (The function of a custom op may have another gradient than the registered one.)
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from shardc.passes.canonical.rewrite import Emit, Result
 from shardc.rules.core import registry
 from shardc.torch_private import OpOverload, body_of, decompositions, traced_functional
 
-#: torch's decompositions are taken without proof for calls on more elements than this, as it would cost more than the
-#: compilation. Functions of custom ops are proven on smaller operands then.
+#: For calls on more elements than this, torch's decompositions are used without proof, which would cost more than the
+#: compilation. Functions of custom ops are then proven on smaller operands.
 PROOF_LIMIT = 1 << 18
-#: Sizes of smaller operands: from here on, one for each size that is larger.
+#: Smaller operands have sizes above this one, a different one for each larger size.
 SMALL = 8
 #: Relative error of a decomposition's results and gradients in float64.
 RTOL = 1e-8
@@ -45,13 +44,14 @@ class NoDecomposition(Exception):
 
 
 def needed(op: OpOverload) -> bool:
-    """Whether an op has no rule, but a decomposition."""
+    """Return whether an op has no rule, but a decomposition."""
     return registry.find(op) is None and bool(decompositions(op))
 
 
 def decompose(emit: Emit, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], add: Add) -> Result | None:
-    """Write a decomposition of `op(*args, **kwargs)` to the end of the graph; None, and an unchanged graph, if there is
-    none.
+    """Write a decomposition of `op(*args, **kwargs)` at the end of the graph, and return its result.
+
+    Returns None, and leaves the graph unchanged, if there is none.
     """
     operands = list(dict.fromkeys(values.nodes_in((args, kwargs))))
     if not all(isinstance(n.meta.get("value"), Value) for n in operands):
@@ -90,7 +90,7 @@ def _after(node: fx.Node) -> Iterator[fx.Node]:
 def _traced(
     op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[fx.Node], types: list[Value]
 ) -> fx.GraphModule | None:
-    """A graph of aten ops on the call's operands that does what the call does, proven; None if there is none."""
+    """Return a proven graph of aten ops that computes the call from its operands; None if there is none."""
 
     def on_operands(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*tensors: Tensor) -> Any:
@@ -113,14 +113,14 @@ def _traced(
 
 
 def _plain(x: Any) -> Any:
-    """fx's lists may not be changed; some decompositions do that."""
+    """Return arguments with plain lists: some decompositions change lists, and fx's may not be changed."""
     if isinstance(x, (tuple, list)):
         return (tuple if isinstance(x, tuple) else list)(map(_plain, x))
     return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else x
 
 
 def _copy(module: fx.GraphModule, operands: list[fx.Node], add: Add) -> Result:
-    """Add the calls of a decomposition one by one. Returns its results in the new graph."""
+    """Add the calls of a decomposition one by one. Return its results in the new graph."""
     env: dict[fx.Node, Any] = {}
     remaining = iter(operands)
     for node in module.graph.nodes:
@@ -129,8 +129,8 @@ def _copy(module: fx.GraphModule, operands: list[fx.Node], add: Add) -> Result:
         elif node.op == "get_attr":
             env[node] = _constant(getattr(module, node.target), add)
         elif node.op == "call_function":
-            if node.target is operator.getitem and isinstance(many := env[node.args[0]], tuple):
-                env[node] = many[node.args[1]]
+            if node.target is operator.getitem and isinstance(results := env[node.args[0]], tuple):
+                env[node] = results[node.args[1]]
             elif node.target is operator.getitem or isinstance(node.target, OpOverload):
                 if node.target is not operator.getitem and not node.users:
                     continue  # checks for errors
@@ -158,8 +158,9 @@ def _constant(x: Any, add: Add) -> Any:
 def _proven(
     op: Callable[..., Any], way: Callable[..., Any], module: fx.GraphModule, types: list[Value], *, everywhere: bool
 ) -> bool:
-    """Whether results and gradients of the decomposition are the op's own, on random
-    numbers in its operands' shapes. everywhere: else only up to PROOF_LIMIT.
+    """Return whether the decomposition has the op's results and gradients on random operands.
+
+    everywhere: also above PROOF_LIMIT, on smaller operands.
     """
     if sum(torch.Size(v.shape).numel() for v in types) > PROOF_LIMIT:
         if not everywhere:
@@ -174,28 +175,28 @@ def _proven(
     try:
         with torch.enable_grad():
             whole = _tensors(op(*leaves))
-            wanted = _gradients(whole, leaves)
+            expected = _gradients(whole, leaves)
     except values.OUTSIDE_DOMAIN:
-        return True  # not defined on these numbers
+        return True  # the op is not defined on these numbers
     try:
         with torch.enable_grad():
             parts = _tensors(module(*leaves))
             grads = _gradients(parts, leaves)
     except values.OUTSIDE_DOMAIN:
         return False
-    pairs = [*zip(parts, whole, strict=False), *zip(grads, wanted, strict=True)]
+    pairs = [*zip(parts, whole, strict=False), *zip(grads, expected, strict=True)]
     return len(parts) == len(whole) and all(_close(a, b) for a, b in pairs)
 
 
 def _smaller(types: list[Value]) -> list[Value]:
-    """The operands with small sizes in the place of large ones, equal ones for equal ones."""
+    """Return the operands with small sizes in place of large ones, equal ones for equal ones."""
     sizes = sorted({n for v in types for n in v.shape if n > SMALL})
     small = {n: SMALL + i for i, n in enumerate(sizes, 1)}
     return [replace(v, shape=tuple(small.get(n, n) for n in v.shape)) for v in types]
 
 
 def _some(v: Value, generator: torch.Generator) -> Tensor:
-    """Random numbers in (0.1, 0.9), random truth values, zeros for indices (which are in range everywhere)."""
+    """Return random numbers in (0.1, 0.9) or truth values; zeros for indices (always in range)."""
     if v.dtype == torch.bool:
         return torch.randint(2, v.shape, generator=generator).bool()
     if not (v.dtype.is_floating_point or v.dtype.is_complex):
@@ -211,19 +212,19 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    wanted = [x for x in leaves if x.requires_grad]
+    inputs = [x for x in leaves if x.requires_grad]
     terms = [y for y in results if y.requires_grad]
-    if not terms or not wanted:
-        return [None] * len(wanted)
-    # weights that differ from element to element: a sum would be the same for results in another order
+    if not terms or not inputs:
+        return [None] * len(inputs)
+    # different weights for all elements: a plain sum would not notice results in another order
     weights = [torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float64).reshape(y.shape).to(y.dtype) for y in terms]
-    return list(torch.autograd.grad(terms, wanted, weights, allow_unused=True))
+    return list(torch.autograd.grad(terms, inputs, weights, allow_unused=True))
 
 
 def _close(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
-        there = a if a is not None else b
-        return there is None or not bool(there.any())
+        only = a if a is not None else b
+        return only is None or not bool(only.any())
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not (a.is_floating_point() or a.is_complex()):

@@ -1,4 +1,4 @@
-"""Randomness: every dropout, that of attention too, draws from the counter generator; the rest is refused."""
+"""Rewrite every dropout, also attention's, to draw from the counter generator."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardc.ir.metadata import Value
 from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite, shape
 
 aten = torch.ops.aten
-#: What SELU tends to below zero, negated.
+#: The negated limit of SELU for large negative numbers.
 SELU = 1.7580993408473766
 
 
 @rewrite("dropout", "native_dropout")
 def dropout(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Result:
-    """`dropout(x, p, True)` -> `ops.dropout(x, p, rng, index)`; x itself when p is 0 or the module evaluates."""
+    """Rewrite `dropout(x, p, True)` as `ops.dropout(x, p, rng, index)`; as x if p is 0 or in evaluation."""
     train = a.train is None or bool(a.train)
     y = emit.dropout(a.input, float(a.p) if train else 0.0)
     return y if isinstance(out, Value) else (y, None)
@@ -27,8 +27,9 @@ def dropout(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Resul
 
 @rewrite("feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 def other_dropout(emit: Emit, a: Args, out: Value) -> Result:
-    """Dropout of whole channels (Dropout2d), and alpha dropout (Klambauer et al. 2017), which keeps mean and variance:
-    x * mask + shift.
+    """Rewrite dropout of whole channels (Dropout2d), and alpha dropout as x * mask + shift.
+
+    Alpha dropout (Klambauer et al. 2017) keeps mean and variance.
     """
     x, p = a.input, float(a.p)
     if not a.train or p == 0:
@@ -49,10 +50,10 @@ def other_dropout(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("scaled_dot_product_attention")
 def attention(emit: Emit, a: Args, out: Value) -> Result:
-    """Without dropout it stays torch's op; with dropout it is one of ours, whose masks do not depend on the mesh.
+    """Keep torch's attention without dropout; else use shardc's, whose masks do not depend on the mesh.
 
-    Fused kernels want one head size. Where that of the values is another (multi-head latent attention), torch would
-    fall back to products that keep all scores; so the smaller ones get zeros, which change no score and no sum:
+    Fused kernels need one head size. If the values have another (multi-head latent attention), torch would fall back to
+    products that keep all scores. So the smaller ones are padded with zeros, which change no score and no sum:
 
         before   attention(q[.., 192], k[.., 192], v[.., 128])
         after    attention(q, k, pad(v, 192))[.., :128]
@@ -76,6 +77,6 @@ def attention(emit: Emit, a: Args, out: Value) -> Result:
 
 
 def _widened(emit: Emit, x: fx.Node, size: int) -> fx.Node:
-    """With zeros at the end of its last dim, so that it has this size."""
+    """Pad the last dim with zeros at its end to this size."""
     short = size - shape(x)[-1]
     return emit(aten.constant_pad_nd.default, x, [0, short], 0.0) if short else x

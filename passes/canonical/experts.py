@@ -1,4 +1,4 @@
-"""The experts op of a captured graph, `torch.ops.shardc.experts`, as the op that programs call."""
+"""Rewrite the experts op of a captured graph as the op that programs call."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from shardc.runtime import ops
 
 @rewrite("experts")
 def experts(emit: Emit, a: Args, out: Value) -> Result:
-    """`torch.ops.shardc.experts` of a captured graph."""
+    """Rewrite `torch.ops.shardc.experts` of a captured graph."""
     args = (a.x, a.index, a.weights, a.up, a.down, a.up_bias, a.down_bias, a.activation, a.transposed)
     return emit.typed(out, ops.experts, *args)

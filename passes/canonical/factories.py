@@ -1,5 +1,4 @@
-"""Canonical spelling of constants: what takes only shape or dtype from a tensor takes them from the graph, not from the
-tensor.
+"""Rewrite constants to take shape and dtype from the graph, not from a tensor.
 
     zeros_like(x), new_full(x, [8, 1], 0.0)      ->      full([8, 16], 0.0, dtype=f32), full([8, 1], 0.0, dtype=f32)
 
@@ -57,7 +56,7 @@ def filled(emit: Emit, a: Args, out: Value) -> Result:
     "bartlett_window",
 )
 def made(emit: Emit, a: Args, out: Value) -> Result:
-    """A floating dtype is written down: left out it would be the default dtype of the process that runs the program."""
+    """Write a floating dtype down: else the default dtype of the process that runs the program applies."""
     positional = [a.named[x.name] for x in a.op._schema.arguments if not x.kwarg_only]
     dtype = out.dtype if a.get("dtype") is not None or out.dtype.is_floating_point or out.dtype.is_complex else None
     return emit.typed(out, a.op, *positional, **({} if dtype is None else {"dtype": dtype}))

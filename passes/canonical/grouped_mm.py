@@ -1,4 +1,4 @@
-"""Turn grouped products (torch._grouped_mm) of rows that the model itself sorts by expert into the op `experts`.
+"""Turn grouped products (torch._grouped_mm) of rows that the model sorts by expert into `experts`.
 
     before   order = argsort(index)                       the pairs (token, choice) sorted by expert, i64[t k]
              rows  = gather(x, 0, order // k)             f[t k, h]
@@ -9,10 +9,9 @@
              y     = zeros + sum(reshape(made * weights, [t, k, h]), 1)
 
 A sort over the batch would need the whole batch on every rank. But a value in sorted order is V[order] for some V in
-the order of the batch, and an op that works on every row by itself works on V as well; an op that puts rows back (the
-inverse order, a sum into tokens) takes V. So it does not matter how a model spells it. Whether `order` sorts the
-choices, and whether `ends` counts them, is not read off the ops but tried on random choices. Other grouped products
-stay as they are.
+the order of the batch. An op that works row by row works on V as well; an op that puts rows back (the inverse order, a
+sum into tokens) takes V. So the model's spelling does not matter. The pass tests on random choices, not by the ops,
+whether `order` sorts the choices, and whether `ends` counts them. Other grouped products stay as they are.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ _PARTS: dict[Any, int] = {
     aten.chunk.default: 2,
     aten.slice.Tensor: 1,
 }
-#: Elementwise, though torch does not say so.
+#: Elementwise ops that torch does not tag so.
 _ELEMENTWISE = {aten.floor_divide.default, aten.floor_divide.Scalar}
-#: Ops that leave each row what it is, if the first dim stays.
+#: Ops that keep the elements of each row if the first dim stays.
 _VIEWS = {aten.reshape.default, aten.expand.default, aten.unsqueeze.default, aten._to_copy.default, aten.clone.default}
 
 
 @dataclass(frozen=True)
 class GroupedMM(Pass):
-    """Turns the grouped products of a program into `experts`, if all of them are of this form; else it leaves them."""
+    """Turns a program's grouped products into `experts` if all of them have this form; else leaves them."""
 
     def applies(self, program: Program) -> bool:
         return bool(program.graph.find_nodes(op="call_function", target=_PRODUCT))
@@ -63,8 +62,9 @@ class GroupedMM(Pass):
 
 
 def with_experts(graph: fx.Graph) -> fx.Graph:
-    """A copy of a canonical graph with `experts` for grouped products. If some product is not of this form, a copy as
-    it was.
+    """Return a copy of a canonical graph with `experts` for grouped products.
+
+    If some product does not have this form, the copy is unchanged.
     """
     new = copy_graph(graph)
     for order in [n for n in new.nodes if _is_order(n)]:
@@ -82,23 +82,23 @@ def _is_order(node: fx.Node) -> bool:
 
 
 def product(rows: Tensor, weight: Tensor) -> Tensor:
-    """A placeholder for a grouped product of unsorted rows, until it is part of an `experts`."""
+    """Stand in for a grouped product of unsorted rows, until it is part of an `experts`."""
     raise NotImplementedError("never runs")
 
 
 @dataclass
 class _Writer:
-    """Everything that is in one order."""
+    """Rewrites everything that has one order."""
 
     graph: fx.Graph
     order: fx.Node
     plain: dict[fx.Node, fx.Node] = field(default_factory=dict)  # a node in sorted order -> its V
     numbers: dict[fx.Node, Tensor] = field(
         default_factory=dict
-    )  # likewise whole numbers, which hang on no data: V itself
+    )  # the same for integers that depend on no data: V itself
     inverse: set[fx.Node] = field(default_factory=set)
     tried: dict[tuple[fx.Node, int], bool] = field(default_factory=dict)
-    put: dict[str, fx.Node] = field(default_factory=dict)  # what was added to the graph, by its call
+    put: dict[str, fx.Node] = field(default_factory=dict)  # calls that were added to the graph
 
     def run(self) -> None:
         shape = value_of(self.order).shape
@@ -158,8 +158,9 @@ class _Writer:
             self.plain[node] = self._put(node.target, args, node.meta["value"], **kwargs)
 
     def _rowwise(self, node: fx.Node) -> bool:
-        """Does an op work on every row by itself? Operands in sorted order have their rows first; others are the same
-        for all rows.
+        """Return whether an op works on every row separately.
+
+        Operands in sorted order have their rows first; others are the same for all rows.
         """
         if not isinstance(node.target, OpOverload) or isinstance(node.meta["value"], tuple):
             return False
@@ -171,14 +172,14 @@ class _Writer:
         if torch.Tag.pointwise not in node.target.tags and node.target not in _ELEMENTWISE:
             return False
         for x in node.all_input_nodes:
-            theirs = value_of(x).shape
-            rows = len(theirs) == len(shape) and theirs[0] == self.n
+            x_shape = value_of(x).shape
+            rows = len(x_shape) == len(shape) and x_shape[0] == self.n
             if rows != (x in self.plain or x in self.numbers):
                 return False
         return True
 
     def _part(self, node: fx.Node) -> bool:
-        """Is it a part of every row, or one of several that an op has made?"""
+        """Return whether a node is a part of every row, or one of several results of an op."""
         rows: Any = next(iter(node.args), None)
         position = _PARTS.get(node.target, len(node.args))
         return node.target is operator.getitem or (
@@ -186,14 +187,14 @@ class _Writer:
         )
 
     def _by(self, node: fx.Node, x: fx.Node, index: Any) -> None:
-        """Rows of x, picked by an index."""
+        """Rewrite rows of x that an index picks."""
         if index in self.inverse and x in self.plain:
             node.replace_all_uses_with(self.plain[x])
         elif index in self.numbers and self.numbers[index].dim() == 1:
             self._picked(node, x, self.numbers[index])
 
     def _picked(self, node: fx.Node, x: fx.Node, index: Tensor | None) -> None:
-        """x[index[order]], where index counts rows 0, 0, 1, 1, ...: V has each row as often."""
+        """Rewrite x[index[order]], where index counts rows 0, 0, 1, 1, ...: V has each row as often."""
         shape = value_of(x).shape
         k = self._times(index, shape[0]) if x not in self.plain and x not in self.numbers else 0
         if k == 1:
@@ -203,32 +204,32 @@ class _Writer:
             per_token = self._put(
                 aten.reshape.default, (x, [shape[0], 1, *rest]), replace(dtype, shape=(shape[0], 1, *rest))
             )
-            each = self._put(
+            repeated = self._put(
                 aten.expand.default, (per_token, [shape[0], k, *rest]), replace(dtype, shape=(shape[0], k, *rest))
             )
             self.plain[node] = self._put(
-                aten.reshape.default, (each, [self.n, *rest]), replace(dtype, shape=(self.n, *rest))
+                aten.reshape.default, (repeated, [self.n, *rest]), replace(dtype, shape=(self.n, *rest))
             )
 
     def _summed(self, node: fx.Node, base: fx.Node, index: Any, rows: fx.Node) -> None:
-        """base with V[order] added in rows index[order]."""
+        """Rewrite base with V[order] added in rows index[order]."""
         numbers, to = self.numbers.get(index), value_of(node)
         k = self._times(_column(numbers), to.shape[0]) if numbers is not None else 0
         if k and value_of(rows).shape[1:] == to.shape[1:]:
             value = replace(value_of(rows), shape=(to.shape[0], k, *to.shape[1:]))
-            each = self._put(aten.reshape.default, (rows, list(value.shape)), value)
-            total = self._put(aten.sum.dim_IntList, (each, [1]), replace(value, shape=to.shape))
+            terms = self._put(aten.reshape.default, (rows, list(value.shape)), value)
+            total = self._put(aten.sum.dim_IntList, (terms, [1]), replace(value, shape=to.shape))
             node.replace_all_uses_with(self._put(aten.add.Tensor, (base, total), to))
 
     def _times(self, index: Tensor | None, rows: int) -> int:
-        """k, if index is arange(rows * k) // k; else 0."""
+        """Return k, if index is arange(rows * k) // k; else 0."""
         k, rest = divmod(self.n, rows)
         return k if index is not None and not rest and torch.equal(index, torch.arange(self.n) // max(k, 1)) else 0
 
     # --- experts
 
     def _experts(self, down: fx.Node) -> None:
-        """The op for a second product, what is between, and the first ones."""
+        """Write the op for a second product, the ops in between, and the first ones."""
         ups = self._products(down.args[0])
         rows: set[Any] = {up.args[0] for up in ups}
         if len(rows) != 1:
@@ -249,11 +250,11 @@ class _Writer:
             return
         self.here = down
         (x,) = rows
-        typed, held, index = value_of(x), value_of(weights[0]), self.index
+        typed, weight, index = value_of(x), value_of(weights[0]), self.index
         assert index is not None
         up = weights[0]
         if len(weights) > 1:
-            up = self._put(aten.cat.default, (weights, 2), replace(held, shape=(*first[:2], m)))
+            up = self._put(aten.cat.default, (weights, 2), replace(weight, shape=(*first[:2], m)))
         choice = self._put(aten.reshape.default, (index, [self.n, 1]), replace(value_of(index), shape=(self.n, 1)))
         ones = replace(typed, shape=(self.n, 1), requires_grad=False)
         share = self._put(aten.full.default, ([self.n, 1], 1.0), ones, dtype=ones.dtype)
@@ -261,14 +262,14 @@ class _Writer:
         down.replace_all_uses_with(experts)
 
     def _products(self, node: Any) -> list[fx.Node]:
-        """The products that a value is made of, in order. [] if anything else goes in."""
-        mine, reached = set(self.plain.values()), dict[fx.Node, None]()
+        """Return the products that make up a value, in order; [] if it depends on anything else."""
+        plain, reached = set(self.plain.values()), dict[fx.Node, None]()
 
         def visit(n: fx.Node) -> bool:
             if (
                 n not in reached
                 and n.target is not product
-                and not (n in mine and n.op == "call_function" and all(map(visit, n.all_input_nodes)))
+                and not (n in plain and n.op == "call_function" and all(map(visit, n.all_input_nodes)))
             ):
                 return False
             reached[n] = None
@@ -276,10 +277,10 @@ class _Writer:
 
         return [n for n in reached if n.target is product] if visit(node) else []
 
-    # --- what is tried
+    # --- tests on random choices
 
     def _counts(self, ends: Any, experts: int) -> bool:
-        """Does `order` sort choices among so many experts, and is `ends` where each expert's rows end?"""
+        """Return whether `order` sorts choices among the experts, and `ends` is where each expert's rows end."""
         if (ends, experts) not in self.tried:
             self.tried[ends, experts] = all(self._right(ends, experts, skewed=s) for s in (False, True))
         return self.tried[ends, experts]
@@ -290,7 +291,7 @@ class _Writer:
         chosen = known[self.index]
         try:
             order, stops = run([self.order, ends], known)
-        except (KeyError, RuntimeError, IndexError):  # of other data too, or not for such numbers
+        except (KeyError, RuntimeError, IndexError):  # it needs other data too, or fails for such numbers
             return False
         flat = chosen.flatten()
         whole = torch.equal(order.sort().values, torch.arange(self.n))
@@ -301,7 +302,7 @@ class _Writer:
         )
 
     def _put(self, target: Any, args: tuple[Any, ...], value: Value, **kwargs: Any) -> fx.Node:
-        """A call before `here`: the one that was put there before, if it is the same (rows that are cast twice)."""
+        """Add a call before `here`, or return an equal call that was added before (rows that are cast twice)."""
         key = repr((target, args, kwargs))
         if key not in self.put:
             with self.graph.inserting_before(self.here):
@@ -312,7 +313,7 @@ class _Writer:
 
 
 def _choices(order: fx.Node) -> fx.Node | None:
-    """The whole numbers that an order is computed from: the first ones on the way from what is not."""
+    """Return the integers from which an order is computed: the first ones on the way from other values."""
     node = order
     while True:
         before = [
@@ -326,7 +327,7 @@ def _choices(order: fx.Node) -> fx.Node | None:
 
 
 def _column(index: Tensor | None) -> Tensor | None:
-    """An index of rows, from one that has it in every column."""
+    """Return an index of rows, also from one that repeats it in every column."""
     if index is None or index.dim() == 1:
         return index
     return index[:, 0] if index.dim() == 2 and bool((index == index[:, :1]).all()) else None

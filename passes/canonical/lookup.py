@@ -1,5 +1,4 @@
-"""Rewrites: bags of embeddings become look-ups and sums; bilinear layers become einsum, whose equation is the rule;
-unpooling becomes a scatter in each image and channel.
+"""Rewrite bags of embeddings as look-ups and sums, bilinear layers as einsum, unpooling as a scatter.
 
 embedding_bag(w, ids, arange(0, 24, 3), mode="mean")    ->    sum(embedding(w, reshape(ids, [8, 3])), [1]) / 3
 embedding_bag(w, ids, offsets, mode="sum")              ->    index_add(zeros, 0, bags, embedding(w, ids))
@@ -24,14 +23,14 @@ aten = torch.ops.aten
 
 @rewrite("bilinear")
 def bilinear(emit: Emit, a: Args, out: Value) -> Result:
-    """`bilinear(x, y, w, b)` -> `einsum("...i,oij,...j->...o", x, w, y) + b`."""
+    """Rewrite `bilinear(x, y, w, b)` as `einsum("...i,oij,...j->...o", x, w, y) + b`."""
     y = emit(aten.einsum.default, "...i,oij,...j->...o", [a.input1, a.weight, a.input2])
     return y if a.bias is None else emit(aten.add.Tensor, y, a.bias)
 
 
 @rewrite("addbmm")
 def addbmm(emit: Emit, a: Args, out: Value) -> Result:
-    """`addbmm(x, a, b)` -> `x + einsum("bij,bjk->ik", a, b)`: the batch is summed away."""
+    """Rewrite `addbmm(x, a, b)` as `x + einsum("bij,bjk->ik", a, b)`: the batch is summed away."""
     product = emit(aten.einsum.default, "bij,bjk->ik", [a.batch1, a.batch2])
     terms = [x if n == 1 else emit(aten.mul.Tensor, x, n) for x, n in ((a.self, a.beta), (product, a.alpha))]
     return emit(aten.add.Tensor, *terms)
@@ -39,7 +38,7 @@ def addbmm(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("embedding_bag")
 def embedding_bag(emit: Emit, a: Args, out: Any) -> Result:
-    """Bags of one size (the usual 2-d ids): look-up, then sum, mean or max over the bag."""
+    """Rewrite bags of one size (the usual 2-d ids) as a look-up, then sum, mean or max over the bag."""
     offsets = emit.constant(a.offsets)
     n = value_of(a.indices).shape[0]
     bags = out[0].shape[0] if out[0] is not None else 0
@@ -56,10 +55,10 @@ def embedding_bag(emit: Emit, a: Args, out: Any) -> Result:
     if a.mode == 2:
         if kept is not None:
             rows = emit(aten.masked_fill.Scalar, rows, emit(aten.logical_not.default, kept), -torch.inf)
-            some = emit(aten.any.dim, kept, 1)
+            any_row = emit(aten.any.dim, kept, 1)
             most = emit(aten.amax.default, rows, [1])
-            return (emit(aten.masked_fill.Scalar, most, emit(aten.logical_not.default, some), 0.0), None, None, None)
-        # max.dim, as embedding_bag does: one of several equal elements gets the gradient
+            return (emit(aten.masked_fill.Scalar, most, emit(aten.logical_not.default, any_row), 0.0), None, None, None)
+        # max.dim, as in embedding_bag: one of several equal elements gets the gradient
         node = emit(aten.max.dim, rows, 1)
         return (emit.typed(node.meta["value"][0], operator.getitem, node, 0), None, None, None)
     if a.per_sample_weights is not None:
@@ -78,7 +77,7 @@ def embedding_bag(emit: Emit, a: Args, out: Any) -> Result:
 
 
 def _bags_by_offset(emit: Emit, a: Args, n: int, bags: int) -> fx.Node:
-    """Bags that begin where a tensor says: every row goes to the last bag that begins before it or there."""
+    """Rewrite bags whose starts are a tensor: a row goes to the last bag that begins at or before it."""
     weight, offsets = value_of(a.weight), a.offsets
     if a.include_last_offset:
         offsets = emit(aten.slice.Tensor, offsets, 0, 0, bags)
@@ -111,7 +110,7 @@ def _bags_by_offset(emit: Emit, a: Args, n: int, bags: int) -> fx.Node:
 
 @rewrite("max_unpool2d", "max_unpool3d")
 def unpooled(emit: Emit, a: Args, out: Value) -> Result:
-    """Each image and channel by itself, so that they may be split: indices are places in its area."""
+    """Scatter in each image and channel separately, so that they may be split: indices count per area."""
     x: fx.Node = a.self
     lead = shape(x)[: len(shape(x)) - len(a.output_size)]
     flat, area = math.prod(shape(x)[len(lead) :]), math.prod(out.shape[len(lead) :])

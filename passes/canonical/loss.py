@@ -1,4 +1,4 @@
-"""Canonical spelling of losses: per-element values, then a sum or mean that sharding can split.
+"""Rewrite losses as per-element values, then a sum or mean that sharding can split.
 
 cross_entropy(x, t)  ->  sum(nll(x, t)) / sum(t != ignore_index)
 """
@@ -28,7 +28,7 @@ def _class_dim(x: fx.Node) -> int:
 def _hard(
     emit: Emit, per: fx.Node, target: fx.Node, weight: fx.Node | None, ignore: int
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """(weighted per-element losses, valid elements, each element's weight in the mean)."""
+    """Return (weighted per-element losses, valid elements, each element's weight in the mean)."""
     valid = emit(aten.ne.Scalar, target, ignore)
     if weight is None:
         return per, valid, valid
@@ -45,10 +45,10 @@ def _mean(emit: Emit, per: fx.Node, weights: fx.Node, reduction: int) -> fx.Node
 
 @rewrite("cross_entropy_loss")
 def cross_entropy(emit: Emit, a: Args, out: Value) -> Result:
-    """Class indices: see above; weights scale both sums. Probabilities: -sum(log_softmax * target).
+    """Rewrite cross-entropy. For class indices see the module; weights scale both sums.
 
-    Label smoothing mixes in the mean over all classes: -sum(w log_softmax(x)) is sum(w) logsumexp(x) - sum(w x), of
-    which nothing is as large as the logits.
+    Probabilities: -sum(log_softmax * target). Label smoothing mixes in the mean over all classes: -sum(w
+    log_softmax(x)) is sum(w) logsumexp(x) - sum(w x). No other value is as large as the logits.
     """
     x, target, weight, smoothing = a.self, a.target, a.weight, a.label_smoothing
     d = _class_dim(x)
@@ -85,7 +85,7 @@ def _along(emit: Emit, weight: fx.Node, x: fx.Node, d: int) -> fx.Node:
 
 @rewrite("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(emit: Emit, a: Args, out: Value) -> Result:
-    """On the result of log_softmax it is cross-entropy of the logits; else it gathers the targets' entries."""
+    """Rewrite nll_loss: of log_softmax as cross-entropy of the logits, else by gathering targets' entries."""
     x, target = a.self, a.target
     d = _class_dim(x)
     if x.target is aten.log_softmax.int and dim(x.args[1], len(shape(x))) == d:
@@ -113,8 +113,9 @@ def l1_loss(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction")
 def linear_cross_entropy(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Result:
-    """linear, then cross_entropy: torch's op takes chunks of the batch only to save memory, and gives gradients as
-    further results.
+    """Rewrite as linear, then cross_entropy.
+
+    torch's op takes chunks of the batch only to save memory, and returns gradients as further results.
     """
     logits = emit(aten.linear.default, a.input, a.linear_weight, a.linear_bias)
     per, _valid, weights = _hard(emit, _nll(emit, logits, a.target, a.ignore_index), a.target, a.weight, a.ignore_index)
@@ -132,9 +133,9 @@ def linear_cross_entropy(emit: Emit, a: Args, out: Value | tuple[Value | None, .
     "multilabel_margin_loss",
 )
 def elementwise(emit: Emit, a: Args, out: Value) -> Result:
-    """The op per element (or row), then its weight (a factor), then the reduction as ops of their own."""
-    arguments, own = a.op._schema.arguments, {"reduction": 0, "weight": None}
-    positional = [own.get(s.name, a[s.name]) for s in arguments if not s.kwarg_only]
+    """Rewrite as the op per element (or row), then its weight (a factor), then the reduction."""
+    arguments, overrides = a.op._schema.arguments, {"reduction": 0, "weight": None}
+    positional = [overrides.get(s.name, a[s.name]) for s in arguments if not s.kwarg_only]
     keywords = {s.name: a[s.name] for s in arguments if s.kwarg_only}
     per = emit(a.op, *positional, **keywords)
     if a.get("weight") is not None:

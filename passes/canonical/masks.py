@@ -1,11 +1,11 @@
-"""Values that are written one after the other to the places where a mask is true: images' features into text, as
-multimodal models do.
+"""Rewrite writes to the true places of a mask, in order, as multimodal models do with images.
 
     masked_scatter(x, m, y)    ->    where(m, index_select(rows of y, 0, cumsum(m) - 1), x)
     x[m] = y                   ->    the same
 
-Only the mask and what is written need to be known whole (the how many-th true entry is this one?); x, and all that
-follows, stays split."""
+Only the mask (to number its true entries) and the written values need to be whole; x, and all that follows, stays
+split.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ aten = torch.ops.aten
 
 @rewrite("masked_scatter")
 def masked_scatter(emit: Emit, a: Args, out: Value) -> Result:
-    """A mask that is expanded over x's last dims places whole rows."""
+    """Rewrite masked_scatter; a mask that is expanded over x's last dims places whole rows."""
     mask: fx.Node = a.mask
     while mask.target is aten.expand.default and isinstance(mask.args[0], fx.Node):
         mask = mask.args[0]
     x = emit.expand(a.self, out.shape)
-    own = (1,) * (len(out.shape) - len(shape(mask))) + shape(mask)
-    k = max((d + 1 for d, s in enumerate(own) if s != 1), default=0)
+    aligned = (1,) * (len(out.shape) - len(shape(mask))) + shape(mask)
+    k = max((d + 1 for d, s in enumerate(aligned) if s != 1), default=0)
     if math.prod(shape(a.source)) % math.prod(out.shape[k:]):
-        k = len(own)  # values that make up no whole rows
-    mask = emit.expand(emit.reshape(mask, own), (*out.shape[:k], *own[k:]))
+        k = len(aligned)  # values that are not whole rows
+    mask = emit.expand(emit.reshape(mask, aligned), (*out.shape[:k], *aligned[k:]))
     return emit(aten.where.self, mask, in_order(emit, mask, a.source, out.shape), x)
 
 
 def in_order(emit: Emit, mask: fx.Node, source: fx.Node, size: tuple[int, ...]) -> fx.Node:
-    """In the size of x, at the n-th true entry of `mask`, the n-th row of `source`; elsewhere rows that mean nothing.
+    """Return `source`'s n-th row at the n-th true entry of `mask`, in x's size; other rows are arbitrary.
 
-    mask: bool, of x's leading dims, its last ones 1: those are a row's. source: rows one after the other in any shape;
-    at least as many as true entries.
+    mask: bool, of x's leading dims; its last ones are 1: they belong to a row. source: rows one after the other in any
+    shape; at least as many as true entries.
     """
     k = max((d + 1 for d, s in enumerate(shape(mask)) if s != 1), default=0)
     row = size[k:]

@@ -1,8 +1,9 @@
-"""Variances, norms and questions (all, any) over the leading dim as sums, which the batch may be split in; others stay
-one op.
+"""Rewrite variances, norms and truth tests (all, any) over the leading dim as sums: they can be split.
+
+Others stay one op.
 
 std(x, [0], correction=1)    ->    sqrt(sum((x - mean(x, [0]))²) / (n - 1))     with a gradient of zero at zero
-linalg_vector_norm(x, 2)     ->    sqrt(sum(x * x))                             so, too
+linalg_vector_norm(x, 2)     ->    sqrt(sum(x * x))                             with the same
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _WHOLE = {"var": aten.var, "std": aten.std, "var_mean": aten.var_mean, "std_mean
 
 @rewrite("var", "std", "var_mean", "std_mean")
 def moments(emit: Emit, a: Args, out: Any) -> Result:
-    """Every overload -> `.correction`, or means where dim 0 is among the dims (all of them, if there are none)."""
+    """Rewrite every overload as `.correction`, or as means if dim 0 is among the dims (no dims: all)."""
     x: fx.Node = a.self
     ndim = len(shape(x))
     dims = a.get("dim")
@@ -49,7 +50,7 @@ def moments(emit: Emit, a: Args, out: Any) -> Result:
 
 @rewrite("linalg_vector_norm", "norm", "frobenius_norm")
 def vector_norm(emit: Emit, a: Args, out: Value) -> Result:
-    """Euclidean and absolute norms that reduce the leading dim."""
+    """Rewrite Euclidean and absolute norms that reduce the leading dim."""
     x: fx.Node = a.self
     ndim, order = len(shape(x)), a.get("ord", a.get("p", 2))
     order = 2 if order is None else order
@@ -73,14 +74,14 @@ def vector_norm(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("linalg_matrix_norm")
 def matrix_norm(emit: Emit, a: Args, out: Value) -> Result:
-    """The Frobenius norm is that of a vector of all elements."""
+    """Rewrite the Frobenius norm as that of a vector of all elements."""
     if a.ord == "fro":
         return vector_norm(emit, Args(aten.linalg_vector_norm.default, (a.self, 2, a.dim, a.keepdim), {}), out)
     return emit(a.op, *a.args, **a.kwargs)
 
 
 def _root(emit: Emit, squares: fx.Node) -> fx.Node:
-    """The root of a sum of squares. Where it is zero, the gradient of a norm is zero in torch, which sqrt's is not."""
+    """Return the root of a sum of squares, with a gradient of zero at zero, as torch's norms have."""
     zero = emit(aten.eq.Scalar, squares, 0)
     root = emit(aten.sqrt.default, emit(aten.masked_fill.Scalar, squares, zero, 1))
     return emit(aten.masked_fill.Scalar, root, zero, 0)
@@ -88,7 +89,7 @@ def _root(emit: Emit, squares: fx.Node) -> fx.Node:
 
 @rewrite("all", "any")
 def truth(emit: Emit, a: Args, out: Value) -> Result:
-    """Over the leading dim: are there none that are false, some that are true? Numbers of them add up."""
+    """Rewrite over the leading dim as counts, which add up: none is false, or some are true."""
     x: fx.Node = a.self
     ndim, dims = len(shape(x)), a.get("dim")
     dims = [dims] if isinstance(dims, int) else dims

@@ -1,13 +1,12 @@
-"""BatchNorm as means and elementwise ops: splitting the batch then is exactly the single device's statistics.
+"""Rewrite BatchNorm as means and elementwise ops: a split batch has one device's exact statistics.
 
-`batch_norm: local`: each of the chunks that the batch is cut into, over ranks and then over microbatches, has
-statistics of its own
+`batch_norm: local`: the batch is cut into chunks, over ranks and then over microbatches. Each has its own statistics
 
     x [B, C, ...]  ->  reshape [chunks, B / chunks, C, ...]  ->  mean, variance [chunks, C]
 
-so that a rank needs no others, and a microbatch no others. (Hoffer et al. 2017, "Train longer, generalize better":
-ghost batch normalization.) Running statistics are what eager BatchNorm has after a rank's microbatches one after the
-other, averaged over ranks:
+so that a rank or a microbatch needs no others. (Hoffer et al. 2017, "Train longer, generalize better": ghost batch
+normalization.) Running statistics are what eager BatchNorm has after a rank's microbatches in turn, averaged over
+ranks:
 
     new = (1 - momentum)^m old + sum over i < m of momentum (1 - momentum)^(m - 1 - i) mean over ranks of statistic i
 """
@@ -42,12 +41,13 @@ BATCH_NORMS = (
 
 @rewrite(*BATCH_NORMS)
 def batch_norm(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Result:
-    """In training: mean and biased variance of the batch normalise; the unbiased variance goes into the running one.
+    """Rewrite batch norm. In training, the batch's mean and biased variance normalise.
 
-    `batch_stat` chooses the running statistics when the program evaluates. Results: (y, mean, 1 / deviation, ..., new
-    mean, new variance); the second and third have no gradient, and are not there where each chunk has its own.
+    The unbiased variance updates the running one. `batch_stat` chooses the running statistics when the program
+    evaluates. Results: (y, mean, 1 / deviation, ..., new mean, new variance); the second and third have no gradient,
+    and are None if each chunk has its own.
     """
-    training = a.get("training", "with_update" in a.op_name)  # the names of those without the argument say it
+    training = a.get("training", "with_update" in a.op_name)  # ops without the argument have it in their name
     x, running = a.input, (a.get("running_mean"), a.get("running_var"))
     if not training:
         y = _affine(emit, x, 1, running[0], running[1], a)
@@ -70,11 +70,11 @@ def batch_norm(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Re
     unbiased = emit(aten.mul.Tensor, emit.detach(var), n / max(n - 1, 1))
     news = [_moved(emit, old, new, a.momentum) for old, new in zip(running, (emit.detach(mean), unbiased), strict=True)]
     empty = [emit(aten.full.default, list(v.shape), 0, dtype=v.dtype) for v in out[3:-2] if v is not None]
-    return (y, *saved, *empty, *news)  # what kernels reserve for their backward is empty on a CPU
+    return (y, *saved, *empty, *news)  # kernels' reserve for backward is empty on a CPU
 
 
 def _chunked(emit: Emit, x: fx.Node) -> tuple[fx.Node, int]:
-    """x with its rows in chunks, if each takes statistics of its own; and the dim of the channels."""
+    """Return x with its rows in chunks, if each has its own statistics, and the dim of the channels."""
     chunks, (rows, *rest) = math.prod(emit.chunks), shape(x)
     if chunks == 1:
         return x, 1
@@ -97,8 +97,9 @@ def _stat(emit: Emit, batch: fx.Node, running: fx.Node) -> fx.Node:
 
 
 def _moved(emit: Emit, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:
-    """The running statistic `old`, moved towards the batch's f[C], or towards the chunks' f[chunks, C], one microbatch
-    after the other.
+    """Return the running statistic `old`, moved towards the batch's f[C].
+
+    With chunks f[chunks, C], it moves for one microbatch after the other.
     """
     new = emit.cast(new, value_of(old).dtype)
     ranks, microbatches = emit.chunks
@@ -115,9 +116,7 @@ def _moved(emit: Emit, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:
 
 
 def _channel(emit: Emit, stat: fx.Node, x: fx.Node, dim: int) -> fx.Node:
-    """f[C] -> f[1, C, 1, ...], or f[chunks, C] -> f[chunks, 1, C, 1, ...], to broadcast
-    over `x`. dim: of x's channels.
-    """
+    """Reshape f[C] to f[1, C, 1, ...], or f[chunks, C] to f[chunks, 1, C, 1, ...]. dim: of x's channels."""
     kept = (0, dim) if len(shape(stat)) == 2 else (dim,)
     return emit.reshape(stat, [s if d in kept else 1 for d, s in enumerate(shape(x))])
 

@@ -1,4 +1,4 @@
-"""Canonical spelling of elementwise ops and softmax: one name each, no neutral elements, explicit dtypes."""
+"""Rewrite elementwise ops and softmax: one name each, no neutral elements, explicit dtypes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bitwise(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("min", "max")
 def extremum(emit: Emit, a: Args, out: Any) -> Result:
-    """`min(x, y)` of two tensors -> `minimum(x, y)`."""
+    """Rewrite `min(x, y)` of two tensors as `minimum(x, y)`."""
     if a.op._overloadname == "other":
         return emit(aten.minimum.default if a.op_name == "min" else aten.maximum.default, a.self, a.other)
     return emit(a.op, *a.named.values())
@@ -32,7 +32,7 @@ def extremum(emit: Emit, a: Args, out: Any) -> Result:
 
 @rewrite("rsub")
 def rsub(emit: Emit, a: Args, out: Value) -> Result:
-    """`1 - x` -> `add(neg(x), 1)`: the tensor comes first in every op."""
+    """Rewrite `1 - x` as `add(neg(x), 1)`: the tensor comes first in every op."""
     x = a.self if a.alpha == 1 else emit(aten.mul.Tensor, a.self, a.alpha)
     if isinstance(a.other, fx.Node):
         return emit(aten.sub.Tensor, a.other, x)
@@ -41,7 +41,7 @@ def rsub(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("add", "sub", "mul", "div")
 def arithmetic(emit: Emit, a: Args, out: Value) -> Result:
-    """`x + 0` and `x * 1.0` are x; `add(x, y, alpha=2)` multiplies first."""
+    """Rewrite `x + 0` and `x * 1.0` as x; `add(x, y, alpha=2)` multiplies first."""
     x, other = a.self, a.other
     if a.get("rounding_mode") is not None:
         return emit(a.op, x, other, rounding_mode=a.rounding_mode)
@@ -63,7 +63,7 @@ def softmax(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("sum", "mean", "cumsum", "prod")
 def reduction(emit: Emit, a: Args, out: Value) -> Result:
-    """`sum(x, dtype=torch.float32)` casts first. Integers add up in int64 unless a dtype says otherwise."""
+    """Rewrite `sum(x, dtype=torch.float32)` to cast first. Integers add in int64 unless a dtype is set."""
     dtype: torch.dtype | None = a.get("dtype")
     x = emit.cast(a.first, dtype)
     rest = [v for k, v in a.named.items() if k not in ("self", "dtype")]

@@ -1,4 +1,4 @@
-"""Which stream of random numbers a random op draws from (shardc.runtime.rng)."""
+"""Assign a stream of random numbers to each random op (shardc.runtime.rng)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ _INDEX: dict[Any, int] = {ops.dropout: 3, ops.random: 5, ops.attention: 9}
 
 
 def number_random(graph: fx.Graph) -> None:
-    """Give each random op its ordinal in the finished graph as its stream: the same for every mesh."""
+    """Set each random op's stream to its ordinal in the finished graph: the same for every mesh."""
     for i, node in enumerate(n for n in graph.nodes if n.target in _INDEX):
         node.update_arg(_INDEX[node.target], i)

@@ -1,4 +1,4 @@
-"""Rewrites: random tensors come from the counter generator, so that every mesh draws what one device draws.
+"""Rewrite random tensors to use the counter generator, so that every mesh draws what one device draws.
 
     randn_like(x)            ->    random('normal', (0.0, 1.0), [8, 16], f32, rng, 2)      2: the op's ordinal
     bernoulli(p)             ->    random('uniform', (0.0, 1.0), ...) < p
@@ -46,7 +46,7 @@ def uniform(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("randn", "randn_like", "normal", "normal_functional")
 def normal(emit: Emit, a: Args, out: Value) -> Result:
-    """mean and std are numbers, or tensors to which no gradient goes, as in torch."""
+    """Rewrite normal draws. mean and std are numbers, or tensors without gradient, as in torch."""
     mean, std = a.get("mean", 0.0), a.get("std", 1.0)
     if not isinstance(mean, fx.Node) and not isinstance(std, fx.Node):
         return _random(emit, a, out, "normal", float(mean), float(std))
@@ -77,7 +77,7 @@ def cauchy(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("randint", "randint_like", "random")
 def integers(emit: Emit, a: Args, out: Value) -> Result:
-    """In [low, high)."""
+    """Rewrite draws of integers in [low, high)."""
     low, high = a.get("low", a.get("from")) or 0, a.get("high", a.get("to"))
     if not isinstance(low, int) or not isinstance(high, int):
         raise emit.refuse(
@@ -98,7 +98,7 @@ def permutation(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("bernoulli")
 def bernoulli(emit: Emit, a: Args, out: Value) -> Result:
-    """The probabilities are `p`, or else the operand itself."""
+    """Rewrite bernoulli draws; the probabilities are `p`, or else the operand itself."""
     p = a.get("p")
     p = a.first if p is None else p
     wide = torch.float64 if isinstance(p, fx.Node) and value_of(p).dtype == torch.float64 else torch.float32
@@ -113,25 +113,26 @@ def bernoulli(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("multinomial")
 def multinomial(emit: Emit, a: Args, out: Value) -> Result:
-    """The first of independent arrivals at rates p is i with probability p_i (an "exponential race"); without
-    replacement: the first n.
+    """Rewrite multinomial draws as an "exponential race" (without replacement: the first n arrivals).
+
+    The first of independent arrivals at rates p is i with probability p_i.
     """
     p, n = emit.detach(a.first), int(a.num_samples)
     size = shape(p)
-    many = n > 1 and bool(a.get("replacement", False))
-    if many:
+    several = n > 1 and bool(a.get("replacement", False))
+    if several:
         p, size = emit(aten.unsqueeze.default, p, len(size) - 1), (*size[:-1], n, size[-1])
     wide = value_of(p).dtype if value_of(p).dtype.itemsize >= 4 else torch.float32
     race = emit(aten.div.Tensor, p, _random(emit, a, Value(size, wide), "exponential", 1.0))
-    if many or n == 1:
-        return emit(aten.argmax.default, race, len(size) - 1, not many)
+    if several or n == 1:
+        return emit(aten.argmax.default, race, len(size) - 1, not several)
     best = emit(aten.topk.default, race, n, len(size) - 1)
     return emit.typed(best.meta["value"][1], operator.getitem, best, 1)
 
 
 @rewrite("rrelu", "rrelu_with_noise", "rrelu_with_noise_functional")
 def rrelu(emit: Emit, a: Args, out: Any) -> Result:
-    """Below zero x times a random slope when training, times the slopes' mean otherwise."""
+    """Rewrite rrelu: below zero, x times a random slope in training, else times the slopes' mean."""
     x, low, high = a.first, float(a.lower), float(a.upper)
     if not a.training:
         return _with_noise(out, emit(aten.leaky_relu.default, x, (low + high) / 2))

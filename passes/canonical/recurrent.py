@@ -1,5 +1,6 @@
-"""Rewrites of recurrent layers: dropout between layers becomes an op of its own, so that its masks do not depend on the
-mesh; cells are spelled out.
+"""Rewrite recurrent layers: dropout between layers becomes a separate op, and cells are written out.
+
+So dropout's masks do not depend on the mesh.
 
     before   lstm(x, [h, c], weights, .., 2 layers, dropout=0.1)
     after    y = lstm(x, [h[:1], c[:1]], weights[:4], .., 1 layer, dropout=0)
@@ -23,7 +24,10 @@ aten = torch.ops.aten
 
 @rewrite("lstm", "gru", "rnn_tanh", "rnn_relu")
 def recurrent(emit: Emit, a: Args, out: Any) -> Result:
-    """Without dropout it stays one op. (Packed sequences do not come here: capture refuses what reads lengths.)"""
+    """Split layers with dropout; others stay one op.
+
+    Packed sequences do not come here: capture refuses ops that read lengths.
+    """
     assert a.op._overloadname == "input"
     states = list(a.hx) if isinstance(a.hx, (list, tuple)) else [a.hx]
     single = not isinstance(a.hx, (list, tuple))
@@ -39,8 +43,8 @@ def recurrent(emit: Emit, a: Args, out: Any) -> Result:
         return run(a.input, states, a.params, layers)
     per, x, last = len(a.params) // layers, a.input, []
     for layer in range(layers):
-        own = [emit(aten.slice.Tensor, s, 0, directions * layer, directions * (layer + 1)) for s in states]
-        x, *ends = run(x, own, a.params[per * layer : per * (layer + 1)], 1)
+        initial = [emit(aten.slice.Tensor, s, 0, directions * layer, directions * (layer + 1)) for s in states]
+        x, *ends = run(x, initial, a.params[per * layer : per * (layer + 1)], 1)
         last.append(ends)
         if layer < layers - 1:
             x = emit.dropout(x, float(a.dropout))
@@ -49,7 +53,7 @@ def recurrent(emit: Emit, a: Args, out: Any) -> Result:
 
 @rewrite("lstm_cell")
 def lstm_cell(emit: Emit, a: Args, out: Any) -> Result:
-    """One step: gates from both products; c' = f c + i g, h' = o tanh(c')."""
+    """Write out one step: gates from both products; c' = f c + i g, h' = o tanh(c')."""
     h, c = a.hx
     i, f, g, o = _gates(emit, _add(emit, _linear(emit, a.input, a.w_ih, a.b_ih), _linear(emit, h, a.w_hh, a.b_hh)), 4)
     kept = emit(aten.mul.Tensor, emit(aten.sigmoid.default, f), c)
@@ -59,7 +63,7 @@ def lstm_cell(emit: Emit, a: Args, out: Any) -> Result:
 
 @rewrite("gru_cell")
 def gru_cell(emit: Emit, a: Args, out: Value) -> Result:
-    """One step: n = tanh(x_n + r h_n), h' = n + z (h - n)."""
+    """Write out one step: n = tanh(x_n + r h_n), h' = n + z (h - n)."""
     h = a.hx
     of_input = _gates(emit, _linear(emit, a.input, a.w_ih, a.b_ih), 3)
     of_state = _gates(emit, _linear(emit, h, a.w_hh, a.b_hh), 3)
@@ -83,7 +87,7 @@ def _add(emit: Emit, x: fx.Node, y: fx.Node) -> fx.Node:
 
 
 def _gates(emit: Emit, x: fx.Node, count: int) -> list[fx.Node]:
-    """The last dim in so many parts."""
+    """Split the last dim into this many parts."""
     size = shape(x)[-1] // count
     parts = emit(aten.split_with_sizes.default, x, [size] * count, len(shape(x)) - 1)
     return [emit.typed(parts.meta["value"][i], operator.getitem, parts, i) for i in range(count)]

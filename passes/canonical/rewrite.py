@@ -1,6 +1,4 @@
-"""What the rewrites of the canonical pass share: typed emission of calls, arguments by name, values known at compile
-time.
-"""
+"""Share helpers of rewrites: typed emission of calls, arguments by name, values known at compile time."""
 
 from __future__ import annotations
 
@@ -28,14 +26,12 @@ Result = fx.Node | tuple[fx.Node | None, ...]
 Rewrite = Callable[["Emit", "Args", Value], Result]
 #: Rewrites by the op's name without overload: "view" for all of aten.view.*.
 TABLE: dict[str, Rewrite] = {}
-#: Constants up to so many elements are worked out at compile time to recognise them.
+#: Constants up to this many elements are computed at compile time, to recognise them.
 KNOWN_LIMIT = 1 << 20
 
 
 def rewrite(*names: str) -> Callable[[Rewrite], Rewrite]:
-    """Register a rewrite for ops. Its arguments: the emitter, the call's arguments (new
-    nodes), the type of its result.
-    """
+    """Register a rewrite for ops: a function of the emitter, the call's arguments and the result's type."""
 
     def register(function: Rewrite) -> Rewrite:
         for name in names:
@@ -84,33 +80,31 @@ def shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def dim(d: int, ndim: int) -> int:
-    """A dimension counted from the left."""
+    """Return a dimension counted from the left."""
     return d + ndim if d < 0 else d
 
 
 class Emit:
-    """Adds typed calls to the new graph. `source` is that of the op being rewritten. chunks: see
-    shardc.passes.canonical.rewritten.
-    """
+    """Adds typed calls to the new graph. source: of the op being rewritten. chunks: see `rewritten`."""
 
     def __init__(self, graph: fx.Graph, rng: fx.Node, chunks: tuple[int, int] = (1, 1)) -> None:
         self.graph, self.rng, self.chunks = graph, rng, chunks
         self.source = Source()
-        self.mark: dict[str, bool] = {}  # that of a cast of mixed precision, where the op is one (shardc.ir.metadata)
+        self.mark: dict[str, bool] = {}  # the mark of mixed precision's casts (shardc.ir.metadata)
         self.inferred: dict[Any, Any] = {}  # types of results, by call
         self.known: dict[fx.Node, Tensor | None] = {}
         self.decomposed: dict[str, fx.GraphModule | None] = {}  # calls that were decomposed (decompose.py)
-        self.replaced: list[tuple[OpOverload, Source]] = []  # the ops of these calls, and where the model calls them
+        self.replaced: list[tuple[OpOverload, Source]] = []  # their ops, and where the model calls them
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call of an aten op, its type inferred; once for calls that look alike, as in layers that repeat."""
+        """Add a call of an aten op with its inferred type; equal calls, as in equal layers, infer it once."""
         key = (target, values.typed_key(args), values.typed_key(kwargs))
         if key not in self.inferred:
             self.inferred[key] = values.infer(target, args, kwargs)
         return self.typed(self.inferred[key], target, *args, **kwargs)
 
     def typed(self, result: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call with a result of this type."""
+        """Add a call with a result of this type."""
         return add_node(
             self.graph, "call_function", target, args, kwargs, meta={"value": result, "source": self.source}
         )
@@ -124,7 +118,7 @@ class Emit:
         return x if shape(x) == tuple(size) else self(aten.expand.default, x, list(size))
 
     def cast(self, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
-        """`x` in a dtype, and called so: linear_bf16."""
+        """Cast `x` to a dtype, with a name such as linear_bf16."""
         if dtype is None or value_of(x).dtype == dtype:
             return x
         args, kwargs = (x,), {"dtype": dtype}
@@ -139,7 +133,7 @@ class Emit:
         return self.typed(replace(value_of(x), requires_grad=False), aten.detach.default, x)
 
     def permute(self, x: fx.Node, order: Sequence[int]) -> fx.Node:
-        """The dims of `x` in another order; an exchange of two is spelled transpose."""
+        """Reorder the dims of `x`; an exchange of two is a transpose."""
         moved = [i for i, d in enumerate(order) if i != d]
         if not moved:
             return x
@@ -148,11 +142,11 @@ class Emit:
         return self(aten.permute.default, x, list(order))
 
     def reduce(self, x: fx.Node, reduction: int) -> fx.Node:
-        """A loss's `reduction` of its elements: 0 none, 1 mean, 2 sum."""
+        """Apply a loss's `reduction` to its elements: 0 none, 1 mean, 2 sum."""
         return x if reduction == 0 else self(aten.mean.default if reduction == 1 else aten.sum.default, x)
 
     def dropout(self, x: fx.Node, p: float) -> fx.Node:
-        """The counter-based dropout; its index is set when the graph is finished."""
+        """Add the counter-based dropout; its index is set when the graph is finished."""
         if p <= 0:
             return x
         if p >= 1:
@@ -160,20 +154,19 @@ class Emit:
         return self.typed(value_of(x), ops.dropout, x, p, self.rng, 0)
 
     def attention(self, result: Value, *args: Any) -> fx.Node:
-        """Attention with dropout (shardc/runtime/ops/attention/); its index is set when the graph is finished.
+        """Add attention with dropout (shardc/runtime/ops/attention/). Its index is set at the end.
 
-        args: up to `enable_gqa`."""
+        args: up to `enable_gqa`.
+        """
         grad = values.carries_gradient(ops.attention, args, {})
         return self.typed(replace(result, requires_grad=grad), ops.attention, *args, self.rng, 0)
 
     def random(self, kind: str, options: Sequence[float], size: Sequence[int], dtype: torch.dtype) -> fx.Node:
-        """Numbers from the counter generator (shardc/runtime/ops/random_ops.py); their index is set when the graph is
-        finished.
-        """
+        """Add random numbers (shardc/runtime/ops/random_ops.py). Their index is set at the end."""
         return self.typed(Value(tuple(size), dtype), ops.random, kind, tuple(options), list(size), dtype, self.rng, 0)
 
     def constant(self, node: fx.Node) -> Tensor | None:
-        """The value of a small tensor that depends on nothing that is known at run time only; None for others."""
+        """Return the value of a small tensor that is known at compile time; None for others."""
         if node not in self.known:
             self.known[node] = self._evaluate(node)
         return self.known[node]

@@ -1,6 +1,4 @@
-"""Canonical spelling of ops that move elements: sizes and dims are explicit and counted
-from the left, no-ops are gone.
-"""
+"""Rewrite ops that move elements: sizes and dims are explicit and counted from the left; no-ops go."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ aten = torch.ops.aten
 
 @rewrite("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "view_as", "reshape_as")
 def reshape(emit: Emit, a: Args, out: Value) -> Result:
-    """`x.view(b, -1, 8)` -> `reshape(x, [4, 16, 8])`."""
+    """Rewrite `x.view(b, -1, 8)` as `reshape(x, [4, 16, 8])`."""
     if a.get("dtype") is not None:
         return emit(aten.view.dtype, a.first, a.dtype)
     return emit.reshape(a.first, out.shape)
@@ -47,14 +45,15 @@ def expand(emit: Emit, a: Args, out: Value) -> Result:
     "to", "_to_copy", "type_as", "clone", "contiguous", "alias", "lift_fresh", "lift_fresh_copy", "positive", "_to_cpu"
 )
 def copied(emit: Emit, a: Args, out: Value) -> Result:
-    """Only a change of dtype is left of copies: memory formats and devices are the program's business."""
+    """Reduce copies to a change of dtype: the program decides on memory formats and devices."""
     return emit.cast(a.first, out.dtype)
 
 
 @rewrite("view_as_complex")
 def as_complex(emit: Emit, a: Args, out: Value) -> Result:
-    """`view_as_complex(x)` -> `complex(x[..., 0], x[..., 1])`: the view needs memory at an even place, which a rank's
-    part, or a parameter in a bucket, may not have.
+    """Rewrite `view_as_complex(x)` as `complex(x[..., 0], x[..., 1])`.
+
+    The view needs an even memory offset, which a rank's part, or a parameter in a bucket, may not have.
     """
     last = len(out.shape)
     return emit(aten.complex.default, *(emit(aten.select.int, a.first, last, i) for i in (0, 1)))
@@ -62,8 +61,9 @@ def as_complex(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("as_strided", "as_strided_copy")
 def strided(emit: Emit, a: Args, out: Value) -> Result:
-    """Memory that is read by strides -> entries of the flat tensor by number: a rank's part, or a parameter in a
-    bucket, lies otherwise. Capture has made the operand contiguous.
+    """Rewrite a read of memory by strides as a read of the flat tensor's entries by number.
+
+    A rank's part, or a parameter in a bucket, has other strides. Capture has made the operand contiguous.
     """
     x: fx.Node = a.first
     flat = emit.reshape(x, (math.prod(shape(x)),))
@@ -79,7 +79,7 @@ def written_by_strides(emit: Emit, a: Args, out: Value) -> Result:
 
 
 def _entries(emit: Emit, a: Args) -> fx.Node:
-    """i64[n]: the places in memory that `size`, `stride` and `storage_offset` name."""
+    """Return the places in memory, i64[n], that `size`, `stride` and `storage_offset` name."""
     places = emit(aten.full.default, [1] * len(a.size), a.storage_offset or 0, dtype=torch.int64)
     for d, (size, stride) in enumerate(zip(a.size, a.stride, strict=True)):
         steps = emit(aten.mul.Tensor, emit(aten.arange.default, size), stride)
@@ -95,7 +95,7 @@ def detach(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("slice")
 def cut(emit: Emit, a: Args, out: Value) -> Result:
-    """`x[:, 4:]` -> `slice(x, 1, 4, 8)`; the whole of a dim is the tensor itself."""
+    """Rewrite `x[:, 4:]` as `slice(x, 1, 4, 8)`; a slice of the whole dim is the tensor itself."""
     x: fx.Node = a.first
     d = dim(a.dim, len(out.shape))
     n = shape(x)[d]
@@ -132,7 +132,7 @@ def select(emit: Emit, a: Args, out: Value) -> Result:
     "split_copy",
 )
 def split(emit: Emit, a: Args, out: Any) -> Result:
-    """Every split -> `split_with_sizes(x, sizes, dim)`; into one part: the tensor itself."""
+    """Rewrite every split as `split_with_sizes(x, sizes, dim)`; one part is the tensor itself."""
     x: fx.Node = a.first
     parts: tuple[Value, ...] = out
     d = dim(a.dim, len(shape(x)))
@@ -156,7 +156,7 @@ def split(emit: Emit, a: Args, out: Any) -> Result:
     "moveaxis",
 )
 def permute(emit: Emit, a: Args, out: Value) -> Result:
-    """Every reordering of dims -> `transpose` of two of them, or `permute`."""
+    """Rewrite every reordering of dims as `transpose` of two of them, or as `permute`."""
     x: fx.Node = a.first
     n = len(shape(x))
     order = list(range(n))
@@ -182,7 +182,7 @@ def permute(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("conj", "_conj", "resolve_conj", "resolve_neg", "_neg_view")
 def conj(emit: Emit, a: Args, out: Value) -> Result:
-    """Conjugates and negatives that torch only marks are computed: marks are on tensors, not in a graph."""
+    """Compute conjugates and negatives that torch only marks: marks are on tensors, not in a graph."""
     if a.op_name == "_neg_view":
         return emit(aten.neg.default, a.first)
     return a.first if a.op_name.startswith("resolve") else _conjugate(emit, a.first)
@@ -190,7 +190,7 @@ def conj(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("fft_ifft", "fft_ihfft", "fft_ihfft2", "fft_ihfftn", "linalg_lu_solve", "svd")
 def unmarked(emit: Emit, a: Args, out: Any) -> Result:
-    """These kernels mark their results as conjugates, which neither a message nor `view_as_real` takes."""
+    """Resolve results that these kernels mark as conjugates: messages and `view_as_real` take no marks."""
     y = emit(a.op, *a.args, **a.kwargs)
     if not isinstance(out, tuple):
         return emit(aten.resolve_conj.default, y) if out.dtype.is_complex else y
@@ -204,9 +204,7 @@ def _conjugate(emit: Emit, x: fx.Node) -> fx.Node:
 
 @rewrite("cat", "concat", "concatenate")
 def cat(emit: Emit, a: Args, out: Value) -> Result:
-    """Empty tensors (a cache that starts out empty) are left out; the parts of one tensor, in their order, are that
-    tensor.
-    """
+    """Leave out empty tensors (an empty cache); all parts of one tensor, in order, are that tensor."""
     parts = [x for x in a.tensors if shape(x) != (0,)]
     if len(parts) == 1:
         return emit.cast(parts[0], out.dtype)
@@ -229,9 +227,7 @@ def stack(emit: Emit, a: Args, out: Value) -> Result:
 
 
 def _apart(parts: Sequence[fx.Node]) -> tuple[fx.Node, int, bool] | None:
-    """The tensor that `parts` are all the parts of, in order, the dim along which, and whether they keep that dim
-    (split, or unbound).
-    """
+    """Return (tensor, dim, whether parts keep the dim) if `parts` are all its parts in order; else None."""
     sources: set[tuple[Any, fx.Node, int]] = set()
     for i, part in enumerate(parts):
         whole = part.args[0] if part.args else None
@@ -254,7 +250,7 @@ def _apart(parts: Sequence[fx.Node]) -> tuple[fx.Node, int, bool] | None:
 
 
 def _moved(emit: Emit, x: fx.Node, old: int, new: int) -> fx.Node:
-    """`x` with its dim `old` at `new`."""
+    """Return `x` with its dim `old` at `new`."""
     order = [i for i in range(len(shape(x))) if i != old]
     return emit.permute(x, [*order[:new], old, *order[new:]])
 
@@ -278,7 +274,7 @@ def broadcast_tensors(emit: Emit, a: Args, out: Any) -> Result:
 
 @rewrite("copy")
 def copy(emit: Emit, a: Args, out: Value) -> Result:
-    """What functionalised `x.copy_(y)` leaves, which has no derivative: y in x's shape and dtype."""
+    """Rewrite functionalised `x.copy_(y)`, which has no derivative, as y in x's shape and dtype."""
     return emit.expand(emit.cast(a.src, out.dtype), out.shape)
 
 
@@ -291,7 +287,7 @@ def fill(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("slice_scatter")
 def slice_scatter(emit: Emit, a: Args, out: Value) -> Result:
-    """`x[:, 1:] = y` -> `cat([x[:, :1], y], 1)`."""
+    """Rewrite `x[:, 1:] = y` as `cat([x[:, :1], y], 1)`."""
     d = dim(a.dim, len(out.shape))
     n = out.shape[d]
     start, stop, step = slice(a.start, a.end, a.step).indices(n)
@@ -303,7 +299,7 @@ def slice_scatter(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("select_scatter")
 def select_scatter(emit: Emit, a: Args, out: Value) -> Result:
-    """`x[:, 0] = y` -> `cat([unsqueeze(y, 1), x[:, 1:]], 1)`."""
+    """Rewrite `x[:, 0] = y` as `cat([unsqueeze(y, 1), x[:, 1:]], 1)`."""
     d = dim(a.dim, len(out.shape))
     position = dim(a["index"], out.shape[d])
     return _written(
@@ -312,7 +308,7 @@ def select_scatter(emit: Emit, a: Args, out: Value) -> Result:
 
 
 def _written(emit: Emit, x: fx.Node, src: fx.Node, d: int, start: int, stop: int) -> fx.Node:
-    """`x` with the range of dim `d` replaced by `src`."""
+    """Return `x` with the range of dim `d` replaced by `src`."""
     n = shape(x)[d]
     parts = [emit(aten.slice.Tensor, x, d, 0, start)] if start else []
     parts += [src] if stop > start else []
@@ -322,8 +318,9 @@ def _written(emit: Emit, x: fx.Node, src: fx.Node, d: int, start: int, stop: int
 
 @rewrite("index")
 def index(emit: Emit, a: Args, out: Value) -> Result:
-    """Indexing with `arange`s of whole dims, as mask builders do, only reshapes: it would
-    hide the dims from sharding.
+    """Rewrite indexing with `arange`s of whole dims, as mask builders do, as a reshape.
+
+    Else it would hide the dims from sharding.
     """
     x: fx.Node = a.first
     indices = list(a.indices)
@@ -344,7 +341,7 @@ def index(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("index_fill")
 def index_fill(emit: Emit, a: Args, out: Value) -> Result:
-    """`index_fill(x, 1, i, v)` -> `masked_fill(x, any(arange(n) == i), v)`: every dim may be split."""
+    """Rewrite `index_fill(x, 1, i, v)` as `masked_fill(x, any(arange(n) == i), v)`: all dims may be split."""
     d, index = dim(a.dim, len(out.shape)), emit.reshape(a["index"], (1, math.prod(shape(a["index"]))))
     n = (*out.shape, 1)[d]
     along = emit.reshape(emit(aten.arange.default, n), (n, 1))
@@ -356,15 +353,13 @@ def index_fill(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("index_put")
 def index_put(emit: Emit, a: Args, out: Value) -> Result:
-    """`x[mask] = 0` -> `where(mask, 0, x)`; `x[arange(b), i] = v` -> `scatter(x, 1, i, v)`, as for reading."""
+    """Rewrite `x[mask] = 0` as `where(mask, 0, x)`, and `x[arange(b), i] = v` as `scatter(x, 1, i, v)`."""
     x, indices, values = a.self, list(a.indices), a["values"]
     indexed = [d for d, i in enumerate(indices) if i is not None]
     masks = [i for i in indices if i is not None and value_of(i).dtype == torch.bool]
     if masks:
         (mask,) = masks if len(indexed) == 1 else (None,)
-        behind = (
-            len(out.shape) - indexed[0] - len(shape(mask)) if mask is not None else 0
-        )  # dims of x behind the mask's
+        behind = len(out.shape) - indexed[0] - len(shape(mask)) if mask is not None else 0  # dims of x after the mask's
         n = shape(values)[-behind - 1] if len(shape(values)) > behind else 1
         if mask is None or (n > 1 and indexed[0] > 0):
             raise emit.refuse(
@@ -391,11 +386,10 @@ def index_put(emit: Emit, a: Args, out: Value) -> Result:
 
 
 def _per_row(emit: Emit, x: fx.Node, indices: list[Any], known: list[Tensor | None]) -> tuple[int, fx.Node] | None:
-    """`x[arange(b), i]`, a pooled token of every row, is a gather along the second dim: rows stay separate, and can be
-    split.
+    """Return (dim, index) for `gather` and `scatter` if indices pick one entry per row; else None.
 
-    Any number of whole `arange`s, each along a dim of its own, and behind them one index. Returns the dim and the index
-    for `gather` and `scatter`; None for all else.
+    Then rows stay separate, and can be split. The indices are whole `arange`s, each along a different dim, and then one
+    other index.
     """
     indexed = [d for d, i in enumerate(indices) if i is not None]
     *counted, d = indexed
@@ -413,17 +407,17 @@ def _per_row(emit: Emit, x: fx.Node, indices: list[Any], known: list[Tensor | No
         ):
             return None
     before, rows, rest = shape(x)[: indexed[0]], shape(x)[indexed[0] : d], shape(x)[d + 1 :]
-    own = ((1,) * (ndim - len(picked)) + picked)[len(counted) :]
+    inner = ((1,) * (ndim - len(picked)) + picked)[len(counted) :]
     index, where = indices[d], known[d]
     if where is None or bool((where < 0).any()):
         index = emit(aten.remainder.Scalar, index, shape(x)[d])  # negative indices count from the end
-    index = emit.expand(emit.reshape(index, (1,) * (ndim - len(picked)) + picked), (*rows, *own))
-    index = emit.reshape(index, (*[1] * len(before), *rows, math.prod(own), *[1] * len(rest)))
-    return d, emit.expand(index, (*before, *rows, math.prod(own), *rest))
+    index = emit.expand(emit.reshape(index, (1,) * (ndim - len(picked)) + picked), (*rows, *inner))
+    index = emit.reshape(index, (*[1] * len(before), *rows, math.prod(inner), *[1] * len(rest)))
+    return d, emit.expand(index, (*before, *rows, math.prod(inner), *rest))
 
 
 def _keeps_order(old: tuple[int, ...], new: tuple[int, ...], indices: list[Any], known: list[Tensor | None]) -> bool:
-    """Does x[indices] hold the elements of x in their order? indices: one per leading dim of x; known: their values."""
+    """Return whether x[indices] holds x's elements in order. indices: by leading dim; known: their values."""
     indexed = [d for d, i in enumerate(indices) if i is not None]
     if not indexed or indexed != list(range(indexed[0], indexed[-1] + 1)) or any(known[d] is None for d in indexed):
         return False

@@ -1,15 +1,15 @@
 """Write the joint graph of each stage: a forward and a backward graph, which a training step runs.
 
-    derivatives the derivative of each call, found once for every distinct one
-    saved       what the backward of a call keeps of it, which `checkpoint` and cost ask
-    order       which rule runs when, and what is added to what: as autograd would
-    kept        which values backward keeps, on the device or on the host, and which it recomputes
-    write       the two graphs; take_over: in whose memory sums are; halves: backward as two, where a schedule asks
-    host_copies   where copies to the host and back stand (`checkpoint: {offload: cpu}`)
-    overlap     collectives in two, and lines in an order that hides them; seconds: what a line takes;
+    derivatives finds the derivative of each call, once for every distinct call
+    saved       returns what the backward of a call keeps; `checkpoint` and cost use it
+    order       orders backward's rules and sums of gradients, as autograd does
+    kept        decides which values backward keeps, on the device or on the host, and which it recomputes
+    write       writes the two graphs; take_over: reuses memory for sums; halves: splits backward in two for a schedule
+    host_copies   places copies to the host and back (`checkpoint: {offload: cpu}`)
+    overlap     splits collectives, and orders lines to hide them; seconds: the time of a line;
                 memory: the bytes that are alive
-    pair        a forward and a backward of two microbatches, or two forwards, as one graph
-    fused_regions   which lines are compiled as one
+    pair        joins a forward and a backward of two microbatches, or two forwards, into one graph
+    fused_regions   marks the lines that are compiled together
 
 docs/explanation/joint.md shows both graphs of a layer.
 """
@@ -46,7 +46,7 @@ from shardc.torch_modes import untraced
 
 @dataclass(frozen=True)
 class JointGraphs(Pass):
-    """Write the two graphs of every stage."""
+    """Writes the two graphs of every stage."""
 
     def applies(self, program: Program) -> bool:
         return not program.forward_only
@@ -68,21 +68,19 @@ class JointGraphs(Pass):
 
 
 def with_joint_graphs(program: Program, how: Execution) -> Program:
-    """Give each stage its forward and backward graph, which are written when somebody looks at them. how: the spec's
-    section.
-    """
+    """Add forward and backward graphs to each stage, written on first access. how: the spec's section."""
     graphs, lock = Graphs(program, how), RLock()
     joint = (DeferredJoint(partial(_now, graphs.of, i), lock) for i in range(len(program.stages)))
-    made = replace(program, stages=tuple(replace(s, joint=x) for s, x in zip(program.stages, joint, strict=True)))
-    pairs = pairs_of(made, graphs.seconds, graphs.sizes, _wanted_pairs(made, how))
+    result = replace(program, stages=tuple(replace(s, joint=x) for s, x in zip(program.stages, joint, strict=True)))
+    pairs = pairs_of(result, graphs.seconds, graphs.sizes, _wanted_pairs(result, how))
     for p in pairs:
         if how.compile == "layers":
             mark_fused_regions(p.graph, graphs.sizes)
-    return replace(made, pairs=pairs)
+    return replace(result, pairs=pairs)
 
 
 def _now(write: Callable[[int], Joint], stage: int) -> Joint:
-    """As in `shardc.compile`, whatever modes of torch are on where somebody looks at a graph."""
+    """Return a stage's joint graph, written as in `shardc.compile`: without torch modes of the caller."""
 
     def quickly() -> Joint:
         with uncollected():
@@ -91,12 +89,12 @@ def _now(write: Callable[[int], Joint], stage: int) -> Joint:
     return untraced(quickly)
 
 
-#: Without a pipeline, by the spec's word.
+#: The pairs of a program without a pipeline, by the spec's word.
 _PAIR: dict[str, str] = {"microbatches": "FB", "forwards": "FF"}
 
 
 def _wanted_pairs(program: Program, how: Execution) -> tuple[tuple[str, int, int], ...]:
-    """Which graphs a step runs side by side: see `shardc.runtime.schedule.Schedule.pairs`."""
+    """Return which graphs a step runs side by side: see `shardc.runtime.schedule.Schedule.pairs`."""
     if program.schedule is not None:
         return program.schedule.pairs()
     return ((_PAIR[how.overlap], 0, 0),) if how.overlap in _PAIR and program.microbatches > 1 else ()
@@ -112,7 +110,7 @@ class Graphs:
         self._done: dict[int, Joint] = {}
 
     def of(self, stage: int) -> Joint:
-        """Of one stage, finished."""
+        """Return the finished joint graph of a stage."""
         if stage not in self._done:
             joint, _ = self._with_backward(stage)
             overlap_collectives(joint.forward, self.seconds, self.sizes, self._room())
@@ -122,20 +120,21 @@ class Graphs:
         return self._done[stage]
 
     def _room(self) -> int:
-        """The bytes that may be alive in a forward in any case. It holds what leaves for the host until it has left:
-        for that it may take what the least of the backwards takes, as one runs while as many microbatches are alive.
+        """Return the bytes that a forward may use in any case while its values leave for the host.
+
+        That is the least peak of the backwards, because a backward runs while as many microbatches are alive.
         """
         if not any(r.offload for r in self._program.regions):
             return 0
-        every = [self._with_backward(i) for i in range(len(self._program.stages))]
-        leaving = any(n.target is ops.offload_start for joint, _ in every for n in joint.forward.nodes)
-        return min(peak for _, peak in every) if leaving else 0
+        joints = [self._with_backward(i) for i in range(len(self._program.stages))]
+        leaving = any(n.target is ops.offload_start for joint, _ in joints for n in joint.forward.nodes)
+        return min(peak for _, peak in joints) if leaving else 0
 
     def _with_backward(self, stage: int) -> tuple[Joint, int]:
-        """Of one stage, with all lines moved but those of forward; and the least peak of its backward's graphs."""
+        """Return a stage's joint graph with backward's lines moved, and the least peak of its backward graphs."""
         if stage not in self._written:
             joint = self._in_order_of_writing(self._program.stages[stage])
-            for n in joint.forward.nodes:  # what tapes take is known from forward's lines
+            for n in joint.forward.nodes:  # the size of tapes comes from forward's lines
                 self.seconds.of(n)
             backward = [graph for name, graph in joint.graphs.items() if name != "forward"]
             peaks = [overlap_collectives(graph, self.seconds, self.sizes) for graph in backward]
@@ -152,7 +151,7 @@ class Graphs:
         roots += [loss] if loss is not None else []
         backward = Backward(stage.graph, program, rules, types)
         begin = backward.run([n for n in roots if (t := types[producer_of(n)]) is not None and t.grad])
-        actions = [a for each in program.schedule.actions for a in each] if program.schedule is not None else []
+        actions = [a for row in program.schedule.actions for a in row] if program.schedule is not None else []
         divided = any(a.kind == "I" and program.stages[a.stage] is stage for a in actions)
         writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left)
         joint = writer.joint((lambda n: sizes.bytes_of(n) + seconds.held(n)) if divided else None)

@@ -1,4 +1,4 @@
-"""Which lines of a graph become one fused region, which is compiled as one (`execution: {compile: layers}`).
+"""Mark the lines of a graph that are compiled together as a region (`execution: {compile: layers}`).
 
     gelu_grad = gelu_backward(g, up)         region 7
     bias_grad = sum(gelu_grad, [0])          region 7: moved up
@@ -6,16 +6,16 @@
     s = ops.transpose_start('sum_grad', g_in, ...)
     w_grad = mm(t(gelu_grad), x)             region 8
     n_grad = mul(g_out, scale)               region 8
-    ops.accumulate(w, w_grad)                behind the region that makes it
+    ops.accumulate(w, w_grad)                after the region that makes it
     ops.launch(mesh, 'bucket0')
 
-All lines between two that communicate, wait, copy to the host, or are opaque to a compiler (attention, experts) are a
-region. So what hides a collective, and when sums of gradients begin, stays as the scheduler
-(shardc.passes.joint.overlap) has left it. Within a region the compiler orders lines, and frees what they make. Two
-kinds of lines move: a gradient's `accumulate` behind its region, and a small line that only reads what the last region
-has made, as the sum of a bias's gradient, up into it.
+A fused region has all lines between two that communicate, wait, copy to the host, or are opaque to a compiler
+(attention, experts). So the scheduler (shardc.passes.joint.overlap) still decides what hides a collective, and when
+sums of gradients begin. Within a region the compiler orders lines, and frees what they make. Two kinds of lines move: a
+gradient's `accumulate` after its region, and a small line that only reads results of the last region, such as the sum
+of a bias's gradient, up into it.
 
-A region ends in front of the first product of another layer, too: a norm stays with the sum of the layer before it, and
+A region also ends before the first product of another layer. So a norm stays with the sum of the layer before it, and
 equal layers have equal regions, each of which is compiled once.
 """
 
@@ -40,25 +40,25 @@ from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
 
-#: Bytes of memory traffic that a region has to save; below, compiling and calling it costs more than it gains.
+#: Bytes of memory traffic that a region has to save; below that, compiling and calling it costs more.
 LEAST_SAVED = 1 << 16
-#: A value is small beside one of so many times its bytes.
+#: A value is small compared to one with this many times its bytes.
 SMALL = 16
-#: Lines of the largest region: compilers take long for more, and gain little.
+#: Lines of the largest region: compilers take long for more lines, and gain little.
 LINES = 512
 
 #: Bytes of gradients that wait for the end of their region, at most, before a bucket has them.
 WAITING = 1 << 24
 
-#: Products and convolutions: kernels of their own, compiled or not.
+#: Products and convolutions: separate kernels, compiled or not.
 _KERNELS = {
     *PRODUCTS,
     *(aten.bmm.default, aten.baddbmm.default, aten.convolution.default, aten.convolution_backward.default),
 }
-#: What may come in front of a region that is open: copies of weights that later microbatches take too; one of several
+#: Lines that may come before an open region: copies of weights that later microbatches use too; one of several
 #: results of a line that no compiler takes.
 _BEFORE = {ops.cast_once, operator.getitem}
-#: Compiled, these add up with atomic instructions, in an order that nobody knows: ranks that compute the same would
+#: When compiled, these ops add with atomic instructions, in an unknown order: ranks that compute the same would
 #: drift apart.
 _ATOMIC = {
     *(aten.embedding_dense_backward.default, aten.index_put.default, aten._unsafe_index_put.default),
@@ -72,25 +72,23 @@ _DTYPES = {
 
 
 def mark_fused_regions(graph: fx.Graph, sizes: Sizes, least: int | None = None) -> None:
-    """Number the fused regions of a graph, and move lines that accumulate gradients behind them. least: bytes that one
-    has to save (LEAST_SAVED).
-    """
+    """Mark a graph's fused regions and move `accumulate`s after them. least: bytes that one has to save."""
     output = graph.output_node()
     for n in _Cut(graph, sizes, LEAST_SAVED if least is None else least).order:
         output.prepend(n)
 
 
 class _Cut:
-    """order: of all lines."""
+    """Cuts a graph into regions. order: all lines in their new order."""
 
     def __init__(self, graph: fx.Graph, sizes: Sizes, least: int) -> None:
         self._sizes, self._least = sizes, least
-        #: Lines that may become a region, and `accumulate`s between them; the last such one; lines by themselves.
+        #: Lines that may become a region, with `accumulate`s; the last such region; all regions and single lines.
         self._open: dict[fx.Node, None] = {}
         self._last: dict[fx.Node, None] = {}
         self._windows: list[dict[fx.Node, None]] = []
-        self._pulled: set[fx.Node] = set()  # of an op's several results, which come with it
-        self._layer: tuple[str, str] | None = None  # of the last product
+        self._pulled: set[fx.Node] = set()  # results of an op that has several; they come with it
+        self._layer: tuple[str, str] | None = None  # the layer of the last product
         self._number = self._waiting = 0  # of regions; bytes of gradients that wait for the end of the open one
         for n in graph.nodes:
             if n.op == "call_function" and n not in self._pulled:
@@ -121,7 +119,7 @@ class _Cut:
             self._windows.append({n: None})
 
     def _ends(self, n: fx.Node) -> bool:
-        """Does a line begin another region?"""
+        """Return whether a line begins another region."""
         last = next(reversed(self._open), n)
         before = self._layer
         if n.target in _KERNELS:
@@ -130,9 +128,7 @@ class _Cut:
         return of_others or before != self._layer or len(self._open) >= LINES
 
     def _earlier(self, n: fx.Node) -> list[fx.Node]:
-        """A small line that reads only what the last region has made, as the sum of a bias's gradient, with the views
-        through which it does: these join that region, which has it at hand.
-        """
+        """Return a small line that reads only results of the last region, with the views in between; else []."""
         size = self._sizes.bytes_of
         if shares_memory(n) or len(values_of(n)) > 1 or SMALL * size(n) > max(map(size, n.all_input_nodes), default=0):
             return []
@@ -147,13 +143,13 @@ class _Cut:
         return lines[::-1]
 
     def _close(self) -> None:
-        """What comes now comes behind the open region."""
+        """Close the open region: later lines come after it."""
         if self._open:
             self._windows.append(self._open)
             self._last, self._open, self._waiting = self._open, {}, 0
 
     def _marked(self, window: Iterable[fx.Node]) -> list[fx.Node]:
-        """Lines in their order. `put`s are behind a region."""
+        """Return the lines in order, numbered as a region if that gains. `accumulate`s come after it."""
         lines = [n for n in window if n.target is not ops.accumulate]
         if not self._gains(lines):
             return list(window)
@@ -171,17 +167,17 @@ class _Cut:
 
 
 def shares_memory(n: fx.Node) -> bool:
-    """Is a line's result in the memory of its first operand?"""
+    """Return whether a line's result is in the memory of its first operand."""
     return is_view(n.target) or n.target is ops.add_into or n.target in IDENTITIES
 
 
 def fuses(n: fx.Node) -> bool:
-    """Can a line be part of a kernel with those around it?"""
+    """Return whether a line can be part of a kernel with the lines around it."""
     return n.target not in _KERNELS
 
 
 def _compiles(n: fx.Node) -> bool:
-    """Does the compiler take a line?"""
+    """Return whether the compiler takes a line."""
     values = [v for x in (n, *n.all_input_nodes) if not role(x) for v in values_of(x) or (None,)]
     if any(v is None or v.dtype not in _DTYPES for v in values):
         return False

@@ -1,8 +1,8 @@
-"""Backward in two halves, for schedules that put the second one off (zb-h1, zb-v): what the gradients of received
-values hang on, and the rest, which is for weights.
+"""Split backward in two halves, for schedules that delay the second one (zb-h1, zb-v).
 
-An op whose backward is one line (`ops.opaque_backward`) makes gradients for both. Those for weights then wait for the
-second half, or that line runs in each half, as it does under autograd, and what it takes waits: whatever is less.
+The first half computes the gradients of received values. The second computes the rest, for weights. An op whose
+backward is one line (`ops.opaque_backward`) makes gradients for both. Then those for weights wait for the second half,
+or the line runs in each half, as under autograd, and its operands wait, if they are smaller.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from shardc.runtime import ops
 
 
 def _of_received(graph: fx.Graph) -> set[fx.Node]:
-    """What the gradients of received values hang on."""
-    found: set[fx.Node] = set()
+    """Return the lines on which the gradients of received values depend."""
+    lines: set[fx.Node] = set()
     todo = list(graph.output_node().all_input_nodes)
     while todo:
         n = todo.pop()
-        if n not in found:
-            found.add(n)
+        if n not in lines:
+            lines.add(n)
             todo += n.all_input_nodes
-    return found
+    return lines
 
 
 def _reload_in_each_half(graph: fx.Graph) -> None:
-    """What comes back from the host for both halves of backward comes back for each: it is not held between them."""
+    """Reload host values separately in each half of backward, so that nothing holds them in between."""
     first = _of_received(graph)
-    for there in [n for n in graph.nodes if n.target is ops.reload_wait and n in first]:
-        later = [u for u in there.users if u not in first]
+    for wait in [n for n in graph.nodes if n.target is ops.reload_wait and n in first]:
+        later = [u for u in wait.users if u not in first]
         if later:
-            begun: Any = there.args[0]
+            begun: Any = wait.args[0]
             with graph.inserting_before(begun):
                 again = graph.node_copy(begun, lambda x: x)
-                other = graph.node_copy(there, lambda _, again=again: again)  # type: ignore[misc]
+                other = graph.node_copy(wait, lambda _, again=again: again)  # type: ignore[misc]
             for u in later:
-                u.replace_input_with(there, other)
+                u.replace_input_with(wait, other)
 
 
 def _untape_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> None:
-    """What is taken by a line that both halves want waits between them, where that is less than what it makes."""
+    """Run an opaque backward in both halves if its operands are smaller than its results for the second."""
     first = _of_received(graph)
     for n in [n for n in graph.nodes if n.target is ops.opaque_backward and n in first]:
         later = {u: int(u.args[1]) for u in n.users if u not in first}
@@ -61,14 +61,12 @@ def _untape_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> N
             own = tuple(x if k in wanted else None for k, x in enumerate(before))
             line.args = (*line.args[:2], own, *line.args[3:])
             line.kwargs = {**line.kwargs, "only": wanted, **({"keep": True} if line is n else {})}
-            made: Any = line.meta["value"]
-            line.meta["value"] = tuple(v if k in wanted else None for k, v in enumerate(made))
+            values: Any = line.meta["value"]
+            line.meta["value"] = tuple(v if k in wanted else None for k, v in enumerate(values))
 
 
 def halves_of(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> list[fx.Graph]:
-    """Backward as what the gradients of received values hang on, and the rest: weights. nbytes: of a value on one rank,
-    or of what a tape holds.
-    """
+    """Split backward into what received values' gradients need, and the rest. nbytes: of a value or tape."""
     _untape_in_each_half(graph, nbytes)
     _reload_in_each_half(graph)
     first = _of_received(graph)
@@ -85,7 +83,7 @@ def halves_of(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> list[fx.Grap
 def _part(
     graph: fx.Graph, nodes: Sequence[fx.Node], given: Mapping[fx.Node, None]
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """Some of a graph's calls as a graph. given: calls elsewhere whose results it takes."""
+    """Return some of a graph's calls as a graph. given: outside calls that it uses."""
     part, env = fx.Graph(), dict[fx.Node, fx.Node]()
     used = dict.fromkeys(x for n in nodes for x in n.all_input_nodes) | dict.fromkeys(nodes)
     for n in graph.nodes:

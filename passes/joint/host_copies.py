@@ -1,4 +1,4 @@
-"""Where the copies stand of values that wait on the host from forward to backward (`checkpoint: {offload: cpu}`).
+"""Place the copies of values that wait on the host until backward (`checkpoint: {offload: cpu}`).
 
     gelu = aten.gelu.default(up)                                    forward
     gelu_leaving = ops.offload_start(gelu, mesh, tag='h.0')         as soon as it is there
@@ -9,15 +9,15 @@
     ...
     gelu = ops.reload_wait(gelu_coming)                             its first use
 
-Forward: copies leave in the order in which the values are used last, as that memory is free first. (Other lines may
-stand between the last use and the wait: shardc.passes.joint.overlap puts them there, where memory allows.)
+Forward: copies leave in the order of the values' last uses, because that memory is free first. (Other lines may come
+between the last use and the wait: shardc.passes.joint.overlap puts them there, where memory allows.)
 
-Backward has a copy back for each op that wants the value, and one tensor more on the device than is used, as autograd
-would (shardc.runtime.stage.activation_offload). Its peak of live bytes is the bound for what comes then:
+Backward has a copy back for each op that needs the value, and one tensor more on the device than is used, as autograd
+would (shardc.runtime.stage.activation_offload). Its peak of live bytes is the bound for two steps:
 
-    merge     a value that comes back again is held from one use to the next instead
-    hoist     a copy begins earlier, as early as it has to for nothing to wait for it: found from the last one to the
-              first, with the seconds of the assumed machine
+    merge     a value that is needed again is held from one use to the next instead
+    hoist     a copy begins so early that nothing waits for it: computed from the last copy to the first, with the
+              seconds of the assumed machine
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ from shardc.passes.joint.memory import COPIES, Sizes, Uses
 from shardc.passes.joint.seconds import Seconds, Work
 from shardc.runtime import ops
 
-#: Where a line comes: before the line of this number, of those that copy nothing; among those there, by the rest.
+#: The place of a line: before this line of those that do not copy, and then in the order of the other numbers.
 _Place = tuple[int, int, int]
 
 
 def arrange_copies(graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
-    """Move the lines that copy, in a graph that has them where they were written (shardc.passes.joint.write), and give
-    them their bytes.
-    """
+    """Move the lines that copy to their final places, and set their bytes (see shardc.passes.joint.write)."""
     begun = [n for n in graph.nodes if n.target in COPIES]
     if not begun:
         return
@@ -62,7 +60,7 @@ def _wait_of(start: fx.Node) -> fx.Node:
 
 
 def _put(graph: fx.Graph, lines: Sequence[fx.Node], placed: Mapping[fx.Node, _Place]) -> None:
-    """Both in one order."""
+    """Write lines and placed copies to the graph in one order."""
     at = {n: (i, len(lines), 0) for i, n in enumerate(lines)} | dict(placed)
     output = graph.output_node()
     for n in sorted(at, key=at.__getitem__):
@@ -71,25 +69,26 @@ def _put(graph: fx.Graph, lines: Sequence[fx.Node], placed: Mapping[fx.Node, _Pl
 
 def _leave(graph: fx.Graph, lines: Sequence[fx.Node], begun: Sequence[fx.Node], uses: Uses) -> None:
     place = {n: i for i, n in enumerate(lines)}
-    last: dict[fx.Node, int] = {}  # use of the memory that a value is in
+    last: dict[fx.Node, int] = {}  # last use of the memory that holds a value
     for n in (*lines, graph.output_node()):
         for owner in uses.of[n]:
             last[owner] = place.get(n, len(lines) - 1)
     value: dict[fx.Node, Any] = {n: n.args[0] for n in begun}
-    made = {n: place.get(value[n], -1) for n in begun}
-    until = {n: max(last.get(uses.owner[value[n]], -1), made[n]) for n in begun}
+    made_at = {n: place.get(value[n], -1) for n in begun}
+    until = {n: max(last.get(uses.owner[value[n]], -1), made_at[n]) for n in begun}
     placed: dict[fx.Node, _Place] = {}
     earliest = 0
-    for i, n in enumerate(sorted(begun, key=lambda n: (until[n], made[n]))):
-        earliest = max(earliest, made[n] + 1)
+    for i, n in enumerate(sorted(begun, key=lambda n: (until[n], made_at[n]))):
+        earliest = max(earliest, made_at[n] + 1)
         placed[n], placed[_wait_of(n)] = (earliest, i, 0), (until[n] + 1, i, 1)
     _put(graph, lines, placed)
 
 
 @dataclass
 class _Reload:
-    """A value that comes back. begin, first, last: before which line its copy begins, the lines that use it first and
-    last; nbytes: it takes from `begin` on.
+    """A value that comes back from the host. nbytes: its bytes, which are alive from `begin` on.
+
+    begin: the line before which its copy begins. first, last: the lines that use it first and last.
     """
 
     start: fx.Node
@@ -100,8 +99,9 @@ class _Reload:
 
 
 class _Back:
-    """A graph of backward. live: by line, the bytes that are alive, in the first backward of a step and in a later one;
-    most: of both, that may be.
+    """A backward graph.
+
+    live: by line, the bytes alive in the first backward of a step and in a later one. most: the bounds of both.
     """
 
     def __init__(
@@ -128,16 +128,16 @@ class _Back:
             r.last, r.nbytes = last[r.start], uses.bytes[r.start]
 
     def arrange(self, takes: Callable[[fx.Node], float]) -> None:
-        """takes: seconds of the copy that a line begins."""
+        """Arrange all copies. takes: seconds of the copy that a line begins."""
         self._merge()
         self._hoist(takes)
         self._arrange()
 
     def _one_ahead(self, begun: Sequence[fx.Node]) -> list[_Reload]:
-        found = [
+        reloads = [
             _Reload(n, 0, min(self._place.get(u, len(self._lines) - 1) for u in _wait_of(n).users), 0, 0) for n in begun
         ]
-        self._reloads = sorted(found, key=lambda r: r.first)
+        self._reloads = sorted(reloads, key=lambda r: r.first)
         for i, r in enumerate(self._reloads):
             r.begin = self._reloads[max(i - 1, 0)].first
         self._arrange()
@@ -150,7 +150,7 @@ class _Back:
         _put(self._graph, self._lines, placed)
 
     def _fits(self, begin: int, end: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """By line of a stretch: may so many bytes more be alive?"""
+        """Return, by line of a stretch, whether so many more bytes may be alive."""
         fits: np.ndarray[Any, np.dtype[np.bool_]] = (self._live[:, begin:end] + nbytes <= self._most).all(axis=0)
         return fits
 
@@ -160,31 +160,31 @@ class _Back:
             by_handle[r.start.args[0]].append(r)
         gone: set[int] = set()
         for several in by_handle.values():
-            held = several[0]
+            earlier = several[0]
             for r in several[1:]:
-                if not self._fits(held.last + 1, r.begin, r.nbytes).all():
-                    held = r
+                if not self._fits(earlier.last + 1, r.begin, r.nbytes).all():
+                    earlier = r
                     continue
-                self._live[:, held.last + 1 : r.begin] += r.nbytes
-                self._live[:, r.begin : min(held.last, r.last) + 1] -= r.nbytes  # there were two of it
+                self._live[:, earlier.last + 1 : r.begin] += r.nbytes
+                self._live[:, r.begin : min(earlier.last, r.last) + 1] -= r.nbytes  # two copies of it were alive
                 wait = _wait_of(r.start)
-                wait.replace_all_uses_with(_wait_of(held.start))
+                wait.replace_all_uses_with(_wait_of(earlier.start))
                 self._graph.erase_node(wait)
                 self._graph.erase_node(r.start)
-                held.last = max(held.last, r.last)
+                earlier.last = max(earlier.last, r.last)
                 gone.add(id(r))
         self._reloads = [r for r in self._reloads if id(r) not in gone]
 
     def _hoist(self, takes: Callable[[fx.Node], float]) -> None:
-        done = np.cumsum([0.0, *(self._work[n].seconds for n in self._lines)])  # before a line
+        done = np.cumsum([0.0, *(self._work[n].seconds for n in self._lines)])  # seconds before a line
         due: list[int] = []
         begin = float("inf")
         for r in reversed(self._reloads):
             begin = min(float(done[r.first]), begin) - takes(r.start)
             due.append(max(int(np.searchsorted(done, begin, "right")) - 1, 0))
         earliest = 0
-        for r, wanted in zip(self._reloads, reversed(due), strict=True):
-            to = max(wanted, earliest)
+        for r, due_at in zip(self._reloads, reversed(due), strict=True):
+            to = max(due_at, earliest)
             if to < r.begin:
                 over = np.flatnonzero(~self._fits(to, r.begin, r.nbytes))
                 to += int(over[-1]) + 1 if len(over) else 0

@@ -1,10 +1,9 @@
-"""What backward wants of forward's values: which are kept, on the device or the host, and which are recomputed,
-together with what.
+"""Decide which of forward's values are kept, on the device or the host, and which are recomputed.
 
-A region (shardc.passes.recompute) recomputes, for the ops in it, what it does not keep. What has ops in common
-comes back together, when backward wants the first of it: a *plan*.
+Values of a region (shardc.passes.recompute) that it does not keep are recomputed. Values that have ops in common are
+recomputed together, when backward needs the first of them: a *plan*.
 
-    region h.0      n = norm(x)     backward wants n and g     one plan: n, g     x is kept
+    region h.0      n = norm(x)     backward needs n and g     one plan: n, g     x is kept
                     g = linear(n)
 """
 
@@ -23,13 +22,13 @@ from shardc.passes.joint.derivatives.template import Made
 from shardc.runtime import ops
 from shardc.runtime.ops.local_math import UNEQUAL
 
-#: Ops whose result may be their operand on some ranks and a new tensor on others: what their lines make must be kept on
-#: all ranks or none. It is small.
+#: Ops whose result may be their operand on some ranks and a new tensor on others: results of their lines are kept on
+#: all ranks or on none. They are small.
 _BY_RANK = {getattr(ops, row.op) for row in CONVERSIONS if "first" in (row.forward, row.backward)} | UNEQUAL
 
 
 class Wanted(NamedTuple):
-    """A result ("y") of a call of forward, or what one of the lines in its place makes ("t")."""
+    """A result ("y") of a call of forward, or a result ("t") of one of the lines in its place."""
 
     node: fx.Node
     kind: Literal["y", "t"] = "y"
@@ -38,18 +37,19 @@ class Wanted(NamedTuple):
 
 @dataclass(eq=False)
 class KeptValues:
-    """Calls that run again, in order. wanted: what of their results."""
+    """Calls that run again, in order. wanted: the results that are needed."""
 
     nodes: tuple[fx.Node, ...]
     wanted: list[Wanted]
 
 
 class Recomputed:
-    """held: what is kept from forward; plans: by value, how the others come back. host: of what is held, what only ops
-    in regions with `offload: cpu` hold, by the region: it need not stay on the device. wants: (op whose backward wants
-    it, value). through: what is wanted where an op that runs again takes a value: that value, or what it is made of.
-    part_of: of a value that is a part of another one, in its memory: that one. Such a part goes to the host by itself,
-    as backward may want one part and not the others.
+    """Divides the values that backward needs (pairs of an op and a value) into kept and recomputed ones.
+
+    held: values kept from forward. plans: by value, how the others are recomputed. host: by held value that only ops in
+    regions with `offload: cpu` need, its region; it may leave the device. through: the values needed when a recomputed
+    op takes a value: that value, or its sources. part_of: the value of which a value is a part, in the same memory.
+    Such a part goes to the host separately, as backward may need one part and not the others.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Recomputed:
                 if n in together:
                     continue
                 together[n] = [n]
-                for made in dict.fromkeys(map(producer_of, operands_of(n))):
-                    w = Wanted(made[0], "y", made[1])
+                for producer in dict.fromkeys(map(producer_of, operands_of(n))):
+                    w = Wanted(producer[0], "y", producer[1])
                     if self._recomputes(w, region) and w not in self.held:
-                        todo.append(made[0])
-                        edges.append((n, made[0]))
+                        todo.append(producer[0])
+                        edges.append((n, producer[0]))
                     else:
-                        for x in through(made):
+                        for x in through(producer):
                             chain = self._chain_of(region)
                             self._ask(chain[1:], chain, x, asked)
             for a, b in edges:
@@ -103,12 +103,10 @@ class Recomputed:
         self.host = {w: region for w, region in self._regions.items() if w not in self._here}
 
     def _ask(self, askable: list[str], chain: list[str], w: Wanted, asked: dict[str, set[Wanted]]) -> None:
-        """Have the innermost of the regions `askable` recompute it; hold it if none does. chain: those of who
-        asks.
-        """
-        own = w.kind == "t" and w.node.target in _BY_RANK  # its code may differ from rank to rank
+        """Let the innermost region of `askable` recompute it, else hold it. chain: regions around its reader."""
+        by_rank = w.kind == "t" and w.node.target in _BY_RANK  # its code may differ from rank to rank
         region = next((r for r in askable if self._recomputes(w, r)), None)
-        if region is None or own:
+        if region is None or by_rank:
             self.held.add(w)
             offloads = next((r for r in chain if r in self._offloads), None)
             if offloads is None:
@@ -132,7 +130,7 @@ class Recomputed:
         return len(self._chain_of(region))
 
     def _recomputes(self, w: Wanted, region: str) -> bool:
-        """Does the region make it again? Not a part of what the region holds on the host."""
+        """Return whether a region recomputes it. It does not recompute a part of what it holds on the host."""
         if not self._inside(w.node, region):
             return False
         whole = self._part_of((w.node, w.index)) if w.kind == "y" else None
@@ -140,5 +138,5 @@ class Recomputed:
         return not away or whole is None or self._inside(whole[0], region)
 
     def _inside(self, n: fx.Node, region: str) -> bool:
-        """Does the region recompute the op's result?"""
+        """Return whether the region recomputes the op's result."""
         return region in self._chain(n) and region not in n.meta.get("kept", ())

@@ -1,4 +1,4 @@
-"""The bytes that are alive while the lines of a graph of a step run, in any order of them."""
+"""Count the bytes that are alive while the lines of a step's graph run, in any order of the lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardc.runtime.zero.flat_partition import Flat
 from shardc.torch_private import OpOverload
 
 GATHERS = {ops.gather_start: ops.gather_wait, ops.regather_start: ops.regather_wait}
-#: To the host and back (shardc.runtime.ops.host_handle). What stands for a value meanwhile has no type, and no bytes.
+#: Copies to the host and back (shardc.runtime.ops.host_handle). A handle has no type, and no bytes.
 COPIES = {ops.offload_start: ops.offload_wait, ops.reload_start: ops.reload_wait}
 STARTS = {ops.start, ops.transpose_start, *GATHERS, *COPIES}
 WAITS = {ops.wait, *GATHERS.values(), *COPIES.values()}
@@ -33,14 +33,15 @@ _SAME = {ops.add_into, *(getattr(ops, op) for op, row in BY_OP.items() if row.fo
 
 
 def _copies(start: fx.Node) -> bool:
-    """Does a collective send a copy of what it is given?"""
+    """Return whether a collective sends a copy of its operand."""
     row = BY_OP.get(str(start.args[0])) if start.target in (ops.start, ops.transpose_start) else None
     return row is not None and (row.forward if start.target is ops.start else row.backward) == "all_reduce"
 
 
 class Sizes:
-    """What values of one program's graphs take, on one rank. stays: parameters, buffers and inputs, by name, and the
-    copies of weights that microbatches share.
+    """The bytes of values in one program's graphs, on one rank.
+
+    stays: names of parameters, buffers, inputs, and the copies of weights that microbatches share.
     """
 
     def __init__(self, program: Program) -> None:
@@ -54,13 +55,13 @@ class Sizes:
             for i, b in enumerate(program.buckets)
             if b.zero or math.prod(map(program.mesh.size, b.axes)) > 1
         }
-        #: By gathered bucket.
+        #: This rank's part, by gathered bucket.
         self.parts = {f"bucket{i}": _part(program, b) for i, b in enumerate(program.buckets) if b.zero == 3}
-        #: By the identity of a type, which equal lines share: (it, bytes).
+        #: (type, bytes), by the identity of a type, which equal lines share.
         self._known: dict[int, tuple[Any, int]] = {}
 
     def bytes_of(self, n: fx.Node) -> int:
-        """Of its result, or of all results, on one rank."""
+        """Return the bytes of a node's result, or of all its results, on one rank."""
         value = n.meta.get("value")
         known = self._known.get(id(value))
         if known is None:
@@ -69,15 +70,16 @@ class Sizes:
         return known[1]
 
     def bucket_of(self, put: fx.Node) -> str:
-        """Where a parameter's gradient is put; "": it becomes the parameter's."""
+        """Return the bucket of a parameter's gradient; "" if the gradient stays with the parameter."""
         name = self._of.get(put.meta["param"], "")
         return name if name in self.buckets else ""
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Of a bucket's gradients. whole, part: bytes before their sum over ranks, and of what is left of it here. each:
-    they are summed in every backward, and its memory is free soon afterwards.
+    """The buffer of a bucket's gradients. whole, part: bytes before and after their sum over ranks.
+
+    each: every backward sums them, and the memory is free soon afterwards.
     """
 
     whole: int
@@ -92,8 +94,9 @@ def _bucket(program: Program, b: Bucket) -> Buffer:
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a bucket, as it is sent when the bucket is gathered. copy: its bytes, where that is a copy.
-    ahead: which comes from the host while the bucket before is gathered (shardc.runtime.offload).
+    """This rank's part of a bucket, as it is sent when the bucket is gathered. copy: bytes; 0 if no copy.
+
+    ahead: it comes from the host during the gather before (shardc.runtime.offload).
     """
 
     copy: int
@@ -109,10 +112,11 @@ def _part(program: Program, b: Bucket) -> Part:
 
 @dataclass(slots=True)
 class Step:
-    """What one line does to the bytes that are alive, in any order. most: more than before it, while it runs; left:
-    afterwards, without what it uses last; uses: numbers of the values that it uses; fills, sums: the bucket that
-    gets gradients, or whose sum begins; put: bytes of a gradient that stays by itself; own: it is alive already;
-    gradients: is any of that so?
+    """A line's effect on the bytes that are alive, in any order.
+
+    most: extra bytes while it runs. left: extra bytes afterwards, before values are freed. uses: numbers of the values
+    that it uses. fills, sums: the bucket that gets gradients, or whose sum begins. put: bytes of a gradient that stays
+    separate. own: the gradient is alive already. gradients: whether fills, sums or put is set.
     """
 
     most: int
@@ -126,7 +130,7 @@ class Step:
 
 
 class Uses:
-    """Whose memory each value of a graph is in, and how often it is used. What the graph returns is used to its end."""
+    """The owner of each value's memory, and how often it is used. Returned values are used to the end."""
 
     def __init__(self, graph: fx.Graph, sizes: Sizes, work: Mapping[fx.Node, Work]) -> None:
         self.sizes, self._work = sizes, work
@@ -143,7 +147,7 @@ class Uses:
             for x in used:
                 self._counts[x] = self._counts.get(x, 0) + 1
         self._stays = {n for n in graph.nodes if n.op == "placeholder" and n.meta.get("named", n.name) in sizes.stays}
-        #: Bytes of copies of parts that are sent: there from the beginning, and gone after a line. (`added` has them.)
+        #: Bytes of copies of parts that are sent: at the beginning, and freed after a line. (`_added` has the others.)
         self._parts_at_first = 0
         self._parts_gone: dict[fx.Node, int] = {}
         self._follow_parts(graph)
@@ -155,44 +159,44 @@ class Uses:
         self.steps = {n: self._step(n) for n in graph.nodes if n.op == "call_function"}
 
     def _own(self, n: fx.Node) -> None:
-        """Whose memory a line's result is in, and what it makes."""
-        apart = n.op == "call_function" and self._apart(n)
-        shares = n.op == "call_function" and not apart and _shares(n.target)
+        """Find the owner of the memory of a line's result, and the bytes that the line makes."""
+        separate = n.op == "call_function" and self._apart(n)
+        shares = n.op == "call_function" and not separate and _shares(n.target)
         base = n.args[0] if shares else None
         self.owner[n] = self.owner[base] if isinstance(base, fx.Node) else n
         self._added[n] = self.bytes[n] if self.owner[n] is n else 0
-        if apart:
+        if separate:
             self._picked(n)
 
     @staticmethod
     def _apart(n: fx.Node) -> bool:
-        """Is it one of an op's several results, each with memory of its own?"""
-        of: Any = n.args[0] if n.target is operator.getitem else None
-        return of is not None and (
-            of.target in (ops.opaque, ops.opaque_backward)
-            or (isinstance(of.target, OpOverload) and not is_view(of.target))
+        """Return whether it is one of an op's several results, each with its own memory."""
+        source: Any = n.args[0] if n.target is operator.getitem else None
+        return source is not None and (
+            source.target in (ops.opaque, ops.opaque_backward)
+            or (isinstance(source.target, OpOverload) and not is_view(source.target))
         )
 
     def _picked(self, n: fx.Node) -> None:
-        """What the op has made, and was its own so far, is this one's."""
-        of: Any = n.args[0]
-        tape = self._work[of].tape if of.target is ops.opaque and n.meta["value"] is None else 0
+        """Move the bytes of this result from the op that made it to the result."""
+        source: Any = n.args[0]
+        tape = self._work[source].tape if source.target is ops.opaque and n.meta["value"] is None else 0
         self.bytes[n] += tape
-        self.bytes[of] = max(self.bytes[of] - self.bytes[n], 0)
+        self.bytes[source] = max(self.bytes[source] - self.bytes[n], 0)
         self._added[n] = 0
 
     def _used(self, n: fx.Node) -> set[fx.Node]:
-        """The owners of the memory that a line uses. What a collective sends is there until it is waited for; a sum
-        over ranks is made in a copy of it.
-        """
+        """Return the owners of the memory that a line uses, including what an awaited collective still sends."""
         used = self.taken[n]
         if not isinstance(n.target, OpOverload) and n.target in WAITS and not _copies(used[0]):
             used = used + used[0].all_input_nodes
         return {self.owner[x] for x in used}
 
     def _follow_parts(self, graph: fx.Graph) -> None:
-        """A part is there until its gather is waited for. One that comes from the host is read when the gather before
-        begins: that of a backward's first gather, when forward's last one does (it is the same bucket, in most).
+        """Count the copy of each bucket's part until the bucket's gather is waited for.
+
+        A part from the host is read when the gather before begins: for a backward's first gather, forward's last one
+        (mostly the same bucket).
         """
         starts = [n for n in graph.nodes if not isinstance(n.target, OpOverload) and n.target in GATHERS]
         for before, n in zip((None, *starts), starts, strict=False):
@@ -227,27 +231,24 @@ class Uses:
         return step
 
     def alive(self, order: Iterable[fx.Node]) -> list[tuple[int, int]]:
-        """The bytes that are alive at each line: in the first backward of a step, which makes gradients, and in one
-        that adds to them.
-        """
+        """Return the bytes alive at each line, in a step's first backward, and in one that adds to gradients."""
         memory = Memory(self)
         return [memory.run(self.steps[n]) for n in order]
 
     def peak(self, order: Iterable[fx.Node]) -> tuple[int, int]:
-        """The most of both."""
+        """Return the maximum of both."""
         first, later = zip(*self.alive(order), strict=True)
         return max(first), max(later)
 
 
 @cache
 def _shares(target: Any) -> bool:
-    """Is a call's result in the memory of its first operand?"""
+    """Return whether a call's result is in the memory of its first operand."""
     return is_view(target) or target in _SAME or target in WAITS
 
 
 class Memory:
-    """live: bytes of what the graph takes from forward and makes itself, at some point of an order; gradients: of those
-    that are complete, in the first backward of a step.
+    """The bytes that are alive at some point of an order, and those of complete gradients.
 
     A bucket that is summed in every backward has a buffer, from its first gradient (ops.accumulate) or its last
     (ops.scatter) on, until the next one's sum has begun (shardc.runtime.zero.buckets).
@@ -260,7 +261,7 @@ class Memory:
         self._summed = 0  # bytes of the buffer whose sum is under way
 
     def would_be(self, step: Step) -> tuple[int, int]:
-        """What is alive while a line runs: see `Uses.alive`."""
+        """Return the bytes alive while a line runs: see `Uses.alive`."""
         later = self.live + step.most
         if not step.gradients:
             return later + self.gradients, later
@@ -269,14 +270,14 @@ class Memory:
         return later + self.gradients + (0 if step.own else gradients), later
 
     def _filled(self, step: Step) -> tuple[int, int]:
-        """Bytes that a line takes for gradients: (of a buffer that is summed in every backward, till the step ends)."""
+        """Return a line's new bytes of gradients: (in a buffer that every backward sums, until the step ends)."""
         if not step.fills or step.fills in self._begun:
             return 0, step.put
         b = self._buckets[step.fills]
         return (b.whole, b.part) if b.each else (0, b.whole)
 
     def _gradients(self, step: Step) -> int:
-        """The bytes more that a line which completes gradients leaves of their buffers."""
+        """Count the gradients that a line completes, and return the extra bytes in their buffers."""
         live = 0
         if step.fills or step.put:
             live, gradients = self._filled(step)
@@ -290,7 +291,7 @@ class Memory:
         return live
 
     def run(self, step: Step) -> tuple[int, int]:
-        """What is alive while a line runs; afterwards, what it used last is gone."""
+        """Run a line and return the bytes alive meanwhile; afterwards, free what it used last."""
         live = self.live
         if step.gradients:
             most = self.would_be(step)

@@ -1,7 +1,7 @@
-"""Which rule runs when in backward, and what is added to what: as autograd would, which then gives the same bits.
+"""Order backward's rules and sums of gradients as autograd does, so that results have the same bits.
 
-Of the nodes that are ready, autograd runs that of the greatest number, and numbers grow in forward: so backward is
-forward reversed, but for products beside a collective (shardc.runtime.ops.overlap), which are two:
+Of the nodes that are ready, autograd runs the one with the greatest number, and numbers grow in forward. So backward is
+forward reversed, except for products beside a collective (shardc.runtime.ops.overlap), which are split:
 
     of data         the gradient of the input x_each
     begin           its sum over ranks begins
@@ -35,15 +35,16 @@ Part = Literal["whole", "data", "weights", "begin", "wait"]
 
 @dataclass(eq=False)
 class Gradient:
-    """What a value has of its gradient at some point of backward."""
+    """A value's gradient so far, at some point of backward."""
 
     type: Type
 
 
 @dataclass
 class RuleRuns:
-    """node: the call of forward; tangents: of its results; before, after: of its operands; None: nothing. part: of the
-    rule.
+    """A rule, or a part of it, runs for a call of forward (node).
+
+    tangents: gradients of its results. before, after: gradients of its operands. None: no gradient.
     """
 
     node: fx.Node
@@ -56,7 +57,7 @@ class RuleRuns:
 
 @dataclass
 class Complete:
-    """A parameter has its gradient. param: the value of forward."""
+    """A parameter has its whole gradient. param: the value of forward."""
 
     param: Made
     gradient: Gradient
@@ -64,14 +65,14 @@ class Complete:
 
 @dataclass
 class BucketComplete:
-    """The parameters of a bucket, by number, have all gradients that this backward brings; `Complete` came for each."""
+    """The parameters of a bucket have all gradients of this backward; a `Complete` came for each of them."""
 
     bucket: int
 
 
 @dataclass
 class GatheredComplete:
-    """Those of a gathered bucket do. wait: the node that has it whole; gradients: of its parameters, or None."""
+    """A gathered bucket has its gradients. wait: the node that has it whole. gradients: of its parameters."""
 
     wait: fx.Node
     gradients: tuple[Gradient | None, ...]
@@ -86,9 +87,9 @@ class _Task(NamedTuple):
 
 
 class Backward:
-    """The events of one graph, in order. roots: values whose gradients backward begins with, with their types.
+    """The events of one graph's backward, in order.
 
-    types: of every value of forward. left: gradients at the end, of values that nothing here made.
+    types: of every value of forward. left: the final gradients of values that no op here made.
     """
 
     def __init__(self, graph: fx.Graph, program: Program, rules: Rules, types: Mapping[Made, Type | None]) -> None:
@@ -96,7 +97,7 @@ class Backward:
         self._nodes = [n for n in graph.nodes if is_call(n)]
         self._place = {n: i for i, n in enumerate(graph.nodes)}
         self.events: list[Event] = []
-        self._started: dict[fx.Node, Gradient] = {}  # by conversion: a sum that is under way
+        self._started: dict[fx.Node, Gradient] = {}  # by conversion: the sum that is under way
         self._known_needs: dict[fx.Node, list[Made]] = {}
         self._known_tasks: dict[fx.Node, list[_Task]] = {}
         self._bucket_of = {
@@ -108,25 +109,25 @@ class Backward:
         self.left: dict[Made, Gradient] = {}
 
     def run(self, roots: Sequence[fx.Node]) -> dict[Made, Gradient]:
-        """Fills `events`. Returns the gradients that backward begins with."""
-        types = {made: self._type(made) for made in map(producer_of, dict.fromkeys(roots))}
-        # stages hand gradients over without gaps, whatever the strides of what they are of
+        """Fill `events` from the values `roots`. Return the gradients that backward begins with."""
+        types = {maker: self._type(maker) for maker in map(producer_of, dict.fromkeys(roots))}
+        # stages pass gradients on contiguously, independent of the strides of the values
         begin = {m: Gradient(replace(Type.contiguous(t.shape, t.dtype), ragged=t.ragged)) for m, t in types.items()}
         self._overlapped = {n for n in self._nodes if self._overlaps(n)}
-        self._reached = self._reach({made for made, _ in begin})
+        self._reached = self._reach({maker for maker, _ in begin})
         self._gradients: dict[Made, Gradient | None] = dict(begin)
         self._waiting: Counter[Made] = Counter()
         for n in self._reached:
             for task in self._tasks(n):
                 self._waiting.update(set(self._gives(task)))
         self._left = Counter({n: sum(self._waiting[m] for m in self._results(n)) for n in self._reached})
-        #: By bucket, how many of its parameters are still to come.
+        #: By bucket, how many of its parameters are still missing.
         self._missing = Counter(i for m in self._waiting if (i := self._bucket(m)) is not None)
         self._heap: list[tuple[float, int, _Task]] = []
-        self._count = itertools.count()  # of equal numbers the first one pushed comes first
-        for made in dict.fromkeys(n for n, _ in begin):  # once, however many of its results are roots
-            if made.op != "placeholder" and not self._left[made]:
-                self._ready(made)
+        self._count = itertools.count()  # for equal numbers, the first one pushed comes first
+        for maker in dict.fromkeys(n for n, _ in begin):  # once, however many of its results are roots
+            if maker.op != "placeholder" and not self._left[maker]:
+                self._ready(maker)
         while self._heap:
             self._do(heapq.heappop(self._heap)[2])
         self.left = {m: g for m, g in self._gradients.items() if g is not None and m[0].op == "placeholder"}
@@ -135,16 +136,16 @@ class Backward:
     # --- the tasks and what they wait for
 
     def _type(self, made: Made) -> Type:
-        found = self.types[made]
-        assert found is not None
-        return found
+        result = self.types[made]
+        assert result is not None
+        return result
 
     def _results(self, n: fx.Node) -> list[Made]:
         count = len(n.meta["value"]) if isinstance(n.meta["value"], tuple) else 1
         return [(n, i) for i in range(count)]
 
     def _needs(self, n: fx.Node) -> list[Made]:
-        """The operands that get gradients."""
+        """Return the operands that get gradients."""
         if n not in self._known_needs:
             operands = self._rules.template(n).operands
             self._known_needs[n] = [m for m in operands if (t := self.types.get(m)) is not None and t.grad]
@@ -168,7 +169,7 @@ class Backward:
         )
 
     def _apart(self, n: fx.Node) -> bool:
-        """Is this a product whose two gradients come apart?"""
+        """Return whether this is a product whose two gradients are computed separately."""
         if n.target not in PRODUCTS or n.kwargs:
             return False
         places = factors(n.target, n.args)
@@ -191,7 +192,7 @@ class Backward:
         return ("data", "weights") if self._apart(n) else ("whole",)
 
     def _gives(self, task: _Task) -> list[Made]:
-        """The values whose gradients a task adds to."""
+        """Return the values whose gradients a task adds to."""
         needs = self._needs(task.node)
         if task.part == "begin" or task.node.target is ops.gather_wait:
             return []
@@ -207,7 +208,7 @@ class Backward:
         return self._place[task.node] - (0.75 if task.part == "wait" else 0)
 
     def _ready(self, n: fx.Node) -> None:
-        """Its results have all their gradients."""
+        """Queue a node's first task: its results have all their gradients."""
         tasks = self._tasks(n)
         if tasks:
             self._push(tasks[0])
@@ -267,7 +268,7 @@ class Backward:
         return n.target is ops.updated or (n.op == "placeholder" and "collective" not in n.meta)
 
     def _complete(self, param: Made) -> None:
-        """It gets no more gradients."""
+        """Record that a parameter gets no more gradients."""
         if (g := self._gradients.get(param)) is not None:
             self._gradients[param] = None
             self.events.append(Complete(param, g))
@@ -277,7 +278,7 @@ class Backward:
                 self.events.append(BucketComplete(bucket))
 
     def _bucket(self, made: Made) -> int | None:
-        """Of a whole parameter: the bucket that its gradient goes to."""
+        """Return the bucket to which a whole parameter's gradient goes; None for other values."""
         node: Any = made[0]
         if node.target is ops.updated:
             node = node.args[0][made[1]]

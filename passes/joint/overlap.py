@@ -1,16 +1,16 @@
-"""Collectives begin as soon as what they send is there, are waited for where somebody wants the result, and something
-else runs in between.
+"""Split collectives into start and wait, and order lines so that other work runs in between.
 
     dgrad = mm(dy, w)            the gradient of the input, which tensor-parallel ranks add up
     sum = ops.transpose_start('sum_grad', dgrad, ...)
     wgrad = mm(dyT, x)           nothing but a bucket waits for it: it fills the time
     dx = ops.wait(sum)
 
-It is a list scheduler: collectives are taken in their order, which all ranks share; what leads to the next one runs
-first; while a collective would be waited for, the first line of the graph that is ready runs instead. Gradients of
-weights may also be put off to fill the time of the next collectives (`reserve` of them), which takes memory. Several
-orders are simulated, and that which ends first is taken, among those whose peak of live bytes is not above the graph's
-as it was. Ranks compute the same numbers in another order, so nothing changes but the time.
+A collective begins as soon as its operand exists, and is waited for where its result is needed. This is a list
+scheduler: collectives keep their order, which all ranks share. Lines that lead to the next one run first. Instead of
+waiting for a collective, the first line of the graph that is ready runs. Gradients of weights may also be
+delayed to fill the time of later collectives (`reserve` of them), which takes memory. Several orders are simulated, and
+the one that ends first is taken, among those whose peak of live bytes is not above that of the original order. Ranks
+compute the same numbers in another order, so only the time changes.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from shardc.passes.joint.seconds import Seconds, Work
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload, add_node
 
-#: How many collectives' time may be kept in reserve.
+#: For how many collectives lines may be kept in reserve.
 RESERVES = (0, 1, 2, 4)
-#: How many lines further down may come first.
+#: How many lines further down a line may come first.
 WINDOW = 400
-#: How often an order that takes too much memory is made again.
+#: How often an order that takes too much memory is computed again.
 ROUNDS = 6
 
 
 def overlap_collectives(graph: fx.Graph, seconds: Seconds, sizes: Sizes, room: int = 0) -> int:
-    """Split the collectives of a graph in two, and move its lines. room: bytes that may be alive in any case. Returns
-    the peak of those that are, in a microbatch that is not the first.
+    """Split a graph's collectives in two and move its lines. Return its peak of live bytes.
+
+    The peak is that of a microbatch after the first. room: bytes that may be alive in any case.
     """
     _split(graph, seconds)
     ordered = OrderedGraph(graph, seconds, sizes)
@@ -63,7 +64,7 @@ def overlap_collectives(graph: fx.Graph, seconds: Seconds, sizes: Sizes, room: i
 
 
 def best_order(ordered: OrderedGraph, most: tuple[int, int]) -> list[fx.Node]:
-    """The order that ends first. most: peaks of bytes that may be alive."""
+    """Return the order that ends first. most: peaks of bytes that may be alive."""
     best = ordered.nodes
     least = ordered.simulate(best)
     for reserve in RESERVES if ordered.may_put_off else RESERVES[:1]:
@@ -74,27 +75,28 @@ def best_order(ordered: OrderedGraph, most: tuple[int, int]) -> list[fx.Node]:
 
 
 def fitting(ordered: OrderedGraph, reserve: int, most: tuple[int, int]) -> tuple[list[fx.Node], LineClock]:
-    """(an order that takes no more memory, what it takes). Where one does, it meets the graph's own order: at a line
-    that has too much beside it, all lines before it in the graph come before it.
+    """Return an order that needs no more memory than `most`, and its clock; else the graph's own order.
+
+    A line with too much alive beside it keeps its place: all lines before it in the graph come before it.
     """
     meets: set[fx.Node] = set()
     for _ in range(ROUNDS):
-        made = Scheduler(ordered, reserve, most, meets)
-        order = [ordered.nodes[at] for at in made.order()]
-        over = {n for n, alive in zip(order, made.alive, strict=True) if not within(alive, most)}
+        scheduler = Scheduler(ordered, reserve, most, meets)
+        order = [ordered.nodes[at] for at in scheduler.order()]
+        over = {n for n, alive in zip(order, scheduler.alive, strict=True) if not within(alive, most)}
         if not over:
-            return order, made.clock
+            return order, scheduler.clock
         meets |= over
     return ordered.nodes, ordered.timed(ordered.nodes)
 
 
 def within(bytes_: tuple[int, int], most: tuple[int, int]) -> bool:
-    """Are both peaks (shardc.passes.joint.memory) at most those?"""
+    """Return whether both peaks (shardc.passes.joint.memory) are within those limits."""
     return bytes_[0] <= most[0] and bytes_[1] <= most[1]
 
 
 def _split(graph: fx.Graph, seconds: Seconds) -> None:
-    """A line that communicates becomes a start and a wait: of conversions, and of exchanges of experts."""
+    """Split each line that communicates into a start and a wait: conversions, and exchanges of experts."""
     for n in list(graph.nodes):
         back = n.target is ops.transpose
         op = n.args[0] if back else (CONVERTED | EXCHANGES).get(n.target)
@@ -116,10 +118,12 @@ def _communicates(op: str, *, back: bool) -> bool:
 
 @dataclass(slots=True)
 class Line:
-    """place: its number in the graph. seconds, sends: of computing, and of what it sends; step: what it does to memory.
-    waits: place of the line that it waits for, or -1; begins: is it one that others wait for? stops: does the rank
-    stand still while it sends? settles: does it wait for the sum of the bucket before? leads: to a collective, or to
-    what the graph returns; before, after: places of lines that have to come so.
+    """A line of a graph, as the scheduler sees it.
+
+    place: its number in the graph. seconds, sends: of computing and of sending. step: its effect on memory. waits:
+    place of the line that it waits for, or -1. begins: others wait for it. stops: the rank is idle while it sends.
+    settles: it waits for the sum of the bucket before. leads: whether to a collective or a result. before, after: lines
+    that have to be so.
     """
 
     place: int
@@ -140,7 +144,7 @@ _PLACE, _SECONDS = attrgetter("place"), attrgetter("seconds")
 
 
 class OrderedGraph:
-    """What the order of a graph's lines has to keep, and what it costs. targets: places of lines that communicate."""
+    """What the order of a graph's lines has to keep, and what it costs. targets: lines that communicate."""
 
     def __init__(self, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
         self.nodes: list[fx.Node] = [n for n in graph.nodes if n.op == "call_function"]
@@ -159,7 +163,7 @@ class OrderedGraph:
         returned = [self.place[x] for x in graph.output_node().all_input_nodes if x in self.place]
         for at in self.ancestors([*self.targets, *returned], bytearray(len(self.lines))):
             self.lines[at].leads = True
-        #: Are there lines that a reserve is made of? A forward has none.
+        #: Whether some lines can be kept in reserve. A forward has none.
         self.may_put_off = any(line.seconds and not line.leads for line in self.lines)
 
     def _line(self, n: fx.Node, work: Work, seconds: Seconds) -> Line:
@@ -176,11 +180,12 @@ class OrderedGraph:
         return Line(at, work.seconds, sends, sent, self.uses.steps[n], waits, begins, stops, settles, before)
 
     def _pinned(self) -> list[tuple[fx.Node, fx.Node]]:
-        """(line, one that has to come before it): a bucket is gathered, and a value comes back from the host, no
-        earlier than the pass has decided, as it takes memory, and what has effects keeps its order, as what takes one
-        tape does."""
+        """Return pairs of (line, one that has to come before it), where memory, effects or tapes need it.
+
+        A gather of a bucket and a reload from the host begin no earlier than their passes decided.
+        """
         pairs = [(n, x) for x, n in itertools.pairwise(self.nodes) if n.target is ops.reload_start]
-        there: dict[bool, fx.Node] = {}  # by half of an overlapped pair
+        latest: dict[bool, fx.Node] = {}  # by half of an overlapped pair
         under_way: dict[Any, fx.Node] = {}  # by bucket that forward gathers: the last line that waited for it
         tapes: dict[Any, fx.Node] = {}
         effect: fx.Node | None = None
@@ -192,10 +197,10 @@ class OrderedGraph:
                 pairs.append((n, under_way[n.args[1]]))  # a bucket's gather of the other half has ended
             if n.target is ops.gather_wait:
                 under_way[n.args[0].args[1]] = n  # type: ignore[union-attr]
-            if n.target in GATHERS and half in there:
-                pairs.append((n, there[half]))
+            if n.target in GATHERS and half in latest:
+                pairs.append((n, latest[half]))
             elif n.target in GATHERS.values():
-                there[half] = n
+                latest[half] = n
             elif n.target is ops.opaque_backward:
                 if (tape := n.args[0]) in tapes:
                     pairs.append((n, tapes[tape]))
@@ -207,26 +212,26 @@ class OrderedGraph:
         return pairs
 
     def ancestors(self, places: Sequence[int], done: bytearray) -> set[int]:
-        """These lines and all that they take, directly or not; but for those that are `done`."""
-        found: set[int] = set()
+        """Return these lines and all that they take, directly or not, without those that are `done`."""
+        reached: set[int] = set()
         todo = list(places)
         while todo:
             at = todo.pop()
-            if at not in found and not done[at]:
-                found.add(at)
+            if at not in reached and not done[at]:
+                reached.add(at)
                 todo += self.lines[at].before
-        return found
+        return reached
 
     def simulate(self, order: Sequence[fx.Node]) -> float:
-        """Seconds of the graph on the assumed machine."""
+        """Return the seconds of the graph on the assumed machine."""
         return self.timed(order).end
 
     def clock(self) -> LineClock:
-        """At the graph's begin."""
+        """Return the clock at the beginning of the graph."""
         return LineClock(self._priced.device, self._priced.mesh, self._priced.rank, _known=self._priced._known)
 
     def timed(self, order: Sequence[fx.Node]) -> LineClock:
-        """The clock behind the last line."""
+        """Return the clock after the last line."""
         clock = self.clock()
         for n in order:
             clock.line(self.lines[self.place[n]])
@@ -235,16 +240,12 @@ class OrderedGraph:
 
 @dataclass
 class LineClock(Clock):
-    """The streams of one rank that runs a graph. summing: place of the line that began the last sum of a bucket that is
-    summed in every backward.
-    """
+    """The streams of one rank. summing: place of the line of the last sum that every backward repeats."""
 
     summing: int = -1
 
     def line(self, line: Line) -> None:
-        """Run a line. Where such a sum has begun, the one before it is waited for, whose buffer is then free
-        (shardc.runtime.zero.buckets).
-        """
+        """Run a line. If it begins a bucket's sum, wait for the sum before (shardc.runtime.zero.buckets)."""
         if line.waits >= 0:
             self.wait(line.waits)
         self.compute(line.seconds)
@@ -256,8 +257,9 @@ class LineClock(Clock):
 
 
 class Scheduler:
-    """One order of a graph. reserve: how many of the next collectives lines are put off for; most: the peaks of bytes
-    that may be alive; meets: lines that nothing passes, in either direction. alive: bytes at each line of the order.
+    """One order of a graph. alive: bytes at each of its lines. meets: lines that no other line passes.
+
+    reserve: for how many of the next collectives lines are delayed. most: the peaks of bytes that may be alive.
     """
 
     def __init__(
@@ -266,19 +268,19 @@ class Scheduler:
         self._ordered, self._lines, self._reserve, self._most = ordered, ordered.lines, reserve, most
         places = {p for n in meets for p in (ordered.place[n], ordered.place[n] + 1)}
         self._parts = list(itertools.pairwise(sorted({0, *places, len(ordered.nodes)})))
-        self._end = 0  # of the part of the graph that is being ordered
+        self._end = 0  # the end of the part of the graph that is being ordered
         self.clock, self._memory = ordered.clock(), Memory(ordered.uses)
         self._order: list[int] = []
         self.alive: list[tuple[int, int]] = []
         self._done = bytearray(len(ordered.nodes))
         self._missing = [len(line.before) for line in ordered.lines]
         self._ready = [at for at, missing in enumerate(self._missing) if not missing]  # a heap of lines that could run
-        self._put_off: list[Line] = []  # of lines that could run, too: in order, and their seconds
+        self._put_off: list[Line] = []  # more lines that could run: in order, and their seconds
         self._seconds_put_off = 0.0
         self._reached = 0  # the greatest place of a line that ran
 
     def order(self) -> list[int]:
-        """Once: places of the lines."""
+        """Return the places of the lines in order. Call it once."""
         ordered, done = self._ordered, self._done
         targets = deque(enumerate(ordered.targets))
         for begin, end in self._parts:
@@ -317,7 +319,7 @@ class Scheduler:
                 heapq.heappush(self._ready, user)
 
     def _fill(self, wait: Line) -> None:
-        """While the collective that a line waits for is under way, others run."""
+        """Run other lines while the collective that a line waits for is under way."""
         if not self.clock.left(wait.waits):
             return
         self._take_back()
@@ -342,11 +344,11 @@ class Scheduler:
         return within(self._memory.would_be(line.step), self._most)
 
     def _would_wait(self, line: Line) -> bool:
-        """Does the rank stand still for it? It may begin any collective: all ranks run the same graph."""
+        """Return whether the rank would be idle for a line. Starts never wait: all ranks run the same graph."""
         return self.clock.left(line.waits) > 0 if line.waits >= 0 else line.stops
 
     def _catch_up(self, ahead: float) -> None:
-        """Run lines that others have overtaken, oldest first; of gradients of weights `ahead` seconds are put off."""
+        """Run overtaken lines, oldest first, but delay gradients of weights for up to `ahead` seconds."""
         ready, lines, done = self._ready, self._lines, self._done
         if not ahead:
             self._take_back()
@@ -371,13 +373,13 @@ class Scheduler:
             heapq.heappush(ready, at)
 
     def _no_longer_put_off(self, ahead: float) -> None:
-        """Of the lines that are put off the oldest run, as long as `ahead` seconds are left."""
+        """Run the oldest delayed lines, as long as `ahead` seconds of lines stay delayed."""
         while self._put_off and self._seconds_put_off - self._put_off[0].seconds >= ahead:
             self._emit(self._put_off.pop(0))
             self._seconds_put_off = sum(map(_SECONDS, self._put_off))
 
     def _take_back(self) -> None:
-        """Lines that were put off are among those that could run again."""
+        """Put delayed lines back among the lines that could run."""
         for line in self._put_off:
             heapq.heappush(self._ready, line.place)
         self._put_off, self._seconds_put_off = [], 0.0

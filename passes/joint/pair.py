@@ -1,5 +1,6 @@
-"""An overlapped pair: the forward of one microbatch, and the backward or the forward of another, as one graph, each of
-whose lines may run while the other waits for a collective.
+"""Join the forward of one microbatch and the backward or forward of another into one graph.
+
+Each line may run while the other half waits for a collective (an overlapped pair):
 
     def pair_0_3(mesh, rng, up_weight, x, back_mesh, back_h, back_y_grad, ...):
         up_start = ops.start('all_gather', x, mesh, ...)            forward begins to gather
@@ -8,16 +9,15 @@ whose lines may run while the other waits for a collective.
         back_sum_start = ops.transpose_start('sum_grad', back_dgrad, back_mesh, ...)
         ...
 
-Both are the lines of the stages' own graphs. What belongs to the second microbatch has a name of its own (`back_`, of
-a second forward `next_`, see shardc.ir.pairs); parameters are the same. So are random numbers, and the order of
-gradients, of buckets and of collectives within each half: the numbers are those of one after the other, to the bit.
-Buckets of ZeRO 3 that both want are gathered by each, as one after the other; by a second forward, when the first
-one's gather has ended.
+Both halves are the lines of the stages' graphs. Names of the second microbatch have a prefix (`back_`, for a second
+forward `next_`, see shardc.ir.pairs); parameters are the same. So are random numbers, and the order of gradients, of
+buckets and of collectives within each half: the numbers are equal to those of one half after the other, to the bit.
+Each half gathers its own buckets of ZeRO 3; a second forward gathers one when the first one's gather has ended.
 
-The order is the list scheduler's (shardc.passes.joint.overlap), from two beginnings: one half and then the other, and
-both at once, each as far along as the other in simulated time. Memory never exceeds that of one and then the other. New
-values of buffers, which a forward by itself hands over when it ends, are there until the graph ends: where that is
-more, backward comes first.
+The order is the list scheduler's (shardc.passes.joint.overlap), from two starting orders: one half and then the other,
+and both at once, equally far in simulated time. Memory never exceeds that of one half and then the other. A forward
+alone returns new values of buffers at its end; in a pair they live until the graph ends. Where that is more, backward
+comes first.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from shardc.passes.joint.seconds import Seconds
 from shardc.runtime import ops
 from shardc.torch_private import add_node
 
-#: How far ahead of the other a half may get, in stretches between two collectives: each is tried.
+#: How far ahead of the other a half may get, in stretches between two collectives. All are tried.
 LEADS = (0.0, 1.0, 2.0, 4.0)
 
 
 def pairs_of(
     program: Program, seconds: Seconds, sizes: Sizes, wanted: Sequence[tuple[str, int, int]]
 ) -> tuple[Pair, ...]:
-    """A graph for each of these (kind, stage of the first half, of the second), where both stages are here."""
-    found = []
+    """Return a graph for each (kind, stage of the first half, of the second) whose stages are here."""
+    pairs = []
     for kind, f, t in wanted:
         forward, other = program.stages[f].joint, program.stages[t].joint
         if forward is not None and other is not None:
@@ -55,41 +55,41 @@ def pairs_of(
             second = _whole(other, seconds, sizes) if kind == "FB" else other.forward
             graph = _joined(program, forward.forward, second, prefix)
             _overlap(kind, graph, seconds, sizes)
-            found.append(Pair(kind, f, t, graph))
-    return tuple(found)
+            pairs.append(Pair(kind, f, t, graph))
+    return tuple(pairs)
 
 
 def _joined(program: Program, first: fx.Graph, then: fx.Graph, prefix: str) -> fx.Graph:
-    """Both graphs, one behind the other."""
+    """Return a graph with the lines of both graphs, one after the other."""
     then = copy_graph(then) if then is first else then
     same = shared(program)
     stored = {name: i for i, name in enumerate(("mesh", "rng", *(x.name for x in program.stored)))}
-    given: dict[str, tuple[fx.Node, fx.Graph]] = {}
+    inputs: dict[str, tuple[fx.Node, fx.Graph]] = {}
     for graph in (first, then):
         for n in graph.find_nodes(op="placeholder"):
-            given.setdefault(n.name if graph is first or n.name in same else prefix + n.name, (n, graph))
-    made = fx.Graph()
+            inputs.setdefault(n.name if graph is first or n.name in same else prefix + n.name, (n, graph))
+    joined = fx.Graph()
     env: dict[fx.Graph, dict[fx.Node, fx.Node]] = {first: {}, then: {}}
     placed: dict[str, fx.Node] = {}
-    for name in sorted(given, key=lambda name: stored.get(name, len(stored))):
-        n, graph = given[name]
-        placed[name] = _named(made.placeholder(name), name)
+    for name in sorted(inputs, key=lambda name: stored.get(name, len(stored))):
+        n, graph = inputs[name]
+        placed[name] = _named(joined.placeholder(name), name)
         placed[name].meta = {**n.meta, **({"value": None, "named": n.name} | n.meta if name != n.name else {})}
     for graph in (first, then):
-        own = "" if graph is first else prefix
+        mark = "" if graph is first else prefix
         for n in graph.nodes:
             if n.op == "placeholder":
-                env[graph][n] = placed[n.name if not own or n.name in same else own + n.name]
+                env[graph][n] = placed[n.name if not mark or n.name in same else mark + n.name]
             elif n.op == "call_function":
                 args, kwargs = (fx.map_arg(a, env[graph].__getitem__) for a in (n.args, n.kwargs))
                 meta = {k: v for k, v in n.meta.items() if k != "fused"}
-                meta |= {"named": n.name, "back": True} if own else {}
-                node = add_node(made, "call_function", n.target, args, kwargs, name=own + n.name, meta=meta)
-                env[graph][n] = _named(node, own + n.name)
+                meta |= {"named": n.name, "back": True} if mark else {}
+                node = add_node(joined, "call_function", n.target, args, kwargs, name=mark + n.name, meta=meta)
+                env[graph][n] = _named(node, mark + n.name)
     returned = (fx.map_arg(graph.output_node().args[0], env[graph].__getitem__) for graph in (first, then))
-    made.output(tuple(returned))
-    made.lint()
-    return made
+    joined.output(tuple(returned))
+    joined.lint()
+    return joined
 
 
 def _named(node: fx.Node, name: str) -> fx.Node:
@@ -98,20 +98,19 @@ def _named(node: fx.Node, name: str) -> fx.Node:
 
 
 def _whole(joint: Joint, seconds: Seconds, sizes: Sizes) -> fx.Graph:
-    """Backward, of which a schedule with zero bubbles has two halves: one behind the other, unless what the second one
-    takes is too much to be held for it.
-    """
+    """Return backward as one graph: halves in turn, or interleaved as under autograd if memory needs it."""
     if joint.weights is None:
         return joint.backward
-    as_autograd, apart = (_of_halves(joint, joint.weights, early=early) for early in (True, False))
-    ordered_graphs = [OrderedGraph(graph, seconds, sizes) for graph in (as_autograd, apart)]
-    least, held = (ordered.uses.peak(ordered.nodes) for ordered in ordered_graphs)
-    return apart if within(held, least) else as_autograd
+    as_autograd, separate = (_of_halves(joint, joint.weights, early=early) for early in (True, False))
+    ordered_graphs = [OrderedGraph(graph, seconds, sizes) for graph in (as_autograd, separate)]
+    least, peak = (ordered.uses.peak(ordered.nodes) for ordered in ordered_graphs)
+    return separate if within(peak, least) else as_autograd
 
 
 def _of_halves(joint: Joint, weights: fx.Graph, *, early: bool) -> fx.Graph:
-    """Both halves of backward. early: lines of the second one come as soon as what they take is there, as they do under
-    autograd; else behind the first one.
+    """Return both halves of backward as one graph.
+
+    early: lines of the second half come as soon as their operands exist, as under autograd; else after the first half.
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -123,11 +122,11 @@ def _of_halves(joint: Joint, weights: fx.Graph, *, early: bool) -> fx.Graph:
                 by_name[n.name] = graph.node_copy(n)
     rest = deque(n for n in weights.nodes if n.op == "call_function")
     of_first = [n for n in joint.backward.nodes if n.op == "call_function"]
-    wanted = Counter(n.args[0].name for n in of_first if n.target is ops.opaque_backward)
+    uses = Counter(n.args[0].name for n in of_first if n.target is ops.opaque_backward)
 
     def ready(n: fx.Node) -> bool:
-        """A tape is empty after the last line that takes it."""
-        shared_tape = n.target is ops.opaque_backward and wanted[n.args[0].name] > 0  # type: ignore[union-attr]
+        """Return whether a line can run. A tape is empty after the last line that takes it."""
+        shared_tape = n.target is ops.opaque_backward and uses[n.args[0].name] > 0  # type: ignore[union-attr]
         return not shared_tape and all(x in env or x.name in by_name for x in n.all_input_nodes)
 
     def add(n: fx.Node) -> None:
@@ -138,7 +137,7 @@ def _of_halves(joint: Joint, weights: fx.Graph, *, early: bool) -> fx.Graph:
     for n in of_first:
         add(n)
         if n.target is ops.opaque_backward:
-            wanted[n.args[0].name] -= 1
+            uses[n.args[0].name] -= 1
         while early and rest and ready(rest[0]):
             add(rest.popleft())
     for n in rest:
@@ -150,7 +149,7 @@ def _of_halves(joint: Joint, weights: fx.Graph, *, early: bool) -> fx.Graph:
 
 
 def _handed_on(joint: Joint) -> set[str]:
-    """What the second half of backward gets from the first one."""
+    """Return the names of the values that the second half of backward gets from the first."""
     returned: Any = joint.backward.output_node().args[0]
     return {n.name for n in returned[1]}
 
@@ -159,23 +158,23 @@ def _handed_on(joint: Joint) -> set[str]:
 
 
 def _overlap(kind: str, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
-    """Move the lines: into the fastest order that is found, with no more memory than one half and then the other."""
+    """Move the lines into the fastest order found, with no more memory than one half and then the other."""
     ordered = OrderedGraph(graph, seconds, sizes)
     most = ordered.uses.peak(ordered.nodes)
-    if kind == "FB" and (apart := _one_by_one(ordered, graph)) != most:
-        most = apart
+    if kind == "FB" and (peak := _one_by_one(ordered, graph)) != most:
+        most = peak
         _arrange(graph, sorted(ordered.nodes, key=lambda n: not n.meta.get("back")))
         ordered = OrderedGraph(graph, seconds, sizes)
-    found = [ordered.nodes, best_order(ordered, most)]
+    orders = [ordered.nodes, best_order(ordered, most)]
     beside = [order for lead in LEADS if (order := _side_by_side(ordered, most, lead)) is not None]
     if beside:
         _arrange(graph, best := min(beside, key=ordered.simulate))
-        found += [best, best_order(OrderedGraph(graph, seconds, sizes), most)]
-    _arrange(graph, min(found, key=ordered.simulate))
+        orders += [best, best_order(OrderedGraph(graph, seconds, sizes), most)]
+    _arrange(graph, min(orders, key=ordered.simulate))
 
 
 def _one_by_one(ordered: OrderedGraph, graph: fx.Graph) -> tuple[int, int]:
-    """The peaks of a forward's graph and then a backward's, beside which the former has no new values of buffers."""
+    """Return the peaks of a forward and then a backward, the latter without forward's new buffer values."""
     uses = ordered.uses
     returned: Any = graph.output_node().args[0]
     (loss, news, *stay), _ = returned
@@ -198,8 +197,9 @@ def _arrange(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
 
 
 class _Half:
-    """The lines of one half, in their order. takes: seconds alone; done: of these, so far; sends: how many
-    collectives; lead: by line, seconds of computing until the next one begins.
+    """The lines of one half, in order. takes, done: seconds of all lines alone, and of those so far.
+
+    sends: how many collectives. lead: by line, seconds of computing until the next one begins.
     """
 
     def __init__(self, ordered: OrderedGraph, *, back: bool) -> None:
@@ -227,15 +227,16 @@ class _Half:
 
 
 def _side_by_side(ordered: OrderedGraph, most: tuple[int, int], lead: float) -> list[fx.Node] | None:
-    """The lines of both, as far as memory allows; None if that leads to where it does not suffice. A half that would
-    wait for a collective lets the other one go on; else the one goes on that begins to communicate first, so that there
-    is always something under way. Neither gets further ahead of the other, in the part that is done, than by `lead` of
-    the stretches between two collectives.
+    """Return the lines of both halves interleaved; None if memory does not suffice.
+
+    If a half would wait for a collective, the other one goes on. Else the half whose next collective is nearer goes on,
+    so that one is always under way. No half is further ahead, as a share of its time, than `lead` of its stretches
+    between two collectives.
     """
     halves = [_Half(ordered, back=back) for back in (False, True)]
     most_ahead = lead / max(1, *(h.sends for h in halves))
     memory, clock, order = Memory(ordered.uses), ordered.clock(), list[fx.Node]()
-    gathered: set[Any] = set()  # buckets that a forward gathers now: the other half may not begin to
+    gathered: set[Any] = set()  # buckets that a forward gathers now: the other half has to wait
 
     def urgent(h: _Half) -> tuple[float, bool, float]:
         waits = clock.left(h.next.waits)

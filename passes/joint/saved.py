@@ -1,8 +1,8 @@
-"""What the backward of each call keeps of it: read from the rules by which joint graphs are written.
+"""Find what the backward of each call keeps, from the rules by which joint graphs are written.
 
 relu(x)                  its result
 linear(x, w)             x, w
-layer_norm(x, w, b)      x, w, b, and 2 numbers a row of its own
+layer_norm(x, w, b)      x, w, b, and 2 numbers per row that it makes
 transpose(x), add(x, y)  nothing
 """
 
@@ -26,8 +26,9 @@ from shardc.runtime import ops
 
 @dataclass(frozen=True)
 class Saved:
-    """Of one call. operands: those that are kept; results: which of them are; own: bytes of what the op makes for its
-    backward only; views: for every result the operand whose memory it is, or None.
+    """What backward keeps of one call: operands, and results by index.
+
+    own: bytes that the op makes only for its backward. views: by result the operand whose memory it shares, or None.
     """
 
     operands: tuple[fx.Node, ...] = ()
@@ -44,16 +45,16 @@ class LocalTypes:
         self._inputs = {x.name: x.local_shape(program.mesh, program.microbatches) for x in program.inputs}
 
     def of(self, node: fx.Node) -> tuple[Value, ...]:
-        """Of a node's results."""
+        """Return the types of a node's results."""
         types = tuple(
             Value(v.local_shape(self.mesh), v.dtype, v.requires_grad) for v in values_of(node) if v is not None
         )
-        if node.op == "placeholder" and node.name in self._inputs:  # its type is that of the whole step's
+        if node.op == "placeholder" and node.name in self._inputs:  # its type is that of the whole step's input
             return (replace(types[0], shape=self._inputs[node.name]),)
         return types
 
     def call(self, node: fx.Node) -> Call:
-        """A call with the types of one rank."""
+        """Return a call with the types of one rank."""
         operands = tuple(self.of(x)[0] for x in operands_of(node))
         return replace(call_of(node), operands=operands, results=self.of(node))
 
@@ -71,7 +72,7 @@ def types_of(program: Program, graph: fx.Graph, rules: Rules) -> tuple[dict[Made
                 grad = n.name in trained or ("collective" in n.meta and v.requires_grad)
                 types[n, 0] = Type.contiguous(v.shape, v.dtype, grad)
         elif is_call(n):
-            operands = [t for made in rules.template(n).operands if (t := types[made]) is not None]
+            operands = [t for key in rules.template(n).operands if (t := types[key]) is not None]
             facts[n] = rules.facts(n, operands)
             types.update({(n, i): t for i, t in enumerate(facts[n].types)})
     return types, facts
@@ -88,11 +89,11 @@ def _saved(n: fx.Node, types: Mapping[Made, Type | None], facts: Facts, rules: R
     views = tuple(operands[i] if i >= 0 else None for i in facts.views)
     taken = tuple(t for x in operands if (t := types[producer_of(x)]) is not None)
     tangents = tuple(replace(t, grad=False) if t is not None and t.grad else None for t in facts.types)
-    wanted = tuple(t.grad for t in taken)
-    if not any(wanted) or not any(tangents) or n.target in (ops.gather_wait, ops.updated):
+    needs = tuple(t.grad for t in taken)
+    if not any(needs) or not any(tangents) or n.target in (ops.gather_wait, ops.updated):
         return Saved(views=views)
-    rule = rules.rule(n, Ask(taken, tangents, (None,) * len(taken), wanted))
-    of = {kind: [r.index for r in rule.wants if r.kind == kind] for kind in ("x", "y", "t")}
-    made = [rule.forward[i].types for i in of["t"]] if rule.forward is not None else []
-    own = rule.own + sum(t.nbytes for t in made if isinstance(t, Type))
-    return Saved(tuple(operands[i] for i in of["x"]), tuple(of["y"]), own, views)
+    rule = rules.rule(n, Ask(taken, tangents, (None,) * len(taken), needs))
+    by_kind = {kind: [r.index for r in rule.wants if r.kind == kind] for kind in ("x", "y", "t")}
+    kept = [rule.forward[i].types for i in by_kind["t"]] if rule.forward is not None else []
+    nbytes = rule.own + sum(t.nbytes for t in kept if isinstance(t, Type))
+    return Saved(tuple(operands[i] for i in by_kind["x"]), tuple(by_kind["y"]), nbytes, views)

@@ -1,4 +1,4 @@
-"""What a line of a graph of a step takes: seconds on the assumed machine (shardc.machine.assumed), and bytes.
+"""Find the time and bytes of lines of a step's graphs on the assumed machine (shardc.machine.assumed).
 
 Every distinct call runs once, on tensors without data, and counts as in a dry run (shardc.cost).
 """
@@ -35,8 +35,9 @@ from shardc.torch_private import OpOverload, TorchDispatchMode
 
 @dataclass(frozen=True)
 class Work:
-    """Of one line. inside: bytes beside its operands and results, at most, while it runs; tape: that it leaves for its
-    backward (ops.opaque); moved: those that a copy of the tape to the host moves, which may be of results too.
+    """The time (seconds) and bytes of one line. tape: what it keeps for its backward (ops.opaque).
+
+    inside: most bytes beside operands and results while it runs. moved: bytes of a copy of the tape to the host.
     """
 
     seconds: float = 0.0
@@ -46,7 +47,7 @@ class Work:
 
 
 class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """seconds: of the ops that run while it is open; live, most: bytes of what they make, now and at most."""
+    """Counts ops while it is open. seconds: their time. live, most: bytes of results, now and at most."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -78,23 +79,23 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Seconds:
-    """Of the lines of one program's graphs. rank: on which they are run."""
+    """The time of the lines of one program's graphs. rank: the rank on which they run."""
 
     def __init__(self, program: Program, rank: Rank) -> None:
         self._layout: Mesh = program.mesh
         self._rank = rank
-        #: By name, of one microbatch: an input's type is that of the whole step's.
+        #: Shapes of inputs in one microbatch, by name: an input's type is that of the whole step.
         self._inputs = {x.name: x.local_shape(program.mesh, program.microbatches) for x in program.inputs}
-        #: On which nothing runs: lines are run on fresh ones.
+        #: A clock on which nothing runs: lines run on fresh ones.
         self.clock = Clock(ASSUMED, program.mesh, 0)
         self._found: dict[str, Work] = {}
-        self._back: dict[str, Work] = {}  # of opaque calls: their backward
+        self._back: dict[str, Work] = {}  # the backward of opaque calls
         self._tapes: dict[str, str] = {}  # by the tape's name: the call's key
-        #: Of lines that were asked for: by what equal ones share and target, (the former, key).
+        #: (what equal lines share, key) of known lines, by the identities of the former and the target.
         self._keys: dict[tuple[int, int], tuple[Any, str]] = {}
 
     def of(self, n: fx.Node) -> Work:
-        """Without what it sends."""
+        """Return the work of a line, without its communication."""
         if "tape" in n.meta:  # it comes back from the host
             return Work(tape=self._of_tape(n).moved)
         if n.op == "placeholder" and _name(n) in self._tapes:
@@ -110,7 +111,7 @@ class Seconds:
             key = repr((target_text(n.target), self._with_types(n.args), self._with_types(n.kwargs, leave=("tag",))))
             self._keys[id(like), id(n.target)] = like, key
         if key not in self._found:
-            anywhere = isinstance(n.target, OpOverload) and "@" not in key  # it hangs on no mesh
+            anywhere = isinstance(n.target, OpOverload) and "@" not in key  # it depends on no mesh
             work = _OF_TORCH.get(key) if anywhere else None
             self._found[key] = work if work is not None else self._run(n, key)
             if anywhere:
@@ -120,23 +121,23 @@ class Seconds:
         return self._found[key]
 
     def held(self, n: fx.Node) -> int:
-        """Bytes that a tape holds, of a graph that is not finished; 0 of other values."""
-        of: Any = n.args[0] if n.target is operator.getitem else None
-        made = of is not None and of.target is ops.opaque and n.meta.get("value") is None
-        return self.of(of if made else n).tape
+        """Return the bytes that a tape holds, in an unfinished graph; 0 for other values."""
+        source: Any = n.args[0] if n.target is operator.getitem else None
+        is_result = source is not None and source.target is ops.opaque and n.meta.get("value") is None
+        return self.of(source if is_result else n).tape
 
     def _of_tape(self, n: fx.Node) -> Work:
         return self._found[self._tapes[n.meta.get("tape", _name(n))]]
 
     def moved(self, n: fx.Node) -> int:
-        """Bytes that a copy to the host, or back, moves. n: a line that begins one."""
+        """Return the bytes that a copy to or from the host moves. n: the line that begins the copy."""
         x: Any = n.args[0] if n.target is ops.offload_start else n
         if "tape" in n.meta or _name(x) in self._tapes:
             return self._of_tape(x).moved
         return sum(v.nbytes(self._layout) for v in values_of(x) if v is not None)
 
     def sent(self, n: fx.Node) -> tuple[CommRecord | None, float]:
-        """(the collective or the copy of a line, its seconds alone)"""
+        """Return (the collective or copy of a line, its seconds alone)."""
         copy, c = n.meta.get("copy"), n.meta.get("collective")
         if copy is not None:
             record = CommRecord("copy", HOST_LINK, copy.bytes, "")
@@ -147,7 +148,7 @@ class Seconds:
         return record, self.clock.alone(record)[0]
 
     def _on_meta(self, n: fx.Node) -> Work | None:
-        """Of an op of torch's, on the meta device, which takes a third of the time; None: it wants fake tensors."""
+        """Return the work of a torch op from the meta device, in a third of the time; None if it fails there."""
         target: Any = n.target
         if not isinstance(target, OpOverload) or target in BY_DEVICE:
             return None
@@ -157,11 +158,11 @@ class Seconds:
         args, kwargs = fx.map_arg(n.args, operand), fx.map_arg(dict(n.kwargs), operand)
         try:
             with _Count() as count, torch.no_grad():
-                made = target(*args, **kwargs)
+                result = target(*args, **kwargs)
         except Exception:  # it has no kernel for that device: fake tensors may know more
             return None
         inside = count.most - count.live
-        del made  # it was alive until here
+        del result  # it was alive until here
         return Work(count.seconds, inside)
 
     def _run(self, n: fx.Node, key: str) -> Work:
@@ -171,11 +172,11 @@ class Seconds:
         with self._rank.mode, torch.no_grad():
             args, kwargs = fx.map_arg(n.args, self._operand), fx.map_arg(dict(n.kwargs), self._operand)
             try:
-                if any(map(role, n.all_input_nodes)):  # what a rank makes once and keeps is no line's work
+                if any(map(role, n.all_input_nodes)):  # values that a rank makes once are no line's work
                     target(*args, **kwargs)
                 with _Count() as count:
-                    made = target(*args, **kwargs)
-            except Exception:  # code that was not written for tensors without data: it moves what it takes and gives
+                    outputs = target(*args, **kwargs)
+            except Exception:  # code not written for tensors without data: guess that it moves operands and results
                 values = [v for x in (*n.all_input_nodes, n) for v in values_of(x) if v is not None]
                 guess = ASSUMED.op_seconds(Op(0, sum(v.nbytes(self._layout) for v in values), ""))
                 self._back[key] = Work(2 * guess)
@@ -183,22 +184,22 @@ class Seconds:
             inside = count.most - count.live
             if target is not ops.opaque:
                 return Work(count.seconds, inside)
-            results = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors_in(made)}
-            own = {x.untyped_storage()._cdata: x for p in made[-1].own() if (x := p.tensor) is not None}
-            moved = sum(x.numel() * x.element_size() for x in own.values())
+            results = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors_in(outputs)}
+            saved = {x.untyped_storage()._cdata: x for p in outputs[-1].own() if (x := p.tensor) is not None}
+            moved = sum(x.numel() * x.element_size() for x in saved.values())
             work = Work(count.seconds, inside, max(count.live - sum(results.values()), 0), moved)
-            self._back[key] = self._run_back(args, kwargs, made, work)
+            self._back[key] = self._run_back(args, kwargs, outputs, work)
             return work
 
     def _run_back(self, args: Any, kwargs: Any, made: Any, forward: Work) -> Work:
-        """Of `ops.opaque_backward`, of what `ops.opaque` made."""
+        """Return the work of `ops.opaque_backward` for the results of `ops.opaque`."""
         *results, tape = made
         operands = list(tensors_in((args[3:], kwargs)))
         grads = [torch.empty_like(y) if isinstance(y, Tensor) else None for y in results]
-        given = [g if begin is not None else None for g, begin in zip(grads, tape.begins, strict=True)]
+        tangents = [g if begin is not None else None for g, begin in zip(grads, tape.begins, strict=True)]
         try:
             with _Count() as count:
-                ops.opaque_backward(tape, given, [None] * len(args[1]), [operands[i] for i in args[2]])
+                ops.opaque_backward(tape, tangents, [None] * len(args[1]), [operands[i] for i in args[2]])
         except Exception:  # as above: two products for each of forward's
             return Work(2 * forward.seconds, forward.inside)
         return Work(count.seconds, count.most - count.live)
@@ -214,11 +215,11 @@ class Seconds:
         return map_value(empty, x.meta["value"])
 
     def _part(self, x: fx.Node) -> tuple[int, ...] | None:
-        """The shape of an input; None of other values, whose types have it."""
+        """Return the shape of an input; None for other values, whose types have it."""
         return self._inputs.get(_name(x)) if x.op == "placeholder" else None
 
     def _with_types(self, a: Any, leave: tuple[str, ...] = ()) -> Any:
-        """Arguments, values by their types."""
+        """Return arguments with types in place of values, as a part of a key."""
         if isinstance(a, fx.Node):
             return role(a) or ((str(a.meta["value"]), self._part(a)) if "value" in a.meta else a.name)
         if isinstance(a, (tuple, list)):
@@ -229,9 +230,9 @@ class Seconds:
 
 
 _NO_WORK = Work()
-#: Of ops of torch, of all programs of this process.
+#: The work of torch ops, for all programs of this process.
 _OF_TORCH: dict[str, Work] = {}
-#: They start, wait, hand on: what they take time for is a collective, or not theirs.
+#: Ops that start, wait, or pass values on: their time is a collective's, or another op's.
 _NOTHING = {
     *(ops.gather_start, ops.gather_wait, ops.regather_start, ops.regather_wait, ops.updated),
     *(ops.launch, ops.accumulate, ops.scatter, ops.wait),
@@ -240,5 +241,5 @@ _NOTHING = {
 
 
 def _name(n: fx.Node) -> str:
-    """In the graph of a stage; in that of an overlapped pair it may have another one."""
+    """Return the name in the stage's graph; in an overlapped pair the node may have another name."""
     return str(n.meta.get("named", n.name))

@@ -1,9 +1,9 @@
-"""The two graphs of a stage, from its ops and the events of its backward.
+"""Write the two graphs of a stage from its ops and the events of its backward.
 
-forward     the stage's ops, those whose backward wants more than operands and results as the ops that they consist
-            of; it also returns what backward wants
-backward    the lines of every event; what is recomputed or gathered again, where it is first wanted; what waits on
-            the host, for each event that wants it (shardc.passes.joint.host_copies moves these lines)
+forward     the stage's ops, some as the ops that they consist of, where backward needs more than operands and results;
+            it also returns what backward needs
+backward    the lines of every event; recomputed or gathered values where they are first needed; reloads from the host
+            for each event that needs them (shardc.passes.joint.host_copies moves these lines)
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from shardc.torch_private import OpOverload, add_node
 
 aten = torch.ops.aten
 
-#: A bucket is small beside one of so many times its elements.
+#: A bucket is small compared to one with this many times its elements.
 _SMALL = 16
 
 Found = dict[Wanted, fx.Node]
 
 
 class Writer:
-    """Of one stage. begin: the gradients that backward begins with, by value; left: those that it returns."""
+    """Writes the graphs of one stage. begin: backward's first gradients, by value. left: those it returns."""
 
     def __init__(
         self,
@@ -64,19 +64,22 @@ class Writer:
         self._gathered = self._views_of_gathered()
         self._recomputed = Recomputed(program, graph, list(self._wants()), self._through, self._part_of)
         self._back = fx.Graph()
-        self._found: Found = {}  # in backward
+        self._found: Found = {}  # values in backward
         self._gradients: dict[Gradient, fx.Node] = {}
         self._placeholders: dict[str, fx.Node] = {}
-        self._gathers: list[tuple[fx.Node, fx.Node, fx.Node]] = []  # (of forward, start, wait), as backward wants them
-        self._memory: dict[fx.Node, fx.Node] = {}  # of a value in the memory of another one: that one
+        self._gathers: list[tuple[fx.Node, fx.Node, fx.Node]] = []  # (of forward, start, wait), in backward's order
+        self._memory: dict[fx.Node, fx.Node] = {}  # by value in the memory of another one: that one
         self._tapes: set[fx.Node] = set()
-        self._handles: dict[Wanted, fx.Node] = {}  # what waits on the host, in backward
-        #: By handle, what came back from there for the event, or plan, that is written; and metadata of lines for it.
+        self._handles: dict[Wanted, fx.Node] = {}  # handles of values on the host, in backward
+        #: By handle, the value reloaded for the event, or plan, that is being written; metadata of its lines.
         self._reloaded: dict[fx.Node, fx.Node] = {}
         self._reloading: dict[str, Any] = {}
 
     def joint(self, held: Callable[[fx.Node], int] | None = None) -> Joint:
-        """held: backward is to be in two halves; gives bytes of a value or a tape, sees forward's opaque ops first."""
+        """Write the joint graph. held: if set, backward is split in halves.
+
+        `held` returns the bytes of a value or of a tape; it is called with forward's opaque ops first.
+        """
         forward, saved = self._write_forward()
         self._write_backward(saved)
         halves = [self._back]
@@ -88,18 +91,18 @@ class Writer:
             take_over_memory(graph)
             graph.lint()
         output = forward.output_node()
-        given: Any = output.args[0]
-        *returned, kept = given
+        results: Any = output.args[0]
+        *returned, kept = results
         taken = {n.name for n in self._back.find_nodes(op="placeholder")}
         output.args = ((*returned, tuple(n for n in kept if n.name in taken)),)
         _drop_unused(forward)
         forward.lint()
         return Joint(forward, *halves)
 
-    # --- what backward wants
+    # --- what backward needs
 
     def _views_of_gathered(self) -> set[Made]:
-        """What must not be kept: it would keep a gathered bucket."""
+        """Return the values that must not be kept, because they would keep a gathered bucket."""
         gathered: set[Made] = set()
         for n in filter(is_call, self._graph.nodes):
             if n.target is ops.gather_wait:
@@ -122,11 +125,11 @@ class Writer:
                 if r.kind == "t":
                     yield e.node, Wanted(e.node, "t", r.index)
                 else:
-                    made = operands[r.index] if r.kind == "x" else (e.node, r.index)
-                    yield from ((e.node, w) for w in self._through(made))
+                    producer = operands[r.index] if r.kind == "x" else (e.node, r.index)
+                    yield from ((e.node, w) for w in self._through(producer))
 
     def _through(self, made: Made) -> Iterator[Wanted]:
-        """A view of a gathered bucket is made again, from the bucket and what else it is made of."""
+        """Yield a value, or for a view of a gathered bucket its sources: the view is made again."""
         if made not in self._gathered:
             yield Wanted(made[0], "y", made[1])
         elif made[0].target is not ops.gather_wait:
@@ -134,7 +137,7 @@ class Writer:
                 yield from self._through(operand)
 
     def _part_of(self, made: Made) -> Made | None:
-        """What it is a part of, in the memory of that."""
+        """Return the value of which this is a part, in the same memory; None if it is no part."""
         n, i = made
         if not is_call(n) or (view := self._facts[n].views[i]) < 0:
             return None
@@ -147,51 +150,51 @@ class Writer:
 
     def _nbytes(self, made: Made) -> int:
         value: Any = made[0].meta["value"]
-        of: Value = value[made[1]] if isinstance(value, tuple) else value
-        return of.nbytes(self._program.mesh)
+        typed: Value = value[made[1]] if isinstance(value, tuple) else value
+        return typed.nbytes(self._program.mesh)
 
     # --- calls
 
     def _call(self, graph: fx.Graph, n: fx.Node, look: Callable[[Made], fx.Node], meta: dict[str, Any]) -> Found:
-        """A call of forward, in either graph: what there is of it then."""
+        """Write a call of forward in either graph, and return its results."""
         rule = self._rules.get(n)
         types = self._facts[n].types
         if rule is None:
             args = fx.map_arg(n.args, lambda x: self._operand(x, look))
             kwargs = fx.map_arg({k: v for k, v in n.kwargs.items() if k != "overlap"}, lambda x: self._operand(x, look))
-            several = isinstance(n.meta["value"], tuple) and n.target is not ops.gather_start  # which gives a handle
+            several = isinstance(n.meta["value"], tuple) and n.target is not ops.gather_start  # which returns a handle
             node = _add(graph, n.target, args, kwargs, name=n.name)
             value = n.meta["value"] if n.target is ops.gather_start else _value(types[0])
             node.meta.update(meta, value=tuple(map(_value, types)) if several else value, like=self._facts[n])
-            found = self._items(graph, n, node, meta) if several else {Wanted(n): node}
-            for w, value in found.items():
+            results = self._items(graph, n, node, meta) if several else {Wanted(n): node}
+            for w, value in results.items():
                 if (view := self._facts[n].views[w.index]) >= 0:
                     self._memory[value] = look(self._template(n).operands[view])
-            return found
+            return results
         assert rule.forward is not None
         operands = self._template(n).operands
         names = self._template(n).names
-        made: dict[int, fx.Node] = {}
+        nodes: dict[int, fx.Node] = {}
 
         def at(r: Ref) -> Any:
             if r.kind == "x":
                 return look(operands[r.index])
             if r.kind == "n":
                 return names[r.index]
-            return made[r.index] if r.kind == "t" else look((self._given[r.kind], 0))
+            return nodes[r.index] if r.kind == "t" else look((self._given[r.kind], 0))
 
         named = {r.index: item_name(n, i) for i, r in enumerate(rule.results) if r.kind == "t"}
         if rule.kind == "opaque":
             named |= {0: f"{n.name}_opaque", len(rule.results) + 1: f"{n.name}_tape"}
         for line in rule.forward:
-            made[line.number] = self._line(graph, line, at, named.get(line.number), meta)
+            nodes[line.number] = self._line(graph, line, at, named.get(line.number), meta)
         if rule.kind == "opaque":
-            self._tapes.add(made[len(rule.results) + 1])
-        found = {Wanted(n, "t", k): node for k, node in made.items()}
-        return found | {Wanted(n, "y", i): at(r) for i, r in enumerate(rule.results) if r.kind != "none"}
+            self._tapes.add(nodes[len(rule.results) + 1])
+        results = {Wanted(n, "t", k): node for k, node in nodes.items()}
+        return results | {Wanted(n, "y", i): at(r) for i, r in enumerate(rule.results) if r.kind != "none"}
 
     def _items(self, graph: fx.Graph, n: fx.Node, node: fx.Node, meta: dict[str, Any]) -> Found:
-        """The results of a call that has several."""
+        """Write and return the results of a call that has several."""
         items = {}
         for i, t in enumerate(self._facts[n].types):
             item = _add(graph, operator.getitem, (node, i), name=item_name(n, i))
@@ -228,20 +231,20 @@ class Writer:
 
     def _write_forward(self) -> tuple[fx.Graph, dict[Wanted, fx.Node]]:
         graph = fx.Graph()
-        found: Found = {}
+        nodes: Found = {}
 
         def look(made: Made) -> fx.Node:
-            return found[Wanted(made[0], "y", made[1])]
+            return nodes[Wanted(made[0], "y", made[1])]
 
         for n in self._graph.nodes:
             if n.op == "placeholder":
-                found[Wanted(n)] = add_node(graph, "placeholder", n.name, (), name=n.name, meta=n.meta)
+                nodes[Wanted(n)] = add_node(graph, "placeholder", n.name, (), name=n.name, meta=n.meta)
             elif is_call(n):
                 meta = {k: v for k, v in n.meta.items() if k in ("source", "collective", "region", "kept", "again")}
                 if (c := meta.get("collective")) is not None:
                     meta["collective"] = replace(c, backward="none")
-                found |= self._call(graph, n, look, meta)
-        saved = {w: node for w, node in found.items() if w in self._recomputed.held and not self._stored(w.node)}
+                nodes |= self._call(graph, n, look, meta)
+        saved = {w: node for w, node in nodes.items() if w in self._recomputed.held and not self._stored(w.node)}
         returned: Any = self._graph.output_node().args[0]
         loss, news, *sent = fx.map_arg(returned, lambda x: self._operand(x, look))
         handles = self._leave(graph, saved)
@@ -251,7 +254,7 @@ class Writer:
         return graph, saved
 
     def _leave(self, graph: fx.Graph, saved: Found) -> dict[fx.Node, fx.Node]:
-        """At the end of forward: by value that waits on the host, its handle."""
+        """Return the host handle of each value that leaves at the end of forward."""
         weights = _of_weights(self._graph, self._program)
         stays = {
             self._owner(node)
@@ -275,17 +278,17 @@ class Writer:
 
     @staticmethod
     def _given_node(graph: fx.Graph, name: str) -> fx.Node:
-        found: fx.Node = next(n for n in graph.find_nodes(op="placeholder") if n.name == name)
-        return found
+        node: fx.Node = next(n for n in graph.find_nodes(op="placeholder") if n.name == name)
+        return node
 
     def _owner(self, node: fx.Node) -> fx.Node:
-        """Whose memory a value is in."""
+        """Return the owner of the memory that a value is in."""
         while node in self._memory:
             node = self._memory[node]
         return node
 
     def _stored(self, n: fx.Node) -> bool:
-        """Does backward get it as forward does?"""
+        """Return whether backward gets a placeholder directly, as forward does."""
         return n.op == "placeholder" and "collective" not in n.meta
 
     # --- backward
@@ -296,8 +299,8 @@ class Writer:
             if self._stored(n):
                 self._found[Wanted(n)] = self._placeholder(n.name, n.meta)
         for w, node in saved.items():
-            given = self._placeholders.get(node.name) or self._placeholder(node.name, node.meta)
-            (self._handles if node.target is ops.offload_wait else self._found)[w] = given
+            placeholder = self._placeholders.get(node.name) or self._placeholder(node.name, node.meta)
+            (self._handles if node.target is ops.offload_wait else self._found)[w] = placeholder
         self._leaving = {node.name: node for node in saved.values() if node.target is ops.offload_wait}
         for (n, i), gradient in self._begin.items():
             meta = {"value": _value(gradient.type), "source": source_of(n)}
@@ -355,7 +358,7 @@ class Writer:
             return self._placeholders[r.kind]
 
         meta = self._reloading = self._meta(n)
-        if e.part == "data":  # as under autograd: before there is a gradient beside it, and a sum of that
+        if e.part == "data":  # as under autograd: before its gradient, and a sum of that, exist
             x, *_ = factors(n.target, n.args)
             if (
                 w := Wanted(producer_of(x)[0], "y", producer_of(x)[1])
@@ -370,9 +373,9 @@ class Writer:
             if r is not None and r.kind == "t" and rule.kind != "begun"
         }
         for ref in rule.wants if self._gathered else ():
-            made = operands[ref.index] if ref.kind == "x" else (n, ref.index)
-            if ref.kind != "t" and made in self._gathered:
-                at(ref)  # as under autograd: a gather is waited for, and the next one begins, before there is more
+            producer = operands[ref.index] if ref.kind == "x" else (n, ref.index)
+            if ref.kind != "t" and producer in self._gathered:
+                at(ref)  # as under autograd: wait for a gather, and begin the next one, before anything else
         for line in rule.backward:
             local[line.number] = self._line(self._back, line, at, named.get(line.number), meta)
         for r, gradient in zip(rule.grads, e.after, strict=True):
@@ -380,14 +383,14 @@ class Writer:
                 self._gradients[gradient] = at(r)
 
     def _complete(self, e: Complete | BucketComplete | GatheredComplete) -> None:
-        """Gradients of parameters are complete: by the line before."""
-        before = next(iter(reversed(self._back.nodes))).meta  # before torch 2.12 it is no iterator itself
+        """Write the line that follows when gradients of parameters are complete."""
+        before = next(iter(reversed(self._back.nodes))).meta  # before torch 2.12 it is not an iterator
         meta = {"value": None, **{k: before[k] for k in ("of", "source") if k in before}}
         if isinstance(e, Complete):
             param = self._look(e.param)
             node = _add(self._back, ops.accumulate, (param, self._gradients[e.gradient]), name=f"{param.name}_put")
-            given: Any = e.param[0]
-            meta["param"] = given.args[0][e.param[1]].name if given.target is ops.updated else given.name
+            source: Any = e.param[0]
+            meta["param"] = source.args[0][e.param[1]].name if source.target is ops.updated else source.name
         elif isinstance(e, BucketComplete):
             name = f"bucket{e.bucket}"
             node = _add(self._back, ops.launch, (self._placeholders["mesh"], name), name=f"{name}_launch")
@@ -403,7 +406,7 @@ class Writer:
         node.meta.update(meta)
 
     def _sum_of(self, bucket: int) -> Collective:
-        """Of the gradients of a bucket of whole parameters."""
+        """Return the collective that sums the gradients of a bucket of whole parameters."""
         b = self._program.buckets[bucket]
         size = Flat.of(self._program, b).padded * b.dtype.itemsize
         kind, axes = ("reduce_scatter", (b.shard,)) if b.shard else ("all_reduce", b.axes)
@@ -425,17 +428,17 @@ class Writer:
         return self._found[w]
 
     def _reload(self, w: Wanted) -> fx.Node:
-        """What waits on the host, back for whoever wants it now."""
+        """Return a value from the host, reloaded for the event that needs it now."""
         handle = self._handles[w]
         if handle not in self._reloaded:
             left: Any = self._leaving[handle.name].args[0]
             value: Any = left.args[0]
             meta = {**self._reloading, "value": value.meta["value"]}
             start = _add(self._back, ops.reload_start, (handle,), dict(left.kwargs), name=f"{value.name}_coming")
-            there = _add(self._back, ops.reload_wait, (start,), name=value.name)
+            wait = _add(self._back, ops.reload_wait, (start,), name=value.name)
             tape = {"tape": value.name} if value in self._tapes else {}
-            start.meta, there.meta = {**meta, **tape, "copy": left.meta["copy"]}, {**meta, **tape}
-            self._reloaded[handle] = there
+            start.meta, wait.meta = {**meta, **tape, "copy": left.meta["copy"]}, {**meta, **tape}
+            self._reloaded[handle] = wait
         return self._reloaded[handle]
 
     def _recompute(self, plan: KeptValues) -> None:
@@ -458,30 +461,30 @@ class Writer:
         self._reloaded, self._reloading = outer
 
     def _gather(self, n: fx.Node) -> None:
-        """A bucket, for backward."""
+        """Gather a bucket again for backward."""
         start: Any = n.args[0]
         params = fx.map_arg(start.args[0], lambda x: self._placeholders[x.name])
         first = _add(self._back, ops.regather_start, (params, start.args[1]), name=f"{start.name}_again")
         first.meta.update(self._meta(start, repeats=True, value=tuple(map(_value, self._facts[n].types))))
         if (c := start.meta.get("collective")) is not None:
             first.meta["collective"] = replace(c, backward="none")
-        there = _add(self._back, ops.regather_wait, (first,), name=n.name)
-        there.meta.update(self._meta(n, repeats=True, value=first.meta["value"]))
+        wait = _add(self._back, ops.regather_wait, (first,), name=n.name)
+        wait.meta.update(self._meta(n, repeats=True, value=first.meta["value"]))
         for i, t in enumerate(self._facts[n].types):
-            item = _add(self._back, operator.getitem, (there, i), name=item_name(n, i))
+            item = _add(self._back, operator.getitem, (wait, i), name=item_name(n, i))
             item.meta.update(self._meta(n, repeats=True, value=_value(t)))
             self._found[Wanted(n, "y", i)] = item
-        self._gathers.append((n, first, there))
+        self._gathers.append((n, first, wait))
 
     def _begin_gathers_early(self) -> None:
-        """While one bucket is used, the next ones are gathered. A few small ones, as of biases, come along."""
+        """Gather the next buckets while one is used, together with a few small ones, such as those of biases."""
         buckets = {f"bucket{i}": b for i, b in enumerate(self._program.buckets)}
         sizes = [sum(v.nbytes() for v in first.meta["value"]) for _, first, _ in self._gathers]
         started: set[int] = set()
-        for k, (n, _, there) in enumerate(self._gathers):
+        for k, (n, _, wait) in enumerate(self._gathers):
             start: Any = n.args[0]
             prefetch, room = buckets[start.args[1]].prefetch, sizes[k] // _SMALL
-            counted, after = 0, there
+            counted, after = 0, wait
             for j in range(k + 1, len(self._gathers)) if prefetch else ():
                 if sizes[j] <= room:
                     room -= sizes[j]
@@ -498,7 +501,7 @@ class Writer:
 def _add(
     graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, name: str
 ) -> fx.Node:
-    """A call at the end of a graph."""
+    """Add a call at the end of a graph."""
     return add_node(graph, "call_function", target, args, kwargs, name=name)
 
 
@@ -521,7 +524,7 @@ def _drop_unused(graph: fx.Graph) -> None:
 
 
 def _of_weights(graph: fx.Graph, program: Program) -> set[fx.Node]:
-    """What follows from parameters and buffers alone: it stays on the device anyway, or its parts do."""
+    """Return the values that depend on parameters and buffers alone: they stay on the device anyway."""
     stored = {"mesh", *(p.name for p in program.params), *(b.name for b in program.buffers)}
     weights: set[fx.Node] = set()
     for n in graph.nodes:

@@ -10,8 +10,8 @@
              y = gelu(x_sum)
 
 local_program   writes the graph of one rank, op by op
-routes          which conversions lead from one layout to another, in which order
-collectives     what a conversion's op takes and communicates, and which annotation it goes back to
+routes          finds the conversions from one layout to another, in order
+collectives     builds a conversion's arguments and its collective, with the annotation behind it
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shardc.runtime.ops.factors import multiplies
 class Partition(Pass):
     """Makes the local graph of one stage from a placed global graph.
 
-    With `strict: true`, collectives that go back to no annotation are errors, not notes.
+    With `strict: true`, collectives without an annotation behind them are errors, not notes.
     """
 
     def run(self, program: Program) -> Program:
@@ -65,9 +65,7 @@ class Partition(Pass):
 
 
 def _overlap(graph: fx.Graph) -> None:
-    """Where backward sums the gradient of what products take, it begins the sum before the gradients of their weights
-    are computed, and waits for it after that: `overlap=True`.
-    """
+    """Set overlap=True on sums of input gradients, which run while backward computes weights' gradients."""
     for node in graph.nodes:
         if node.target in (ops.sum_grad, ops.all_gather_partial_grad) and node.meta["collective"].backward != "none":
             products = [u for u in node.users if multiplies(u, node)]
@@ -76,7 +74,7 @@ def _overlap(graph: fx.Graph) -> None:
 
 
 def _typed(program: Program, graph: fx.Graph) -> tuple[Output, ...]:
-    """The outputs with the types and layouts that they have in a graph."""
+    """Return the outputs with the types and layouts that they have in a graph."""
     returned: Any = graph.output_node().args[0]
     values = [n.meta["value"] for n in returned[1][len(returned[1]) - len(program.outputs) :]]
     return tuple(
@@ -85,7 +83,7 @@ def _typed(program: Program, graph: fx.Graph) -> tuple[Output, ...]:
 
 
 def refuse_implicit(graph: fx.Graph) -> None:
-    """Under `strict: true`: every collective without a cause is an error."""
+    """Raise ShardcError for every collective without a cause (`strict: true`)."""
     errors = Errors()
     for node in graph.nodes:
         c: Collective | None = node.meta.get("collective")

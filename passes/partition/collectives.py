@@ -1,9 +1,9 @@
-"""A conversion as a call: the arguments of its op, what it communicates, and which annotation that goes back to.
+"""Build a conversion's call: the arguments of its op, its collective, and the annotation behind it.
 
     linear_1_sum = ops.all_reduce(linear_1, mesh, ('tp',), ...)  # ... | all_reduce/none tp 1024 "spec.yaml:3:9 ..."
                                                                          Collective(kind, backward, axes, bytes, cause)
 
-A sum is due to the op that makes the summands, a gather to the op that needs the value whole.
+A sum is caused by the op that makes the partial sums, a gather by the op that needs the value whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardc.torch_private import OpOverload
 
 
 def digit_arguments(mesh: Mesh, axis: str, old: Layout, new: Layout) -> tuple[Any, ...]:
-    """The digits that a conversion joins and cuts, as its op takes them (shardc.runtime.ops.convert)."""
+    """Return the digits that a conversion joins and cuts, as op arguments (shardc.runtime.ops.convert)."""
     sides = [(s, a, b) for a, b in ((old, new), (new, old)) if isinstance(s := a[axis], Shard)]
     digits = [arg for s, layout, _ in sides for arg in (s.dim, layout.local_split(axis, mesh))]
     sections = [s.sections for s, _, _ in sides[:1] if len(sides) == 1]
@@ -33,7 +33,7 @@ def digit_arguments(mesh: Mesh, axis: str, old: Layout, new: Layout) -> tuple[An
 
 
 def _padding(s: Shard, whole: Layout) -> tuple[int, int]:
-    """The padding that a conversion puts on or takes off: none while another axis still splits the dim."""
+    """Return the padding that a conversion adds or removes: none while another axis still splits the dim."""
     return (0, 1) if whole.shards(s.dim) else (s.padding, s.blocks)
 
 
@@ -48,10 +48,10 @@ def collective_of(
     user: fx.Node,
     asked: str,
 ) -> Collective | None:
-    """What a conversion communicates, and why; None if it does not.
+    """Return the collective of a conversion with its cause; None if it does not communicate.
 
-    old, new: layouts before and after. v: the global value. producer: the global node that it comes from; user: that
-    needs it. asked: what asks for the layout, "" if it is the user's strategy.
+    old, new: layouts before and after. v: the global value. producer: the global node that it comes from. user: the
+    node that needs it. asked: the cause of the layout, "" if it is the user's strategy.
     """
     forward, backward = row.collectives(gradient=needs_sum_grad(v))
     if forward == backward == "none":
@@ -66,7 +66,7 @@ def collective_of(
 
 
 def _cause(mesh: Mesh, row: Conversion, axes: tuple[str, ...], producer: fx.Node, user: fx.Node) -> str:
-    """The annotations behind a conversion: for sums the producer's, for gathers the user's, for a pin its own."""
+    """Return the annotations behind a conversion: for sums the producer's, for gathers the user's."""
     if line := user.meta.get("spec_line"):  # an op that the spec inserted
         return str(line)
     first, second = (producer, user) if row.source is Partial else (user, producer)
@@ -76,7 +76,7 @@ def _cause(mesh: Mesh, row: Conversion, axes: tuple[str, ...], producer: fx.Node
         if row.forward == "all_gather" and (
             strategy is None or strategy.kind in ("replicate", "partial_grad", "partial")
         ):
-            continue  # the op cannot be split: that goes back to no annotation
+            continue  # the op cannot be split, so no annotation is the cause
         for n in (first, second):
             why = n.meta.get("why", {}).get(axis, "")
             if why:
@@ -86,7 +86,7 @@ def _cause(mesh: Mesh, row: Conversion, axes: tuple[str, ...], producer: fx.Node
 
 
 def gather_note(v: Value, axis: str, user: fx.Node) -> str:
-    """Says of a gather that goes back to no annotation why it is there."""
+    """Return a note on why a gather without an annotation is there."""
     return (
         f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {needing(user)}"
         f" needs it whole there, which no annotation implies{_in_parts(user, axis)}"
@@ -94,9 +94,7 @@ def gather_note(v: Value, axis: str, user: fx.Node) -> str:
 
 
 def needing(user: fx.Node) -> str:
-    """What needs a value: `aten.mm.default`, a function's name, or the step's end, which keeps new values of buffers as
-    they are stored.
-    """
+    """Return the name of a value's user: an op such as `aten.mm.default`, or the use at the step's end."""
     if user.op == "output":
         return "the buffer that it is the new value of, or the caller who gets it beside the loss,"
     target: Any = user.target
@@ -104,9 +102,9 @@ def needing(user: fx.Node) -> str:
 
 
 def _in_parts(user: fx.Node, axis: str) -> str:
-    """What to write instead where a fused weight's result is taken apart: each part split."""
+    """Return a hint on how to split the parts of a fused weight whose result is taken apart, or ""."""
     if user.target is not torch.ops.aten.split_with_sizes.default or user.args[2:] in ((), (0,)):
-        return ""  # along dim 0 are rows of the batch, no features
+        return ""  # dim 0 has rows of the batch, not features
     sizes: Any = user.args[1]
     how = f"split: {len(sizes)}" if len(set(sizes)) == 1 else f"sections: {list(sizes)}"
     return (

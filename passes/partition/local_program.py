@@ -1,4 +1,4 @@
-"""The graph of one rank, written op by op from a placed global graph."""
+"""Write the graph of one rank op by op from a placed global graph."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from shardc.torch_private import add_node
 class LocalProgram:
     """Writes the graph of one rank from a placed global graph, op by op.
 
-    A value of the global graph may exist here in several *forms*, one for each layout in which an op needs it: as it
-    was produced, and what conversions (shardc.ir.conversions) made of that. Every op is written in three steps:
+    A value of the global graph may exist here in several *forms*, one for each layout in which an op needs it: the
+    form in which it is produced, and its conversions (shardc.ir.conversions). Every op is written in three steps:
 
-    1. Each operand in the form that the op's strategies need. Where there is none, the nearest form is converted, one
-       row of the table after the other; each form on the way is kept for other users. An all_reduce that two ops need
-       is one all_reduce.
-    2. The op itself, by its rule's `local` where sizes or offsets in its arguments change (`view`, `embedding`).
-    3. The result is in one form, that of the strategies' outputs. A sum that is still to be done stays undone until
-       an op needs it whole: step 1 of that op.
+    1. Each operand is taken in the form that the op's strategies need. If there is none, the nearest form is converted,
+       one row of the table after the other; each form on the way is kept for other users. So two ops that need an
+       all_reduce share it.
+    2. The op is written, by its rule's `local` if sizes or offsets in its arguments change (`view`, `embedding`).
+    3. The result has one form, that of the strategies' outputs. A partial sum stays partial until an op needs it whole,
+       in step 1 of that op.
 
     A conversion's cause is the annotation behind the op that made a sum, or behind the op that needs the value.
     """
 
     program: Program
     mesh: Mesh
-    batch: frozenset[str] = frozenset()  # the axes that split it
+    batch: frozenset[str] = frozenset()  # the axes that split the batch
     graph: fx.Graph = field(default_factory=fx.Graph)
     # (global node, result) -> layout -> local node; the first is the form in which the value is produced
     forms: dict[tuple[fx.Node, int], dict[Layout, fx.Node]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    gathered: set[str] = field(default_factory=set)  # axes over which something is gathered that no annotation asks for
+    gathered: set[str] = field(default_factory=set)  # axes over which values are gathered without an annotation
     mesh_node: fx.Node | None = None
     # (local node, padded shard, number) -> the node with that number in its padding
     filled: dict[tuple[fx.Node, Shard, float], fx.Node] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class LocalProgram:
             elif node.op == "output":
                 self._output(node)
             elif node.target is not operator.getitem:
-                if "pin" in node.meta:  # its strategies only said where its operand goes
+                if "pin" in node.meta:  # its strategies only name its operand's placement
                     self._pin(node)
                 else:
                     self.call(node)
@@ -80,9 +80,7 @@ class LocalProgram:
         return self.graph
 
     def _output(self, node: fx.Node) -> None:
-        """The loss is whole on every rank; the new value of a buffer has the layout in which the buffer is stored; an
-        output that of shardc.passes.outputs.
-        """
+        """Write the output node: the loss whole, new buffers as stored, outputs as in shardc.passes.outputs."""
         returned: Any = node.args[0]
         loss, new_values = returned
         layouts = [b.layout for b in self.program.buffers if b.updated]
@@ -99,7 +97,7 @@ class LocalProgram:
         self.graph.output((self._get(loss, Layout(), node) if loss is not None else None, new))
 
     def placeholder(self, node: fx.Node, layout: Layout) -> None:
-        """A parameter, buffer or input as it is stored; `mesh` and `rng` have no layout."""
+        """Write a parameter, buffer or input as it is stored; `mesh` and `rng` have no layout."""
         value = node.meta.get("value")
         meta = {"source": source_of(node), "value": value and replace(value, layout=layout)}
         new = add_node(self.graph, "placeholder", node.name, (), name=node.name, meta=meta)
@@ -108,21 +106,21 @@ class LocalProgram:
             self.mesh_node = new
 
     def _pin(self, node: fx.Node) -> None:
-        """An annotated activation is no op: its value from here on is the form that the annotation names."""
+        """Replace an annotated activation by the form that the annotation names; it is no op."""
         layout = Layout.of({a: s.outputs[0] for a, s in node.meta["strategies"].items()}, self.mesh)
         self.forms[node, 0] = {layout: self._get(operands_of(node)[0], layout, node)}
 
     def call(self, node: fx.Node) -> None:
-        """One op: its operands converted, its arguments made local, its result typed."""
+        """Write one op: convert its operands, make its arguments local, and type its result."""
         strategies: dict[str, Strategy] = node.meta["strategies"]
         operands = operands_of(node)
         need = [self._layout({a: s.inputs[i] for a, s in strategies.items()}) for i in range(len(operands))]
         out = [self._layout({a: s.outputs[i] for a, s in strategies.items()}) for i in range(len(values_of(node)))]
         if len(operands) == 1 and not any(map(needs_sum_grad, values_of(node))):
             need = [self._as_it_is(operands[0], need[0])]
-        held = [self._get(n, layout, node) for n, layout in zip(operands, need, strict=True)]
-        held = [self._summable(operands, x, i, need[i], strategies) for i, x in enumerate(held)]
-        order = iter(self._finite(node, held, need))
+        converted = [self._get(n, layout, node) for n, layout in zip(operands, need, strict=True)]
+        converted = [self._summable(operands, x, i, need[i], strategies) for i, x in enumerate(converted)]
+        order = iter(self._finite(node, converted, need))
 
         def local_operand(n: fx.Node) -> fx.Node:
             if n.meta.get("value") is None:  # mesh or rng
@@ -181,7 +179,7 @@ class LocalProgram:
             self.forms[node, 0] = {out[0]: new}
 
     def _as_it_is(self, node: fx.Node, need: Layout) -> Layout:
-        """The layout of a form that differs in its gradient alone, for an op that gives it none."""
+        """Return the layout of a form that differs only in its gradient, for an op without a gradient."""
 
         def value(layout: Layout) -> list[tuple[str, Placement]]:
             return [(a, p) for a, p in layout.items if p != PARTIAL_GRAD]
@@ -190,7 +188,7 @@ class LocalProgram:
         return need if need in forms else next((f for f in forms if value(f) == value(need)), need)
 
     def _layout(self, placements: dict[str, Placement]) -> Layout:
-        """Layout.of, once for placements that are alike: there are few."""
+        """Return Layout.of, cached for equal placements: there are few."""
         key = tuple(placements.items())
         if key not in self.layouts:
             self.layouts[key] = Layout.of(placements, self.mesh)
@@ -222,10 +220,11 @@ class LocalProgram:
         layout: Layout,
         strategies: dict[str, Strategy],
     ) -> fx.Node:
-        """Operand i with zeros in the padding of dims that the op sums away.
+        """Return operand i with zeros in the padding of dims that the op sums away.
 
-        Weights have them already. So has their gradient, where it is a product with another operand that has them; of
-        a sum of the weight itself it has not, and an optimizer would fill the padding with it.
+        A weight's padding is zero already. The padding of its gradient is zero too if the gradient is a product with
+        another zero-padded operand. If the weight itself is summed it is not zero, and an optimizer would change the
+        weight's padding.
         """
         sums = [s for s in strategies.values() if s.sums_padding(i)]
         node, values = operands[i], [value_of(x) for x in operands]
@@ -235,7 +234,7 @@ class LocalProgram:
         return self._filled(node, local, layout, [s for s in layout.paddings() if s.dim in dims], 0.0)
 
     def _finite(self, node: fx.Node, held: list[fx.Node], need: Sequence[Layout]) -> list[fx.Node]:
-        """The operands of an op with numbers in their padding for which it is finite there, and its derivatives."""
+        """Return an op's operands with padding for which the op and its derivatives are finite."""
         if not any(layout.paddings() for layout in need):
             return held
         strategies, choices = node.meta["strategies"].values(), choices_of(node, self.choices)
@@ -248,7 +247,7 @@ class LocalProgram:
         return filled
 
     def _filled(self, node: fx.Node, local: fx.Node, layout: Layout, paddings: Sequence[Shard], fill: float) -> fx.Node:
-        """The local node of a value with a number in the padding of some dims."""
+        """Return the local node of a value with a number in the padding of some dims."""
         op, index = producer_of(node)
         value = replace(values_of(op)[index], layout=layout)
         for s in paddings:
@@ -270,7 +269,7 @@ class LocalProgram:
         return local
 
     def _is_weight(self, node: fx.Node) -> bool:
-        """A parameter, or a view of one: its padding is zero. What repeats elements repeats them into padding, too."""
+        """Return whether a node is a parameter, or a view of one without repeats: its padding is zero."""
         while (
             node.op == "call_function"
             and len(operands_of(node)) == 1
@@ -284,8 +283,9 @@ class LocalProgram:
     # --- conversions
 
     def _get(self, node: fx.Node, need: Layout, user: fx.Node, why: str = "") -> fx.Node:
-        """The local node of a value in the layout that a user needs; converted step by step from the nearest form. why:
-        what asks for that layout, if it is not the user's strategy.
+        """Return the local node of a value in the layout that a user needs, converted from the nearest form.
+
+        why: the cause of that layout if it is not the user's strategy.
         """
         key = producer_of(node)
         have = self.forms[key]
@@ -317,15 +317,15 @@ class LocalProgram:
         user: fx.Node,
         asked: str,
     ) -> tuple[Layout, fx.Node]:
-        """One call of a conversion's op: the layout that it leads to, and its node.
+        """Write one call of a conversion's op. Return the layout that it leads to, and its node.
 
-        x: the local node; v: its global value; producer: the global node that it comes from; user: that needs it;
-        asked: what asks for the layout, "" if it is the user's strategy.
+        x: the local node. v: its global value. producer: the global node that it comes from. user: the node that needs
+        it. asked: the cause of the layout, "" if it is the user's strategy.
         """
         digit, new = self.mesh.parts(axes[0])[0], Routes(self.mesh).after(row, axes, old, need)
         over = axes if row.joint else axes[0]
         args = (x, self.mesh_node, over, *digit_arguments(self.mesh, digit, old, new))
-        cause = producer if row.source is Partial else user  # a sum is due to what it sums, all else to what needs it
+        cause = producer if row.source is Partial else user  # the op that is summed causes a sum, the user all else
         name = f"{producer.name}_{row.suffix}"
         collective = collective_of(self.mesh, row, axes, old, new, v, producer, user, asked)
         if collective is not None and collective.implicit and collective.kind == "all_gather":

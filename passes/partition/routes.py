@@ -1,4 +1,4 @@
-"""Which conversions lead from one layout of a value to another one, and in which order.
+"""Find the conversions that lead from one layout of a value to another, and their order.
 
     f32[8@dp, 64] +tp  ->  f32[8, 64@tp]         reduce_scatter over tp:  f32[8@dp, 64@tp]
                                                  all_gather over dp:      f32[8, 64@tp]
@@ -6,7 +6,7 @@
                                                  all_to_all over tp:      f32[8@tp, 64]
                                                  shard on dp:             f32[8@tp, 64@dp]
 
-The rows of shardc.ir.conversions say what turns one placement into another; here several axes do so together.
+The rows of shardc.ir.conversions turn one placement into another; here several axes do so together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardc.ir.placement import REPLICATE, Layout, Shard
 
 @dataclass(frozen=True)
 class Routes:
-    """Between layouts of values on a mesh."""
+    """Routes between layouts of values on a mesh."""
 
     mesh: Mesh
 
@@ -31,8 +31,10 @@ class Routes:
         return sum(conversions.distance(old[axis], new[axis]) for axis in self.mesh.names)
 
     def in_order(self, old: Layout, new: Layout, v: Value) -> Iterator[tuple[Conversion, tuple[str, ...]]]:
-        """The conversions, each where it leads to a layout that there is: a dim that another axis leaves is cut
-        afterwards. Where two axes change places, one of them is gathered, and cut again when the other has moved.
+        """Yield the conversions in an order in which each leads to a layout that is possible.
+
+        A dim that another axis leaves is cut afterwards. If two axes change places, one of them is gathered, and cut
+        again after the other has moved.
         """
         steps, layout = self._steps(old, new), old
         while len(steps) > 1:
@@ -53,9 +55,9 @@ class Routes:
         yield from steps
 
     def after(self, row: Conversion, axes: tuple[str, ...], old: Layout, need: Layout) -> Layout:
-        """The layout that a conversion leads to on the way to the one that is needed."""
-        digit = self.mesh.parts(axes[0])[0]  # the outermost of an axis that is converted as one
-        # the first of two conversions leads to Replicate, whatever is needed in the end
+        """Return the layout that a conversion leads to on the way to the one that is needed."""
+        digit = self.mesh.parts(axes[0])[0]  # the outermost digit of an axis that is converted as one
+        # the first of two conversions always leads to Replicate
         target = need[digit] if isinstance(need[digit], row.target) else REPLICATE
         for axis in axes:
             old = old.replace(axis, target, self.mesh)
@@ -65,7 +67,7 @@ class Routes:
         return (part for a in axes for part in self.mesh.parts(a))
 
     def _steps(self, old: Layout, new: Layout) -> list[tuple[Conversion, tuple[str, ...]]]:
-        """The conversions in order, each with the axes of one call: several axes where the op does them at once."""
+        """Return the conversions in order, each with the axes of one call: several if the op allows it."""
         paths = {axis: conversions.path(old[axis], new[axis]) for axis in self.mesh.names}
         calls: list[tuple[Conversion, tuple[str, ...]]] = []
         for row, axes in conversions.steps(paths):
@@ -76,7 +78,7 @@ class Routes:
         return calls
 
     def _whole(self, axes: list[str], old: Layout, new: Layout) -> list[str]:
-        """These axes, those that are all digits of one axis, next to each other before and after, as that one."""
+        """Return these axes, with digits that form a whole axis, and stay adjacent, replaced by that axis."""
         merged: list[str] = []
         for axis in dict.fromkeys(a.partition(".")[0] for a in axes):
             digits = [a for a in axes if a.partition(".")[0] == axis]

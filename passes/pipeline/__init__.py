@@ -1,4 +1,4 @@
-"""Pipeline: cut one rank's graph into stages, each run by the ranks of one coordinate of the pipeline's axis.
+"""Pipeline: cut one rank's graph into stages; each runs on the ranks of one pipeline coordinate.
 
     before   h4 = add(h3, y)                     model.layers.1
              h5 = rms_norm(h4, w2)               model.layers.2      the cut is here
@@ -8,17 +8,17 @@
              stage1(..., w2, positions, h4)      h4: f32[2@dp, 16, 64] grad | send_recv/send_recv pp 8192
                  return loss, (), ()
 
-It depends on an op's operands which stages run it.
+An op's operands decide which stages run it.
 
-    main           the batch and parameters     one stage runs it: by position (cuts.py), then moved over a cut where
-                                                less crosses it so; its result is sent to every stage that uses it
+    main           the batch and parameters     one stage runs it: by position (cuts.py), then moved over a cut if
+                                                fewer bytes cross then; its result is sent to every stage that uses it
     batch only     masks, rotary tables         every stage that uses it runs it again: every rank has the inputs
-    weights only   norms of weights, biases     likewise; a parameter that several stages use is shared: each has a
-                   from tables                  copy, initialised alike, and their gradients are summed (`pp[0,3]`)
+    weights only   norms of weights, biases     the same; a parameter that several stages use is shared: each has a
+                   from tables                  copy, initialised equally, and their gradients are summed (`pp[0,3]`)
 
-An op that communicates, or that would cost more than HEAVY of the whole model's products to run again, is main whatever
-it depends on. Of the batch alone that is only what sends numbers with a fraction: to gather ids again is less than to
-send another stage the masks that are made of them.
+An op is also main if running it again would cost more than HEAVY of the whole model's products, or if it depends on
+the batch alone and sends floating-point numbers. Ids are gathered again: that is cheaper than sending another stage
+the masks computed from them.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from shardc.rules.core.op_call import call_of
 from shardc.runtime import ops, schedule
 from shardc.spec import Spec
 
-#: Doing something again on other stages may cost this part of the model's products.
+#: Repeating an op on other stages may cost this share of the model's products.
 HEAVY = 0.01
 
 
 def stage_spec(spec: Spec) -> Spec:
-    """The spec of one stage's ranks: without the pipeline's axis."""
+    """Return the spec of one stage's ranks: without the pipeline's axis."""
     if spec.pipeline is None:
         return spec
     axes = tuple((a, n) for a, n in spec.mesh.axes if a != spec.pipeline.axis)
@@ -57,15 +57,16 @@ def stage_spec(spec: Spec) -> Spec:
 
 @dataclass(frozen=True)
 class Pipeline(Pass):
-    """Cuts the graph into the stages of the spec's `pipeline`. The program's mesh then has the pipeline's axis, which
-    placement did not see.
+    """Cuts the graph into the stages of the spec's `pipeline`.
+
+    Then the program's mesh has the pipeline's axis, which placement did not see.
     """
 
     def applies(self, program: Program) -> bool:
         return self.spec.pipeline is not None
 
     def _with_axis(self, inner: Mesh) -> Mesh:
-        """The spec's mesh, with the digits that placement sees its other axes in."""
+        """Return the spec's mesh, with the digits in which placement sees its other axes."""
         axes: list[tuple[str, int]] = []
         for axis, n in self.spec.mesh.axes:
             digits = [(a, size) for a, size in inner.axes if a == axis or a.startswith(f"{axis}.")]
@@ -92,7 +93,7 @@ class Pipeline(Pass):
                 used.setdefault(name, [])
                 used[name] += [i] if i not in used[name] else []
 
-        def put(x: Any) -> Any:  # what nothing uses stays with the first stage
+        def put(x: Any) -> Any:  # unused ones stay with the first stage
             return replace(x, stages=tuple(used.get(x.name, (0,))))
 
         program = replace(program, params=tuple(map(put, program.params)), buffers=tuple(map(put, program.buffers)))
@@ -127,7 +128,7 @@ def _notes(program: Program) -> Iterable[str]:
 
 
 def _looked_at(graph: fx.Graph) -> set[str]:
-    """The placeholders that something uses."""
+    """Return the placeholders that something uses."""
     return {n.name for n in graph.find_nodes(op="placeholder") if n.users}
 
 
@@ -138,8 +139,8 @@ class _Cut:
     mesh: Mesh
     spec: Spec
     cause: str
-    running: dict[str, tuple[int, ...]] | None = None  # each parameter's stages, in what this runs beside
-    stage: dict[fx.Node, int] = field(default_factory=dict)  # of main ops
+    running: dict[str, tuple[int, ...]] | None = None  # each parameter's stages, in the program that already runs
+    stage: dict[fx.Node, int] = field(default_factory=dict)  # the stages of main ops
 
     def run(self) -> list[Stage]:
         self.light = self._light()
@@ -159,10 +160,10 @@ class _Cut:
         self._settle(cuts.Ops.of(ops, self.mesh, self.program.microbatches))
         return self._stages()
 
-    # --- what may be done again
+    # --- ops that may be repeated
 
     def _light(self) -> set[fx.Node]:
-        """The ops that depend on the batch alone, or on parameters alone, and cost little."""
+        """Return the ops that depend on the batch alone, or on parameters alone, and cost little."""
         params = {p.name for p in self.program.params}
         inputs = {x.name for x in self.program.inputs}
         flops = {n: _flops(n) for n in self.graph.nodes}
@@ -176,8 +177,8 @@ class _Cut:
             spent[n] = flops[n] + sum(spent[x] for x in n.all_input_nodes if x in light)
             sends = n.meta.get("collective") is not None and "weights" not in depends[n] and not _counts(n)
             again = all(x in light or x.op == "placeholder" for x in n.all_input_nodes)
-            here = n.target is ops.attention_reach  # its result is on the host, and no stage can send that
-            if here or (
+            on_host = n.target is ops.attention_reach  # its result is on the host, so no stage can send it
+            if on_host or (
                 n.op == "call_function" and len(depends[n]) < 2 and again and not sends and spent[n] <= allowed
             ):
                 light.add(n)
@@ -186,8 +187,9 @@ class _Cut:
     # --- the stages of main ops
 
     def _settle(self, ops: cuts.Ops) -> None:
-        """Move ops, but products, over a cut where less crosses it then: back what makes less, forward what makes more.
-        As long as that leaves the stages as even as they are.
+        """Move ops other than products over a cut if fewer bytes cross then, and stages stay as even.
+
+        Ops that make less move back; ops that make more move forward.
         """
         size = {n: sum(v.nbytes(self.mesh) for v in values_of(n)) for n in self.main}
         work = dict(zip(ops.nodes, ops.work, strict=True))
@@ -230,7 +232,7 @@ class _Cut:
                 move(n, stage)
 
     def _only(self, x: fx.Node, user: fx.Node, stage: int) -> bool:
-        """Does nothing else take x over the cut behind `stage`?"""
+        """Return whether nothing else takes x over the cut after `stage`."""
         return self.stage[x] == stage and all(
             u is user or self.stage.get(u, self.count) <= stage for u in cuts.users(x)
         )
@@ -262,24 +264,24 @@ class _Cut:
             roots[home].append(new)
         needs = [self._behind(r, s) for s, r in enumerate(roots)]
         writers = [_Writer(self, s, needs[s]) for s in range(self.count)]
-        found: list[Stage] = []
-        # gradients come back for these: known from later stages first
+        stages: list[Stage] = []
+        # values whose gradients come back: known from later stages first
         differentiated = {loss} if loss is not None else set[fx.Node]()
         for s, writer in reversed(list(enumerate(writers))):
-            mine = [i for i, home in enumerate(homes) if home == s]
+            indices = [i for i, home in enumerate(homes) if home == s]
             sent = [n for n in self.main if self.stage[n] == s and any(n in other.received for other in writers)]
             returned = [n for n in (loss, *sent) if n is not None and self.stage.get(n, at_end) == s]
             trained = self._trained([n for n in returned if n in differentiated], s)
             differentiated |= trained.intersection(writer.received)
-            graph = writer.write(loss if s == at_end else None, [news[i] for i in mine], sent, trained)
+            graph = writer.write(loss if s == at_end else None, [news[i] for i in indices], sent, trained)
             updates, outputs = (
-                tuple(names[i] for i in mine if (i < len(updated)) == buffers) for buffers in (True, False)
+                tuple(names[i] for i in indices if (i < len(updated)) == buffers) for buffers in (True, False)
             )
-            found.append(Stage(graph, f"stage{s}", updates, outputs))
-        return found[::-1]
+            stages.append(Stage(graph, f"stage{s}", updates, outputs))
+        return stages[::-1]
 
     def _trained(self, roots: list[fx.Node], stage: int) -> set[fx.Node]:
-        """What gradients of these reach in a stage, and on its edge."""
+        """Return the nodes that gradients of these reach in a stage, and on its edge."""
         trained: set[fx.Node] = set()
         todo = list(roots)
         while todo:
@@ -291,9 +293,7 @@ class _Cut:
         return trained
 
     def _home(self, new: fx.Node, buffer: str) -> int:
-        """The stage that computes a buffer's new value; where any could, one that uses it, or the buffer, or what it is
-        made of.
-        """
+        """Return the stage that computes a buffer's new value; if any could, one that uses it or its sources."""
         if new in self.stage:
             return self.stage[new]
         made_of = [n for n in self._behind([new], -1) if n.op == "placeholder" and n.meta.get("value") is not None]
@@ -304,14 +304,12 @@ class _Cut:
         return next((s for n, s in self.stage.items() if source_of(n).module == module), 0)
 
     def _behind(self, roots: list[fx.Node], stage: int) -> set[fx.Node]:
-        """What a stage needs to compute these: placeholders, its own ops, ops done again,
-        and values of other stages.
-        """
+        """Return what a stage needs to compute these: placeholders, main or repeated ops, received values."""
         return behind(roots, lambda n: self.stage.get(n, stage) == stage)
 
 
 def _reached(node: fx.Node) -> set[fx.Node]:
-    """Everything that depends on a node."""
+    """Return all nodes that depend on a node."""
     reached: set[fx.Node] = set()
     todo = [node]
     while todo:
@@ -323,12 +321,12 @@ def _reached(node: fx.Node) -> set[fx.Node]:
 
 
 def _made(node: fx.Node) -> fx.Node:
-    """The op behind a `getitem`."""
+    """Return the op behind a `getitem`."""
     return _made(node.all_input_nodes[0]) if node.target is operator.getitem else node
 
 
 def _counts(node: fx.Node) -> bool:
-    """Whether a node's results are all ids, counts or truths."""
+    """Return whether a node's results are all ids, counts or truth values."""
     return not any(v.dtype.is_floating_point or v.dtype.is_complex for v in values_of(node))
 
 
@@ -345,7 +343,7 @@ class _Writer:
         self.received = [n for n in cut.main if n in needs and cut.stage[n] != stage]
 
     def write(self, loss: fx.Node | None, news: list[fx.Node], sent: list[fx.Node], trained: set[fx.Node]) -> fx.Graph:
-        """trained: what gradients reach; only those of its received values go back."""
+        """Write the graph. trained: nodes that gradients reach; only those of received values go back."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         old = self.cut.graph.nodes

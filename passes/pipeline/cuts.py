@@ -1,13 +1,14 @@
-"""Where to cut a rank's graph into pipeline stages: before modules, by counts of layers, or by cost.
+"""Choose the cuts of a rank's graph into pipeline stages: before modules, by layer counts, or by cost.
 
-A graph's *main* ops are those that depend on both parameters and the batch, in the order in which they run; a cut is a
-position among them. What only depends on one of the two (masks, rotary tables; normed weights) is made wherever it is
+A graph's *main* ops are those that depend on both parameters and the batch, in the order in which they run. A cut is a
+position among them. Ops that depend on only one of the two (masks, rotary tables; normed weights) run wherever they are
 used, and cannot be cut.
 
-Cost is counted in seconds on the machine that passes assume (shardc.machine.assumed). Parameters count as what an
-optimizer's step reads and writes of them, spread over the microbatches. What crosses a cut is sent while the stages
-compute: it costs what takes longer than that, and of cuts that are nearly as even the one is taken over which least
-crosses."""
+Cost is counted in seconds on the machine that passes assume (shardc.machine.assumed). Parameters count as the bytes
+that an optimizer's step reads and writes for them, spread over the microbatches. Values that cross a cut are sent while
+the stages compute: only the time beyond that counts. Among cuts that are nearly as even, the one that the fewest
+bytes cross is taken.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ from shardc.spec import Spec
 
 #: Bytes that an optimizer's step moves for every byte of a parameter: weight, gradient, two moments, read and written.
 UPDATE = 8
-#: Stages may cost this much more than those of the best cut, if less crosses then or a cut is between modules.
+#: Stages may cost this much more than those of the best cut, if fewer bytes cross or a cut is between modules.
 SLACK = 1.1
-#: Of such cuts, what it is worth that half as much crosses, and that a cut goes through one module less: parts of the
-#: cost of an even stage.
+#: The value, among such cuts, of half as many bytes crossing, and of one module less that a cut goes through: shares of
+#: the cost of an even stage.
 CROSSING, INSIDE = 0.1, 0.02
 
-#: Ops that have to be on the stage of the op before them: only their own rank knows how many rows they take.
+#: Ops that have to be on the stage of the op before them: only their rank knows how many rows they take.
 JOINED = frozenset(
     {ops.experts_send, ops.experts_apply, ops.fp8_experts_apply, ops.experts_return, ops.experts_combine}
 )
@@ -47,10 +48,9 @@ JOINED = frozenset(
 
 @dataclass(frozen=True)
 class Ops:
-    """The main ops of a graph: what the choice of cuts looks at.
+    """The main ops of a graph: the data for the choice of cuts.
 
-    work: cost of each. weight: bytes of the parameters that each is the first to use. crossing: entry p: bytes of what
-    ops before p make and ops from p on use.
+    work: cost of each. crossing: entry p: bytes that ops before p make and ops from p on use.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -58,8 +58,9 @@ class Ops:
     crossing: tuple[int, ...]
 
     def sending(self, cut: int) -> float:
-        """What it costs to send what crosses a cut there and its gradients back, each while the stages compute forward
-        and backward: 3 times the work of forward.
+        """Return the cost of sending what crosses a cut, and its gradients back.
+
+        Both are sent while the stages compute forward and backward: 3 times the work of forward.
         """
         return byte_seconds("send_recv", STAGES) * self.crossing[cut] / 3
 
@@ -81,7 +82,7 @@ class Ops:
         return Ops(tuple(main), tuple(work), tuple(accumulate(change[:-1])))
 
     def joined(self) -> tuple[Ops, list[int]]:
-        """The same with what belongs together as one; and where each of them begins."""
+        """Return these ops with those that belong together as one, and where each of them begins."""
         starts = [i for i, n in enumerate(self.nodes) if n.target not in JOINED]
         ends = [*starts[1:], len(self.nodes)]
         work = tuple(sum(self.work[a:b]) for a, b in zip(starts, ends, strict=True))
@@ -92,12 +93,12 @@ class Ops:
 
 
 def users(node: fx.Node) -> list[fx.Node]:
-    """The ops that use a result, looking through `getitem`."""
+    """Return the ops that use a result, looking through `getitem`."""
     return [u for user in node.users for u in (users(user) if user.target is operator.getitem else [user])]
 
 
 def _weights(node: fx.Node, main: dict[fx.Node, int]) -> list[fx.Node]:
-    """The placeholders behind an op's operands that are no main ops themselves: its weights (and inputs)."""
+    """Return the placeholders that lead to an op's operands without main ops: its weights (and inputs)."""
     weights, todo, seen = [], [x for x in node.all_input_nodes if x not in main], set[fx.Node]()
     while todo:
         x = todo.pop()
@@ -110,20 +111,19 @@ def _weights(node: fx.Node, main: dict[fx.Node, int]) -> list[fx.Node]:
 
 
 def homes(node: fx.Node, position: dict[fx.Node, int], running: Mapping[str, tuple[int, ...]]) -> set[int]:
-    """The stages that have the weights of a main op, of weights that one stage alone has."""
+    """Return the stages that have a main op's weights, of the weights that only one stage has."""
     stages = (running.get(x.name, ()) for x in _weights(node, position))
-    return {found[0] for found in stages if len(found) == 1}
+    return {numbers[0] for numbers in stages if len(numbers) == 1}
 
 
 def positions(
     main: Sequence[fx.Node], spec: Spec, mesh: Mesh, running: Mapping[str, tuple[int, ...]] | None = None
 ) -> list[int]:
-    """Where the stages after the first begin, as positions in the main ops.
+    """Return where the stages after the first begin, as positions in the main ops.
 
-    mesh: of the ranks of one stage. running: the stages that have each parameter, in a program that this one is to run
-    beside: what costs would say of other sizes is left aside. Raises ShardcError, at the spec's line, for modules that
-    do not exist or are not in the order in which they run, counts that are not the model's, and more stages than there
-    are ops.
+    mesh: of one stage's ranks. running: the stages of each parameter in a program beside which this one runs; then
+    costs, which depend on sizes, do not count. Raises ShardcError, at the spec's line, for modules that do not exist or
+    are not in the order in which they run, counts that are not the model's, and more stages than there are ops.
     """
     p = spec.pipeline
     assert p is not None
@@ -139,10 +139,10 @@ def positions(
     whole, starts = Ops.of(main, mesh, spec.batch.microbatches).joined()
     if running is not None:
         position = {op: i for i, op in enumerate(main)}
-        each = [homes(op, position, running) for op in main]
-        joined = [set[int]().union(*each[a:b]) for a, b in pairwise([*starts, len(main)])]
-        if (found := _beside(whole, n, joined)) is not None:
-            return [starts[start] for start in found]
+        per_op = [homes(op, position, running) for op in main]
+        joined = [set[int]().union(*per_op[a:b]) for a, b in pairwise([*starts, len(main)])]
+        if (begins := _beside(whole, n, joined)) is not None:
+            return [starts[start] for start in begins]
     return [starts[start] for start in even(whole, n)]
 
 
@@ -151,7 +151,7 @@ def positions(
 
 def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[int]:
     errors = Errors()
-    every = dict.fromkeys(m for n in main for m in enclosing(source_of(n).module))
+    modules = dict.fromkeys(m for n in main for m in enclosing(source_of(n).module))
     starts = []
     for i, name in enumerate(names):
         where = spec.where(("pipeline", "cut", i))
@@ -160,7 +160,7 @@ def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[i
         ]
         if not inside:
             otherwise = "name a module as model.named_modules() does; one whose ops depend on its input"
-            fix = did_you_mean(name, every, otherwise)
+            fix = did_you_mean(name, modules, otherwise)
             errors.add(f"no op of the model runs in a module {name!r}", where=where, fix=fix)
         elif inside[0] == 0:
             errors.add(
@@ -189,45 +189,44 @@ def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[i
 
 
 def layers(main: Sequence[fx.Node]) -> dict[str, list[tuple[str, int]]]:
-    """The model's outermost lists of layers: {list: [(layer, position of its first op)]}, all in the order in which
-    they run.
-    """
+    """Return the model's outermost lists of layers, in order: {list: [(layer, position of its first op)]}."""
     starts: dict[str, dict[str, int]] = {}
     for position, n in enumerate(main):
         if layer := layer_of(source_of(n).module):
             name, number = layer
             starts.setdefault(name, {}).setdefault(f"{name}.{number}" if name else number, position)
-    return {name: sorted(each.items(), key=lambda item: item[1]) for name, each in starts.items()}
+    return {name: sorted(begins.items(), key=lambda item: item[1]) for name, begins in starts.items()}
 
 
 def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list[int]:
-    lists_of_layers = {name: each for name, each in layers(main).items() if len(each) > 1}
+    lists_of_layers = {name: items for name, items in layers(main).items() if len(items) > 1}
     lists = {
         ", ".join(lists_of_layers): sorted(
-            (layer for each in lists_of_layers.values() for layer in each), key=lambda item: item[1]
+            (layer for items in lists_of_layers.values() for layer in items), key=lambda item: item[1]
         )
     } | lists_of_layers
-    fitting = {name: each for name, each in lists.items() if len(each) == sum(counts)}
+    fitting = {name: items for name, items in lists.items() if len(items) == sum(counts)}
     if len(fitting) != 1:
         has = (
-            ", ".join(f"{name or 'the model'} ({len(each)})" for name, each in lists_of_layers.items())
+            ", ".join(f"{name or 'the model'} ({len(items)})" for name, items in lists_of_layers.items())
             or "no lists of layers"
         )
         fault = f"balance counts {sum(counts)} layers, and the model has {has}"
-        many = len(lists[", ".join(lists_of_layers)])
-        fix = f"make the counts add up to {many}" if many else "write stages: N, or cut: [modules]"
+        total = len(lists[", ".join(lists_of_layers)])
+        fix = f"make the counts add up to {total}" if total else "write stages: N, or cut: [modules]"
         raise ShardcError(fault, where=spec.where(("pipeline", "balance")), fix=fix)
-    (each,) = fitting.values()
+    (items,) = fitting.values()
     starts = list(accumulate(counts))[:-1]
-    return [each[i][1] for i in starts]
+    return [items[i][1] for i in starts]
 
 
 # --- by cost ----------------------------------------------------------------------------------------------------------
 
 
 def _beside(ops: Ops, n: int, homes: Sequence[set[int]]) -> list[int] | None:
-    """n - 1 cuts between ops whose weights the stages before and after have, where least crosses; None where the ops
-    run in another order than their weights' stages.
+    """Return n - 1 cuts that match the stages of the ops' weights, with the fewest bytes crossing.
+
+    None if the ops run in another order than their weights' stages.
     """
     cuts: list[int] = []
     for stage in range(1, n):
@@ -241,8 +240,9 @@ def _beside(ops: Ops, n: int, homes: Sequence[set[int]]) -> list[int] | None:
 
 
 def even(ops: Ops, n: int) -> list[int]:
-    """n - 1 cuts for which the costliest stage is as cheap as can be (up to SLACK), and little crosses. n <= the number
-    of ops.
+    """Return n - 1 cuts that minimise the costliest stage (up to SLACK), and that few bytes cross.
+
+    n <= the number of ops.
     """
     low, high = sum(ops.work) / n, max(sum(ops.work), *map(ops.sending, range(len(ops.work))))
     while high - low > 1e-3 * low:
@@ -262,7 +262,7 @@ def even(ops: Ops, n: int) -> list[int]:
 
 
 class _Limit:
-    """Stages that cost at most `limit`, and what is sent between them. begins: the work before every position."""
+    """Stages that cost at most `limit`, and the cuts between them. begins: the work before each position."""
 
     def __init__(self, ops: Ops, limit: float) -> None:
         self.ops, self.limit = ops, limit
@@ -272,7 +272,7 @@ class _Limit:
         self.fewest, self.most = (
             [0.0] * (end + 1),
             [0] * (end + 1),
-        )  # how many stages the ops from every position on can be
+        )  # how many stages the ops from each position on can be
         for a in reversed(range(end)):
             b = self.furthest(a)
             b = last[b] if b < end else end
@@ -280,19 +280,19 @@ class _Limit:
             self.most[a] = self.most[a + 1] + (a + 1 == end or self.may(a + 1))
 
     def may(self, cut: int) -> bool:
-        """May a cut be here?"""
+        """Return whether a cut may be here."""
         return self.ops.sending(cut) <= self.limit
 
     def furthest(self, a: int) -> int:
-        """Where a stage from position a on ends at the latest."""
+        """Return the last position where a stage from position a on can end."""
         return bisect_right(self.begins, self.begins[a] + self.limit) - 1
 
     def allows(self, a: int, n: int) -> bool:
-        """Can the ops from a on be n stages?"""
+        """Return whether the ops from a on can be n stages."""
         return self.fewest[a] <= n <= self.most[a]
 
 
 def _inside(ops: Ops, cut: int) -> int:
-    """How deep in the model a cut is: the number of modules that it cuts through."""
+    """Return how deep in the model a cut is: the number of modules that it cuts through."""
     one, other = enclosing(source_of(ops.nodes[cut - 1]).module), enclosing(source_of(ops.nodes[cut]).module)
     return len(set(one) & set(other))

@@ -3,11 +3,11 @@
 The graph stays the same; its nodes get `strategies` and `why` (shardc.ir.metadata), parameters, buffers
 and inputs get their layouts. Partition then inserts the conversions that the choices imply.
 
-one_axis        how strategies are chosen on one axis, greedily
-storing         what that makes of parameters and buffers, and which annotations it goes back to
-scans           what reads a whole sequence that the axis splits, split by another dim instead
-refuse          annotated splits that could not be carried out
-transfer_cost   what conversions and repeated work cost
+one_axis        chooses strategies on one axis, greedily
+storing         writes the choices to parameters and buffers, with the annotation behind each
+scans           splits ops that read a whole split sequence by another dim instead
+refuse          refuses annotated splits that could not be carried out
+transfer_cost   prices conversions and repeated work
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ class Place(Pass):
         }
         for node in program.graph.nodes:
             node.meta["strategies"] = {}
-        # the batch first: what other axes leave of a dim cannot be padded, and annotations split what the batch's axes
-        # leave
+        # the batch first: the rest of a dim that other axes split cannot be padded, and annotations split the rest of
+        # the batch's dims
         splits_batch, other = outputs.batch_axes(self.spec, mesh), self.options.compatible_with
         batch = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
         section = self.spec.sequence
         tokens = {part for a in section.axis for part in mesh.parts(a)} if section is not None else set[str]()
-        # of these the sequence's last: what is split by rows instead of tokens takes what is left of the rows
+        # of these the sequence's last: a split by rows instead of tokens takes the rest of the rows
         for axis, n in sorted(mesh.axes, key=lambda a: (a[0] not in batch, a[0] in tokens)):
             if n == 1:
                 continue
-            held = {p.name: p.layout[axis] for p in other.params} if other is not None else {}
-            one = Axis(program, axis, n, mesh, choices, operands, axis in splits_batch, held).choose()
+            fixed = {p.name: p.layout[axis] for p in other.params} if other is not None else {}
+            chosen = Axis(program, axis, n, mesh, choices, operands, axis in splits_batch, fixed).choose()
             if axis in tokens:
-                one, notes = scans.split_otherwise(one, tokens)
+                chosen, notes = scans.split_otherwise(chosen, tokens)
                 program = replace(program, notes=(*program.notes, *notes))
-            storing.write(one)
+            storing.write(chosen)
             layouts = {p.name: p.layout for p in program.stored}
             program = program.with_layouts(
-                {node.name: layouts[node.name].replace(axis, p, mesh) for node, p in one.stored.items()}
+                {node.name: layouts[node.name].replace(axis, p, mesh) for node, p in chosen.stored.items()}
             )
         refuse_pins(program, mesh)
         refuse_uneven(program, mesh, choices, tokens)
@@ -73,5 +73,5 @@ class Place(Pass):
 
 
 def _of_whole_sums(choices: Choices) -> Choices:
-    """The choices that take no summands."""
+    """Return the choices that take no partial sums."""
     return replace(choices, rule=replace(choices.rule, linear=(), linear_of=None))

@@ -1,4 +1,4 @@
-"""Placement on one axis: which strategy every op takes there, by what conversions cost. The algorithm: `Axis`."""
+"""Place on one axis: choose which strategy every op takes, by the cost of conversions. See `Axis`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from shardc.rules.core.choices import Choices
 from shardc.rules.core.strategy import Strategy
 from shardc.runtime import ops
 
-#: Demands go one op with a choice of its own further up in every sweep; few models change after the second.
+#: In each sweep, demands move up by one op that has a choice; few models change after the second sweep.
 SWEEPS = 4
 
-#: The kinds of strategies in which ranks communicate: microbatches cannot.
+#: Kinds of strategies in which ranks communicate. Microbatches cannot communicate.
 _TELL = (STRETCHES, reduce_parts.PARTS)
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)
@@ -37,7 +37,7 @@ _shown = lru_cache(maxsize=1024)(repr)  # placements sort by their text
 
 @dataclass
 class Axis:
-    """Placement on one axis. Axes come one after the other; all that they share is the digits that each has taken.
+    """Placement on one axis. Axes are placed in turn; they share only the digits that each has taken.
 
     The algorithm is greedy, in sweeps over the ops, until a sweep changes nothing (at most `SWEEPS`):
 
@@ -46,17 +46,17 @@ class Axis:
        in bytes that a rank sends: conversions of operands and to demanded results, forward and backward, and the work
        that a replicated op repeats on every rank, as bytes (shardc.passes.place.transfer_cost).
     2. `_collect_demands`, back to front: what each op needs of its operands. An op that could serve its users'
-       demand for no more than the conversion costs passes it on to its own operands: so demands travel up through ops
-       that only follow, and the next sweep sees them where there is a choice.
+       demand for no more than the conversion costs passes it on to its own operands. So demands travel up through ops
+       that only follow, and the next sweep sees them at an op that has a choice.
 
     Last, shardc.passes.place.storing moves conversions of values made from parameters alone to the parameters: there
     `sum_grad` is the gradient's reduction, and a slice is a parameter that is stored split.
 
-    Two linear layers on tp, of which the spec says only `up: column`:
+    Two linear layers on tp, of which the spec only says `up: column`:
 
         x [B, D]             Replicate
         h = linear(x, up)    `up` is Shard(0). Splitting n takes it so: x becomes PartialGrad (sum_grad: an all_reduce
-                             in backward), h is Shard(1). Replicated, `up` were gathered, against an annotation: x1000.
+                             in backward), h is Shard(1). To replicate, `up` is gathered against an annotation: x1000.
         a = relu(h)          follows: Shard(1) in, Shard(1) out, for nothing
         y = linear(a, down)  a is available as Shard(1). Splitting k takes it so: `down` becomes Shard(1), free as no
                              annotation says otherwise; y is Partial. To gather a and repeat the product costs more.
@@ -69,50 +69,49 @@ class Axis:
     n: int
     mesh: Mesh
     choices: dict[fx.Node, Choices]
-    operands: dict[fx.Node, list[Key]]  # of every op and of the output, in order
+    operands: dict[fx.Node, list[Key]]  # for every op and the output, in order
     splits_batch: bool = False
-    #: Of parameters of a program that runs already, by name: how it has them.
+    #: Placements of parameters in a program that already runs, by name.
     running: Mapping[str, Placement] = field(default_factory=dict)
-    #: Ops whose strategy is decided already, with that of others (shardc.passes.place.scans).
+    #: Strategies of ops that are already decided, together with others (shardc.passes.place.scans).
     decided: Mapping[fx.Node, Strategy] = field(default_factory=dict)
     #: Outputs that are summed after the step, on this axis.
     summed_after: set[fx.Node] = field(default_factory=set)
     #: The strategy of every op, in this sweep.
     chosen: dict[fx.Node, Strategy] = field(default_factory=dict)
-    #: The placements in which a value exists in this sweep: as it is produced, then what users had it converted to.
+    #: The placements in which a value exists in this sweep: the produced one, then conversions for users.
     available: dict[Key, list[Placement]] = field(default_factory=dict)
-    #: The same in the sweep before.
+    #: The same for the sweep before.
     available_before: dict[Key, list[Placement]] = field(default_factory=dict)
-    #: What users need a value to be, and which users, after the last sweep.
+    #: The placements that users need of a value, with the users, after the last sweep.
     demands: dict[Key, dict[Placement, set[fx.Node]]] = field(default_factory=dict)
-    #: Of parameters, buffers and inputs: the placement that they are stored in.
+    #: The placements in which parameters, buffers and inputs are stored.
     stored: dict[fx.Node, Placement] = field(default_factory=dict)
     #: Values made of parameters (and constants) alone: their gradients are reduced at the parameters anyway.
     from_parameters: set[fx.Node] = field(default_factory=set)
-    #: Of those, what is no larger than its parameter: a split of it is a parameter that is stored split.
+    #: Those that are no larger than their parameter: a split of them means that the parameter is stored split.
     splittable: set[fx.Node] = field(default_factory=set)
-    #: Values whose split an annotation asks for, and views of them: gathering them would undo it.
+    #: Values that an annotation splits, and views of them: gathering them would undo it.
     annotated: set[fx.Node] = field(default_factory=set)
-    #: Weights whose key-value heads several ranks of the axis share, and views of them.
+    #: Weights with key-value heads that several ranks of the axis share, and views of them.
     shared_heads: set[fx.Node] = field(default_factory=set)
-    #: Bytes of a value as cut by the axes before (`size`).
+    #: Bytes of a value after the splits of earlier axes (`size`).
     sizes: dict[Key, float] = field(default_factory=dict)
-    #: Of a value in a placement: its cost (`_cheapest`), and how deep that looked.
+    #: (depth of the search, cost) of a value in a placement (`_cheapest`).
     known_costs: dict[tuple[Key, Placement], tuple[int, float]] = field(default_factory=dict)
 
     @cached_property
     def prices(self) -> Prices:
-        """Microbatches send nothing, and are priced as devices of one node."""
+        """The prices on this axis. Microbatches send nothing; they are priced as devices of one node."""
         return Prices.among(tuple(range(min(self.n, LARGE.node))) if self.of_time else self.mesh.group(0, (self.name,)))
 
     @property
     def of_time(self) -> bool:
-        """Are its "ranks" microbatches? They run one after the other on one rank, which stores all that it has for all
-        of them."""
+        """Whether the axis's "ranks" are microbatches: they run in turn on one rank, with the same storage."""
         return self.name == MICROBATCH
 
     def choose(self) -> Axis:
-        """Chooses a strategy for every op. The graph is left as it is."""
+        """Choose a strategy for every op. The graph stays the same."""
         self._classify()
         for _ in range(SWEEPS):
             before = self.chosen
@@ -123,14 +122,14 @@ class Axis:
         return self
 
     def choose_with(self, decided: Mapping[fx.Node, Strategy]) -> Axis:
-        """The same axis with the strategies of some ops decided, and all others chosen."""
+        """Return the same axis with the strategies of some ops decided, and all others chosen again."""
         same = (self.program, self.name, self.n, self.mesh, self.choices, self.operands, self.splits_batch)
         return Axis(*same, self.running, decided).choose()
 
     # --- preparation
 
     def _classify(self) -> None:
-        """How placeholders are stored, which values are made of parameters alone, and which are outputs."""
+        """Find how placeholders are stored, which values come from parameters alone, and which are outputs."""
         for o, (node, i) in zip(self.program.outputs, self._outputs(), strict=True) if self.splits_batch else ():
             small = o.wanted is None and math.prod(values_of(node)[i].shape) <= SMALL
             if small and all(u.op == "output" for u in node.users):
@@ -167,7 +166,7 @@ class Axis:
                         self.shared_heads.add(node)
 
     def _grows(self, node: fx.Node) -> bool:
-        """Whether an op makes more of weights than there is of them: a product, or copies."""
+        """Return whether an op is a product, or a result has more elements than its largest operand."""
         if node.target is operator.getitem:
             return False
         call = self.choices[node].call
@@ -177,11 +176,11 @@ class Axis:
     # --- sweeps
 
     def nodes(self) -> Iterator[fx.Node]:
-        """All ops, in order."""
+        """Yield all ops, in order."""
         return (n for n in self.program.graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
 
     def _choose(self) -> None:
-        """A sweep, front to back: every op takes the cheapest of its candidates; at equal cost the first."""
+        """Sweep front to back: each op takes its cheapest candidate; at equal cost the first one."""
         self.available_before, self.available = self.available, {(n, 0): [p] for n, p in self.stored.items()}
         self.chosen, self.known_costs = {}, {}
         for node in self.nodes():
@@ -212,9 +211,9 @@ class Axis:
                 self.available[node, i] = [placement]
 
     def _candidates(self, node: fx.Node, operands: list[Key]) -> Iterator[Strategy]:
-        """The strategies worth a look, in the order in which they win at equal cost."""
+        """Yield the strategies to compare, in the order in which they win at equal cost."""
         pin: Placement = node.meta["pin"][self.name] if "pin" in node.meta else REPLICATE
-        if pin != REPLICATE:  # on axes that the annotation does not name a pin is an ordinary identity
+        if pin != REPLICATE:  # on other axes a pin is an ordinary identity
             pin = self._inner_digit(node, pin)
             yield Strategy("pin", (pin,), (pin,))
             return
@@ -228,13 +227,13 @@ class Axis:
                 yield from attention_methods.candidates(method, choices, self.n, available)
                 return
         if any(o[0] in self.shared_heads for o in operands) and node not in self.shared_heads:
-            # every rank computes the heads it shares, as a part of its own work: what is split otherwise would have to
+            # every rank computes the heads that it shares, as a part of its own work: any other split would have to
             # be gathered
             yield choices.partial_grad
             return
-        seen: list[Strategy] = []  # few, and mostly the same objects: hashing them all takes longer
+        seen: list[Strategy] = []  # few, and mostly the same objects: hashing would be slower
         for i, operand in enumerate(operands):
-            # weights, and sums that are still to be done, may as well become what others need them to be
+            # weights and partial sums may take the placement that others need
             undecided = operand[0] in self.from_parameters or isinstance(self.available[operand][0], Partial)
             for placement in (
                 *self.available[operand],
@@ -253,7 +252,7 @@ class Axis:
         if choices.rule.extra:
             extra = choices.rule.extra(choices.call, self.n, [frozenset(self.available[o]) for o in operands])
             yield from (s for s in extra if s.kind != RING and not (s.kind in _TELL and self.of_time))
-        # at equal cost a value goes on as it is
+        # at equal cost a value keeps its placement
         produced_so = any(self.available[o][0] == PARTIAL_GRAD for o in operands)
         if produced_so:
             yield choices.partial_grad
@@ -264,23 +263,22 @@ class Axis:
             yield from choices.partials
 
     def _inner_digit(self, node: fx.Node, pin: Placement) -> Placement:
-        """A pin's shard as the digit below those of the axes that split its dim already: an annotation names dims, not
-        digits.
+        """Return a pin's shard as the digit below those of the axes that already split its dim.
 
-        But for axes that it names itself, and other digits of its own: those it has counted.
+        An annotation names dims, not digits. Axes that the pin names itself are already counted.
         """
         if not isinstance(pin, Shard) or pin.sections:
             return pin
-        own = {a for a, _ in node.meta["pin"].shards(pin.dim)}
+        axes = {a for a, _ in node.meta["pin"].shards(pin.dim)}
         others = [
             p.split * self.mesh.size(a)
             for a, s in node.meta["strategies"].items()
-            if isinstance(p := s.outputs[0], Shard) and p.dim == pin.dim and a not in own
+            if isinstance(p := s.outputs[0], Shard) and p.dim == pin.dim and a not in axes
         ]
         return replace(pin, split=pin.split * max(others, default=1))
 
     def fits(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Whether the digits that other axes took leave room, on every operand and result."""
+        """Return whether the digits that other axes took leave room, on every operand and result."""
         others: dict[str, Strategy] = {a: s for a, s in node.meta["strategies"].items() if a != self.name}
         if not others or strategy.kind in ("replicate", "partial_grad", "partial", "pin"):
             return True
@@ -288,19 +286,20 @@ class Axis:
         for side, placements, vals in ((0, strategy.inputs, call.operands), (1, strategy.outputs, call.results)):
             for i, (placement, v) in enumerate(zip(placements, vals, strict=True)):
                 if isinstance(placement, Shard):
-                    theirs = {
+                    beside = {
                         a: p
                         for a, s in others.items()
                         if isinstance(p := (s.inputs, s.outputs)[side][i], Shard) and p.dim == placement.dim
                     }
-                    if theirs and Layout.of({**theirs, self.name: placement}, self.mesh).fits(v.shape, self.mesh):
+                    if beside and Layout.of({**beside, self.name: placement}, self.mesh).fits(v.shape, self.mesh):
                         return False
         return True
 
     def size(self, operand: Key) -> float:
-        """Bytes of a value as cut by the axes that were placed before.
+        """Return the bytes of a value as cut by the axes that were placed before.
 
-        float64 counts as float32: what is cheap must not depend on whether a check runs in double precision."""
+        float64 counts as float32, because the choice must not depend on whether a check runs in double precision.
+        """
         if (known := self.sizes.get(operand)) is not None:
             return known
         node, i = operand
@@ -313,16 +312,16 @@ class Axis:
         return size
 
     def _packed(self, operand: Key) -> float:
-        """The share of a value's bytes that a gather of it sends: 8 bits of each number, of what is rounded to them."""
+        """Return the share of a value's bytes that a gather sends: 8 bits per number if it is rounded to them."""
         node, i = operand
         return 1 / min(values_of(node)[i].dtype.itemsize, 4) if node.target is ops.fp8_round else 1.0
 
     def _conversion_cost(
         self, operand: Key, need: Placement, user: fx.Node | None = None, *, fresh: bool = False
     ) -> float:
-        """Bytes of converting a value to what `user` needs, from the nearest placement in which it is available.
+        """Return the bytes of converting a value to what `user` needs, from its nearest available placement.
 
-        fresh: from the one in which it is produced.
+        fresh: from the placement in which it is produced.
         """
         forms = self.available[operand][: 1 if fresh else None]
         if need in forms:
@@ -330,15 +329,15 @@ class Axis:
         cost = self._nearest(operand, forms, need)
         if isinstance(forms[0], Partial) and not isinstance(need, Partial):
             others = self.demands.get(operand, {}).get(need, set()) - {user}
-            cost = 0.0 if others and not fresh else cost / len(operand[0].users)  # one sum does for all users
+            cost = 0.0 if others and not fresh else cost / len(operand[0].users)  # all users share one sum
         return cost
 
     def _nearest(self, operand: Key, forms: list[Placement], need: Placement) -> float:
-        """Bytes of converting a value from the nearest of its forms, of which the first is the one that is produced."""
+        """Return the bytes of converting a value from the nearest of its forms; the first is the produced one."""
         node, i = operand
         free = need == PARTIAL_GRAD or (isinstance(need, Shard) and not need.mirrored and node in self.splittable)
         if node in self.from_parameters and forms[0] in (REPLICATE, PARTIAL_GRAD) and free:
-            return 0.0  # its gradient has to be reduced anyway, and a weight that is only used split is stored split
+            return 0.0  # its gradient is reduced anyway, and a weight that is only used split is stored split
         v, nbytes = values_of(node)[i], self.size(operand)
         cost = min(self.prices.transfer(v, p, need, nbytes, self._packed(operand)) for p in forms)
         if not isinstance(forms[0], Shard):
@@ -347,11 +346,10 @@ class Axis:
         return cost * (UNDO if kept else REPEATED if need == REPLICATE else 1.0)
 
     def _strategy_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
-        """Bytes that each rank sends for operands as the strategy needs them and results as users do, and the work that
-        every rank repeats, as bytes."""
+        """Return the bytes a rank sends for a strategy's operands and results, plus repeated work as bytes."""
         joins = PARTIAL in strategy.outputs and self._joins_a_sum(node)
         pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
-        # a part that becomes a summand moves nothing; what it costs is its sum, which here is done anyway
+        # a shard that becomes a partial sum moves nothing; it costs its sum, which is done here anyway
         cost = sum(self._operand_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
         cost += self._own_cost(node, operands, strategy)
         if strategy.kind == "pin":
@@ -362,25 +360,23 @@ class Axis:
             later = [need for need in self.demands.get((node, i), ()) if need != out]
             nbytes = self.size((node, i))
             forms: list[Placement] = [out]
-            for need in sorted(later, key=lambda p: p != REPLICATE):  # what is converted for one user serves the next
+            for need in sorted(later, key=lambda p: p != REPLICATE):  # a conversion for one user serves the next
                 cost += min(self.prices.transfer(v, p, need, nbytes, self._packed((node, i))) for p in forms)
                 forms.append(need)
-            # handing a partial value on only puts its sum off; all outputs are summed together, at no cost of their own
+            # a partial value that is passed on is only summed later; outputs are summed together, at no extra cost
             if isinstance(out, Partial) and not later and node not in self.summed_after:
                 cost += self.prices.transfer(v, out, REPLICATE, self._smallest_sum(node))
         return cost
 
     def _operand_cost(self, operand: Key, need: Placement, user: fx.Node) -> float:
-        """Bytes of converting a value to what its user needs. Of one that no other op uses: of what the op that makes
-        it is made of, if that op can make it so. The next sweep sees the demand.
-        """
+        """Return the bytes of converting a value for a user; for its only user, its maker may change instead."""
         cost = self._conversion_cost(operand, need, user)
         if cost == 0 or isinstance(need, Partial) or len(operand[0].users) > 1:
             return cost
         return min(cost, self._cheapest(operand, need, depth=2))
 
     def _smallest_sum(self, node: fx.Node) -> float:
-        """Bytes of a partial value where it is summed: as small as ops that are linear in it alone make it."""
+        """Return a partial value's bytes at the smallest point of the chain of linear ops that use it."""
         smallest = self.size((node, 0))
         while len(node.users) == 1:
             (user,) = node.users
@@ -392,7 +388,7 @@ class Axis:
         return smallest
 
     def _own_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
-        """Bytes that an op sends by itself, and the work that every rank repeats, as bytes."""
+        """Return the bytes that an op itself sends, plus the work that every rank repeats, as bytes."""
         if strategy.kind == RING:
             rows, keys, *_ = strategy.inputs
             assert isinstance(rows, Shard)
@@ -402,29 +398,29 @@ class Axis:
         choices = self.choices[node]
         if strategy.kind == softmax.PARTS:  # the largest element and the sum, of each softmax
             v = choices.call.operands[0]
-            each = self.size(operands[0]) / softmax.elements(choices.call)
-            return 2 * self.prices.transfer(v, PARTIAL, REPLICATE, each)
-        if strategy.kind == reduce_parts.PARTS:  # a number of each rank, or two numbers, for each of the result's
+            nbytes = self.size(operands[0]) / softmax.elements(choices.call)
+            return 2 * self.prices.transfer(v, PARTIAL, REPLICATE, nbytes)
+        if strategy.kind == reduce_parts.PARTS:  # one number of each rank, or two, per number of the result
             return 2 * self.prices.transfer(choices.call.results[0], PARTIAL, REPLICATE, self.size((node, 0)))
         if strategy.kind in ("replicate", "partial_grad", "partial"):
             return self.prices.work(3 * choices.flops, choices.touched) * (self.n - 1) / self.n
         return 0.0
 
     def price(self, nodes: Collection[fx.Node] | None = None) -> float:
-        """Bytes that a rank sends by what was chosen, and repeated work as bytes; of some ops and their operands, or of
-        all.
+        """Return the bytes that a rank sends by the choices, plus repeated work; of all ops, or of some.
 
-        Each value is converted once to what several users need. Messages count for themselves, too: else a loop that
-        sends every token by itself were no dearer than one message for all."""
+        Each value is converted once to what several users need. Each message costs extra: else a loop that sends every
+        token separately would cost no more than one message for all.
+        """
         total, needs = 0.0, dict[Key, dict[Placement, None]]()
         for node, strategy in self.chosen.items():
             if nodes is None or node in nodes:
                 total += self._own_cost(node, self.operands[node], strategy)
                 for operand, need in zip(self.operands[node], strategy.inputs, strict=True):
                     needs.setdefault(operand, {})[need] = None
-        for operand, wanted in needs.items():
+        for operand, placements in needs.items():
             forms = self.available[operand][:1]
-            for need in sorted(wanted, key=lambda p: p != REPLICATE):
+            for need in sorted(placements, key=lambda p: p != REPLICATE):
                 if need not in forms:
                     sent = self._nearest(operand, forms, need)
                     total += sent + (MESSAGE if sent else 0.0)
@@ -432,7 +428,7 @@ class Axis:
         return total
 
     def _joins_a_sum(self, node: fx.Node) -> bool:
-        """Whether all that uses a result can add it to another partial value, which nothing else needs whole."""
+        """Return whether each user can add a result to another partial value that nothing else needs whole."""
 
         def only_summed(o: Key, user: fx.Node) -> bool:
             others = {p for p, users in self.demands.get(o, {}).items() if users - {user}}
@@ -442,18 +438,18 @@ class Axis:
             if user.op != "call_function" or user not in self.choices:
                 return False
             operands = self.operands[user]
-            mine = {i for i, (op, _) in enumerate(operands) if op is node}
+            reads = {i for i, (op, _) in enumerate(operands) if op is node}
             groups = map(set, self.choices[user].rule.groups(self.choices[user].call))
-            return any(mine < group and any(only_summed(operands[i], user) for i in group - mine) for group in groups)
+            return any(reads < group and any(only_summed(operands[i], user) for i in group - reads) for group in groups)
 
         return all(joint(user) for user in node.users)
 
     def _collect_demands(self) -> None:
-        """What users need of every value. Ops that would be free to hand a demand on to their operands do."""
+        """Collect what users need of every value. An op passes a demand on to its operands if that is free."""
         self.demands, self.known_costs = {}, {}
         output = self.program.graph.output_node()
         loss = [] if self.program.forward_only else self.operands[output][:1]
-        # new values of buffers may stay as they are produced: see storing.py; outputs on the batch's axes
+        # new values of buffers may stay as they are produced (see storing.py), and outputs on the batch's axes
         demanded: list[tuple[Key, Placement]] = [(value, REPLICATE) for value in loss]
         for o, value in zip(self.program.outputs, self._outputs(), strict=True):
             asked = dict(o.wanted.items) if o.wanted is not None and not self.of_time else {}
@@ -463,9 +459,9 @@ class Axis:
             self.demands.setdefault(value, {}).setdefault(need, set()).add(output)
         for node in reversed(list(self.nodes())):
             strategy = self.chosen[node]
-            wanted = self.demands.get((node, 0), {})
-            if len(strategy.outputs) == 1 and len(wanted) == 1:
-                strategy = self._serving(node, strategy, next(iter(wanted)))
+            demands = self.demands.get((node, 0), {})
+            if len(strategy.outputs) == 1 and len(demands) == 1:
+                strategy = self._serving(node, strategy, next(iter(demands)))
             for operand, need in zip(self.operands[node], strategy.inputs, strict=True):
                 self.demands.setdefault(operand, {}).setdefault(need, set()).add(node)
 
@@ -474,16 +470,16 @@ class Axis:
         return returned[len(returned) - len(self.program.outputs) :]
 
     def _serving(self, node: fx.Node, chosen: Strategy, wanted: Placement) -> Strategy:
-        """The strategy that produces what users need, if that costs no more than a conversion; else the chosen one."""
+        """Return the strategy that makes what users need if it costs no more than a conversion, else `chosen`."""
         if wanted == chosen.outputs[0] or (other := self._alternative(node, wanted)) is None:
             return chosen
-        made = node, 0
-        size, packed = self.size(made), self._packed(made)
+        key = node, 0
+        size, packed = self.size(key), self._packed(key)
         now = self.prices.transfer(values_of(node)[0], chosen.outputs[0], wanted, size, packed)
         return other if self._extra_cost(node, other, chosen, depth=8) <= now * (1 + 1e-9) else chosen
 
     def _extra_cost(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:
-        """What more an op's operands cost with another strategy; the ops that make them may change theirs as well."""
+        """Return how much more an op's operands cost with another strategy; their makers may change too."""
         operands = self.operands[node]
         before = sum(
             self._conversion_cost(o, need, fresh=True) for o, need in zip(operands, chosen.inputs, strict=True)
@@ -491,7 +487,7 @@ class Axis:
         return sum(self._cheapest(o, need, depth) for o, need in zip(operands, other.inputs, strict=True)) - before
 
     def _cheapest(self, operand: Key, need: Placement, depth: int) -> float:
-        """Bytes of a value as an op needs it: by a conversion, or by another strategy of the op that produces it."""
+        """Return the bytes of a value as an op needs it: by a conversion, or by another strategy of its maker."""
         deep, known = self.known_costs.get((operand, need), (-1, 0.0))
         if deep >= depth:
             return known
@@ -505,7 +501,7 @@ class Axis:
         return cost
 
     def _alternative(self, node: fx.Node, wanted: Placement) -> Strategy | None:
-        """A strategy by which an op would produce its result as wanted; None if it has none, or only with more work."""
+        """Return a strategy that makes the wanted result; None if there is none, or only with more work."""
         if node in self.decided:
             return None
         choices, chosen = self.choices[node], self.chosen[node]

@@ -1,4 +1,4 @@
-"""Refuse annotated splits that placement could not carry out: they would be gathered without a word."""
+"""Refuse annotated splits that placement could not carry out: they would be gathered silently."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ _TURNS = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.op
 
 
 def refuse_pins(program: Program, mesh: Mesh) -> None:
-    """Annotated activations whose dim cannot be split further, because other axes split it already: the batch's, above
-    all.
-    """
+    """Raise ShardcError for annotated activations whose dim cannot be split: another axis already does."""
     errors = Errors()
     for node in program.graph.nodes:
         if "pin" not in node.meta:
@@ -44,11 +42,11 @@ def refuse_pins(program: Program, mesh: Mesh) -> None:
 
 
 def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices], tokens: set[str]) -> None:
-    """Heads, key-value heads or groups that an axis does not divide: an annotated split that is lost where a view
-    divides a dim.
+    """Raise ShardcError for heads or groups that an axis does not divide, where a view divides a dim.
 
-    It could be gathered there, but that would undo the annotation unnoticed; one error for every such size and
-    annotation. tokens: the axes of a sequence: chunks of tokens that they do not divide are gathered, with a note."""
+    Such a value could be gathered, but that would silently undo the annotation. There is one error for each size and
+    annotation. tokens: the axes of a sequence. Chunks of tokens that they do not divide are gathered, with a note.
+    """
     errors, reported = Errors(), set()
     for node, c in choices.items():
         if c.rule.notation is not reshape:
@@ -61,7 +59,7 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices],
             produced, needed = source.meta["strategies"][axis].outputs[i], node.meta["strategies"][axis].inputs[0]
             if not isinstance(produced, Shard) or isinstance(needed, Shard):
                 continue
-            if produced.padding:  # padded it divides: partition notes why it is gathered
+            if produced.padding:  # it divides with padding: partition notes why it is gathered
                 continue
             for factor, (places, _) in c.places.items():
                 place_of, size = places[0], c.signature.sizes[factor]
@@ -91,7 +89,7 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices],
 
 
 def _noun(node: fx.Node) -> str:
-    """What a dim is that a view divides: " heads", if attention uses the view, perhaps transposed."""
+    """Return the name of what a view makes of a dim: " heads" if attention uses the view, else ""."""
     todo = [node]
     while todo:
         for user in todo.pop().users:

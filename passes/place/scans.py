@@ -1,21 +1,21 @@
-"""What reads a whole sequence that ranks split, token after token: it is split by another dim instead.
+"""Split ops that read a whole split sequence token after token by another dim instead.
 
 The scan of a state space, a loop over tokens or over chunks, a sort, a roll: no rule splits these ops by their tokens.
-One by one, each would rather have its operand gathered than be the only one that is split otherwise. Together they may
-be independent over another dim, the channels, heads or rows: then an all_to_all makes the tokens whole and splits that
-dim, each rank computes its share, and an all_to_all leads back. For attention that is what `method: ulysses` does.
+Each op alone is cheaper with its operand gathered than as the only one with another split. Together they may be
+independent over another dim: channels, heads or rows. Then an all_to_all makes the tokens whole and splits that dim,
+each rank computes its share, and an all_to_all leads back. For attention, `method: ulysses` does the same.
 
     before   h0 = a[:, :, 0] * 0 + b[:, :, 0]      a, b: f32[8, 128, 16@cp]   each rank has a sum of every token, and
              h1 = a[:, :, 1] * h0 + b[:, :, 1]                                 computes all of the scan
     after    the same ops                          a, b: f32[8, 128@cp, 16]   turned once, by all_to_all
 
-1. Placement runs as ever. What it left whole, though it comes from a value whose tokens are split, is grouped into
-   *regions* of ops that hang together (`_regions`).
-2. Of what a region reads, each dim is tried: which ops keep that split (`_follow`)? What it does not reach (inputs that
-   all channels share) is whole on every rank, and gathered once.
-3. Placement runs again with these strategies decided, and the cheapest is taken: by bytes, and by work that ranks
-   repeat. To gather once what the ops would read token by token is tried, too. Regions that are alike, those of equal
-   layers, are decided together.
+1. Placement runs as usual. Ops that it left whole, though they come from a value with split tokens, are grouped into
+   connected *regions* (`_regions`).
+2. Each dim of each value that a region reads is tried: some ops keep that split (`_follow`). Values that the split does
+   not reach (inputs that all channels share) are whole on every rank, and gathered once.
+3. Placement runs again with these strategies decided, and the cheapest is taken, by bytes and by repeated work. Another
+   choice is to gather once what the ops would read token by token. Equal regions, as of equal layers, are decided
+   together.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from shardc.rules.core.strategy import Strategy
 
 #: Strategies that read single entries of a split dim, as sums over ranks.
 _ONE_BY_ONE = ("owner", "entries")
-#: A kind of region is looked at if it costs this share of all that placement priced.
+#: A kind of region is tried if it costs at least this share of the whole placement.
 _LEAST = 0.01
-#: Of what a region reads, so many values are tried as the one that says by which dim it is split.
+#: How many of a region's values are tried as the one that decides the dim of the split.
 _SEEDS = 2
 
 
 @dataclass(frozen=True)
 class Region:
-    """Ops, in the graph's order, that placement left whole on every rank; reads: the values that they begin with, and
-    how those are split, or may be, the largest first.
+    """Ops, in the graph's order, that placement left whole on every rank.
+
+    reads: the values that they begin with, the largest first, each with its split or possible split.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -51,18 +52,16 @@ class Region:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Equal for regions that are alike."""
+        """A key that is equal for equal regions."""
         return tuple((n.target, values_of(n)) for n in self.nodes)
 
 
-#: What says how a region runs: the number of a value that it reads, and its split. None: whole.
+#: The name of a way to run a region: the number of a value that it reads, and its split. None: whole.
 Name = tuple[int, Shard] | None
 
 
 def split_otherwise(axis: Axis, tokens: set[str]) -> tuple[Axis, list[str]]:
-    """Decides the regions of an axis of the sequence that has been placed; returns it placed anew, and notes. tokens:
-    all axes of the sequence.
-    """
+    """Decide an axis's regions. Return the axis placed again, and notes. tokens: all axes of the sequence."""
     inner = _ranks_beside(axis, tokens)
     kinds: dict[tuple[object, ...], list[Region]] = {}
     for region in _regions(axis):
@@ -72,10 +71,10 @@ def split_otherwise(axis: Axis, tokens: set[str]) -> tuple[Axis, list[str]]:
         best, lowest, taken = axis, axis.price(), None
         if sum(axis.price(set(region.nodes)) for region in regions) < _LEAST * lowest:
             continue
-        every = [dict(_ways(axis, region, inner)) for region in regions]
-        for name in every[0]:
-            if all(name in ways for ways in every):
-                ops = {node: s for ways in every for node, s in ways[name].items()}
+        per_region = [dict(_ways(axis, region, inner)) for region in regions]
+        for name in per_region[0]:
+            if all(name in ways for ways in per_region):
+                ops = {node: s for ways in per_region for node, s in ways[name].items()}
                 tried = axis.choose_with({**axis.decided, **ops})
                 if (price := tried.price()) < lowest * (1 - 1e-9):
                     best, lowest, taken = tried, price, name
@@ -96,9 +95,9 @@ def _note(axis: Axis, region: Region, name: tuple[int, Shard]) -> str:
 
 
 def _regions(axis: Axis) -> list[Region]:
-    """What placement left whole though it comes from values whose tokens are split, in parts that hang together."""
-    split: dict[Key, Shard] = {}  # values that are split, or may be
-    group: dict[fx.Node, fx.Node] = {}  # a forest: of each op another one of its region
+    """Return the connected parts that placement left whole though they come from values with split tokens."""
+    split: dict[Key, Shard] = {}  # values that are split, or can be
+    group: dict[fx.Node, fx.Node] = {}  # a forest: another op of the same region for each op
     reads: dict[fx.Node, list[Key]] = {}
 
     def root(node: fx.Node) -> fx.Node:
@@ -122,11 +121,11 @@ def _regions(axis: Axis) -> list[Region]:
             group[node], reads[node] = node, begins
             for other in within:
                 group[root(other)] = node
-    found: dict[fx.Node, list[fx.Node]] = {}
+    by_root: dict[fx.Node, list[fx.Node]] = {}
     for node in group:
-        found.setdefault(root(node), []).append(node)
+        by_root.setdefault(root(node), []).append(node)
     regions = []
-    for nodes in found.values():
+    for nodes in by_root.values():
         first = {o: split[o] for node in nodes for o in reads[node]}
         ordered = sorted(first.items(), key=lambda read: -axis.size(read[0]))
         regions.append(Region(tuple(nodes), tuple(ordered)))
@@ -134,48 +133,48 @@ def _regions(axis: Axis) -> list[Region]:
 
 
 def _leaves(operand: Key, split: dict[Key, Shard], need: Placement, strategy: Strategy) -> bool:
-    """Whether a split value is read whole, or one entry of it. Numbers only: ids are a few bytes."""
+    """Return whether a split float value is read whole, or one entry of it; ids are only a few bytes."""
     node, i = operand
-    made = split.get(operand)
+    placement = split.get(operand)
     numbers = values_of(node)[i].dtype.is_floating_point
-    return made is not None and numbers and (need != made or strategy.kind in _ONE_BY_ONE)
+    return placement is not None and numbers and (need != placement or strategy.kind in _ONE_BY_ONE)
 
 
 def _keeps(axis: Axis, node: fx.Node, split: dict[Key, Shard]) -> Strategy | None:
-    """The strategy by which an op would go on with tokens that are split; None if it has none."""
+    """Return the strategy by which an op keeps the split of tokens; None if it has none."""
     choices, operands = axis.choices[node], axis.operands[node]
-    found = [s for i, o in enumerate(operands) if o in split and (s := choices.from_operand(i, split[o], axis.n))]
+    strategies = [s for i, o in enumerate(operands) if o in split and (s := choices.from_operand(i, split[o], axis.n))]
     if choices.rule.extra is not None:
         available: list[frozenset[Placement]] = [frozenset({split.get(o, REPLICATE)}) for o in operands]
-        found += [s for s in choices.rule.extra(choices.call, axis.n, available) if s.kind == STRETCHES]
-    for s in found:
-        so = all(split.get(o, need) == need for o, need in zip(operands, s.inputs, strict=True))
-        if so and all(isinstance(p, Shard) for p in s.outputs) and axis.fits(node, s):
+        strategies += [s for s in choices.rule.extra(choices.call, axis.n, available) if s.kind == STRETCHES]
+    for s in strategies:
+        matches = all(split.get(o, need) == need for o, need in zip(operands, s.inputs, strict=True))
+        if matches and all(isinstance(p, Shard) for p in s.outputs) and axis.fits(node, s):
             return s
     return None
 
 
 def _ways(axis: Axis, region: Region, inner: tuple[int, ...]) -> Iterator[tuple[Name, dict[fx.Node, Strategy]]]:
-    """How a region may run, but for how it does: what says so, and the strategies of its ops."""
+    """Yield the other ways to run a region: a name for each, and the strategies of its ops."""
     now = axis.price(set(region.nodes))
     known: list[dict[fx.Node, Strategy]] = []
-    for number, (seed, made) in enumerate(region.reads[:_SEEDS]):
+    for number, (seed, seed_shard) in enumerate(region.reads[:_SEEDS]):
         v = values_of(seed[0])[seed[1]]
-        dims = [d for d in range(len(v.shape)) if d != made.dim]
+        dims = [d for d in range(len(v.shape)) if d != seed_shard.dim]
         for shard in (Shard(d, digit) for d in dims for digit in _digits(axis, seed, d, inner)):
-            # what is sent may become less, as other values may be turned in its place; but not by that much
-            if axis.prices.transfer(v, made, shard, axis.size(seed)) > 2 * now:
+            # fewer bytes may be sent if other values are turned instead, but not by that much
+            if axis.prices.transfer(v, seed_shard, shard, axis.size(seed)) > 2 * now:
                 continue
             ops = _follow(axis, region, seed, shard)
             if ops and ops not in known:
                 known.append(ops)
                 yield (number, shard), ops
-    # noted where it is gathered
+    # the note is added where it is gathered
     yield None, {n: axis.choices[n].replicate for n in region.nodes}
 
 
 def _digits(axis: Axis, operand: Key, dim: int, inner: tuple[int, ...]) -> list[int]:
-    """Where in a dim the axis may have its digit: inside of those of axes that split it already, or may do so."""
+    """Return where in a dim the axis may have its digit: inside those of axes that split it, or may do so."""
     node, i = operand
     size = values_of(node)[i].shape[dim]
     placed = node.meta["strategies"].items()
@@ -184,13 +183,14 @@ def _digits(axis: Axis, operand: Key, dim: int, inner: tuple[int, ...]) -> list[
         for a, s in placed
         if a != axis.name and isinstance(p := s.outputs[i], Shard) and p.dim == dim
     ]
-    every = (max(taken),) if taken else inner
-    return [digit for digit in every if size % (digit * axis.n) == 0]
+    candidates = (max(taken),) if taken else inner
+    return [digit for digit in candidates if size % (digit * axis.n) == 0]
 
 
 def _ranks_beside(axis: Axis, tokens: set[str]) -> tuple[int, ...]:
-    """Digits that an axis may have in channels: inside of those of axes that split weights, which are placed later, and
-    of the sequence's other axes, which may have taken some already; or the outermost.
+    """Return the digits that an axis may have in channels: inside other axes' digits, or the outermost.
+
+    The others split weights and are placed later, or split the sequence and may have taken some already.
     """
     params = axis.program.params
     weights = {a for p in params for a, s in p.layout.items if isinstance(s, Shard) and a not in tokens}
@@ -200,8 +200,9 @@ def _ranks_beside(axis: Axis, tokens: set[str]) -> tuple[int, ...]:
 
 
 def _follow(axis: Axis, region: Region, seed: Key, shard: Shard) -> dict[fx.Node, Strategy]:
-    """The strategies that ops get by a split of one value, forward and back; what it does not reach is whole. Left out
-    are ops that cannot keep it, and what they lead to: placement decides those.
+    """Return the strategies that ops get if one value's split is followed, forward and back.
+
+    What the split does not reach is whole. Ops that cannot keep it, and those after them, are left to placement.
     """
     placed: dict[Key, Placement] = {seed: shard}
     wanted: dict[Key, Placement] = {}
@@ -218,31 +219,31 @@ def _follow(axis: Axis, region: Region, seed: Key, shard: Shard) -> dict[fx.Node
             if any(source in left for source, _ in operands):
                 left.add(node)
                 continue
-            found = _reached(axis, node, placed, wanted)
-            if found is None and any(isinstance(placed.get(o), Shard) for o in operands):
+            strategy = _reached(axis, node, placed, wanted)
+            if strategy is None and any(isinstance(placed.get(o), Shard) for o in operands):
                 left.add(node)
-            if found is None:
+            if strategy is None:
                 continue
-            for o, need in zip(operands, found.inputs, strict=True):
+            for o, need in zip(operands, strategy.inputs, strict=True):
                 if isinstance(need, Shard):
-                    made = o[0] in split or o in reads or o[0] not in within
-                    (placed if made else wanted)[o] = need
-            placed |= {(node, i): p for i, p in enumerate(found.outputs)}
-            split[node] = found
+                    known = o[0] in split or o in reads or o[0] not in within
+                    (placed if known else wanted)[o] = need
+            placed |= {(node, i): p for i, p in enumerate(strategy.outputs)}
+            split[node] = strategy
     rest = {n: axis.choices[n].partial_grad for n in region.nodes if n not in split and n not in left}
     return {**split, **rest} if split else {}
 
 
 def _reached(axis: Axis, node: fx.Node, placed: dict[Key, Placement], wanted: dict[Key, Placement]) -> Strategy | None:
-    """How an op keeps the split of an operand, or gives the one that is wanted of its result; None: not."""
+    """Return how an op keeps the split of an operand, or makes a wanted result split; None if it cannot."""
     choices, operands = axis.choices[node], axis.operands[node]
     split = [(i, p) for i, o in enumerate(operands) if isinstance(p := placed.get(o), Shard)]
     if split:
-        every = [choices.from_operand(*split[0], axis.n)]
+        strategies = [choices.from_operand(*split[0], axis.n)]
     else:
         results = range(len(choices.call.results))
-        every = [choices.from_result(i, p, axis.n) for i in results if (p := wanted.get((node, i))) is not None]
-    for s in every:
+        strategies = [choices.from_result(i, p, axis.n) for i in results if (p := wanted.get((node, i))) is not None]
+    for s in strategies:
         if s is None or any(isinstance(p, Partial) for p in s.outputs) or not axis.fits(node, s):
             continue
         if all(

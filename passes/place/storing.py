@@ -1,6 +1,6 @@
-"""What an axis's choices make of parameters and buffers, and which annotations they go back to: its last word.
+"""Write an axis's placements back to parameters and buffers, with the annotation behind each.
 
-Of two linear layers of which the spec says only `up: column` (shardc.passes.place.one_axis):
+Two linear layers of which the spec only says `up: column` (shardc.passes.place.one_axis):
 
     down, on tp    all uses need Shard(1), no annotation differs    stored as Shard(1): a rank has its part alone
     up, on dp      its use needs PartialGrad                        stored so: its gradient is summed at the parameter
@@ -20,7 +20,7 @@ from shardc.rules.core.strategy import needs_sum_grad
 
 
 def write(axis: Axis) -> None:
-    """Puts what was chosen on the graph's nodes."""
+    """Write the chosen strategies to the graph's nodes."""
     _hoist(axis)
     for node, strategy in axis.chosen.items():
         node.meta["strategies"][axis.name] = strategy
@@ -28,7 +28,7 @@ def write(axis: Axis) -> None:
 
 
 def _hoist(axis: Axis) -> None:
-    """Move `sum_grad` from the uses of what derives from parameters up to the parameters: their gradients' sum."""
+    """Store parameters and buffers as their uses need them: split, or with `sum_grad` moved up to them."""
     for node in reversed(list(axis.nodes())):
         plain = node in axis.from_parameters and axis.chosen[node].kind == "replicate"
         if plain and any(PARTIAL_GRAD in _needs(axis, node, i) for i in range(len(values_of(node)))):
@@ -37,13 +37,13 @@ def _hoist(axis: Axis) -> None:
         if node in axis.from_parameters and placement == REPLICATE:
             needs = _needs(axis, node)
             v = values_of(node)[0]
-            one = next(iter(needs)) if len(needs) == 1 else None
-            whole = axis.running.get(node.name, one) != one
-            if isinstance(one, Shard) and not (one.mirrored or axis.of_time or whole or _collides(axis, node, one)):
-                axis.stored[node] = one
-            elif needs_sum_grad(v) and (PARTIAL_GRAD in needs or (isinstance(one, Shard) and one.mirrored)):
+            only = next(iter(needs)) if len(needs) == 1 else None
+            whole = axis.running.get(node.name, only) != only
+            if isinstance(only, Shard) and not (only.mirrored or axis.of_time or whole or _collides(axis, node, only)):
+                axis.stored[node] = only
+            elif needs_sum_grad(v) and (PARTIAL_GRAD in needs or (isinstance(only, Shard) and only.mirrored)):
                 axis.stored[node] = PARTIAL_GRAD
-    # statistics of split channels are stored split, if they are produced and used so; what is only read, as used
+    # statistics of split channels are stored split if they are produced and used so; read-only caches, as used
     for node, p in (*_updated_buffers(axis), *_read_caches(axis)):
         if (
             axis.stored[node] == REPLICATE
@@ -57,15 +57,15 @@ def _hoist(axis: Axis) -> None:
 
 
 def _needs(axis: Axis, node: fx.Node, i: int = 0) -> set[Placement]:
-    """What the users of a result need, looking through getitem."""
+    """Return the placements that the users of a result need, looking through getitem."""
     users = {
         u
         for x in (node, *(u for u in node.users if u.target is operator.getitem))
         for u in x.users
         if u in axis.operands
     }
-    every = ((o, need) for u in users for o, need in zip(axis.operands[u], _inputs(axis, u), strict=True))
-    return {need for o, need in every if o == (node, i)}
+    reads = ((o, need) for u in users for o, need in zip(axis.operands[u], _inputs(axis, u), strict=True))
+    return {need for o, need in reads if o == (node, i)}
 
 
 def _inputs(axis: Axis, user: fx.Node) -> tuple[Placement, ...]:
@@ -73,7 +73,7 @@ def _inputs(axis: Axis, user: fx.Node) -> tuple[Placement, ...]:
 
 
 def _updated_buffers(axis: Axis) -> Iterator[tuple[fx.Node, Placement]]:
-    """Every buffer that the step updates, and as what its new value is produced."""
+    """Yield each buffer that the step updates, with the placement in which its new value is produced."""
     nodes = {n.name: n for n in axis.stored}
     news = axis.operands[axis.program.graph.output_node()][0 if axis.program.forward_only else 1 :]
     for b, new in zip((b for b in axis.program.buffers if b.updated), news, strict=False):
@@ -81,7 +81,7 @@ def _updated_buffers(axis: Axis) -> Iterator[tuple[fx.Node, Placement]]:
 
 
 def _read_caches(axis: Axis) -> Iterator[tuple[fx.Node, Placement]]:
-    """Every state of a model that generates which no token changes, and what its users need."""
+    """Yield each cache of a generating model that no token changes, with each placement that users need."""
     nodes = {n.name: n for n in axis.stored}
     for b in axis.program.buffers:
         if b.cache and not b.updated:
@@ -94,9 +94,7 @@ def _collides(axis: Axis, node: fx.Node, placement: Shard) -> bool:
 
 
 def _explain(axis: Axis) -> None:
-    """For every op the annotation that its strategy goes back to: a weight's first, else that of the operand it
-    follows.
-    """
+    """Record the annotation behind each op's strategy: a weight's first, else its split operand's."""
     for node in axis.program.graph.nodes:
         why = node.meta.setdefault("why", {})
         if node.op == "placeholder":
@@ -107,8 +105,8 @@ def _explain(axis: Axis) -> None:
             if axis.chosen[node].kind == "pin":
                 why[axis.name] = node.meta["cause"].get(axis.name, "")
                 continue
-            every = zip(axis.operands[node], axis.chosen[node].inputs, strict=True)
-            sharded = [source for (source, _), need in every if isinstance(need, Shard | Partial)]
+            reads = zip(axis.operands[node], axis.chosen[node].inputs, strict=True)
+            sharded = [source for (source, _), need in reads if isinstance(need, Shard | Partial)]
             causes = [
                 s.meta["why"][axis.name]
                 for s in sorted(sharded, key=lambda s: s not in axis.from_parameters)

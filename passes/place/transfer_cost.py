@@ -1,8 +1,8 @@
-"""What placement on one axis compares: seconds of sending, of repeated work, of touching memory, on the machine that
-passes assume (shardc.machine.assumed).
+"""Price what placement on one axis compares: communication, repeated work and memory traffic.
 
-They are counted in bytes: one is the time in which a rank of the axis sends a byte of what it gathers. So equal ways
-have equal prices, whatever links an axis has. Sums, exchanges and work are as much dearer or cheaper as they take.
+Prices are for the machine that passes assume (shardc.machine.assumed). The unit is a byte: the time in which a rank of
+the axis sends a byte of a gather. So equal choices have equal prices, no matter what links an axis has. Sums, exchanges
+and work cost more or less according to their time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shardc.ir.placement import Placement
 from shardc.machine.assumed import byte_seconds, work_seconds
 from shardc.rules.core.strategy import needs_sum_grad
 
-# Touching memory weighs little, a twelfth of what it takes: it only breaks ties.
+# Memory traffic counts for a twelfth of its time: it only breaks ties.
 TOUCH = 0.08
-# Bytes that a message counts for besides its own, where ways to run many ops are compared. A link sends 1.35 MB while
-# one begins; so little, that small models are placed as large ones are.
+# Extra bytes per message, for comparing ways to run many ops. A link sends 1.35 MB during
+# one start-up; the value is small, so that small models are placed like large ones.
 MESSAGE = 2048.0
-# A value that is gathered whole is held by every rank, and so is what is made of it there.
+# Every rank holds a value that is gathered whole, and the results that it computes from it.
 REPEATED = 2.0
 # Gathering a weight that an annotation splits would undo the annotation.
 UNDO = 1000.0
@@ -30,7 +30,7 @@ UNDO = 1000.0
 
 @dataclass(frozen=True)
 class Prices:
-    """Of one axis. each: by collective, of a byte of the whole tensor; byte: seconds of the unit."""
+    """Prices on one axis. each: by collective, of one byte of the whole tensor. byte: seconds of the unit."""
 
     each: Mapping[str, float]
     byte: float
@@ -40,11 +40,11 @@ class Prices:
     def among(ranks: tuple[int, ...]) -> Prices:
         n = len(ranks)
         byte = byte_seconds("all_gather", ranks) * n / (n - 1)
-        each = {kind: byte_seconds(kind, ranks) / byte for kind in COLLECTIVES}
-        return Prices(each | {"all_to_all": each["all_to_all"] / n}, byte)  # of its own part
+        by_kind = {kind: byte_seconds(kind, ranks) / byte for kind in COLLECTIVES}
+        return Prices(by_kind | {"all_to_all": by_kind["all_to_all"] / n}, byte)  # of a rank's own part
 
     def transfer(self, v: Value, old: Placement, new: Placement, nbytes: float, packed: float = 1.0) -> float:
-        """Of a conversion, forward and backward: the sum of its rows in the table. packed: see `Conversion.price`."""
+        """Return the price of a conversion, forward and backward. packed: see `Conversion.price`."""
         if old == new:
             return 0.0
         gradient = needs_sum_grad(v)
@@ -52,5 +52,5 @@ class Prices:
         return nbytes * sum(row.price(self.each, gradient=gradient, packed=packed) for row in rows)
 
     def work(self, flops: float, touched: float) -> float:
-        """Of an op's products, and of the bytes that it touches."""
+        """Return the price of an op's products and of the bytes that it touches."""
         return (work_seconds(flops, 0.0) + TOUCH * work_seconds(0.0, touched)) / self.byte

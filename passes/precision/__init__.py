@@ -1,4 +1,4 @@
-"""Precision: the casts of mixed precision, written into the program (`precision: {compute: bfloat16}`).
+"""Precision: write the casts of mixed precision into the program (`precision: {compute: bfloat16}`).
 
     before                                      after
     h = layer_norm(x, [64], w, b)     f32       x_f32 = to(x, float32)                    x: bf16
@@ -10,12 +10,12 @@
                                                 loss = cross_entropy_loss(y_f32, t)
 
 The pass works on the captured graph, whose ops are those of torch.autocast's lists (op_lists.py). Canonical then
-rewrites norms and losses in the dtypes that this pass gave them, and for placement casts are elementwise ops: the cast
+rewrites norms and losses in the dtypes that this pass has set. For placement, casts are elementwise ops: the cast
 of a weight is split like the weight, and the narrow tensor is gathered or summed. Gradients reach a parameter through
 its cast, in its own dtype.
 
-Only what depends on parameters or on floating inputs changes: position tables, masks and running statistics keep their
-dtypes.
+Only values that depend on parameters or on floating inputs change: position tables, masks and running statistics keep
+their dtypes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shardc.passes.precision.op_lists import CASTS, LOOKUPS, LOW, MOVES, NARROWE
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
-#: Where a tensor is made: said nowhere in a program, and in the way of working types out.
+#: Arguments about a tensor's device and memory: programs have none, and inference of types does not need them.
 _PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 
@@ -51,11 +51,10 @@ UNSCALED = (
 
 @dataclass(frozen=True)
 class Precision(Pass):
-    """Adds casts to a captured program, so that parameters are stored in the dtype `precision.params`, and products and
-    the activations between them are computed in `precision.compute`.
+    """Adds casts to a captured program: parameters get `precision.params`, products `precision.compute`.
 
-    Without `compute` they are computed as stored, without `params` stored as in the model. Sums, statistics and losses
-    run in float32, or wider where operands are.
+    Activations between products also have the compute dtype. Without `compute` they are computed as stored, without
+    `params` stored as in the model. Sums, statistics and losses run in float32, or wider if operands are.
     """
 
     def applies(self, program: Program) -> bool:
@@ -75,7 +74,7 @@ class Precision(Pass):
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype that the spec names; None where it names none."""
+    """Return the dtype that the spec names; None if it names none."""
     return getattr(torch, name) if name else None
 
 
@@ -83,10 +82,10 @@ def dtype_of(name: str | None) -> torch.dtype | None:
 class _Held:
     """A value of the old graph in the new one.
 
-    node: in the dtype in which it is made. lean: made wider than the compute dtype, because a wide operand took part;
-    ops that follow their operands read it in the compute dtype. stored: comes from parameters and constants by moves
-    and elementwise ops alone: a wide one gives way to activations. scoped: capture dropped a cast of
-    it that changed nothing there (see `_cast`): the module in which the cast counts, and its dtype.
+    node: in the dtype in which it is made. lean: it is wider than the compute dtype because of a wide operand; ops that
+    follow their operands read it in the compute dtype. stored: it depends on parameters and constants by moves and
+    elementwise ops alone; if it is wide, activations decide the dtype. scoped: capture dropped a cast of it that
+    changed nothing there (see `_cast`): the module in which the cast counts, and its dtype.
     """
 
     node: fx.Node
@@ -136,7 +135,7 @@ class _Writer:
         return self.graph
 
     def _output(self, node: fx.Node) -> None:
-        """The loss, and single numbers beside it, at least in float32; new buffers in their own dtypes."""
+        """Write the output: the loss and other scalars at least in float32, new buffers in their dtypes."""
         output: Any = node.args[0]
         loss, news = output
         dtypes = [b.dtype for b in self.program.buffers if b.updated]
@@ -145,11 +144,11 @@ class _Writer:
         self.graph.output((self._number(loss) if loss is not None else None, (*buffers, *outputs)))
 
     def _number(self, old: fx.Node) -> fx.Node:
-        """A result of the step: single numbers that the compute dtype reaches in float32 or wider."""
-        held = self.held[old]
-        v = value_of(held.node)
-        narrow = held.live and math.prod(v.shape) == 1 and v.dtype.is_floating_point
-        return self._as(held.node, torch.promote_types(v.dtype, torch.float32)) if narrow else held.node
+        """Return a result of the step; a scalar that the compute dtype reaches becomes float32 or wider."""
+        entry = self.held[old]
+        v = value_of(entry.node)
+        narrow = entry.live and math.prod(v.shape) == 1 and v.dtype.is_floating_point
+        return self._as(entry.node, torch.promote_types(v.dtype, torch.float32)) if narrow else entry.node
 
     # --- one op
 
@@ -160,9 +159,7 @@ class _Writer:
         live = any(h.live for h in used.values())
         if not any(h.live for h in floats):
             return _Held(self._copy(node, {n: h.node for n, h in used.items()}), live)
-        if not _known(
-            node.target
-        ):  # what a foreign kernel or a backward of the model's own takes, only capture has seen
+        if not _known(node.target):  # only capture knows the dtypes that foreign kernels and custom backwards take
             return _Held(self._copy(node, {n: self._captured(n, h) for n, h in used.items()}), True)
         if name in CASTS:
             return self._cast(node, used)
@@ -180,7 +177,7 @@ class _Writer:
         return self._following(node, used, name)
 
     def _captured(self, node: fx.Node, h: _Held) -> fx.Node:
-        """An operand in the dtype that it had in capture."""
+        """Return an operand in the dtype that it had in capture."""
         return (
             h.node
             if isinstance(node.meta["value"], tuple)
@@ -190,8 +187,9 @@ class _Writer:
         )
 
     def _low(self, h: _Held, name: str) -> fx.Node:
-        """An operand in the compute dtype. A mask's least number must not become -inf: a row that sees nothing would
-        become NaN.
+        """Return an operand in the compute dtype.
+
+        A mask's least number must not become -inf: a row that sees nothing would become NaN.
         """
         node = h.node
         if not h.floats or h.dtype == self.compute:
@@ -208,7 +206,7 @@ class _Writer:
         return self._as(node, self.compute)
 
     def _widened(self, node: fx.Node, used: dict[fx.Node, _Held], name: str) -> _Held:
-        """In float32, or the widest of its operands."""
+        """Compute in float32, or in the widest dtype of the operands."""
         dtype = self.wide
         for h in used.values():
             dtype = torch.promote_types(dtype, h.dtype) if h.floats else dtype
@@ -219,7 +217,7 @@ class _Writer:
         return _Held(new, True)
 
     def _narrowed(self, new: fx.Node, live: bool) -> _Held:
-        """A result that goes on in the compute dtype; of several results it is the first."""
+        """Return a result in the compute dtype; of several results only the first is cast."""
         if isinstance(new.meta["value"], tuple):
             first = self._emit(new.meta["value"][0], operator.getitem, new, 0)
             self.casts[new, self.compute] = self._as(first, self.compute)  # found again by `_move`
@@ -234,24 +232,24 @@ class _Writer:
         return _Held(new, True, first.lean, first.stored)
 
     def _cast(self, node: fx.Node, used: dict[fx.Node, _Held]) -> _Held:
-        """The model's own casts stay.
+        """Keep the model's own casts.
 
-        One that changed nothing in capture (`x.float()` of what was float32) counts within its own module, and only
-        widens: for capture it was its operand itself, so that a residual sum outside may well name the cast where the
-        model names the operand."""
+        A cast that changed nothing in capture (`x.float()` of float32) counts within its own module, and only widens.
+        Capture replaced it by its operand, so a residual sum outside may use the cast where the model uses the operand.
+        """
         (operand, *_), h = node.all_input_nodes, used[node.all_input_nodes[0]]
         was, now = value_of(operand), value_of(node)
         if not h.floats or was.dtype != now.dtype:
-            same = value_of(h.node).dtype == now.dtype
-            return _Held(h.node if same else self._emit(now, aten._to_copy.default, h.node, dtype=now.dtype), True)
+            fits = value_of(h.node).dtype == now.dtype
+            return _Held(h.node if fits else self._emit(now, aten._to_copy.default, h.node, dtype=now.dtype), True)
         return replace(h, scoped=(node.meta["source"].module, now.dtype))
 
     def _following(self, node: fx.Node, used: dict[fx.Node, _Held], name: str) -> _Held:
-        """In the dtype of its operands, the widest of several.
+        """Compute in the dtype of the operands, the widest of several.
 
-        Between two products a value that an activation in the compute dtype took part in is an activation itself: those
-        that read it get it in the compute dtype. Behind the last product nothing is narrowed any more: there only the
-        loss is left."""
+        Between two products, a value that depends on an activation in the compute dtype is an activation itself: its
+        readers get it in the compute dtype. After the last product nothing is narrowed: only the loss is left.
+        """
         floats = {n: h for n, h in used.items() if h.floats}
         acts = [h for h in floats.values() if h.live and not h.stored]
         if not acts:
@@ -259,7 +257,7 @@ class _Writer:
             return _Held(new, True, stored=True)
         big = [h for h in acts if value_of(h.node).shape] or acts
         narrow = any(h.dtype == self.compute for h in big)
-        if not narrow:  # what is read wide is computed wide
+        if not narrow:  # values that are read wide are computed wide
             floats = {n: replace(h, lean=False) for n, h in floats.items()}
         if narrow and not self._fits(node):
             new = self._copy(
@@ -276,24 +274,25 @@ class _Writer:
         if name not in PROMOTE and len({value_of(read[n]).dtype for n in floats}) > 1:
             shaped = {
                 value_of(read[n]).dtype for n in floats if value_of(read[n]).shape
-            }  # numbers give way to tensors, as in torch
-            one = (
+            }  # the dtypes of tensors come before those of numbers, as in torch
+            dtype = (
                 self.compute
                 if narrow and node in self.body
                 else _widest(shaped or {value_of(read[n]).dtype for n in floats})
             )
-            read |= {n: self._as(read[n], one) for n in floats}
+            read |= {n: self._as(read[n], dtype) for n in floats}
         new = self._copy(node, read)
         wider = _floating(new) and not isinstance(new.meta["value"], tuple) and value_of(new).dtype != self.compute
         return _Held(new, True, lean=wider and node in self.body and (narrow or any(h.lean for h in acts)))
 
     def _read(self, h: _Held) -> torch.dtype:
-        """The dtype in which ops that follow their operands read a value."""
+        """Return the dtype in which ops that follow their operands read a value."""
         return self.compute if h.lean else h.dtype
 
     def _fits(self, node: fx.Node) -> bool:
-        """Whether the numbers that stand in a call can be said in the compute dtype (masks are filled with float32's
-        least number).
+        """Return whether the numbers in a call's arguments can be represented in the compute dtype.
+
+        Masks are filled with float32's least number.
         """
         limit = torch.finfo(self.compute)
         numbers = [abs(a) for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
@@ -302,7 +301,7 @@ class _Writer:
     # --- values of the new graph
 
     def _seen(self, node: fx.Node, user: fx.Node) -> _Held:
-        """A value as one user sees it."""
+        """Return a value as one user sees it."""
         h = self.held[node]
         if h.scoped is None:
             return h
@@ -314,7 +313,7 @@ class _Writer:
         return h if h.stored or wider == self._read(h) else _Held(self._as(h.node, wider), h.live)
 
     def _as(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """A floating value of the new graph in a dtype, made once. Of moved parameters the parameter itself is cast."""
+        """Return a floating value in a dtype, cast once. For moved parameters the parameter itself is cast."""
         if not _floating(node) or isinstance(node.meta["value"], tuple) or value_of(node).dtype == dtype:
             return node
         if (node, dtype) not in self.casts:
@@ -332,7 +331,7 @@ class _Writer:
         return self.casts[node, dtype]
 
     def _root(self, node: fx.Node) -> fx.Node | None:
-        """What a view of a parameter is a view of."""
+        """Return the operand of which a node is a view, if that comes from a parameter by views."""
         if node.op != "call_function" or values.op_name(node.target) not in MOVES or node.target is operator.getitem:
             return None
         operands = [n for n in node.all_input_nodes if _floating(n)]
@@ -352,7 +351,7 @@ class _Writer:
         return new
 
     def _copy(self, node: fx.Node, read: dict[fx.Node, fx.Node]) -> fx.Node:
-        """The same call with other operands; its type worked out again if theirs are other types."""
+        """Copy a call with other operands, and infer its type again if theirs differ."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: read[n])
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         value = node.meta["value"]
@@ -372,7 +371,7 @@ def _all(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _known(target: Any) -> bool:
-    """Whether torch's lists can speak of an op, or ours do."""
+    """Return whether torch's lists, or shardc's, apply to an op."""
     return target is operator.getitem or (
         isinstance(target, OpOverload) and (target.namespace == "aten" or values.op_name(target) in STAY)
     )
@@ -394,14 +393,14 @@ def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def _regraded(new: Any, old: Any) -> Any:
-    """Shapes and dtypes of `new`; gradients flow where they did."""
+    """Return `new`'s shapes and dtypes with the gradients of `old`."""
     if isinstance(new, tuple):
         return tuple(map(_regraded, new, old))
     return replace(new, requires_grad=old.requires_grad) if new is not None and old is not None else new
 
 
 def _reach(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
-    """(what the output depends on, what some product depends on)."""
+    """Return (the nodes on which the output depends, the nodes on which some product depends)."""
     nodes = list(graph.nodes)
     alive, body = set(nodes[-1:]), set()
     for node in reversed(nodes):

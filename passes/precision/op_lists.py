@@ -1,8 +1,9 @@
-"""Which ops run in which precision: torch.autocast's lists, by op name without overload, and what they do not speak of.
+"""List which ops run in which precision: torch.autocast's lists, by op name, and others.
 
 Source: torch 2.13, aten/src/ATen/autocast_mode.h (AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32,
 AT_FORALL_FP32_SET_OPT_DTYPE), described under "Autocast Op Reference" at https://docs.pytorch.org/docs/stable/amp.html.
-Ops of no list follow their operands."""
+Ops of no list follow their operands.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ def _of(names: str, *more: str) -> frozenset[str]:
     return frozenset((*names.split(), *more))
 
 
-#: Run in the compute dtype: products, and what is made of them.
+#: Run in the compute dtype: products, and ops that consist of them.
 LOW = _of(
     # AT_FORALL_LOWER_PRECISION_FP
     """
@@ -22,17 +23,17 @@ LOW = _of(
     _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
     _scaled_dot_product_flash_attention scaled_dot_product_attention
     """
-    # products that autocast meets as the ops above, or promotes
+    # products that autocast sees as the ops above, or promotes
     """
     linalg_matmul dot vdot inner outer ger tensordot bilinear _trilinear _grouped_mm experts lstm gru rnn_tanh
     rnn_relu
     """
 )
 
-#: Operands of those that stay as they are: weights of experts' results, which are added up in their dtype.
+#: Operands of LOW ops that keep their dtype: weights of experts' results, which are added up in it.
 STAY = {"experts": (2,)}
 
-#: Look-ups: the table is read as it is stored, so that its gradient adds up there; what is found is cast.
+#: Look-ups: the table is read as it is stored, so that its gradient adds up in that dtype; the result is cast.
 LOOKUPS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})
 
 #: Run in float32: sums of many elements, statistics, losses, exponentials and logarithms.
@@ -77,7 +78,7 @@ WIDE = _of(
 )
 WIDE_PREFIXES = ("linalg_", "fft_", "special_bessel", "special_modified")
 
-#: Of those: what gives an activation of its operand's shape back, which then goes on in the compute dtype.
+#: WIDE ops that return an activation of their operand's shape, which is then cast to the compute dtype.
 NARROWED = _of(
     """
     layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm native_group_norm instance_norm
@@ -89,7 +90,7 @@ NARROWED = _of(
     *(n for n in WIDE if "upsample_" in n),
 )
 
-#: Move elements and compute nothing: what is known of the operand is known of the result.
+#: Move elements and compute nothing: the result has the properties of the operand.
 MOVES = _of(
     """
     getitem reshape view _unsafe_view _reshape_alias view_as flatten unflatten transpose t permute movedim moveaxis
@@ -102,11 +103,11 @@ MOVES = _of(
     """
 )
 
-#: Changes of dtype that the model itself writes.
+#: Casts that the model itself has.
 CASTS = frozenset({"to", "_to_copy", "type_as", "_to_cpu"})
 
-#: Take operands of several floating dtypes and compute in the widest; others get theirs made alike (autocast's promote
-#: list).
+#: Take operands of several floating dtypes and compute in the widest; other ops get operands of one dtype
+#: (autocast's promote list).
 PROMOTE = _of(
     """
     add sub mul div true_divide rsub where cat stack concat hstack vstack dstack maximum minimum fmax fmin atan2

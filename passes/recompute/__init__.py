@@ -1,4 +1,4 @@
-"""Recomputation: which activations backward computes again instead of keeping them, and which are kept.
+"""Recomputation: choose which activations backward computes again, and which are kept.
 
 The spec calls it `checkpoint:`, as torch does (activation checkpointing). Checkpoints that are files are saved by
 shardc.runtime.state.
@@ -9,18 +9,18 @@ shardc.runtime.state.
              h = layer_norm(x, w)            | region "h.0"
              q = linear(h, w2)               | region "h.0" kept "h.0"
 
-A region is one call of a module that a pattern names. Its inputs are kept, if something is computed from them; so are,
-if backward needs them, the results of ops that `save` names, or that `budget` pays for, or without which an op would
-have to run again that `recompute` does not name. All other values are computed again when backward comes to the region
-(shardc.passes.joint.kept). Of the modules that a pattern matches the outermost count, as with activations; regions
-of several entries may be nested.
+A region is one call of a module that a pattern names. Its inputs are kept if something is computed from them. Results
+of ops are kept, if backward needs them, in three cases: `save` names the op, `budget` pays for the result, or without
+it an op would have to run again that `recompute` does not name. All other values are computed again when backward
+reaches the region (shardc.passes.joint.kept). If a pattern matches nested modules the outermost count, as with
+activations; regions of several entries may be nested.
 
 The budget is a share of the bytes that backward would keep of the region without a checkpoint. It is spent as in a
-knapsack: first on what saves most seconds for its bytes, on the machine that passes assume (shardc.machine.assumed).
+knapsack: first on results that save most seconds per byte, on the machine that passes assume (shardc.machine.assumed).
 
 region_choice   decides what one region keeps
-kinds           what `save` and `recompute` may call an op
-fewest_bytes    what is kept where `recompute` says which ops may run again
+kinds           defines the kinds of ops for `save` and `recompute`
+fewest_bytes    decides what is kept if `recompute` names the ops that may run again
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from shardc.spec import Checkpoint as Entry
 
 @dataclass(frozen=True)
 class Recompute(Pass):
-    """Puts the regions of the spec's `checkpoint` into the stages' graphs."""
+    """Adds the regions of the spec's `checkpoint` to the stages' graphs."""
 
     def applies(self, program: Program) -> bool:
         return bool(self.spec.checkpoint)
@@ -62,11 +62,11 @@ class Recompute(Pass):
                     self._put(node, entries, regions, entry)
         order = sorted(
             regions.values(), key=lambda r: r.name.count(".")
-        )  # outer ones first: their names are the beginnings of others
+        )  # outer ones first: their names are prefixes of inner ones
         rules, alike = Rules(program), Alike({})
         for stage in stages:
             graph = StageGraph(stage.graph, replace(program, regions=tuple(order)), rules)
-            for region in order[::-1]:  # what an inner region holds, an outer one may compute again
+            for region in order[::-1]:  # an outer region may recompute what an inner one holds
                 if members := graph.members(region.name):
                     outcome = Choice(graph, region.name, entry[region.name], members, alike).run()
                     old = regions[region.name]
@@ -80,9 +80,9 @@ class Recompute(Pass):
         return replace(program, stages=stages, regions=ordered, notes=(*program.notes, *fold(_notes(ordered))))
 
     def _entries(self, program: Program) -> dict[str, tuple[int, Entry]]:
-        """Every module that is a region, with its entry of the spec and the entry's number."""
+        """Return every module that is a region, with its entry of the spec and the entry's number."""
         nodes = (n for stage in program.stages for n in stage.graph.nodes)
-        modules = dict.fromkeys(m for n in nodes for m in enclosing(source_of(n).module))  # in the order they run in
+        modules = dict.fromkeys(m for n in nodes for m in enclosing(source_of(n).module))  # in order of execution
         selectors = [
             Selector(entry.match, self.spec.where(("checkpoint", i, "match")), every=entry.every)
             for i, entry in enumerate(self.spec.checkpoint)
@@ -95,7 +95,7 @@ class Recompute(Pass):
     def _put(
         self, node: fx.Node, entries: dict[str, tuple[int, Entry]], regions: dict[str, Region], entry: dict[str, Entry]
     ) -> None:
-        """Say in which region a node is; of a result's part: in that of the whole result."""
+        """Set the region of a node; for a part of a result, that of the whole result."""
         if node.target is operator.getitem:
             result = node.args[0]
             if isinstance(result, fx.Node) and "region" in result.meta:
@@ -115,7 +115,7 @@ class Recompute(Pass):
 
 
 def _notes(regions: Sequence[Region]) -> Iterable[str]:
-    """What each region keeps and computes again."""
+    """Yield a note on what each region keeps and computes again."""
     for r in regions:
         repeats = f", repeats {plural(r.again, 'collective')}" if r.again else ""
         when = "while the region around it is in backward" if r.parent else "until backward"

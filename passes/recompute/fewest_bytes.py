@@ -1,15 +1,15 @@
-"""The fewest bytes from which backward can compute all that it wants, running only ops that are cheap to run again.
+"""Find the fewest bytes from which backward can compute its values, running only cheap ops again.
 
-    f = to(x, float32)       cheap         backward wants f, s, h, g, u and a
+    f = to(x, float32)       cheap         backward needs f, s, h, g, u and a
     s = rsqrt(mean(f * f))   cheap         x, s, g, u          are kept: from these follow
     h = to(f * s)            cheap         f, h, a             without a product
     g = linear(h, w1)
     u = linear(h, w2)
     a = silu(g) * u          cheap
 
-It is a minimum cut (Ford and Fulkerson 1956; torch's partitioner of joint graphs asks the same question). Every value
-is a pipe as wide as it has bytes. Water comes from what cannot be computed again, region inputs and results of ops that
-are not cheap; it flows through cheap ops, from each operand to the result; and it leaves at what backward wants. To
+It is a minimum cut (Ford and Fulkerson 1956; torch's partitioner of joint graphs also uses one). Every value is a pipe
+as wide as its bytes. Water enters at values that cannot be computed again, region inputs and results of ops that are
+not cheap. It flows through cheap ops, from each operand to the result, and leaves at values that backward needs. To
 keep a value is to close its pipe. The pipes of a minimum cut are the fewest bytes that stop all water; of several such
 cuts the last one in forward is taken, after which least is computed again.
 """
@@ -23,20 +23,21 @@ from typing import Any
 import networkx  # type: ignore[import-untyped]
 from networkx.algorithms.flow import boykov_kolmogorov  # type: ignore[import-untyped]
 
-#: A value of so many times fewer bytes than what it is computed from is kept rather than computed again: a mean costs
-#: reading all of what it is the mean of.
+#: A value with this many times fewer bytes than its operands is kept rather than computed again: a mean costs
+#: reading its whole operand.
 STATISTIC = 32
 
 
 @dataclass
 class MinCut:
-    """Values, what they cost, and from what they can be computed: any hashable objects. `cut()` says which to keep."""
+    """Values, their costs, and their operands: any hashable objects. `cut()` returns which to keep."""
 
     graph: Any = field(default_factory=networkx.DiGraph)
 
     def value(self, v: Hashable, nbytes: float | None, operands: Iterable[Hashable] | None) -> None:
-        """nbytes: what it takes to keep v; None: it cannot be kept (a view: its base can). operands: of the cheap op
-        that computes it again; None: it cannot be.
+        """Add a value. nbytes: cost of keeping v; None: it cannot be kept (a view: its base can).
+
+        operands: of the cheap op that computes it again; None: nothing can.
         """
         self._edge((v, "in"), (v, "out"), nbytes)
         if operands is None:
@@ -46,14 +47,14 @@ class MinCut:
             self._edge((u, "out"), (v, "in"), None)
 
     def want(self, v: Hashable) -> None:
-        """Backward needs v."""
+        """Record that backward needs v."""
         self._edge((v, "out"), "sink", None)
 
     def cut(self) -> list[Any]:
-        """The values to keep."""
+        """Return the values to keep."""
         if "sink" not in self.graph or "source" not in self.graph:
             return []
-        # `late`: what water would still reach the sink from, the smallest such set of all minimum cuts
+        # `late`: the nodes from which water would still reach the sink, the smallest such set of all minimum cuts
         _, (_, late) = networkx.minimum_cut(self.graph, "source", "sink", flow_func=boykov_kolmogorov)
         return [v for v, end in (n for n in late if isinstance(n, tuple)) if end == "out" and (v, "in") not in late]
 

@@ -1,4 +1,4 @@
-"""Kinds of ops, as a spec's `checkpoint:` names them: `save: [linear, attention]`, `recompute: [elementwise, gather]`.
+"""Define kinds of ops, for `checkpoint: {save: [linear, attention]}` or `{recompute: [elementwise]}`.
 
     linear       products with weights; matmul: products of two activations; attention; conv; norm
     collective   all that communicates; gather: only those that put the parts of a value together (all_gather)
@@ -60,19 +60,19 @@ _ELEMENTWISE = {
     "std",
     "linalg_vector_norm",
 }
-#: Of our own: conversions that send nothing, and what works on elements.
+#: Elementwise ops of shardc: conversions that send nothing, and ops on elements.
 _OURS = {
     *(getattr(ops, row.op) for row in CONVERSIONS if row.collectives(gradient=False)[0] == "none"),
     ops.dropout,
     ops.fill_padding,
 }
 
-#: What `recompute: cheap` stands for.
+#: The kinds that `recompute: cheap` means.
 CHEAP = ("elementwise", "norm", "gather")
 
 
 def kinds(node: fx.Node, weights: set[fx.Node]) -> set[str]:
-    """The kinds of an op of a program. weights: the values that follow from parameters and buffers alone."""
+    """Return the kinds of an op. weights: the values that depend on parameters and buffers alone."""
     names: set[str] = set()
     collective: Collective | None = node.meta.get("collective")
     if collective is not None and collective.kind != "none":

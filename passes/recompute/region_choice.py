@@ -1,6 +1,4 @@
-"""Which results one region keeps, and what comes of it: those of the kinds that `save` names, those without which an op
-would run again that `recompute` does not name, or those that the budget pays for.
-"""
+"""Decide which results one region keeps, by `save`, by `recompute` or by the budget, and the outcome."""
 
 from __future__ import annotations
 
@@ -23,12 +21,12 @@ from shardc.runtime import ops
 from shardc.runtime.ops.local_math import UNEQUAL
 from shardc.spec import Checkpoint as Entry
 
-#: Small, and what it says has to be exchanged: always kept.
+#: Ops with small results that ranks had to exchange: always kept.
 ROUTING = (ops.experts_route, ops.experts_keep, ops.attention_reach)
 
 
 class StageGraph:
-    """A stage's graph with what backward keeps of every op. base: the node that a node is a view of, itself if none."""
+    """A stage's graph with what backward keeps of every op. base: the node that a node views, or itself."""
 
     def __init__(self, graph: fx.Graph, program: Program, rules: Rules) -> None:
         self.nodes = list(graph.nodes)
@@ -38,9 +36,9 @@ class StageGraph:
         self.base: dict[fx.Node, fx.Node] = {}
         stored = {"mesh", *(p.name for p in program.params), *(b.name for b in program.buffers)}
         self.weights: set[fx.Node] = set()
-        self.stored: set[fx.Node] = set()  # there whether a region holds them or not
+        self.stored: set[fx.Node] = set()  # available even if no region holds them
         self.parents = {r.name: r.parent for r in program.regions}
-        self.held: dict[str, frozenset[fx.Node]] = {}  # by region, of those that are decided
+        self.held: dict[str, frozenset[fx.Node]] = {}  # by region, for regions that are decided
         self._costs: dict[fx.Node, float] = {}
         for n in self.nodes:
             self.base[n] = n
@@ -61,7 +59,7 @@ class StageGraph:
             self.base[n] = n if viewed is None else self.base[viewed]
 
     def members(self, region: str) -> list[fx.Node]:
-        """The ops of a region, and of those in it, in order."""
+        """Return the ops of a region, and of regions inside it, in order."""
         names = {region}
         names |= {name for name in self.parents if names & set(self._around(name))}
         return [n for n in self.nodes if n.meta.get("region") in names]
@@ -71,17 +69,17 @@ class StageGraph:
             yield region
 
     def nbytes(self, node: fx.Node) -> int:
-        """Bytes of a node's own result on one rank: none of its own if it is a view."""
+        """Return the bytes of a node's own result on one rank: 0 for a view."""
         if self.base[node] is not node:
             return 0
         return sum(v.nbytes() for v in self._types.of(node))
 
     def read(self, node: fx.Node) -> int:
-        """Bytes of an op's operands on one rank."""
+        """Return the bytes of an op's operands on one rank."""
         return sum(v.nbytes() for v in self._types.call(node).operands)
 
     def cost(self, node: fx.Node) -> float:
-        """Seconds that it takes to run an op again."""
+        """Return the seconds of running an op again."""
         if node not in self._costs:
             self._costs[node] = self._cost(node)
         return self._costs[node]
@@ -96,8 +94,9 @@ class StageGraph:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What comes of a choice. kept, dropped: bytes; again: the collectives that are repeated; cost: of computing again,
-    in seconds; held: values, but for parameters.
+    """The outcome of a choice. held: values without parameters. again: the collectives that are repeated.
+
+    kept, dropped: bytes. cost: of computing again, in seconds.
     """
 
     kept: int
@@ -109,7 +108,7 @@ class Outcome:
 
 @dataclass
 class Alike:
-    """What was kept of a region, as positions in it, by what decided it: repeated layers are decided once."""
+    """What equal regions keep, as positions in a region: equal layers are decided once."""
 
     known: dict[Any, list[int]]
 
@@ -150,9 +149,7 @@ class Choice:
         return outcome
 
     def _wanted(self) -> None:
-        """What backward keeps of the region's ops: results of nodes, and what ops made for themselves; and what inner
-        regions hold.
-        """
+        """Find what backward keeps of the region: results, ops' internal values, and what inner regions hold."""
         self.wanted: dict[fx.Node, None] = {}
         self.own: dict[fx.Node, int] = {}
         for n in self.members:
@@ -169,7 +166,7 @@ class Choice:
                 self.wanted |= dict.fromkeys(self.graph.held.get(name, ()))
 
     def _with(self, keep: set[fx.Node]) -> Outcome:
-        """What comes of keeping the results of these ops, as far as they are needed."""
+        """Return the outcome of keeping the results of these ops, as far as they are needed."""
         graph = self.graph
         held: dict[fx.Node, None] = {}
         needed: set[fx.Node] = set()
@@ -191,7 +188,7 @@ class Choice:
                     if u.meta.get("value") is not None:
                         need(u)
         bases = {graph.base[n] for n in held}
-        # what follows from weights alone is one copy for all microbatches (shardc.passes.weight_casts)
+        # values of weights alone are one copy for all microbatches (shardc.passes.weight_casts)
         kept = kept_own + sum(graph.nbytes(n) for n in bases if n not in graph.weights)
         dropped = sum(graph.nbytes(n) for n in self.wanted if n in needed) + sum(
             size for n, size in self.own.items() if n in needed
@@ -207,12 +204,12 @@ class Choice:
         return Outcome(kept, dropped, again, sum(map(graph.cost, needed)), frozenset(held))
 
     def _fewest(self, again: set[str]) -> set[fx.Node]:
-        """What keeps the fewest bytes if only ops of these kinds may run again."""
+        """Return the ops to keep for the fewest bytes, if only ops of these kinds may run again."""
         graph, cut = self.graph, MinCut()
         dear: set[fx.Node] = set()  # ops that do not run again
 
         def held(u: fx.Node) -> fx.Node | None:
-            """What is held where a region holds u, or takes it from outside; None: it is there anyway."""
+            """Return what the region holds for u, inside or from outside; None if it is available anyway."""
             u = u if u in self.inside else graph.base[u]
             return None if graph.base[u] in graph.stored or u in graph.weights or u.meta.get("value") is None else u
 
@@ -229,7 +226,7 @@ class Choice:
                 dear.add(n)
             view = graph.base[n] is not n
             take(n, None if view else graph.nbytes(n), whole)
-            if n in self.own:  # kept, if the op is, in a pipe of its own
+            if n in self.own:  # kept, if the op is, in a separate pipe
                 take(n, self.own[n], n, name=("own", n))
                 cut.want(("own", n))
         for n in self.wanted:
@@ -242,17 +239,17 @@ class Choice:
         return keep | dear
 
     def _runs_again(self, n: fx.Node, again: set[str]) -> bool:
-        """May an op of a region run again, and is its result not so small that it is kept all the same?"""
+        """Return whether an op may run again, and its result is not so small that it is kept anyway."""
         graph = self.graph
         if n in graph.weights or n.target in ROUTING:
-            return False  # what follows from weights alone is the same for all microbatches, and kept
+            return False  # values of weights alone are the same for all microbatches, and kept
         if graph.base[n] is not n:
-            return True  # a view takes nothing
+            return True  # a view needs no memory
         large = n in self.own or graph.nbytes(n) * STATISTIC > graph.read(n)
         return large and bool(again & kinds(n, graph.weights))
 
     def _bought(self, share: float) -> set[fx.Node]:
-        """What the budget pays for."""
+        """Return the ops whose results the budget pays for."""
         position = {n: i for i, n in enumerate(self.members)}
         look = [
             (
@@ -272,8 +269,9 @@ class Choice:
         return {self.members[i] for i in self.alike.known[key]}
 
     def _budget(self, share: float) -> set[fx.Node]:
-        """Greedily, what saves most work for its bytes: all that fits into the share of what would be kept without a
-        checkpoint.
+        """Choose greedily the results that save most work per byte, within the budget.
+
+        The budget is a share of the bytes that would be kept without a checkpoint.
         """
         solid = [n for n in self.members if self._solid(n)]
         keep: set[fx.Node] = set()
@@ -298,6 +296,6 @@ class Choice:
             now = best[2]
 
     def _solid(self, n: fx.Node) -> bool:
-        """Is an op's result always a tensor of its own, on every rank? Views are for free."""
+        """Return whether an op's result is always a separate tensor, on every rank. Views are free."""
         views = self.graph.saved[n].views if n in self.graph.saved else (n,)
         return n.target not in UNEQUAL and all(viewed is None for viewed in views)

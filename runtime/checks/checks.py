@@ -88,8 +88,8 @@ class Checks(Moments):
         raise NotImplementedError
 
     def _compare_copies(self, call: str, optimizer: Optimizer | None) -> None:
-        held = self._model.owned, self._model.buffers, optimizer
-        replicas.check_replicas(self._program, self._mesh, *held, step=self._model.rng.step, call=call)
+        copies = self._model.owned, self._model.buffers, optimizer
+        replicas.check_replicas(self._program, self._mesh, *copies, step=self._model.rng.step, call=call)
 
     def _mark_gradients(self) -> None:
         """Make gradients of which this rank has parts refuse ops that mix elements."""

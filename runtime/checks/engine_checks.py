@@ -69,8 +69,8 @@ class EngineChecks(Checks):
         if self.compares:
             facts = shared_facts.batch_facts(self._program, batch, local=local)
             call = "a step" if training else "evaluating"
-            alike = agreement.check(self._mesh, [*facts, *self._between_steps()], call)
-            self._same_rows.look(self._program, batch, facts, alike, self._mesh.note)
+            equal_facts = agreement.check(self._mesh, [*facts, *self._between_steps()], call)
+            self._same_rows.look(self._program, batch, facts, equal_facts, self._mesh.note)
 
     def _between_steps(self) -> list[Fact]:
         """Return facts that ranks share between steps. Stages of a pipeline may have other parameter groups."""

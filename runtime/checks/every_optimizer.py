@@ -48,11 +48,11 @@ def observers() -> list[Observer]:
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    found = observers()
-    for observer in found:
+    registered = observers()
+    for observer in registered:
         observer.stepping(optimizer)
     without_closure = len(args) + len(kwargs) <= 1  # the optimizer itself
-    if found and without_closure and type(optimizer).step.__module__.startswith("torch.optim."):
+    if registered and without_closure and type(optimizer).step.__module__.startswith("torch.optim."):
         tensor_parts.begin_plain()
 
 

@@ -103,33 +103,33 @@ class GivenModel:
 
     def _changes(self, model: nn.Module) -> Notes:
         lost = _LOST.format(made=self._made)
-        found: dict[str, list[str]] = {}
+        by_fault: dict[str, list[str]] = {}
         if self._in_vain:
-            found[_IN_VAIN.format(made=self._made)] = [f"the optimizer {self._in_vain}"]
+            by_fault[_IN_VAIN.format(made=self._made)] = [f"the optimizer {self._in_vain}"]
         for path, m in model.named_modules():
             then = self._then.get(path)
             same: Any = then.module() if then is not None else None
             if then is None or m is not same:
-                found.setdefault(f"another module, {lost}{_AGAIN}", []).append(path)
+                by_fault.setdefault(f"another module, {lost}{_AGAIN}", []).append(path)
                 continue
             if hooks_of(m) > then.hooks:
-                found.setdefault(f"a hook, {lost}{_AGAIN}", []).append(path)
+                by_fault.setdefault(f"a hook, {lost}{_AGAIN}", []).append(path)
             if model.training and self._then[""].training and m.training != then.training:
                 mode = "training" if m.training else "eval"
-                found.setdefault(f"in {mode} mode, {lost}{_AGAIN}", []).append(path)
+                by_fault.setdefault(f"in {mode} mode, {lost}{_AGAIN}", []).append(path)
             for name, was in then.parameters.items():
                 p, fqn = m._parameters.get(name), f"{path}.{name}" if path else name
-                held: Any = was.parameter()
+                original: Any = was.parameter()
                 if p is None:
                     continue
                 if p.requires_grad != was.trains:
-                    found.setdefault(f"requires_grad, {lost}{_AGAIN}", []).append(fqn)
+                    by_fault.setdefault(f"requires_grad, {lost}{_AGAIN}", []).append(fqn)
                 if p.dtype != was.dtype:
-                    found.setdefault(f"its dtype, {lost}it is the spec's `precision`", []).append(fqn)
-                elif not self.handed_out and (held is not p or _version(p) != was.version):
-                    found.setdefault(f"its values, {lost}{_WEIGHTS.format(made=self._made)}", []).append(fqn)
+                    by_fault.setdefault(f"its dtype, {lost}it is the spec's `precision`", []).append(fqn)
+                elif not self.handed_out and (original is not p or _version(p) != was.version):
+                    by_fault.setdefault(f"its values, {lost}{_WEIGHTS.format(made=self._made)}", []).append(fqn)
         notes: Notes = {}
-        for fault, names in found.items():
+        for fault, names in by_fault.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             notes[f"{names[0]}{more}"] = fault
         return notes
@@ -144,12 +144,12 @@ class GivenModel:
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, _Module]]:
     for path, m in model.named_modules():
-        held = {
+        parameters = {
             name: _Parameter(weakref.ref(p), _version(p), p.requires_grad, p.dtype)
             for name, p in m._parameters.items()
             if p is not None
         }
-        yield path, _Module(weakref.ref(m), m.training, hooks_of(m), held)
+        yield path, _Module(weakref.ref(m), m.training, hooks_of(m), parameters)
 
 
 def _version(p: Tensor) -> int:

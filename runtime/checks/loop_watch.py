@@ -101,13 +101,13 @@ class LoopWatch:
 
         Foreign: of no module. They were equal on all ranks before.
         """
-        mine = [len(self._others)]
+        numbers = [len(self._others)]
         others, self._others = self._others, []
         for _, params, before in others:
             after = fingerprint(params)
-            mine += [before, before**2, after, after**2]
+            numbers += [before, before**2, after, after**2]
         n = mesh.layout.world
-        _, *sums = mesh.sum_on_host(mine)
+        _, *sums = mesh.sum_on_host(numbers)
         for i, (name, params, _) in enumerate(others):
             before, squares, after, squares_after = sums[4 * i : 4 * i + 4]
             if n * squares == before**2 and n * squares_after != after**2:

@@ -95,10 +95,10 @@ class ModuleChecks(Checks):
             stated("which parameters are frozen", self._watched.frozen(), fix=user_changes.FREEZE_ALIKE),
             stated("whether gradients are on", torch.is_grad_enabled(), fix=_EVALUATE_ALIKE),
         ]
-        alike = self._compare("forward", [*facts, *calls, *self._loop.facts()])
+        equal_facts = self._compare("forward", [*facts, *calls, *self._loop.facts()])
         if self._unmarked:
             self._check_loaded()
-        self._same_rows.look(self._program, batch, facts, alike, self._mesh.note)
+        self._same_rows.look(self._program, batch, facts, equal_facts, self._mesh.note)
         step = self._model.rng.step
         if training and self._check_every and step and step % self._check_every == 0:
             self._compare_copies("a step", None)
@@ -116,16 +116,16 @@ class ModuleChecks(Checks):
     def _compare(self, call: str, facts: Sequence[Fact]) -> Sequence[Fact]:
         """Compare facts, and parameters of no module after a step, over ranks; return the equal facts."""
         after_step = self._loop.others
-        alike = agreement.check(self._mesh, facts, call)
+        equal_facts = agreement.check(self._mesh, facts, call)
         if after_step:
             self._loop.check_others(self._mesh)
-        return alike
+        return equal_facts
 
     def _check_loaded(self) -> None:
         """Check loaded weights whose slices are not marked. Collective."""
         axes = {p.name: norm_axes(self._program, p.name) for p in self._program.params}
-        held = [(axes[n], p.detach()) for n, p in self._model.owned.items() if axes[n]]
-        facts = state_dict_marks.loaded_facts(held, self._mesh.rank)
+        params = [(axes[n], p.detach()) for n, p in self._model.owned.items() if axes[n]]
+        facts = state_dict_marks.loaded_facts(params, self._mesh.rank)
         state_dict_marks.check_loaded(facts, agreement.check(self._mesh, facts, "forward"))
         self._unmarked = False
 

@@ -55,24 +55,24 @@ class OptimizerMarks:
         self._check_shapes(optimizer)
 
     def _mark(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        for own, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-            found = [(p, x) for p in own["params"] if (x := self._here.get(id(p))) is not None]
-            packed[KEY] = {"rank": self._rank, "slices": {fqn: text for _, (fqn, text, *_) in found}}
-            for p, (fqn, _, whole, here) in found:
-                for x in optimizer.state.get(p, {}).values() if whole != here else ():
-                    if isinstance(x, Tensor) and x.shape == here:
+        for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+            slices = [(p, x) for p in group["params"] if (x := self._here.get(id(p))) is not None]
+            packed[KEY] = {"rank": self._rank, "slices": {fqn: text for _, (fqn, text, *_) in slices}}
+            for p, (fqn, _, whole, part) in slices:
+                for x in optimizer.state.get(p, {}).values() if whole != part else ():
+                    if isinstance(x, Tensor) and x.shape == part:
                         parameter_parts.refuse_checkpoint(x, fqn)
 
     def _check(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         groups = state_dict["param_groups"]
-        for own, given in zip(optimizer.param_groups, groups, strict=False):  # torch reports another number of groups
-            if KEY in given:
-                self._compare(optimizer, own["params"], given[KEY])
+        for group, saved in zip(optimizer.param_groups, groups, strict=False):  # torch reports another number of groups
+            if KEY in saved:
+                self._compare(optimizer, group["params"], saved[KEY])
         return {**state_dict, "param_groups": [{k: x for k, x in g.items() if k != KEY} for g in groups]}
 
     def _compare(self, optimizer: Optimizer, params: Iterable[Tensor], note: Mapping[str, Any]) -> None:
-        saved, found = note["slices"], [x for p in params if (x := self._here.get(id(p))) is not None]
-        if other := [(fqn, text) for fqn, text, *_ in found if saved.get(fqn, text) != text]:
+        saved, slices = note["slices"], [x for p in params if (x := self._here.get(id(p))) is not None]
+        if other := [(fqn, text) for fqn, text, *_ in slices if saved.get(fqn, text) != text]:
             fqn, text = other[0]
             raise ShardcError(
                 f"this is the state of the slices of rank {note['rank']}: {saved[fqn]}, where this rank has {text}"
@@ -83,15 +83,15 @@ class OptimizerMarks:
 
     def _check_shapes(self, optimizer: Optimizer) -> None:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            fqn, _, whole, here = self._here.get(id(p), ("", "", (), ()))
+            fqn, _, whole, part = self._here.get(id(p), ("", "", (), ()))
             # not for a parameter of one number: a step count has its shape
             if (
                 len(whole)
-                and whole != here
+                and whole != part
                 and any(isinstance(x, Tensor) and x.shape == whole for x in optimizer.state.get(p, {}).values())
             ):
                 raise ShardcError(
-                    f"this is state of the whole parameter {list(whole)}, of which this rank has a part {list(here)}",
+                    f"this is state of the whole parameter {list(whole)}, of which this rank has a part {list(part)}",
                     where=f"{type(optimizer).__name__}.load_state_dict: {fqn}",
                     fix=f"begin without it; {self._fix}",
                 )

@@ -74,9 +74,9 @@ class ByName(dict[str, nn.Parameter]):
     """
 
     def __init__(self, program: Program, owned: Mapping[str, nn.Parameter]) -> None:
-        here = [p for p in program.params if p.name in owned]
-        super().__init__((p.fqn, owned[p.name]) for p in here)
-        self._others = {name: owned[p.name] for p in here for name in (p.name, *p.aliases)}
+        params = [p for p in program.params if p.name in owned]
+        super().__init__((p.fqn, owned[p.name]) for p in params)
+        self._others = {name: owned[p.name] for p in params for name in (p.name, *p.aliases)}
         self._names = [n for p in program.params for n in p.names]
         self._elsewhere = {n: p.stages for p in program.params for n in (p.fqn, *p.aliases) if p.stages}
 

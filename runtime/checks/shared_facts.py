@@ -45,8 +45,8 @@ def joint_facts(program: Program, mesh: Any) -> list[Fact]:
     Only its own stages' graphs: it need not write those of other ranks. Ranks agree on the program otherwise.
     """
     at = mesh.coordinate(program.axis) if program.axis else 0
-    mine = [s for i, s in enumerate(program.stages) if program.schedule is None or program.schedule.placement[i] == at]
-    texts = [str(graph) for s in mine if s.joint is not None for graph in s.joint.graphs.values()]
+    local = [s for i, s in enumerate(program.stages) if program.schedule is None or program.schedule.placement[i] == at]
+    texts = [str(graph) for s in local if s.joint is not None for graph in s.joint.graphs.values()]
     axes = (program.axis,) if program.axis else ()
     return [Fact("the graphs of a step", hashed(texts), axes, fix=SAME_PROGRAM)]
 
@@ -94,11 +94,11 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
     where = "its part of the batch"
     shapes = [tuple(tensors[x.path].shape) if x.path in tensors else () for x in program.inputs]
     lengths = "pad them to one length on all ranks: batch: {lengths: [...], pad: {name: number}} in the spec does"
-    alike = Fact("the length of the part of the batch", hashed(shapes), where=where, fix=lengths)
+    same_length = Fact("the length of the part of the batch", hashed(shapes), where=where, fix=lengths)
     inputs = ", ".join(f"{name_of(path)} {x.dtype}" for path, x in tensors.items())
     return [
         stated("the inputs in the part of the batch", inputs, where=where, fix=SAME_BATCH),
-        alike,
+        same_length,
         *(Fact("the part of the batch", fingerprint(xs), axes, where, SAME_BATCH) for axes, xs in parts.items()),
     ]
 

@@ -28,13 +28,13 @@ def slices(program: Program, mesh: Any, runs: Mapping[str, FlatShard]) -> dict[s
 
     runs: flat shards of ZeRO, by placeholder name.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
     stored: list[Param | Buffer] = [*program.params, *program.buffers]
     for x in stored:
         if text := _slice(x, mesh, coords, runs.get(x.name)):
-            found |= dict.fromkeys(x.names if x.fqn else (), text)
-    return found
+            texts |= dict.fromkeys(x.names if x.fqn else (), text)
+    return texts
 
 
 def _slice(x: Param | Buffer, mesh: Any, coords: Mapping[str, int], run: FlatShard | None) -> str:
@@ -65,11 +65,11 @@ def check(
     any rank has a slice, the same on all ranks: at ZeRO one may have all of a weight, and the others nothing. Returns
     whether it has slices without a mark.
     """
-    there = [n for n in names if prefix + n in state_dict]
+    present = [n for n in names if prefix + n in state_dict]
     if not isinstance(note, Mapping):
-        return any(n in split for n in there)
+        return any(n in split for n in present)
     saved: Mapping[str, str] = note["slices"]
-    if other := [n for n in there if saved.get(n) != own.get(n)]:
+    if other := [n for n in present if saved.get(n) != own.get(n)]:
         first, rank = other[0], note["rank"]
         raise ShardcError(
             f"these are the slices of rank {rank}: {saved.get(first, 'the whole')}, where this rank has"

@@ -452,9 +452,9 @@ def _refuse_whole_operands(args: Any, kwargs: Mapping[str, Any]) -> None:
 
     torch would report different sizes, or broadcast one of them.
     """
-    given = (*args, *kwargs.values())
-    lists = [x for x in given if isinstance(x, (tuple, list))]  # arguments of _foreach functions
-    for row in zip(*lists, strict=False) if lists else [given]:
+    operands = (*args, *kwargs.values())
+    lists = [x for x in operands if isinstance(x, (tuple, list))]  # arguments of _foreach functions
+    for row in zip(*lists, strict=False) if lists else [operands]:
         wholes = {tuple(x.shape) for x in row if isinstance(x, Tensor) and not isinstance(x, TensorPart)}
         for x in (x for x in row if isinstance(x, TensorPart)):
             whole = tuple(x.origin.shape)

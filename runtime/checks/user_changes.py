@@ -59,8 +59,8 @@ def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
         raise ShardcError(fault, where="model.train()", fix=fix)
     if model.training and not built:
         _check_still(program.still, {name: m.training for name, m in model.named_modules()}, "model")
-    found = program.check_attributes(model.named_modules()) if program.check_attributes is not None else {}
-    return found if built else {**found, **_other_dtype(program, now)}
+    notes = program.check_attributes(model.named_modules()) if program.check_attributes is not None else {}
+    return notes if built else {**notes, **_other_dtype(program, now)}
 
 
 def _other_dtype(program: Program, now: Mapping[str, nn.Parameter]) -> Notes:
@@ -70,8 +70,8 @@ def _other_dtype(program: Program, now: Mapping[str, nn.Parameter]) -> Notes:
     for p in program.params:
         x = now.get(p.fqn)
         if x is not None and x.dtype.is_floating_point and x.element_size() < p.dtype.itemsize:
-            held, given = (str(d).removeprefix("torch.") for d in (p.dtype, x.dtype))
-            note = f"its weights were {held} when it was compiled, and are {given} now: they are held as {held} again"
+            old, new = (str(d).removeprefix("torch.") for d in (p.dtype, x.dtype))
+            note = f"its weights were {old} when it was compiled, and are {new} now: they are held as {old} again"
             return {"the model's dtype": f"{note}; `precision:` of the spec says in what is computed"}
     return {}
 
@@ -187,11 +187,11 @@ def _attribute(thing: Any, parts: Iterable[str], otherwise: Any) -> Any:
     """Return an attribute of an attribute, as stored: runs no property and no __getattr__."""
     for name in parts:
         try:
-            own = vars(thing)
+            attributes = vars(thing)
         except TypeError:
-            own = {}
-        if name in own:
-            thing = own[name]
+            attributes = {}
+        if name in attributes:
+            thing = attributes[name]
             continue
         thing = next((vars(c)[name] for c in type(thing).__mro__ if name in vars(c)), _NOTHING)
         if thing is _NOTHING or hasattr(type(thing), "__get__"):
@@ -341,8 +341,8 @@ def _add(errors: Errors, fqn: str, *, trains: bool) -> None:
 
 def hooks_of(m: nn.Module) -> int:
     """Count the hooks of a module and of the gradients of its direct parameters."""
-    own = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-    return sum(map(len, own)) + sum(sum(hook_counts(p)) for p in m._parameters.values() if p is not None)
+    hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+    return sum(map(len, hooks)) + sum(sum(hook_counts(p)) for p in m._parameters.values() if p is not None)
 
 
 def hook_counts(p: nn.Parameter) -> tuple[int, int]:

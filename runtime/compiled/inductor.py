@@ -67,12 +67,12 @@ class Compiler:
         with _LOCK:
             if whole not in _DONE:
                 _DONE[whole] = self._compile(key, repr(whole), function, inputs, where)
-            found = _DONE[whole]
-        if not isinstance(found, str):
-            return found
+            result = _DONE[whole]
+        if not isinstance(result, str):
+            return result
         if self._strict:
             fix = "leave `strict` out, or `compile: layers`"
-            raise ShardcError(f"a region is not compiled: {found}", where=where, fix=fix)
+            raise ShardcError(f"a region is not compiled: {result}", where=where, fix=fix)
         return None
 
     def _compile(
@@ -86,9 +86,9 @@ class Compiler:
             with _shown(f"compiling region {number} ({where})"), _alone(whole):
                 return inductor_compiled(function, inputs)
         except Exception as e:  # compilers raise any class
-            said = (str(e).strip() or type(e).__name__).splitlines()[0]
-            _note(f"region {number} ({where}) is not compiled, and runs line by line: {type(e).__name__}: {said}")
-            return f"{type(e).__name__}: {said}"
+            message = (str(e).strip() or type(e).__name__).splitlines()[0]
+            _note(f"region {number} ({where}) is not compiled, and runs line by line: {type(e).__name__}: {message}")
+            return f"{type(e).__name__}: {message}"
 
 
 def _note(text: str) -> None:

@@ -52,11 +52,11 @@ def _call(graph: fx.Graph, region: FusedRegion, env: dict[fx.Node, fx.Node], com
     mesh, rng = ((env[x] if (x := call.named.get(name)) else None) for name in ("mesh", "rng"))
     label = region.gives[0].name
     box = graph.create_node("call_function", boxed, tuple(env[x] for x in call.takes), name=f"{label}_box")
-    made = graph.create_node("call_function", _function(call), (box, mesh, rng), name=f"{label}_region")
-    made.meta["source"] = source_of(region.gives[0])
-    made.meta["repeats"] = all(n.meta.get("repeats") for n in region.lines)
+    node = graph.create_node("call_function", _function(call), (box, mesh, rng), name=f"{label}_region")
+    node.meta["source"] = source_of(region.gives[0])
+    node.meta["repeats"] = all(n.meta.get("repeats") for n in region.lines)
     for i, n in enumerate(region.gives):
-        env[n] = graph.create_node("call_function", operator.getitem, (made, i), name=n.name)
+        env[n] = graph.create_node("call_function", operator.getitem, (node, i), name=n.name)
         env[n].meta = dict(n.meta)
 
 
@@ -163,10 +163,10 @@ class _RegionCall:
         if not self._written:
             return run(box)
         written = [box[take] for _, take in self._written]
-        made = list(run(box))
+        results = list(run(box))
         for (place, _), x in zip(self._written, written, strict=True):
-            made.insert(place, x)
-        return made
+            results.insert(place, x)
+        return results
 
     def _one_by_one(self, box: list[Any], mesh: Any, rng: Any) -> Any:
         if self._lines is None:
@@ -179,12 +179,12 @@ class _RegionCall:
 
 
 def _mask(n: fx.Node) -> partial[list[Tensor]]:
-    given: dict[str, Any] = dict(zip(_DROPOUT, n.args[1:], strict=False)) | n.kwargs
+    arguments: dict[str, Any] = dict(zip(_DROPOUT, n.args[1:], strict=False)) | n.kwargs
     x: Any = n.args[0]
-    shape = given.get("shape")
+    shape = arguments.get("shape")
     shape = x.meta["value"].shape if shape is None else shape
-    options = {"digits": given.get("digits", ()), "paddings": given.get("paddings", ())}
-    return partial(masks.inputs, stream=given["index"], shape=shape, **options)
+    options = {"digits": arguments.get("digits", ()), "paddings": arguments.get("paddings", ())}
+    return partial(masks.inputs, stream=arguments["index"], shape=shape, **options)
 
 
 def code_of(region: FusedRegion) -> RegionCode:

@@ -138,8 +138,8 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
             if any(path[: len(x.path)] == x.path for x in program.inputs if x.path not in by_path):
                 continue  # an entry of a list where a tensor is expected: reported below
             lacking = [x for x in program.inputs if x.path not in by_path]
-            alike = (name_of(x.path) for x in lacking if (x.shape, x.dtype) == (tuple(leaf.shape), leaf.dtype))
-            near = nearest(name_of(path), [name_of(x.path) for x in lacking]) or next(alike, "")
+            same_form = (name_of(x.path) for x in lacking if (x.shape, x.dtype) == (tuple(leaf.shape), leaf.dtype))
+            near = nearest(name_of(path), [name_of(x.path) for x in lacking]) or next(same_form, "")
             errors.add(
                 f"the program was compiled without this input, {type_name(leaf.dtype, leaf.shape)}",
                 where=name_of(path),
@@ -193,17 +193,17 @@ def _renamed(program: Program, by_path: Mapping[Path, Any]) -> tuple[Input, Path
 
 def _check_form(program: Program, batch: Any, by_path: Mapping[Path, Any]) -> None:
     """Raise one ShardcError for a batch of another form, such as a tuple for a dict."""
-    wanted = [x.path for x in program.inputs]
+    paths = [x.path for x in program.inputs]
     kinds = {_kind(path) for path in by_path}
-    if not kinds or kinds & {_kind(path) for path in wanted}:
+    if not kinds or kinds & {_kind(path) for path in paths}:
         return
     form = {
-        "key": f"a dict {{{', '.join(dict.fromkeys(str(path[0]) for path in wanted if path))}}}",
-        "place": f"a tuple of {len({path[:1] for path in wanted})}",
+        "key": f"a dict {{{', '.join(dict.fromkeys(str(path[0]) for path in paths if path))}}}",
+        "place": f"a tuple of {len({path[:1] for path in paths})}",
         "tensor": "a tensor",
-    }[_kind(wanted[0])]
+    }[_kind(paths[0])]
     fix = f"pass {form}"
-    if _kind(wanted[0]) == "key":
+    if _kind(paths[0]) == "key":
         fix += ", which a loader's collate_fn can make: lambda samples: dict(zip(names, default_collate(samples)))"
     got = f"a {type(batch).__name__}" if batch is not None else "None"
     if isinstance(batch, str):  # probably a key of a dict
@@ -237,24 +237,24 @@ def part_of(program: Program, rank: int) -> tuple[int, int]:
     are cut differently, and if parts are padded.
     """
     dims, coords = batch_dims(program), program.mesh.coords(rank)
-    found: set[tuple[int, int]] = set()
+    positions: set[tuple[int, int]] = set()
     for x in program.inputs:
         d = dims[x.name]
         if d is None:
             continue
         cut = Layout(tuple((a, replace(s, dim=0)) for a, s in x.layout.shards(d)))
-        mine = cut.local(torch.arange(x.shape[d]), program.mesh, coords)
-        parts = x.shape[d] // max(len(mine), 1)
-        index = int(mine[0]) // max(len(mine), 1)
-        whole = len(mine) * parts == x.shape[d]
-        if x.layout.paddings() or not whole or mine.tolist() != list(range(index * len(mine), (index + 1) * len(mine))):
+        part = cut.local(torch.arange(x.shape[d]), program.mesh, coords)
+        parts = x.shape[d] // max(len(part), 1)
+        index = int(part[0]) // max(len(part), 1)
+        whole = len(part) * parts == x.shape[d]
+        if x.layout.paddings() or not whole or part.tolist() != list(range(index * len(part), (index + 1) * len(part))):
             fault = f"its {x.shape[d]} rows are not cut into equal parts in order"
             raise ShardcError(fault, where=name_of(x.path), fix="read global batches: each rank cuts its own part")
-        found.add((index, parts))
-    if len(found) > 1:
-        fault = f"inputs are cut into {' and '.join(str(parts) for _, parts in sorted(found))} parts"
+        positions.add((index, parts))
+    if len(positions) > 1:
+        fault = f"inputs are cut into {' and '.join(str(parts) for _, parts in sorted(positions))} parts"
         raise ShardcError(fault, where="batch", fix="read global batches: each rank cuts its own part")
-    return found.pop() if found else (0, 1)
+    return positions.pop() if positions else (0, 1)
 
 
 def rows(program: Program) -> int:

@@ -91,8 +91,8 @@ class Loader:
         return len(self.order)
 
     def __repr__(self) -> str:
-        held = "a stream" if self.order.size is None else f"{self.order.size} samples"
-        return f"<Loader of {held} in global batches of {self.batch_size}: epoch {self.epoch}, {self.consumed} read>"
+        data = "a stream" if self.order.size is None else f"{self.order.size} samples"
+        return f"<Loader of {data} in global batches of {self.batch_size}: epoch {self.epoch}, {self.consumed} read>"
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's parts of the rest of the epoch.
@@ -228,9 +228,9 @@ class Loader:
             rows = x.shape[d] // self.batch_size  # of one sample
             layout = Layout(tuple((a, replace(s, dim=0)) for a, s in x.layout.shards(d)))
             places = layout.local(torch.arange(x.shape[d]) // rows, self.program.mesh, self._coords)
-            mine = places[::rows]
-            if not torch.equal(places, mine.repeat_interleave(rows)) or (
-                indices is not None and not torch.equal(indices, mine)
+            samples = places[::rows]
+            if not torch.equal(places, samples.repeat_interleave(rows)) or (
+                indices is not None and not torch.equal(indices, samples)
             ):
                 raise ShardcError(
                     "its batch dim is split otherwise than by whole samples that the other inputs have on the same"
@@ -241,7 +241,7 @@ class Loader:
                         " of your own"
                     ),
                 )
-            indices = mine
+            indices = samples
         assert indices is not None
         return indices
 

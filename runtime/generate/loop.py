@@ -140,8 +140,8 @@ class Generator:
         else:
             prompt = -(-prompts.longest // PROMPTS) * PROMPTS
         length = -(-(prompt + options.tokens) // CACHES) * CACHES
-        given = tuple((name, tuple(x.shape), x.dtype) for name, x in encoder.items())
-        return _Call(prompts, encoder, Sizes(rows, prompt, length, given), options)
+        forms = tuple((name, tuple(x.shape), x.dtype) for name, x in encoder.items())
+        return _Call(prompts, encoder, Sizes(rows, prompt, length, forms), options)
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
@@ -153,13 +153,13 @@ class Generator:
         why = ""
         for moves in (False,) if call.encoder else (False, True):  # a decoder has no mask for later tokens
             sizes = replace(call.sizes, moves=moves)
-            made = self._made(partial(_generating, self.program, sizes))
-            if made.steps is not None:
-                first, following = map(self._runs, made.steps)
-                longer = self._runs(made.trial) if made.trial is not None else first
+            result = self._made(partial(_generating, self.program, sizes))
+            if result.steps is not None:
+                first, following = map(self._runs, result.steps)
+                longer = self._runs(result.trial) if result.trial is not None else first
                 if self._agree(longer, first, following, call):
                     return first, following
-            why = why or made.why or f"with a cache {self.program.meta.get('model')} gives other logits than without"
+            why = why or result.why or f"with a cache {self.program.meta.get('model')} gives other logits than without"
         self.note(f"{why}: each token takes a forward of the whole sequence")
         return None
 
@@ -172,16 +172,16 @@ class Generator:
             fault = "generating runs programs of its own, and one that was loaded has no model to compile"
             raise ShardcError(fault, where="generate", fix="compile in this process (shardc.compile)")
         self.mesh.barrier()  # for ranks that are threads of one process: none runs during a compilation
-        made, error = None, None
+        result, error = None, None
         try:
-            made = make(self.program.resize)
+            result = make(self.program.resize)
         except ShardcError as e:
             error = e
         if self.mesh.sum_on_host([error is not None])[0]:  # the model may exist on some ranks only
             raise error or ShardcError("another rank could not compile what generates", where="generate")
-        assert made is not None
+        assert result is not None
         self.mesh.barrier()
-        return made
+        return result
 
     def _agree(self, longer: _Runs, first: _Runs, following: _Runs, call: _Call) -> bool:
         """Test once, on artificial ids, whether a token's logits are the same with and without the cache.
@@ -194,15 +194,15 @@ class Generator:
         least = min(SPECIAL, tokens // 2)
         ids = least + (torch.arange(rows * width).reshape(rows, width) * 7919) % (tokens - least)
         some = Prompts(tuple(map(tuple, ids.tolist())))
-        _, wanted = longer.interpreter.forward(self._taken(longer, call.batch(some, width)))
+        _, expected = longer.interpreter.forward(self._taken(longer, call.batch(some, width)))
         batch = call.batch(Prompts(tuple(row[:-1] for row in some.ids)), prompt)
-        _, made = first.interpreter.forward(self._taken(first, batch))
-        given = self._next_inputs(following, batch, length) | self._given(following, ids[:, -1], batch, 0, length)
-        _, found = following.interpreter.forward({**given, **_cache(made)})
+        _, outputs = first.interpreter.forward(self._taken(first, batch))
+        arguments = self._next_inputs(following, batch, length) | self._given(following, ids[:, -1], batch, 0, length)
+        _, cached = following.interpreter.forward({**arguments, **_cache(outputs)})
         differ = False
-        if LOGITS in wanted:
-            one, other = wanted[LOGITS].double(), found[LOGITS].double()
-            slack = AGREE.get(_narrowest(longer.program, wanted[LOGITS]), 5e-2) * float(one.abs().max())
+        if LOGITS in expected:
+            one, other = expected[LOGITS].double(), cached[LOGITS].double()
+            slack = AGREE.get(_narrowest(longer.program, expected[LOGITS]), 5e-2) * float(one.abs().max())
             differ = not torch.allclose(one, other, rtol=0, atol=slack)
         return not self.mesh.sum_on_host([differ])[0]
 
@@ -210,16 +210,16 @@ class Generator:
         """Yield the tokens of every row, step by step."""
         length, options = call.sizes.length, call.options
         batch = call.batch(call.prompts, call.sizes.prompt)
-        _, made = first.interpreter.forward(self._taken(first, batch))
-        cache = _cache(made)
-        tokens = self._shared(first, Sampler.of(first.logits, self.mesh, options), made, 0)
+        _, outputs = first.interpreter.forward(self._taken(first, batch))
+        cache = _cache(outputs)
+        tokens = self._shared(first, Sampler.of(first.logits, self.mesh, options), outputs, 0)
         yield tokens.tolist()
         sample, taken = Sampler.of(following.logits, self.mesh, options), self._next_inputs(following, batch, length)
         for step in range(1, options.tokens):
-            here = self._given(following, tokens, batch, step - 1, length)
-            news, made = following.interpreter.forward({**taken, **self.stored(), **cache, **here})
+            step_inputs = self._given(following, tokens, batch, step - 1, length)
+            news, outputs = following.interpreter.forward({**taken, **self.stored(), **cache, **step_inputs})
             cache |= news
-            tokens = self._shared(following, sample, made, step)
+            tokens = self._shared(following, sample, outputs, step)
             yield tokens.tolist()
 
     def _next_inputs(self, following: _Runs, batch: Mapping[str, Any], length: int) -> dict[str, Any]:
@@ -248,10 +248,10 @@ class Generator:
         every = torch.arange(rows)
         for step in range(options.tokens):
             at = lengths - 1 + step
-            _, made = runs.interpreter.forward(self._taken(runs, {IDS: ids, AT: at, **beside}))
+            _, outputs = runs.interpreter.forward(self._taken(runs, {IDS: ids, AT: at, **beside}))
             if not step:
-                self._check_causal(runs, ids, at, beside, made)
-            tokens = self._shared(runs, sample, made, step)
+                self._check_causal(runs, ids, at, beside, outputs)
+            tokens = self._shared(runs, sample, outputs, step)
             if step + 1 < options.tokens:
                 ids[every, at + 1] = tokens
             yield tokens.tolist()
@@ -278,8 +278,8 @@ class Generator:
         }
 
     def _local(self, x: Input, whole: Tensor) -> Tensor:
-        mine = x.layout.local(whole, self.mesh.layout, self.mesh.layout.coords(self.mesh.rank))
-        return mine.contiguous().to(self.mesh.device)
+        part = x.layout.local(whole, self.mesh.layout, self.mesh.layout.coords(self.mesh.rank))
+        return part.contiguous().to(self.mesh.device)
 
     def _shared(self, runs: _Runs, sample: Sampler, made: Mapping[str, Tensor], step: int) -> Tensor:
         """Return the token of every row, i64[rows], on every rank. Ranks with a row's logits choose it."""
@@ -299,10 +299,10 @@ def _generating(program: Program, sizes: Sizes, resize: Resize) -> Generation:
 
 def _narrowest(program: Program, logits: Tensor) -> torch.dtype:
     """Return the dtype of fewest bits of logits and weights: many models widen their logits to 32 bits."""
-    found = {logits.dtype, *(p.dtype for p in program.params if p.dtype.is_floating_point)}
+    dtypes = {logits.dtype, *(p.dtype for p in program.params if p.dtype.is_floating_point)}
     if program.spec is not None and program.spec.precision.compute:
-        found.add(getattr(torch, program.spec.precision.compute))
-    return min(found, key=lambda dtype: dtype.itemsize)
+        dtypes.add(getattr(torch, program.spec.precision.compute))
+    return min(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def _step(batch: Mapping[str, Any], tokens: Tensor, step: int, length: int, places: bool) -> dict[str, Tensor]:
@@ -324,8 +324,8 @@ def _step(batch: Mapping[str, Any], tokens: Tensor, step: int, length: int, plac
 
 def _cache(made: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the cache that a forward of prompts has made, by the names of buffers."""
-    found = ((State.of_output(name, tuple(x.shape), x.dtype), x) for name, x in made.items())
-    return {s.buffer: x for s, x in found if s is not None}
+    states = ((State.of_output(name, tuple(x.shape), x.dtype), x) for name, x in made.items())
+    return {s.buffer: x for s, x in states if s is not None}
 
 
 def _until_stop(steps: Iterator[list[int]], call: _Call) -> list[list[int]]:

@@ -19,6 +19,9 @@ from shardc.runtime.matrices.shown import matrices_here
 from shardc.runtime.matrices.whole import routes_of
 from shardc.runtime.zero.trained_params import trained_params
 
+#: Of every default optimizer.
+LEARNING_RATE = 3e-4
+
 
 def muon_and_adamw(params: Any) -> list[torch.optim.Optimizer]:
     """Make the optimizers. params: the argument of `optimizer=`."""
@@ -26,14 +29,14 @@ def muon_and_adamw(params: Any) -> list[torch.optim.Optimizer]:
     for name, p in params:
         kinds[name in params.inner and p.dim() == 2].append((name, p))
     makes = {True: torch.optim.Muon, False: torch.optim.AdamW}
-    return [makes[kind](some, lr=3e-4) for kind, some in kinds.items() if some]
+    return [makes[kind](some, lr=LEARNING_RATE) for kind, some in kinds.items() if some]
 
 
 def costs_of(program: Program, coords: dict[str, int]) -> dict[Matrix, float]:
     """Return {matrix that Muon would step: its work} of a rank."""
     names = inner(program) & trained_params(program)
-    held = {p.name: None for p in program.params if p.name in names and program.has(p, coords)}
-    return {m: work(m.shape) for m in matrices_here(program, held) if len(m.shape) == 2}
+    local = {p.name: None for p in program.params if p.name in names and program.has(p, coords)}
+    return {m: work(m.shape) for m in matrices_here(program, local) if len(m.shape) == 2}
 
 
 def routes(program: Program, rank: int) -> Routes:
@@ -45,5 +48,5 @@ def messages(program: Program, rank: int) -> list[int]:
     """Return the bytes of each message of a rank in a step, to owners and back; [] with a single rank."""
     if program.matrices is None or program.forward_only:
         return []
-    found = routes(program, rank)
-    return bytes_sent(planned(found, {p.name: p.dtype for p in program.params})) if len(found.ranks) > 1 else []
+    paths = routes(program, rank)
+    return bytes_sent(planned(paths, {p.name: p.dtype for p in program.params})) if len(paths.ranks) > 1 else []

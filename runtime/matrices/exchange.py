@@ -29,7 +29,7 @@ class _Way:
 
     @property
     def counts(self) -> tuple[list[int], list[int]]:
-        sent, received = ([sum(p.numel for p in each) for each in way] for way in (self.sent, self.received))
+        sent, received = ([sum(p.numel for p in pieces) for pieces in way] for way in (self.sent, self.received))
         return sent, received
 
 
@@ -97,7 +97,7 @@ class Exchange:
         """Start the messages of a bucket in one direction."""
         sent, received = way.counts
         dtype, device = self._buckets[i][1], self._mesh.device
-        flat = [read(p).reshape(-1).to(device) for each in way.sent for p in each]
+        flat = [read(p).reshape(-1).to(device) for pieces in way.sent for p in pieces]
         x = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
         into = torch.empty(sum(received), dtype=dtype, device=device)
         options = {"direction": direction, "tag": f"matrices{i}"}
@@ -168,7 +168,7 @@ class Sending:
 
 def _without(way: _Way, here: int) -> _Way:
     """Remove what a rank would send itself."""
-    sent, received = ([[] if i == here else each for i, each in enumerate(x)] for x in (way.sent, way.received))
+    sent, received = ([[] if i == here else pieces for i, pieces in enumerate(x)] for x in (way.sent, way.received))
     return _Way(sent, received)
 
 

@@ -27,9 +27,9 @@ def owners(works: Sequence[float], ranks: int) -> list[int]:
     (Graham 1969; at most 4/3 of the best.) Of equal ranks the last one comes first.
     """
     load = [(0.0, -rank) for rank in range(ranks)]
-    found = [0] * len(works)
+    assigned = [0] * len(works)
     for i in sorted(range(len(works)), key=lambda i: -works[i]):
         sofar, rank = load[0]
-        found[i] = -rank
+        assigned[i] = -rank
         heapq.heapreplace(load, (sofar + works[i], rank))
-    return found
+    return assigned

@@ -38,19 +38,19 @@ class Shown:
         """(name, `stand_in`) of every matrix of this rank's parameters."""
         trained = [p for p in self._program.params if p.requires_grad]
         known = {m.name: (m.name, p.fqn, *p.names) for p in trained for m in _of(self._program, p)}
-        found = inner(self._program)
-        names = [m.name for p in trained if p.name in found for m in _of(self._program, p)]
+        inner_names = inner(self._program)
+        names = [m.name for p in trained if p.name in inner_names for m in _of(self._program, p)]
         return NamedParameters(((self.matrices[id(x)].name, x) for x in self._held), known, names)
 
     def place(
         self, optimizer: Optimizer, parts: Mapping[str, nn.Parameter], coords: Mapping[str, int]
     ) -> list[Optimizer]:
         """Set this rank's parts in optimizers that update each element separately; return the others."""
-        found = [m for m in members_of(optimizer) if needs_whole(m)]
+        wholes = [m for m in members_of(optimizer) if needs_whole(m)]
         for member in members_of(optimizer):
-            if member not in found:
+            if member not in wholes:
                 self.give_parts(member, parts, coords)
-        return found
+        return wholes
 
     def groups(self, optimizer: Optimizer) -> list[list[Matrix]]:
         """Return the matrices of each group. Raises ShardcError where it holds anything else."""
@@ -69,12 +69,12 @@ class Shown:
         every = {p.name: p for p in self._here}
         groups = self.groups(optimizer)
         places: dict[str, set[int]] = {}
-        for i, each in enumerate(groups):
-            for m in each:
+        for i, matrices in enumerate(groups):
+            for m in matrices:
                 places.setdefault(m.param, set()).add(i)
-        for name, found in places.items():
-            held = sum(m.param == name for each in groups for m in each)
-            if len(found) > 1 or held != len(_of(self._program, every[name])):
+        for name, indices in places.items():
+            count = sum(m.param == name for matrices in groups for m in matrices)
+            if len(indices) > 1 or count != len(_of(self._program, every[name])):
                 raise ShardcError(
                     f"{type(optimizer).__name__} has some matrices of {every[name].fqn} in other groups than the rest,"
                     " and updates the parameter as one",
@@ -103,8 +103,8 @@ class Shown:
         for x in [x for x in optimizer.state if id(x) in self.matrices]:
             m, state = self.matrices[id(x)], optimizer.state.pop(x)
             if m.name in owned:
-                made = {k: s.contiguous().clone() if isinstance(s, Tensor) else s for k, s in state.items()}
-                optimizer.state[owned[m.name]] = made
+                values = {k: s.contiguous().clone() if isinstance(s, Tensor) else s for k, s in state.items()}
+                optimizer.state[owned[m.name]] = values
         for group, members in zip(optimizer.param_groups, groups, strict=True):
             _fill(group, {m.name: owned[m.name] for m in members if m.name in owned})
 

@@ -55,12 +55,12 @@ class WholeMatrices:
         for member in members:
             products = multiplies(member)
             self.groups[member] = shown.groups(member)
-            each = (m for group in self.groups[member] for m in group if m.param in trained)
-            costs |= {m: work(m.shape, products=products) for m in each}
+            stepped = (m for group in self.groups[member] for m in group if m.param in trained)
+            costs |= {m: work(m.shape, products=products) for m in stepped}
         routes = routes_of(program, mesh.rank, costs)
-        found = routes.matrices
-        self.matrices = {m.name: m for m in found if routes.owners[m.name] == routes.here}
-        self._stored = {m.param: stored[m.param] for m in found}
+        matrices = routes.matrices
+        self.matrices = {m.name: m for m in matrices if routes.owners[m.name] == routes.here}
+        self._stored = {m.param: stored[m.param] for m in matrices}
         self.exchange = Exchange(routes, mesh, {n: p.dtype for n, p in self._stored.items()})
         self.owned = {
             n: nn.Parameter(torch.empty(m.shape, dtype=stored[m.param].dtype, device=stored[m.param].device))
@@ -85,9 +85,9 @@ class WholeMatrices:
 
     def begin(self, names: Iterable[str]) -> None:
         """Start to send the final gradients of these parameters, while backward goes on. Collective."""
-        here = {n: self._stored[n].grad for n in names if n in self._stored}
-        of_others = {n: self._stored[n] for n in here if n not in self._sent}  # this rank sends no part of these
-        self._sending.begin({n: g.as_subclass(Tensor) for n, g in here.items() if g is not None} | of_others)
+        grads = {n: self._stored[n].grad for n in names if n in self._stored}
+        of_others = {n: self._stored[n] for n in grads if n not in self._sent}  # this rank sends no part of these
+        self._sending.begin({n: g.as_subclass(Tensor) for n, g in grads.items() if g is not None} | of_others)
 
     def take_gradients(self) -> None:
         """Send the gradients of stored parts to the owners, before the optimizer steps. Collective."""
@@ -115,10 +115,10 @@ class WholeMatrices:
 
     def by_group(self, optimizer: Optimizer) -> list[list[Matrix] | None]:
         """Return the matrices of all owners for each group, also of several optimizers; None: it steps parts."""
-        found: list[list[Matrix] | None] = []
+        groups: list[list[Matrix] | None] = []
         for m in members_of(optimizer):
-            found += self.groups.get(m, [None] * len(m.param_groups))
-        return found
+            groups += self.groups.get(m, [None] * len(m.param_groups))
+        return groups
 
     @property
     def written(self) -> bool:
@@ -136,10 +136,10 @@ class WholeMatrices:
 def routes_of(program: Program, rank: int, costs: Mapping[Matrix, float]) -> Routes:
     """Return the routes of one rank. costs: {matrix of its parameters: the work of its step}."""
     order = {p.name: p.order for p in program.params}
-    found = sorted(costs, key=lambda m: order[m.param])  # in the order of backward; sorted() is stable
-    routes = Routes(program, rank, found, {})
-    places = owners([costs[m] for m in found], len(routes.ranks))
-    routes.owners |= {m.name: place for m, place in zip(found, places, strict=True)}
+    matrices = sorted(costs, key=lambda m: order[m.param])  # in the order of backward; sorted() is stable
+    routes = Routes(program, rank, matrices, {})
+    places = owners([costs[m] for m in matrices], len(routes.ranks))
+    routes.owners |= {m.name: place for m, place in zip(matrices, places, strict=True)}
     return routes
 
 

@@ -96,8 +96,8 @@ def waiting() -> Iterator[None]:
 
 def waits() -> bool:
     """Return whether another thread of this process waits for other ranks now (also in `waiting`)."""
-    here = threading.get_ident()
-    return bool(_waiting) or any(_is_wait(f) for thread, f in sys._current_frames().items() if thread != here)
+    this_thread = threading.get_ident()
+    return bool(_waiting) or any(_is_wait(f) for thread, f in sys._current_frames().items() if thread != this_thread)
 
 
 def _is_wait(frame: FrameType) -> bool:

@@ -101,25 +101,25 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
 
 def fingerprints(groups: Iterable[Iterable[Tensor]]) -> list[int]:
     """Return the fingerprint of each group of tensors. Tensors on a device are hashed there."""
-    found: list[list[bytes | int]] = []  # by group: bytes, or the number of a tensor hashed in blocks
+    by_group: list[list[bytes | int]] = []  # by group: bytes, or the number of a tensor hashed in blocks
     blocks: list[Tensor] = []
     for tensors in groups:
-        found.append([])
+        by_group.append([])
         for x in tensors:
-            found[-1].append(f"{x.dtype} {tuple(x.shape)}{' meta' if x.is_meta else ''}".encode())
+            by_group[-1].append(f"{x.dtype} {tuple(x.shape)}{' meta' if x.is_meta else ''}".encode())
             if x.is_meta:  # has no data: its user rejects it after all ranks have compared theirs
                 continue
             flat = x.as_subclass(Tensor).detach().contiguous().view(-1)
             if flat.dtype.is_complex:
                 flat = torch.view_as_real(flat).reshape(-1)
             if flat.device.type == "cpu" and flat.nbytes <= BLOCK:
-                found[-1].append(flat.view(torch.uint8).numpy().tobytes())
+                by_group[-1].append(flat.view(torch.uint8).numpy().tobytes())
             elif flat.numel():
-                found[-1].append(len(blocks))
+                by_group[-1].append(len(blocks))
                 blocks.append(_blocks(flat.view(torch.uint8)))
     sums = _read(blocks)
     results = []
-    for parts in found:
+    for parts in by_group:
         total = 0
         for part in parts:
             total = zlib.crc32(part if isinstance(part, bytes) else sums[part], total)
@@ -170,24 +170,24 @@ def check(mesh: Any, facts: Sequence[Fact], call: str = "a step") -> list[Fact]:
     if len(vector) > ROOM:
         sums += mesh.sum_on_host(vector[ROOM:])
     differing, start = [], 2
-    alike: list[Fact] = []
+    equal: list[Fact] = []
     for f in facts:
         slots = slots_of(f, layout)
         if _differs(f, sums[start:], layout):
             differing.append(f)
         if slots > 1 and len(set(sums[start : start + 2 * slots : 2])) == 1:
-            alike.append(f)
+            equal.append(f)
         start += 2 * slots
     if differing:
         _refuse(mesh, differing)
-    return alike
+    return equal
 
 
 def _vector(fact: Fact, mesh: Any) -> list[int]:
-    mine = [0] * (2 * slots_of(fact, mesh.layout))
+    vector = [0] * (2 * slots_of(fact, mesh.layout))
     slot = 2 * _slot(fact, mesh)
-    mine[slot : slot + 2] = fact.value, fact.value**2
-    return mine
+    vector[slot : slot + 2] = fact.value, fact.value**2
+    return vector
 
 
 def _differs(fact: Fact, sums: Sequence[int], layout: Mesh) -> bool:
@@ -224,25 +224,25 @@ def _refuse(mesh: Any, facts: Sequence[Fact], kind: type[DisagreementError] = Di
 
 def said(mesh: Any, text: str, rank: int = 0) -> str:
     """Return the text of one rank on all ranks, cut to 1000 characters. Collective."""
-    mine = [ord(c) for c in text[:SAID]] if mesh.rank == rank else []
-    codes = mesh.sum_on_host(mine + [0] * (SAID - len(mine)))
+    sent = [ord(c) for c in text[:SAID]] if mesh.rank == rank else []
+    codes = mesh.sum_on_host(sent + [0] * (SAID - len(sent)))
     return "".join(chr(c) for c in codes if c)
 
 
 def texts(mesh: Any, text: str) -> list[str]:
     """Return the texts of all ranks on all ranks, at any length. Equal texts are sent once. Collective."""
     data, world = text.encode(), mesh.layout.world
-    mine = int.from_bytes(hashlib.sha256(data).digest()[:7], "big"), len(data)
-    said = mesh.sum_on_host([n if r == mesh.rank else 0 for n in mine for r in range(world)])
-    kinds = list(zip(said[:world], said[world:], strict=True))
+    own_kind = int.from_bytes(hashlib.sha256(data).digest()[:7], "big"), len(data)
+    answers = mesh.sum_on_host([n if r == mesh.rank else 0 for n in own_kind for r in range(world)])
+    kinds = list(zip(answers[:world], answers[world:], strict=True))
     first: dict[tuple[int, int], int] = {}
     for r, kind in enumerate(kinds):
         first.setdefault(kind, r)
     words = {kind: -(-kind[1] // 7) for kind in first}
     sent: list[int] = []
     for kind, r in first.items():
-        own = data if r == mesh.rank else b""
-        sent += [int.from_bytes(own[7 * i : 7 * i + 7], "big") for i in range(words[kind])]
+        payload = data if r == mesh.rank else b""
+        sent += [int.from_bytes(payload[7 * i : 7 * i + 7], "big") for i in range(words[kind])]
     came, texts, start = mesh.sum_on_host(sent) if sent else [], dict[tuple[int, int], str](), 0
     for kind in first:
         length, numbers = kind[1], came[start : start + words[kind]]
@@ -254,9 +254,9 @@ def texts(mesh: Any, text: str) -> list[str]:
 
 def failures(mesh: Any, problem: str | None) -> tuple[list[int], str]:
     """Return the ranks that have a problem, and the first one's text, on all ranks. Collective."""
-    mine = [0] * mesh.layout.world
-    mine[mesh.rank] = int(problem is not None)
-    ranks = [r for r, failed in enumerate(mesh.sum_on_host(mine)) if failed]
+    flags = [0] * mesh.layout.world
+    flags[mesh.rank] = int(problem is not None)
+    ranks = [r for r, failed in enumerate(mesh.sum_on_host(flags)) if failed]
     return ranks, said(mesh, problem or "", ranks[0]) if ranks else ""
 
 
@@ -294,16 +294,16 @@ def _slot(fact: Fact, mesh: Any) -> int:
 def _who(values: Sequence[int], groups: Iterable[Sequence[int]], mesh: Mesh | None) -> str:
     """Return the names of the ranks unlike most of their group; of a whole group without a majority."""
     odd: list[int] = []
-    apart: list[int] = []
+    split: list[int] = []
     for ranks in groups:
         (usual, n), *others = Counter(values[r] for r in ranks).most_common()
         if others and others[0][1] == n:
-            apart += ranks if not apart else []  # the first such group is enough
+            split += ranks if not split else []  # the first such group is enough
         else:
             odd += [r for r in ranks if values[r] != usual]
     if odd:
         return f"{'differs' if len(odd) == 1 else 'differ'} on {_named(sorted(odd), mesh)}"
-    return f"differs between {_named(sorted(apart), mesh)}"
+    return f"differs between {_named(sorted(split), mesh)}"
 
 
 def _named(ranks: Sequence[int], mesh: Mesh | None) -> str:

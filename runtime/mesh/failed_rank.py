@@ -54,10 +54,10 @@ class Failures:
 
     def of_another(self, error: Exception, doing: str, activity: Activity) -> RankFailedError:
         """Build the error of a rank whose connection another rank closed, or that waited for too long."""
-        found = sorted(self.cause(doing).items())
-        if found:
-            rank, said = found[0]
-            fault = f"{self._layout.named(rank)} {said}"
+        causes = sorted(self.cause(doing).items())
+        if causes:
+            rank, report = causes[0]
+            fault = f"{self._layout.named(rank)} {report}"
         elif _says(error, _LATE):
             fault = f"another rank did not come within the time limit to {activity.collective}, {activity}"
         else:
@@ -72,24 +72,24 @@ class Failures:
 
     def cause(self, doing: str) -> dict[int, str]:
         """Return {rank: what it did} of the failure that disconnected this rank; empty if unreported."""
-        found: dict[int, str] = {}
+        causes: dict[int, str] = {}
 
         def look() -> bool:
             ended = self._processes.ended() if self._processes is not None else []  # before, as reports precede the end
             for r in range(self._world):
-                if r not in found and self._store.check([self._key(r)]):
-                    found[r] = self._store.get(self._key(r)).decode(errors="replace")
-            if not found and ended:  # ranks that end because of it find this report
+                if r not in causes and self._store.check([self._key(r)]):
+                    causes[r] = self._store.get(self._key(r)).decode(errors="replace")
+            if not causes and ended:  # ranks that end because of it find this report
                 assert self._processes is not None
                 for r in ended:
-                    found[r] = f"was killed, or ended without a word, {self._processes.doing(r) or f'in {doing}'}"
-                    self._store.set(self._key(r), found[r])
-            return bool(found)
+                    causes[r] = f"was killed, or ended without a word, {self._processes.doing(r) or f'in {doing}'}"
+                    self._store.set(self._key(r), causes[r])
+            return bool(causes)
 
         with suppress(RuntimeError):  # the store went with the process that held it
             _within(CAUSE, look)
         self.number += 1
-        return found
+        return causes
 
     def _key(self, rank: int) -> str:
         return f"shardc/failure{self.number}/rank{rank}"

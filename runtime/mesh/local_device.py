@@ -21,15 +21,15 @@ def local_device(device: torch.device | str | None = None) -> torch.device:
     its GPU); else the one whose number is LOCAL_RANK. Raises ShardcError if there is no such GPU, if this machine runs
     more ranks than it has GPUs, or if the process group cannot send tensors of the device.
     """
-    wanted = torch.device(device) if device is not None else torch.device(_default_type())
-    if wanted.type == "cuda":
-        wanted = torch.device("cuda", _gpu(wanted.index))
-    if dist.is_initialized() and backend_of(wanted.type) == "":
+    chosen = torch.device(device) if device is not None else torch.device(_default_type())
+    if chosen.type == "cuda":
+        chosen = torch.device("cuda", _gpu(chosen.index))
+    if dist.is_initialized() and backend_of(chosen.type) == "":
         raise ShardcError(
-            f"torch.distributed's process group has no backend for {wanted.type} tensors: it has {_backends()}",
+            f"torch.distributed's process group has no backend for {chosen.type} tensors: it has {_backends()}",
             fix='call init_process_group() without a backend, or with "cpu:gloo,cuda:nccl"',
         )
-    return wanted
+    return chosen
 
 
 def backend_of(device_type: str) -> str:
@@ -45,13 +45,13 @@ def share_no_gpu(store: Any, rank: int, here: torch.device) -> None:
     """
     first = rank - int(os.environ.get("LOCAL_RANK", 0))
     beside = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    mine = str(torch.cuda.get_device_properties(here).uuid)  # CUDA_VISIBLE_DEVICES may differ between ranks
-    store.set(f"shardc/gpu/{rank}", mine)
+    uuid = str(torch.cuda.get_device_properties(here).uuid)  # CUDA_VISIBLE_DEVICES may differ between ranks
+    store.set(f"shardc/gpu/{rank}", uuid)
     with waiting():
-        same = [r for r in beside if store.get(f"shardc/gpu/{r}").decode() == mine]
+        same = [r for r in beside if store.get(f"shardc/gpu/{r}").decode() == uuid]
     if len(same) > 1:
         raise ShardcError(
-            f"ranks {', '.join(map(str, same))} use the same GPU ({here}, {mine})",
+            f"ranks {', '.join(map(str, same))} use the same GPU ({here}, {uuid})",
             fix="start one process for each GPU: torchrun --nproc-per-node=gpu, srun --gpus-per-task=1",
         )
 

@@ -65,16 +65,16 @@ class _World:
                 return self._sleep(meeting, rank, name)
             brought, meeting.items = meeting.items, {}
         if len({w for w, _ in brought.values()}) > 1:
-            each = "; ".join(f"rank {r}: {brought[r][0]}" for r in ranks)
-            raise RuntimeError(f"ranks meet in different collectives: {each}")
+            calls = "; ".join(f"rank {r}: {brought[r][0]}" for r in ranks)
+            raise RuntimeError(f"ranks meet in different collectives: {calls}")
         results = dict(zip(ranks, combine([brought[r][1] for r in ranks]), strict=True))
         with self.lock:
-            mine = results.pop(rank)
+            result = results.pop(rank)
             meeting.results |= results
             for r in results:
                 del self.waiting[r]
             meeting.changed.notify_all()
-        return mine
+        return result
 
     def _sleep(self, meeting: _Meeting, rank: int, name: str) -> Any:
         self.waiting[rank] = name
@@ -144,9 +144,9 @@ class LoopbackMesh(RankMesh):
         self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def seen_as(self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), lines: Iterable[str] = ()) -> LoopbackMesh:
-        made = LoopbackMesh(layout, self.rank, self._world)
-        made.device = self.device
-        return made
+        mesh = LoopbackMesh(layout, self.rank, self._world)
+        mesh.device = self.device
+        return mesh
 
     def _exchange(self, axes: tuple[str, ...], name: str, item: Any, combine: Callable[[list[Any]], Sequence[T]]) -> T:
         if axes not in self._ranks:

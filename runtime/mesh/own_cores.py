@@ -21,8 +21,8 @@ def use(rank: int, ranks: int) -> None:
     Threads and processes that it starts later inherit it. Only cores that the process may use (taskset, a container)
     are shared.
     """
-    if hasattr(os, "sched_setaffinity") and (mine := share(os.sched_getaffinity(0), rank, ranks)):
-        os.sched_setaffinity(0, mine)
+    if hasattr(os, "sched_setaffinity") and (cores := share(os.sched_getaffinity(0), rank, ranks)):
+        os.sched_setaffinity(0, cores)
 
 
 def share(cores: Collection[int], rank: int, ranks: int) -> set[int]:
@@ -31,8 +31,8 @@ def share(cores: Collection[int], rank: int, ranks: int) -> set[int]:
     >>> [share(range(6), rank, 2) for rank in range(2)]
     [{0, 1, 2}, {3, 4, 5}]
     """
-    each = len(cores) // ranks
-    return set(sorted(cores, key=_place)[rank * each :][:each])
+    count = len(cores) // ranks
+    return set(sorted(cores, key=_place)[rank * count :][:count])
 
 
 def _place(core: int) -> tuple[int, int, int]:

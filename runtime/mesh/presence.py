@@ -76,10 +76,10 @@ def begin(named: float = NAMED) -> Presence | None:
     """
     if dist.is_initialized() or _begun or "RANK" not in os.environ:
         return None
-    _begun.append(here := _new(default_pg_timeout, named))
+    _begun.append(present := _new(default_pg_timeout, named))
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, functools.partial(_end, here.processes))  # until the run sets its own handler
-    return here
+        signal.signal(signal.SIGTERM, functools.partial(_end, present.processes))  # until the run sets its own handler
+    return present
 
 
 def _end(processes: Processes | None, number: int, _: object) -> None:
@@ -136,13 +136,13 @@ def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
     options: dict[str, Any] = {"multi_tenant": True, "wait_for_workers": False}
     if rank == 0 and address == LOOPBACK:
         with (
-            socket.socket() as here,
+            socket.socket() as listener,
             contextlib.suppress(OSError),
         ):  # in use by a store of this process, which is shared
-            here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            here.bind((LOOPBACK, port))
-            here.listen(world)
-            options["master_listen_fd"] = here.detach()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((LOOPBACK, port))
+            listener.listen(world)
+            options["master_listen_fd"] = listener.detach()
     with _say_if_nobody_is_there(rank, f"{address}:{port}"):
         return dist.TCPStore(address, port, world, rank == 0, timeout, **options), rank, world  # type: ignore[attr-defined]
 
@@ -151,8 +151,8 @@ def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
 def _say_if_nobody_is_there(rank: int, address: str) -> Iterator[None]:
     """Print a line if rank 0 is late. Only rank 1 prints, as ranks cannot agree before they meet."""
     where = f"to {address}, where ranks meet, for {NAMED:.0f} s"
-    said = f"rank 0 has not come {where}: it is stopped, starts slowly, or its machine is gone"
-    late = threading.Timer(NAMED, print_line, [said])
+    message = f"rank 0 has not come {where}: it is stopped, starts slowly, or its machine is gone"
+    late = threading.Timer(NAMED, print_line, [message])
     late.daemon = True
     if rank == 1:
         late.start()

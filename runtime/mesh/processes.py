@@ -147,13 +147,13 @@ def _memory_of(process: int, file: int) -> mmap.mmap | None:
 
 def _started_with_this() -> dict[int, int]:
     """Return {rank: process} that this process's parent, torchrun or Slurm, has started as ranks."""
-    found = dict[int, int]()
+    processes = dict[int, int]()
     for children in Path("/proc").glob(f"{os.getppid()}/task/*/children"):
         with suppress(OSError):
             for number in map(int, children.read_text().split()):
                 if (rank := _rank(number)) is not None:
-                    found[rank] = number
-    return found
+                    processes[rank] = number
+    return processes
 
 
 def _rank(process: int) -> int | None:

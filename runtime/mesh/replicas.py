@@ -76,8 +76,8 @@ class Given:
         whole = not (self._split & parts.keys()) - self._wholes.keys()
         if self._split and mesh.sum_on_host([whole])[0] == mesh.layout.world:
             stage = (program.axis,) if program.axis else ()
-            given = [x for x, _ in _parts(program) if x.name in self._split]
-            facts = [Fact(_named(x), self._wholes.get(x.name, 0), stage, fix=SAME_WEIGHTS) for x in given]
+            tensors = [x for x, _ in _parts(program) if x.name in self._split]
+            facts = [Fact(_named(x), self._wholes.get(x.name, 0), stage, fix=SAME_WEIGHTS) for x in tensors]
             _check(mesh, facts, "making an engine")
 
 
@@ -96,19 +96,19 @@ def check_replicas(
     params: what the optimizer updates, by placeholder name: at ZeRO >= 1 a stretch of each. step: the last one, for the
     error. Raises ReplicasDifferError, on all ranks: what, on which ranks.
     """
-    held: list[tuple[str, tuple[str, ...], list[Tensor]]] = []
+    copies: list[tuple[str, tuple[str, ...], list[Tensor]]] = []
     for x, axes in _parts(program, owned=True):
         if all(mesh.layout.size(a) == 1 for a in mesh.layout.names if a not in axes):
             continue  # no other rank has it
         tensor = buffers.get(x.name) if isinstance(x, Buffer) else params.get(x.name)
-        held.append((_named(x), axes, [] if tensor is None else [tensor]))
+        copies.append((_named(x), axes, [] if tensor is None else [tensor]))
         if isinstance(x, Param):
             state = optimizer.state.get(tensor, {}) if optimizer is not None and tensor is not None else {}
             values = [v for _, v in sorted(state.items()) if isinstance(v, Tensor)]
-            held.append((f"the optimizer's state of {x.fqn}", axes, values))
+            copies.append((f"the optimizer's state of {x.fqn}", axes, values))
     where = f"after step {step}"
-    prints = fingerprints(tensors for _, _, tensors in held)
-    facts = [Fact(name, n, axes, where, REPAIR) for (name, axes, _), n in zip(held, prints, strict=True)]
+    prints = fingerprints(tensors for _, _, tensors in copies)
+    facts = [Fact(name, n, axes, where, REPAIR) for (name, axes, _), n in zip(copies, prints, strict=True)]
     try:
         _check(mesh, facts, call)
     except CallsDifferError:
@@ -143,11 +143,11 @@ def _check(mesh: Any, facts: Iterable[Fact], call: str) -> None:
     by_axes: dict[tuple[str, ...], list[Fact]] = {}
     for f in facts:
         by_axes.setdefault(f.axes, []).append(f)
-    together = [Fact("the weights", hashed(*(f.value for f in each)), axes) for axes, each in by_axes.items()]
+    together = [Fact("the weights", hashed(*(f.value for f in same_axes)), axes) for axes, same_axes in by_axes.items()]
     try:
         check(mesh, together, call)
     except CallsDifferError:
         raise
     except DisagreementError:
-        check(mesh, [f for each in by_axes.values() for f in each], call)
+        check(mesh, [f for same_axes in by_axes.values() for f in same_axes], call)
         raise  # only the combined hashes differ, so no weight can be named

@@ -75,9 +75,9 @@ class TorchMesh(RankMesh):
         record: bool = False,
         watch: float = NAMED,
     ) -> None:
-        here = local_device(device)
-        if here.type == "cuda":
-            torch.cuda.set_device(here)
+        own_device = local_device(device)
+        if own_device.type == "cuda":
+            torch.cuda.set_device(own_device)
         else:
             keep_freed()  # offloading, which is set up later, changes this
         self.owner = False
@@ -86,7 +86,7 @@ class TorchMesh(RankMesh):
             _check_world(layout, int(os.environ.get("WORLD_SIZE", 1)))
             present = presence.take(timeout or default_pg_timeout, watch)
             with not_inherited(), present.activity.during("joining the world"):
-                _join(present, here, timeout)
+                _join(present, own_device, timeout)
             self.owner = True
         elif dist.is_initialized():
             present = Presence.of(default_store(), dist.get_rank(), dist.get_world_size(), named=watch)
@@ -94,10 +94,10 @@ class TorchMesh(RankMesh):
             present = Presence.of(None, 0, 1, named=0)
         rank = present.rank
         _check_world(layout, present.world)
-        super().__init__(layout, rank, here, record)
+        super().__init__(layout, rank, own_device, record)
         self.activity, self._processes = present.activity, present.processes
         self._timeout, self._cut = timeout, ""
-        self._gloo = present.world > 1 and here.type == "cpu" and backend_of("cpu") == "gloo"
+        self._gloo = present.world > 1 and own_device.type == "cpu" and backend_of("cpu") == "gloo"
         self._store = default_store() if present.world > 1 else None
         self._works: WeakSet[Work] = WeakSet()
         self._failures = Failures(self._store, rank, layout, self._processes)
@@ -142,8 +142,8 @@ class TorchMesh(RankMesh):
         # with NCCL only: a gloo group, so that agreement on the host does not wait for the device
         if layout.world > 1 and not backend_of("cpu"):
             self._host = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="host")
-        mine = stated("the mesh", layout, fix="start all ranks with the same spec and --mesh")
-        facts = [replace(mine, placed=False)]  # coordinates differ between different meshes
+        fact = stated("the mesh", layout, fix="start all ranks with the same spec and --mesh")
+        facts = [replace(fact, placed=False)]  # coordinates differ between different meshes
         check(self, facts, "joining the mesh")
         self.add_groups(axes)
         self._lines = {
@@ -154,9 +154,9 @@ class TorchMesh(RankMesh):
 
     def add_groups(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make the process groups for more sets of axes. Collective where there are any to make."""
-        wanted = {self._split(s) for s in axes} - self._made
-        self._made |= wanted
-        for names in sorted(wanted, key=sorted):
+        missing = {self._split(s) for s in axes} - self._made
+        self._made |= missing
+        for names in sorted(missing, key=sorted):
             if not names:
                 continue
             ordered = [n for n in (*self.layout.names, *sorted(names)) if n in names]
@@ -178,20 +178,20 @@ class TorchMesh(RankMesh):
             return dist.group.WORLD
         if len(groups[0]) == 1:
             return None
-        mine = next((ranks for ranks in groups if self.rank in ranks), None)
+        own_group = next((ranks for ranks in groups if self.rank in ranks), None)
         world: Any = dist.group.WORLD
         if self.device.type == "cuda" and world.bound_device_id is not None and backend_of("cuda") == "nccl":
             group = self._split_world(groups, name)
         elif all(self._same_on_all_ranks(number) for number in process_groups()):
             # torch numbers groups by process: a rank that is in none makes a group of one to keep count
-            own = mine or (self.rank,)
-            group = dist.new_group(list(own), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
+            peers = own_group or (self.rank,)
+            group = dist.new_group(list(peers), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
         else:
-            _, made = process_groups()
-            count_groups_from(int(self.sum_on_host([made])[0]))  # at least as many as any rank has made
+            _, count = process_groups()
+            count_groups_from(int(self.sum_on_host([count])[0]))  # at least as many as any rank has made
             all_groups = [dist.new_group(list(ranks), timeout=self._timeout, group_desc=name) for ranks in groups]
-            group = next((g for g, ranks in zip(all_groups, groups, strict=True) if ranks == mine), None)
-        return group if mine else None
+            group = next((g for g, ranks in zip(all_groups, groups, strict=True) if ranks == own_group), None)
+        return group if own_group else None
 
     def _split_world(self, groups: list[tuple[int, ...]], name: str) -> Any:
         """Make all `groups` with one call to NCCL, and return this rank's."""

@@ -229,8 +229,8 @@ class Watch:
 
     def _answers(self, number: int) -> dict[int, dict[str, Any]]:
         keys = {r: f"{self._key(number)}/rank{r}" for r in range(self._layout.world)}
-        there = {r: key for r, key in keys.items() if self._store.check([key])}
-        return {r: json.loads(self._store.get(key)) for r, key in there.items()}
+        answered = {r: key for r, key in keys.items() if self._store.check([key])}
+        return {r: json.loads(self._store.get(key)) for r, key in answered.items()}
 
     def _over(self, text: str) -> None:
         """End all waiting ranks."""
@@ -266,22 +266,22 @@ def verdict(
     )
     if silent:
         why, ranks = _first(silent)
-        said = why.replace("SECONDS", f"{seconds:.0f}")
-        verb, _, rest = said.partition(" ")
+        text = why.replace("SECONDS", f"{seconds:.0f}")
+        verb, _, rest = text.partition(" ")
         verb = verb if len(ranks) == 1 else _PLURAL[verb]
         return f"{layout.named(*ranks)} {verb} {rest}" + (f"; {where}" if where else "")
     if busy:
-        each = [f"{answers[r]['place']}{_comma(answers[r]['doing'])}" for r in busy[:_SHOWN]]
-        at, many = "; ".join(dict.fromkeys(each)), len(busy) > 1
+        places = [f"{answers[r]['place']}{_comma(answers[r]['doing'])}" for r in busy[:_SHOWN]]
+        at, many = "; ".join(dict.fromkeys(places)), len(busy) > 1
         keep, are, have = ("keep", "they are", "have") if many else ("keeps", "it is", "has")
-        said = f"{keep} the others waiting for {seconds:.0f} s: {are} at {at}"
+        text = f"{keep} the others waiting for {seconds:.0f} s: {are} at {at}"
         if not waiting:
-            said = f"{have} been busy for {seconds:.0f} s, at {at}"
+            text = f"{have} been busy for {seconds:.0f} s, at {at}"
         elsewhere = not any(answers[r]["doing"].startswith("in ") for r in busy)
         fix = f"; fix: {_EVERY_RANK}" if where and elsewhere else ""
-        return f"{layout.named(*busy)} {said}" + (f"; {where}{fix}" if where else "")
-    each = [f"rank {r} {doing}" for r, doing in list(waiting.items())[:_SHOWN]]
-    return f"all ranks wait for each other for {seconds:.0f} s: {'; '.join(each)}"
+        return f"{layout.named(*busy)} {text}" + (f"; {where}{fix}" if where else "")
+    places = [f"rank {r} {doing}" for r, doing in list(waiting.items())[:_SHOWN]]
+    return f"all ranks wait for each other for {seconds:.0f} s: {'; '.join(places)}"
 
 
 def _first(silent: Mapping[int, str]) -> tuple[str, list[int]]:

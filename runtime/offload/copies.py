@@ -51,10 +51,10 @@ class Mover:
         """Wait for the result of `fetch`. Raises its errors."""
         tensors, ready = coming.result()
         if ready is not None:
-            here = torch.cuda.current_stream(self.device)
-            here.wait_event(ready)
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(ready)
             for x in tensors:
-                x.record_stream(here)
+                x.record_stream(stream)
         return tensors
 
     def put(self, moves: Iterable[tuple[Tensor, Home]]) -> None:

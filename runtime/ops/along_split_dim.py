@@ -38,10 +38,10 @@ def count(digits: Digits, mesh: Any) -> int:
 def _table(rows: Tensor, mesh: Mesh, digits: Digits, tag: str) -> tuple[Tensor, list[int]]:
     """Return ([all stretches, ...], the places of this rank's in it). rows: [this rank's stretches, ...]."""
     size = count(digits, mesh)
-    own = torch.arange(size, device="cpu")
+    stretches = torch.arange(size, device="cpu")
     for axis, split in sorted(digits, key=lambda d: -abs(d[1])):  # inner digits first, as in Layout.local
-        own = chunks(own, Shard.of_signed(0, split), mesh.size(axis))[mesh.coordinate(axis)]
-    places = own.tolist()
+        stretches = chunks(stretches, Shard.of_signed(0, split), mesh.size(axis))[mesh.coordinate(axis)]
+    places = stretches.tolist()
     axes = tuple(mesh.layout.merge([a for a in mesh.layout.names if a in dict(digits)]))
 
     def forward(rows: Tensor) -> tuple[Tensor, tuple[()]]:
@@ -66,8 +66,8 @@ def cumsum(
     x: Tensor, dim: int, mesh: Mesh, digits: Digits, *, dtype: torch.dtype | None = None, tag: str = ""
 ) -> Tensor:
     """Compute the cumulative sum over a split dim >= 0; x [.., n, ..] and the result are a rank's part."""
-    own = count(digits, mesh) // math.prod(mesh.size(a) for a, _ in digits)
-    sums = x.unflatten(dim, (own, -1)).cumsum(dim + 1, dtype=dtype)  # type: ignore[no-untyped-call]
+    stretches = count(digits, mesh) // math.prod(mesh.size(a) for a, _ in digits)
+    sums = x.unflatten(dim, (stretches, -1)).cumsum(dim + 1, dtype=dtype)  # type: ignore[no-untyped-call]
     table, places = _table(sums.select(dim + 1, -1).movedim(dim, 0), mesh, digits, tag)
     before = torch.cat([torch.zeros_like(table[:1]), table[:-1].cumsum(0)])
     y: Tensor = sums + _at(before, places).movedim(0, dim).unsqueeze(dim + 1)
@@ -95,8 +95,8 @@ def conv1d(
     right = (weight.shape[-1] - 1) * dilation - left
     if not digits:
         return F.conv1d(F.pad(x, (left, right)), weight, bias, dilation=dilation, groups=groups)
-    own = count(digits, mesh) // math.prod(mesh.size(a) for a, _ in digits)
-    parts = x.unflatten(-1, (own, -1)).movedim(-2, 0)  # type: ignore[no-untyped-call]  # [stretches, b, c, n]
+    stretches = count(digits, mesh) // math.prod(mesh.size(a) for a, _ in digits)
+    parts = x.unflatten(-1, (stretches, -1)).movedim(-2, 0)  # type: ignore[no-untyped-call]  # [stretches, b, c, n]
     n = parts.shape[-1]
     table, places = _table(torch.cat([parts[..., :right], parts[..., n - left :]], -1), mesh, digits, tag)
     none = torch.zeros_like(table[:1])
@@ -104,5 +104,5 @@ def conv1d(
     before, behind = _at(table, places)[..., right:], _at(table, [i + 2 for i in places])[..., :right]
     wide = torch.cat([before, parts, behind], -1).flatten(0, 1)
     y = F.conv1d(wide, weight, bias, dilation=dilation, groups=groups)
-    apart: Tensor = y.unflatten(0, (own, -1))  # type: ignore[no-untyped-call]
-    return apart.movedim(0, 2).flatten(2, 3)
+    by_stretch: Tensor = y.unflatten(0, (stretches, -1))  # type: ignore[no-untyped-call]
+    return by_stretch.movedim(0, 2).flatten(2, 3)

@@ -112,14 +112,14 @@ def linear_nll(
     rank's classes are padded.
     """
     check_range(target, classes, "target", ignore_index)
-    local, here = held(target, classes, digits, mesh)
-    here = here & (target != ignore_index)
+    local, inside = held(target, classes, digits, mesh)
+    inside = inside & (target != ignore_index)
 
     def fill(logits: Tensor) -> Tensor:
         return fill_padding(logits, mesh, *padding)
 
     how = max(-(-x.shape[0] // chunks), 1), dtype, fill if padding else None
-    tensors = x, weight, bias, local.masked_fill(~here, 0), here
+    tensors = x, weight, bias, local.masked_fill(~inside, 0), inside
     stats: Tensor = with_backward(_stats, _stats_backward, *tensors, how)
     return stats
 

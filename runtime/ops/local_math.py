@@ -168,9 +168,9 @@ def nll_parts(
     works on it in place: it runs once.
     """
     check_range(target, classes, "target", ignore_index)
-    local, here = held(target, classes, digits, mesh)
-    here = here & (target != ignore_index)
-    parts: Tensor = with_backward(_nll_parts, _nll_parts_backward, logits, maximum, local, here)
+    local, inside = held(target, classes, digits, mesh)
+    inside = inside & (target != ignore_index)
+    parts: Tensor = with_backward(_nll_parts, _nll_parts_backward, logits, maximum, local, inside)
     return parts
 
 
@@ -190,17 +190,17 @@ def nll_alone(stats: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor
 
 def select_partial(x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, index: int) -> Tensor:
     """Return x's entry `index` of a dim of `size` split by `digits` (see `held`); zeros on other ranks."""
-    local, mine = held(index, size, digits, mesh)
-    entry = x.select(dim, local if mine else 0)
+    local, inside = held(index, size, digits, mesh)
+    entry = x.select(dim, local if inside else 0)
     # zeros that still depend on x: every rank has to run the collectives of backward
-    return entry if mine else entry.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+    return entry if inside else entry.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
 def gather_partial(x: Tensor, index: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int) -> Tensor:
     """Gather by global index in a dim of `size` split by `digits` (see `held`); zeros for other ranks'."""
     check_range(index, size, "index")
-    local, here = held(index, size, digits, mesh)
-    return x.gather(dim, local.masked_fill(~here, 0)).masked_fill(~here, 0)
+    local, inside = held(index, size, digits, mesh)
+    return x.gather(dim, local.masked_fill(~inside, 0)).masked_fill(~inside, 0)
 
 
 def embedding_partial(
@@ -211,13 +211,13 @@ def embedding_partial(
     weight [rows/ranks, d]: split by `digits` (see `held`). Returns [..., d].
     """
     check_range(ids, rows, "index")
-    local, here = held(ids, rows, digits, mesh)
-    padding, mine = held(padding_idx, rows, digits, mesh)
+    local, inside = held(ids, rows, digits, mesh)
+    padding, has_padding = held(padding_idx, rows, digits, mesh)
     # padding's row gets no gradient in `embedding`, and rows of other ranks none through the mask
     result: Tensor = torch.ops.aten.embedding.default(
-        weight, local.masked_fill(~here, 0), padding if mine and padding_idx >= 0 else -1
+        weight, local.masked_fill(~inside, 0), padding if has_padding and padding_idx >= 0 else -1
     )
-    return result.masked_fill(~here.unsqueeze(-1), 0)
+    return result.masked_fill(~inside.unsqueeze(-1), 0)
 
 
 #: Ops that return their operand, or a view of it, on some ranks, and a new tensor on others.

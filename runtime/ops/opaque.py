@@ -35,9 +35,9 @@ def op_of(name: str) -> Callable[..., Any]:
 
     Raises ShardcError for any other text: programs may come from untrusted sources.
     """
-    kind, _, own = name.partition(".")
-    if kind == "ops" and own in OPS:
-        return OPS[own]
+    kind, _, rest = name.partition(".")
+    if kind == "ops" and rest in OPS:
+        return OPS[rest]
     path = name.removeprefix("torch.ops.").split(".")
     if kind != "ops" and len(path) == 3 and all(part.isidentifier() for part in path):
         op = getattr(getattr(getattr(torch.ops, path[0]), path[1], None), path[2], None)
@@ -114,7 +114,7 @@ class Tape:
 
     def own(self) -> list[Own]:
         """Return the places of the op's saved tensors that are still alive."""
-        return [own for ref in self.saved if (own := ref()) is not None]
+        return [place for ref in self.saved if (place := ref()) is not None]
 
 
 _Seen = tuple[Own, tuple[int, ...], torch.Size, tuple[int, ...], int]
@@ -125,31 +125,31 @@ def opaque(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kw
 
     again: numbers of the tensors that `opaque_backward` receives again.
     """
-    given = list(tensors_in((args, kwargs)))
+    tensors = list(tensors_in((args, kwargs)))
     with torch.enable_grad():
-        of_needs = dict(zip(needs, _opened([given[i] for i in needs]), strict=True))
+        of_needs = dict(zip(needs, _opened([tensors[i] for i in needs]), strict=True))
         # an operand that has two places is one: autograd adds up the gradients of both
-        same = {id(given[i]): x for i, x in reversed(of_needs.items())}
-        opened = [of_needs[i] if i in of_needs else same.get(id(x), x) for i, x in enumerate(given)]
-    places: dict[object, list[int]] = {}  # of memory that `given` holds as long as the op runs
+        same = {id(tensors[i]): x for i, x in reversed(of_needs.items())}
+        opened = [of_needs[i] if i in of_needs else same.get(id(x), x) for i, x in enumerate(tensors)]
+    places: dict[object, list[int]] = {}  # of memory that `tensors` holds as long as the op runs
     for i in again:
-        if given[i].layout is torch.strided:
-            places.setdefault(_memory(given[i]), []).append(i)
+        if tensors[i].layout is torch.strided:
+            places.setdefault(_memory(tensors[i]), []).append(i)
     operands: weakref.WeakValueDictionary[int, Own] = weakref.WeakValueDictionary()
     saved: list[weakref.ref[Own]] = []
 
     def pack(x: Tensor) -> Own | _Seen:
-        at = _within(x, places.get(_memory(x), ()), given) if x.layout is torch.strided and x.numel() else None
+        at = _within(x, places.get(_memory(x), ()), tensors) if x.layout is torch.strided and x.numel() else None
         if at is not None:
             place = operands.get(at)
             if place is None:
                 place = operands[at] = Own(None)
-            of = given[at]
+            of = tensors[at]
             offset = int(x.storage_offset()) - int(of.storage_offset())
             return place, of.stride(), x.size(), x.stride(), offset
-        own = Own(x.detach() if x.grad_fn is not None else x)
-        saved.append(weakref.ref(own))
-        return own
+        kept = Own(x.detach() if x.grad_fn is not None else x)
+        saved.append(weakref.ref(kept))
+        return kept
 
     def unpack(kept: Own | _Seen) -> Tensor:
         if isinstance(kept, Own):
@@ -159,18 +159,18 @@ def opaque(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kw
         assert place.tensor is not None, "backward was not given this operand"
         return _seen(place.tensor, strides, size, stride, offset)
 
-    those = iter(opened)
-    args, kwargs = _replaced(args, those), _replaced(kwargs, those)
+    replacements = iter(opened)
+    args, kwargs = _replaced(args, replacements), _replaced(kwargs, replacements)
     with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
-        made = op_of(op)(*args, **kwargs)
-    results = tuple(made) if isinstance(made, (tuple, list)) else (made,)
+        result = op_of(op)(*args, **kwargs)
+    results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     begins = [_edge(y) if isinstance(y, Tensor) and y.requires_grad else None for y in results]
     like: list[Callable[[], Tensor]] = [
-        partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in (given[i] for i in needs)
+        partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in (tensors[i] for i in needs)
     ]
     ends = [_edge(opened[i]) for i in needs]
     tape = Tape(begins, ends, like, tuple(again), operands, saved)
-    given.clear()  # autograd holds `pack`, which would hold these tensors
+    tensors.clear()  # autograd holds `pack`, which would hold these tensors
     places.clear()
     return (*(y.detach() if isinstance(y, Tensor) else y for y in results), tape)
 
@@ -218,8 +218,8 @@ def _seen(x: Tensor, strides: tuple[int, ...], size: torch.Size, stride: tuple[i
     whole = x.shape
     for d, a in enumerate(strides):
         x = x if a else x.narrow(d, 0, min(1, whole[d]))
-    apart = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
-    return apart.as_strided(size, stride, offset)
+    copied = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    return copied.as_strided(size, stride, offset)
 
 
 def opaque_backward(
@@ -238,27 +238,27 @@ def opaque_backward(
     or None. operands: those of `again`. zeros: return zeros instead of missing gradients. only: of these alone, counted
     among those that need one; the others get None. keep: the tape stays, for the others.
     """
-    wanted = only or range(len(tape.ends))
+    chosen = only or range(len(tape.ends))
     for at, x in zip(tape.again, operands, strict=True):
         if (place := tape.operands.get(at)) is not None:
             place.tensor = x
-    begin = [(tape.ends[k], p) for k in wanted if (p := before[k]) is not None]
+    begin = [(tape.ends[k], p) for k in chosen if (p := before[k]) is not None]
     begin += [(y, g) for y, g in zip(tape.begins, grads, strict=True) if y is not None and g is not None]
-    found: list[Tensor | None] = [None] * len(tape.ends)
+    results: list[Tensor | None] = [None] * len(tape.ends)
     if begin:
         starts, values = zip(*begin, strict=True)
-        ends = [tape.ends[k] for k in wanted]
+        ends = [tape.ends[k] for k in chosen]
         gradients = torch.autograd.grad(starts, ends, values, retain_graph=keep, allow_unused=True)
-        for k, g in zip(wanted, gradients, strict=True):
-            found[k] = g
-    for k in wanted if zeros else ():
-        found[k] = tape.zeros[k]() if found[k] is None else found[k]
+        for k, g in zip(chosen, gradients, strict=True):
+            results[k] = g
+    for k in chosen if zeros else ():
+        results[k] = tape.zeros[k]() if results[k] is None else results[k]
     for place in tape.operands.values():
         place.tensor = None
     if not keep:
         tape.begins, tape.ends, tape.zeros = [], [], []
     for ref in tape.lent:
-        if (own := ref()) is not None:
-            own.tensor = None
+        if (kept := ref()) is not None:
+            kept.tensor = None
     tape.lent = ()
-    return tuple(found)
+    return tuple(results)

@@ -23,13 +23,13 @@ class WithBackward(Function):
 
     @staticmethod
     def forward(ctx: Any, forward: Callable[..., Any], backward: Backward, once: bool, *args: Any) -> Any:
-        made, kept = forward(*args)
+        result, kept = forward(*args)
         ctx.saves = any(isinstance(x, Tensor) for x in kept)  # else torch would not run backward twice
         if ctx.saves:
             ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in kept))
         ctx.others = tuple(None if isinstance(x, Tensor) else x for x in kept)
         ctx.run, ctx.once = backward, once
-        return made
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor) -> Any:

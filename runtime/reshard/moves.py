@@ -58,11 +58,11 @@ class Wanted:
     def routes(self, world: int, rank: int, turn: int) -> Routes:
         """Return one rank's routes. Raises ShardcError if a needed element is on no rank."""
         have, need, beside = self.places
-        found = routes(have, need, world, rank, beside=beside, turn=turn)
-        if found.lacking:
-            fault = f"{found.lacking} of its elements, which rank {rank} needs, are on no rank"
+        result = routes(have, need, world, rank, beside=beside, turn=turn)
+        if result.lacking:
+            fault = f"{result.lacking} of its elements, which rank {rank} needs, are on no rank"
             raise ShardcError(fault, where=self.name, fix="report this: it is a mistake in shardc")
-        return found
+        return result
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Moves:
     """
 
     def __init__(self, mesh: Any, wanted: Sequence[Wanted], bucket: int = BUCKET) -> None:
-        self._mesh, world, here = mesh, mesh.layout.world, mesh.rank
+        self._mesh, world, rank = mesh, mesh.layout.world, mesh.rank
         self.sent, self.received = [0] * world, [0] * world
         self._copied: list[tuple[Wanted, Copy]] = []
         # group elements by size, so that each dtype is aligned
@@ -96,18 +96,18 @@ class Moves:
         known: dict[Any, Routes] = {}  # moments have the places of their parameters
         for turn, w in enumerate(wanted):
             if w.places not in known:
-                known[w.places] = w.routes(world, here, turn)
-            found = known[w.places]
-            self._copied += ((w, c) for c in found.copied)
+                known[w.places] = w.routes(world, rank, turn)
+            paths = known[w.places]
+            self._copied += ((w, c) for c in paths.copied)
             for by_rank, pieces, total in zip(
-                ways[w.wire.itemsize], (found.sent, found.received), (self.sent, self.received), strict=True
+                ways[w.wire.itemsize], (paths.sent, paths.received), (self.sent, self.received), strict=True
             ):
                 for other, each in pieces.items():
                     small = [_Stretch(w, q) for p in each for q in p.cut(w.wire.itemsize, max(bucket // world, 1))]
                     by_rank[other] += small
                     total[other] += sum(s.nbytes for s in small)
         most = [max(_nbytes(sent), _nbytes(received)) for sent, received in ways.values()]
-        every = mesh.sum_on_host([n if r == here else 0 for n in most for r in range(world)])
+        every = mesh.sum_on_host([n if r == rank else 0 for n in most for r in range(world)])
         self._rounds: list[_Round] = []
         for i, (sent, received) in enumerate(ways.values()):
             number = math.ceil(max(every[i * world : (i + 1) * world]) / bucket)
@@ -143,13 +143,13 @@ def _nbytes(by_rank: Sequence[Sequence[_Stretch]]) -> int:
 
 def _parts(by_rank: Sequence[Sequence[_Stretch]], number: int) -> list[list[list[_Stretch]]]:
     """Cut what is sent or received by round and rank. Both ends of a pair cut it equally."""
-    found: list[list[list[_Stretch]]] = [[[] for _ in by_rank] for _ in range(number)]
-    for rank, each in enumerate(by_rank):
-        total, start = sum(s.nbytes for s in each), 0
-        for s in each:
-            found[start * number // total][rank].append(s)
+    rounds: list[list[list[_Stretch]]] = [[[] for _ in by_rank] for _ in range(number)]
+    for rank, stretches in enumerate(by_rank):
+        total, start = sum(s.nbytes for s in stretches), 0
+        for s in stretches:
+            rounds[start * number // total][rank].append(s)
             start += s.nbytes
-    return found
+    return rounds
 
 
 def _places(by_rank: Sequence[Sequence[_Stretch]], flat: Tensor) -> Iterator[tuple[_Stretch, Tensor]]:

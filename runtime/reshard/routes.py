@@ -84,22 +84,22 @@ class Routes:
 def routes(have: Place, need: Place, world: int, rank: int, *, beside: Place | None = None, turn: int = 0) -> Routes:
     """Return one rank's routes. Arguments as of `messages`."""
     needed = need.boxes(rank)
-    found = Routes(lacking=sum(math.prod(b.shape) for b in needed))
+    result = Routes(lacking=sum(math.prod(b.shape) for b in needed))
     for m in messages(have, need, world, beside=beside, turn=turn, rank=rank):
         if m.source == rank:
             place = beside if m.beside and beside is not None else have
-            held = place.boxes(rank)
-            read = [Piece(offset, shape, held[j]) for _, j, offset, shape in m.common]
+            boxes = place.boxes(rank)
+            read = [Piece(offset, shape, boxes[j]) for _, j, offset, shape in m.common]
         if m.target == rank:
-            found.lacking -= m.elements
+            result.lacking -= m.elements
             written = [Piece(offset, shape, needed[i]) for i, _, offset, shape in m.common]
         if m.source == m.target:
-            found.copied += (Copy(r, w, m.beside) for r, w in zip(read, written, strict=True))
+            result.copied += (Copy(r, w, m.beside) for r, w in zip(read, written, strict=True))
         elif m.source == rank:
-            found.sent.setdefault(m.target, []).extend(read)
+            result.sent.setdefault(m.target, []).extend(read)
         else:
-            found.received.setdefault(m.source, []).extend(written)
-    return found
+            result.received.setdefault(m.source, []).extend(written)
+    return result
 
 
 def messages(
@@ -110,13 +110,13 @@ def messages(
     beside: a second place in which each rank has the tensor, only for its own use. turn: another number for each
     tensor, by which replicas take turns.
     """
-    has, needs, own = ([_form(p, r) for r in range(world)] for p in (have, need, beside))
+    has, needs, extra = ([_form(p, r) for r in range(world)] for p in (have, need, beside))
     holders = _groups(has)
-    for number, ((wanted, *held), targets) in enumerate(_groups(zip(needs, has, own, strict=True)).items()):
+    for number, ((needed, *present), targets) in enumerate(_groups(zip(needs, has, extra, strict=True)).items()):
         if rank is not None and rank not in targets and not has[rank]:
             continue
-        lacking = [(i, *box) for i, box in enumerate(wanted)]
-        for second, boxes in enumerate(held):
+        lacking = [(i, *box) for i, box in enumerate(needed)]
+        for second, boxes in enumerate(present):
             common, lacking = _taken(lacking, boxes)
             yield from (Message(t, t, common, bool(second)) for t in targets if common and rank in (None, t))
         for boxes, sources in holders.items() if lacking else ():
@@ -143,10 +143,10 @@ def _form(place: Place | None, rank: int) -> Form:
 
 def _groups(forms: Iterable[H]) -> dict[H, list[int]]:
     """Group ranks by their forms."""
-    found: dict[H, list[int]] = {}
+    groups: dict[H, list[int]] = {}
     for r, form in enumerate(forms):
-        found.setdefault(form, []).append(r)
-    return found
+        groups.setdefault(form, []).append(r)
+    return groups
 
 
 _Lacking = list[tuple[int, Numbers, Numbers]]  # (number of the needed box, offset, shape)
@@ -154,7 +154,7 @@ _Lacking = list[tuple[int, Numbers, Numbers]]  # (number of the needed box, offs
 
 def _taken(lacking: _Lacking, boxes: Form) -> tuple[list[tuple[int, int, Numbers, Numbers]], _Lacking]:
     """Return the part of `lacking` in boxes, (needed box, this box, offset, shape), and the rest."""
-    found: list[tuple[int, int, Numbers, Numbers]] = []
+    taken: list[tuple[int, int, Numbers, Numbers]] = []
     for j, box in enumerate(boxes):
         left: _Lacking = []
         for i, offset, shape in lacking:
@@ -162,7 +162,7 @@ def _taken(lacking: _Lacking, boxes: Form) -> tuple[list[tuple[int, int, Numbers
             if common is None:
                 left.append((i, offset, shape))
             else:
-                found.append((i, j, *common))
+                taken.append((i, j, *common))
                 left += ((i, *rest) for rest in without(offset, shape, *common))
         lacking = left
-    return found, lacking
+    return taken, lacking

@@ -50,10 +50,10 @@ def index_of(program: Program, every: Sequence[Mapping[str, Any]]) -> Index:
     for p in program.params:
         stored |= {f"model.{n}": Stored(p.dtype, p.shapes[n]) for n in p.members or (p.fqn,)}
     extra: dict[str, Any] = {}
-    for said in reversed(every):
-        stored |= {key: Stored(DTYPES[dtype], tuple(shape)) for key, (dtype, shape, _) in said["tensors"].items()}
-        extra |= said["extra"]
-    optimizers = [said["optimizer"] for said in every if said["optimizer"] is not None]
+    for facts in reversed(every):
+        stored |= {key: Stored(DTYPES[dtype], tuple(shape)) for key, (dtype, shape, _) in facts["tensors"].items()}
+        extra |= facts["extra"]
+    optimizers = [facts["optimizer"] for facts in every if facts["optimizer"] is not None]
     optimizer = together(optimizers) if optimizers else None
     model, mesh = str(program.meta.get("model", "")), dict(program.mesh.axes)
     return Index("", int(extra["step"]), model, "", mesh, extra, optimizer, tensors=stored)
@@ -72,13 +72,13 @@ def _kept(side: Side, plan: Plan, every: Sequence[Said]) -> dict[str, Kept]:
         for key, form in tensors.items():
             ranks.setdefault(key, set()).add(r)
             forms[key] = form
-    found = {}
+    result = {}
     for key in sorted(forms):
         dtype, shape, like = forms[key]
         these = frozenset(ranks[key])
         place = Lying(plan, like, _parameter(key), True).on(these) if like else Whole(tuple(shape), these)
-        found[key] = Kept((side, "state", key), DTYPES[dtype], place)
-    return found
+        result[key] = Kept((side, "state", key), DTYPES[dtype], place)
+    return result
 
 
 def _parameter(key: str) -> str:

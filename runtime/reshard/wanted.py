@@ -58,9 +58,9 @@ def forms(side: Side, plan: Plan, p: Param, name: str) -> tuple[Kept, Kept | Non
 def local_tensors(side: Side, end: Any) -> dict[Key, Tensor]:
     """Return the local tensors of an end's parameters and buffers, in all forms."""
     whole = {n: end.buckets.whole(n) for n in end.owned}
-    found: dict[Key, Tensor] = {(side, "own", n): p.detach() for n, p in end.owned.items()}
-    found |= {(side, "whole", n): x for n, x in whole.items() if x is not None}
-    return found | {(side, "buffer", n): b for n, b in end.buffers.items()}
+    tensors: dict[Key, Tensor] = {(side, "own", n): p.detach() for n, p in end.owned.items()}
+    tensors |= {(side, "whole", n): x for n, x in whole.items() if x is not None}
+    return tensors | {(side, "buffer", n): b for n, b in end.buffers.items()}
 
 
 def check(old: Plan, new: Plan, *, all_buffers: bool) -> None:
@@ -77,5 +77,5 @@ def check(old: Plan, new: Plan, *, all_buffers: bool) -> None:
 
 
 def _shapes(plan: Plan, all_buffers: bool) -> dict[str, tuple[int, ...]]:
-    found = {n: p.shapes[n] for n, p in plan.params.items()}
-    return found | {b.fqn: b.shape for b in kept(plan.program) if all_buffers}
+    shapes = {n: p.shapes[n] for n, p in plan.params.items()}
+    return shapes | {b.fqn: b.shape for b in kept(plan.program) if all_buffers}

@@ -102,13 +102,13 @@ class Maker:
     @cached_property
     def splits_backward(self) -> bool:
         """Whether gradients of inputs (I) and of weights (W) are separate actions."""
-        return any(a.kind == "I" for each in self._small for a in each)
+        return any(a.kind == "I" for row in self._small for a in row)
 
     @cached_property
     def pairs(self) -> bool:
         """Whether a forward runs beside a backward of another microbatch. (It needs more than two of them.)"""
         ranks = 2
-        return any(a.kind == "FB" for each in self.order(ranks * self.per_rank[0], ranks, 8) for a in each)
+        return any(a.kind == "FB" for row in self.order(ranks * self.per_rank[0], ranks, 8) for a in row)
 
     @cached_property
     def folds(self) -> bool:
@@ -156,7 +156,7 @@ def make(
         raise ShardcError(fault, where=where, fix=fix)
     order = maker.order(stages, ranks, microbatches)
     linked = links(edges, stages)
-    return fill(Schedule.of(name, [_whole(each, linked) for each in order]), linked)
+    return fill(Schedule.of(name, [_whole(row, linked) for row in order]), linked)
 
 
 def load(schedule: str, *, stages: int, ranks: int, microbatches: int, edges: Edges, where: str = "") -> Schedule:
@@ -241,8 +241,8 @@ _OF_PAIRS: dict[str, Callable[[int], Schedule]] = {"FB": side_by_side, "FF": two
 def of(program: Any) -> Schedule:
     """Return the schedule of a program's step, also without a pipeline; only forwards if forward-only."""
     if program.schedule is not None:
-        there: Schedule = program.schedule
-        return there
+        schedule: Schedule = program.schedule
+        return schedule
     if program.pairs:
         return _OF_PAIRS[program.pairs[0].kind](program.microbatches)
     one = alone(program.microbatches)
@@ -251,6 +251,6 @@ def of(program: Any) -> Schedule:
 
 def forward_only(schedule: Schedule, edges: Edges | None = None) -> Schedule:
     """Return the same forwards in the same order, for evaluation. Legal if the whole schedule is."""
-    kept = tuple(tuple(a for a in computed(each) if a.kind == "F") for each in schedule.actions)
-    there = [e._replace(gradient=False) for e in links(edges, schedule.stages)]
-    return fill(replace(schedule, name=f"{schedule.name}, forward only", actions=kept, where=()), there)
+    kept = tuple(tuple(a for a in computed(row) if a.kind == "F") for row in schedule.actions)
+    forward_edges = [e._replace(gradient=False) for e in links(edges, schedule.stages)]
+    return fill(replace(schedule, name=f"{schedule.name}, forward only", actions=kept, where=()), forward_edges)

@@ -141,12 +141,12 @@ class Schedule:
     def of(name: str, actions: Sequence[Sequence[Action]], where: tuple[tuple[str, ...], ...] = ()) -> Schedule:
         """Make a schedule. A stage belongs to the rank that has its first action; -1 if none has."""
         placement: dict[int, int] = {}
-        for rank, each in enumerate(actions):
-            for a in computed(each):
+        for rank, row in enumerate(actions):
+            for a in computed(row):
                 placement.setdefault(a.stage, rank)
         placement.pop(-1, None)
         stages = range(max(placement, default=-1) + 1)
-        microbatches = max((a.microbatch for each in actions for a in computed(each)), default=-1) + 1
+        microbatches = max((a.microbatch for row in actions for a in computed(row)), default=-1) + 1
         return Schedule(
             name, microbatches, tuple(placement.get(s, -1) for s in stages), tuple(map(tuple, actions)), where
         )
@@ -177,7 +177,7 @@ class Schedule:
 
     def __iter__(self) -> Iterator[tuple[int, int, Action]]:
         """Yield (rank, position, action) of all actions."""
-        return ((r, i, a) for r, each in enumerate(self.actions) for i, a in enumerate(each))
+        return ((r, i, a) for r, row in enumerate(self.actions) for i, a in enumerate(row))
 
     def parts(self) -> Iterator[tuple[int, int, Action]]:
         """Yield the same, with a pair as its two halves, which have one position."""
@@ -189,10 +189,10 @@ class Schedule:
 
     def apart(self) -> Schedule:
         """Return the same schedule without pairs: each half is a separate action."""
-        return replace(self, actions=tuple(tuple(computed(each)) for each in self.actions), where=())
+        return replace(self, actions=tuple(tuple(computed(row)) for row in self.actions), where=())
 
     def __str__(self) -> str:
-        rows = (f"rank {r}: {' '.join(map(str, each))}".rstrip() for r, each in enumerate(self.actions))
+        rows = (f"rank {r}: {' '.join(map(str, row))}".rstrip() for r, row in enumerate(self.actions))
         return "\n".join([f"# {self.name}: {self.sizes}", *rows, ""])
 
 

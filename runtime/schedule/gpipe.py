@@ -14,12 +14,12 @@ def gpipe(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
 
     ("Looped breadth first", arXiv 2211.05953.)
     """
-    each = range(microbatches)
+    ms = range(microbatches)
     orders = []
     for rank in range(ranks):
-        mine = range(rank, stages, ranks)
+        chunks = range(rank, stages, ranks)
         orders.append(
-            [Action("F", s, m) for s in mine for m in each] + [Action("B", s, m) for s in reversed(mine) for m in each]
+            [Action("F", s, m) for s in chunks for m in ms] + [Action("B", s, m) for s in reversed(chunks) for m in ms]
         )
     return orders
 

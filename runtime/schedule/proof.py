@@ -49,7 +49,7 @@ def prove(schedule: Schedule, edges: Edges | None = None, *, training: bool = Tr
     for check in (prover.what_is_there, prover.what_is_missing, prover.order, prover.pairs, prover.deadlock):
         check()
         prover.raise_any()
-    return Proof(tuple(live(each) for each in schedule.actions))
+    return Proof(tuple(live(row) for row in schedule.actions))
 
 
 class _Prover:
@@ -65,7 +65,7 @@ class _Prover:
         self.backward: dict[
             tuple[int, int], Action
         ] = {}  # {(stage, microbatch): the action that makes the gradients of its inputs}
-        self.explicit = any(a.peer >= 0 for each in schedule.actions for a in each)
+        self.explicit = any(a.peer >= 0 for row in schedule.actions for a in row)
         self.found: dict[str, list[tuple[str, str, str]]] = {}
 
     # --- errors
@@ -75,11 +75,11 @@ class _Prover:
 
     def raise_any(self) -> None:
         errors = Errors()
-        for each in self.found.values():
-            for where, fault, fix in each[:SHOWN]:
+        for faults in self.found.values():
+            for where, fault, fix in faults[:SHOWN]:
                 errors.add(fault, where=where, fix=fix)
-            if len(each) > SHOWN:
-                errors.add(f"and {len(each) - SHOWN} more of this kind", where=self.schedule.name)
+            if len(faults) > SHOWN:
+                errors.add(f"and {len(faults) - SHOWN} more of this kind", where=self.schedule.name)
         errors.raise_any()
 
     def place(self, a: Action) -> str:
@@ -163,7 +163,7 @@ class _Prover:
                     f"{stage}REDUCE is missing",
                     "add it, or leave all of them out",
                 )
-        stepping = [bool(each) and each[-1].kind == "STEP" for each in s.actions]
+        stepping = [bool(row) and row[-1].kind == "STEP" for row in s.actions]
         for rank in range(s.ranks):
             if any(stepping) and not stepping[rank]:
                 self.add("missing", f"{s.name}: rank {rank}", "STEP is missing", "add it, or leave all of them out")
@@ -242,8 +242,8 @@ class _Prover:
                     sent.setdefault((rank, peer), []).append(a)
                 else:
                     received.setdefault((peer, rank), []).append(a.other_end())
-        for pair, each in sent.items():
-            for a, b in zip(each, received[pair], strict=True):
+        for pair, sends in sent.items():
+            for a, b in zip(sends, received[pair], strict=True):
                 if a != b:
                     fault = f"rank {pair[0]} sends {a} where rank {pair[1]} receives {b.other_end()}"
                     self.add(
@@ -260,9 +260,9 @@ class _Prover:
         waiters: dict[Action, list[int]] = {}
         while waiting:
             rank = waiting.popleft()
-            mine = s.actions[rank]
-            while progress[rank] < len(mine):
-                a = mine[progress[rank]]
+            actions = s.actions[rank]
+            while progress[rank] < len(actions):
+                a = actions[progress[rank]]
                 if a.peer >= 0:
                     peer = s.placement[a.peer]
                     if self.at[a.other_end()] != (peer, progress[peer]):
@@ -281,8 +281,8 @@ class _Prover:
 
     def _late(self, a: Action, needs: dict[Action, list[Action]], progress: list[int]) -> list[Action]:
         """Return the actions that an action waits for, and that have not run yet."""
-        wanted = (n for part in a.parts for n in needs.get(part, ()))
-        return [n for n in wanted if self.at[n][1] >= progress[self.at[n][0]]]
+        needed = (n for part in a.parts for n in needs.get(part, ()))
+        return [n for n in needed if self.at[n][1] >= progress[self.at[n][0]]]
 
     def _needs(self) -> dict[Action, list[Action]]:
         """Return {action: the actions of other ranks that it waits for}."""

@@ -18,41 +18,41 @@ from shardc.runtime.schedule.timeline import timeline
 
 def fill(schedule: Schedule, edges: Edges | None = None) -> Schedule:
     """Complete a proven schedule. Existing sends and receives, REDUCE, or STEP stay as they are."""
-    known = {a.kind for each in schedule.actions for a in computed(each)}
+    known = {a.kind for row in schedule.actions for a in computed(row)}
     actions = schedule.actions
     if not known & SENDS:
         actions = _with_sends(schedule, edges)
     if "REDUCE" not in known and known & {"B", "W"}:
         actions = tuple(map(_with_reduce, actions))
     if "STEP" not in known and known & {"B", "W"}:
-        actions = tuple((*each, Action("STEP")) for each in actions)
+        actions = tuple((*row, Action("STEP")) for row in actions)
     return schedule if actions == schedule.actions else replace(schedule, actions=actions, where=())
 
 
 def _with_sends(schedule: Schedule, edges: Edges | None) -> tuple[tuple[Action, ...], ...]:
-    there: dict[int, list[int]] = {}  # by stage: the stages on other ranks that use its values
-    back: dict[int, list[int]] = {}  # ... whose values it uses
+    users: dict[int, list[int]] = {}  # by stage: the stages on other ranks that use its values
+    sources: dict[int, list[int]] = {}  # ... whose values it uses
     for link in links(edges, schedule.stages):
         if schedule.placement[link.source] != schedule.placement[link.target]:
-            there.setdefault(link.source, []).append(link.target)
+            users.setdefault(link.source, []).append(link.target)
             if link.gradient:
-                back.setdefault(link.target, []).append(link.source)
+                sources.setdefault(link.target, []).append(link.source)
     listed: list[list[tuple[tuple[float, int, int], Action]]] = [[] for _ in schedule.actions]
     clock = timeline(schedule, edges=edges)
-    for rank, each in enumerate(schedule.actions):
+    for rank, row in enumerate(schedule.actions):
         ends = iter(clock.slots[rank])
         end = 0.0
-        for a in each:
+        for a in row:
             if a.kind in COMPUTE:
                 end = next(ends).end
             listed[rank].append(((end, rank, 0 if a.kind in COMPUTE else 2), a))
             for part in a.parts:
-                peers = there if part.kind == "F" else back if part.kind in ("B", "I") else {}
+                peers = users if part.kind == "F" else sources if part.kind in ("B", "I") else {}
                 for peer in peers.get(part.stage, ()):
                     send = Action("SEND_F" if part.kind == "F" else "SEND_B", part.stage, part.microbatch, peer)
                     listed[rank].append(((end, rank, 1), send))
                     listed[schedule.placement[peer]].append(((end, rank, 1), send.other_end()))
-    return tuple(tuple(a for _, a in sorted(each, key=lambda x: x[0])) for each in listed)
+    return tuple(tuple(a for _, a in sorted(row, key=lambda x: x[0])) for row in listed)
 
 
 def _with_reduce(actions: Sequence[Action]) -> tuple[Action, ...]:

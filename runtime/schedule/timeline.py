@@ -72,7 +72,7 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        return max((each[-1].end for each in self.slots if each), default=0.0)
+        return max((row[-1].end for row in self.slots if row), default=0.0)
 
     def busy(self, rank: int) -> float:
         return sum(s.end - s.start for s in self.slots[rank])
@@ -99,14 +99,14 @@ def timeline(schedule: Schedule, costs: Costs | None = None, edges: Edges | None
         if link.gradient:
             after[link.source].append((link.target, time))
     ends: dict[tuple[bool, int, int], float] = {}  # (forward?, stage, microbatch)
-    mine = [[a for a in each if a.kind in COMPUTE] for each in schedule.actions]
-    slots: list[list[Slot]] = [[] for _ in mine]
-    ready = deque(range(len(mine)))
+    actions = [[a for a in row if a.kind in COMPUTE] for row in schedule.actions]
+    slots: list[list[Slot]] = [[] for _ in actions]
+    ready = deque(range(len(actions)))
     waiters: dict[tuple[bool, int, int], list[int]] = {}
     while ready:
         rank = ready.popleft()
         done = slots[rank]
-        for a in mine[rank][len(done) :]:
+        for a in actions[rank][len(done) :]:
             start = done[-1].end if done else costs.begin[rank] if costs.begin else 0.0
             late = None
             for p in a.parts:
@@ -126,5 +126,5 @@ def timeline(schedule: Schedule, costs: Costs | None = None, edges: Edges | None
                     result = p.kind == "F", p.stage, p.microbatch
                     ends[result] = done[-1].end
                     ready.extend(waiters.pop(result, ()))
-    assert all(len(d) == len(each) for d, each in zip(slots, mine, strict=True)), "prove the schedule first"
+    assert all(len(d) == len(row) for d, row in zip(slots, actions, strict=True)), "prove the schedule first"
     return Timeline(schedule, tuple(map(tuple, slots)), tuple(map(live, schedule.actions)))

@@ -22,9 +22,9 @@ class GradNorm:
     def __init__(self, program: Program, params: Mapping[str, nn.Parameter], mesh: Any) -> None:
         self.params, self.mesh = params, mesh
         self._axes = {p.name: norm_axes(program, p.name) for p in program.params}
-        here = mesh.coordinate(program.axis) if program.axis else 0
+        at = mesh.coordinate(program.axis) if program.axis else 0
         self._mine = {
-            p.name for p in program.params if not program.axis or program.holders(p)[0] == here
+            p.name for p in program.params if not program.axis or program.holders(p)[0] == at
         }  # of several copies, only the first one counts
         self._dtypes: dict[
             tuple[str, ...], torch.dtype
@@ -85,23 +85,23 @@ def parameter_norms(program: Program, params: Mapping[str, nn.Parameter], mesh: 
     One sum for all parameters with the same split. params: the optimizer's, by placeholder name. grad: norms of the
     gradients of trained parameters instead; 0 without a gradient.
     """
-    here = mesh.coordinate(program.axis) if program.axis else 0
+    at = mesh.coordinate(program.axis) if program.axis else 0
     asked = [p for p in program.params if p.requires_grad or not grad]
     groups: dict[tuple[str, ...], list[str]] = {}
     squares: dict[str, Tensor] = {}
     for p in asked:
         groups.setdefault(norm_axes(program, p.name), []).append(p.name)
-        held = not program.axis or program.holders(p)[0] == here  # of copies on several stages, only the first counts
-        x: Tensor | None = params.get(p.name) if held else None
+        counts = not program.axis or program.holders(p)[0] == at  # of copies on several stages, only the first counts
+        x: Tensor | None = params.get(p.name) if counts else None
         x = x.grad if grad and x is not None else x
         squares[p.name] = _square(x) if x is not None else torch.zeros((), dtype=torch.float64)
-    found: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for axes, names in sorted(groups.items()):  # the same order on all ranks, even without these parameters
         sums = torch.stack([squares[n].to(mesh.device) for n in names])
         if axes:
             sums = mesh.all_reduce(sums, axes, direction="update", tag="norms")
-        found |= dict(zip(names, sums.sqrt().tolist(), strict=True))
-    return {p.fqn: found[p.name] for p in asked}
+        by_name |= dict(zip(names, sums.sqrt().tolist(), strict=True))
+    return {p.fqn: by_name[p.name] for p in asked}
 
 
 def _square(x: Tensor) -> Tensor:

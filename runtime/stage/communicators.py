@@ -14,24 +14,24 @@ from shardc.runtime.stage.clip_grad_norm import norm_axes
 
 def groups_of(program: Program) -> list[tuple[str, ...]]:
     """Return the sets of axes over which the program communicates; each needs a process group."""
-    found = [
+    groups = [
         axes
         for b in program.buckets
         for axes in (b.axes, (b.shard,) if b.shard else (), tuple(a for a in b.axes if a != b.shard))
     ]
-    found += [(program.axis,)] if program.axis else []
-    found += [tuple(a for a, _ in p.layout.shards()) for p in program.params]
-    found += [norm_axes(program, p.name) for p in program.params]
+    groups += [(program.axis,)] if program.axis else []
+    groups += [tuple(a for a, _ in p.layout.shards()) for p in program.params]
+    groups += [norm_axes(program, p.name) for p in program.params]
     for stage in program.stages:
-        found += [n.meta["collective"].axes for n in stage.graph.nodes if "collective" in n.meta]
-    found += [sum_axes(program.outputs, program.mesh, program.axis), loss_axes(program)]
-    found += [(a,) for o in program.outputs for a, _ in o.layout.shards()]
-    found += [stage_axes(program)] if program.matrices is not None else []
+        groups += [n.meta["collective"].axes for n in stage.graph.nodes if "collective" in n.meta]
+    groups += [sum_axes(program.outputs, program.mesh, program.axis), loss_axes(program)]
+    groups += [(a,) for o in program.outputs for a, _ in o.layout.shards()]
+    groups += [stage_axes(program)] if program.matrices is not None else []
     if program.loss_scale is not None or any(
         s.graph.find_nodes(op="call_function", target=experts_route) for s in program.stages
     ):
-        found.append(program.mesh.names)  # all ranks skip the same steps; the loads of experts
-    return [axes for axes in dict.fromkeys(found) if axes]
+        groups.append(program.mesh.names)  # all ranks skip the same steps; the loads of experts
+    return [axes for axes in dict.fromkeys(groups) if axes]
 
 
 def seen_as(mesh: Any, program: Program) -> Any:

@@ -44,15 +44,15 @@ class Interpreter:
         self.schedule = schedule.of(program)
         self.at = mesh.coordinate(self.axis) if self.axis else 0
         self.actions = self.schedule.actions[self.at]
-        mine = [s for s, coordinate in enumerate(self.schedule.placement) if coordinate == self.at]
+        stages = [s for s, coordinate in enumerate(self.schedule.placement) if coordinate == self.at]
         compiler = Compiler(strict=program.spec is not None and program.spec.strict) if self.compiles else None
         copies = offloaded(mesh.device)
         with WRITING:
-            self.stages = {s: RunnableStage(program, s, mesh.device, copies, compiler, ranges=ranges) for s in mine}
+            self.stages = {s: RunnableStage(program, s, mesh.device, copies, compiler, ranges=ranges) for s in stages}
             self.pairs = {
                 p.key: runnable_pair(program, p, self.stages, mesh.device, copies, compiler, ranges=ranges)
                 for p in program.pairs
-                if p.first in mine and p.then in mine
+                if p.first in stages and p.then in stages
             }
             self.edges = {(e.source, e.target): e for e in program.edges}
             self._count = runnable(program.prologue, mesh.device, program) if program.prologue is not None else None
@@ -63,7 +63,7 @@ class Interpreter:
             )
             summing = [n for s in program.stages for n in s.graph.find_nodes(op="call_function", target=summed)]
             summed_over = [
-                n for s in mine for n in program.stages[s].graph.find_nodes(op="call_function", target=total)
+                n for s in stages for n in program.stages[s].graph.find_nodes(op="call_function", target=total)
             ]
             #: Totals over ranks, too: {number: (axes, tag)}.
             self._over = {int(n.args[1]): (n.args[2], n.name) for n in summed_over if len(n.args) > 2}

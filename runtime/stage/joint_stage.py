@@ -54,8 +54,8 @@ class JointStage:
             self._forward = with_ranges(self._forward, forward)
         self._backward = _Half(backward, compiler, ranges=ranges)
         self.weights = _Half(graphs["weights"], compiler, ranges=ranges) if "weights" in graphs else None
-        given: Any = backward.output_node().args[0]
-        self._handed_on = [n.name for n in given[1]] if self.weights is not None else []
+        results: Any = backward.output_node().args[0]
+        self._handed_on = [n.name for n in results[1]] if self.weights is not None else []
 
     @torch.no_grad()
     def forward(self, mesh: Any, *values: Any) -> tuple[Any, dict[str, Any]]:
@@ -140,10 +140,10 @@ class JointPair:
         view = mesh.beside()
         view.step.in_backward, view.step.microbatch = True, microbatch
         kept |= begin
-        here = self._taken(given, view, values, kept)
+        inputs = self._taken(given, view, values, kept)
         kept.clear()
         with mesh.step.training(launch, self._copies), view.step.training(launch):
-            returned, grads = self._half.call(here, mesh.step)
+            returned, grads = self._half.call(inputs, mesh.step)
         return self._forward(0, returned), dict(zip(self._then.received, grads, strict=True))
 
     @torch.no_grad()
@@ -163,25 +163,25 @@ class JointPair:
         view = mesh.beside()
         view.step.microbatch, view.step.routings = microbatch, mesh.step.routings
         view.step.weight_copies = weight_copies
-        here = self._taken(given, view, values, {})
+        inputs = self._taken(given, view, values, {})
         with mesh.step.training(host_copies=self._copies), view.step.training(host_copies=self._copies):
-            returned = self._half.call(here, mesh.step)
+            returned = self._half.call(inputs, mesh.step)
         return tuple(self._forward(i, half) for i, half in enumerate(returned))
 
     def _taken(
         self, given: Mapping[str, Any], view: Any, values: Mapping[str, Any], kept: dict[str, Any]
     ) -> dict[str, Any]:
         """Return all inputs of the graph by name. view: the mesh as the second half sees it."""
-        here: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         for name in self._half.takes:
-            own = name.removeprefix(self._prefix)
-            if own == name:
-                here[name] = given[name] if name in given else values[name]
-            elif own == "mesh":
-                here[name] = view
+            plain = name.removeprefix(self._prefix)
+            if plain == name:
+                inputs[name] = given[name] if name in given else values[name]
+            elif plain == "mesh":
+                inputs[name] = view
             else:
-                here[name] = kept.pop(own) if own in kept else values[own]
-        return here
+                inputs[name] = kept.pop(plain) if plain in kept else values[plain]
+        return inputs
 
     def _forward(self, half: int, returned: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
         *results, saved = returned

@@ -73,13 +73,13 @@ def skips_gradient(
     if action == "ignore" or math.isfinite(float(norm)):
         return False
     grads = ((params[p.name].grad if p.name in params else None) for p in program.params)
-    here = [int(g is not None and not bool(g.isfinite().all())) for g in grads]
-    found = [p.fqn for p, ranks in zip(program.params, mesh.sum_on_host(here), strict=True) if ranks]
-    if action == "stop" and found:
-        more = f" and {len(found) - _NAMED} more parameters" if len(found) > _NAMED else ""
-        fault = f"the loss of step {step} is finite, but not the gradient of {', '.join(found[:_NAMED])}{more}"
+    flags = [int(g is not None and not bool(g.isfinite().all())) for g in grads]
+    names = [p.fqn for p, ranks in zip(program.params, mesh.sum_on_host(flags), strict=True) if ranks]
+    if action == "stop" and names:
+        more = f" and {len(names) - _NAMED} more parameters" if len(names) > _NAMED else ""
+        fault = f"the loss of step {step} is finite, but not the gradient of {', '.join(names[:_NAMED])}{more}"
         raise NotFiniteError(fault, where=f"step {step}", fix=_fix(program))
-    return bool(found)
+    return bool(names)
 
 
 def first_not_finite(interpreter: Interpreter, values: Sequence[Mapping[str, Any]]) -> str:

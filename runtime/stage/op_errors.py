@@ -163,7 +163,7 @@ def label_error(what: str, where: str) -> OutOfRangeError:
 
 
 def _index_error(error: IndexError, node: fx.Node | None, values: dict[str, Any], where: str) -> OutOfRangeError:
-    said = (str(error).strip() or "no more is known").splitlines()[0]
+    message = (str(error).strip() or "no more is known").splitlines()[0]
     target: Any = node.target if node is not None else None
     operands = node.all_input_nodes if node is not None else []
     args: Any = node.args if node is not None else ()
@@ -173,13 +173,13 @@ def _index_error(error: IndexError, node: fx.Node | None, values: dict[str, Any]
         table, ids = operands[:2]
         rows = args[4] if target is ops.embedding_partial else values[table.name].shape[0]
         fault = outside(values[ids.name], int(str(rows)))
-        return lookup_error(fault or said, _input_of(ids), where)
+        return lookup_error(fault or message, _input_of(ids), where)
     if node is not None and target in _OF_LABELS:
         logits, labels = (values[n.name] for n in operands[:2])
         classes = args[5] if target is ops.nll_parts else logits.shape[1 if logits.dim() > 1 else 0]
-        return label_error(outside(labels, int(str(classes)), -100) or said, where)
+        return label_error(outside(labels, int(str(classes)), -100) or message, where)
     fix = "check the ids in the batch against the sizes of what they are looked up in"
-    return OutOfRangeError(f"an index is out of range: {said}", where=where, fix=fix)
+    return OutOfRangeError(f"an index is out of range: {message}", where=where, fix=fix)
 
 
 #: Ops whose second operand is labels.

@@ -38,11 +38,11 @@ def _root(node: fx.Node) -> fx.Node:
 @torch.no_grad()
 def combined(program: Program, mesh: Any, parts: Parts) -> Values:
     """Return a step's outputs: sums over all ranks; of rows, this rank's, with padding. Collective."""
-    here = {o.name: joined(o, parts[o.name]) for o in program.outputs if o.name in parts}
-    found = here | _summed(program, mesh, here)
+    local = {o.name: joined(o, parts[o.name]) for o in program.outputs if o.name in parts}
+    values = local | _summed(program, mesh, local)
     if program.schedule is not None:
-        found |= _spread(program, mesh, here)
-    return {o.name: found[o.name] for o in program.outputs}
+        values |= _spread(program, mesh, local)
+    return {o.name: values[o.name] for o in program.outputs}
 
 
 def joined(o: Output, parts: Mapping[int, Tensor]) -> Tensor:
@@ -65,10 +65,10 @@ def _summed(program: Program, mesh: Any, here: Mapping[str, Tensor]) -> Values:
     over = {part for axis in axes for part in program.mesh.parts(axis)}
     flat: list[Tensor] = []
     for o in taking_part:
-        alike = over - set(o.summed_over) - {program.axis}  # ranks along these have the same: the first adds it
-        mine = o.name in here and not any(mesh.coordinate(axis) for axis in alike)
+        equal = over - set(o.summed_over) - {program.axis}  # ranks along these have the same: the first adds it
+        adds = o.name in here and not any(mesh.coordinate(axis) for axis in equal)
         size = int(torch.Size(o.shape).numel())
-        value = here[o.name].reshape(-1).double() if mine else torch.zeros(size, dtype=torch.float64)
+        value = here[o.name].reshape(-1).double() if adds else torch.zeros(size, dtype=torch.float64)
         flat.append(value.to(mesh.device))
     totals = mesh.all_reduce(torch.cat(flat), axes, tag="outputs").split([x.numel() for x in flat])
     return {o.name: x.view(o.shape).to(o.dtype) for o, x in zip(taking_part, totals, strict=True)}
@@ -78,7 +78,7 @@ def _spread(program: Program, mesh: Any, here: Mapping[str, Tensor]) -> Values:
     """Send rows from the ranks of the stage that makes them to those of the other stages."""
     assert program.schedule is not None
     at, placement = mesh.coordinate(program.axis), program.schedule.placement
-    found, works = {}, []
+    received, works = {}, []
     for o in program.outputs:
         if o.small:
             continue
@@ -91,12 +91,12 @@ def _spread(program: Program, mesh: Any, here: Mapping[str, Tensor]) -> Values:
         else:
             dtype = torch.uint8 if o.dtype == torch.bool else o.dtype
             shape = o.layout.local_shape(o.shape, program.mesh)
-            found[o.name] = torch.empty(shape, dtype=dtype, device=mesh.device)
-            works.append(mesh.start_receive(found[o.name], program.axis, home, tag=o.name))
+            received[o.name] = torch.empty(shape, dtype=dtype, device=mesh.device)
+            works.append(mesh.start_receive(received[o.name], program.axis, home, tag=o.name))
     for work in works:
         work.wait()
     dtypes = {o.name: o.dtype for o in program.outputs}
-    return {name: x.to(dtypes[name]) for name, x in found.items()}
+    return {name: x.to(dtypes[name]) for name, x in received.items()}
 
 
 @torch.no_grad()
@@ -117,12 +117,12 @@ def gathered(program: Program, mesh: Any, values: Values) -> Values:
 def own_rows(program: Program, mesh: Any, values: Values) -> Values:
     """Return this rank's rows, without padding."""
     coords = program.mesh.coords(mesh.rank)
-    own = dict(values)
+    trimmed = dict(values)
     for o in program.outputs:
         for s in o.layout.paddings():
             rows = list(_places(o.layout, s.dim, o.shape[s.dim], program, coords))
-            own[o.name] = own[o.name].index_select(s.dim, torch.cat(rows).to(own[o.name].device))
-    return own
+            trimmed[o.name] = trimmed[o.name].index_select(s.dim, torch.cat(rows).to(trimmed[o.name].device))
+    return trimmed
 
 
 def _places(layout: Layout, dim: int, size: int, program: Program, coords: Mapping[str, int]) -> Iterator[Tensor]:

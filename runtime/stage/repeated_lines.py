@@ -23,13 +23,13 @@ def repeat(step: StepContext, now: bool) -> None:
 
 def tell_repeated(graph: fx.Graph, step: fx.Node) -> None:
     """Insert these calls around the lines that recompute forward. step: the node of the step's context."""
-    said = False
+    repeating = False
     for n in [n for n in graph.nodes if n.op == "call_function"]:
         repeats = bool(n.meta.get("repeats"))
-        if repeats != said:
+        if repeats != repeating:
             with graph.inserting_before(n):
                 graph.call_function(repeat, (step, repeats))
-            said = repeats
-    if said:
+            repeating = repeats
+    if repeating:
         with graph.inserting_before(graph.output_node()):
             graph.call_function(repeat, (step, False))

@@ -103,9 +103,9 @@ class Run:
         ] = {}  # (stage, microbatch, way)
         self.outbox: dict[tuple[int, int, int, Way], list[Tensor]] = {}
         self.sending: deque[list[Work]] = deque()
-        wanted = [a for a in computed(actions) if a.kind in ("B", "W")]
-        self.first = wanted[0] if wanted else None
-        self.last = {a.stage: a for a in wanted}
+        backwards = [a for a in computed(actions) if a.kind in ("B", "W")]
+        self.first = backwards[0] if backwards else None
+        self.last = {a.stage: a for a in backwards}
         self.last_forward = {a.stage: a for a in computed(actions) if a.kind == "F"}
         self.weight_copies: dict[int, dict[str, Tensor]] = {}  # by stage
 
@@ -156,14 +156,14 @@ class Run:
 
     def forward(self, action: Action) -> None:
         stage = self.on.stages[action.stage]
-        given = self._given(action)
+        inputs = self._given(action)
         if self.hooks is None:
             with op_errors.named(stage.graph):
-                loss, news, *rest = stage.run(*given.values())
+                loss, news, *rest = stage.run(*inputs.values())
             self._forwarded(action, (loss, news, rest[0] if stage.piped else ()), None)
             return
         with self._weight_copies(action):
-            returned, kept = stage.joint.forward(self.on.mesh, *given.values())
+            returned, kept = stage.joint.forward(self.on.mesh, *inputs.values())
         self._forwarded(action, returned, kept)
 
     def _given(self, action: Action) -> dict[str, Any]:
@@ -244,17 +244,17 @@ class Run:
         self._set_microbatch(backward)
         theirs = self.on.mesh.step.running
         self._set_microbatch(forward)
-        given = self._given(forward)
+        inputs = self._given(forward)
         key = (backward.stage, backward.microbatch)
         kept = self.kept.pop(key)
         begin = self.on.stages[backward.stage].joint.begin(*self._begin(kept, key))
         self._start(backward)
         pair = self.on.pairs["FB", forward.stage, backward.stage]
         with self._weight_copies(forward):
-            (returned, wanted), grads = pair.run(
-                self.on.mesh, theirs, given, kept.values, self.values[key[1]], begin, self.hooks.launch
+            (returned, forward_kept), grads = pair.run(
+                self.on.mesh, theirs, inputs, kept.values, self.values[key[1]], begin, self.hooks.launch
             )
-        self._forwarded(forward, returned, wanted)
+        self._forwarded(forward, returned, forward_kept)
         self._pause()
         self._give_back(backward, {n: g if g is None else g.contiguous() for n, g in grads.items()})
 
@@ -263,14 +263,14 @@ class Run:
         self._set_microbatch(then)
         theirs = self.on.mesh.step.running
         self._set_microbatch(first)
-        given, values = self._given(first), self._given(then)
+        inputs, values = self._given(first), self._given(then)
         pair = self.on.pairs["FF", first.stage, then.stage]
         copies = self.weight_copies.setdefault(then.stage, {})
         with self._weight_copies(first):
-            (one, wanted), (other, their_wanted) = pair.run_forwards(self.on.mesh, theirs, given, values, copies)
+            (one, kept), (other, their_kept) = pair.run_forwards(self.on.mesh, theirs, inputs, values, copies)
         self._end_weight_copies(then)
-        self._forwarded(first, one, wanted)
-        self._forwarded(then, other, their_wanted)
+        self._forwarded(first, one, kept)
+        self._forwarded(then, other, their_kept)
 
     def _weights(self, kept: _Kept, key: tuple[int, int]) -> None:
         """Run the second half of a backward that has two."""
@@ -327,14 +327,14 @@ class Run:
         if way == "forward":
             self.inbox.setdefault((edge.target, microbatch), {}).update(values)
         else:
-            mine = self.grads.setdefault((edge.source, microbatch), {})
+            grads = self.grads.setdefault((edge.source, microbatch), {})
             for name, g in values.items():
-                mine[name] = mine[name] + g if name in mine else g
+                grads[name] = grads[name] + g if name in grads else g
 
     def _way(self, action: Action) -> tuple[Edge, Way]:
         """Return the edge over which an action sends or receives, and the direction."""
-        here, there = action.stage, action.peer
-        source, target = (here, there) if action.kind in ("SEND_F", "RECV_B") else (there, here)
+        stage, peer = action.stage, action.peer
+        source, target = (stage, peer) if action.kind in ("SEND_F", "RECV_B") else (peer, stage)
         return self.on.edges[source, target], "forward" if action.kind in ("SEND_F", "RECV_F") else "backward"
 
     def post(self, action: Action) -> None:

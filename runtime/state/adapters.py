@@ -51,7 +51,7 @@ class Part:
 
 def parts(program: Program) -> dict[str, Part]:
     """Return the tensors of a program's adapters, by name."""
-    found: dict[str, Part] = {}
+    result: dict[str, Part] = {}
     by_name = {p.name: p for p in program.params}
     for adapter in program.adapters:
         base = by_name[adapter.base]
@@ -60,8 +60,8 @@ def parts(program: Program) -> dict[str, Part]:
             shape = p.shape[1:] if p.members else p.shape
             for of in base.members or (base.fqn,):
                 part = Part(adapter, whole_name(of), kind, shape)
-                found[part.name] = part
-    return found
+                result[part.name] = part
+    return result
 
 
 def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
@@ -74,33 +74,33 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
         return model
     if not program.adapters:
         return weights_for(model, files, seed)
-    wanted = parts(program)
-    base, own = files if isinstance(files, tuple) else (files, None)
-    opened = [(x, open_weights(x)) for x in (base, own) if x is not None]
-    found: dict[str, Tensor] = {}
+    expected = parts(program)
+    base, adapter_files = files if isinstance(files, tuple) else (files, None)
+    opened = [(x, open_weights(x)) for x in (base, adapter_files) if x is not None]
+    tensors: dict[str, Tensor] = {}
     recorder, notes = Recorder(), list[str]()
     rest: list[WeightFiles] = []
-    for _, each in opened:
-        mine = _spelled(each.tensors, wanted, program)
-        _check_config(each, program)
-        if mine:
-            notes.append(f"adapters: {len(mine)} tensors of {each.path} ({each.what})")
-            found |= _read(each, mine, wanted, recorder)
-        left = {n: x for n, x in each.tensors.items() if n not in mine.values()}
+    for _, source in opened:
+        names = _spelled(source.tensors, expected, program)
+        _check_config(source, program)
+        if names:
+            notes.append(f"adapters: {len(names)} tensors of {source.path} ({source.what})")
+            tensors |= _read(source, names, expected, recorder)
+        left = {n: x for n, x in source.tensors.items() if n not in names.values()}
         if left:
-            rest.append(replace(each, tensors=left, ties={k: v for k, v in each.ties.items() if v in left}))
-    given = weights_for(model, rest[0] if rest else None, seed)
+            rest.append(replace(source, tensors=left, ties={k: v for k, v in source.ties.items() if v in left}))
+    weights = weights_for(model, rest[0] if rest else None, seed)
     for more in rest[1:]:  # modules that were trained with the adapters: all other weights stay
-        given = replace(from_files(more, given, seed), notes=given.notes)
+        weights = replace(from_files(more, weights, seed), notes=weights.notes)
         notes.append(f"{len(more.tensors)} more tensors of {more.path}")
-    if len(found) not in (0, len(wanted)):
-        lost = sorted(set(wanted) - set(found))
-        fault = f"{len(lost)} of the {len(wanted)} tensors of adapters are not in the files, such as {lost[0]}"
+    if len(tensors) not in (0, len(expected)):
+        lost = sorted(set(expected) - set(tensors))
+        fault = f"{len(lost)} of the {len(expected)} tensors of adapters are not in the files, such as {lost[0]}"
         raise ShardcError(fault, where=str(opened[-1][1].path), fix="write `adapters` as they were trained")
-    begun = {n: p for n, p in wanted.items() if n not in found and n not in given.shapes}
-    if begun and not found:
+    begun = {n: p for n, p in expected.items() if n not in tensors and n not in weights.shapes}
+    if begun and not tensors:
         notes.append("adapters: as they begin")
-    return _with(given, begun, found, recorder, seed, program, notes)
+    return _with(weights, begun, tensors, recorder, seed, program, notes)
 
 
 def _with(
@@ -146,12 +146,12 @@ def _begin(wanted: Sequence[Part]) -> tuple[Recipe, dict[str, str]]:
     keys = {p.name: f"p{i}" for i, p in enumerate(wanted)}
 
     def build() -> nn.Module:
-        held = nn.Module()
+        module = nn.Module()
         for p in wanted:
             x = torch.empty(p.shape)
             x = x.uniform_(-1 / math.sqrt(p.shape[-1]), 1 / math.sqrt(p.shape[-1])) if p.kind == A else x.zero_()
-            held.register_parameter(keys[p.name], nn.Parameter(x))
-        return held
+            module.register_parameter(keys[p.name], nn.Parameter(x))
+        return module
 
     return record(build)[1], keys
 
@@ -197,9 +197,9 @@ def _of_peft(x: Tensor, part: Part) -> Tensor:
 
 def _spelled(tensors: Mapping[str, Any], wanted: Mapping[str, Part], program: Program) -> dict[str, str]:
     """Return {name of an adapter's tensor: its name in the files}."""
-    found = {n: n for n in wanted if n in tensors}
-    if found:
-        return found
+    names = {n: n for n in wanted if n in tensors}
+    if names:
+        return names
     return {n: key for n, part in wanted.items() if (key := peft_name(part, program)) in tensors}
 
 
@@ -207,7 +207,7 @@ def _read(
     files: WeightFiles, mine: Mapping[str, str], wanted: Mapping[str, Part], recorder: Recorder
 ) -> dict[str, Tensor]:
     """Return the tensors on the recorder's tape. Raises ShardcError for those of another shape."""
-    errors, found = Errors(), dict[str, Tensor]()
+    errors, tensors = Errors(), dict[str, Tensor]()
     for name, key in mine.items():
         x, part = recorder.stored(files.tensors[key]), wanted[name]
         if x.numel() != math.prod(part.shape):
@@ -217,9 +217,9 @@ def _read(
         if key != name:
             with recorder.recording():
                 x = _of_peft(x, part)
-        found[name] = x
+        tensors[name] = x
     errors.raise_any()
-    return found
+    return tensors
 
 
 def _check_config(files: WeightFiles, program: Program) -> None:
@@ -263,17 +263,17 @@ class OfSpec:
         Raises ShardcError if peft has no form for them.
         """
         self._check()
-        found = {peft_name(part, self.program): as_peft(tensors[n], part) for n, part in parts(self.program).items()}
+        result = {peft_name(part, self.program): as_peft(tensors[n], part) for n, part in parts(self.program).items()}
         saved = tuple(f"{m}." for m in self._saved())
-        own = parts(self.program)
-        return found | {PREFIX + n: x for n, x in tensors.items() if n.startswith(saved) and n not in own}
+        of_adapters = parts(self.program)
+        return result | {PREFIX + n: x for n, x in tensors.items() if n.startswith(saved) and n not in of_adapters}
 
     def merged(self, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
         """Return the model's tensors, with adapters added. ties: {other name: name}.
 
         Raises ShardcError for a tied weight whose adapter belongs to one use only.
         """
-        made = {n: x for n, x in tensors.items() if n not in parts(self.program)}
+        result = {n: x for n, x in tensors.items() if n not in parts(self.program)}
         for adapter in self.program.adapters:
             base = self._of(adapter)
             if whole_name(base.fqn) != base.fqn:
@@ -287,17 +287,17 @@ class OfSpec:
             for name in base.members or (base.fqn,):
                 a, b = (tensors[name_beside(name, kind)] for kind in (A, B))
                 m = tensors[name_beside(name, MAGNITUDE)] if adapter.magnitude else None
-                made[name] = merged(tensors[name], a, b, m, adapter)
-        return made
+                result[name] = merged(tensors[name], a, b, m, adapter)
+        return result
 
     def write_config(self, folder: Path, base: Path | None) -> None:
         """Write adapter_config.json. base: the folder that the model's weights came from."""
         adapters = self.program.adapters
         modules = {a: self._of(a) for a in adapters}
         # peft's patterns name modules: single parameters get the settings for all
-        alike = [a for a, p in modules.items() if not whole_name(p.names[0]).endswith(".weight")] or adapters
-        rank = Counter(a.rank for a in alike).most_common(1)[0][0]
-        alpha = Counter(a.alpha for a in alike).most_common(1)[0][0]
+        unnamed = [a for a, p in modules.items() if not whole_name(p.names[0]).endswith(".weight")] or adapters
+        rank = Counter(a.rank for a in unnamed).most_common(1)[0][0]
+        alpha = Counter(a.alpha for a in unnamed).most_common(1)[0][0]
         named = {a: [whole_name(n) for n in (p.members or (p.fqn,))] for a, p in modules.items()}
         layers = [n for names in named.values() for n in names]
         keys = {n.removesuffix(".weight"): a for a, names in named.items() for n in names}
@@ -327,8 +327,8 @@ class OfSpec:
 
     def _saved(self) -> list[str]:
         """Return the modules with trained parameters of the model itself."""
-        own = {n for a in self.program.adapters for n in a.names}
-        trained = [p for p in self.program.params if p.requires_grad and p.name not in own]
+        adapter_names = {n for a in self.program.adapters for n in a.names}
+        trained = [p for p in self.program.params if p.requires_grad and p.name not in adapter_names]
         return list(dict.fromkeys(n.rpartition(".")[0] for p in trained for n in p.names))
 
     def _check(self) -> None:
@@ -348,10 +348,10 @@ def merged(w: Tensor, a: Tensor, b: Tensor, m: Tensor | None, adapter: Adapter) 
     wide = torch.promote_types(w.dtype, torch.float32)
     factors = [x.to(wide) for x in (a, b)]
     if adapter.flipped:
-        made = torch.matmul(*(x.transpose(-2, -1) for x in factors))
+        product = torch.matmul(*(x.transpose(-2, -1) for x in factors))
     else:
-        made = torch.matmul(*reversed(factors))
-    summed = w.to(wide) + made * adapter.scale
+        product = torch.matmul(*reversed(factors))
+    summed = w.to(wide) + product * adapter.scale
     if m is not None:
         dim = 0 if adapter.flipped else 1
         gain = m.to(wide) / summed.norm(dim=dim)

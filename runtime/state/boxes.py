@@ -61,11 +61,11 @@ class Plan:
 
     def add(self, piece: Piece) -> None:
         """Add a slice, cut into pieces that are not too large."""
-        mine = self.pieces.setdefault(piece.key.partition(".")[0], [])
+        pieces = self.pieces.setdefault(piece.key.partition(".")[0], [])
         for start, shape in cuts(piece.shape, piece.dtype.itemsize, SLICE):
             index = tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
             offset = tuple(a + b for a, b in zip(piece.offset, start, strict=True))
-            mine.append(Piece(piece.key, piece.dtype, offset, shape, functools.partial(_cut, piece.read, index)))
+            pieces.append(Piece(piece.key, piece.dtype, offset, shape, functools.partial(_cut, piece.read, index)))
 
     @property
     def nbytes(self) -> int:
@@ -119,14 +119,14 @@ def _same(x: Tensor) -> Tensor:
 
 def drafts(plan: Plan, save: Mapping[str, str]) -> dict[str, Draft]:
     """Return the files of this rank, by kind. save: facts about the save for their headers."""
-    found: dict[str, Draft] = {}
+    files: dict[str, Draft] = {}
     for kind, pieces in plan.pieces.items():
         pieces = sorted(pieces, key=lambda p: -p.dtype.itemsize)  # so that each begins aligned for its dtype
         entries = [Entry(_name(plan, p), *stored_as(p.dtype, p.shape)) for p in pieces]
         head, entries = header(entries, dict(save))
         if pieces:
-            found[kind] = Draft(head, list(zip(pieces, entries, strict=True)))
-    return found
+            files[kind] = Draft(head, list(zip(pieces, entries, strict=True)))
+    return files
 
 
 def _name(plan: Plan, piece: Piece) -> str:
@@ -197,14 +197,14 @@ class Member(Part):
 
     def boxes(self, mesh: Mesh, rank: int) -> Sequence[Box]:
         assert self.stack is not None
-        found = []
+        result = []
         for box in self.stack.boxes(mesh, rank):
             place = self.member - box.offset[0]
             if 0 <= place < box.shape[0]:
                 first, *rest = box.index
                 index = ((first.start or 0) + place, *rest)
-                found.append(Box(box.offset[1:], box.shape[1:], index, box.stretch, box.form))
-        return found
+                result.append(Box(box.offset[1:], box.shape[1:], index, box.stretch, box.form))
+        return result
 
 
 def by_name(p: Param, part: Part) -> dict[str, Part]:

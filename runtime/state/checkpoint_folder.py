@@ -46,15 +46,15 @@ def read_whole(descriptor: int, stored: Stored, s: Slice) -> Tensor | None:
 
 
 def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
-    data, found = bytes_of(x), xxh3_128()
+    data, hasher = bytes_of(x), xxh3_128()
     try:
         for start in range(0, len(data), BLOCK):
             block = data[start : start + BLOCK]
             disk_calls.read_into(descriptor, block, s.place + start)
-            found.update(block)  # while it is in the cache
+            hasher.update(block)  # while it is in the cache
     except OSError:
         return False
-    return found.hexdigest() == s.digest
+    return hasher.hexdigest() == s.digest
 
 
 def read_slice(descriptor: int, stored: Stored, s: Slice, boxes: list[tuple[Box, Tensor]]) -> bool:
@@ -73,26 +73,26 @@ def read_slice(descriptor: int, stored: Stored, s: Slice, boxes: list[tuple[Box,
     for box, target in () if direct else boxes:
         common = overlap(box.offset, box.shape, s.offset, s.shape)
         assert common is not None
-        to, here = (
+        to, source = (
             tuple(slice(a - o, a - o + n) for a, n, o in zip(*common, origin, strict=True))
             for origin in (box.offset, s.offset)
         )
-        target[to].copy_(buffer[here])
+        target[to].copy_(buffer[source])
     return True
 
 
 def read_box(path: Path, index: Index, key: str, offset: Numbers, shape: Numbers) -> Tensor:
     """Read a box of a tensor of one checkpoint to the CPU. Raises DamagedError for a damaged slice."""
     stored = index.tensors[key]
-    found = torch.empty(shape, dtype=stored.dtype)
+    tensor = torch.empty(shape, dtype=stored.dtype)
     box = Box(offset, shape, (), None)
     for s in stored.slices:
         if overlap(offset, shape, s.offset, s.shape) is not None:
             file = path / index.files[s.file].name
             with disk_calls.opened(file) as descriptor:
-                if not read_slice(descriptor, stored, s, [(box, found)]):
+                if not read_slice(descriptor, stored, s, [(box, tensor)]):
                     raise damage(file, key, s)
-    return found
+    return tensor
 
 
 # --- names
@@ -147,11 +147,11 @@ def generations(folder: Path) -> list[Generation]:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = []
+    present = []
     for name in names:
         if (match := _NAME.fullmatch(name)) and (folder / name).is_dir():
-            found.append(Generation(folder / name, int(match[1]), int(match[2] or 1), match[3] is not None))
-    return sorted(found, key=lambda g: (not g.replaced, g.step, g.number), reverse=True)
+            present.append(Generation(folder / name, int(match[1]), int(match[2] or 1), match[3] is not None))
+    return sorted(present, key=lambda g: (not g.replaced, g.step, g.number), reverse=True)
 
 
 def is_one(folder: Path) -> bool:
@@ -239,10 +239,10 @@ def check_file(path: Path, index: Index, number: int) -> None:
         fault = "the file is missing" if isinstance(e, FileNotFoundError) else f"the file cannot be read: {e}"
         raise DamagedError(f"{fault}; rank {file.rank} wrote it", where=where) from None
     if hashlib.sha256(header).hexdigest() != file.sha256:
-        said = re.search(rb'"checkpoint":"([0-9a-f]+)","step":"([0-9]+)"', header)
+        match = re.search(rb'"checkpoint":"([0-9a-f]+)","step":"([0-9]+)"', header)
         fault = "its header is damaged"
-        if said is not None and said[1].decode() != index.id:
-            fault = f"the file is of another checkpoint, saved at step {int(said[2])}"
+        if match is not None and match[1].decode() != index.id:
+            fault = f"the file is of another checkpoint, saved at step {int(match[2])}"
         raise DamagedError(f"{fault}; rank {file.rank} wrote it", where=where)
 
 

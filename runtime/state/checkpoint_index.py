@@ -149,16 +149,16 @@ def from_bytes(data: bytes) -> Index:
     """Parse the index in a file. Raises ValueError with the fault."""
     head, _, body = data.partition(b"\n")
     try:
-        found = json.loads(data.decode(), object_pairs_hook=text_file.unique)
-        if not isinstance(found, dict):
+        table = json.loads(data.decode(), object_pairs_hook=text_file.unique)
+        if not isinstance(table, dict):
             raise ValueError("it is not a table")
-        if found.get("format") != KIND:
+        if table.get("format") != KIND:
             raise ValueError(f"it does not say that it is a {KIND!r}")
-        if found.get("version") != VERSION:
-            raise ValueError(f"it is of version {found.get('version')!r}, and this shardc reads {VERSION}")
+        if table.get("version") != VERSION:
+            raise ValueError(f"it is of version {table.get('version')!r}, and this shardc reads {VERSION}")
         if head != b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",':
             raise ValueError("its text has another SHA-256 than its first line says: it was cut off, damaged or edited")
-        return _checked(found)
+        return _checked(table)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError as e:

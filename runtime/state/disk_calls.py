@@ -59,16 +59,16 @@ class Stream:
 
     def add(self, data: memoryview) -> None:
         """Append bytes. Raises OSError: a full disk, an I/O error."""
-        given = np.frombuffer(data, dtype=np.uint8)
+        array = np.frombuffer(data, dtype=np.uint8)
         place = self._place + self._filled
-        if len(given) >= BUFFER and (given.ctypes.data - place) % self._page == 0:
+        if len(array) >= BUFFER and (array.ctypes.data - place) % self._page == 0:
             start = -place % self._page
-            stop = len(given) - (len(given) - start) % self._page
-            self._collect(given[:start])
+            stop = len(array) - (len(array) - start) % self._page
+            self._collect(array[:start])
             self._write(self._memory[: self._filled])
-            self._write(given[start:stop])
-            self._filled, given = 0, given[stop:]
-        self._collect(given)
+            self._write(array[start:stop])
+            self._filled, array = 0, array[stop:]
+        self._collect(array)
 
     def _collect(self, given: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         while len(given):

@@ -39,7 +39,7 @@ from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
 from shardc.runtime.state.sliced_tensors import Ranges, index, stretches, whole
-from shardc.runtime.state.tensor_file import NAMES, Entry, bytes_of, header, opened
+from shardc.runtime.state.tensor_file import MAX_FILE_BYTES, NAMES, Entry, bytes_of, header, opened
 from shardc.runtime.state.weight_files import weight_files
 from shardc.torch_private import pytree
 
@@ -129,7 +129,7 @@ def export_safetensors(
     model: nn.Module | None = None,
     carried: Path | None = None,
     dtype: torch.dtype | None = None,
-    max_file_bytes: int = 5_000_000_000,
+    max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
     merge: bool = False,
 ) -> list[Path]:
@@ -167,8 +167,8 @@ def export_safetensors(
 
     def gathered(name: str) -> Tensor:
         x, _ = tensors[name]
-        own = (wholes if wholes is not None else params) if isinstance(x, Param) else buffers
-        return x.by_name(gathered_entry(program, mesh, x, own))[name]
+        source = (wholes if wholes is not None else params) if isinstance(x, Param) else buffers
+        return x.by_name(gathered_entry(program, mesh, x, source))[name]
 
     for layout in layouts:
         write(layout, held, gathered, mesh, max_file_bytes, path if path.suffix == ".safetensors" else None)
@@ -215,35 +215,35 @@ def plan(
     `export_safetensors`.
     """
     recorder, values = Recorder(), dict[str, Tensor]()
-    on_tape = {n: recorder.stored(Named(n, shape, held, values)) for n, (shape, held) in tensors.items()}
+    on_tape = {n: recorder.stored(Named(n, shape, stored, values)) for n, (shape, stored) in tensors.items()}
     single = path.suffix == ".safetensors"
     folder = path.parent if single else path
 
-    def layout(at: Path, stem: str, found: Mapping[str, Tensor], ties: Mapping[str, str], finish: Any) -> Layout:
-        outputs = tuple(sorted((_output(n, x, recorder, dtype) for n, x in found.items()), key=lambda x: x.of))
+    def layout(at: Path, stem: str, saved: Mapping[str, Tensor], ties: Mapping[str, str], finish: Any) -> Layout:
+        outputs = tuple(sorted((_output(n, x, recorder, dtype) for n, x in saved.items()), key=lambda x: x.of))
         if wide := [x.name for x in outputs if x.dtype not in NAMES]:
             fix = "save a checkpoint instead (engine.save), or train in complex64"
             kinds = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in outputs if x.name in wide}))
             raise ShardcError(f"safetensors files hold no {kinds}", where=", ".join(wide), fix=fix)
-        metadata = {k: v for k, v in ties.items() if v in found}
+        metadata = {k: v for k, v in ties.items() if v in saved}
         return Layout(at, stem, outputs, recorder.tape, values, metadata, finish)
 
     if adapters is not None and not adapters.merge:
         with recorder.recording():
-            found = adapters.apart(on_tape)
+            saved = adapters.apart(on_tape)
         finish = (lambda: None) if single else lambda: adapters.write_config(folder, carried)
-        return [layout(folder, "adapter_model", found, {}, finish)]
+        return [layout(folder, "adapter_model", saved, {}, finish)]
     if adapters is not None:
         with recorder.recording():
             on_tape = adapters.merged(on_tape, ties)
     named = {**on_tape, **{other: on_tape[name] for other, name in ties.items() if name in on_tape}}
     if not single and model is not None and is_adapted(model):
-        return [layout(at, "adapter_model", found, {}, finish) for at, found, finish in _adapters(model, folder, named)]
+        return [layout(at, "adapter_model", saved, {}, finish) for at, saved, finish in _adapters(model, folder, named)]
     if not single and model is not None and "" in pretrained_modules(model):
         kept_names = _distinct(model, named, ties)
-        found = _reverted(model, {n: named[n] for n in kept_names}, recorder)
+        saved = _reverted(model, {n: named[n] for n in kept_names}, recorder)
         finish = _hf_files(model, folder, carried, dtype)
-        return [layout(folder, "model", found, {}, finish)]
+        return [layout(folder, "model", saved, {}, finish)]
     return [layout(folder, "model", on_tape, ties, lambda: None)]
 
 
@@ -292,14 +292,14 @@ def _adapters(
 
     for name, config in model.peft_config.items():
         at = folder / name if name != "default" else folder
-        found = get_peft_model_state_dict(model, dict(named), adapter_name=name, save_embedding_layers=False)
+        tensors = get_peft_model_state_dict(model, dict(named), adapter_name=name, save_embedding_layers=False)
         inference = copy.deepcopy(config)
         inference.inference_mode = True
 
         def finish(at: Path = at, config: Any = inference) -> None:
             config.save_pretrained(at)
 
-        yield at, found, finish
+        yield at, tensors, finish
 
 
 def _distinct(model: Any, named: Mapping[str, Tensor], ties: Mapping[str, str]) -> list[str]:
@@ -325,8 +325,8 @@ def _hf_files(model: Any, folder: Path, carried: Path | None, dtype: torch.dtype
     def finish() -> None:
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
-        held = dtype or next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
-        config.dtype = str(held).removeprefix("torch.")
+        model_dtype = dtype or next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
+        config.dtype = str(model_dtype).removeprefix("torch.")
         config.save_pretrained(folder)
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
@@ -348,7 +348,7 @@ def write(
     held: Held,
     gathered: Callable[[str], Tensor],
     mesh: Any,
-    max_bytes: int = 5_000_000_000,
+    max_bytes: int = MAX_FILE_BYTES,
     single: Path | None = None,
 ) -> None:
     """Write a folder's files; each rank writes what it holds. They appear when complete. Collective.
@@ -408,8 +408,8 @@ def _data(
     rank: int,
 ) -> Iterator[tuple[Entry, Ranges, Tensor]]:
     """Yield what this rank writes: (entry, ranges, numbers). Computes what shares inputs together."""
-    for (itself, names), found in itertools.groupby(outputs, lambda x: (x[0].itself, x[0].of)):
-        together = list(found)
+    for (itself, names), group in itertools.groupby(outputs, lambda x: (x[0].itself, x[0].of)):
+        together = list(group)
         if itself:
             for x, entry in together:
                 yield from ((entry, ranges, local.detach()) for ranges, local in held(x.of[0]))

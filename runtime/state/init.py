@@ -90,7 +90,7 @@ def record_reset(model: nn.Module) -> Recipe:
     """
     errors = Errors()
     for name, module in model.named_modules():
-        if any(hasattr(module, own) for own in ("init_weights", "_init_weights")):
+        if any(hasattr(module, method) for method in ("init_weights", "_init_weights")):
             errors.add(
                 "the model is on the meta device and has an initialisation of its own, which ran there without effect",
                 where=name or type(module).__name__,
@@ -109,12 +109,12 @@ def record_reset(model: nn.Module) -> Recipe:
     def build() -> nn.Module:
         fresh: dict[int, Tensor] = {}
         for module in duplicate.modules():
-            for held in (module._parameters, module._buffers):
-                for name, x in held.items():
+            for tensors in (module._parameters, module._buffers):
+                for name, x in tensors.items():
                     if x is not None and x.untyped_storage().device.type == "meta":
                         empty = torch.empty(x.shape, dtype=x.dtype)
                         cloned = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-                        held[name] = fresh.setdefault(id(x), cloned)  # type: ignore[assignment]
+                        tensors[name] = fresh.setdefault(id(x), cloned)  # type: ignore[assignment]
         changed = {id(x) for x in fresh.values()}
         for module in duplicate.modules():
             reset = _reset_of(module)
@@ -133,7 +133,7 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
 
 
 def _own(module: nn.Module) -> Iterator[Tensor]:
-    yield from (x for held in (module._parameters, module._buffers) for x in held.values() if x is not None)
+    yield from (x for tensors in (module._parameters, module._buffers) for x in tensors.values() if x is not None)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -159,9 +159,9 @@ def _settle_attributes(model: nn.Module, recorder: Recorder) -> None:
 
     registered = {id(x) for _, x in named_tensors(model)}
     for module in model.modules():
-        for name, held in list(vars(module).items()):
-            if name not in ("_parameters", "_buffers", "_modules") and _holds_tensors(held):
-                vars(module)[name] = pytree.tree_map(real, held)
+        for name, value in list(vars(module).items()):
+            if name not in ("_parameters", "_buffers", "_modules") and _holds_tensors(value):
+                vars(module)[name] = pytree.tree_map(real, value)
 
 
 def _holds_tensors(x: Any) -> bool:

@@ -88,8 +88,8 @@ class Entry:
         """The storage that this op overwrites completely."""
         if self.name not in _FILLS and self.func is not aten.copy_.default:
             return None
-        into, given = self.args[0], self.args[1] if len(self.args) > 1 else None
-        return into.storage if into.whole and getattr(given, "storage", None) != into.storage else None
+        into, origin = self.args[0], self.args[1] if len(self.args) > 1 else None
+        return into.storage if into.whole and getattr(origin, "storage", None) != into.storage else None
 
 
 @dataclass
@@ -115,20 +115,20 @@ class Tape:
             return None
         entry = self.entries[at]
         if entry.func is aten.copy_.default:
-            into, given = entry.args[:2] if entry.overwrites is not None else (None, None)
+            into, origin = entry.args[:2] if entry.overwrites is not None else (None, None)
         else:
-            into, given = entry.created[0], next(iter(entry.args), None)
-        found: Sliced | None = None
+            into, origin = entry.created[0], next(iter(entry.args), None)
+        result: Sliced | None = None
         if into == ref and entry.func is None:
-            found = given
-        elif into == ref and entry.func in _COPIES and given.shape == ref.shape:
-            found = self.source(given, at)
+            result = origin
+        elif into == ref and entry.func in _COPIES and origin.shape == ref.shape:
+            result = self.source(origin, at)
         elif into == ref and entry.func in _JOINS:
-            members = [x for x in (self.source(r, at) for r in given) if x is not None]
+            members = [x for x in (self.source(r, at) for r in origin) if x is not None]
             dim = entry.args[1] if len(entry.args) > 1 else 0
-            if len(members) == len(given) and len({x.dtype for x in members}) == 1:
-                found = Joined(members, dim % len(ref.shape), new=entry.func is aten.stack.default)
-        return found if found is None or found.dtype == ref.dtype else Cast(found, ref.dtype)
+            if len(members) == len(origin) and len({x.dtype for x in members}) == 1:
+                result = Joined(members, dim % len(ref.shape), new=entry.func is aten.stack.default)
+        return result if result is None or result.dtype == ref.dtype else Cast(result, ref.dtype)
 
     def closure(self, storages: Iterable[int], before: int | None = None) -> list[int]:
         """Return positions of all entries that these storages depend on, in order. before: a position."""
@@ -151,13 +151,13 @@ class Tape:
 
     def replay(self, refs: Iterable[Ref], seed: int | None, before: int | None = None) -> list[Tensor]:
         """Compute these tensors; they share memory as before, perhaps with a source. seed None: no random ops."""
-        wanted = list(refs)
-        needed = self.closure((r.storage for r in wanted), before)
+        targets = list(refs)
+        needed = self.closure((r.storage for r in targets), before)
         memory = _Memory(self.entries[position] for position in needed)
         with _own_generator(), torch.no_grad():
             for position in needed:
                 self._run(self.entries[position], memory, seed)
-            return [memory.real(r) for r in wanted]
+            return [memory.real(r) for r in targets]
 
     def _run(self, e: Entry, memory: _Memory, seed: int | None) -> None:
         if e.func is None:
@@ -377,8 +377,8 @@ class Recorder:
 
     def _start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | Tensor:
         """Return the random op after which the next one draws, or the state from which it draws."""
-        given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
-        generator, count = next(given, torch.default_generator), len(self.tape.randoms)
+        generators = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
+        generator, count = next(generators, torch.default_generator), len(self.tape.randoms)
         with self._pause():
             before = generator.initial_seed() - _SEEDS
             start = before - 1 if 0 <= before <= count else generator.get_state()
@@ -427,8 +427,8 @@ class Recorder:
             pytree.tree_map(lambda x: self.ref(x) if isinstance(x, Tensor) else x, part) for part in (args, kwargs)
         )
         reads = {r.storage for r in pytree.tree_flatten((args, kwargs))[0] if isinstance(r, Ref)}
-        made = any(a.name == "dtype" for a in func._schema.arguments[len(args) :])
-        if outputs and outputs[0] is not None and made:
+        takes_dtype = any(a.name == "dtype" for a in func._schema.arguments[len(args) :])
+        if outputs and outputs[0] is not None and takes_dtype:
             kwargs = {**kwargs, "dtype": outputs[0].dtype}  # the default dtype may be another one at replay
         random = torch.Tag.nondeterministic_seeded in func.tags
         self._add(func, args, kwargs, tuple(outputs), writes, reads, random)

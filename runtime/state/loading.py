@@ -122,9 +122,9 @@ def _together(mesh: Any, path: Path, work: Any) -> None:
         return
     who = f"found by rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
     if damaged:
-        mine = error.errors if isinstance(error, DamagedError) else ()
-        fault = "; ".join(_words(e) for e in mine[:_SHOWN]) if mine else text
-        more = f"; and {len(mine) - _SHOWN} more" if len(mine) > _SHOWN else ""
+        errors = error.errors if isinstance(error, DamagedError) else ()
+        fault = "; ".join(_words(e) for e in errors[:_SHOWN]) if errors else text
+        more = f"; and {len(errors) - _SHOWN} more" if len(errors) > _SHOWN else ""
         raise DamagedError(f"the checkpoint is damaged: {fault}{more} ({who})", where=str(path), fix=remedy(path))
     if error is not None:
         raise error
@@ -162,8 +162,8 @@ class _Loading:
         self._parts = model_parts(program, self.params, self.buffers, self.runs, self.mesh)
         errors = Errors()
         have = {k.removeprefix("model."): x.shape for k, x in stored.items() if k.startswith("model.")}
-        wanted: list[Param | Buffer] = [*program.params, *kept(program)]
-        want = {n: shape for x in wanted for n, shape in x.shapes.items() if x.members or n == x.fqn}
+        entries: list[Param | Buffer] = [*program.params, *kept(program)]
+        want = {n: shape for x in entries for n, shape in x.shapes.items() if x.members or n == x.fqn}
         check_names(errors, want, have, want, f"the checkpoint {self.path.name}")
         errors.raise_any()  # its optimizer is of the same tensors
         for number in range(self.mesh.rank, len(index.files), self.mesh.layout.world):  # ranks share the files
@@ -194,7 +194,7 @@ class _Loading:
         errors: list[ShardcError] = []
         with ThreadPoolExecutor(READERS) as readers:
             for number in sorted({s.file for s in targets}):
-                mine = sorted((s for s in targets if s.file == number), key=lambda s: s.place)
+                slices = sorted((s for s in targets if s.file == number), key=lambda s: s.place)
                 file = self.path / self.index.files[number].name
                 with disk_calls.opened(file) as descriptor:
 
@@ -202,21 +202,21 @@ class _Loading:
                         key, boxes = targets[s]
                         return read_slice(descriptor, self.index.tensors[key], s, boxes)
 
-                    good = list(readers.map(whole, mine))
-                errors += [damage(file, targets[s][0], s) for s, fine in zip(mine, good, strict=True) if not fine]
+                    good = list(readers.map(whole, slices))
+                errors += [damage(file, targets[s][0], s) for s, fine in zip(slices, good, strict=True) if not fine]
         if errors:
             raise DamagedError("damaged", errors=errors)
 
     def _slices(self, key: str, stored: Stored, box: Box) -> list[Slice]:
-        found, boxes = [], []
+        slices, boxes = [], []
         for s in stored.slices:
             common = overlap(box.offset, box.shape, s.offset, s.shape)
             if common is not None:
-                found.append(s)
+                slices.append(s)
                 boxes.append(common)
         if sum(math.prod(shape) for _, shape in boxes) != math.prod(box.shape) or not disjoint(boxes):
             raise DamagedError(f"slices of {key} overlap, and others are missing", where=str(self.path / NAME))
-        return found
+        return slices
 
     def finish(self) -> None:
         if self.optimizer is not None and self.index.optimizer is not None:

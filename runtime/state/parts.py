@@ -57,9 +57,9 @@ def _everywhere(program: Program, mesh: Any, x: Param | Buffer, held: Mapping[st
     first, *_ = holders = program.holders(x)
     at, others = mesh.coordinate(program.axis), [c for c in range(mesh.size(program.axis)) if c not in holders]
     if at in others:
-        found = torch.empty(x.layout.local_shape(x.shape, program.mesh), dtype=x.dtype, device=mesh.device)
-        mesh.start_receive(found, program.axis, first, tag=x.fqn).wait()
-        return found
+        received = torch.empty(x.layout.local_shape(x.shape, program.mesh), dtype=x.dtype, device=mesh.device)
+        mesh.start_receive(received, program.axis, first, tag=x.fqn).wait()
+        return received
     local = held[x.name]
     if at == first:
         for work in [mesh.start_send(local, program.axis, c, direction="state", tag=x.fqn) for c in others]:
@@ -80,11 +80,11 @@ def full_state_dict(
     All names of tied tensors (one tensor under several names), persistent buffers. rank0_only: the other ranks return
     {}.
     """
-    found: dict[str, Tensor] = {}
+    state_dict: dict[str, Tensor] = {}
     for x, value in _entries(program, mesh, params, buffers):
         if mesh.rank == 0 or not rank0_only:
-            found |= x.by_name(value)
-    return found
+            state_dict |= x.by_name(value)
+    return state_dict
 
 
 # --- parts, from any source of weights
@@ -195,8 +195,8 @@ def _local(x: Param | Buffer, whole: Tensor, mesh: Any) -> Tensor:
 def _sliced(x: Param | Buffer, given: Weights) -> Sliced | None:
     """Return the source that a part can be read from by slice; None if only the whole can be read."""
     if x.members:
-        found = [given.sliced[n] for n in x.members if n in given.sliced]
-        return Joined(found, 0, new=True) if len(found) == len(x.members) else None
+        members = [given.sliced[n] for n in x.members if n in given.sliced]
+        return Joined(members, 0, new=True) if len(members) == len(x.members) else None
     return next((given.sliced[n] for n in x.names if n in given.sliced), None)
 
 
@@ -213,10 +213,10 @@ def _check(program: Program, given: Weights, rest: Weights | None) -> None:
     errors = Errors()
     every: list[Param | Buffer] = [*program.params, *program.buffers]
     entries = [x for x in every if x.fqn]
-    wanted: dict[str, tuple[int, ...]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for x in entries:
         if x.members:
-            wanted |= x.shapes
+            expected |= x.shapes
             continue
         present = [n for n in x.names if n in given.shapes] or [x.fqn]
         optional = isinstance(x, Buffer) and not x.persistent and given.what != "model"
@@ -228,7 +228,7 @@ def _check(program: Program, given: Weights, rest: Weights | None) -> None:
                     fix="pass the model, which computes it, and the weights: program.engine(model, weights=...)",
                 )
             continue
-        wanted |= dict.fromkeys(present, x.shape)
+        expected |= dict.fromkeys(present, x.shape)
         if not given.tied(present):
             errors.add(
                 f"the program was compiled with {' and '.join(present)} as one tensor, but in the {given.what} they"
@@ -238,5 +238,5 @@ def _check(program: Program, given: Weights, rest: Weights | None) -> None:
                 " bring weights that have it",
             )
     known = {n for x in entries for n in x.names}
-    check_names(errors, wanted, given.shapes, known, f"the {given.what}")
+    check_names(errors, expected, given.shapes, known, f"the {given.what}")
     errors.raise_any()

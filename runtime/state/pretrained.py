@@ -63,11 +63,11 @@ class Placed:
 
     def notes(self, model: nn.Module) -> list[str]:
         """Return notes for the user, one per line."""
-        held = sorted({_name(x.dtype) for x in named_state(model).values() if x.is_floating_point()})
+        dtypes = sorted({_name(x.dtype) for x in named_state(model).values() if x.is_floating_point()})
         stored = Counter(_name(x.dtype) for x in self.files.tensors.values() if x.dtype.is_floating_point)
         lines = [f"weights: {self.read} tensors of {self.files.path} ({self.files.what})"]
-        other = {dtype: n for dtype, n in stored.items() if dtype not in held}
-        lines += [f"{n} of them are stored as {dtype} and held as {', '.join(held)}" for dtype, n in other.items()]
+        other = {dtype: n for dtype, n in stored.items() if dtype not in dtypes}
+        lines += [f"{n} of them are stored as {dtype} and held as {', '.join(dtypes)}" for dtype, n in other.items()]
         if self.missing:
             lines.append(f"not in the files, and initialised by the model: {folded(self.missing)}")
         if self.extra:
@@ -99,45 +99,45 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> Placed:
     Raises ShardcError if a tensor has another shape in the files, naming both, and if the files belong to another
     model.
     """
-    own = named_state(model)
-    found = {name: recorder.stored(x) for name, x in files.tensors.items()}
-    found |= {other: found[name] for other, name in files.ties.items()}
+    want = named_state(model)
+    saved = {name: recorder.stored(x) for name, x in files.tensors.items()}
+    saved |= {other: saved[name] for other, name in files.ties.items()}
     mapped: dict[str, Any] = {}
     extra: list[str] = []
     library = pretrained_modules(model)
     if library:
         (prefix, module), *others = library.items()
-        mapped, extra = _converted(module, prefix, own, found, recorder, files)
+        mapped, extra = _converted(module, prefix, want, saved, recorder, files)
         for other, part in others:
-            more, extra = _converted(part, other, own, {n: found[n] for n in extra if n in found}, recorder, files)
+            more, extra = _converted(part, other, want, {n: saved[n] for n in extra if n in saved}, recorder, files)
             mapped |= more
-        mapped |= {n: found[n] for n in own if n not in mapped and n in found}  # tensors outside of the library's part
-        extra = [n for n in extra if n not in own]
-    plain, left = _by_name(own, found)
+        mapped |= {n: saved[n] for n in want if n not in mapped and n in saved}  # tensors outside of the library's part
+        extra = [n for n in extra if n not in want]
+    plain, left = _by_name(want, saved)
     if len(plain) > len(mapped):  # an adapter, a wrapper's whole state, a model that the library does not know
         mapped, extra = plain, left
     errors = Errors()
     for name, x in mapped.items():
-        if x.shape != own[name].shape:
+        if x.shape != want[name].shape:
             errors.add(
-                f"{name} has the shape {list(x.shape)} in {files.path}, and {list(own[name].shape)} in the model",
+                f"{name} has the shape {list(x.shape)} in {files.path}, and {list(want[name].shape)} in the model",
                 where=name,
                 fix="make the model with the config of these weights, or rename what is new in it",
             )
     _fold(errors)
-    first = {id(own[n]): x for n, x in reversed(mapped.items())}
-    missing = [n for n, x in own.items() if id(x) not in first]
-    if len(mapped) * FEW <= min(len(files.tensors), len({id(x) for x in own.values()})):
+    first = {id(want[n]): x for n, x in reversed(mapped.items())}
+    missing = [n for n, x in want.items() if id(x) not in first]
+    if len(mapped) * FEW <= min(len(files.tensors), len({id(x) for x in want.values()})):
         count = f"{len(mapped)} ({_names(mapped)})" if mapped else "none"
         fault = f"{count} of its {len(files.tensors)} tensors is in the model: {_names(files.tensors)}; the model has"
         fix = "compile the model that these weights are of"
         if mapped:
             fix += ", or put into it what it has of them alone: program.engine(model, weights={name: tensor})"
-        raise ShardcError(f"{fault} {_names(own)}", where=str(files.path), fix=fix)
+        raise ShardcError(f"{fault} {_names(want)}", where=str(files.path), fix=fix)
     # a tied tensor may be in the files under any of its names: use it for all of them, or the others would keep their
     # initial values
     read = len(mapped)
-    mapped |= {n: first[id(x)] for n, x in own.items() if n not in mapped and id(x) in first}
+    mapped |= {n: first[id(x)] for n, x in want.items() if n not in mapped and id(x) in first}
     return Placed(files, mapped, tuple(missing), tuple(extra), read)
 
 
@@ -201,12 +201,12 @@ def pretrained_modules(model: nn.Module) -> dict[str, Any]:
     library: ModuleType | None = sys.modules.get("transformers.modeling_utils")
     if library is None or "transformers.core_model_loading" not in sys.modules:
         return {}
-    found: dict[str, Any] = {}
+    modules: dict[str, Any] = {}
     for name, module in model.named_modules():
-        inside = any(not outer or name.startswith(outer + ".") for outer in found)
+        inside = any(not outer or name.startswith(outer + ".") for outer in modules)
         if isinstance(module, library.PreTrainedModel) and not inside:
-            found[name] = module
-    return found
+            modules[name] = module
+    return modules
 
 
 def _converted(
@@ -224,8 +224,8 @@ def _converted(
     inside = {n: _PEFT.sub("", n.removeprefix(before)) for n in own if n.startswith(before)}
     stand_in = _tree({plain: own[n] for n, plain in inside.items()})
     vars(stand_in).update(base_model_prefix=module.base_model_prefix, config=module.config)
-    given = {n.removeprefix(before): x for n, x in found.items()}
-    info = load_converted(stand_in, given, get_model_conversion_mapping(module), recorder, str(files.path))
+    tensors = {n.removeprefix(before): x for n, x in found.items()}
+    info = load_converted(stand_in, tensors, get_model_conversion_mapping(module), recorder, str(files.path))
     other = {name: shape for name, shape, _ in info.mismatched_keys}
     loaded = named_state(stand_in)
     mapped = {n: loaded[k] for n, k in inside.items() if k not in info.missing_keys and k not in other}
@@ -308,8 +308,8 @@ def lazily(recorder: Recorder | None) -> Iterator[None]:
 
     recorder: on whose tape; None: nobody will need their values.
     """
-    own = recorder if recorder is not None else Recorder()
-    calls = _Calls(own)
+    tape_recorder = recorder if recorder is not None else Recorder()
+    calls = _Calls(tape_recorder)
     with RECORDING, ExitStack() as stack:
         stack.callback(calls.close)
         stack.enter_context(mock.patch.object(torch, "load", calls.load(torch.load)))
@@ -386,9 +386,9 @@ class _Calls:
 
         def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             try:
-                held = untraced(lambda: torch_load(f, "cpu", *args, **{**kwargs, "mmap": True}))
+                loaded = untraced(lambda: torch_load(f, "cpu", *args, **{**kwargs, "mmap": True}))
             except (RuntimeError, ValueError):  # no file's path, or an old format: it is read as a whole
-                held = untraced(lambda: torch_load(f, "cpu", *args, **kwargs))
+                loaded = untraced(lambda: torch_load(f, "cpu", *args, **kwargs))
             seen: dict[tuple[int, Any, Any, Any], Tensor] = {}
 
             def stored(x: Any) -> Any:
@@ -399,7 +399,7 @@ class _Calls:
                     seen[key] = self.recorder.stored(InMemory(x))
                 return seen[key]
 
-            return pytree.tree_map(stored, held)
+            return pytree.tree_map(stored, loaded)
 
         return self.only_here(load, torch_load)
 
@@ -429,8 +429,8 @@ class _Calls:
             raise ShardcError(fault, where=str(config.pretrained_model_name_or_path), fix=fix)
         where = str(config.pretrained_model_name_or_path)
         if state_dict is None:
-            found = of_files(Path(where), [Path(f) for f in files or ()])
-            state_dict = {name: self.recorder.stored(x) for name, x in found.tensors.items()}
+            weights = of_files(Path(where), [Path(f) for f in files or ()])
+            state_dict = {name: self.recorder.stored(x) for name, x in weights.tensors.items()}
         info = load_converted(model, state_dict, (), self.recorder, where, config=config)
         loaded = len(model.state_dict()) - len(info.missing_keys)
         self.recorder.notes.append(f"weights: {loaded} tensors of {where} (from_pretrained)")

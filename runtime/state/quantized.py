@@ -41,13 +41,13 @@ def plain(model: T) -> T:
 
 def plain_state(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a state_dict to the names of the copy."""
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for name, x in tensors.items():
         if isinstance(x, Tensor) and consists(x):
-            found |= {f"{name}:{part}": value for part, value in _parts(name, x).items()}
+            state |= {f"{name}:{part}": value for part, value in _parts(name, x).items()}
         else:
-            found[name] = x
-    return found
+            state[name] = x
+    return state
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -64,11 +64,11 @@ def _taken_apart(model: nn.Module) -> nn.Module:
     copied = copy.deepcopy(model, {id(x): x for x in _tensors(model)})
     parts: dict[int, dict[str, nn.Parameter]] = {}  # by weight, which may be tied
     for path, module in [*copied.named_modules()]:
-        own = {n: x for held in (module._parameters, module._buffers) for n, x in held.items() if x is not None}
-        found = {n: x for n, x in own.items() if consists(x)}
-        if not found:
+        tensors = {n: x for stored in (module._parameters, module._buffers) for n, x in stored.items() if x is not None}
+        quantized = {n: x for n, x in tensors.items() if consists(x)}
+        if not quantized:
             continue
-        for name, x in found.items():
+        for name, x in quantized.items():
             fqn = f"{path}.{name}".lstrip(".")
             own_parts = parts.setdefault(id(x), _parts(fqn, x))
             module._parameters.pop(name, None)
@@ -76,7 +76,7 @@ def _taken_apart(model: nn.Module) -> nn.Module:
             for part, value in own_parts.items():
                 module.register_parameter(f"{name}:{part}", value)
         kind = type(module)
-        read = {name: property(_reading(name, x)) for name, x in found.items()}
+        read = {name: property(_reading(name, x)) for name, x in quantized.items()}
         module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **read})
     return copied
 
@@ -86,10 +86,10 @@ def _parts(fqn: str, x: Any) -> dict[str, nn.Parameter]:
     if x.requires_grad:
         fix = "freeze it (requires_grad_(False)), and train adapters beside it"
         raise ShardcError(f"it is a {kind}, which is trained: its numbers are quantised", where=fqn, fix=fix)
-    own = dict(zip(x.__tensor_flatten__()[0], inner(x), strict=True))
-    if any(map(consists, own.values())):
+    tensors = dict(zip(x.__tensor_flatten__()[0], inner(x), strict=True))
+    if any(map(consists, tensors.values())):
         raise ShardcError(f"it is a {kind} that consists of further such tensors", where=fqn, fix="quantise it once")
-    return {part: nn.Parameter(value, requires_grad=False) for part, value in own.items()}
+    return {part: nn.Parameter(value, requires_grad=False) for part, value in tensors.items()}
 
 
 def inner(x: Any) -> list[Any]:
@@ -103,10 +103,10 @@ def inner(x: Any) -> list[Any]:
 def put_together(x: Any, parts: Sequence[Any]) -> Tensor:
     """Build a tensor like x from other inner tensors, in the order of x's own."""
     names, context = x.__tensor_flatten__()
-    made: Tensor = type(x).__tensor_unflatten__(
+    result: Tensor = type(x).__tensor_unflatten__(
         dict(zip(names, parts, strict=True)), context, tuple(x.shape), x.stride()
     )
-    return made
+    return result
 
 
 def _reading(name: str, x: Any) -> Any:

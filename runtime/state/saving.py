@@ -116,10 +116,10 @@ class Save:
 
     def write(self) -> None:
         """Write this rank's files, and their description for rank 0."""
-        mine: list[File] = []
+        files: list[File] = []
         for kind, draft in self.drafts.items():
-            self._write_file(kind, draft, mine)
-        part = {"facts": self.plan.facts, **checkpoint_index.tables(tuple(mine), self.plan.tensors)}
+            self._write_file(kind, draft, files)
+        part = {"facts": self.plan.facts, **checkpoint_index.tables(tuple(files), self.plan.tensors)}
         disk_calls.write_file(self._part(self.mesh.rank), json.dumps(part, default=plain).encode())
 
     def _part(self, rank: int) -> Path:
@@ -134,10 +134,10 @@ class Save:
                 if self.cancelled:
                     raise Cancelled
                 data = bytes_of(piece.read().to("cpu").contiguous())
-                found = Slice(len(mine), entry.start, piece.offset, piece.shape, xxh3_128_hexdigest(data))
+                written = Slice(len(mine), entry.start, piece.offset, piece.shape, xxh3_128_hexdigest(data))
                 file.add(data)
                 whole = self.plan.tensors[piece.key]
-                self.plan.tensors[piece.key] = Stored(whole.dtype, whole.shape, (*whole.slices, found))
+                self.plan.tensors[piece.key] = Stored(whole.dtype, whole.shape, (*whole.slices, written))
                 self.done += len(data)
             file.finish()
         finally:
@@ -191,17 +191,17 @@ class Save:
             self.known.see(self.folder)
 
     def _read(self, rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(
+        part: dict[str, Any] = json.loads(
             disk_calls.read_file(self._part(rank), checkpoint_index.MAX_BYTES), object_pairs_hook=text_file.unique
         )
-        return found
+        return part
 
     def _index(self, parts: Sequence[dict[str, Any]]) -> Index:
         every: list[File] = []
         tensors: dict[str, Stored] = {}
         for part in parts:
-            mine, theirs = checkpoint_index.read_tables(part)
-            for name, t in theirs.items():
+            files, part_tensors = checkpoint_index.read_tables(part)
+            for name, t in part_tensors.items():
                 known = tensors.setdefault(name, Stored(t.dtype, t.shape))
                 if (known.dtype, known.shape) != (t.dtype, t.shape):
                     raise SavingError(
@@ -209,7 +209,7 @@ class Save:
                     )
                 moved = (Slice(s.file + len(every), s.place, s.offset, s.shape, s.digest) for s in t.slices)
                 tensors[name] = Stored(t.dtype, t.shape, (*known.slices, *moved))
-            every += mine
+            every += files
         facts = dict(parts[0]["facts"])
         for part in reversed(parts):
             facts["extra"] = {**facts["extra"], **part["facts"]["extra"]}
@@ -312,8 +312,8 @@ class Saves:
         return (self._save.done, self._save.nbytes) if self._save is not None else None
 
     def _advance(self, save: Save, *, background: bool) -> None:
-        here = not save.running
-        done, failed = self._mesh.sum_on_host([int(here), int(here and save.error is not None)])
+        finished = not save.running
+        done, failed = self._mesh.sum_on_host([int(finished), int(finished and save.error is not None)])
         if failed:
             save.cancelled = True
             save.join()

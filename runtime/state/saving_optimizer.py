@@ -44,9 +44,9 @@ def flattened(name: str, x: Any) -> tuple[dict[str, Tensor], Any]:
     items = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, (list, tuple)) else ()
     tensors: dict[str, Tensor] = {}
     rest: list[tuple[Any, Any]] = []
-    for k, each in items:
-        found, plain = flattened(f"{name}/{k}", each)
-        tensors |= found
+    for k, value in items:
+        inner, plain = flattened(f"{name}/{k}", value)
+        tensors |= inner
         rest.append((k, plain))
     if not tensors:
         return {}, x
@@ -63,8 +63,8 @@ def restored(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
         if kind == "dict" and isinstance(inside, Mapping):
             return {k: restored(v, tensors) for k, v in inside.items()}
         if kind in ("list", "tuple") and isinstance(inside, list):
-            each = [restored(v, tensors) for v in inside]
-            return tuple(each) if kind == "tuple" else each
+            values = [restored(v, tensors) for v in inside]
+            return tuple(values) if kind == "tuple" else values
     return plain
 
 
@@ -79,15 +79,15 @@ def _groups(
 ) -> list[list[Param]]:
     """Return the program's parameters in the optimizer's groups; none in groups of whole matrices."""
     known = {id(params[p.name]): p for p in program.params if p.name in params}
-    own = [group if whole is None else {"params": []} for group, whole in _with_matrices(optimizer, matrices)]
-    for group in own:
+    groups = [group if whole is None else {"params": []} for group, whole in _with_matrices(optimizer, matrices)]
+    for group in groups:
         for x in group["params"]:
             if id(x) not in known:
                 raise ShardcError(
                     f"the optimizer holds a tensor of shape {list(x.shape)} that is not a parameter of the program",
                     fix="make the optimizer from the parameters that shardc gives it",
                 )
-    return [[known[id(x)] for x in group["params"]] for group in own]
+    return [[known[id(x)] for x in group["params"]] for group in groups]
 
 
 def _with_matrices(
@@ -137,8 +137,8 @@ def state_parts(
                 continue
             x = x.as_subclass(Tensor)  # a custom optimizer may keep a gradient's subclass
             if x.shape == local.shape:
-                each = by_name(p, part_of(program, p, x, run, mesh))
-                parts |= {f"optimizer.{n}.{name}": part for n, part in each.items()}
+                named_parts = by_name(p, part_of(program, p, x, run, mesh))
+                parts |= {f"optimizer.{n}.{name}": part for n, part in named_parts.items()}
             elif x.dim() == 0 or (run is None and not p.layout.shards()):
                 if first or copies:
                     part = Part(x, tuple(x.shape), replicas=whole, copy=copied(program, p, mesh))
@@ -183,12 +183,12 @@ def together(facts: list[dict[str, Any]]) -> dict[str, Any]:
     rate by layer).
     """
     numbers: dict[str, Any] = {}
-    for found in reversed(facts):
-        for fqn, values in found["numbers"].items():
+    for rank_facts in reversed(facts):
+        for fqn, values in rank_facts["numbers"].items():
             numbers[fqn] = {**numbers.get(fqn, {}), **values}
     groups = [dict(group) for group in facts[0]["groups"]]
-    for found in facts[1:]:
-        for i, group in enumerate(found["groups"]):
+    for rank_facts in facts[1:]:
+        for i, group in enumerate(rank_facts["groups"]):
             if i < len(groups) and _settings(groups[i]) == _settings(group):
                 groups[i]["params"] = list(dict.fromkeys([*groups[i]["params"], *group["params"]]))
             elif group not in groups:
@@ -247,37 +247,37 @@ def room_for(
         [n for p in program.params for n in _named(p)],
         "the checkpoint's optimizer",
     )
-    there = {n for group in facts["groups"] for n in group["params"]}
-    if absent := [n for n in wholes if n not in there]:
+    existing = {n for group in facts["groups"] for n in group["params"]}
+    if absent := [n for n in wholes if n not in existing]:
         fault = f"the checkpoint's optimizer has no matrix {', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}"
         fix = "write the `optimizer: {matrices: ...}` that it was saved with, or load it with optimizer=None"
         errors.add(fault, where=folder, fix=fix)
-    for i, each in enumerate(names):
-        _check_settings(errors, i, each, facts["groups"], folder)
+    for i, group_names in enumerate(names):
+        _check_settings(errors, i, group_names, facts["groups"], folder)
     errors.raise_any()
     states: dict[str, dict[str, Any]] = {n: dict(facts["numbers"].get(_named(p)[0], {})) for n, p in members.items()}
     owners = {n: p for p in members.values() for n in _named(p)}
-    for m, held in _owned_states(optimizer, matrices):
-        states[m.name] = _room_of_matrix(m, held, facts["numbers"].get(m.name, {}), stored, parts, matrices)
+    for m, state in _owned_states(optimizer, matrices):
+        states[m.name] = _room_of_matrix(m, state, facts["numbers"].get(m.name, {}), stored, parts, matrices)
     for key, tensor in stored.items():
         fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
         if not key.startswith("optimizer.") or fqn not in owners:
             continue
         p = owners[fqn]
         local, shape = params[p.name], p.shapes[fqn]
-        alike = tensor.shape == shape and (bool(shape) or name != "step")
+        like_param = tensor.shape == shape and (bool(shape) or name != "step")
         if name not in states[p.fqn]:
-            form = torch.empty(local.shape if alike else tensor.shape, dtype=tensor.dtype, device="meta")
-            there = optimizer.state.get(local, {}).get(name)
+            form = torch.empty(local.shape if like_param else tensor.shape, dtype=tensor.dtype, device="meta")
+            existing = optimizer.state.get(local, {}).get(name)
             if room and name != "step":
                 states[p.fqn][name] = room(local, name, form)
-            elif isinstance(there, Tensor) and (there.shape, there.dtype) == (form.shape, form.dtype):
-                states[p.fqn][name] = there  # filled in place: no second state in memory
+            elif isinstance(existing, Tensor) and (existing.shape, existing.dtype) == (form.shape, form.dtype):
+                states[p.fqn][name] = existing  # filled in place: no second state in memory
             else:
                 states[p.fqn][name] = torch.zeros_like(form, device="cpu" if name == "step" else local.device)
         x = states[p.fqn][name]
-        part = part_of(program, p, x, runs.get(p.name), mesh) if alike else Part(x, tensor.shape)
-        parts[key] = by_name(p, part)[fqn] if alike else part
+        part = part_of(program, p, x, runs.get(p.name), mesh) if like_param else Part(x, tensor.shape)
+        parts[key] = by_name(p, part)[fqn] if like_param else part
     return states
 
 
@@ -292,25 +292,25 @@ def _room_of_matrix(
     """Make new state, to be filled, of a matrix that this rank owns. held: its present state."""
     assert matrices is not None
     device, prefix = matrices.owned[m.name].device, f"optimizer.{m.name}."
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, tensor in stored.items():
         name = key.removeprefix(prefix)
         if key.startswith(prefix) and "." not in name:
-            there = held.get(name)
-            if isinstance(there, Tensor) and (tuple(there.shape), there.dtype) == (tensor.shape, tensor.dtype):
-                found[name] = there  # filled in place: no second state in memory
+            existing = held.get(name)
+            if isinstance(existing, Tensor) and (tuple(existing.shape), existing.dtype) == (tensor.shape, tensor.dtype):
+                tensors[name] = existing  # filled in place: no second state in memory
             else:
                 where = torch.device("cpu") if name == "step" else device
-                found[name] = torch.zeros(tensor.shape, dtype=tensor.dtype, device=where)
-            parts[key] = Part(found[name], tensor.shape)
-    nested = {name: restored(plain, found) for name, plain in numbers.items()}
-    return {n: x for n, x in found.items() if "/" not in n} | nested
+                tensors[name] = torch.zeros(tensor.shape, dtype=tensor.dtype, device=where)
+            parts[key] = Part(tensors[name], tensor.shape)
+    nested = {name: restored(plain, tensors) for name, plain in numbers.items()}
+    return {n: x for n, x in tensors.items() if "/" not in n} | nested
 
 
 def _check_classes(names: list[list[str]], optimizer: Optimizer, facts: Mapping[str, Any], folder: str) -> None:
     """Check that every parameter was stepped by its present optimizer class. names: of each group."""
-    for kind, each in zip(group_classes(optimizer), names, strict=True):
-        for name in each:
+    for kind, group_names in zip(group_classes(optimizer), names, strict=True):
+        for name in group_names:
             saved = next((g.get("class", facts["class"]) for g in facts["groups"] if name in g["params"]), kind)
             if saved != kind:
                 several = "" if class_of(optimizer) == kind and facts["class"] == saved else f" for {name}"
@@ -332,10 +332,10 @@ def _check_settings(errors: Errors, i: int, names: list[str], saved: list[dict[s
         first = first or (name, theirs)
         if other := [k for k in theirs.keys() | first[1].keys() if theirs.get(k) != first[1].get(k)]:
             k = min(other)
-            each = f"{first[0]} {first[1].get(k)}, {name} {theirs.get(k)}"
+            example = f"{first[0]} {first[1].get(k)}, {name} {theirs.get(k)}"
             fault = (
                 f"parameters of the optimizer's group {i} were in groups of other settings when this was saved: {k} of"
-                f" {each}"
+                f" {example}"
             )
             errors.add(fault, where=folder, fix="make the same groups as then, or load it with optimizer=None")
             return
@@ -357,7 +357,7 @@ def fill(
     for i, (kind, (group, whole), stored) in enumerate(of_class):
         # match groups by name; one without parameters here by its number
         names = _names(stored, whole)
-        alike = (
+        matching = (
             [g for g in facts["groups"] if names[0] in g["params"]]
             if names
             else [g for g in facts["groups"][i : i + 1] if g.get("class", kind) == kind]
@@ -365,7 +365,7 @@ def fill(
         members = [p.fqn for p in stored]
         if whole is not None and matrices is not None:
             members = [m.name for m in whole if m.name in matrices.owned]
-        hyper = {k: x for k, x in alike[0].items() if k not in ("class", *IMPLEMENTATIONS)} if alike else {}
+        hyper = {k: x for k, x in matching[0].items() if k not in ("class", *IMPLEMENTATIONS)} if matching else {}
         numbered = list(range(len(state), len(state) + len(members)))
         state |= dict(zip(numbered, (states[n] for n in members), strict=True))
         settled = {k: _like(group.get(k), x) for k, x in hyper.items()}

@@ -93,15 +93,15 @@ class Joined:
 
     def read(self, ranges: Ranges) -> Tensor:
         d, (first, count), begin = self.dim, ranges[self.dim], 0
-        found = [torch.empty([n for _, n in ranges], dtype=self.dtype)] if not count else []
+        pieces = [torch.empty([n for _, n in ranges], dtype=self.dtype)] if not count else []
         for x in self.members:
             size = 1 if self.new else x.shape[d]
             start, stop = max(first, begin), min(first + count, begin + size)
             if start < stop:
                 read = x.read([*ranges[:d], *([(start - begin, stop - start)] * (not self.new)), *ranges[d + 1 :]])
-                found.append(read.unsqueeze(d) if self.new else read)
+                pieces.append(read.unsqueeze(d) if self.new else read)
             begin += size
-        return torch.cat(found, d)
+        return torch.cat(pieces, d)
 
 
 def stretches(shape: Sequence[int], ranges: Ranges) -> tuple[int, list[int]]:

@@ -139,8 +139,8 @@ def _of_files(path: str | Path | WeightFiles) -> Weights:
         return tensors[name].read(whole(tensors[name].shape))
 
     def tied(names: Sequence[str]) -> bool:
-        found = [get(n) for n in names if n in tensors and n not in files.ties]
-        return all(torch.equal(x, found[0]) for x in found[1:])
+        values = [get(n) for n in names if n in tensors and n not in files.ties]
+        return all(torch.equal(x, values[0]) for x in values[1:])
 
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     return Weights(f"file {files.path.name}", shapes, get, tied, tensors)
@@ -163,8 +163,8 @@ def from_files(path: Any, base: Weights, seed: int) -> Weights:
     def tied(names: Sequence[str]) -> bool:
         if not base.tied(names):
             return False
-        found = [n for n in names if n in refs]
-        return len({refs[n] for n in found}) <= 1 or all(torch.equal(get(n), get(found[0])) for n in found[1:])
+        present = [n for n in names if n in refs]
+        return len({refs[n] for n in present}) <= 1 or all(torch.equal(get(n), get(present[0])) for n in present[1:])
 
     kept = {n: x for n, x in base.sliced.items() if n not in refs}
     sliced = {n: x for n, x in sources.items() if x is not None}
@@ -195,12 +195,12 @@ def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable
         fix = "give the model that was compiled, or compile this one, as it is now"
     if len(extra) + len(missing) + len(other) > _SHOWN or (missing and len(missing) == len(wanted)):
         kinds = ((other, "with another shape"), (missing, "missing"), (extra, "unknown to the program"))
-        found = ", ".join(
+        counts = ", ".join(
             f"{len(names)} {fault} ({names[0]}{', ...' if names[1:] else ''})" for names, fault in kinds if names
         )
         first = f"; {shapes(other[0])}" if other else ""
         errors.add(
-            f"{where} is of another model: of {len(wanted)} tensors {found}{first}",
+            f"{where} is of another model: of {len(wanted)} tensors {counts}{first}",
             fix=fix,
         )
         return

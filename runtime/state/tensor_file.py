@@ -51,6 +51,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BLOCK = 1 << 20
 #: Maximal bytes of a header that safetensors' own library reads.
 MAX_HEADER = 100_000_000
+#: Bytes of an exported file of weights at most, by default.
+MAX_FILE_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
@@ -83,16 +85,16 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) 
 
     Tensors are in the order of the entries, without gaps.
     """
-    found: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     place = 0
     for e in entries:
-        found[e.name] = {
+        table[e.name] = {
             "dtype": NAMES[e.dtype],
             "shape": list(e.shape),
             "data_offsets": [place, place + e.nbytes],
         }
         place += e.nbytes
-    text = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     data = len(text).to_bytes(8, "little") + text
     placed, place = [], len(data)

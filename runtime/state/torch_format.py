@@ -116,48 +116,48 @@ class _Unpickler(pickle.Unpickler):
             return lambda _: torch.strided
         if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
             return PurePosixPath  # a path on the machine that wrote it
-        found = getattr(torch_metadata, name, None) if module == torch_metadata.__name__ else None
-        if not isinstance(found, type) or found.__module__ != module:
+        kind = getattr(torch_metadata, name, None) if module == torch_metadata.__name__ else None
+        if not isinstance(kind, type) or kind.__module__ != module:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return found
+        return kind
 
 
 def _read_metadata(path: Path) -> Metadata:
     try:
-        found = _Unpickler(io.BytesIO(disk_calls.read_file(path, _MAX_METADATA))).load()
+        metadata = _Unpickler(io.BytesIO(disk_calls.read_file(path, _MAX_METADATA))).load()
     except FileNotFoundError:
         fix = "name a folder with .metadata and *.distcp files"
         raise ShardcError("there is no checkpoint of torch's in this folder", where=str(path.parent), fix=fix) from None
     except Exception as e:  # a malformed or malicious pickle can raise any error
         fix = "nothing in it was run; get the checkpoint from where it was made"
         raise ShardcError(f"it is not what torch writes: {str(e).splitlines()[0]}", where=str(path), fix=fix) from None
-    if not isinstance(found, Metadata):
-        raise ShardcError(f"it holds a {type(found).__name__}", where=str(path), fix="name a checkpoint of torch's")
-    return found
+    if not isinstance(metadata, Metadata):
+        raise ShardcError(f"it holds a {type(metadata).__name__}", where=str(path), fix="name a checkpoint of torch's")
+    return metadata
 
 
 def _read_manifest(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(disk_calls.read_file(path, _MAX_METADATA))
+        manifest = json.loads(disk_calls.read_file(path, _MAX_METADATA))
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as e:
         raise ShardcError(
             f"it cannot be read: {e}", where=str(path), fix="leave it out to import tensors alone"
         ) from None
-    if not isinstance(found, dict) or found.get("format") != _MANIFEST_FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != _MANIFEST_FORMAT:
         raise ShardcError("it is no manifest of shardc's", where=str(path), fix="leave it out to import tensors alone")
-    return found
+    return manifest
 
 
 def _facts(manifest: Mapping[str, Any] | None) -> dict[str, Any]:
-    found = manifest or {}
+    table = manifest or {}
     return {
-        "model": str(found.get("model", "")),
+        "model": str(table.get("model", "")),
         "program": "",
-        "mesh": dict(found.get("mesh", {})),
-        "extra": {"step": 0, "seed": 0, **found.get("extra", {})},
-        "optimizer": found.get("optimizer"),
+        "mesh": dict(table.get("mesh", {})),
+        "extra": {"step": 0, "seed": 0, **table.get("extra", {})},
+        "optimizer": table.get("optimizer"),
     }
 
 

@@ -38,8 +38,8 @@ class InSafetensors:
     def read(self, ranges: Ranges) -> Tensor:
         if 0 in (n for _, n in ranges):
             return torch.empty([n for _, n in ranges], dtype=self.dtype)
-        found: Tensor = self.handle.get_slice(self.name)[index(ranges) if ranges else ...]
-        return found
+        tensor: Tensor = self.handle.get_slice(self.name)[index(ranges) if ranges else ...]
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,11 @@ def torch_file(file: Path) -> dict[str, Tensor]:
     """Read the state_dict in a torch file, mapped into memory: pages are read on access."""
     try:
         try:
-            held = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         except RuntimeError as e:
             if "mmap" not in str(e):
                 raise
-            held = torch.load(file, map_location="cpu", weights_only=True)  # a file of the format before torch 1.6
+            content = torch.load(file, map_location="cpu", weights_only=True)  # a file of the format before torch 1.6
     except Exception as e:  # torch.load raises errors of many kinds; the cause is chained
         fix = "save a plain state_dict: torch.save(model.state_dict(), FILE)"
         first = str(e).splitlines()[0] if str(e) else type(e).__name__
@@ -166,9 +166,9 @@ def torch_file(file: Path) -> dict[str, Tensor]:
             first = "it holds other objects than tensors, such as a whole model (torch.save(model)), which are code"
         raise ShardcError(f"the weights cannot be read: {first}", where=str(file), fix=fix) from e
     for key in ("state_dict", "model_state_dict", "model"):  # keys that training loops use
-        if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
-            held = held[key]
-    tensors = {k: x for k, x in held.items() if isinstance(x, Tensor)} if isinstance(held, Mapping) else {}
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    tensors = {k: x for k, x in content.items() if isinstance(x, Tensor)} if isinstance(content, Mapping) else {}
     if not tensors:
         fix = "save a plain state_dict: torch.save(model.state_dict(), FILE)"
         raise ShardcError("the file holds no state_dict", where=str(file), fix=fix)

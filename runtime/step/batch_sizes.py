@@ -44,8 +44,8 @@ def prepared(program: Program, mesh: Any, batch: Any, *, local: bool) -> Any:
 
 
 def _given(program: Program, batch: Any) -> list[tuple[Input, Any]]:
-    found = dict(leaves(batch))
-    return [(x, found[x.path]) for x in program.inputs if x.path in found]
+    by_path = dict(leaves(batch))
+    return [(x, by_path[x.path]) for x in program.inputs if x.path in by_path]
 
 
 def _widens(leaf: Any, dtype: torch.dtype) -> bool:
@@ -74,8 +74,8 @@ def _padded(
         fill[x.path] = number
     if not fill:
         return batch
-    found = dict(leaves(batch))
-    length = max(found[path].shape[length_dim[path]] for path in fill)
+    by_path = dict(leaves(batch))
+    length = max(by_path[path].shape[length_dim[path]] for path in fill)
     if local:
         every = [0] * mesh.layout.world
         every[mesh.rank] = length
@@ -184,14 +184,14 @@ def compiled(
         fault = "scoring runs a program of its own, and one that was loaded has no model to compile"
         fix = 'compile in this process, or for scoring: shardc.compile(..., forward="score")'
         raise ShardcError(fault, where="engine.score", fix=fix)
-    made, error = program, None
+    result, error = program, None
     try:
-        made = program.resize(program, batch, shapes, use)
+        result = program.resize(program, batch, shapes, use)
     except ShardcError as e:
         error = e
     # the model may be alive on some ranks only, or a proof may fail on one rank's rows
     if not mesh.sum_on_host([error is not None])[0]:
-        return made
+        return result
     if use != "evaluate" or program.evaluates == "otherwise":
         raise error or ShardcError("another rank could not compile the program for this batch", where="engine")
     why = error.what if error is not None else "another rank could not compile the model in eval mode"

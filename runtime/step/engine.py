@@ -40,13 +40,15 @@ from shardc.runtime.stage.communicators import runtime_mesh, seen_as
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import StepHooks, Values
 from shardc.runtime.state.checkpoint_folder import KEEP
-from shardc.runtime.step import engine_optimizer, lr, step_graph
+from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
+from shardc.runtime.step import engine_optimizer, step_graph
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
 from shardc.runtime.step.evaluation import Evaluation
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.saver import Saver
+from shardc.runtime.step.schedulers import SchedulerOf
 from shardc.runtime.step.update import Update
 from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.optimizer_list import class_of, lr_rates
@@ -114,7 +116,7 @@ class Engine:
         seed: int = 0,
         *,
         weights: Any = None,
-        scheduler: lr.SchedulerOf | None = None,
+        scheduler: SchedulerOf | None = None,
         clip_norm: float | None = None,
         norm: bool = False,
         routing: bool = False,
@@ -147,10 +149,10 @@ class Engine:
         self._checks = EngineChecks(program, self.mesh) if check else Moments()
         self._checks.making(seed, broadcast=broadcast, routing=routing, **settable)
         model = state.plain(model)
-        given = state.weights_of(program, model, weights, seed)
-        self.weight_notes = given.notes
-        self._checks.weights(model, given)
-        parts, buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast, whole_of=self._checks.whole)
+        loaded = state.weights_of(program, model, weights, seed)
+        self.weight_notes = loaded.notes
+        self._checks.weights(model, loaded)
+        parts, buffers = state.local_parts(program, loaded, self.mesh, broadcast=broadcast, whole_of=self._checks.whole)
         local = LocalModel(
             program,
             self.mesh,
@@ -158,18 +160,18 @@ class Engine:
             self._checks.parts(parts),
             buffers,
             offload(program.offload, self.mesh),
-            inputs.arguments(given.model),
+            inputs.arguments(loaded.model),
             interpreter,
         )
         self._model = local
         self._checks.made(local)
         trains = optimizer is not None and not program.forward_only
-        made = self._make_optimizer(local, optimizer) if trains and optimizer is not None else None
+        local_optimizer = self._make_optimizer(local, optimizer) if trains and optimizer is not None else None
         schedules = scheduler if trains else None
-        self._updating = Update(local, made, schedules, self._checks, settable, trains=trains)
+        self._updating = Update(local, local_optimizer, schedules, self._checks, settable, trains=trains)
         self._evaluation = Evaluation(local, self._checks)
-        skeleton = state.skeleton(given.model)
-        self._saver = Saver(local, self._updating, self.loaders, self._checks, skeleton, given.folder)
+        skeleton = state.skeleton(loaded.model)
+        self._saver = Saver(local, self._updating, self.loaders, self._checks, skeleton, loaded.folder)
         self.loads: tuple[Load, ...] = ()
         self._loads = Loads(program, self.mesh) if routing else None
         self._graphs = step_graph.of(program, self.mesh, self.rng, local.buckets, self.mesh.note)
@@ -417,7 +419,7 @@ class Engine:
         folder: str | Path,
         *,
         dtype: torch.dtype | None = None,
-        max_file_bytes: int = 5_000_000_000,
+        max_file_bytes: int = MAX_FILE_BYTES,
         overwrite: bool = False,
         merge: bool = False,
     ) -> list[Path]:
@@ -522,14 +524,14 @@ class Engine:
     def _compiled_for(self, spec: Any) -> Program:
         """Compile the model for another spec. Collective. Raises ShardcError, on all ranks, if one cannot."""
         self.mesh.barrier()  # if ranks are threads of one process, none may run during compilation
-        made, error = self.program, None
+        program, error = self.program, None
         try:
-            made = self.program.for_spec(spec, self.mesh.layout.world)
+            program = self.program.for_spec(spec, self.mesh.layout.world)
         except ShardcError as e:
             error = e
         if self.mesh.sum_on_host([error is not None])[0]:
             raise error or ShardcError("another rank could not compile the program for it", where="engine.to")
-        return made
+        return program
 
     # --- data
 
@@ -656,9 +658,9 @@ class Engine:
         return object.__getattribute__(self, name)  # raises: where a property failed, that property's own error
 
     def __repr__(self) -> str:
-        made = class_of(self.optimizer) if self.optimizer is not None else "no optimizer"
+        kind = class_of(self.optimizer) if self.optimizer is not None else "no optimizer"
         name, mesh = self.program.meta.get("model", ""), self.mesh
-        return f"<Engine of {name}: rank {mesh.rank} of {mesh.layout}, {made}, {self.step_count} steps done>"
+        return f"<Engine of {name}: rank {mesh.rank} of {mesh.layout}, {kind}, {self.step_count} steps done>"
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         fix = (

@@ -90,8 +90,8 @@ class Evaluation:
         prompts = Prompts.of(prompts)
         self._checks.forward("engine.generate", training=False)
         self._model.gather_written()
-        given = stated("what is generated", (prompts, options), fix="give all ranks the same prompts and options")
-        self._checks.call("generating", given, steps=True)
+        fact = stated("what is generated", (prompts, options), fix="give all ranks the same prompts and options")
+        self._checks.call("generating", fact, steps=True)
         self._model.rng.training = False
         return self._generator(prompts, options)
 

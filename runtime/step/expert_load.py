@@ -73,9 +73,9 @@ class Loads:
         most = self.mesh.all_reduce(local[:, -1].contiguous(), names, op="max", direction="update", tag="routing").cpu()
         loads = []
         for i, (_, module, experts, same, having) in enumerate(self.layers):
-            each, none, mean = total[i, :experts] / same, float(total[i, -2]) / same, float(total[i, -1]) / having
-            share = none / max(float(each.sum()) + none, 1)
-            loads.append(Load(module, tuple(map(round, each.tolist())), share, float(most[i]) / mean if mean else 1.0))
+            load, none, mean = total[i, :experts] / same, float(total[i, -2]) / same, float(total[i, -1]) / having
+            share = none / max(float(load.sum()) + none, 1)
+            loads.append(Load(module, tuple(map(round, load.tolist())), share, float(most[i]) / mean if mean else 1.0))
         return tuple(loads)
 
 

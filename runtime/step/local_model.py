@@ -71,7 +71,7 @@ class LocalModel:
         parts = inputs.microbatches(program, inputs.take(program, batch, self.mesh, local=local))
         stored = {**self.stored(), **constants}
         return interpreter, [
-            {**stored, **dict(zip((x.name for x in program.inputs), given, strict=True))} for given in parts
+            {**stored, **dict(zip((x.name for x in program.inputs), part, strict=True))} for part in parts
         ]
 
     def stored(self) -> dict[str, Any]:

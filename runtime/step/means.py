@@ -187,8 +187,8 @@ class MeanDivisors:
     def __init__(self, program: Program) -> None:
         self._program = program
         batch = frozenset(x.name for x in program.inputs)
-        given = batch | {b.name for b in program.buffers if _alike(program, b)}
-        finder = _Finder(given, batch, inputs.rows(program))
+        sources = batch | {b.name for b in program.buffers if _alike(program, b)}
+        finder = _Finder(sources, batch, inputs.rows(program))
         self._fixed: dict[str, Divisor] = {}
         self._formulas: dict[str, _Formula] = {}
         for name, node in _numbers(program):

@@ -97,24 +97,24 @@ class ShardedModule(ModuleState):
         checks = ModuleChecks(program, mesh) if check else Moments()
         checks.making(seed, broadcast=broadcast, check_every=check_every)
         checks.options(check_every=check_every)
-        given = state.weights_of(program, model, weights, seed)
-        checks.weights(model, given)
-        parts, buffers = state.local_parts(program, given, mesh, broadcast=broadcast, whole_of=checks.whole)
+        loaded = state.weights_of(program, model, weights, seed)
+        checks.weights(model, loaded)
+        parts, buffers = state.local_parts(program, loaded, mesh, broadcast=broadcast, whole_of=checks.whole)
         buckets = Buckets(program, checks.parts(parts), mesh, aliased=True)
-        source = model if isinstance(model, nn.Module) else given.model
-        self._hold(running_of(program, source, mesh, Rng(seed), buckets, checks), buffers, given.model)
+        source = model if isinstance(model, nn.Module) else loaded.model
+        self._hold(running_of(program, source, mesh, Rng(seed), buckets, checks), buffers, loaded.model)
 
     def _hold(self, running: Running, buffers: Mapping[str, Tensor], like: Any) -> None:
         """Register parameters and buffers under the model's names. like: a module with the model's submodules."""
         program = running.program
         self._parts = parts = Parts(self, like)
-        held: list[user_changes.Held] = []
+        entries: list[user_changes.Held] = []
         for x in program.params:
             for fqn in (x.fqn, *x.aliases):
                 parent, name = parts.home(fqn)
                 p = running.buckets.owned[x.name]
                 parent._parameters[name] = p
-                held.append(
+                entries.append(
                     user_changes.Held(
                         parent._parameters, name, p, p.data_ptr() * (x.name in running.buckets.runs), p.dtype, fqn
                     )
@@ -135,7 +135,7 @@ class ShardedModule(ModuleState):
         self._running = running
         running.read_buffers = WeakMethod(self._buffers_by_name)
         running.checks.made(running)
-        running.checks.held(running.model, parts, held, running.updates)
+        running.checks.held(running.model, parts, entries, running.updates)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """Copy the module with new parameters and buffers, on the same mesh, as weight averages need.
@@ -230,13 +230,13 @@ class ShardedModule(ModuleState):
         r.updates.carry_out()
         r.buckets.follow()
         stored = {"mesh": r.mesh, "rng": r.rng, **r.buckets.given, **self._buffers_by_name(), **constants}
-        given = {**stored, **dict(zip((x.name for x in program.inputs), tensors, strict=True))}
-        given = {name: given[name] for name in stage.takes}
+        arguments = {**stored, **dict(zip((x.name for x in program.inputs), tensors, strict=True))}
+        arguments = {name: arguments[name] for name in stage.takes}
         if torch.is_grad_enabled():
-            loss, news = r.differentiable(stage, given)
+            loss, news = r.differentiable(stage, arguments)
         else:
             with op_errors.named(stage.graph):
-                loss, news = stage.run(*given.values())
+                loss, news = stage.run(*arguments.values())
         r.updates.settle()
         if self.training:
             r.rng.step += 1

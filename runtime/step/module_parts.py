@@ -75,12 +75,12 @@ class Parts:
     def home(self, fqn: str) -> tuple[nn.Module, str]:
         """Return the module that holds `fqn` (made if necessary), and the last part of the name."""
         *path, name = fqn.split(".")
-        here: Any = self._root()
-        for each in path:
-            if here._modules.get(each) is None:
-                here._modules[each] = Part()
-            here = here._modules[each]
-        return here, name
+        module: Any = self._root()
+        for part in path:
+            if module._modules.get(part) is None:
+                module._modules[part] = Part()
+            module = module._modules[part]
+        return module, name
 
     def seal(self) -> None:
         """Record the finished tree: later additions come from the user."""
@@ -146,8 +146,8 @@ def _part_like(module: nn.Module) -> nn.Module:
 
 def _plain_method(name: str, part: nn.Module) -> Any:
     """Return nn.Module's own method, bound to a part by a weak reference."""
-    held, method = ref(part), getattr(nn.Module, name)
-    return lambda *args, **kwargs: method(held(), *args, **kwargs)
+    owner, method = ref(part), getattr(nn.Module, name)
+    return lambda *args, **kwargs: method(owner(), *args, **kwargs)
 
 
 def _describe(module: nn.Module, part: nn.Module, parts: dict[int, nn.Module]) -> None:

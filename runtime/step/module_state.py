@@ -45,15 +45,15 @@ class ModuleState(nn.Module):
                 where="module.load_state_dict(..., assign=True)",
                 fix="leave assign out: values are written into the parameters",
             )
-        own = dict(self.named_parameters(remove_duplicate=False))
+        parts = dict(self.named_parameters(remove_duplicate=False))
         if state_dict_marks.KEY in getattr(state_dict, "_metadata", {}).get("", {}):
-            own = {}  # its marks say what it has
-        split = [n for n, x in state_dict.items() if n in own and isinstance(x, Tensor) and x.shape != own[n].shape]
+            parts = {}  # its marks say what it has
+        split = [n for n, x in state_dict.items() if n in parts and isinstance(x, Tensor) and x.shape != parts[n].shape]
         program = self._running.program
         if whole := [n for n in split if tuple(state_dict[n].shape) == program.param(n).shapes[n]]:
             raise ShardcError(
                 f"a whole weight {list(state_dict[whole[0]].shape)}, of which this rank has a part"
-                f" {list(own[whole[0]].shape)} ({len(whole)} such)",
+                f" {list(parts[whole[0]].shape)} ({len(whole)} such)",
                 where=f"module.load_state_dict: {whole[0]}",
                 fix="make the module from whole weights, of which it cuts its parts: program.module(model,"
                 " weights=state_dict)",
@@ -79,17 +79,17 @@ class ModuleState(nn.Module):
         shardc.runtime.state.SavingError, on all ranks; earlier checkpoints are then unchanged.
         """
         r = self._running
-        made, matrices = _parts_of(optimizer)
+        saved, matrices = _parts_of(optimizer)
         facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})} | resumed.record(r.program)
         with r.mesh.together(f"saving step {r.rng.step}"):
-            r.checks.saving(made)
+            r.checks.saving(saved)
             state.save(
                 folder,
                 r.program,
                 r.mesh,
                 r.buckets.owned,
                 self._buffers_by_name(),
-                made,
+                saved,
                 facts,
                 runs=r.buckets.runs,
                 matrices=matrices,
@@ -106,7 +106,7 @@ class ModuleState(nn.Module):
         checkpoint of another model or optimizer, before anything changes.
         """
         r = self._running
-        made, matrices = _parts_of(optimizer)
+        loaded, matrices = _parts_of(optimizer)
         r.buckets.reset(forward=True)
         r.updates.settle()
         with r.mesh.together("loading a checkpoint"):
@@ -117,7 +117,7 @@ class ModuleState(nn.Module):
                 r.mesh,
                 r.buckets.owned,
                 self._buffers_by_name(),
-                made,
+                loaded,
                 runs=r.buckets.runs,
                 matrices=matrices,
                 last_good=last_good,

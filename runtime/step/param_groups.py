@@ -77,11 +77,11 @@ def groups(
             errors.add(f"earlier patterns match all of its parameters, such as {taken!r}", where=where, fix=fix)
     errors.raise_any()
     settled = []
-    for i, own in [*enumerate(dict(settings[g]) for g in globs), (-1, {})]:
+    for i, chosen in [*enumerate(dict(settings[g]) for g in globs), (-1, {})]:
         if i >= 0 or len(won) < len(known):
             members = [(name, p) for name, p in pairs if won.get(name, -1) == i]
             # an empty group must say that it has names: torch sees that from the members
-            settled.append({**default, **own, "params": members, **({} if members else {"param_names": []})})
+            settled.append({**default, **chosen, "params": members, **({} if members else {"param_names": []})})
     return settled
 
 
@@ -140,21 +140,21 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def trains_any(optimizer: torch.optim.Optimizer, params: NamedParameters) -> bool:
     """Return whether any group of the optimizer has one of the parameters."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return any(id(p) in held for _, p in params)
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return any(id(p) in trained for _, p in params)
 
 
 def strangers(optimizer: torch.optim.Optimizer, params: NamedParameters) -> str:
     """Describe parameters of an optimizer that it did not receive from the engine; "" if there are none."""
-    given = {id(p) for _, p in params}
-    shapes = [str(list(p.shape)) for group in optimizer.param_groups for p in group["params"] if id(p) not in given]
+    known = {id(p) for _, p in params}
+    shapes = [str(list(p.shape)) for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     return f"{plural(len(shapes), 'parameter')} of shape {', '.join(shapes[:5])}" if shapes else ""
 
 
 def not_trained(optimizer: torch.optim.Optimizer, params: NamedParameters) -> str:
     """List the parameters that no group of the optimizer has, as text; "" if there are none."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    left = [name for name, p in params if id(p) not in held]
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [name for name, p in params if id(p) not in trained]
     return ", ".join(left[:5]) + (f" and {len(left) - 5} more parameters" if len(left) > 5 else "")
 
 
@@ -182,23 +182,23 @@ def groups_of_whole(make: Callable[[NamedParameters], Any], given: NamedParamete
 
 def _named(optimizer: Optimizer, whole: dict[str, nn.Parameter]) -> Groups | None:
     names = {id(p): n for n, p in whole.items()}
-    found = [
+    by_member = [
         [{**g, "params": [names.get(id(p)) for p in g["params"]]} for g in m.param_groups]
         for m in members_of(optimizer)
     ]
-    return found if all(n is not None for groups in found for g in groups for n in g["params"]) else None
+    return by_member if all(n is not None for groups in by_member for g in groups for n in g["params"]) else None
 
 
 def regroup(optimizer: Optimizer, groups: Groups, given: NamedParameters) -> None:
     """Give an optimizer the groups of the whole shapes, with this rank's parameters in them."""
-    own, members = dict(given), list(members_of(optimizer))
+    local, members = dict(given), list(members_of(optimizer))
     if len(members) != len(groups):
         return
-    for m, wanted in zip(members, groups, strict=True):
-        for group, like in zip(m.param_groups, wanted, strict=False):  # in place: other objects may hold the groups
+    for m, whole in zip(members, groups, strict=True):
+        for group, like in zip(m.param_groups, whole, strict=False):  # in place: other objects may hold the groups
             group.clear()
-            group.update({**like, "params": [own[n] for n in like["params"]]})
-        m.param_groups[len(wanted) :] = []
-        m.param_groups += [{**w, "params": [own[n] for n in w["params"]]} for w in wanted[len(m.param_groups) :]]
+            group.update({**like, "params": [local[n] for n in like["params"]]})
+        m.param_groups[len(whole) :] = []
+        m.param_groups += [{**w, "params": [local[n] for n in w["params"]]} for w in whole[len(m.param_groups) :]]
     if isinstance(optimizer, OptimizerList):
         optimizer.read_groups()

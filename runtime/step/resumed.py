@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.program import Program
-from shardc.runtime.step.lr import MOVED, Schedulers, with_inner
+from shardc.runtime.step.schedulers import MOVED, Schedulers, with_inner
 
 #: Settings by what has them: {"lr of group 1": 0.1, "T_max of CosineAnnealingLR": 100}.
 Settings = dict[str, Any]
@@ -24,16 +24,16 @@ Settings = dict[str, Any]
 
 def settings(optimizer: torch.optim.Optimizer | None, schedulers: Schedulers | None) -> Settings:
     """Return the settings of an optimizer and its schedulers, without those that they change themselves."""
-    found: Settings = {}
+    values: Settings = {}
     groups = optimizer.param_groups if optimizer is not None else []
     moved = _moved(schedulers)
     for i, group in enumerate(groups):
         of = f" of group {i}" if len(groups) > 1 else ""
-        found |= {f"{name}{of}": _value(x) for name, x in group.items() if name not in ("params", *moved)}
+        values |= {f"{name}{of}": _value(x) for name, x in group.items() if name not in ("params", *moved)}
     for scheduler in schedulers.members if schedulers is not None else ():
         for name, value in _of_scheduler(scheduler):
-            found.setdefault(name, value)
-    return found
+            values.setdefault(name, value)
+    return values
 
 
 def _moved(schedulers: Schedulers | None) -> tuple[str, ...]:

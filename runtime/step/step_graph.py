@@ -93,9 +93,9 @@ class _Recorded:
     def take(self, values: Values) -> None:
         """Copy a step's inputs to where the graph reads them."""
         into, new = [], []
-        for places, given in zip(self.inputs, values, strict=True):
+        for places, microbatch in zip(self.inputs, values, strict=True):
             into += list(places.values())
-            new += [given[name] for name in places]
+            new += [microbatch[name] for name in places]
         for name, place in self.buffers.items():
             if values[0][name] is not place:
                 into.append(place)
@@ -157,13 +157,13 @@ class StepGraphs:
             if recorded is None:
                 return work(values)
             self._recorded[key] = recorded
-        found = self._recorded[key]
-        found.used = self._steps
-        found.take(values)
+        replayed = self._recorded[key]
+        replayed.used = self._steps
+        replayed.take(values)
         self.rng.renew()
-        found.graph.replay()
-        found.again()
-        total, news, beside = found.result
+        replayed.graph.replay()
+        replayed.again()
+        total, news, beside = replayed.result
         return total.clone(), news, {name: x.clone() for name, x in beside.items()}
 
     def _room(self) -> bool:

@@ -182,12 +182,12 @@ class Bucket:
             return
         assert self._master is not None
         self._gather.wait()  # of two running gathers the first may end last
-        mine = self._whole[self.low : self.high]
+        part = self._whole[self.low : self.high]
         if self.spec.compute is not None:
-            mine.copy_(self._master)
+            part.copy_(self._master)
             if self._home is not None:
                 self._home.slot.behind()
-        self._gather = self.mesh.start_all_gather(mine, self._whole, self.spec.shard, direction="update", tag=self.tag)
+        self._gather = self.mesh.start_all_gather(part, self._whole, self.spec.shard, direction="update", tag=self.tag)
         self._versions = self._version()
 
     def wait_for_gather(self) -> None:

@@ -65,18 +65,18 @@ class Buckets:
         offload = offload if offload is not None else Offload(OffloadPlaces(), mesh)
         self._gathered = Gathered()
         coordinate_here = mesh.coordinate(program.axis) if program.axis else 0
-        here = (
+        stages = (
             {s for s, coordinate in enumerate(program.schedule.placement) if coordinate == coordinate_here}
             if program.schedule is not None
             else {0}
         )
-        mine = [i for i, b in enumerate(program.buckets) if not here.isdisjoint(b.stages)]
+        indices = [i for i, b in enumerate(program.buckets) if not stages.isdisjoint(b.stages)]
         self._all = [
             Bucket(program, i, mesh, offload, self._gathered, self._is_last, self._launched, aliased=aliased)
-            for i in mine
+            for i in indices
             if program.buckets[i].zero or mesh.members(program.buckets[i].axes) > 1
         ]
-        self._stages = {b: here.intersection(b.spec.stages) for b in self._all}
+        self._stages = {b: stages.intersection(b.spec.stages) for b in self._all}
         #: The stages of each bucket whose last backward of the step has not started.
         self._left: dict[Bucket, set[int]] = {}
         self._of = {n: b for b in self._all for n in b.spec.params}

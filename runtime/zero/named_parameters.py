@@ -54,6 +54,6 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
         """Build it from this rank's parameters, by placeholder name."""
         trained = [p for p in program.params if p.requires_grad]
         known = {p.fqn: (p.fqn, *p.names) for p in trained}
-        found = matrices_between(program)
-        inner = [p.fqn for p in trained if p.name in found]
+        matrices = matrices_between(program)
+        inner = [p.fqn for p in trained if p.name in matrices]
         return cls([(p.fqn, params[p.name]) for p in trained if p.name in params], known, inner)

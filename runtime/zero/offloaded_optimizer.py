@@ -91,11 +91,11 @@ class Paged:
         """Start to fetch a page; return its (parameter, key) pairs, key "" for itself, and future tensors."""
         moving, homes = [], []
         for p in page:
-            there = {"": self._offload.homes[p]} if p in self._offload.homes else {}
+            stored = {"": self._offload.homes[p]} if p in self._offload.homes else {}
             state = self.optimizer.state.get(p, {})
-            there |= {k: h for k, h in self._state.get(p, {}).items() if self._is_home(p, k, state.get(k))}
-            moving += [(p, k) for k in there]
-            homes += list(there.values())
+            stored |= {k: h for k, h in self._state.get(p, {}).items() if self._is_home(p, k, state.get(k))}
+            moving += [(p, k) for k in stored]
+            homes += list(stored.values())
         return moving, self._offload.mover.fetch(homes)
 
     def _arrive(self, moving: Sequence[tuple[nn.Parameter, str]], tensors: Sequence[Tensor]) -> None:

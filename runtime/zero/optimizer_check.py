@@ -78,11 +78,11 @@ def check_sharded(
 def _check_sharded(
     program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], runs: Mapping[str, FlatShard]
 ) -> None:
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     shardings: dict[Tensor, ParamSharding] = {
         params[p.name]: sharding
         for p in program.params
-        if p.name in params and id(params[p.name]) in own and (sharding := _sharding(program, p, runs)) is not None
+        if p.name in params and id(params[p.name]) in stepped and (sharding := _sharding(program, p, runs)) is not None
     }
     if not shardings and not program.axis:
         return
@@ -392,24 +392,24 @@ class TrialCopy:
     ) -> list[list[Tensor]]:
         """Run some steps and return the members' parts. cut: as ranks have them; else each is whole."""
         self.optimizer.state.clear()
-        held = [
+        copies = [
             [nn.Parameter(part.clone()) for part in m.parts(x, cut=cut)]
             for m, x in zip(self.members, values, strict=True)
         ]
         for i, group in enumerate(self.optimizer.param_groups):
             group["params"][:] = itertools.chain(
-                *(parts for m, parts in zip(self.members, held, strict=True) if m.group == i)
+                *(parts for m, parts in zip(self.members, copies, strict=True) if m.group == i)
             )
             if (lr := group.get("lr", _LR)) is None or lr < _LR:
                 group["lr"] = torch.full_like(lr, _LR) if isinstance(lr, Tensor) else _LR
-        for m, parts in zip(self.members, held, strict=True):
+        for m, parts in zip(self.members, copies, strict=True):
             self._begin(m, parts, cut)
         for step in grads:
-            for m, parts, grad in zip(self.members, held, step, strict=True):
+            for m, parts, grad in zip(self.members, copies, step, strict=True):
                 for p, g in zip(parts, m.parts(grad, cut=cut), strict=True):
                     p.grad = g.clone() if p.numel() else None
             self.step()
-        return [[p.detach() for p in parts] for parts in held]
+        return [[p.detach() for p in parts] for parts in copies]
 
     def step_without_one(self) -> None:
         """Step once more after `run`, while one parameter has no gradient."""
@@ -419,8 +419,8 @@ class TrialCopy:
     def _begin(self, m: _Member, parts: Sequence[nn.Parameter], cut: bool) -> None:
         """Copy state that the optimizer's constructor has made, in the small shape."""
         for key, state in self._made.get(m.like, {}).items():
-            alike = has_param_shape(key, state, m.like)
-            small = m.parts(_small(state, m.shape), cut=cut) if alike else [state] * len(parts)
+            like_param = has_param_shape(key, state, m.like)
+            small = m.parts(_small(state, m.shape), cut=cut) if like_param else [state] * len(parts)
             for p, x in zip(parts, small, strict=True):
                 self.optimizer.state[p][key] = copy.deepcopy(x)
 

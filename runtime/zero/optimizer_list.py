@@ -50,19 +50,19 @@ class OptimizerList(Optimizer):
         state: dict[Any, Any] = {}
         groups: list[dict[str, Any]] = []
         for m in self.members:
-            own, start = m.state_dict(), sum(len(g["params"]) for g in groups)
-            state |= {n + start: s for n, s in own["state"].items()}
-            groups += [{**g, "params": [n + start for n in g["params"]]} for g in own["param_groups"]]
+            part, start = m.state_dict(), sum(len(g["params"]) for g in groups)
+            state |= {n + start: s for n, s in part["state"].items()}
+            groups += [{**g, "params": [n + start for n in g["params"]]} for g in part["param_groups"]]
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict` has returned."""
         groups = iter(state_dict["param_groups"])
         for m in self.members:
-            own = [next(groups) for _ in m.param_groups]
-            numbers = [n for group in own for n in group["params"]]
+            part = [next(groups) for _ in m.param_groups]
+            numbers = [n for group in part for n in group["params"]]
             m.load_state_dict(
-                {"state": {n: s for n, s in state_dict["state"].items() if n in numbers}, "param_groups": own}
+                {"state": {n: s for n, s in state_dict["state"].items() if n in numbers}, "param_groups": part}
             )
         self.read_groups()
 
@@ -82,8 +82,8 @@ class _States(MutableMapping[Tensor, State]):
     def __getitem__(self, p: Tensor) -> State:
         for m in self._members:
             if p in m.state:  # test first: torch's defaultdict makes an entry when it is read
-                found: State = m.state[p]
-                return found
+                state: State = m.state[p]
+                return state
         raise KeyError(p)
 
     def __setitem__(self, p: Tensor, state: State) -> None:

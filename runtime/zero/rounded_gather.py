@@ -33,11 +33,11 @@ def axes_of(bucket: Bucket, rounded: Rounded, names: tuple[str, ...]) -> tuple[s
 
 def scale_bytes(bucket: Bucket, flat: Flat, names: tuple[str, ...]) -> dict[tuple[str, ...], int]:
     """Return the bytes of the all_reduces of one gather, by axes."""
-    found: dict[tuple[str, ...], int] = {}
+    sizes: dict[tuple[str, ...], int] = {}
     for shape, how in zip(flat.shapes, bucket.rounded, strict=True):
         axes = axes_of(bucket, how, names)
-        found[axes] = found.get(axes, 0) + 4 * math.prod(fp8.granules(shape, how.granule))
-    return found
+        sizes[axes] = sizes.get(axes, 0) + 4 * math.prod(fp8.granules(shape, how.granule))
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class RoundedGather:
 
     def _scales(self, slices: Mapping[str, Tensor], direction: str) -> dict[str, Tensor]:
         """Return the exponents of each parameter's scales."""
-        mine: dict[tuple[str, ...], list[str]] = {}
+        groups: dict[tuple[str, ...], list[str]] = {}
         largest: dict[str, Tensor] = {}
         for name, x in slices.items():
             s, how = self._stretches[name], self._hows[name]
@@ -123,10 +123,10 @@ class RoundedGather:
             largest[name] = x.new_zeros(fp8.granules(s.run.shape, how.granule), dtype=wide)
             if s.run.size:
                 s.of_scales(largest[name]).copy_(fp8.fp8_amax(s.as_rows(x), how.granule))
-            mine.setdefault(axes_of(self._bucket, how, self._mesh.layout.names), []).append(name)
-        for axes, names in mine.items():
+            groups.setdefault(axes_of(self._bucket, how, self._mesh.layout.names), []).append(name)
+        for axes, names in groups.items():
             flat = torch.cat([largest[n].view(-1) for n in names])
             flat = self._mesh.all_reduce(flat, axes, op="max", direction=direction, tag=self._tag)
-            for n, found in zip(names, flat.split([largest[n].numel() for n in names]), strict=True):
-                largest[n] = found.view(largest[n].shape)
+            for n, part in zip(names, flat.split([largest[n].numel() for n in names]), strict=True):
+                largest[n] = part.view(largest[n].shape)
         return {n: fp8_cast.exponents(x, self._hows[n].format) for n, x in largest.items()}

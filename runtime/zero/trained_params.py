@@ -26,13 +26,13 @@ def trained_by(program: Program, stage: Stage) -> tuple[str, ...]:
     sent: tuple[fx.Node, ...] = returned[2] if len(returned) > 2 else ()
     reached: set[fx.Node] = {n for n in sent if n.name in crossing} | ({loss} if loss is not None else set())
     reached = {n for n in reached if requires_grad(n)}
-    found = {n.name: None for n in reached if n.name in params}  # parameters that are returned unchanged
+    trained = {n.name: None for n in reached if n.name in params}  # parameters that are returned unchanged
     for n in reversed(stage.graph.nodes):
         if n in reached:
             following = [x for x in _gradients_of(n) if requires_grad(x)]
             reached.update(following)
-            found |= dict.fromkeys(x.name for x in following if x.name in params)
-    return tuple(found)
+            trained |= dict.fromkeys(x.name for x in following if x.name in params)
+    return tuple(trained)
 
 
 def _gradients_of(node: fx.Node) -> list[fx.Node]:

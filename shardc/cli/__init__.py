@@ -1,19 +1,20 @@
-"""The command line, `shardc`: a file a command, each with a function `command`; `common` has what they share.
+"""Define the command line `shardc`: each command is a file with a function `command`.
 
+common          what all commands share: reports of errors, and a program from the user's arguments
 model_file      reads the model.py that commands name; config_file: the config.json of a transformers model
-ranks/          what run, score and generate do with ranks: start them, and what each process does
+ranks/          runs the ranks of run, score and generate: starts the processes, and does their work
 
 Exit status: 0 done, 1 the check or the run failed, 2 the input is wrong.
 
-compile, inspect, verify    a model and a spec -> an artifact; shown; compared with one device
-run, plan                   train; which spec is fastest on so many devices
-cost                        what a step's time goes to; where a run and the prediction differ
-score, generate             log-probabilities of data; tokens after prompts
-checkpoint, export          folders of checkpoints; weights for transformers
-device, rules, spec         devices that programs are priced for; rules of ops, proven; the format of specs
-options                     those that several commands have; those of `run`, one for each key of the spec's section
-hidden_modules              files that are named as a module that shardc imports
-same_error_once             an error that all ranks have alike is printed once
+compile, inspect, verify    write an artifact from a model and a spec; show it; compare it with one device
+run, plan                   train; find the fastest spec for a number of devices
+cost                        shows where the time of a step goes, and where a run differs from the prediction
+score, generate             compute log-probabilities of data; generate tokens after prompts
+checkpoint, export          list, verify and convert checkpoints; export weights for transformers
+device, rules, spec         show devices that programs are priced for, rules of ops, the format of specs
+options                     options of several commands; options of `run`, one for each key of the spec's section
+hidden_modules              refuses files with the name of a module that shardc imports
+same_error_once             prints an error once if all ranks have the same one
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Annotated
 
 import typer
 
-# A rank whose store goes away says so in words of its own; torch's C++ would add 30 lines of frames. Read by torch when
-# it is imported, which nothing here does.
+# A rank reports a lost store in shardc's words; torch's C++ would add 30 lines of frames. torch reads this when it
+# is imported, which nothing here does.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from shardc.cli import (

@@ -1,4 +1,4 @@
-"""`shardc checkpoint`: what is in a folder of checkpoints, whether it is whole, and the way to other formats."""
+"""Define `shardc checkpoint`: list, verify, compare, remove and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardc.spec.run_section import Run
 if TYPE_CHECKING:
     from shardc.runtime.state.checkpoint_folder import Generation
 
-#: As of `shardc run`.
+#: The default of `shardc run`.
 KEEP: int = Run.model_fields["keep"].default
 app = typer.Typer(no_args_is_help=True, help="Checkpoints: list, verify, compare, remove, convert.")
 
@@ -28,14 +28,14 @@ NewFolder = Annotated[Path, typer.Argument(help="folder to write, new or empty",
 
 
 class Format(str, Enum):
-    """What a checkpoint is exported to."""
+    """The format of an exported checkpoint."""
 
     torch = "torch"
 
 
 @app.command()
 def ls(folder: Folder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """The checkpoints in a folder, the last one first."""
+    """List the checkpoints in a folder, the last one first."""
     from shardc.ir.units import size
 
     with reporting(debug, as_json) as show:
@@ -69,36 +69,36 @@ def verify(folder: Folder, as_json: JsonOption = False, debug: DebugOption = Fal
     from shardc.runtime.state import checkpoint_folder
 
     with reporting(debug, as_json) as show:
-        found = {}
+        by_name = {}
         for g in _all(folder):
             with console.status(f"reading {g.path.name}"):
-                found[g.path.name] = problems = [
+                by_name[g.path.name] = problems = [
                     e for error in checkpoint_folder.verify(g.path) for e in error.to_json()
                 ]
             if not as_json:
                 show(f"{g.path.name}  {'whole' if not problems else f'{len(problems)} problems'}")
                 for p in problems:
                     show(f"  {p['where']}: {p['what']}")
-        whole = not any(found.values())
+        whole = not any(by_name.values())
         if as_json:
-            show(json.dumps({"ok": whole, "checkpoints": found}))
+            show(json.dumps({"ok": whole, "checkpoints": by_name}))
         raise typer.Exit(0 if whole else 1)
 
 
 @app.command()
 def diff(a: Folder, b: Folder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """In what two checkpoints differ, on whatever meshes they were saved. Exit status 1 if they do."""
+    """Show how two checkpoints differ, on any meshes. Exit status 1 if they differ."""
     from shardc.runtime.state import checkpoint_folder
 
     with reporting(debug, as_json) as show:
-        found = list(checkpoint_folder.diff(_one(a), _one(b)))
+        differences = list(checkpoint_folder.diff(_one(a), _one(b)))
         if as_json:
-            show(json.dumps({"differences": [vars(d) for d in found]}))
+            show(json.dumps({"differences": [vars(d) for d in differences]}))
         else:
-            for d in found:
+            for d in differences:
                 show(f"{d.what}: {d.a or 'missing'}" + (f" | {d.b or 'missing'}" if d.a != d.b else ""))
-            show("the checkpoints are the same" if not found else f"{len(found)} differences")
-        raise typer.Exit(1 if found else 0)
+            show("the checkpoints are the same" if not differences else f"{len(differences)} differences")
+        raise typer.Exit(1 if differences else 0)
 
 
 @app.command()
@@ -108,7 +108,7 @@ def prune(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Remove all but the last checkpoints of a folder. The last one that is whole always stays."""
+    """Remove all but the last checkpoints of a folder. The last undamaged one always stays."""
     from shardc.runtime.state import checkpoint_folder, disk_calls
 
     with reporting(debug, as_json) as show:
@@ -141,7 +141,7 @@ def export(
 
 @app.command("import")
 def import_(old: Folder, new: NewFolder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """Convert a checkpoint of torch.distributed.checkpoint, such as shardc wrote before. Nothing in it is run."""
+    """Convert a checkpoint of torch.distributed.checkpoint, also of an old shardc. No code in it is run."""
     from shardc.runtime.state.torch_format import import_checkpoint
 
     with reporting(debug, as_json) as show:
@@ -153,19 +153,19 @@ def _said(show: Show, what: str, new: Path, *, as_json: bool) -> None:
 
 
 def _all(folder: Path) -> list[Generation]:
-    """The checkpoints in a folder, or the one that it is. `shardc run --save DIR` has them in DIR/checkpoint."""
+    """Return the checkpoints in a folder or in its folder `checkpoint`; or the folder, if it is one."""
     from shardc.runtime.state.checkpoint_folder import generations, is_one, none_in
 
     if is_one(folder):
         return [g for g in generations(folder.parent) if g.path.name == folder.name] or [_alone(folder)]
-    found = generations(folder) or generations(folder / "checkpoint")
-    if not found:
+    checkpoints = generations(folder) or generations(folder / "checkpoint")
+    if not checkpoints:
         raise none_in(folder)
-    return found
+    return checkpoints
 
 
 def _alone(folder: Path) -> Generation:
-    """A checkpoint that somebody gave another name."""
+    """Return a checkpoint that the user renamed."""
     from shardc.runtime.state.checkpoint_folder import Generation, read_index
 
     return Generation(folder, read_index(folder).step, 1, False)

@@ -1,6 +1,6 @@
-"""What the commands share: how errors are reported, and a program from what the user named.
+"""Share code between the commands: reports of errors, progress, and the program that the user names.
 
-Nothing here imports torch when it is loaded, nor does any command, so that `shardc --help` is quick.
+No command imports torch when its module is loaded, so that `shardc --help` is quick.
 """
 
 from __future__ import annotations
@@ -29,25 +29,24 @@ from shardc.errors import ERROR, ShardcError
 if TYPE_CHECKING:
     from shardc.api import Program
 
-# What a command imports and compiles stays until it ends: Python's collector, which looks through all of it again and
-# again, would take a tenth of a short one's time. A rank that trains goes back to what is usual (job).
+# Objects that a command imports and compiles live until it ends. Scanning them repeatedly would cost Python's collector
+# a tenth of the time of a short command. A rank that trains restores the default thresholds (ranks/job.py).
 COLLECT_EVERY = gc.get_threshold()
 gc.set_threshold(100_000, 50, 100)
 
-#: Where errors, progress and notes go: stdout is for results.
+#: Errors, progress and notes go to stderr: stdout is for results.
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Show = Callable[[str], None]
-#: Seconds between lines of progress, where there is no bar.
+#: Seconds between lines of progress if there is no bar.
 EVERY = 5.0
 
 
 @contextmanager
 def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
-    """Yields the function that prints text on stdout. A ShardcError is printed for a person and ends the process
-    with exit status 2.
+    """Yield a function that prints on stdout. Print a ShardcError, and exit with status 2.
 
-    as_json: stdout is for one document, also for errors; what the user's code prints goes to stderr.
+    as_json: stdout has one document, also for errors; output of the user's code goes to stderr.
     """
     stdout = sys.stdout
 
@@ -73,17 +72,17 @@ def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
 
 
 def _end(error: ShardcError, show_json: Show | None) -> NoReturn:
-    """Print an error, unless another rank prints the same, and end the process."""
-    quiet = isinstance(error, FirstFailedError)  # the first process of this machine says it
-    told = for_this_rank(error.text(), alone=not quiet)
-    print_error(told)
-    if show_json is not None and told:
+    """Print an error, unless another rank prints the same one, and end the process with exit status 2."""
+    quiet = isinstance(error, FirstFailedError)  # the first process of this machine prints it
+    text = for_this_rank(error.text(), alone=not quiet)
+    print_error(text)
+    if show_json is not None and text:
         show_json(json.dumps({"errors": error.to_json()}))
     raise typer.Exit(2) from None
 
 
 def print_error(text: str) -> None:
-    """Text in which each error begins with the word."""
+    """Print an error text on stderr, with the word "error" in red at the start of each error."""
     for line in text.splitlines():
         if line.startswith(ERROR):
             console.print(f"[bold red]{ERROR}[/]", end="")
@@ -92,8 +91,9 @@ def print_error(text: str) -> None:
 
 @contextmanager
 def progress(doing: str, *, quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """What takes a while: a bar on stderr that names what is being done; where stderr is not a terminal, a line every
-    few seconds. Yields the function to call: (doing what, done, of how many; 0: not known).
+    """Show the progress of slow work on stderr: a bar in a terminal, else a line every few seconds.
+
+    Yields the function to call: (name of the work, number done, total number or 0 if unknown).
     """
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -124,8 +124,9 @@ def progress(doing: str, *, quiet: bool = False) -> Iterator[Callable[[str, int,
 def check_outputs(
     files: Mapping[str, Path | None] | None = None, folders: Mapping[str, Path | None] | None = None
 ) -> None:
-    """Try where a command is to write, by option, before it begins its work. Raises ShardcError. files: their folder
-    has to be there. folders: are made, with those above them.
+    """Check that a command can write its outputs before it starts work. Raises ShardcError if not.
+
+    files: {option: file}, in a folder that exists. folders: {option: folder}; the command creates missing ones.
     """
     for option, path in (files or {}).items():
         if path is None:
@@ -135,7 +136,7 @@ def check_outputs(
         if not path.parent.is_dir():
             fix = f"mkdir -p {path.parent}, or name a file in a folder that is there"
             raise ShardcError(f"there is no folder {path.parent}", where=option, fix=fix)
-        if path.exists():  # a file that is to be replaced, or a pipe such as /dev/fd/63
+        if path.exists():  # a file to replace, or a pipe such as /dev/fd/63
             if not os.access(path, os.W_OK):
                 raise ShardcError(f"cannot write {path}", where=option, fix="name a place that can be written to")
             continue
@@ -143,10 +144,10 @@ def check_outputs(
     for option, path in (folders or {}).items():
         if path is None:
             continue
-        there = next(p for p in (path, *path.absolute().parents) if p.exists())
-        if not there.is_dir():
-            raise ShardcError(f"{there} is a file, not a folder", where=option, fix="name a new or empty folder")
-        _try(there, path, option)
+        existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+        if not existing.is_dir():
+            raise ShardcError(f"{existing} is a file, not a folder", where=option, fix="name a new or empty folder")
+        _try(existing, path, option)
 
 
 def _try(folder: Path, path: Path, option: str) -> None:
@@ -159,7 +160,7 @@ def _try(folder: Path, path: Path, option: str) -> None:
 
 
 def is_artifact(source: str) -> bool:
-    """Whether the user named a compiled folder rather than a model. Raises ShardcError for a folder of transformers."""
+    """Return whether `source` is a compiled folder. Raises ShardcError for a folder of transformers."""
     folder = Path(source)
     if (folder / "config.json").is_file() and not (folder / "manifest.json").is_file():
         raise ShardcError("this is a folder of transformers", where=source, fix=f"write hf:{source}")
@@ -174,10 +175,10 @@ def program_of(
     world: int | None = None,
     as_compiled: bool = False,
 ) -> Program:
-    """The program in a compiled folder, or one compiled now, with the running pass on stderr unless --json.
+    """Return the program of a compiled folder, or compile it now.
 
-    spec: where the user named none. as_compiled: a compiled folder whose forward or loss was changed in the model file
-    since is used, with a note; it is refused else.
+    The running pass is shown on stderr unless --json. spec: used if the user names none. as_compiled: accept a compiled
+    folder although the model file's forward or loss has changed since, with a note; without it, raise ShardcError.
     """
     source, spec = named.model, named.spec or spec
     if named.forward and named.score:
@@ -231,7 +232,7 @@ def program_of(
 
 
 def _check_source(folder: str, program: Program, model: str | None, *, refuse: bool) -> None:
-    """Whether a compiled folder's forward and loss are still those of the model file. model: what --model names."""
+    """Raise or note if the model file changed after compilation. model: the file of --model."""
     from shardc.artifact import model_source
     from shardc.cli import model_file
 
@@ -246,8 +247,9 @@ def _check_source(folder: str, program: Program, model: str | None, *, refuse: b
 
 
 def _loaded(folder: str, *, trust: bool, model: str | None) -> Program:
-    """The program in a compiled folder. Reading it runs nothing; where it calls an op of the user's own, the Python
-    file that registers the op is imported, which is said.
+    """Load the program of a compiled folder; no user code runs, unless the program calls a custom op.
+
+    Then the Python file that registers the op is imported, and a note on stderr says so.
     """
     from shardc.api import load
     from shardc.artifact import parser, read_facts
@@ -266,8 +268,9 @@ def _loaded(folder: str, *, trust: bool, model: str | None) -> Program:
 
 
 def model_of(facts: Mapping[str, Any]) -> str:
-    """The model reference that a compiled folder names, "" if none. The folder may be anybody's, and what it names is
-    run: a path that depends on where the command runs, or that lies in no file, is nobody's to name.
+    """Return the model reference in the facts of a compiled folder, or "" if none or not an absolute path.
+
+    The folder may come from anybody, and the file is run: a path relative to the current folder is not trusted.
     """
     from shardc.cli import model_file
 
@@ -277,10 +280,7 @@ def model_of(facts: Mapping[str, Any]) -> str:
 
 
 def say_whose(folder: str, ref: str, writes: Mapping[str, str]) -> None:
-    """Before a compiled folder's model file is imported: whose code that is, and where the folder's spec writes to.
-
-    writes: {what: folder}.
-    """
+    """Print which model file a compiled folder imports, and where its spec writes. writes: {what: folder}."""
     from shardc.cli import model_file
 
     if file := model_file.path_of(ref):
@@ -290,7 +290,7 @@ def say_whose(folder: str, ref: str, writes: Mapping[str, str]) -> None:
 
 
 def _mesh_sizes(options: list[str]) -> dict[str, int]:
-    """--mesh dp=4,tp=1 as {"dp": 4, "tp": 1}."""
+    """Parse the --mesh options: dp=4,tp=1 becomes {"dp": 4, "tp": 1}."""
     sizes: dict[str, int] = {}
     for pair in (p for text in options for p in text.split(",") if p):
         axis, _, size = pair.partition("=")

@@ -1,4 +1,4 @@
-"""`shardc compile`: a model and a spec become an artifact, or the program's text on stdout."""
+"""Define `shardc compile`: compile a model and a spec to an artifact, or to text on stdout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardc.api import Program
 
 
-#: A proof that takes longer is left to `shardc verify --static`.
+#: Seconds. A longer proof is left to `shardc verify --static`.
 PROOF_SECONDS = 1.0
 
 
@@ -53,20 +53,20 @@ def command(
 
 
 def _summary(program: Program) -> str:
-    """Sizes, the entries of `shard:` that `use:` stands for, and notes."""
+    """Summarize a program: sizes, the verdict of its proof, the entries that `use:` made, notes."""
     from shardc.ir.units import size
     from shardc.layer_names import note_lines
     from shardc.report.comm import bytes_sent
     from shardc.verify.static import prove_within
 
     total = sum(p.value.nbytes() for p in program.params)
-    mine, sent = program.parameter_bytes(), bytes_sent(program)
+    local, sent = program.parameter_bytes(), bytes_sent(program)
     a_rank = "on the rank with most" if program.axis else "a rank"
     step = "a step on the rank with most" if program.axis else "a step and rank"
     lines = [
         f"{program.meta.get('model')} on {program.mesh}: {program.mesh.world} ranks, compiled in"
         f" {program.meta.get('compile_seconds')} s",
-        f"parameters {size(total)}, {size(mine)} {a_rank}; collectives of {size(sent)} {step}",
+        f"parameters {size(total)}, {size(local)} {a_rank}; collectives of {size(sent)} {step}",
     ]
     proof = prove_within(program, PROOF_SECONDS)
     verdict = str(proof) if proof is None or not proof.ok else str(proof).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""The config.json of a transformers model, as `hf:` references name it: read and checked without transformers."""
+"""Read and check the config.json of a transformers model that `hf:` names, without transformers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from shardc import text_file
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 
-#: Of a transformers config.json: bytes (the longest has some 20 thousand), and values.
+#: Limits for a transformers config.json: bytes (the longest has about 20 thousand), numbers, and numbers of layers.
 MAX_CONFIG, MAX_NUMBER, MAX_LAYERS = 1 << 20, 1e15, 100_000
 
 
 def named(ref: str) -> tuple[str, str]:
-    """(class, file) of hf:ClassName:file; "" for the class of hf:file."""
+    """Split hf:ClassName:file into (class, file); hf:file has the class ""."""
     cls, _, file = ref.removeprefix("hf:").rpartition(":")
     return cls, file
 
 
 def read(path: Path, file: str, ref: str) -> Any:
-    """The values of a config.json, which may be anybody's. Raises ShardcError for what is none, for sizes that take
-    hours to build, and for code that it asks transformers to fetch.
+    """Read a config.json that is not trusted. Raises ShardcError if it is not one.
+
+    Sizes that take hours to build, and code that transformers would download, are also refused.
     """
     fix = "name a transformers config.json"
     text = text_file.read(path, "config", where=ref, fix=fix, limit=MAX_CONFIG)
@@ -31,7 +32,7 @@ def read(path: Path, file: str, ref: str) -> Any:
         values = json.loads(text, object_pairs_hook=text_file.unique)
     except json.JSONDecodeError as e:
         raise ShardcError(f"not JSON: {e.msg}", where=f"{file}:{e.lineno}:{e.colno}", fix=fix) from None
-    except (ValueError, RecursionError) as e:  # a number of thousands of digits, a key that stands twice, a nest
+    except (ValueError, RecursionError) as e:  # a number of thousands of digits, a duplicate key, deep nesting
         fault = "it is nested too deeply" if isinstance(e, RecursionError) else str(e)
         raise ShardcError(f"the config cannot be read: {fault}", where=file, fix=fix) from None
     boxes: list[tuple[str, Any]] = [("", values)]
@@ -50,9 +51,7 @@ def read(path: Path, file: str, ref: str) -> Any:
 
 
 def path_of(name: str, ref: str) -> Path:
-    """The config.json that an `hf:` reference names: a file, that of a folder, or of a model of the hub in this
-    machine's cache. Nothing is downloaded.
-    """
+    """Find the config.json of `hf:`: a file, a folder, or a model in the local hub cache. No download."""
     path = Path(name)
     if path.is_file():
         return path

@@ -1,4 +1,4 @@
-"""`shardc cost`: a step's seconds by cause, as priced; and where a run says otherwise."""
+"""Define `shardc cost`: show the predicted seconds of a step by cause, and compare them with a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """What a step's time goes to, line by line; and where a run and the prediction differ."""
+    """Show where the time of a step goes, line by line, and where a run differs from the prediction."""
     with common.reporting(named.debug, named.as_json) as show:
         from shardc.cost import waterfall
         from shardc.cost.measured import run_log
@@ -44,18 +44,19 @@ def command(
             device = run.timed[0].kind
         cost = _cost(program, chosen(device, program.spec), compiled=common.is_artifact(named.model))
         if run is not None:
-            found = waterfall.compare(cost, run)
-            show(json.dumps(comparison.comparison_json(found)) if named.as_json else comparison.comparison_table(found))
+            rows = waterfall.compare(cost, run)
+            show(json.dumps(comparison.comparison_json(rows)) if named.as_json else comparison.comparison_table(rows))
         elif named.as_json:
-            each = [{"at": r.at, "lines": waterfall.predicted(cost, i)} for i, r in enumerate(cost.ranks)]
-            show(json.dumps({"device": cost.device.name, "step_seconds": cost.step_seconds, "ranks": each}))
+            ranks = [{"at": r.at, "lines": waterfall.predicted(cost, i)} for i, r in enumerate(cost.ranks)]
+            show(json.dumps({"device": cost.device.name, "step_seconds": cost.step_seconds, "ranks": ranks}))
         else:
             show(comparison.waterfall_table(cost))
 
 
 def _cost(program: Program, on: Device, *, compiled: bool) -> Cost:
-    """As `shardc run` trains: with the model file's optimizer, the norm of gradients, and the spec's clipping. A
-    compiled folder's model file is not imported for it: then with AdamW.
+    """Price a step as `shardc run` trains: with the optimizer, the gradient norm and the spec's clipping.
+
+    The model file of a compiled folder is not imported: the optimizer is AdamW then.
     """
     from shardc.cli import model_file
     from shardc.cost.step import cost
@@ -68,5 +69,5 @@ def _cost(program: Program, on: Device, *, compiled: bool) -> Cost:
 
 
 def _sizes(program: Program) -> dict[str, int]:
-    """Of an hf: model's example batch."""
+    """Return the batch size and the sequence length of an hf: model's example batch, if they were set."""
     return {k: n for k, n in program.meta.get("example", {}).items() if k in ("batch", "seq") and n is not None}

@@ -1,4 +1,4 @@
-"""`shardc device`: list the devices that programs are priced for, show one, measure this machine."""
+"""Define `shardc device`: list the devices that programs are priced for, show or measure one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def command(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """List devices that programs are priced for; show one and where its numbers are from; measure this machine."""
+    """List devices that programs are priced for; show one with its sources; measure this machine."""
     from shardc.cost import device, known_devices
     from shardc.report.device_table import device_table
 
@@ -41,8 +41,8 @@ def command(
         name: str | Path | None = which
         if measure:
             check_outputs(folders={"--output": output.parent if output else None})
-            with progress("measuring", quiet=as_json) as told:
-                name = _measure(which, output, processes, lambda subject: told(f"measuring {subject}", 0, 0))
+            with progress("measuring", quiet=as_json) as report:
+                name = _measure(which, output, processes, lambda subject: report(f"measuring {subject}", 0, 0))
             console.print(f"written to {name}")
         elif output:
             raise ShardcError("-o names the file that --measure writes", where="-o", fix="add --measure")
@@ -56,7 +56,7 @@ def command(
 
 
 def _measure(which: str | None, output: Path | None, processes: int | None, on: Callable[[str], None]) -> Path:
-    """Measure this machine's cpu or cuda. Returns the file that says what it can do."""
+    """Measure this machine's cpu or cuda. Return the file with its numbers."""
     import torch
 
     from shardc.cost.measured.device_file import MEASURED, measured_file

@@ -1,4 +1,4 @@
-"""`shardc generate`: tokens after prompts, with one process a rank as `shardc run` has them."""
+"""Define `shardc generate`: generate tokens after prompts, with one process for each rank."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ def command(
     """Generate: continue texts with the model's tokens, greedily or drawn, the same on every mesh."""
     from shardc.spec import Run
 
-    with ranks(dataclasses.replace(named, forward=True), nproc, weights) as here:
+    with ranks(dataclasses.replace(named, forward=True), nproc, weights) as all_ranks:
         words = Words(named.model)
         prompts = words.prompts(prompt or [], ids or [])
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
         options |= {"top_k": top_k, "top_p": top_p, "stop": words.stop(stop)}
         _check(options)
-        here.program()
-        job = here.job(Run(seed=seed), prompts=prompts, generate=options)
-        here.start(job)
-        if (found := here.result(job)) is not None:
-            found["texts"] = words.texts(prompts, found["tokens"])
-            new = sum(map(len, found["tokens"]))
-            text = "\n".join([*found["texts"], f"{new} tokens in {found['seconds']:.1f} s, compilation included"])
-            here.show(json.dumps(found) if named.as_json else text)
+        all_ranks.program()
+        job = all_ranks.job(Run(seed=seed), prompts=prompts, generate=options)
+        all_ranks.start(job)
+        if (output := all_ranks.result(job)) is not None:
+            output["texts"] = words.texts(prompts, output["tokens"])
+            new = sum(map(len, output["tokens"]))
+            text = "\n".join([*output["texts"], f"{new} tokens in {output['seconds']:.1f} s, compilation included"])
+            all_ranks.show(json.dumps(output) if named.as_json else text)
 
 
 def _check(options: dict[str, Any]) -> None:
-    """Before any process is started."""
+    """Check the options of generation before any process is started."""
     from shardc.runtime.generate import Options
 
-    given = {"tokens" if name == "max_new_tokens" else name: x for name, x in options.items()}
-    Options(**given | {"stop": tuple(options["stop"]) if options["stop"] is not None else None})
+    values = {"tokens" if name == "max_new_tokens" else name: x for name, x in options.items()}
+    Options(**values | {"stop": tuple(options["stop"]) if options["stop"] is not None else None})
 
 
 class Words:
-    """What is between texts and tokens: the tokenizer in a model's folder, if there is one."""
+    """Conversion between texts and tokens, by the tokenizer in a model's folder, if there is one."""
 
     def __init__(self, model: str) -> None:
         named = Path(model.rpartition(":")[2]) if model.startswith("hf:") else None
@@ -74,7 +74,7 @@ class Words:
         self._tokenizer: Any = None
 
     def tokenizer(self, option: str) -> Any:
-        """Raises ShardcError where there is none."""
+        """Return the tokenizer. Raises ShardcError if there is none, or if it cannot be read."""
         if self._tokenizer is None:
             fix = "save one there (tokenizer.save_pretrained), or give token ids: --ids 1,15,7"
             if self.folder is None or not any(self.folder.glob("*token*")):
@@ -83,47 +83,47 @@ class Words:
 
             try:
                 self._tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-            except Exception as e:  # of any kind: each tokenizer reads its own files
+            except Exception as e:  # any exception: each tokenizer reads its files with its own code
                 fault = f"transformers cannot read the tokenizer in {self.folder}: {type(e).__name__}: {e}"
                 raise ShardcError(fault, where=option, fix=fix) from e
         return self._tokenizer
 
     def prompts(self, texts: list[str], ids: list[str]) -> list[list[int]]:
-        """The ids of each prompt. Raises ShardcError for what are no ids, and where there is no prompt."""
-        errors, found = Errors(), [list(self.tokenizer("--prompt")(text)["input_ids"]) for text in texts]
-        for given in ids:
+        """Return the token ids of each prompt. Raises ShardcError for wrong ids, or without any prompt."""
+        errors, result = Errors(), [list(self.tokenizer("--prompt")(text)["input_ids"]) for text in texts]
+        for written in ids:
             try:
-                found.append([int(i) for i in given.replace(",", " ").split()])
+                result.append([int(i) for i in written.replace(",", " ").split()])
             except ValueError:
-                errors.add(f"{given!r} are no token ids", where="--ids", fix="write numbers: --ids 1,15,7")
-        if not found and not errors.found:
+                errors.add(f"{written!r} are no token ids", where="--ids", fix="write numbers: --ids 1,15,7")
+        if not result and not errors.found:
             errors.add(
                 "there is no prompt", where="generate", fix='give one: --prompt "Once upon a time", or --ids 1,15,7'
             )
         errors.raise_any()
-        return found
+        return result
 
     def stop(self, given: list[str] | None) -> list[int] | None:
-        """The ids that end a text; None: those of the model's configuration."""
+        """Return the ids that end a text: those given, else those of the model's generation_config.json."""
         if given is None:
             file = self.folder / "generation_config.json" if self.folder is not None else None
             ends = json.loads(file.read_text()).get("eos_token_id") if file is not None and file.is_file() else None
             return ends if ends is None or isinstance(ends, list) else [ends]
-        found = []
+        stops = []
         for text in given:
-            made = [int(text)] if text.isdecimal() else self._token(text)
-            if len(made) != 1:
-                fault = f"{text!r} is {len(made)} tokens, and a text ends with one"
+            tokens = [int(text)] if text.isdecimal() else self._token(text)
+            if len(tokens) != 1:
+                fault = f"{text!r} is {len(tokens)} tokens, and a text ends with one"
                 raise ShardcError(fault, where="--stop", fix="name one token, or its id")
-            found += made
-        return found
+            stops += tokens
+        return stops
 
     def _token(self, text: str) -> list[int]:
-        made: list[int] = self.tokenizer("--stop")(text, add_special_tokens=False)["input_ids"]
-        return made
+        ids: list[int] = self.tokenizer("--stop")(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def texts(self, prompts: list[list[int]], tokens: list[list[int]]) -> list[str]:
-        """Prompts with what was generated (with an encoder: that alone); ids, where there is no tokenizer."""
+        """Return prompts with the generated texts; ids without a tokenizer. An encoder's prompt is left out."""
         if self._tokenizer is None:
             return [f"{_ids(p)} -> {_ids(t)}" for p, t in zip(prompts, tokens, strict=True)]
         before = [[] for _ in prompts] if self._encodes() else prompts
@@ -132,8 +132,8 @@ class Words:
 
     def _encodes(self) -> bool:
         file = self.folder / "config.json" if self.folder is not None else None
-        there = file is not None and file.is_file()
-        return bool(there and file is not None and json.loads(file.read_text()).get("is_encoder_decoder"))
+        exists = file is not None and file.is_file()
+        return bool(exists and file is not None and json.loads(file.read_text()).get("is_encoder_decoder"))
 
 
 def _ids(ids: list[int]) -> str:

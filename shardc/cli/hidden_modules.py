@@ -1,7 +1,7 @@
-"""Python files whose name is that of a module which shardc itself imports, such as torch.py or shardc.py.
+"""Refuse Python files that hide a module that shardc imports, such as torch.py or shardc.py.
 
-Python looks in the folder that it is started in before it looks at what is installed. So in a rank's process the
-user's torch.py would be `torch`, and the first line that fails is one of torch's or shardc's own.
+Python searches the folder where it starts before the installed packages. In a rank's process the user's torch.py would
+be `torch`, and the first error would come from a line of torch or shardc.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from shardc.ir.source import is_users
 
 
 def check(files: Iterable[Path]) -> None:
-    """Raises ShardcError for Python files, and folders that are packages, that hide a module which is imported now.
-    Modules of the user's own, and such as are built into Python, are not hidden.
+    """Raise ShardcError if a Python file or a package hides a module that is imported now.
+
+    The user's modules and modules built into Python do not count.
     """
     errors = Errors()
     for path in files:
         name = path.stem
         loaded = getattr(sys.modules.get(name), "__file__", None)
-        mine = path / "__init__.py" if path.is_dir() else path
-        if loaded is None or is_users(loaded) or mine.resolve() == Path(loaded).resolve():
+        source = path / "__init__.py" if path.is_dir() else path
+        if loaded is None or is_users(loaded) or source.resolve() == Path(loaded).resolve():
             continue
-        if mine.is_file() and mine.suffix == ".py":
+        if source.is_file() and source.suffix == ".py":
             kind = "folder" if path.is_dir() else "file"
             fault = f"a {kind} of this name hides the module {name!r} that shardc imports ({loaded})"
             errors.add(fault, where=str(path), fix=f"rename the {kind}, such as to my_{path.name}")
@@ -33,6 +34,6 @@ def check(files: Iterable[Path]) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """The same of all files in a folder that processes are started in."""
-    if not getattr(sys.flags, "safe_path", False):  # Python's own switch: then it does not look there
+    """Check all files of the folder in which processes are started."""
+    if not getattr(sys.flags, "safe_path", False):  # python -P: the current folder is not searched
         check(sorted(folder.iterdir()))

@@ -1,4 +1,4 @@
-"""`shardc inspect`: a program as text, tables, one page or JSON."""
+"""Define `shardc inspect`: show a program as text, tables, one page or JSON."""
 
 from __future__ import annotations
 
@@ -138,9 +138,9 @@ def command(
         elif comm:
             show(report.comm_table(program, cost()))
         elif stage is not None:
-            one = program.stages[stage]
-            left_out = {} if full else fold(program).nodes[one.name]
-            show(emit.function(one.graph, program, one.name, left_out))
+            chosen = program.stages[stage]
+            left_out = {} if full else fold(program).nodes[chosen.name]
+            show(emit.function(chosen.graph, program, chosen.name, left_out))
         elif written:
             show(f"written to {' and '.join(written)}")
         else:
@@ -148,7 +148,7 @@ def command(
 
 
 def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:
-    """Which ops of a model file have no rule."""
+    """Find the ops of a model file that have no rule."""
     if common.is_artifact(source):
         raise ShardcError(
             "every op of a compiled DIR has a rule",
@@ -164,14 +164,14 @@ def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:
 
 
 def _cost(program: Program, device: str | None, *, quiet: bool) -> Cost:
-    with common.progress("running a step without data", quiet=quiet) as told:
+    with common.progress("running a step without data", quiet=quiet) as report:
         return program.cost(
-            device, on=lambda rank, done, total: told(f"running a step of {rank} without data", done, total)
+            device, on=lambda rank, done, total: report(f"running a step of {rank} without data", done, total)
         )
 
 
 def _page(program: Program, file: Path, cost: Callable[[], Cost], *, full: bool) -> None:
-    """Write the page. A program that is not compiled has no step to price and nothing to prove."""
+    """Write the HTML page. A program that is not compiled has no step to price and nothing to prove."""
     from shardc import report
 
     priced = cost() if program.stages else None
@@ -198,7 +198,7 @@ def _schedule(cost: Cost, as_json: bool, show: common.Show) -> None:
 
 
 def _difference(folder: Path, name: str, model: str) -> str:
-    """The difference that a pass of this name made, from the dumps in folder."""
+    """Return the difference that one pass made, from the dumps in `folder`."""
     diffs = {p.stem.partition("-")[2]: p for p in sorted(folder.glob("*.diff"))}
     if not diffs:
         raise ShardcError(

@@ -1,5 +1,4 @@
-"""Model files: what `shardc compile model.py` reads (docs/how-to/training.md), and transformers models from a config
-alone.
+"""Read model files (docs/how-to/training.md), or build a transformers model from its config alone.
 
 model.py             model(), batch(); optional loss, outputs, data, collate, optimizer, scheduler, weights
 model.py:name        another builder than `model`
@@ -36,10 +35,10 @@ from shardc.runtime.state import disk_calls
 from shardc.runtime.state.pretrained import lazily
 from shardc.runtime.state.weight_files import has_weights
 
-#: Arguments of data() for the number of this rank's part, and how many there are.
+#: Arguments of data() for the number of this rank's part, and the number of parts.
 PARTS = ("part", "parts")
-#: What a model file may have besides model() and batch(), with the arguments that each is called with. data() may take
-#: two more, PARTS: then it gives this rank's part of each global batch.
+#: Optional functions of a model file besides model() and batch(), with the arguments of each. data() may take two more,
+#: PARTS: then it returns this rank's part of each global batch.
 OPTIONAL = {
     "loss": ("output", "batch"),
     "outputs": ("output", "batch"),
@@ -48,21 +47,20 @@ OPTIONAL = {
     "optimizer": ("params",),
     "scheduler": ("optimizer",),
 }
-#: What torch says where a model without weights, or a machine without that device, is moved.
+#: Words in torch's errors when a model without weights is moved, or the machine lacks the device.
 _OF_DEVICE = re.compile(r"CUDA|meta tensor|HIP|No NVIDIA|device", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A model and what trains it. build: makes the module, wherever the default device is. batch: one global batch.
+    """A model and what trains it: the functions of a model file, None where the file has none.
 
-    ref: what the user wrote. All others are for `run`, but for outputs, what a forward-only program gives; None where
-    the file has none. data: split -> an iterable of
-    global batches, or a map-style torch Dataset of samples, from which collate makes batches; or split, part, parts ->
-    an iterable of that part of each global batch. optimizer: (name,
-    parameter) pairs -> torch optimizer. scheduler: optimizer -> its learning-rate scheduler. weights: where training
-    begins (a file or folder of shardc.runtime.state.weight_files); None: with those that the model is built with. note:
-    what to say of that.
+    ref: the reference, with an absolute path. build: makes the module on the default device. batch: one global batch.
+    outputs: what a forward-only program returns. The fields below are for `run`. data: split -> an iterable of global
+    batches, or a map-style torch Dataset of samples (collate makes batches of them); or (split, part, parts) -> an
+    iterable of that part of each global batch. optimizer: (name, parameter) pairs -> torch optimizer. scheduler:
+    optimizer -> learning-rate scheduler. weights: where training starts (a file or folder of
+    shardc.runtime.state.weight_files); None: with the weights that `build` makes. note: a line about that for the user.
     """
 
     ref: str
@@ -78,16 +76,16 @@ class ModelFile:
     note: str = ""
 
     def on_meta(self) -> nn.Module:
-        """The model without weights: all that compiling needs."""
+        """Build the model without weights, on the meta device. Compiling needs no more."""
         with torch.device("meta"), lazily(None):
             return self.build()
 
 
 def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: int = 0) -> ModelFile:
-    """Read a model reference. batch, seq: sizes of the example batch of an `hf:` model. seed: of `random`, numpy and
-    torch before the file's model() and batch(), so that all ranks get the same from them.
+    """Read a model reference. Raises ShardcError, with file and line, for each fault in the file.
 
-    Raises ShardcError with file and line for everything in the file that does not work.
+    batch, seq: sizes of the example batch of an `hf:` model. seed: seeds `random`, numpy and torch before the file's
+    model() and batch(), so that all ranks get the same result.
     """
     if ref.startswith("hf:"):
         return _transformers(ref, batch or 8, seq or 128)
@@ -106,7 +104,7 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: in
         with _users(path, f"{builder or 'model'}()"):
             before = torch.get_rng_state()
             seed_everything(seed)
-            torch.manual_seed(seed)  # as one would before it on one device
+            torch.manual_seed(seed)  # as a user would before model() on one device
             model = build()
             torch.set_rng_state(before)
         if not isinstance(model, nn.Module):
@@ -130,24 +128,22 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: in
 
 
 def _weights(named: Any, path: Path) -> Path | None:
-    """What `weights = "..."` in a model file names: a path from the file's folder, or from where the command runs.
+    """Return the path in `weights = "..."` of a model file, from its folder or the current one.
 
-    Other values of that name, such as a loss's weights of classes, are the file's own matter.
+    Another value of that name, such as class weights of a loss, is ignored; a state_dict is refused.
     """
     if isinstance(named, Mapping) and any(isinstance(x, Tensor) for x in named.values()):
         fix = 'write `weights = "FOLDER or FILE"`: each rank then reads its part; or load_state_dict in model()'
         raise ShardcError("weights is a state_dict, not the path of one", where=str(path), fix=fix)
     if not isinstance(named, (str, Path)):
         return None
-    there = disk_calls.named(named)
-    beside = path.resolve().parent / there
-    return beside if beside.exists() else there.resolve()
+    file = disk_calls.named(named)
+    beside = path.resolve().parent / file
+    return beside if beside.exists() else file.resolve()
 
 
 def imported(ref: str) -> ModuleType:
-    """Run a Python file for what it registers, such as rules; it needs no model(). Raises
-    ShardcError as `load` does.
-    """
+    """Run a Python file that registers ops or rules, without model(). Raises ShardcError as `load` does."""
     return _import(_existing(ref, ref, "file", "a Python file that registers rules"))
 
 
@@ -160,17 +156,17 @@ def seed_everything(*numbers: int) -> None:
 
 
 def takes_parts(data: Any) -> bool:
-    """Does a model file's data() take the number of this rank's part, and how many there are?"""
+    """Return whether a model file's data() takes the number of this rank's part, and the number of parts."""
     return inspect.isfunction(data) and set(PARTS) <= set(inspect.signature(data).parameters)
 
 
 def path_of(ref: str) -> str:
-    """The Python file of a model reference; "" for a config of transformers."""
+    """Return the Python file of a model reference; "" for a config of transformers."""
     return "" if ref.startswith("hf:") else ref if ref.endswith(".py") else ref.partition(":")[0]
 
 
 def source_of(ref: str) -> Path:
-    """The file that a model reference is of: Python, or a transformers model's config.json (not there, perhaps)."""
+    """Return the file of a model reference: Python, or a config.json, which may be missing."""
     if not ref.startswith("hf:"):
         return Path(path_of(ref))
     path = Path(ref.rpartition(":")[2])
@@ -178,7 +174,7 @@ def source_of(ref: str) -> Path:
 
 
 def captured(ref: str) -> tuple[str, ...]:
-    """The names in the file of a model reference whose work a program keeps: its functions; all of a config."""
+    """Return the names in a model file that a program is compiled from; for a config, all of it."""
     if ref.startswith("hf:"):
         return (WHOLE,)
     builder = "" if ref.endswith(".py") else ref.partition(":")[2]
@@ -207,8 +203,8 @@ def _existing(
     return path
 
 
-#: Every module that a file became. torch unregisters a custom op when the object that defined it is collected, even if
-#: another one has taken its place since: a file that is read again would lose its ops at some later time.
+#: All modules made from files. torch unregisters a custom op when the object that defined it is collected, even if a
+#: new object has replaced it: a file that is read twice would lose its ops later.
 _IMPORTED: list[ModuleType] = []
 
 
@@ -234,25 +230,23 @@ def _import(path: Path) -> ModuleType:
 
 
 class _Joins(Exception):
-    """A model file joins a world."""
+    """A model file calls init_process_group."""
 
 
 def _join(*_: Any, **__: Any) -> None:
-    """In place of torch's while a model file is read: it would wait for ranks that wait elsewhere, and hang."""
+    """Raise instead of joining a world while a model file is read: torch would wait for ranks, and hang."""
     raise _Joins("shardc run joins the world itself, after it has read this file")
 
 
 @contextmanager
 def _users(path: Path, doing: str) -> Iterator[None]:
-    """Around the user's own code: its exceptions become errors at the innermost line of the user's file, not our
-    traceback.
-    """
+    """Turn exceptions of the user's code into a ShardcError at the innermost line of the user's file."""
     try:
         with mock.patch.object(torch.distributed, "init_process_group", _join):
             yield
     except ShardcError:
         raise
-    except (Exception, SystemExit) as e:  # of any kind, as it is the user's code; --debug shows the cause
+    except (Exception, SystemExit) as e:  # the user's code may raise any exception; --debug shows the cause
         frames = [f for f in traceback.extract_tb(e.__traceback__) if Path(f.filename).resolve() == path.resolve()]
         where = f"{path}:{frames[-1].lineno}" if frames else str(path)
         code = f" ({frames[-1].line})" if frames and frames[-1].line else ""
@@ -281,16 +275,16 @@ def _users(path: Path, doing: str) -> Iterator[None]:
 def _function(
     module: ModuleType, path: Path, name: str, *arguments: str, needed: str = ""
 ) -> Callable[..., Any] | None:
-    """A function of the file, called with these arguments; None if it is missing and not `needed` for anything."""
+    """Return a function of the file that takes these arguments, or None if it is missing and not `needed`."""
     function = getattr(module, name, None)
     if function is None and needed:
-        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-        near = nearest(name, own, alike=0.5)
+        makers = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        near = nearest(name, makers, alike=0.5)
         fix = f"define {name}(): it {needed}"
         if near:
             fix += f"; there is {near}()"
-        elif own and name != "batch":
-            fix += f"; or name what makes it, {path}:NAME, of {', '.join(own[:8])}"
+        elif makers and name != "batch":
+            fix += f"; or name what makes it, {path}:NAME, of {', '.join(makers[:8])}"
         raise ShardcError(f"the file has no {name}()", where=str(path), fix=fix)
     if isinstance(function, nn.Module) and name not in OPTIONAL:
         fault, kind = f"{name} is a model, not a function that makes one", type(function).__name__
@@ -336,7 +330,7 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
         )
     try:
         config = transformers.AutoConfig.for_model(**values)
-    except Exception as e:  # of any kind: each model's config checks its own values, or does not
+    except Exception as e:  # any exception: each model's config has its own checks, or none
         fix = "make it a config that this version of transformers reads"
         raise ShardcError(f"transformers refuses the config: {e}", where=file, fix=fix) from None
 
@@ -354,7 +348,7 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
                 return getattr(transformers, cls)(config)  # type: ignore[no-any-return]
             auto = transformers.AutoModelForCausalLM
             return auto.from_config(config, trust_remote_code=False)  # type: ignore[no-any-return, no-untyped-call]
-        except Exception as e:  # of any kind: the sizes go through all of the model's code
+        except Exception as e:  # any exception: the sizes reach all of the model's code
             fault = f"transformers cannot make the model: {type(e).__name__}: {e}"
             raise ShardcError(fault, where=file, fix="correct the sizes in the config; --debug shows more") from e
 

@@ -1,5 +1,6 @@
-"""Options that several commands have, and those of `shardc run`: one for each key of the spec's section `run:`, with
-its description and its default.
+"""Define the options that several commands share, and those of `shardc run`.
+
+`run` has one for each key of the spec's section `run:`, with its description and default.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback o
 
 @dataclass(frozen=True)
 class Named:
-    """The program that a command is about: a model and a spec, which are compiled, or a compiled DIR, which is read.
+    """The program that a command works on: a model and a spec to compile, or a compiled DIR to read.
 
-    model_file: of a compiled DIR, the Python file that registers its ops, if not the one that it was compiled from.
-    forward, score: it is compiled forward-only.
+    model_file: the Python file that registers a compiled DIR's ops, if not the one that it was compiled from. forward,
+    score: the program is compiled forward-only.
     """
 
     model: Source
@@ -74,9 +75,10 @@ class Named:
 
 
 def names_program(*without: str, model: Any = Source) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command, whose first parameter is a Named, arguments and options for its fields, without some; where it
-    has `**settings`, also an option for each key of the spec's section `run:` (None: not given). model: what typer is
-    to know of that argument. typer reads the signature that is made here.
+    """Add the fields of Named to a command as arguments and options, without some of them.
+
+    The command's first parameter is a Named. If it has `**settings`, it also gets an option for each key of the spec's
+    section `run:` (None: not set). model: the annotation of that argument. typer reads the signature made here.
     """
 
     def of(command: Callable[..., None]) -> Callable[..., None]:
@@ -85,7 +87,7 @@ def names_program(*without: str, model: Any = Source) -> Callable[[Callable[...,
         _, *parameters = inspect.signature(command).parameters.values()
         kind = inspect.Parameter.KEYWORD_ONLY
         settings = Run.model_fields if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD else {}
-        own = [p.replace(kind=kind, annotation=types[p.name]) for p in parameters[: -1 if settings else None]]
+        others = [p.replace(kind=kind, annotation=types[p.name]) for p in parameters[: -1 if settings else None]]
         fields = {
             f.name: inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name])
             for f in dataclasses.fields(Named)
@@ -100,7 +102,7 @@ def names_program(*without: str, model: Any = Source) -> Callable[[Callable[...,
             named = Named(**{name: given.pop(name) for name in (*first, *fields)})
             command(named, **given)
 
-        ordered = [*first.values(), *run, *own, *fields.values()]
+        ordered = [*first.values(), *run, *others, *fields.values()]
         with_options.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
         return with_options
 
@@ -108,7 +110,7 @@ def names_program(*without: str, model: Any = Source) -> Callable[[Callable[...,
 
 
 def given(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that were given, as the section has them."""
+    """Return the options that the user set, as the spec's section `run:` has them."""
     values = {name: x for name, x in settings.items() if x not in (None, [])}
     for name, x in values.items():
         if isinstance(x, Path):
@@ -123,7 +125,7 @@ def _words(name: str, words: tuple[str, ...]) -> Any:
 
 
 def _option(name: str, field: FieldInfo) -> Any:
-    """The type of an option, and what typer has to know of it."""
+    """Return the annotation of the option for a field of the spec's section `run:`, as typer reads it."""
     default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
     text = (field.description or "") + (f" (default: {default})" if field.default else "")
     text = text.replace("`save`", "--save").replace("`log`", "--log")

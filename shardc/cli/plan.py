@@ -1,4 +1,4 @@
-"""`shardc plan`: a progress bar while specs are priced, then the table, the answers, and the best spec as a file."""
+"""Define `shardc plan`: search the fastest spec; print a table and answers, write the best spec."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardc.errors import ShardcError
 if TYPE_CHECKING:
     from shardc.plan import Plan
 
-#: Columns of a table that goes to a file.
+#: Columns of a table that is written to a file.
 WIDE = 200
-#: What happens before anything is priced.
+#: Names of the work that is done before pricing.
 PREPARING = ("loading the model", "capturing")
 
 
@@ -66,26 +66,27 @@ def command(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Find the spec that trains a model fastest on so many devices, by the cost model alone: meshes, ZeRO,
-    recomputation, schedules.
+    """Find the spec that trains a model fastest on so many devices, by the cost model alone.
+
+    Searches meshes, ZeRO, recomputation and schedules.
     """
     with reporting(debug, as_json) as show:
         check_outputs({"--output": output, "--html": html})
         if is_artifact(model):
             fix = "name a model file; `shardc inspect DIR --memory` prices a compiled one"
             raise ShardcError("a compiled DIR already has its spec", where=model, fix=fix)
-        with progress(PREPARING[0], quiet=as_json) as told:
+        with progress(PREPARING[0], quiet=as_json) as report:
 
             def on(subject: str, done: int, total: int) -> None:
-                told(subject if subject in PREPARING else f"pricing {subject}", done, total)
+                report(subject if subject in PREPARING else f"pricing {subject}", done, total)
 
+            import shardc
             from shardc.cli import model_file
-            from shardc.plan import plan
 
             on("loading the model", 0, 0)
             file = model_file.load(model, batch=batch, seq=seq)
             on("capturing", 0, 0)
-            found = plan(
+            plan = shardc.plan(
                 file.on_meta(),
                 file.batch,
                 loss=file.loss,
@@ -102,17 +103,17 @@ def command(
                 tokens=tokens,
                 on=on,
             )
-        fits = bool(found.candidates) and found.candidates[0].fits
-        failure = found.lacking() if not fits and not given else None
+        fits = bool(plan.candidates) and plan.candidates[0].fits
+        failure = plan.lacking() if not fits and not given else None
         if output and fits:
-            found.save(output)
+            plan.save(output)
         if html:
-            html.write_text(found.html(), encoding="utf-8")
+            html.write_text(plan.html(), encoding="utf-8")
         if as_json:
             errors = {"errors": failure.to_json()} if failure else {}
-            show(json.dumps({**found.to_json(), "output": str(output) if output and fits else None, **errors}))
+            show(json.dumps({**plan.to_json(), "output": str(output) if output and fits else None, **errors}))
         else:
-            _print(found, given=len(given or ()) == 1)
+            _print(plan, given=len(given or ()) == 1)
             if output and fits:
                 show(f"written to {output}")
             if html:
@@ -124,19 +125,19 @@ def command(
 
 
 def _prices(said: list[str]) -> dict[str, float]:
-    """{device: price} of `h100-80g=2.5`."""
-    found = {}
+    """Parse the --price options: h100-80g=2.5 becomes {"h100-80g": 2.5}."""
+    prices = {}
     for text in said:
         name, _, number = text.partition("=")
         try:
-            found[name] = float(number)
+            prices[name] = float(number)
         except ValueError:
             raise ShardcError(f"{text!r} is no price", where="--price", fix="e.g. --price h100-80g=2.5") from None
-    return found
+    return prices
 
 
 def _print(plan: Plan, *, given: bool) -> None:
-    """The table of candidates, or the parts of the one given, and the answers, on stdout."""
+    """Print the table of candidates, or the parts of the one given, and the answers, on stdout."""
     from shardc.ir.units import size
     from shardc.plan.table import breakdown, heading, helpful, of_clusters, table, waterfall
 
@@ -154,8 +155,8 @@ def _print(plan: Plan, *, given: bool) -> None:
         out.print(helpful(plan))
     for name, answer in plan.answers.items():
         if name == "duration":
-            hours, every = answer["value"], answer["device_hours"]
-            out.print(f"{answer['tokens']:.3g} tokens: {hours:,.1f} hours, {every:,.0f} device-hours")
+            hours, device_hours = answer["value"], answer["device_hours"]
+            out.print(f"{answer['tokens']:.3g} tokens: {hours:,.1f} hours, {device_hours:,.0f} device-hours")
         elif name == "clusters":
             out.print(of_clusters(answer))
         elif answer["value"] is None:

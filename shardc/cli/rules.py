@@ -1,4 +1,4 @@
-"""`shardc rules`: list the rules of ops, or prove them against the whole ops."""
+"""Define `shardc rules`: list the rules of ops, or prove them against the unsplit ops."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def command(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """List the rules of ops: what may be split. --check proves those of a file: forward, backward, on 2, 3, 4, 6 parts
-    and on two axes.
+    """List the rules of ops: how each op may be split.
+
+    --check proves the rules of a file, forward and backward, on 2, 3, 4, 6 parts and on two axes.
     """
     with reporting(debug, as_json) as show:
         from shardc.report.rule_table import TAGGED, check_text, row, rule_table
@@ -70,7 +71,7 @@ def command(
 
 
 def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
-    """The rules that the command names, by op: of patterns, else those that the file registers, else all."""
+    """Return the rules that the command names: those that match, else those of the file, else all."""
     from shardc.rules import RULES
     from shardc.rules.core.sample_calls import SAMPLES
     from shardc.verify.rules import name_of
@@ -97,9 +98,10 @@ def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
 
 
 def _select(patterns: Sequence[str]) -> tuple[dict[Any, Rule], list[str]]:
-    """Ops whose name matches one of the globs, with their rules, and the patterns that match none.
+    """Return the ops that match one of the globs, with their rules, and the patterns that match no op.
 
-    Without patterns: all ops with a rule of their own, and those that have samples."""
+    Without patterns: all ops with a registered rule, and those with samples.
+    """
     from shardc.rules import RULES
     from shardc.rules.core.registry import find
     from shardc.rules.core.sample_calls import SAMPLES
@@ -127,7 +129,7 @@ def _matching(pattern: str, rules: Mapping[Any, Rule]) -> dict[Any, Rule]:
 
 
 def _op(name: str) -> Any:
-    """`aten.asinh.default` or `aten.asinh`: an op without a line of its own."""
+    """Find an op by name, such as `aten.asinh.default` or `aten.asinh`; return None if torch has none."""
     import torch
 
     op: Any = torch.ops
@@ -137,7 +139,7 @@ def _op(name: str) -> Any:
 
 
 def _check(ops: Sequence[Any]) -> list[OpReport]:
-    """Check the rules of ops, on one thread, with a progress bar on stderr where that is a terminal."""
+    """Check the rules of ops on one thread, with a progress bar on stderr if that is a terminal."""
     import torch
     from rich.progress import Progress
 
@@ -147,7 +149,7 @@ def _check(ops: Sequence[Any]) -> list[OpReport]:
     torch.set_num_threads(1)  # tensors are tiny: threads inside ops only cost
     try:
         with (
-            silenced_stderr() as screen,  # torch warns of odd calls, which the check makes on purpose
+            silenced_stderr() as screen,  # the check makes odd calls on purpose, and torch warns of them
             Progress(
                 *Progress.get_default_columns(), console=Console(file=screen, highlight=False), transient=True
             ) as bar,

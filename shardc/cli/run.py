@@ -1,4 +1,4 @@
-"""`shardc run`: train, with one process a rank that this command starts, or as one rank of torchrun's or Slurm's."""
+"""Define `shardc run`: train, with one process for each rank, or as one rank of torchrun or Slurm."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ def command(
     ] = False,
     **settings: Any,
 ) -> None:
-    """Train: starts one process a rank on this machine, or joins the world of torchrun or Slurm."""
+    """Train: start one process for each rank on this machine, or join the world of torchrun or Slurm."""
     from shardc.spec import Run
 
     resume = resume.expanduser() if resume else None
     options = given(settings)
     save, log = (Path(options[name]) if name in options else None for name in ("save", "log"))
-    with ranks(named, nproc, weights) as here:
-        first = os.environ.get("RANK", "0") == "0"  # it alone writes lines, on its own machine
+    with ranks(named, nproc, weights) as all_ranks:
+        first = os.environ.get("RANK", "0") == "0"  # only rank 0 writes lines, on its machine
         check_outputs(folders={"--save": save, "--log": log if first else None})
         _check_options(options)
-        program = here.program(watch=options.get("watch"), as_compiled=as_compiled)
+        program = all_ranks.program(watch=options.get("watch"), as_compiled=as_compiled)
         run = _settings(program.spec.run if program.spec is not None else Run(), **options)
         save, log = (Path(x) if x else None for x in (run.save, run.log))
         if new_schedule and resume is None and not run.auto_resume:
@@ -86,7 +86,7 @@ def command(
         _check_folders(save, log, resume, overwrite=overwrite)
         writes = {n: str(getattr(run, n)) for n in ("save", "log") if n not in options and getattr(run, n)}
         writes |= {f"offload: {n}": x for n, x in program.offload.used.items() if x != "cpu"}
-        job = here.job(
+        job = all_ranks.job(
             run,
             writes,
             overwrite=overwrite and not resume,
@@ -95,29 +95,29 @@ def command(
             new_schedule=new_schedule,
             new_data=new_data,
         )
-        status = here.start(job)
+        status = all_ranks.start(job)
         for restart in range(1, run.max_restarts + 1):
-            if here.joined or status != FAILED:
+            if all_ranks.joined or status != FAILED:
                 break
             own = _checkpoint(save)
             again = own or resume
             where = f"the checkpoint in {again}" if again else "the beginning"
             print(f"restart {restart} of {run.max_restarts}, from {where}", file=sys.stderr, flush=True)
-            overwrite, new_data = overwrite and not again, new_data and not own  # its own knows where the data stands
+            overwrite, new_data = overwrite and not again, new_data and not own  # its own has the data position
             job = dataclasses.replace(job, resume=str(again or ""), overwrite=overwrite, new_data=new_data)
-            status = here.start(job)
-        summary = here.result(job)
-        if summary is None and status == 0 and not here.joined:
+            status = all_ranks.start(job)
+        summary = all_ranks.result(job)
+        if summary is None and status == 0 and not all_ranks.joined:
             fault = "rank 0 ended with status 0 before the last step, and nothing was saved then"
             fix = "something in the model file ends the process (os._exit): raise an error, which saves first"
             raise ShardcError(fault, where="run", fix=fix)
         if summary is not None:
             tied = any(p.aliases for p in program.params)
-            here.show(json.dumps(summary) if named.as_json else _summary(summary, tied=tied))
+            all_ranks.show(json.dumps(summary) if named.as_json else _summary(summary, tied=tied))
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises ShardcError for values that the spec's section would not take either."""
+    """Raise ShardcError if an option has a value that the spec's section `run:` would refuse."""
     from pydantic import ValidationError
 
     from shardc.spec import Run
@@ -128,24 +128,24 @@ def _check_options(options: Mapping[str, Any]) -> None:
         errors = []
         for wrong in e.errors():
             name = str(wrong["loc"][0])
-            like = Run.model_fields[name].examples or [Run.model_fields[name].default]
-            fix = f"e.g. --{name} {like[0]}, or leave it out"
+            examples = Run.model_fields[name].examples or [Run.model_fields[name].default]
+            fix = f"e.g. --{name} {examples[0]}, or leave it out"
             errors.append(ShardcError(wrong["msg"], where=f"--{name.replace('_', '-')}", fix=fix))
         raise ShardcError("wrong options", errors=errors) from None
 
 
 def _settings(run: Run, **options: Any) -> Run:
-    """The spec's section with the options that were given. Raises ShardcError where they do not go together."""
+    """Return the spec's section `run:` with the given options. Raises ShardcError if they conflict."""
     run = run.model_copy(update=options)
     paths = {name: str(Path(x).expanduser()) for name in ("save", "log") if (x := getattr(run, name))}
     run = run.model_copy(update=paths)
-    for name, wanted in (
+    for name, asked in (
         ("tensorboard", run.tensorboard),
         ("trace", run.trace),
         ("breakdown", run.breakdown),
         ("memory-snapshot", run.memory_snapshot),
     ):
-        if wanted and not run.log:
+        if asked and not run.log:
             fix = "name a folder, --log DIR or `run: {log: DIR}`"
             raise ShardcError(f"{name} needs a folder to write to", where=f"--{name}", fix=fix)
     if run.save_every and not run.save:
@@ -160,8 +160,9 @@ def _settings(run: Run, **options: Any) -> Run:
 
 
 def _check_new_data(save: Path | None, resume: Path | None) -> None:
-    """A run that is begun again goes on from its own checkpoints, with the data where they stood: so they lie apart
-    from those that it began with.
+    """Raise ShardcError if --new-data has no checkpoint to resume from, or --save is that folder.
+
+    A restarted run resumes from its own checkpoints and their place in the data. It must not confuse the two folders.
     """
     if resume is None:
         fault = "there is no checkpoint whose place in the data it would replace"
@@ -175,7 +176,7 @@ def _check_new_data(save: Path | None, resume: Path | None) -> None:
 
 
 def _checkpoint(save: Path | None) -> Path | None:
-    """The folder of --save, if there is a finished checkpoint in it."""
+    """Return the folder of --save if a finished checkpoint is in it, else None."""
     return save if save is not None and _in_use(save / "checkpoint") else None
 
 
@@ -197,8 +198,9 @@ def _check(program: Program, model: str, resume: Path | None) -> None:
 
 
 def _check_folders(save: Path | None, log: Path | None, resume: Path | None, *, overwrite: bool) -> None:
-    """Try where the run will write, before it begins; and refuse to replace what an earlier run left there, or weights
-    that no run wrote.
+    """Check that the run can write to its folders, and create them.
+
+    Refuses to replace files of an earlier run, or weights that no run wrote.
     """
     from shardc.runtime.state.export import foreign_weights, refused
 
@@ -220,14 +222,14 @@ def _check_folders(save: Path | None, log: Path | None, resume: Path | None, *, 
 
 
 def _in_use(path: Path) -> bool:
-    """Has an earlier run left something there? A folder in which no save was finished is as good as none."""
+    """Return whether an earlier run left a file here, or, in a folder, a finished checkpoint."""
     from shardc.runtime.state.checkpoint_folder import generations
 
     return bool(generations(path)) if path.is_dir() else path.exists()
 
 
 def _exported(folder: Path, *, tied: bool) -> str:
-    """What of a run's folder is for others, and how they load it."""
+    """Return which files of a run's folder other libraries can load, and how."""
     if (folder / "adapter_config.json").exists():
         return f"adapter_model.safetensors\nload it with peft: PeftModel.from_pretrained(MODEL, {str(folder)!r})"
     if (folder / "config.json").exists():

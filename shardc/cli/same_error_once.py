@@ -1,8 +1,7 @@
-"""An error that all ranks of torchrun or Slurm have alike is printed once, by the first, with a count of the ranks.
+"""Print an error once if all ranks of torchrun or Slurm have it: the first rank prints it for all.
 
-Ranks that fail before there is a process group have nothing in common yet but the address at which they would have
-met. They meet there now, for a moment, and say what they have to say; whoever cannot reach the others speaks for
-itself.
+Ranks that fail before there is a process group share only the address at which they would have met. They meet there
+for a moment and exchange their errors. A rank that cannot reach the others prints its own error.
 """
 
 from __future__ import annotations
@@ -18,33 +17,33 @@ from typing import Any, TextIO
 
 from shardc.errors import ShardcError
 
-#: Seconds that the first rank waits for others to fail too, and that those wait for it.
+#: Seconds that the first rank waits for others to fail too, and that the others wait for it.
 COLLECT, WAIT = 2.0, 4.0
 _DONE, _READ = "shardc/errors/told", "shardc/errors/read"
 
 
 class FirstFailedError(ShardcError):
-    """The error of the first process of this machine, which tells it."""
+    """An error of the first process of this machine, which prints it."""
 
 
 def for_this_rank(text: str, *, alone: bool = True) -> str:
-    """What this process is to print of an error: all of it, with the ranks that have it; "" if the first rank does.
+    """Return the text that this process prints of an error: "" if the first rank prints it for all ranks.
 
-    alone: speak where nobody else is there to be asked.
+    The first rank adds which ranks have the error. alone: return `text` if no other rank can be reached.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world < 2 or "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         return text
     try:
-        with silenced_stderr():  # torch writes 30 lines of frames where a store is not there or goes away
+        with silenced_stderr():  # torch writes 30 lines of frames if a store is missing or is lost
             return _told(text, rank, world)
-    except (RuntimeError, OSError, ValueError):  # of the store: nobody is there, or no more
+    except (RuntimeError, OSError, ValueError):  # from the store: no other rank is there
         return text if alone else ""
 
 
 @contextmanager
 def silenced_stderr() -> Iterator[TextIO]:
-    """Drop what C++ writes to stderr. Yields a file that still writes there."""
+    """Drop what C++ code writes to stderr. Yield a file that still writes there."""
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "w") as nowhere, os.fdopen(os.dup(kept), "w") as screen:
@@ -71,13 +70,13 @@ def _told(text: str, rank: int, world: int) -> str:
     )
     store.set(_key(rank), text)
     if rank:
-        told = json.loads(store.get(_DONE))
+        ranks = json.loads(store.get(_DONE))
         store.add(_READ, 1)
-        return "" if rank in told else text
+        return "" if rank in ranks else text
     texts = {0: text, **_collected(store, world)}
     store.set(_DONE, json.dumps(list(texts)))
     _wait(lambda: store.add(_READ, 0) >= len(texts) - 1, 1.0)
-    return "\n".join(_with_ranks(said, [r for r, t in texts.items() if t == said], world) for said in _kinds(texts))
+    return "\n".join(_with_ranks(kind, [r for r, t in texts.items() if t == kind], world) for kind in _kinds(texts))
 
 
 def _key(rank: int) -> str:
@@ -85,7 +84,7 @@ def _key(rank: int) -> str:
 
 
 def _collected(store: Any, world: int) -> dict[int, str]:
-    """What the other ranks have said."""
+    """Return the errors of the other ranks that have reported one: {rank: text}."""
     others = range(1, world)
     _wait(lambda: all(store.check([_key(r)]) for r in others), COLLECT)
     return {r: store.get(_key(r)).decode() for r in others if store.check([_key(r)])}

@@ -1,4 +1,4 @@
-"""`shardc score`: log-probabilities and perplexity of data, with one process a rank as `shardc run` has them."""
+"""Define `shardc score`: log-probabilities and perplexity of data, with one process for each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardc.errors import ShardcError
 
 
 class Split(str, Enum):
-    """What data(split) is asked for."""
+    """The argument of data(split)."""
 
     valid = "valid"
     train = "train"
@@ -35,18 +35,18 @@ def command(
     nproc: NprocOption = None,
     seed: Annotated[int, typer.Option(min=0, help="of weights that no file has, and of data()")] = 0,
 ) -> None:
-    """Score: the log-probability of each target of the loss, and the perplexity, over all of data('valid')."""
+    """Score: compute the log-probability of each target of the loss, and the perplexity, of all data."""
     from shardc.spec import Run
 
     rows = rows.expanduser() if rows else None
-    with ranks(dataclasses.replace(named, score=not is_artifact(named.model)), nproc, weights) as here:
+    with ranks(dataclasses.replace(named, score=not is_artifact(named.model)), nproc, weights) as all_ranks:
         check_outputs(files={"--rows": rows})
-        if not here.program(as_compiled=True).scores:
+        if not all_ranks.program(as_compiled=True).scores:
             fault, fix = "this folder's program gives no scores", "compile it for them: shardc compile --score -o DIR"
             raise ShardcError(fault, where=named.model, fix=fix)
-        job = here.job(Run(seed=seed), split=split.value, rows=str(rows.resolve() if rows else ""))
-        here.start(job)
-        if (found := here.result(job)) is not None:
+        job = all_ranks.job(Run(seed=seed), split=split.value, rows=str(rows.resolve() if rows else ""))
+        all_ranks.start(job)
+        if (scores := all_ranks.result(job)) is not None:
             at = f"; scores of each row in {rows}" if rows else ""
-            text = f"{found['tokens']:,.0f} targets: log-probability {found['logprob']:.4f}, perplexity"
-            here.show(json.dumps(found) if named.as_json else f"{text} {found['perplexity']:.4f}{at}")
+            text = f"{scores['tokens']:,.0f} targets: log-probability {scores['logprob']:.4f}, perplexity"
+            all_ranks.show(json.dumps(scores) if named.as_json else f"{text} {scores['perplexity']:.4f}{at}")

@@ -1,4 +1,4 @@
-"""`shardc spec`: about the format of specs."""
+"""Define `shardc spec`: print the JSON Schema of specs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardc.cli.common import console
 def command(
     schema: Annotated[bool, typer.Option("--schema", help="the JSON Schema of specs, for editors")] = False,
 ) -> None:
-    """About the spec format: --schema prints its JSON Schema."""
+    """Show the format of specs: --schema prints its JSON Schema."""
     from shardc.spec import Spec
 
     if not schema:

@@ -1,4 +1,4 @@
-"""`shardc verify`: a proof without running, or one step of all ranks in this process, compared with one device."""
+"""Define `shardc verify`: prove a program equal to one device, or compare one step of all ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def command(
         bool, typer.Option("--static", help="prove it without running: any number of ranks, no weights, no devices")
     ] = False,
 ) -> None:
-    """Run one step on all ranks in this process, in float64, and compare loss and every gradient with one device.
+    """Run a step of all ranks in this process, in float64; compare loss and gradients with one device.
 
-    With --static nothing is run: every line of a rank's program is proven to compute its part of what the model does.
+    With --static nothing runs: each line of a rank's program is proven to compute its part of the model's work.
     """
     with common.reporting(named.debug, named.as_json) as show:
         program = common.program_of(named, as_compiled=True)
@@ -36,8 +36,8 @@ def command(
             with common.console.status(f"proving the program of {program.mesh.world} ranks"):
                 proof = program.prove()
             gaps = [{"where": g.where, "what": g.what, "line": g.line, "model": g.source} for g in proof.gaps]
-            said = {"ok": proof.ok, "lines": proof.lines, "seconds": proof.seconds, "gaps": gaps}
-            show(json.dumps({**said, "assumed": [a.name for a in ASSUMPTIONS]}) if named.as_json else str(proof))
+            summary = {"ok": proof.ok, "lines": proof.lines, "seconds": proof.seconds, "gaps": gaps}
+            show(json.dumps({**summary, "assumed": [a.name for a in ASSUMPTIONS]}) if named.as_json else str(proof))
             raise typer.Exit(0 if proof.ok else 1)
         with common.console.status(f"running {program.mesh.world} ranks in float64"):
             report = program.verify(seed=seed, compiled=compiled)

@@ -1,19 +1,19 @@
-"""What a program takes before it runs anywhere: memory, operations, communication, time.
+"""Predict a program's memory, operations, communication and time before it runs anywhere.
 
-measured      what is measured of a device and of a run
-recorded      what a dry run found out, as plain values
-dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory; which bytes
-              are parameters, gradients, optimizer state, activations; first_step: what it makes the state with
-ledger        counts the storages and ops of a dry run; known_ops: what it has seen of them already;
-              growth: what of them grows with the rows of a batch
-peak_memory   of the whole schedule, from a dry run
-step          all of it: `program.cost(device)`; premises: what the step computes that it prices, in words
+measured      measurements of a device and of a run
+recorded      the results of a dry run, as plain values
+dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory; it finds
+              which bytes are parameters, gradients, state, activations; first_step: the step that makes the state
+ledger        counts the storages and ops of a dry run; known_ops: results of ops that it has seen before;
+              growth: the part of them that grows with the rows of a batch
+peak_memory   the peak memory of the whole schedule, from a dry run
+step          combines all of it: `program.cost(device)`; premises: describes the priced step in words
 kept_activations
-              what a forward keeps for its backward, tensor by tensor, and which ops want it
-streams       when every collective runs, on the stream of its communicator, and what hides it
+              the tensors that a forward keeps for its backward, and the ops that need them
+streams       when every collective runs on its communicator's stream, and the computation that hides it
 waterfall     a step's seconds, cause by cause
 caching_allocator
-              what torch's allocator takes of a GPU for it
+              the memory that torch's allocator reserves on a GPU
 fewer_layers  leaves out repeated layers of a model
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cost", "Device", "Memory", "RankCost", "device", "known_devices", "names"]
 
-# A rank of a run reads its device's description, and needs no passes for a dry run.
+# Loaded later: a rank of a run reads its device's description, and does not need the passes for a dry run.
 __getattr__ = names_loaded_later(
     __name__, {"Cost": "shardc.cost.step", "Memory": "shardc.cost.peak_memory", "RankCost": "shardc.cost.step"}
 )

@@ -1,16 +1,16 @@
-"""What torch's allocator takes of a GPU for the tensors of a step: more than their bytes, as it hands memory out in
-blocks, cuts these, and keeps what is freed.
+"""Simulate torch's GPU allocator, which reserves more than the bytes of a step's tensors.
 
-    reserved ┌───────────┬──────────────────────┬───────────┐   segments, as asked of CUDA
+It allocates blocks, cuts them, and keeps those that are freed:
+
+    reserved ┌───────────┬──────────────────────┬───────────┐   segments, as allocated from CUDA
              │ h │ h │   │ w      │ scores │    │ logits    │   blocks of them: live, or free for the next tensor
              └───────────┴──────────────────────┴───────────┘
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.13, as it is set by default: without
-expandable_segments): sizes are rounded up to 512 bytes; up to 1 MiB comes from segments of 2 MiB, up to 10 MiB from
-segments of 20 MiB, what is larger gets its own, rounded up to 2 MiB. The smallest free block that is large enough is
-taken, and cut where enough is left; free neighbours become one. Where CUDA has no more, segments that are free as a
-whole are given back. (Others simulate it so, too: Gao et al. 2020, "Estimating GPU Memory Consumption of Deep Learning
-Models".)
+The rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.13 with default settings: no expandable_segments).
+Sizes are rounded up to 512 bytes. Up to 1 MiB comes from segments of 2 MiB, up to 10 MiB from segments of 20 MiB; a
+larger tensor gets its own segment, rounded up to 2 MiB. The smallest free block that is large enough is used, and cut
+if enough is left. Free neighbours are merged. If CUDA has no more memory, segments that are entirely free are returned.
+(Similar: Gao et al. 2020, "Estimating GPU Memory Consumption of Deep Learning Models".)
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Block:
 
 
 class CachingAllocator:
-    """limit: bytes that CUDA has. .reserved: bytes of its segments now; .peak: at most so far, which may be more than
-    the limit where that is not enough.
+    """The allocator of one GPU. limit: bytes of the GPU. .reserved: bytes of its segments now.
+
+    .peak: the most so far; it exceeds the limit if the GPU is too small.
 
     >>> a = CachingAllocator()
     >>> x = a.allocate(12 * MIB)
@@ -51,8 +52,8 @@ class CachingAllocator:
     def __init__(self, limit: float = math.inf) -> None:
         self.limit, self.reserved, self.peak = limit, 0, 0
         self._address = 0
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, address), of small ones or not
-        self._at: dict[int, Block] = {}  # free ones, by address
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, address), by whether small
+        self._at: dict[int, Block] = {}  # free blocks, by address
 
     def allocate(self, nbytes: int) -> Block:
         size = max(-(-nbytes // _ROUND), 1) * _ROUND
@@ -82,20 +83,20 @@ class CachingAllocator:
 
     def _segment(self, size: int, small: bool) -> Block:
         if small:
-            asked = _SMALL_SEGMENT
+            segment = _SMALL_SEGMENT
         elif size < _MIDDLE:
-            asked = _MIDDLE_SEGMENT
+            segment = _MIDDLE_SEGMENT
         else:
-            asked = -(-size // _ROUND_LARGE) * _ROUND_LARGE
-        if self.reserved + asked > self.limit:
+            segment = -(-size // _ROUND_LARGE) * _ROUND_LARGE
+        if self.reserved + segment > self.limit:
             self._give_back()
-        self.reserved += asked
+        self.reserved += segment
         self.peak = max(self.peak, self.reserved)
-        self._address += asked
-        return Block(self._address - asked, asked, small)
+        self._address += segment
+        return Block(self._address - segment, segment, small)
 
     def _give_back(self) -> None:
-        """Segments that are free as a whole."""
+        """Return segments that are entirely free."""
         for block in [b for b in self._at.values() if b.before is None and b.after is None]:
             self._taken(block)
             self.reserved -= block.size

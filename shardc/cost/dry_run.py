@@ -1,9 +1,9 @@
-"""A dry run of one rank's step, which shows what it holds, computes and sends: the engine itself runs it, on tensors
-without data.
+"""Run one rank's step on tensors without data, to find what it holds, computes and sends.
 
-So nothing is modelled a second time: what autograd keeps, what a checkpoint computes again, when buckets are gathered,
-filled and freed, and what a schedule keeps alive are as in training. Of many microbatches only the first ones and the
-last are run; all between are alike, so `shardc.cost.peak_memory` assembles the whole schedule from these.
+The engine itself runs the step, so nothing is modelled twice: what is kept for backward, what a checkpoint recomputes,
+when buckets are gathered, filled and freed, and what a schedule keeps alive are as in training. Of many microbatches
+only the first ones and the last are run. All between are the same, so `shardc.cost.peak_memory` assembles the whole
+schedule from these.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
 from shardc.runtime.zero.optimizer_list import as_one, class_of
 from shardc.torch_private import fake_mode
 
-#: Ops of a rank's forward, over all microbatches, that are run one by one.
+#: The most ops of a rank's forward that a dry run executes, over all microbatches.
 OPS = 4000
 
 
@@ -60,11 +60,12 @@ def dry_run(
     growth: Growth | None = None,
     **options: Any,
 ) -> DryRun:
-    """The second step of a rank: the optimizer has its state. cpu: the device is one. known: what other dry runs have
-    found out about ops. growth: finds out what of each op grows with rows. options: of Engine.
+    """Run the second step of a rank, in which the optimizer has its state. cpu: the device is a CPU.
+
+    known: results of ops from other dry runs. growth: finds the part of ops that grows with rows. options: of Engine.
     """
     placement = schedules.of(program).placement
-    mine = [s for s, where in enumerate(placement) if where == coordinate]
+    stages = [s for s, where in enumerate(placement) if where == coordinate]
     ledger = Ledger(known=known, growth=growth)
     with fake_mode(of_gpu=not cpu), ledger:
         names = _OpNames(ledger)
@@ -76,12 +77,12 @@ def dry_run(
         make = optimizer if cpu or optimizer is None else _as_on_gpu(program, optimizer)
         offloaded = OffloadedTensors if cpu else host_memory.offloaded_tensors(ledger.host, ledger)
         engine = _Engine(
-            _reporting(program, names, mine),
+            _reporting(program, names, stages),
             _weights(program),
             make,
             mesh=mesh,
             interpreter=partial(_Recorded, offloaded=offloaded),
-            # tensors without data are "on the CPU", which hashes block by block; a GPU hashes all numbers at once
+            # tensors without data are "on the CPU", whose Rng hashes block by block; a GPU's hashes all at once
             rng=Rng if cpu else partial(Rng, block=sys.maxsize),
             offload=offload,
             check=False,
@@ -94,11 +95,11 @@ def dry_run(
         ledger.mark(engine.buffers.values(), "buffers")
         _mark_rest(ledger, "parameters")
         batch = _batch(program)
-        recorded.computes = first_step.leaves_more(program, [program.stages[s] for s in mine])
+        recorded.computes = first_step.leaves_more(program, [program.stages[s] for s in stages])
         *_, first = _step(engine, recorded, batch, 1)
         recorded.computes = True
         ledger.mark([p.grad for p in engine.owned.values()], "gradients")
-        _mark_rest(ledger, "optimizer")  # what is new after the first step, and stays
+        _mark_rest(ledger, "optimizer")  # new after the first step, and still there
         resident = tuple(ledger.live())
         before, after, update = _step(engine, recorded, batch, _affordable(program, coordinate))
         _carry(first, before, update)
@@ -107,7 +108,7 @@ def dry_run(
 
 
 def _affordable(program: Program, rank: int) -> int:
-    """How many microbatches are run: all, unless they are many and large."""
+    """Return how many microbatches are run: all, unless they are many and large."""
     placement = schedules.of(program).placement
     nodes = sum(
         len(s.graph.nodes) for s, coordinate in zip(program.stages, placement, strict=True) if coordinate == rank
@@ -116,7 +117,7 @@ def _affordable(program: Program, rank: int) -> int:
 
 
 def _for_pairs(actions: Sequence[Action]) -> int:
-    """How many microbatches are run so that, of every kind of pair, two are among them that are not the last one's."""
+    """Return how many microbatches include two pairs of every kind that are without the last microbatch."""
     seen: dict[Any, list[int]] = {}
     for a in actions:
         if a.kind in PAIRS:
@@ -139,7 +140,7 @@ class _OpNames:
 
 
 def _reporting(program: Program, names: _OpNames, mine: Sequence[int]) -> Program:
-    """The program with stages that write to `names` which op runs. mine: those of the rank; others stay as they are."""
+    """Return the program with stages of the rank (`mine`) that write to `names` which op runs."""
 
     def reporting(s: Stage) -> Stage:
         texts = s.joint.graphs.values() if s.joint is not None else ()
@@ -156,9 +157,7 @@ def _reporting(program: Program, names: _OpNames, mine: Sequence[int]) -> Progra
 
 
 def _with_reports(graph: fx.Graph, names: _OpNames, program: Program, ops: Collection[str] = ()) -> fx.Graph:
-    """Report each line of a graph of a step as the op of forward that it belongs to; `ops` are their names. A compiled
-    region's lines count as kernels that are fused.
-    """
+    """Make a graph's lines report their forward op (in `ops`); compiled regions count as fused kernels."""
     copy = copy_graph(graph)
     regions = fused_regions(copy)
     lines = [(n, n.meta.get("of") or _belongs_to(n, ops)) for n in copy.nodes if n.op == "call_function"]
@@ -179,19 +178,19 @@ def _with_reports(graph: fx.Graph, names: _OpNames, program: Program, ops: Colle
 
 
 def _belongs_to(n: fx.Node, ops: Collection[str]) -> str:
-    """The op of a forward's line: where it has several, the last one has its name."""
-    found, seen = [n], {n}
-    for x in found:
+    """Return the op that a line of forward belongs to: of several lines, the last one has its name."""
+    queue, seen = [n], {n}
+    for x in queue:
         if x.name in ops:
             return x.name
         new = [u for u in x.users if u.op == "call_function" and u not in seen]
-        found += new
+        queue += new
         seen.update(new)
     return n.name
 
 
 def _told(call: Callable[[], None]) -> Callable[[], None]:
-    """A function of a module, as generated code wants it."""
+    """Wrap a call in a function of this module, as generated code needs it."""
 
     def tell() -> None:
         call()
@@ -201,14 +200,16 @@ def _told(call: Callable[[], None]) -> Callable[[], None]:
 
 
 def _weights(program: Program) -> dict[str, Tensor]:
-    """Weights of the model's shapes that take no memory."""
+    """Return weights of the model's shapes that take no memory."""
     stored: list[Param | Buffer] = [x for x in program.stored if not isinstance(x, Input) and x.fqn]
     return {name: torch.empty((), dtype=x.dtype).expand(shape) for x in stored for name, shape in x.shapes.items()}
 
 
 def _as_on_gpu(program: Program, make: OptimizerOf) -> OptimizerOf:
-    """As on a GPU, where torch's optimizers update all parameters at once: in one kernel (fused), or op by op (foreach)
-    where they have none, and where their state is kept elsewhere. On a CPU it is one parameter after the other."""
+    """Make the optimizer update as on a GPU: all parameters in one kernel (fused), or op by op (foreach).
+
+    foreach is for optimizers without such kernels or with offloaded state. A CPU updates one parameter after the other.
+    """
 
     def made(params: NamedParameters) -> Any:
         optimizer = make(params)
@@ -223,7 +224,7 @@ def _as_on_gpu(program: Program, make: OptimizerOf) -> OptimizerOf:
 
 
 def _batch(program: Program) -> Any:
-    """A global batch that takes no memory. Mappings also replace sequences: only paths count."""
+    """Return a global batch that takes no memory. Mappings also replace sequences: only paths count."""
     batch: Any = {}
     for x in program.inputs:
         leaf = torch.empty((), dtype=x.dtype).expand(x.shape)
@@ -245,7 +246,7 @@ class _Recorded(Interpreter):
     buckets: Any
     rng: Rng
     microbatches: int
-    #: Whether a step runs its forwards and backwards, or gradients arrive without.
+    #: Whether a step runs its forwards and backwards; else gradients arrive without them.
     computes = True
 
     def step(self, values: Values, hooks: StepHooks) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
@@ -258,12 +259,12 @@ class _Recorded(Interpreter):
         return self._total(losses), self._spread(news), self._outputs(outputs)
 
     def evaluate(self, values: Values) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """The step of a forward-only program."""
+        """Run the step of a forward-only program."""
         _, _, outputs = self._recorded(values, None)
         return None, self._outputs(outputs)
 
     def _recorded(self, values: Values, hooks: StepHooks | None) -> Any:
-        """(losses, new values of buffers, outputs) of the actions that are run."""
+        """Run the selected actions; return (losses, new values of buffers, outputs)."""
         names = {x.name for x in self.program.inputs}
         self.ledger.mark((x for microbatch in values for name, x in microbatch.items() if name in names), "inputs")
         last = max((a.microbatch for a in computed(self.actions)), default=0)
@@ -283,7 +284,7 @@ class _Recorded(Interpreter):
         return run.losses, run.news, run.outputs
 
     def begin(self, name: str) -> Part:
-        """The next part of the step begins."""
+        """Start the next part of the step."""
         self._close()
         self.ledger.op = ""
         return self.ledger.begin(name)
@@ -306,13 +307,13 @@ class _Run(Run):
         self._sort(action)
 
     def _sort(self, action: Action) -> None:
-        """After an action: what is not freed by now is kept for a purpose, which becomes its kind."""
+        """Set the kind of all storages that an action leaves: they are kept for a purpose."""
         ledger = self.on.ledger
-        passing: list[Tensor] = [x for each in self.inbox.values() for x in each.values()]
-        passing += [x for each in self.grads.values() for x in each.values()]
-        passing += [x for each in self.outbox.values() for x in each]
+        passing: list[Tensor] = [x for box in self.inbox.values() for x in box.values()]
+        passing += [x for box in self.grads.values() for x in box.values()]
+        passing += [x for box in self.outbox.values() for x in box]
         passing += [x for posted in self.posted.values() for _, into, _ in posted for x in into.values()]
-        ledger.mark(self.on.rng.tensors(), "buffers")  # of the next steps too
+        ledger.mark(self.on.rng.tensors(), "buffers")  # later steps use them too
         ledger.mark((x for copies in self.weight_copies.values() for x in copies.values()), "parameters")
         grads = [p.grad for p in self.on.buckets.given.values() if isinstance(p, Tensor)]
         ledger.mark(grads, "gradients")
@@ -321,17 +322,17 @@ class _Run(Run):
             _mark_rest(ledger, "activations")
             return
         ledger.mark(passing, "communication")
-        # what a pair leaves beside gradients, which are marked, is its forward's
+        # the other storages that a pair leaves are its forward's; its gradients are already marked
         _mark_rest(ledger, "gradients" if action.kind in ("B", "W", "REDUCE") else "activations")
 
 
 def _step(engine: _Engine, recorded: _Recorded, batch: Any, microbatches: int) -> list[Part]:
-    """Run a step. Returns its parts: before the actions, after them, the update."""
+    """Run a step. Return its parts: before the actions, after them, the update."""
     recorded.microbatches = microbatches
     before = recorded.begin("the batch")
     if engine.program.forward_only:
         engine.evaluate(batch)
-        engine.last_parts = recorded.ledger.parts[-1], recorded.begin("update")  # there is none
+        engine.last_parts = recorded.ledger.parts[-1], recorded.begin("update")  # an empty part
     else:
         engine.step(batch)
     after, update = engine.last_parts
@@ -340,10 +341,9 @@ def _step(engine: _Engine, recorded: _Recorded, batch: Any, microbatches: int) -
 
 
 def _carry(first: Part, before: Part, update: Part) -> None:
-    """Move collectives that an update starts (ZeRO's gathers of updated parameters) to the next step: its forward waits
-    for them.
+    """Move collectives that an update starts (ZeRO's gathers of updated parameters) to the next step.
 
-    first: the update of the step before, whose gathers take the place of those that this one starts.
+    Its forward waits for them. first: the update of the previous step, whose gathers replace those of this one.
     """
     before.work[:0] = _started(first)
     started = _started(update)
@@ -351,20 +351,18 @@ def _carry(first: Part, before: Part, update: Part) -> None:
 
 
 def _started(part: Part) -> list[Sent]:
-    """The collectives of a part that nothing in it waits for."""
+    """Return the collectives of a part that nothing in it waits for."""
     waited = {w.key for w in part.work if isinstance(w, Waited)}
     return [w for w in part.work if isinstance(w, Sent) and w.key is not None and w.key not in waited]
 
 
 class _Engine(Engine):
-    """Records where a step's backward ends and its update begins. last_parts: the parts of the last step that follow
-    its actions.
-    """
+    """Records where backward ends and the update begins. last_parts: the last step's parts after actions."""
 
     def _check_optimizer(
         self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], whole: Sequence[torch.optim.Optimizer]
     ) -> None:
-        """Tensors without data prove nothing."""
+        """Skip the check: tensors without data prove nothing."""
 
     def _update(self) -> None:
         recorded = self.interpreter
@@ -379,7 +377,7 @@ class _Engine(Engine):
 
 
 def _mark_rest(ledger: Ledger, kind: str) -> None:
-    """Set the kind of all storages that are still called temporaries."""
+    """Set the kind of all storages that are still temporaries."""
     for storage in ledger.storages.values():
         if storage.kind == "temporaries":
             storage.kind = kind

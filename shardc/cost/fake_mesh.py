@@ -1,4 +1,4 @@
-"""A mesh for one rank alone (shardc.runtime.mesh.shapes), that notes what would be sent, and when."""
+"""Define a mesh for one rank (shardc.runtime.mesh.shapes) that records its collectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardc.runtime.mesh.shapes import ShapeMesh
 
 
 class _Keyed(Work):
-    """key: as in Sent."""
+    """Work with a key, as in Sent."""
 
     def __init__(self, key: int, then: Callable[[], None], kept: Tensor | None) -> None:
         super().__init__(then=then, kept=kept)
@@ -26,7 +26,7 @@ class _Keyed(Work):
 
 
 class FakeMesh(ShapeMesh):
-    """Records collectives in a ledger. buckets: tags of those that gather parameters, or sum their gradients."""
+    """Records collectives in a ledger. buckets: tags of collectives of parameters and gradients."""
 
     def __init__(
         self, layout: Mesh, rank: int, ledger: Ledger, *, streams: bool, buckets: Collection[str] = ()
@@ -37,12 +37,12 @@ class FakeMesh(ShapeMesh):
         self._after: int | None = None
 
     def _mark(self, tag: str, kind: str, *buffers: Tensor) -> None:
-        """What such a collective takes or gives; what others do is of no kind yet."""
+        """Set the kind of a bucket's tensors in a collective; other collectives' tensors have no kind yet."""
         if tag in self._buckets:
             self._ledger.mark(buffers, kind)
 
     def _started(self, kept: Tensor | None = None) -> Work:
-        """Let the collective recorded last overlap with what comes next, until it is waited for. kept: what is sent."""
+        """Let the last recorded collective overlap until it is waited for. kept: the tensor that is sent."""
         key, work = next(self._keys), self._ledger.parts[-1].work
         last = next(i for i in reversed(range(len(work))) if isinstance(work[i], Sent))
         work[last] = work[last]._replace(key=key)  # type: ignore[call-arg]
@@ -50,12 +50,12 @@ class FakeMesh(ShapeMesh):
 
     @property
     def streams(self) -> bool:
-        """Those of the device whose cost is asked for."""
+        """Whether the priced device has streams."""
         return self._streams
 
     @contextmanager
     def after(self, work: Work) -> Iterator[None]:
-        """See RankMesh.after."""
+        """Let collectives inside the block begin after `work` has ended."""
         self._after = work.key if isinstance(work, _Keyed) else None
         try:
             yield
@@ -89,8 +89,6 @@ class FakeMesh(ShapeMesh):
 
 
 def rank_of(mesh: Mesh, axis: str, coordinate: int) -> int:
-    """Which rank to run, of those at one coordinate of the pipeline's axis: the last, as first ones keep what others
-    compute again.
-    """
+    """Return the last rank of a coordinate on the pipeline's axis: first ranks keep what others recompute."""
     coords: dict[str, Any] = {a: mesh.size(a) - 1 for a in mesh.names}
     return mesh.rank({**coords, axis: coordinate} if axis else coords)

@@ -1,5 +1,6 @@
-"""Leave out repeated layers of a captured model. What a step takes is linear in their number, so models of two and
-three layers say what one of many takes (shardc.plan.few_layers).
+"""Leave out repeated layers of a captured model, to price it from models of two and three layers.
+
+The cost of a step is linear in the number of layers (shardc.plan.few_layers).
 
 before   h.0   h.1   h.2   h.3   ...   h.95  ln_f(h.95)        after (2)    h.0   h.1   ln_f(h.1)
 """
@@ -19,7 +20,7 @@ from shardc.layer_names import layer_of
 
 
 def layer_lists(captured: Program) -> dict[str, list[str]]:
-    """The model's lists of repeated layers, by name, each with its layers' numbers in the order in which they run."""
+    """Return the lists of repeated layers, by name, each with its layers' numbers in execution order."""
     lists: dict[str, dict[str, None]] = {}
     for n in captured.graph.nodes:
         if n.op == "call_function" and (layer := _layer(n)) is not None:
@@ -28,10 +29,10 @@ def layer_lists(captured: Program) -> dict[str, list[str]]:
 
 
 def with_layers(captured: Program, count: int) -> Program:
-    """The captured program of the same model with only the first `count` layers of every list.
+    """Return the captured program of the same model with only the first `count` layers of every list.
 
-    Raises ShardcError where layers are not alike, or where anything but the successor of the last one uses a result of
-    a layer that is left out."""
+    Raises ShardcError if layers differ, or if anything but the last layer's successor uses a result of a removed layer.
+    """
     copy = copy_graph(captured.graph)
     dropped: set[tuple[str, str]] = set()
     for name, numbers in layer_lists(captured).items():
@@ -68,7 +69,7 @@ def _all_in(names: tuple[str, ...], dropped: set[tuple[str, str]]) -> bool:
 
 
 def _cut(graph: fx.Graph, name: str, numbers: list[str], count: int) -> None:
-    """Users of the last layer's results use those of the last layer that is kept."""
+    """Make users of the last layer's results use those of the last layer that is kept."""
     nodes: dict[str, list[fx.Node]] = {n: [] for n in numbers}
     for node in graph.nodes:
         if node.op == "call_function" and (layer := _layer(node)) is not None and layer[0] == name:

@@ -1,11 +1,10 @@
-"""The first step of a dry run, which is made for what it leaves: the optimizer's state. That takes gradients, not what
-computes them.
+"""Shorten the first step of a dry run: it only has to create the optimizer's state.
 
     all of it      forward, backward, update
     less           gradients of the trained parameters arrive as in backward, update
 
-The second step then begins as after a whole first one: with state and gradients in buffers. What else a step may leave
-to the next one is not made so: where a rank has any of that, its first step is run whole.
+State needs gradients, not their computation. The second step then begins as after a whole first one: with state and
+with gradients in buffers. If a step of a rank leaves anything else to the next one, its first step runs whole.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ from shardc.runtime.zero.trained_params import trained_by
 
 
 def leaves_more(program: Program, mine: list[Stage]) -> bool:
-    """Whether a step gives or leaves something beside state and gradients: outputs, and new values of buffers, which
-    other stages may get; random numbers that are kept for ops of the same sizes; parts of ZeRO 3; room in the machine's
-    memory. mine: the stages of a rank.
+    """Return whether a step leaves more than state and gradients. mine: the stages of a rank.
+
+    That is: outputs and new values of buffers, which other stages may get; random numbers that are kept for ops of the
+    same sizes; parts of ZeRO 3; memory on the host; an optimizer over whole matrices.
     """
     returns_more = any(s.graph.output_node().args[0][1] for s in program.stages)  # type: ignore[index]
     random = any(n.name == "rng" and n.users for s in mine for n in s.graph.find_nodes(op="placeholder"))
@@ -36,8 +36,9 @@ def leaves_more(program: Program, mine: list[Stage]) -> bool:
 
 
 def give_gradients(program: Program, backwards: list[Action], given: Any, hooks: StepHooks) -> None:
-    """Let the gradients of the parameters that these backwards reach arrive, with nothing in them. given: what graphs
-    get, by name: parameters, or what stands for one of a bucket.
+    """Deliver empty gradients of the parameters that these backwards reach.
+
+    given: the graphs' arguments by name: parameters, or the objects that represent those in a bucket.
     """
     for i, a in enumerate(backwards):
         hooks.start(stage=a.stage, first=i == 0, last=True)

@@ -1,7 +1,7 @@
-"""Offloaded tensors of a step, where the CPU plays the device: they are copied as on a GPU, but at once.
+"""Offload tensors in a step on the CPU as on a GPU, but with immediate copies.
 
 `host` makes each tensor that is kept outside of the device, so that shardc.cost.dry_run and the tests can count it
-separately. In a dry run, copies of activations are collectives of their own stream, the link to the host.
+separately. In a dry run, copies of activations are collectives on a separate stream, the link to the host.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ from shardc.runtime.offload.copies import Mover
 from shardc.runtime.offload.storage import Place, Slot
 from shardc.runtime.stage.activation_offload import OffloadedTensors
 
-#: Calls the function that makes a tensor of the machine's memory, or of a file.
+#: Calls the function that makes a tensor in the machine's memory, or in a file.
 Host = Callable[[Callable[[], Tensor]], Tensor]
 
 
 def offload(host: Host, *, cpu: bool = False) -> Callable[[OffloadPlaces, Any], Offload]:
-    """Makes an engine's `data.offload`. cpu: the device is one, so tensors offloaded to the CPU are used in place."""
+    """Return a function that makes an engine's `data.offload`. cpu: tensors for the CPU stay in place."""
     return lambda places, mesh: _Offload(places, mesh, host, cpu)
 
 
 def offloaded_tensors(host: Host, ledger: Ledger | None = None) -> type[OffloadedTensors]:
-    """The class of activations that `checkpoint: {offload: cpu}` offloads. As on a GPU, they are copied back ahead.
-    ledger: counts the copies, of tensors without data.
-    """
+    """Return the class that offloads activations as on a GPU. ledger: counts copies, of fake tensors."""
 
     class OnHost(OffloadedTensors):
         def host(self, x: Tensor) -> Tensor:
@@ -47,7 +45,7 @@ def offloaded_tensors(host: Host, ledger: Ledger | None = None) -> type[Offloade
 
     if ledger is None:
         return OnHost
-    counted, keys = ledger, count(-1, -1)  # those of a mesh's collectives are not negative
+    counted, keys = ledger, count(-1, -1)  # keys of a mesh's collectives are not negative
 
     class Counted(OnHost):
         def to_host(self, x: Tensor, tag: str = "") -> tuple[Tensor, Any]:
@@ -92,7 +90,7 @@ class _Place:
         return Slot(self._host(lambda: torch.zeros(nbytes, dtype=torch.uint8)))
 
     def close(self) -> None:
-        """There is no file to close."""
+        """Close nothing: there is no file."""
 
 
 class _AtOnce(ThreadPoolExecutor):

@@ -1,11 +1,11 @@
-"""What a forward keeps for its backward, tensor by tensor, and which ops want it.
+"""Find the tensors that a forward keeps for its backward, and the ops that need each of them.
 
     2.00 MiB   o_proj linear      bf16[1, 512, 4096]   wanted by gate_proj linear, up_proj linear: after to, mul, gather
     3.50 MiB   gate_proj linear   bf16[4096, 1792]     wanted by act_fn silu; down_proj linear: after silu, mul
 
-Which tensors there are is what a dry run kept (shardc.cost.dry_run). Why is read from the program: an op wants what
-its backward keeps of it (shardc.passes.joint.saved); where a region computes that again, its op is
-reached from what is kept, through the ops that run again.
+The tensors are those that a dry run kept (shardc.cost.dry_run). The reasons come from the program: an op needs what
+its backward keeps of it (shardc.passes.joint.saved). If a region recomputes that, the path from a kept tensor to the op
+goes through the recomputed ops.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from shardc.passes.joint.saved import LocalTypes, Saved, saved_of
 
 @dataclass(frozen=True)
 class Want:
-    """An op whose backward takes a kept tensor, or one that is computed from it again. op: the program's node; name:
-    what the op is called; source: its module and line; after: the ops that run again, in order, by name.
+    """An op whose backward needs a kept tensor, or a tensor recomputed from it. op: the program's node.
+
+    name: the op's name; source: its module and line; after: the recomputed ops in between, in order, by name.
     """
 
     op: str
@@ -41,8 +42,9 @@ class Want:
 
 @dataclass(frozen=True)
 class Kept:
-    """One storage that lives from a microbatch's forward until its backward. op: the program's node that made it;
-    name: what the op is called; own: it is no result of the op, but made by it for its own backward (statistics).
+    """One storage that lives from a microbatch's forward until its backward. op, name: as in Want.
+
+    own: it is not a result of the op, but made for the op's own backward (statistics).
     """
 
     op: str
@@ -56,7 +58,7 @@ class Kept:
 
 
 def storages(r: DryRun) -> list[Storage]:
-    """What the forwards of the first microbatch make and do not free, on all stages of a rank."""
+    """Return the storages that the first microbatch's forwards make and do not free, on a rank's stages."""
     live: dict[int, Storage] = {}
     for _, part in forwards(r):
         for sign, storage in part.changes:
@@ -68,44 +70,42 @@ def storages(r: DryRun) -> list[Storage]:
 
 
 def forwards(r: DryRun) -> Iterator[tuple[int, Part]]:
-    """(stage, part) of the first microbatch's forwards."""
+    """Yield (stage, part) of the first microbatch's forwards."""
     for action, part in r.actions:
         yield from ((a.stage, part) for a in action.parts if a.kind == "F" and a.microbatch == 0)
 
 
 def kept(program: Program, r: DryRun) -> list[Kept]:
-    """Of one microbatch on the dry run's rank, in the order in which it is made."""
+    """Return the tensors that one microbatch keeps on the dry run's rank, in the order of creation."""
     types, rules = LocalTypes(program), Rules(program)
-    made = storages(r)
-    graphs = [_Graph(saved_of(program, stage.graph, rules), {x.op for x in made}) for stage in program.stages]
+    stored = storages(r)
+    graphs = [_Graph(saved_of(program, stage.graph, rules), {x.op for x in stored}) for stage in program.stages]
     nodes = {n.name: (n, graph) for graph in graphs for n in graph.saved}
-    found = []
-    for x in made:
+    items = []
+    for x in stored:
         if x.op not in nodes or x.dtype is None:
             continue
         node, graph = nodes[x.op]
         result = any(v.nbytes() == x.nbytes for v in types.of(node))
         wants = tuple(graph.wants(node)) if result else ()
-        found.append(Kept(x.op, op_name(node.target), source_of(node), x.nbytes, x.shape, x.dtype, not result, wants))
-    return found
+        items.append(Kept(x.op, op_name(node.target), source_of(node), x.nbytes, x.shape, x.dtype, not result, wants))
+    return items
 
 
 class _Graph:
-    """A stage. saved: what backward keeps of each op; again: the ops that run again; held: names of ops that made what
-    is kept.
-    """
+    """A stage. saved: what backward keeps of each op; again: recomputed ops; held: ops with kept results."""
 
     def __init__(self, saved: dict[fx.Node, Saved], held: set[str]) -> None:
         self.saved = saved
         self.again: set[fx.Node] = set()
         for n in reversed(list(self.saved)):
-            of = self.saved[n]
-            if "region" in n.meta and (n in self.again or ((of.own or of.results) and n.name not in held)):
+            record = self.saved[n]
+            if "region" in n.meta and (n in self.again or ((record.own or record.results) and n.name not in held)):
                 self.again.add(n)
                 taken = n.all_input_nodes
             else:
-                taken = list(of.operands)
-            for x in taken:  # what is not kept, and was made in a region, is made again
+                taken = list(record.operands)
+            for x in taken:  # values of a region that are not kept are recomputed
                 while (viewed := self._viewed(x)) is not None:
                     x = viewed
                 if x in self.saved and x.name not in held and "region" in x.meta:
@@ -115,11 +115,11 @@ class _Graph:
         """Return the operand that a result is a part, or a view, of."""
         if x.target is operator.getitem:
             return x.all_input_nodes[0]
-        of = self.saved.get(x)
-        return of.views[0] if of is not None and len(of.views) == 1 else None
+        record = self.saved.get(x)
+        return record.views[0] if record is not None and len(record.views) == 1 else None
 
     def wants(self, node: fx.Node) -> list[Want]:
-        """Ops that want a node's result, or what follows from it through views and ops that run again."""
+        """Return the ops that need a node's result, directly or through views and recomputed ops."""
         wants: dict[str, Want] = {}
         if self.saved[node].results:
             wants[node.name] = Want(node.name, op_name(node.target), source_of(node))

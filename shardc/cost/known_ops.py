@@ -1,9 +1,9 @@
-"""Results of ops on tensors without data, from an earlier call of the same op on operands of the same sizes.
+"""Remember results of ops on tensors without data, for later calls on operands of the same sizes.
 
-A dry run calls an op of a layer once for each layer, microbatch and step. torch's fake mode works out shapes, or finds
-them in a table of its own, in 0.1 ms; an entry here takes a fifth of that.
+A dry run calls an op of a layer once for each layer, microbatch and step. torch's fake mode computes shapes, or finds
+them in its own table, in 0.1 ms; an entry here takes a fifth of that.
 
-    mm(f32[8, 16], f32[16, 4])     first time: asked of the fake mode. Remembered: a new f32[8, 4]
+    mm(f32[8, 16], f32[16, 4])     first time: the fake mode runs it. Remembered: a new f32[8, 4]
     view(f32[8, 4], [32])          remembered: a view f32[32] of the first tensor
     add_(f32[8, 4], f32[8, 4])     remembered: its first tensor
     zeros([8, 4])                  remembered: a new f32[8, 4]
@@ -19,17 +19,18 @@ from torch import Tensor
 
 from shardc.torch_private import FakeTensor, FakeTensorMode, fake_mode_of, fake_mode_on, fake_result
 
-#: An output: ("new" | "view", number of the tensor that it is a view of, shape, strides, dtype, place in its storage),
-#: ("same", number of the tensor that it is), or ("none",).
+#: An output: ("new" | "view", index of the viewed tensor, shape, strides, dtype, storage offset, device), ("same",
+#: index of the tensor that it is), or ("none",).
 _Output = tuple[Any, ...]
-#: Their results hang on values, or they change the sizes of what they are given.
+#: Tags of ops whose results depend on values, or that change the sizes of their operands.
 _UNKNOWN = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view)
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex)
 
 
 class KnownOps:
-    """A table of results. key() of a call, then result() of it, which is None where it has to be found out; remember()
-    does so for the next one. `more` is whatever else belongs to a call.
+    """A table of results. key() of a call, then result(), which is None for an unknown call.
+
+    remember() adds a result for the next call. `more` is any other value to store with a call.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class KnownOps:
         self._fit: dict[Any, bool] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Tensor]] | None:
-        """(a value that is equal for calls with equal results, their tensors in order); None for others."""
+        """Return (a value that is equal for calls with equal results, the call's tensors); None for others."""
         fit = self._fit.get(func)
         if fit is None:
             builtin = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
@@ -52,21 +53,21 @@ class KnownOps:
             parts.append(name)
             if not _collect((value,), parts, tensors):
                 return None
-        if not tensors:  # what one is made of that says nothing else
+        if not tensors:  # a factory op without a dtype uses the default one
             parts.append(torch.get_default_dtype())
         return tuple(parts), tensors
 
     def result(self, key: Any, tensors: Sequence[Tensor]) -> tuple[Any, Any] | None:
-        """(the result, `more`) of a call that is known."""
-        if (found := self._of.get(key)) is None:
+        """Return (the result, `more`) of a known call; None for an unknown one."""
+        if (known := self._of.get(key)) is None:
             return None
-        several, outputs, more = found
+        several, outputs, more = known
         mode = fake_mode_of(tensors[0]) if tensors else fake_mode_on()
         results = [_made(output, tensors, mode) for output in outputs]
         return (results[0] if several is None else several(results)), more
 
     def remember(self, key: Any, tensors: Sequence[Tensor], result: Any, more: Any) -> None:
-        """The result of a call, if one of the same sizes would have the same."""
+        """Store the result of a call, if calls on operands of the same sizes have the same result."""
         several = type(result) if isinstance(result, (tuple, list)) else None
         outputs = [_recipe(x, tensors) for x in ((result,) if several is None else result)]
         if None not in outputs and several in (None, tuple, list):
@@ -74,14 +75,14 @@ class KnownOps:
 
 
 def _collect(values: Sequence[Any], parts: list[Any], tensors: list[Tensor]) -> bool:
-    """Add what decides a result to `parts`; whether that could be said of all."""
+    """Add to `parts` everything that decides a result; return False if a value cannot be described."""
     for x in values:
         if isinstance(x, FakeTensor):
             if x.constant is not None or x.layout is not torch.strided:
                 return False
             tensors.append(x)
             parts += (x.shape, x.stride(), x.dtype, x.storage_offset(), x.fake_device)
-            if not x.is_contiguous():  # what it moves hangs on what it has in memory
+            if not x.is_contiguous():  # its traffic depends on its bytes in memory
                 parts.append(x.untyped_storage().nbytes())
         elif isinstance(x, (list, tuple)):
             parts.append(len(x))
@@ -120,5 +121,5 @@ def _made(output: _Output, tensors: Sequence[Tensor], mode: FakeTensorMode) -> T
         return None
     if output[0] == "same":
         return tensors[output[1]]
-    _, of, shape, strides, dtype, place, device = output
-    return fake_result(shape, strides, dtype, device, mode, (tensors[of], place) if of >= 0 else None)
+    _, operand, shape, strides, dtype, place, device = output
+    return fake_result(shape, strides, dtype, device, mode, (tensors[operand], place) if operand >= 0 else None)

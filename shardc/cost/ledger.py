@@ -1,13 +1,12 @@
-"""A ledger of memory and work: every storage counts once, from the op that makes it until its last tensor is gone, and
-every op counts by what it computes and moves.
+"""Count memory and work: each storage while a tensor uses it, each op by what it computes and moves.
 
     with Ledger() as ledger:     tensors may be fake: then nothing is computed or allocated
-        ledger.begin("F 0")      what happens from here on belongs to this part of a step
+        ledger.begin("F 0")      all that follows belongs to this part of a step
         ...
     ledger.parts                 of each part: changes of live bytes in order, flops and memory traffic by dtype
 
-A storage's *kind* is what it is for. Ops make "temporaries"; code that knows better says so by `mark`:
-shardc.cost.dry_run for parameters, gradients and the optimizer's state.
+A storage's *kind* is its purpose. Ops make "temporaries"; other code sets the kind by `mark`: shardc.cost.dry_run for
+parameters, gradients and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ from shardc.machine.work import Op, Part, Storage
 from shardc.torch_private import FakeTensor, TorchDispatchMode, fake_device, pytree
 
 aten = torch.ops.aten
-#: Ops that read a tensor's value: what they return for a tensor without data.
+#: For ops that read a tensor's value: the result for a tensor without data.
 _VALUE_READS: dict[Any, Callable[[Tensor], Any]] = {
     aten._local_scalar_dense.default: lambda x: (
         False if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1
     ),
     aten.equal.default: lambda *_: True,
     aten.allclose.default: lambda *_, **__: True,
-    # as the fake mode answers, in a tenth of the time: it is read more often than all ops are run
+    # the fake mode's result in a tenth of the time: it is read more often than all ops are run
     torch.ops.prim.device.default: fake_device,
 }
 
 
 def _ctc(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Losses f[n] and alignments f[n, t, 2 · longest target + 1]."""
+    """Return empty losses f[n] and alignments f[n, t, 2 · longest target + 1]."""
     t, n = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
     longest = targets.shape[1] if targets.dim() == 2 else -(-targets.shape[0] // n)
     return log_probs.new_empty(n), log_probs.new_empty(n, t, 2 * longest + 1)
 
 
-#: Ops whose results have sizes that depend on values: the largest results possible.
+#: For ops whose result sizes depend on values: the largest possible results.
 _LARGEST: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss.default: _ctc,
     aten._ctc_loss.Tensor: _ctc,
@@ -58,9 +57,10 @@ _LARGEST: dict[Any, Callable[..., Any]] = {
 
 
 class Ledger(TorchDispatchMode):
-    """See the module's docstring. op: name of the forward op that runs now, or that a line of backward belongs to.
-    again: whether it runs once more, in backward; in_backward: whether a backward graph runs. growth: gets all calls,
-    where what grows with rows is needed.
+    """See the module's docstring. op: the forward op that runs now, or that a line of backward belongs to.
+
+    again: whether it is recomputed in backward; in_backward: whether a backward graph runs. growth: gets all calls, if
+    the parts that grow with rows are needed.
     """
 
     def __init__(self, *, fake: bool = True, known: KnownOps | None = None, growth: Growth | None = None) -> None:
@@ -78,18 +78,18 @@ class Ledger(TorchDispatchMode):
         self._growth = growth
 
     def begin(self, name: str) -> Part:
-        """What happens from here on belongs to another part of the step."""
+        """Start another part of the step; all that follows belongs to it."""
         if self._growth is not None:
             self._growth.settle(self.parts[-1])
         self.parts.append(Part(name))
         return self.parts[-1]
 
     def fuse(self) -> None:
-        """Of the ops that follow, those that multiply nothing run as one, until `fused`."""
+        """Count the following ops without products as one, until `fused`."""
         self._fusing = []
 
     def fused(self, traffic: int) -> None:
-        """They are done. traffic: bytes that they read and write as one. (What they make counts as memory as ever.)"""
+        """End the fused ops. traffic: bytes that they move as one. Memory counts their results as before."""
         ops, self._fusing = self._fusing or [], None
         work = self.parts[-1].work
         work += [x for x in ops if x.flops]
@@ -118,7 +118,7 @@ class Ledger(TorchDispatchMode):
                     storage.kind = kind
 
     def stay(self, tensors: Iterable[Tensor | None]) -> None:
-        """Tensors that are no larger where a batch has more rows, as gradients of parameters."""
+        """Mark tensors whose size does not grow with a batch's rows, such as gradients of parameters."""
         for x in tensors:
             if x is not None:
                 self.storages[x.untyped_storage()._cdata].still = True
@@ -176,7 +176,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _stored(self, tensors: Iterable[Tensor]) -> list[tuple[Storage | None, int]]:
-        """The storage of each tensor, if it counts, and its number of elements."""
+        """Return the storage of each tensor (None if it does not count) and its number of elements."""
         return [(self.storages.get(x.untyped_storage()._cdata), x.numel()) for x in tensors]
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ class Ledger(TorchDispatchMode):
         return (_LARGEST.get(func, func) if self.fake else func)(*args, **kwargs)
 
     def ran(self, op: Op) -> None:
-        """It has run, and takes time."""
+        """Record that an op has run and takes time."""
         (self.parts[-1].work if self._fusing is None else self._fusing).append(op)
 
 

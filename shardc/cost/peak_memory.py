@@ -1,6 +1,4 @@
-"""The peak memory of a rank's step: what a dry run allocated and freed, over all actions of the schedule; and what
-torch's allocator reserves for it.
-"""
+"""Compute the peak memory of a rank's step, and the bytes that torch's allocator reserves for it."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from shardc.ir.units import size
 from shardc.machine.work import Part, Storage
 from shardc.runtime.schedule import Action
 
-#: Points that a curve is drawn with, at most.
+#: The most points of a curve.
 POINTS = 400
 
 
@@ -34,10 +32,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Memory:
-    """Live tensor bytes of one rank in a step. kinds: at the peak, by kind; peak: their sum; part, op: where that is.
+    """Live tensor bytes of one rank in a step. kinds: at the peak, by kind; peak: their sum.
 
-    resident: between two steps, without gradients. curve: over the step, at most `POINTS` moments, the highest of each
-    stretch. host: the most bytes in the machine's memory or in files (`offload`), which the others do not count.
+    part, op: where the peak is. resident: between two steps, without gradients. curve: over the step, at most `POINTS`
+    moments, the highest of each stretch. host: the most bytes in the machine's memory or in files (`offload`), which
+    the others do not count.
     """
 
     kinds: Mapping[str, int]
@@ -53,11 +52,11 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes."""
+        """Live bytes at the peak."""
         return sum(self.kinds.values())
 
     def __getitem__(self, kind: str) -> int:
-        """Bytes of a kind at the peak."""
+        """Return the bytes of a kind at the peak."""
         if kind not in KINDS:
             raise KeyError(kind)
         return self.kinds.get(kind, 0)
@@ -78,7 +77,7 @@ def memory(r: DryRun, actions: tuple[Action, ...]) -> Memory:
     changes, high = 0, Point("", "", {})
     for action, part in parts(r, actions):
         name = str(action) if action is not None else part.name
-        if part is r.after:  # what the microbatches that were not run leave until here
+        if part is r.after:  # storages that the repeated microbatches left until here
             outside -= left.pop(HOST, 0)
             for kind, n in left.items():
                 live[kind] -= n
@@ -104,15 +103,17 @@ def memory(r: DryRun, actions: tuple[Action, ...]) -> Memory:
 
 
 def reserved(r: DryRun, actions: tuple[Action, ...], limit: float) -> int:
-    """Bytes that torch's allocator has of a GPU at most, in the second of two steps: the first leaves it as it is from
-    then on. limit: bytes that there are; a result above it does not fit.
+    """Return the most bytes that torch's allocator reserves on a GPU, in the second of two steps.
+
+    Later steps repeat it. limit: bytes of the GPU; a result above it does not fit.
     """
     return reserve(r.resident, [(part, part is r.after) for _, part in parts(r, actions)], limit)
 
 
 def reserve(resident: Iterable[Storage], step: Sequence[tuple[Part, bool]], limit: float) -> int:
-    """The same of a step that is given: its parts, and before which of them all goes that the microbatches leave that
-    were not run.
+    """Return the most bytes that torch's allocator reserves on a GPU for the parts of a step.
+
+    The flag of a part: before it, storages that repeated actions allocated are freed. limit: as of `reserved`.
     """
     allocator = CachingAllocator(limit)
     blocks: dict[int, Block] = {}
@@ -127,17 +128,18 @@ def reserve(resident: Iterable[Storage], step: Sequence[tuple[Part, bool]], limi
 def allocations(
     resident: Iterable[Storage], step: Sequence[tuple[Part, bool]], times: int = 1
 ) -> Iterator[tuple[int, Storage, int, str]]:
-    """(+1 allocated or -1 freed, storage, number of the allocation, part) of so many steps, in order: the arguments are
-    those of `reserve`. What is stored between steps is allocated before the first; what stays on the host is left out.
+    """Yield (+1 allocated or -1 freed, storage, allocation number, part) of `times` steps, in order.
+
+    Resident storages are allocated before the first step; those on the host are left out. step: as of `reserve`.
     """
     live: defaultdict[Storage, list[int]] = defaultdict(list)
     stays = dict.fromkeys((s for s in resident if s.kind != HOST), 1)
     numbers = count()
 
     def leave(storages: Mapping[Storage, int], at_least: int, part: str) -> Iterator[tuple[int, Storage, int, str]]:
-        for storage, some in live.items():
-            while len(some) > max(storages.get(storage, 0), at_least):
-                yield -1, storage, some.pop(), part
+        for storage, allocated in live.items():
+            while len(allocated) > max(storages.get(storage, 0), at_least):
+                yield -1, storage, allocated.pop(), part
 
     for _ in range(times):
         for storage in stays:

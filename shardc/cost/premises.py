@@ -1,4 +1,4 @@
-"""What a predicted step computes, in words: predictions of one program differ where these do."""
+"""Describe in words what a predicted step computes: predictions of a program differ where these do."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ if TYPE_CHECKING:
 
 
 def premises(program: Program, optimizer: str, *, clip_norm: float | None = None, norm: bool = False, **_: Any) -> str:
-    """Such as "in float32, AdamW, without the norm of gradients". optimizer: the name of its class; "": none steps.
-    Others: options of Engine.
-    """
+    """Return words such as "in float32, AdamW, ...". optimizer: its class name or ""; others: Engine's."""
     from shardc.runtime.step import step_graph
 
     numbers = Counter(p.dtype for p in program.params)
@@ -30,7 +28,7 @@ def premises(program: Program, optimizer: str, *, clip_norm: float | None = None
 
 
 def gradients_norm(*, norm: bool, clipped: bool) -> str:
-    """Whether a step computes it. `shardc run` does, to show it."""
+    """Return in words whether a step computes the norm of gradients. `shardc run` does, to show it."""
     if clipped:
         return "clipping by the norm of gradients"
     return f"with{'' if norm else 'out'} the norm of gradients"

@@ -1,6 +1,6 @@
-"""What a dry run of one rank found out, as plain values: storages made and freed, ops, collectives, by part of a step.
+"""Define the results of one rank's dry run as plain values: storages, ops and collectives, by part.
 
-Nothing here runs a program: what is known already is priced from these alone.
+Nothing here runs a program: a known dry run is priced from these values alone.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ KINDS = (
     "communication",
     "temporaries",
 )
-#: The kind of what is kept in the machine's memory or in files: not a part of the device's memory.
+#: The kind of storages in the machine's memory or in files: not a part of the device's memory.
 HOST = "host"
-#: Kinds of what stays from step to step.
+#: Kinds of storages that stay from step to step.
 RESIDENT = ("parameters", "optimizer", "buffers")
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank does in a step; of a forward-only program that is a forward. at: its coordinate on the pipeline's
-    axis. resident: what is stored before a step.
+    """What one rank does in a step (or in a forward-only program's forward). at: the pipeline coordinate.
 
-    before: what comes before the first action (taking the batch). actions: those that were run, with what each does.
-    after: sums and norms. update: the optimizer's step. optimizer: the name of its class.
+    resident: what is stored before a step. before: work before the first action (taking the batch). actions: those that
+    were run, with the work of each. after: sums and norms. update: the optimizer's step. optimizer: its class name.
     """
 
     at: int
@@ -53,22 +52,22 @@ class DryRun:
 
 
 def parts(r: DryRun, actions: tuple[Action, ...]) -> Iterator[tuple[Action | None, Part]]:
-    """The parts of a whole step. An action that was not run does what the same action of another microbatch did."""
+    """Yield the parts of a whole step. An action that was not run has the part of another microbatch's."""
     ran = dict(r.actions)
     microbatches = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
     middle = microbatches[len(microbatches) // 2]  # neither the first one, which makes gradients, nor the last
-    alike: dict[tuple[str, int, int, int], Part] = {}
+    by_kind: dict[tuple[str, int, int, int], Part] = {}
     for a, part in r.actions:
         of_pair = a.kind in PAIRS and microbatches[-1] not in (a.microbatch, a.other[1])
-        if _kind(a) not in alike or a.microbatch == middle or of_pair:
-            alike[_kind(a)] = part
+        if _kind(a) not in by_kind or a.microbatch == middle or of_pair:
+            by_kind[_kind(a)] = part
     yield None, r.before
     for a in actions:
-        yield a, ran[a] if a in ran else alike[_kind(a)]
+        yield a, ran[a] if a in ran else by_kind[_kind(a)]
     yield None, r.after
     yield None, r.update
 
 
 def _kind(a: Action) -> tuple[str, int, int, int]:
-    """Equal for actions that differ in their microbatches alone."""
+    """Return a key that is equal for actions that differ only in their microbatches."""
     return a.kind, a.stage, a.peer, a.other[0]

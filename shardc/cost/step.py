@@ -1,4 +1,4 @@
-"""`program.cost(device)`: memory, operations, communication and time of a step, from the program alone."""
+"""Compute `program.cost(device)`: memory, operations, communication and time of a step."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class RankCost:
 
     at: its coordinate on the pipeline's axis; rank: its number.
     flops: of its matrix products, forward, backward and recomputed. comm: {(axis, kind): bytes} of whole tensors, as in
-    CommRecord. seconds: of the step, but for what other stages do; exposed: of these, those of waiting for collectives,
-    by their axes ("dp", "dp+tp").
+    CommRecord. seconds: of the step, without waits for other stages; exposed: the part in which it waits for
+    collectives, by their axes ("dp", "dp+tp").
     """
 
     at: int
@@ -69,7 +69,7 @@ class Cost:
     memory, flops, comm: of the rank that has the most. memory is live bytes; a device has to hold reserved + outside.
     step_seconds: with overlap as in the program: buckets during backward, gathers ahead of their use. bubble: share of
     time in which ranks wait for other stages. timeline: when each action of each rank runs, in seconds. premises:
-    what a step computes, in words (shardc.cost.premises).
+    a description of the step (shardc.cost.premises).
     """
 
     device: Device
@@ -88,7 +88,7 @@ class Cost:
 
     @property
     def step_words(self) -> str:
-        """How long a step takes, and under which premises."""
+        """A step's duration and its premises, in words."""
         return ", ".join(filter(None, (f"a step of {duration(self.step_seconds)}", self.premises)))
 
     @property
@@ -105,43 +105,42 @@ class Cost:
 
     @property
     def exposed(self) -> Mapping[str, float]:
-        """{axes: seconds for which the rank waits for collectives over them}, of the rank that waits longest."""
+        """{axes: seconds of waiting for collectives over them}, of the rank that waits longest."""
         return max(self.ranks, key=lambda r: r.waited).exposed
 
     def spans(self) -> list[list[Span]]:
-        """When every collective of a step runs, behind what, and how long it is waited for; of each rank of `ranks`."""
-        return [each.spans for each in self.streams()]
+        """Return when each collective runs, behind what, and how long it is waited for; per rank of `ranks`."""
+        return [streams.spans for streams in self.streams()]
 
     def streams(self) -> list[Streams]:
-        """When each rank of `ranks` computes, and when its collectives run, by the clock of that rank."""
+        """Return when each rank of `ranks` computes, and when its collectives run, by the clock of that rank."""
         return self._streams
 
     @cached_property
     def _streams(self) -> list[Streams]:
-        schedule, found = schedules.of(self.program), []
+        schedule, streams = schedules.of(self.program), []
         for r in self.dry_runs:
-            found.append(Streams(started_by(self.device, self.program), self.program.mesh, r.rank))
+            streams.append(Streams(started_by(self.device, self.program), self.program.mesh, r.rank))
             for _, part in parts(r, schedule.actions[r.at]):
-                found[-1].run(part)
-        return found
+                streams[-1].run(part)
+        return streams
 
     def kept(self) -> list[list[Kept]]:
-        """What a microbatch's forward keeps for its backward, and which ops want it; of each rank of `ranks`."""
+        """Return the tensors that a forward keeps, and the ops that need them; per rank of `ranks`."""
         return [kept(self.program, r) for r in self.dry_runs]
 
     @cached_property
     def outside(self) -> int:
-        """Bytes that are no tensor's and not the allocator's: the device's context, and what its libraries of products
-        and communication take.
-        """
+        """Bytes outside of torch's allocator: the device's context, and libraries' workspaces and buffers."""
         return int(
             self.device.outside_bytes(max(len({axes for (axes, _), n in r.comm.items() if n}) for r in self.ranks))
         )
 
     @cached_property
     def reserved(self) -> int:
-        """Bytes that torch's allocator takes of a GPU for the live ones, of the rank that has most: see
-        caching_allocator. On a CPU the live ones: its memory goes back as it is freed.
+        """Bytes that torch's allocator reserves on a GPU, on the rank that has the most (caching_allocator).
+
+        On a CPU: the live bytes, as memory is returned when it is freed.
         """
         if self.device.kind == "cpu":
             return self.memory.peak
@@ -150,7 +149,7 @@ class Cost:
 
     @property
     def fits(self) -> bool:
-        """Whether what is reserved, and what lies outside of it, fit into the device's memory."""
+        """Whether reserved and outside bytes fit into the device's memory."""
         return self.reserved + self.outside <= self.device.memory
 
     @cached_property
@@ -161,7 +160,7 @@ class Cost:
 
 
 def cost(program: Program, device: Device, optimizer: OptimizerOf | None, on: OnRank, **options: Any) -> Cost:
-    """See `Program.cost`. options: of Engine."""
+    """Compute the cost of a step; see `Program.cost`. options: of Engine."""
     schedule = schedules.of(program)
     dry_runs, known = [], KnownOps()
     for at in range(schedule.ranks):
@@ -172,19 +171,19 @@ def cost(program: Program, device: Device, optimizer: OptimizerOf | None, on: On
 
 
 def started_by(device: Device, program: Program) -> Device:
-    """The device as a program's step finds it: of one that is a CUDA graph, the host starts no op."""
+    """Return the device as a step uses it: in a step that is a CUDA graph, the host starts no ops."""
     if device.kind != "gpu" or not step_graph.requested(program) or step_graph.why_not(program):
         return device
     return device.model_copy(update={"host": 0.0})
 
 
 def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], device: Device) -> Cost:
-    """The cost of a schedule from dry runs of its ranks, which may be those of another schedule of the same stages."""
+    """Compute the cost of a schedule from dry runs, made for it or for another one of the same stages."""
     ranks, ends = [], []
     of_action: dict[tuple[str, int, int], float] = {}
     of_pair: dict[tuple[str, int, int], list[float]] = {}
-    slots: list[Slot] = []  # of the only rank
-    begin: list[float] = []  # a first forward waits for the last update's gathers, which other stages find there
+    slots: list[Slot] = []  # used if there is only one rank
+    begin: list[float] = []  # per rank: seconds in which its first forward waits for the last update's gathers
     for r in dry_runs:
         actions = schedule.actions[r.at]
         clock = Clock(started_by(device, program), program.mesh, r.rank)
@@ -216,7 +215,7 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
         transfer[e.source, e.target] = collective_seconds(
             device, "send_recv", float(sum(v.nbytes(program.mesh) for v in e.values)), pair
         )
-    pairs = {stages: sorted(each)[len(each) // 2] for stages, each in of_pair.items()}
+    pairs = {stages: sorted(times)[len(times) // 2] for stages, times in of_pair.items()}
     timeline = schedules.timeline(schedule, _costs(of_action, schedule, transfer, pairs, begin), program.edges)
     seconds = timeline.end + max(ends)
     return Cost(device, tuple(ranks), seconds, timeline.bubble(), program, tuple(dry_runs), timeline)
@@ -239,7 +238,7 @@ def _costs(
     pairs: Mapping[tuple[str, int, int], float],
     begin: Sequence[float],
 ) -> Costs:
-    """A whole backward counts as the gradients of inputs. Microbatches between the first and the last are alike."""
+    """Build a schedule's costs. Whole backwards count as input gradients; middle microbatches as equal."""
     last = schedule.microbatches - 1
 
     def typical(*kinds: str) -> tuple[float, ...]:

@@ -1,5 +1,4 @@
-"""When every collective of a rank's step runs, on the stream of its communicator beside the computation: what hides it,
-and for how long the computation waits for it."""
+"""Record when every collective of a rank's step runs, what hides it, and how long it is waited for."""
 
 from __future__ import annotations
 
@@ -13,16 +12,17 @@ from shardc.machine.flights import Flight
 from shardc.machine.work import Op, Part
 
 _ACTION = re.compile(r"\d+(F|B|I|W)\d*(\+\d+B)?")
-#: What runs in a pair of two microbatches.
+#: The part of a step that a pair of two microbatches counts as.
 PAIR = "forward and backward"
 _WAYS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 
 @dataclass
 class Span:
-    """One collective. begin, end: seconds from the step's begin. exposed: seconds in which the rank waits for it, and
-    for those of its communicator that come first. behind: seconds of computing meanwhile, by (part of the step, op of
-    the program that a matrix product belongs to, or "").
+    """One collective. begin, end: seconds from the start of the step.
+
+    exposed: seconds in which the rank waits for it, and for earlier ones of its communicator. behind: seconds of
+    computing meanwhile, by (part of the step, op of the program that a matrix product belongs to, or "").
     """
 
     record: CommRecord
@@ -38,8 +38,9 @@ class Span:
 
 @dataclass
 class Streams(Clock):
-    """A clock that keeps what it saw. parts: name, begin and end of each part of the step; spans: of all collectives,
-    as they were started; computing: (part of the step, begin, end) of what ran without a gap.
+    """A clock that keeps a record. parts: name, begin and end of each part; spans: all collectives.
+
+    spans are in the order of their start. computing: (part of the step, begin, end) of computing without a gap.
     """
 
     parts: list[tuple[str, float, float]] = field(default_factory=list)

@@ -1,18 +1,17 @@
-"""A step's seconds, cause by cause: as priced, and as they were in a run.
+"""Split a step's seconds by cause, as predicted and as measured in a run.
 
-    products at the peak    what the products of forward and backward would take at the device's peak
-    below the peak          what they take beside that
-    memory-bound ops        ops that wait for memory; small ops: those that take no longer than to be started
-    recomputed              of forward, in backward
+    products at the peak    seconds of the products of forward and backward at the device's peak
+    below the peak          their other seconds
+    memory-bound ops        ops that wait for memory; small ops: those that take no longer than their launch
+    recomputed              forward ops that run again in backward
     update                  ops of the optimizer's step
-    host                    the device has nothing to do: on a CPU, autograd and Python beside the ops
+    host                    the device is idle: on a CPU, autograd and Python beside the ops
     waiting for tp          the rank waits for collectives over these axes
-    other stages            a pipeline's bubble, and what stages send
+    other stages            a pipeline's bubble, and messages between stages
     data                    waiting for the batch
 
-The lines add up to the step. Measured ones are of the ops of timed steps, and of the waits of all others; what is left
-of their seconds is the host's. Which line an op belongs to is the device's answer in both, so that a line differs by
-its seconds alone.
+The lines add up to the step. Measured lines are of the ops of timed steps, and of the waits of all other steps; the
+rest of the seconds is the host's. Both assign ops to lines by the same device, so that a line differs only in seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from shardc.runtime import schedule as schedules
 
 PEAK, BELOW, MEMORY, SMALL = "products at the peak", "below the peak", "memory-bound ops", "small ops"
 AGAIN, UPDATE, HOST, STAGES, DATA = "recomputed", "update", "host", "other stages", "data"
-#: The order of the lines; those of axes stand before the stages'.
+#: The order of the lines; those of axes come between FIRST and LAST.
 FIRST, LAST = (PEAK, BELOW, MEMORY, SMALL, AGAIN, UPDATE, HOST), (STAGES, DATA)
 
 
@@ -44,7 +43,7 @@ def waiting(axes: str) -> str:
 
 @dataclass
 class Waterfall(Clock):
-    """A clock that keeps what for. spent: seconds by line."""
+    """A clock that also keeps causes. spent: seconds by line."""
 
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     updating: bool = False
@@ -67,7 +66,7 @@ class Waterfall(Clock):
 
 
 def lines_of(device: Device, op: Op, seconds: float, *, updating: bool) -> dict[str, float]:
-    """The lines that an op's seconds belong to."""
+    """Return the lines that an op's seconds belong to."""
     if updating:
         return {UPDATE: seconds}
     if op.again:
@@ -80,7 +79,7 @@ def lines_of(device: Device, op: Op, seconds: float, *, updating: bool) -> dict[
 
 
 def predicted(cost: Cost, rank: int = 0) -> dict[str, float]:
-    """Of one of `cost.ranks`, by its number there."""
+    """Return the predicted lines of one of `cost.ranks`, by its number there."""
     r = cost.dry_runs[rank]
     clock = Waterfall(cost.device, cost.program.mesh, r.rank)
     for _, part in parts(r, schedules.of(cost.program).actions[r.at]):
@@ -91,13 +90,13 @@ def predicted(cost: Cost, rank: int = 0) -> dict[str, float]:
 
 
 def measured(run: RunLog, cost: Cost, at: int) -> dict[str, float]:
-    """Of the rank that stands at this place of the pipeline's axis, over all steps in which its ops were timed."""
+    """Return the measured lines of the rank at this place of the pipeline's axis, over all timed steps."""
     steps = [x for x in run.timed if _at(cost, x) == at]
     spent: defaultdict[str, float] = defaultdict(float)
     for step in steps:
         for x in step.ops:
-            each = lines_of(cost.device, x.op, x.seconds / x.count, updating=x.part == "update")
-            for name, seconds in each.items():
+            lines = lines_of(cost.device, x.op, x.seconds / x.count, updating=x.part == "update")
+            for name, seconds in lines.items():
                 spent[name] += seconds * x.count / len(steps)
     waited = run.waited if at == 0 else _waited(steps)
     for axes, seconds in waited.items():
@@ -108,17 +107,17 @@ def measured(run: RunLog, cost: Cost, at: int) -> dict[str, float]:
 
 
 def _waited(steps: Sequence[MeasuredStep]) -> dict[str, float]:
-    """Of a rank that writes no lines: in the steps whose ops were timed."""
-    found: dict[str, float] = {}
+    """Return the waits of a rank that writes no log lines, in the steps whose ops were timed."""
+    seconds: dict[str, float] = {}
     for step in steps:
         for wait in step.waits:
             axes = "+".join(wait.axes)
-            found[axes] = found.get(axes, 0.0) + wait.seconds / len(steps)
-    return found
+            seconds[axes] = seconds.get(axes, 0.0) + wait.seconds / len(steps)
+    return seconds
 
 
 def _at(cost: Cost, step: MeasuredStep) -> int:
-    """The number, in `cost.ranks`, of those that do what the rank of a step did."""
+    """Return the index in `cost.ranks` of the ranks that do the same as the rank of a step."""
     axis = cost.program.axis
     place = cost.program.mesh.coords(step.rank)[axis] if axis else 0
     return next(i for i, r in enumerate(cost.ranks) if r.at == place)
@@ -131,7 +130,7 @@ def ordered(spent: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Equal ops: as often as a step has them, their seconds as measured and as priced."""
+    """Equal ops: their number in a step, and their seconds, measured and predicted."""
 
     op: Op
     part: str
@@ -142,9 +141,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run, and what was predicted of it. at: the place on the pipeline's axis. lines: seconds of a step by line,
-    (predicted, measured). made: bytes of what a step itself makes, at their peak, likewise. memory, reserved: the
-    device's, where that has an allocator. ops: what differs most first.
+    """A run and its prediction. at: the place on the pipeline's axis.
+
+    lines: seconds of a step by line, (predicted, measured). made: peak bytes that a step itself makes, likewise.
+    memory, reserved: the device's, if it has an allocator. ops: the largest differences first.
     """
 
     cost: Cost
@@ -158,13 +158,14 @@ class Comparison:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of a step, (predicted, measured), the wait for data included."""
+        """Seconds of a step, (predicted, measured), with the wait for data."""
         return sum(a for a, _ in self.lines.values()), sum(b for _, b in self.lines.values())
 
 
 def compare(cost: Cost, run: RunLog) -> list[Comparison]:
-    """For every place on the pipeline's axis whose ops were timed. Raises ShardcError for a run on another mesh, and
-    for a device of another kind.
+    """Compare a run to its prediction, for every place on the pipeline's axis whose ops were timed.
+
+    Raises ShardcError for a run on another mesh, or on a device of another kind.
     """
     mesh = dict(cost.program.mesh.axes)
     for step in run.timed:
@@ -174,18 +175,18 @@ def compare(cost: Cost, run: RunLog) -> list[Comparison]:
         if (step.kind == "cpu") != (cost.device.kind == "cpu"):
             fault = f"the run was on {step.device}, and {cost.device.name} is no {step.kind} device"
             raise ShardcError(fault, where=str(run.folder), fix=f"shardc device --measure, then --device {step.kind}")
-    found = []
+    comparisons = []
     for at in sorted({_at(cost, x) for x in run.timed}):
-        ours, theirs = predicted(cost, at), measured(run, cost, at)
-        lines = {name: (ours.get(name, 0.0), theirs.get(name, 0.0)) for name in ordered({**ours, **theirs})}
+        expected, actual = predicted(cost, at), measured(run, cost, at)
+        lines = {name: (expected.get(name, 0.0), actual.get(name, 0.0)) for name in ordered({**expected, **actual})}
         steps = [x for x in run.timed if _at(cost, x) == at]
         memory = cost.ranks[at].memory
         made = memory.peak - sum(memory.resident.values()), max(x.made for x in steps)
-        had = run.memory if cost.device.kind == "gpu" and at == 0 else {}
-        live = (memory.peak, had["memory"]) if "memory" in had else None
-        reserved = (cost.reserved, had["reserved"]) if "reserved" in had else None
-        found.append(Comparison(cost, run, at, lines, made, live, reserved, _differences(cost.device, steps)))
-    return found
+        peaks = run.memory if cost.device.kind == "gpu" and at == 0 else {}
+        live = (memory.peak, peaks["memory"]) if "memory" in peaks else None
+        reserved = (cost.reserved, peaks["reserved"]) if "reserved" in peaks else None
+        comparisons.append(Comparison(cost, run, at, lines, made, live, reserved, _differences(cost.device, steps)))
+    return comparisons
 
 
 def _differences(device: Device, steps: list[MeasuredStep]) -> tuple[Difference, ...]:
@@ -195,5 +196,5 @@ def _differences(device: Device, steps: list[MeasuredStep]) -> tuple[Difference,
         for x in step.ops:
             spent[x.part, x.op] += x.seconds / len(steps)
             count[x.part, x.op] += x.count / len(steps)
-    every = [Difference(op, part, n, spent[part, op], n * device.op_seconds(op)) for (part, op), n in count.items()]
-    return tuple(sorted(every, key=lambda x: -abs(x.measured - x.predicted)))
+    rows = [Difference(op, part, n, spent[part, op], n * device.op_seconds(op)) for (part, op), n in count.items()]
+    return tuple(sorted(rows, key=lambda x: -abs(x.measured - x.predicted)))

@@ -1,19 +1,19 @@
-"""What a program is: values that need no weights, no devices and no process group, and small tools on them.
+"""Define what a program is: values that need no weights, devices or process group, and tools on them.
 
-program         Program: it holds all of the following, prints, saves and loads
-stage           the graphs that ranks run, and what stages make for each other; metadata: what nodes carry
-stored          parameters, buffers and inputs; buckets: flat buffers of parameters; offload: what leaves the device
+program         Program: holds all of the following; it can be printed, saved and loaded
+stage           the graphs that ranks run, and the values that stages send each other; metadata: the keys of node.meta
+stored          parameters, buffers and inputs; buckets: flat buffers of parameters; offload: state kept off the device
 mesh            names and sizes of axes, ranks and coordinates
-placement       how a value lies on a mesh; conversions: every way in which that becomes another one, in one table
-shard_chunks    cuts a tensor by a shard, and joins it again
-types           shapes and dtypes of nodes; type_text: as programs print them, f32[8, 512@tp] +dp
-graph           small functions on fx graphs; source: the user's line that something came from
-fused_regions   lines of a graph of a step that are compiled as one; pairs: the graph of a forward beside a backward
-forward_record  what forward and loss were, for a run that goes on
-outputs         values that a step gives beside its loss; generation: the two steps of a model that generates
+placement       how a value is placed on a mesh; conversions: the table of all changes from one placement to another
+shard_chunks    cuts a tensor by a shard, and joins the parts again
+types           shapes and dtypes of nodes; type_text: types as programs print them, f32[8, 512@tp] +dp
+graph           small functions on fx graphs; source: the line of the user's code behind a node or an error
+fused_regions   lines of a step's graph that are compiled together; pairs: one graph of a forward and a backward
+forward_record  a record of what forward and loss compute, for runs that resume
+outputs         values that a step returns beside its loss; generation: the programs of a model that generates
 adapters        matrices of low rank beside weights, and which weights are frozen
 repeats         which layers are equal; patterns: globs over a model's names
 comm_record     one collective of a run
-units           bytes, rates and counts for people
-matrices        what an optimizer over whole matrices sees, and who steps which
+units           formats bytes, rates and counts for people
+matrices        the matrices that an optimizer over whole matrices updates, and which parameters have them
 """

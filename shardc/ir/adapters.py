@@ -1,11 +1,11 @@
-"""Adapters: matrices of low rank beside the weights of a model, which are frozen (LoRA, Hu et al. 2021).
+"""Define adapters: matrices of low rank beside the frozen weights of a model (LoRA, Hu et al. 2021).
 
     y = W x + scale B A x                  lora, rslora        A [rank, in], B [out, rank]
     y = m * (W x + scale B A x) / |W + scale B A|    dora      m [out], lengths of rows (Liu et al. 2024, "DoRA")
 
-Names are peft's, without that of the adapter: `q_proj.lora_A.weight` beside `q_proj.weight`; behind the name of a
-weight that is called otherwise, `experts.down_proj.lora_A.weight`. Of experts in one tensor A is [experts, rank, in]
-and B [experts, out, rank].
+Names are peft's, without the adapter's name: `q_proj.lora_A.weight` beside `q_proj.weight`. For a weight with another
+name, the suffix follows the full name: `experts.down_proj.lora_A.weight`. For experts in one tensor A is
+[experts, rank, in] and B [experts, out, rank].
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
 @dataclass(frozen=True)
 class Adapter:
-    """What stands beside one weight. base, a, b, magnitude: placeholders; magnitude: "" but for dora.
+    """The matrices beside one weight. base, a, b, magnitude: placeholders; magnitude: "" except for dora.
 
-    flipped: the weight is [.., in, out], not [.., out, in]. kind, rank, alpha, dropout: of the spec's entry.
+    flipped: the weight is [.., in, out], not [.., out, in]. kind, rank, alpha, dropout: from the spec's entry.
     """
 
     base: str
@@ -38,7 +38,7 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """The factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)
 
     @property
@@ -48,19 +48,20 @@ class Adapter:
 
 
 def name_beside(weight: str, part: str) -> str:
-    """The name of an adapter's part, by the name of the weight that it is beside."""
+    """Return the name of an adapter's part beside a weight."""
     return f"{whole_name(weight).removesuffix('.weight')}.{part}"
 
 
 def whole_name(part: str) -> str:
-    """The name of the weight that a stored tensor is, or belongs to: `q_proj.weight` of `q_proj.weight:qdata`, which
-    is a part of a quantised one (shardc.runtime.state.quantized).
+    """Return the name of the weight that a stored tensor is or belongs to.
+
+    It is `q_proj.weight` for `q_proj.weight:qdata`, a part of a quantised weight (shardc.runtime.state.quantized).
     """
     return part.partition(":")[0]
 
 
 def frozen(patterns: Sequence[str], names: Sequence[str]) -> bool:
-    """Do the patterns of `freeze` freeze a parameter of these names? The last one that matches counts."""
+    """Return whether the `freeze` patterns freeze a parameter with these names. The last match decides."""
     for pattern in reversed(patterns):
         if any(match(pattern.removeprefix("!"), n) for name in names for n in (name, *enclosing(name))):
             return not pattern.startswith("!")

@@ -1,4 +1,4 @@
-"""Buckets: flat buffers in which parameters lie, and in which their gradients are reduced together.
+"""Define buckets: flat buffers of parameters, in which their gradients are reduced together.
 
     bucket 0: all_reduce over dp          [ down.weight | down.bias | up.weight | up.bias ]   as backward finishes them
     the same at ZeRO, shard="dp", 2 ranks [ rank 0's part          | rank 1's part        ]   cut across parameters
@@ -15,8 +15,9 @@ import torch
 
 @dataclass(frozen=True)
 class Rounded:
-    """How a parameter is rounded: format and granule, as `fp8_round` takes them; axes: over which granules are split,
-    beside that of the bucket.
+    """How a parameter is rounded: format and granule as in `fp8_round`.
+
+    axes: over which granules are split, besides the bucket's axis.
     """
 
     format: str
@@ -26,22 +27,21 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that lie in one flat buffer, and whose gradients are reduced together.
+    """Parameters in one flat buffer, whose gradients are reduced together.
 
-    axes: over which gradients are summed; () = they need no sum, or there are none. dtype: of the sums.
+    axes: over which gradients are summed; () = no sum is needed, or there are no gradients. dtype: of the sums.
     params: names in the order in which backward finishes them; local parts of one dtype.
-    shard: the data axis over which the flat buffer is cut into one part a rank; "" = nothing is cut.
-    zero: what is kept cut: 1 the optimizer's state, 2 gradients too, 3 parameters too (Rajbhandari et al. 2020,
-    "ZeRO"); 0 = nothing.
-    compute: dtype in which the whole parameters are held or gathered, where all ops want another one than is stored;
-    None = as stored.
-    prefetch: at zero 3, how many buckets are gathered ahead of their use in backward. (Forward's gathers stand in the
-    graph.)
-    keep: at zero 3, what is gathered is kept, and gradients are not summed, until the last backward of a step.
-    rounded: at zero 3, of each parameter, if all that ops want of it is what `fp8_round` gives: it is rounded before it
-        is gathered, in 8 bits. () = they are gathered as `compute` says.
-    stages: of a pipeline: those that use its parameters. late: other ranks' stages do too, and the sum is begun after
-        all backwards: the ranks do not get there at the same time.
+    shard: the data axis over which the flat buffer is cut into one part per rank; "" = it is not cut.
+    zero: what each rank keeps only its part of: 1 the optimizer's state, 2 gradients too, 3 parameters too (Rajbhandari
+    et al. 2020, "ZeRO"); 0 = nothing.
+    compute: dtype in which the whole parameters are held or gathered, if all ops use another one than the stored one;
+    None = the stored one.
+    prefetch: at zero 3, how many buckets backward gathers ahead of their use. (Forward's gathers are in the graph.)
+    keep: at zero 3, gathered parameters are kept, and gradients are not summed, until the last backward of a step.
+    rounded: at zero 3, of each parameter, if all ops use only its `fp8_round`: it is rounded before the gather, which
+    sends 8 bits. () = gathered as `compute` says.
+    stages: of a pipeline: those that use its parameters. late: stages of other ranks use them too; the sum starts after
+    all backwards, as ranks finish theirs at different times.
     """
 
     axes: tuple[str, ...]
@@ -58,5 +58,5 @@ class Bucket:
 
     @property
     def each(self) -> bool:
-        """Are gradients summed in every backward, so that none are kept whole? Otherwise once a step."""
+        """Whether gradients are summed in every backward, so that none are kept whole; otherwise once a step."""
         return self.zero == 2 or (self.zero == 3 and not self.keep)

@@ -1,4 +1,4 @@
-"""One collective, as the rank that runs it or a dry run of the rank notes it down."""
+"""Define the record of one collective, written by the rank that runs it or by its dry run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ class CommRecord:
 
     bytes: of the whole (reduced, gathered or exchanged) local tensor, as in shardc.ir.metadata.Collective.
     direction: "forward", "recompute" (of forward, in backward), "backward" or "update". tag: the program's node or
-    bucket that it belongs to."""
+    bucket that it belongs to.
+    """
 
     kind: str
     axes: tuple[str, ...]

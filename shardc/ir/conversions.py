@@ -1,22 +1,22 @@
-"""The table of conversions: every way in which a value's placement on a mesh axis becomes another one.
+"""Define the table of conversions: every way to change a value's placement on a mesh axis.
 
-Placement decides what each value is on an axis; where an op needs something else, partition inserts one of these ops.
-The gradient goes the other way, and what has to become of it follows from the duality of placements:
+Placement decides what each value is on an axis; where an op needs another placement, partition inserts one of these
+ops. The gradient goes the other way, and its placements follow from the duality:
 
     value          its gradient
     Replicate      Replicate      whole on every rank
-    Shard          Shard          cut alike
+    Shard          Shard          cut in the same way
     Partial        Replicate      every summand gets the sum's gradient
     PartialGrad    Partial        every copy gets a summand of it
 
 So the backward of reduce_scatter (Partial to Shard) takes a gradient from Shard to Replicate: all_gather. `CONVERSIONS`
-has all pairs of a forward and its backward; no other file says which belong together. Who reads it:
+has all pairs of a forward and its backward; no other file says which belong together. Readers of the table:
 
     passes/partition                 which ops to insert, in which order, their names and collectives
     passes/place/transfer_cost.py    what they cost
-    passes/accumulate                which of them look at the microbatch, and that all are linear
+    passes/accumulate                which of them depend on the microbatch, and that all are linear
     runtime/ops/convert.py           what they run, forward and backward
-    docs/explanation/algebra.md                  shows the table as `python -m shardc.ir.conversions` prints it
+    docs/explanation/algebra.md      shows the table as `python -m shardc.ir.conversions` prints it
 
 A new conversion is a row here and an op of its name in runtime/ops/convert.py.
 """
@@ -33,8 +33,8 @@ from shardc.ir.placement import Partial, PartialGrad, Placement, Replicate, Shar
 #: "pad" puts a part among zeros, "first" keeps the first rank's tensor and zeroes the others', "identity" keeps all.
 Move = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice", "pad", "first", "identity"]
 
-#: What one of n ranks sends in each, in units of (n-1)/n of the whole tensor; in an all_to_all, of the rank's own part,
-#: the n-th of it. (For this page; what they take: shardc.machine.collectives.)
+#: Bytes that each of n ranks sends, in units of (n-1)/n of the whole tensor; in an all_to_all, of the rank's own part,
+#: the n-th of it. (For the docs; seconds: shardc.machine.collectives.)
 COLLECTIVES = {"all_gather": 1, "all_reduce": 2, "all_to_all": 1, "reduce_scatter": 1}
 
 
@@ -43,7 +43,7 @@ class Conversion:
     """A row: the op that turns one kind of placement into another on an axis, and what it runs.
 
     forward, backward: the move of the value, and of its gradient. suffix: ends the name of the result (`proj_sum`).
-    distance: where a value exists in several forms, the one whose distances add up to the least is converted.
+    distance: where a value exists in several forms, the one with the smallest total distance is converted.
     reason: why a program needs it. deferred: what it makes later ops send, in all_gathers; part of its price.
     joint: one call converts several axes, in one collective.
     """
@@ -60,15 +60,15 @@ class Conversion:
     joint: bool = False
 
     def collectives(self, *, gradient: bool) -> tuple[str, str]:
-        """What communicates forward and backward; "none" if nothing. gradient: whether one flows through the value."""
+        """Return the collectives of forward and backward, or "none". gradient: whether one flows."""
         backward = self.backward if gradient and self.backward in COLLECTIVES else "none"
         return self.forward if self.forward in COLLECTIVES else "none", backward
 
     def price(self, each: Mapping[str, float], *, gradient: bool, packed: float = 1.0) -> float:
         """Add up the collectives of one byte of the whole tensor, forward and backward, now and later.
 
-        each: the price of a byte in a collective, by kind. packed: the share of the bytes that a gather in forward
-        sends of what is rounded to 8 bits.
+        each: the price of a byte in a collective, by kind. packed: the share of the bytes that a forward gather sends,
+        if the value is rounded to 8 bits.
         """
         forward, backward = self.collectives(gradient=gradient)
         share = packed if forward == "all_gather" else 1.0
@@ -77,10 +77,10 @@ class Conversion:
         return now + later + (each[backward] if backward != "none" else 0.0)
 
 
-# A table reads by its columns, hence no formatter.
+# The table keeps its columns, hence no formatter.
 # fmt: off
-#: The order of rows is the order of steps where a value is converted on several axes: cut first, so that less is sent;
-#: then sum, then gather; last what only changes who counts.
+#: The order of rows is the order of steps for a value that is converted on several axes: cut first, so that less is
+#: sent; then sum, then gather; last the rows that only change whose value counts.
 CONVERSIONS = (
     #          from         to           op                         forward           backward          suffix distance
     Conversion(Replicate,   Shard,       "shard",                   "slice",          "all_gather",     "cut",    1,
@@ -116,7 +116,7 @@ _BY_PLACEMENTS = {(row.source, row.target): row for row in CONVERSIONS}
 
 
 def between(source: type[Placement], target: type[Placement]) -> tuple[Conversion, ...]:
-    """The conversions from one kind of placement to another: one row, or two by way of Replicate."""
+    """Return the conversions from one kind of placement to another: one row, or two by way of Replicate."""
     row = _BY_PLACEMENTS.get((source, target))
     return (row,) if row else by_way_of_replicate(source, target)
 
@@ -126,7 +126,7 @@ def by_way_of_replicate(source: type[Placement], target: type[Placement]) -> tup
 
 
 def path(old: Placement, new: Placement) -> tuple[Conversion, ...]:
-    """The conversions of one value on one axis. Two digits of the same dim: it is gathered, then cut again."""
+    """Return the conversions of one value on one axis. Between digits of one dim: gather, then cut again."""
     if old == new:
         return ()
     if isinstance(old, Shard) and isinstance(new, Shard) and old.dim == new.dim:
@@ -135,7 +135,7 @@ def path(old: Placement, new: Placement) -> tuple[Conversion, ...]:
 
 
 def distance(old: Placement, new: Placement) -> int:
-    """How far a form of a value is from another on one axis."""
+    """Return the distance between two placements of a value on one axis."""
     if old == new:
         return 0
     first, *more = between(type(old), type(new))
@@ -143,21 +143,21 @@ def distance(old: Placement, new: Placement) -> int:
 
 
 def steps(paths: Mapping[str, tuple[Conversion, ...]]) -> list[tuple[Conversion, list[str]]]:
-    """The conversions of one value on several axes in order, each with its axes. paths: by axis.
+    """Return the conversions of one value on several axes in order, each with its axes. paths: by axis.
 
-    That is the table's order, but the second conversion of an axis comes after the first.
+    The order is the table's, but the second conversion of an axis comes after the first.
     """
     order = {row.op: i for i, row in enumerate(CONVERSIONS)}
     axes: dict[tuple[int, int], list[str]] = {}
-    for axis, each in paths.items():
-        for k, row in enumerate(each):
-            place = max(order[before.op] for before in each[: k + 1])
+    for axis, path in paths.items():
+        for k, row in enumerate(path):
+            place = max(order[before.op] for before in path[: k + 1])
             axes.setdefault((place, -order[row.op]), []).append(axis)
     return [(CONVERSIONS[-row], axes[place, row]) for place, row in sorted(axes)]
 
 
 def markdown() -> str:
-    """The table as docs/explanation/algebra.md shows it."""
+    """Format the table for docs/explanation/algebra.md."""
     lines = [
         "| from | to | op | forward | backward | sent | result | when |",
         "|---|---|---|---|---|---|---|---|",

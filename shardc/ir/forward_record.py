@@ -1,9 +1,8 @@
-"""Record what forward and loss compute: a run that continues from a checkpoint with another forward, or with batches of
-other sizes, gets a warning.
+"""Record what forward and loss compute, to warn a run that resumes with different ones.
 
 The record is of the captured graph, before any pass: it is the same on every mesh and for every spec. It counts ops by
-their spelling, `dropout(p=0.1, train=True)`, and a digest says how they are connected. Numbers that come from the
-batch's sizes are in the ops, too, so ops are compared between batches of equal sizes only, and only if one version of
+their spelling, `dropout(p=0.1, train=True)`, and a digest says how they are connected. Ops also contain numbers that
+come from the batch's sizes. So ops are compared only between batches of equal sizes, and only if the same versions of
 torch and shardc wrote both records.
 """
 
@@ -24,9 +23,9 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Buffer
 from shardc.version import VERSION
 
-#: Bytes of a constant up to which its numbers count.
+#: Constants of at most this many bytes are compared by their numbers.
 _CONSTANT = 1 << 20
-#: Characters of an op's spelling, and ops that a note names.
+#: Maximum characters of an op's spelling, and maximum ops that a note names.
 _LONGEST, _NAMED = 200, 3
 _CALL = re.compile(r"[\w.]+\([ -~]{0,1000}\)", re.ASCII)
 _DEVICES = ("device", "pin_memory", "layout", "memory_format")
@@ -34,8 +33,9 @@ _DEVICES = ("device", "pin_memory", "layout", "memory_format")
 
 @dataclass(frozen=True)
 class ForwardRecord:
-    """by: the versions that wrote it. inputs: {path in the batch: "f32[16, 8]"}, global. ops: {spelling: how often}.
-    digest: of all ops and how they are connected.
+    """A record. by: the versions that wrote it. inputs: {path in the batch: "f32[16, 8]"}, global.
+
+    ops: {spelling: how often}. digest: of all ops and how they are connected.
     """
 
     by: str
@@ -45,9 +45,7 @@ class ForwardRecord:
 
     @classmethod
     def later(cls, program: Program) -> Callable[[], ForwardRecord]:
-        """Return a function that makes the record of a captured program once; with the numbers that its constants have
-        now.
-        """
+        """Return a cached function that makes a program's record, with its constants' values as of now."""
         constants = [_constant(b) for b in program.buffers if not b.fqn]
         return functools.cache(lambda: cls._of(program, constants))
 
@@ -71,7 +69,7 @@ class ForwardRecord:
 
     @classmethod
     def read(cls, json: Any) -> ForwardRecord | None:
-        """Read what `to_json` gave; None for anything else: a checkpoint may be anybody's."""
+        """Read what `to_json` returned; None for anything else, as a checkpoint can come from anywhere."""
         if not isinstance(json, Mapping) or json.keys() != {f.name for f in fields(cls)}:
             return None
         inputs, ops = json["inputs"], json["ops"]
@@ -88,7 +86,7 @@ class ForwardRecord:
         return asdict(self)
 
     def differences(self, now: ForwardRecord) -> Iterator[str]:
-        """What a run that continues does otherwise than the one that wrote this; one line each."""
+        """Yield a line for each difference between a resumed run (`now`) and the run that wrote this record."""
         if self.inputs != now.inputs:
             then, new = (
                 ", ".join(f"{n} {x}" for n, x in a.items() if b.get(n) != x) or "nothing beside"
@@ -105,22 +103,22 @@ class ForwardRecord:
 
 
 def _spelled(node: fx.Node) -> str:
-    """An op with those of its arguments that are no tensors: dropout(p=0.1, train=True)."""
+    """Spell an op with its arguments that are not tensors: dropout(p=0.1, train=True)."""
     packet = getattr(node.target, "overloadpacket", None)
     name = packet.__name__ if packet is not None else getattr(node.target, "__name__", str(node.target))
     name = re.sub(r"[^\w.]", "_", name, flags=re.ASCII)
     schema = getattr(node.target, "_schema", None)
     named = [a.name for a in schema.arguments] if schema is not None else []
-    given = {named[i] if i < len(named) else f"arg{i}": x for i, x in enumerate(node.args)} | dict(node.kwargs)
-    said = ", ".join(f"{n}={_said(x)}" for n, x in given.items() if n not in _DEVICES and not isinstance(x, fx.Node))
-    text = f"{name}({said})"
+    values = {named[i] if i < len(named) else f"arg{i}": x for i, x in enumerate(node.args)} | dict(node.kwargs)
+    shown = ", ".join(f"{n}={_said(x)}" for n, x in values.items() if n not in _DEVICES and not isinstance(x, fx.Node))
+    text = f"{name}({shown})"
     if len(text) > _LONGEST:  # a long list of sizes
         text = f"{text[:_LONGEST]}... #{hashlib.sha256(text.encode()).hexdigest()[:8]})"
     return text
 
 
 def _tensors(arguments: Any) -> list[fx.Node]:
-    """The tensors among an op's arguments, in order, with repeats."""
+    """Return the tensors among an op's arguments, in order, with repeats."""
     nodes: list[fx.Node] = []
     fx.map_arg(arguments, nodes.append)
     return nodes
@@ -135,7 +133,7 @@ def _said(x: Any) -> str:
 
 
 def _constant(b: Buffer) -> str:
-    """A tensor that capture found in the code, by its numbers."""
+    """Spell a tensor that capture found in the code, by a digest of its numbers."""
     x, text = b.constant, str(b.value)
     if not isinstance(x, Tensor) or type(x) is not Tensor or x.device.type != "cpu" or x.nbytes > _CONSTANT:
         return f"constant(type={text})"

@@ -1,8 +1,7 @@
-"""Fused regions of a graph: lines that follow each other, and that a compiler runs as one (`execution: {compile:
-layers}`).
+"""Find fused regions: consecutive lines of a graph that are compiled as one (`compile: layers`).
 
-The lines of a region carry its number (`meta["fused"]`) and are in the order in which they run without a compiler: so a
-graph with fused regions is a graph as any other. shardc.passes.joint.fused_regions chooses them;
+The lines of a region carry its number (`meta["fused"]`) and stay in the order in which they run without a compiler, so
+a graph with fused regions is an ordinary graph. shardc.passes.joint.fused_regions chooses them;
 shardc.runtime.compiled runs them.
 """
 
@@ -21,8 +20,9 @@ from shardc.ir.stage import Joint
 
 @dataclass(frozen=True)
 class FusedRegion:
-    """lines: in order. takes: values of other lines, in the order in which they are first used; gives: its values that
-    others use.
+    """Lines that are compiled together, in order.
+
+    takes: values of other lines, in the order of first use. gives: values of these lines that others use.
     """
 
     number: int
@@ -35,22 +35,22 @@ class FusedRegion:
 
 
 def region_of(number: int, lines: Iterable[fx.Node]) -> FusedRegion:
-    """What these lines take and give."""
+    """Return the region of these lines."""
     lines = tuple(lines)
     inside = set(lines)
-    takes = dict.fromkeys(x for n in lines for x in n.all_input_nodes if x not in inside)
+    inputs = dict.fromkeys(x for n in lines for x in n.all_input_nodes if x not in inside)
     gives = (n for n in lines if any(u not in inside for u in n.users))
-    return FusedRegion(number, lines, tuple(takes), tuple(gives))
+    return FusedRegion(number, lines, tuple(inputs), tuple(gives))
 
 
 def fused_regions(graph: fx.Graph) -> list[FusedRegion]:
-    """Those of a graph, in order."""
+    """Return the fused regions of a graph, in order."""
     marked = groupby(graph.nodes, key=lambda n: n.meta.get("fused"))
     return [region_of(number, lines) for number, lines in marked if number is not None]
 
 
 def without_fused_regions(program: Program) -> Program:
-    """The same program, whose graphs of a step run line by line."""
+    """Return the same program with step graphs that run line by line."""
 
     def plain(graph: fx.Graph) -> fx.Graph:
         copy = copy_graph(graph)
@@ -72,11 +72,12 @@ def moved(
     bytes_of: Callable[[fx.Node], int],
     shares: Callable[[fx.Node], bool],
 ) -> tuple[int, int]:
-    """(bytes that its lines which fuse read and write one by one, bytes that they read and write where those that they
-    hand to each other are never written). The others, products above all, are kernels of their own either way.
+    """Return the bytes that a region's fusing lines read and write: (line by line, in fused kernels).
 
-    fuses: is a line part of such a kernel? bytes_of: of a value; shares: whether a line's result is in the memory of
-    its first operand, as a view's is."""
+    In a fused kernel, values that fused lines pass to each other are never written. Other lines, such as products, are
+    separate kernels either way and are not counted. fuses: whether a line joins a fused kernel; bytes_of: of a value;
+    shares: whether a line's result shares the memory of its first operand, as a view does.
+    """
     root: dict[fx.Node, fx.Node] = {}
     for n in region.lines:
         base = n.args[0] if n.args else None
@@ -88,7 +89,7 @@ def moved(
         return sum(map(bytes_of, dict.fromkeys(root.get(x, x) for x in values)))
 
     def leaves(n: fx.Node) -> bool:
-        """Does anything but a fused kernel use it?"""
+        """Return whether anything but a fused kernel uses the value."""
         return any(u not in inside or not (u in fused or (root[u] is not u and not leaves(u))) for u in n.users)
 
     one_by_one = sum(size(n.all_input_nodes) + bytes_of(n) for n in fused)

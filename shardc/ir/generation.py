@@ -1,20 +1,20 @@
-"""The two programs by which a language model generates: of prompts, and of one token with what the model keeps of those
-before it. Of a model that keeps nothing, one of whole sequences.
+"""Define the programs by which a language model generates, and the state that they keep.
+
+With a cache there are two, of prompts and of one token; without one there is a single program of whole sequences:
 
     Prefill   ids [B, P]                  -> logits [B, V] of the last position, and the model's states
-    Decode    ids [B, 1], place, states   -> logits [B, V]; states are written to
+    Decode    ids [B, 1], place, states   -> logits [B, V]; states are updated
     Whole     ids [B, N], at [B]          -> logits [B, V] of the positions `at`
 
-A model with an encoder is given its inputs besides; ids are the decoder's. The encoder runs with the prompts alone:
-keys and values of what it gives are states that no token changes, and a token is given their mask.
+A model with an encoder also takes the encoder's inputs; ids are the decoder's. The encoder runs with the prompts only:
+keys and values of its output are states that no token changes, and decoding a token takes their mask.
 
-States are the tensors in a model's own cache, whatever they are: keys and values [B, H, N, D] of a fixed length N (of
-a layer that reads no further back than a window of W places, W of them), the last inputs of a convolution, the states
-of a recurrence. Prompts are filled up on their left to a common length, so that a token's place is one number for all
-rows: distances, and with them windows and biases, are the model's own.
+States are the tensors in the model's own cache: keys and values [B, H, N, D] of a fixed length N (W, in a layer with a
+window of W positions), the last inputs of a convolution, the states of a recurrence. Prompts are padded on the left to
+a common length, so that a token's position is one number for all rows; distances, windows and biases stay correct.
 
-A model that takes its place from the number of keys (GPT-Neo, MPT) is right where a token is always the last of them:
-then keys and values move up by one for each, and there is no `place`.
+A model that derives the position from the number of keys (GPT-Neo, MPT) is right if a token is always the last key.
+For such a model keys and values move up by one for each token, and there is no `place`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from shardc.ir.placement import Layout
 if TYPE_CHECKING:
     from shardc.ir.program import Program
 
-#: The output that has the logits of the next token; the input of `Decode` that says where its token stands.
+#: The output with the logits of the next token; the input of `Decode` with the token's position.
 LOGITS, PLACE = "logits", "place"
 #: The inputs of `Whole`.
 IDS, AT = "ids", "at"
-#: The input of all three that has an encoder's, by name; that which says what of them is padding.
+#: The input of all three with the encoder's inputs by name; the entry that masks their padding.
 ENCODER, MASK = "encoder", "attention_mask"
 _CACHE = "cache"
 
 
 @dataclass(frozen=True)
 class State:
-    """One tensor of a cache. path: where it stands there, as "0.keys" of the first layer. shape: dim 0 is rows."""
+    """One tensor of a cache. path: its place there, "0.keys" of the first layer. shape: dim 0 is rows."""
 
     path: str
     shape: tuple[int, ...]
@@ -59,15 +59,16 @@ class State:
 
     @classmethod
     def of_output(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> State | None:
-        """What an output of `Prefill` is of the cache; None of others."""
+        """Return the state that an output of `Prefill` holds; None if the output is not part of the cache."""
         first, _, path = name.partition(".")
         return cls(path, shape, dtype) if first == _CACHE else None
 
 
 @dataclass(eq=False)
 class Form:
-    """A model's cache without its tensors, as its prompts have left it: what tracing `Prefill` writes here, tracing
-    `Decode` fills in. slots: what stands there for the tensor of each path. encoder: the shape of what an encoder gave.
+    """A model's cache without its tensors. Tracing `Prefill` writes it, tracing `Decode` reads it.
+
+    slots: the object in the place of each path's tensor. encoder: the shape of the encoder's output.
     """
 
     cache: Any = None
@@ -77,13 +78,15 @@ class Form:
 
 @dataclass(frozen=True)
 class Whole:
-    """The forward of whole sequences, filled up on their right, which a causal model does not see."""
+    """The forward of whole sequences, padded on the right, which a causal model does not see."""
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """The forward of prompts. length: of the cache that it begins; form: of it, once this is traced; moves: for a token
-    all keys and values move up by one; layouts: how `Decode` has them, by output.
+    """The forward of prompts. length: of the cache that it starts, in tokens.
+
+    form: of the cache; tracing fills it in. moves: each new token moves all keys and values up by one; layouts: of the
+    states in `Decode`, by output.
     """
 
     length: int
@@ -94,7 +97,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """The forward of one token a row. states: what it reads and writes; form: of their cache."""
+    """The forward of one token per row. states: tensors that it reads and writes; form: of their cache."""
 
     states: tuple[State, ...]
     form: Form
@@ -105,8 +108,9 @@ Step = Prefill | Decode | Whole
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is compiled for. rows; prompt, length: of prompts, and of the cache, in tokens; encoder: of its inputs, as
-    (name, shape, dtype); moves: see Prefill.
+    """The sizes to compile for. rows: of a batch; prompt, length: of prompts and of the cache, in tokens.
+
+    encoder: its inputs, as (name, shape, dtype); moves: see Prefill.
     """
 
     rows: int
@@ -118,8 +122,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Begins:
-    """How a model's own configuration says that texts begin and end. encodes: whether it has an encoder; start: the
-    token that its decoder begins with; stop: those after which a text ends.
+    """How texts begin and end, by the model's own configuration. encodes: whether it has an encoder.
+
+    start: the token that its decoder begins with; stop: tokens after which a text ends.
     """
 
     encodes: bool
@@ -129,8 +134,9 @@ class Begins:
 
 @dataclass(frozen=True)
 class Generation:
-    """How a model generates. steps: its programs of prompts and of one token; None where it keeps no cache (`why`).
-    trial: with an encoder, the program of prompts that are a token longer.
+    """How a model generates. steps: its programs of prompts and of one token; None without a cache.
+
+    why: the reason if there is none. trial: with an encoder, the program of prompts that are one token longer.
     """
 
     steps: tuple[Program, Program] | None

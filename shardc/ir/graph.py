@@ -1,7 +1,7 @@
-"""Small functions on fx graphs: copy one, list its placeholders and calls, read what a node carries.
+"""Define small functions on fx graphs: copy one, list its placeholders and calls, read node metadata.
 
-A *call* is a `call_function` node that runs an op. A `getitem` is none: it picks one of the results of a call before
-it, so functions here that look at an op's operands, results or users look through it.
+A *call* is a `call_function` node that runs an op. A `getitem` is not a call: it picks one result of an earlier call.
+Functions here that look at an op's operands, results or users look through it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NOWHERE = Source()
 
 
 def copy_graph(graph: fx.Graph, env: dict[fx.Node, fx.Node] | None = None, into: fx.Graph | None = None) -> fx.Graph:
-    """A copy with nodes of the same names; each has a dict of metadata of its own.
+    """Copy a graph. Nodes keep their names, and each new node has its own metadata dict.
 
-    env: gets the new node for every old one; what is in it before is used in place of a copy. into: the graph at whose
-    end it is written; default: a new one.
+    env: maps old nodes to new ones. It is filled here; nodes that are already in it are not copied. into: the graph to
+    append to; default: a new one.
     """
     new, env = fx.Graph() if into is None else into, {} if env is None else env
     for n in graph.nodes:
@@ -37,14 +37,14 @@ def copy_graph(graph: fx.Graph, env: dict[fx.Node, fx.Node] | None = None, into:
 
 
 def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
-    """The placeholders by name, in order."""
+    """Return the placeholders by name, in order."""
     return {n.name: n for n in graph.find_nodes(op="placeholder")}
 
 
 def call_like(
     graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], model: fx.Node, **meta: Any
 ) -> fx.Node:
-    """A new call at the insertion point, with the metadata of `model`, and `meta`."""
+    """Add a call at the insertion point, with the metadata of `model` updated by `meta`."""
     node = graph.call_function(target, args, kwargs)
     node.meta.update(model.meta, **meta)
     return node
@@ -55,38 +55,38 @@ def is_call(node: fx.Node) -> bool:
 
 
 def calls(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes that run an op, in order."""
+    """Return the nodes that run an op, in order."""
     return filter(is_call, graph.nodes)
 
 
 def source_of(node: fx.Node) -> Source:
-    """Where in the user's model a node came from; the empty `Source` for one that is the compiler's own."""
+    """Return where in the user's model a node came from; an empty `Source` for the compiler's own nodes."""
     source: Source = node.meta.get("source", _NOWHERE)
     return source
 
 
 def values_of(node: fx.Node) -> tuple[Value, ...]:
-    """The types of a node's results, one or several; () for `mesh` and `rng`."""
+    """Return the types of a node's results, one or several; () for `mesh` and `rng`."""
     value = node.meta.get("value")
     return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
 def value_of(node: fx.Node) -> Value:
-    """The type of a node that has one result."""
+    """Return the type of a node that has one result."""
     value = node.meta["value"]
     assert isinstance(value, Value), f"{node} has several results, or none"
     return value
 
 
 def map_value(function: Callable[[Value], Any], value: Any) -> Any:
-    """`function` of a node's value, or of each in its tuple of them; None stays None."""
+    """Apply `function` to a node's value, or to each value in a tuple; None stays None."""
     if isinstance(value, tuple):
         return tuple(v and function(v) for v in value)
     return value and function(value)
 
 
 def producer_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """The op that made a value, and the index of the value among its results."""
+    """Return the op that computed a value, and the index of the value among the op's results."""
     if node.target is operator.getitem:
         op, index = node.args
         assert isinstance(op, fx.Node)
@@ -96,12 +96,12 @@ def producer_of(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def users_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes that use a result, or one of several."""
+    """Return the nodes that use a node's result, or one of its results."""
     return [u for user in node.users for u in (users_of(user) if user.target is operator.getitem else [user])]
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The tensor operands of a node, in the order of its arguments; a tensor used twice appears twice."""
+    """Return a node's tensor operands, in the order of its arguments; a tensor used twice appears twice."""
     operands: list[fx.Node] = []
     _collect(node.args, operands)
     for name in sorted(node.kwargs):
@@ -109,12 +109,12 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     return operands
 
 
-#: Ops that make one weight of several stored tensors, at most: what a search for more would read is an activation.
+#: At most this many ops make one weight of several stored tensors. A value of more ops counts as an activation.
 _MAKES = 64
 
 
 def stored_alone(node: fx.Node) -> bool:
-    """Is a value made of what the model stores alone, as a weight is that is kept as numbers and scales?"""
+    """Return whether a value is computed only from stored tensors, such as a weight of numbers and scales."""
     todo, seen = [producer_of(node)[0]], set[fx.Node]()
     while todo:
         op = todo.pop()
@@ -128,7 +128,7 @@ def stored_alone(node: fx.Node) -> bool:
 
 
 def repeats(node: fx.Node) -> bool:
-    """Does the result of an op have more elements than its operands?"""
+    """Return whether an op's results have more elements than its operands."""
     operands = (v for x in operands_of(node) for v in values_of(x))
     return sum(math.prod(v.shape) for v in values_of(node)) > sum(math.prod(v.shape) for v in operands)
 

@@ -1,4 +1,4 @@
-"""Axis names and sizes of a device mesh, and rank <-> coordinates. Pure arithmetic: needs no process group."""
+"""Define axis names and sizes of a device mesh, and rank <-> coordinates. Needs no process group."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-#: The axis of microbatches, which run one after the other (shardc.passes.accumulate): they add up, and nobody gathers
-#: what others have.
+#: The axis of microbatches, which run in turn (shardc.passes.accumulate). Values are summed, never gathered.
 MICROBATCH = "microbatch"
-#: The largest clusters have a tenth of it.
+#: Ten times the ranks of the largest clusters.
 MAX_RANKS = 1 << 20
 
 
@@ -22,13 +21,13 @@ class Mesh:
     >>> m.world, m.size("tp"), m.coords(5), m.rank({"dp": 1, "tp": 1})
     (8, 4, {'dp': 1, 'tp': 1}, 5)
 
-    An axis may be seen as several digits ("tp" as "tp.0" × "tp.1", outermost first; see `refine`): its own name then
-    means all of them wherever an axis is named.
+    An axis may be seen as several digits ("tp" as "tp.0" × "tp.1", outermost first; see `refine`). The axis's name then
+    means all of its digits.
 
     >>> m.refine("tp", 2).axes
     (('dp', 2), ('tp.0', 2), ('tp.1', 2))
 
-    Some coordinates of an axis are an axis too: their ranks, in order. Ranks elsewhere have no place on it.
+    Some coordinates of an axis form an axis too: their ranks, in order. Other ranks have no coordinate on it.
 
     >>> m.subaxis("tp", (0, 3)), m.size("tp[0,3]"), m.group(1 * 4 + 3, ("tp[0,3]",))
     ('tp[0,3]', 2, (4, 7))
@@ -53,7 +52,7 @@ class Mesh:
         return math.prod(size for _, size in self.axes)
 
     def fitting(self, world: int) -> dict[str, int]:
-        """The sizes with one axis changed so that there are `world` ranks: the first that can be; {} if none can.
+        """Return the sizes with the first axis changed that allows `world` ranks; {} if none does.
 
         >>> Mesh((("dp", 2), ("tp", 4))).fitting(4)
         {'dp': 1, 'tp': 4}
@@ -65,7 +64,7 @@ class Mesh:
         return {}
 
     def parts(self, axis: str) -> tuple[str, ...]:
-        """The digits that a named axis consists of: itself, if it is seen whole. Raises KeyError on an unknown one."""
+        """Return the digits of an axis: itself, if it has no digits. Raises KeyError for an unknown axis."""
         if "[" in axis:
             return (axis,)
         return self._digits[axis]
@@ -82,11 +81,11 @@ class Mesh:
 
     @staticmethod
     def subaxis(axis: str, coordinates: Iterable[int]) -> str:
-        """The name of the axis that has only these coordinates of `axis`: "pp[0,3]"."""
+        """Return the name of the axis that has only these coordinates of `axis`: "pp[0,3]"."""
         return f"{axis}[{','.join(map(str, coordinates))}]"
 
     def coords_of(self, axis: str) -> tuple[str, tuple[int, ...]]:
-        """The axis of the mesh, and which of its coordinates: those that `subaxis` named, all of any other axis.
+        """Return the underlying mesh axis and the coordinates on it: those of a subaxis, else all.
 
         >>> Mesh.of({"pp": 4}).coords_of("pp[0,3]"), Mesh.of({"pp": 2}).coords_of("pp")
         (('pp', (0, 3)), ('pp', (0, 1)))
@@ -95,14 +94,14 @@ class Mesh:
         return whole, tuple(map(int, inside[:-1].split(","))) if bracket else tuple(range(self.size(axis)))
 
     def refine(self, axis: str, *outer: int) -> Mesh:
-        """`axis` seen in digits: of these sizes, outermost first, and of what then remains."""
+        """Return a mesh with `axis` seen as digits: of the `outer` sizes, outermost first, then of the rest."""
         rest = self.size(axis) // math.prod(outer)
         assert math.prod(outer) * rest == self.size(axis), f"{outer} does not divide {axis}={self.size(axis)}"
         digits = [(f"{axis}.{i}", n) for i, n in enumerate((*outer, rest))]
         return Mesh(tuple(new for old in self.axes for new in (digits if old[0] == axis else [old])))
 
     def merge(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """The same axes, in the mesh's order, with one name for those of which all digits are there."""
+        """Return the axes in the mesh's order, with digits replaced by their axis where all are present."""
         parts = {part for a in axes for part in self.parts(a)}
         whole = {n: n.partition(".")[0] for n in parts}
         names = {n: parent if set(self.parts(parent)) <= parts else n for n, parent in whole.items()}
@@ -115,7 +114,7 @@ class Mesh:
         return sizes[axis] if axis in sizes else math.prod(sizes[part] for part in self.parts(axis))
 
     def stride(self, axis: str) -> int:
-        """Distance in ranks between neighbours along `axis`."""
+        """Return the distance in ranks between neighbours along `axis`."""
         return self._strides[axis]
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -126,20 +125,20 @@ class Mesh:
         return dict(reversed(coords))
 
     def named(self, *ranks: int, shown: int = 8) -> str:
-        """Ranks for a message, of many the first.
+        """Describe ranks for a message; of many, only the first `shown`.
 
         >>> Mesh.of({"dp": 2, "tp": 2}).named(1), Mesh.of({"dp": 4}).named(0, 2, 3, shown=2)
         ('rank 1 (dp=0, tp=1)', 'ranks 0 (dp=0), 2 (dp=2) and 1 more')
         """
-        each = [f"{r} ({', '.join(f'{a}={c}' for a, c in self.coords(r).items())})" for r in ranks[:shown]]
+        texts = [f"{r} ({', '.join(f'{a}={c}' for a, c in self.coords(r).items())})" for r in ranks[:shown]]
         more = f" and {len(ranks) - shown} more" if len(ranks) > shown else ""
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(each)}{more}"
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}{more}"
 
     def rank(self, coords: Mapping[str, int]) -> int:
         return sum(coords[name] * self.stride(name) for name in self.names)
 
     def on(self, rank: int, axes: Iterable[str]) -> bool:
-        """Has the rank a place on all these axes?"""
+        """Return whether the rank has a coordinate on all these axes."""
         coords = self.coords(rank)
         return all(
             coords[whole] in members
@@ -147,30 +146,28 @@ class Mesh:
         )
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only in `axes` (it is one of them), in the
-        order of those axes in the mesh.
-        """
-        wanted = dict(self.coords_of(part) for a in axes for part in self.parts(a))
-        mine = self.coords(rank)
-        first = rank - sum(mine[a] * self.stride(a) for a in wanted)
-        return tuple(first + offset for offset in self._offsets(wanted))
+        """Return `rank` and the ranks that differ from it only in `axes`, in the mesh's order of axes."""
+        ranges = dict(self.coords_of(part) for a in axes for part in self.parts(a))
+        coords = self.coords(rank)
+        first = rank - sum(coords[a] * self.stride(a) for a in ranges)
+        return tuple(first + offset for offset in self._offsets(ranges))
 
     def groups(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
-        """Every group over `axes`, in the order of their first ranks; a rank that has no place on them is in none.
+        """Return every group over `axes`, in the order of their first ranks.
 
-        Takes time in proportion to the world, not to its square.
+        A rank without a coordinate on the axes is in no group. The time is linear in the world size.
 
         >>> mesh = Mesh.of({"dp": 2, "tp": 3})
         >>> mesh.groups(("tp",)), mesh.groups(("dp",)), mesh.groups(("tp[0,2]",))
         ([(0, 1, 2), (3, 4, 5)], [(0, 3), (1, 4), (2, 5)], [(0, 2), (3, 5)])
         """
-        wanted = dict(self.coords_of(part) for a in axes for part in self.parts(a))
-        offsets = self._offsets(wanted)
-        firsts = self._offsets({name: range(size) for name, size in self.axes if name not in wanted})
+        ranges = dict(self.coords_of(part) for a in axes for part in self.parts(a))
+        offsets = self._offsets(ranges)
+        firsts = self._offsets({name: range(size) for name, size in self.axes if name not in ranges})
         return [tuple(first + offset for offset in offsets) for first in firsts]
 
     def _offsets(self, coordinates: Mapping[str, Iterable[int]]) -> list[int]:
-        """The ranks that have one of these coordinates on each of these axes, and 0 on the others; in rank order."""
+        """Return the ranks with one of these coordinates on each axis, and 0 on the other axes, in rank order."""
         ranks = [0]
         for axis in self.names:
             if axis in coordinates:

@@ -1,4 +1,4 @@
-"""What the nodes of a program's graphs carry: the type of a value, and what an op communicates.
+"""Define the metadata of graph nodes: the type of a value, and what an op communicates.
 
     linear_1_sum = ops.all_reduce(linear_1, mesh, ...)  # f32[8@dp, 64] grad | all_reduce/none tp 1024 "spec.yaml:3 ..."
                                                           ------- Value ----   ------------- Collective --------------
@@ -8,23 +8,23 @@ All keys of `node.meta` that passes may rely on
         "value"       Value, or a tuple of them for an op with several results (None for mesh and rng)
         "source"      Source: the model's module and line that the op came from (shardc.ir.source)
     in the global graph, until it is partitioned
-        "through"     names of modules that return this value as they take it (Dropout(0.0))
+        "through"     names of modules that return this value unchanged (Dropout(0.0))
         "pin"         Layout that the spec requires of a pinned value
         "shared"      digits of axes over which a weight's heads are shared: their ranks hold the same ones
         "cause"       {axis: spec line that split the value}
         "strategies"  {axis: Strategy by which the op runs}
         "why"         {axis: why placement chose that strategy}
         "spec_line"   the spec line that inserted the op
-        "mixed"       True, on casts of mixed precision: alone among casts to fewer bits they may round summands
+        "mixed"       True, on casts of mixed precision: only these casts to fewer bits may round summands
     in the graphs of stages
         "collective"  Collective, on nodes that communicate
-        "region"      name of the innermost Region that the op is in (shardc.ir.stage)
+        "region"      name of the innermost Region that contains the op (shardc.ir.stage)
         "kept"        names of those of its regions that keep its result
         "again"       how often backward repeats the op, on collectives
     in the graphs of stages' backward
-        "of"          name of the op of forward that a line belongs to; "repeats": whether the line runs it again
+        "of"          name of the op of forward that a line belongs to; "repeats": whether the line recomputes it
     in both graphs of stages, as they are compiled
-        "like"        what lines have in common that are equal but for names: the same object (shardc.passes.joint)
+        "like"        the same object on lines that are equal except for names (shardc.passes.joint)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardc.ir.type_text import show
 
 @dataclass(frozen=True)
 class Value:
-    """Type of one tensor: global shape, dtype, layout over the mesh, and whether a gradient flows through it."""
+    """Type of one tensor: global shape, dtype, layout over the mesh, and whether a gradient flows."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class Value:
         return self.layout.local_shape(self.shape, mesh)
 
     def nbytes(self, mesh: Mesh | None = None) -> int:
-        """Bytes of one rank's part (mesh given), or of the global tensor."""
+        """Return the bytes of one rank's part (mesh given), or of the global tensor."""
         n = self.dtype.itemsize
         for s in self.local_shape(mesh) if mesh else self.shape:
             n *= s
@@ -68,7 +68,7 @@ class Collective:
     kind: what forward runs: all_reduce | all_gather | reduce_scatter | all_to_all | none; backward: what its gradient
     runs.
     axes: mesh axes it runs over. bytes: per rank, of the whole (gathered or reduced) local tensor, per direction;
-    packed: of forward, where that sends 8 bits of each number (0: it does not).
+    packed: of forward, if it sends 8 bits of each number (0: it does not).
     cause: the spec line behind it and why, e.g. "spec.yaml:9 '*.o_proj: row'".
     """
 
@@ -82,5 +82,5 @@ class Collective:
 
     @property
     def forward_bytes(self) -> int:
-        """What `bytes` is of forward."""
+        """Bytes of the forward direction."""
         return self.packed or self.bytes

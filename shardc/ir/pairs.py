@@ -1,4 +1,4 @@
-"""The graph of an overlapped pair, and what its names say (shardc.passes.joint.pair makes it)."""
+"""Define the graph of an overlapped pair, and what its names mean (shardc.passes.joint.pair makes it)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pair:
-    """kind: "FB": a forward beside a backward; "FF": beside another forward. first, then: the stages of its halves, by
-    number. graph: takes what both graphs take, those of the second with names of their own, and returns `(what the
-    first graph returns, what the second returns)`: a forward's results, a backward's gradients.
+    """A forward beside a backward (kind "FB") or beside another forward ("FF"). first, then: their stages.
+
+    graph: takes what both graphs take, with other names for the second, and returns `(what the first graph returns,
+    what the second returns)`: a forward's results, a backward's gradients.
     """
 
     kind: str
@@ -26,14 +27,12 @@ class Pair:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """As `shardc.runtime.schedule.Action.of_pair`."""
+        """The key in the form of `shardc.runtime.schedule.Action.of_pair`."""
         return self.kind, self.first, self.then
 
 
 def prefix_of(kind: str, forward: fx.Graph) -> str:
-    """With what the names of the second half begin: `back_` or `next_`, and more where names of the first half's stage
-    begin so.
-    """
+    """Return the prefix of the second half's names: `back_` or `next_`, longer if the first half uses it."""
     prefix = "back_" if kind == "FB" else "next_"
     while any(n.name.startswith(prefix) for n in forward.nodes):
         prefix += "_"
@@ -41,13 +40,13 @@ def prefix_of(kind: str, forward: fx.Graph) -> str:
 
 
 def role(n: fx.Node) -> str:
-    """ "mesh" or "rng" of what a graph is given besides values: those of one microbatch; "" of anything else."""
+    """Return "mesh" or "rng" if a placeholder is one (of either half); "" for anything else."""
     if n.name in ("mesh", "rng"):
         return n.name
-    given = n.op == "placeholder" and n.meta.get("value") is None
-    return "mesh" if given and re.fullmatch("(back|next)_+mesh", n.name) else ""
+    no_value = n.op == "placeholder" and n.meta.get("value") is None
+    return "mesh" if no_value and re.fullmatch("(back|next)_+mesh", n.name) else ""
 
 
 def shared(program: Program) -> frozenset[str]:
-    """What both halves take under one name: it is the same for all microbatches."""
+    """Return the names that both halves share, as the values are the same for all microbatches."""
     return frozenset(("rng", *(p.name for p in program.params)))

@@ -1,4 +1,4 @@
-"""Glob patterns over a model's names: `*` is any characters, dots too; `{a,b}` alternatives; all else is literal.
+"""Match names by globs: `*` is any text, with dots; `{a,b}` is alternatives; all else is literal.
 
 >>> match("*.{q,k,v}_proj", "model.layers.3.self_attn.k_proj"), match("lm_head", "model.lm_head")
 (True, False)
@@ -20,14 +20,15 @@ _TRIED = 8  # how many alternatives of a pattern get a "did you mean"
 _GROUP = re.compile(r"\{([^{}]*)\}")
 
 
-#: A pattern has so many alternatives at most: `{a,b}{c,d}` has 4.
+#: The most alternatives that a pattern may have: `{a,b}{c,d}` has 4.
 ALTERNATIVES = 1000
 
 
-@functools.lru_cache(maxsize=4096)  # compiling is dearer than matching, and every pattern meets every name
+@functools.lru_cache(maxsize=4096)  # compiling costs more than matching, and every pattern meets every name
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """A regular expression that never tries a `*` twice: of each alternative, the text after a `*` is found as early as
-    possible, and a lookahead keeps what it found. So the time is that of one look at the name for each alternative.
+    """Build a regular expression that never tries a `*` twice, so that matching takes linear time.
+
+    In each alternative, the text after a `*` is found as early as possible, and a lookahead keeps that position.
     """
     group = itertools.count()
 
@@ -35,24 +36,24 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         first, *rest = map(re.escape, re.sub(r"\*+", "*", text).split("*"))
         if not rest:
             return first
-        found = "".join(f"(?=(?P<g{(n := next(group))}>.*?{part}))(?P=g{n})" for part in rest[:-1])
-        return f"{first}{found}.*{rest[-1]}"
+        middle = "".join(f"(?=(?P<g{(n := next(group))}>.*?{part}))(?P=g{n})" for part in rest[:-1])
+        return f"{first}{middle}.*{rest[-1]}"
 
     return re.compile("|".join(f"(?:{literal(p)})" for p in expand(pattern)), re.DOTALL)
 
 
 def match(pattern: str, name: str) -> bool:
-    """Does the pattern match the whole name?"""
+    """Return whether the pattern matches the whole name."""
     return _compiled(pattern).fullmatch(name) is not None
 
 
 def names_weight(pattern: str, weight: str) -> bool:
-    """Does it match a weight's name, or that of the module that the weight is in?"""
+    """Return whether the pattern matches a weight's name, or the name of the module that has the weight."""
     return match(pattern, weight) or match(pattern, weight.rpartition(".")[0])
 
 
 def faults(pattern: str) -> str:
-    """What is wrong with a pattern, as the end of a sentence about it; empty if nothing is."""
+    """Return the error in a pattern, as the end of a sentence about it; "" if there is none."""
     if not pattern:
         return "is empty"
     rest = _GROUP.sub("", pattern)
@@ -70,7 +71,7 @@ def _alternatives(pattern: str) -> int:
 
 
 def expand(pattern: str) -> list[str]:
-    """The pattern once per choice of alternatives: `{q,k}_proj` is `q_proj` and `k_proj`.
+    """Return the pattern once per choice of alternatives: `{q,k}_proj` becomes `q_proj` and `k_proj`.
 
     Raises ShardcError for a pattern with very many alternatives.
     """
@@ -81,10 +82,10 @@ def expand(pattern: str) -> list[str]:
 
 
 def nearest(name: str, candidates: Iterable[str], *, alike: float = 0.6) -> str:
-    """The candidate most like `name`, ignoring case; "" if none is alike. alike: from 0 to 1, of difflib.
+    """Return the candidate most similar to `name`, ignoring case; "" if none is similar.
 
-    A pattern is compared by its text after the last `*`, and the answer is the repaired pattern:
-    `*.q_prj` among `model.layers.0.q_proj` gives `*.q_proj`.
+    alike: least similarity, from 0 to 1 (difflib). A pattern is compared by its text after the last `*`, and the
+    repaired pattern is returned: `*.q_prj` among `model.layers.0.q_proj` becomes `*.q_proj`.
     """
     names, name = list(dict.fromkeys(candidates)), str(name)
     if "*" in name or _GROUP.search(name):
@@ -98,8 +99,8 @@ def nearest(name: str, candidates: Iterable[str], *, alike: float = 0.6) -> str:
 
 def _nearest_pattern(pattern: str, names: Sequence[str]) -> str:
     tried = []
-    for one in expand(pattern)[:_TRIED]:
-        head, star, tail = one.rpartition("*")
+    for option in expand(pattern)[:_TRIED]:
+        head, star, tail = option.rpartition("*")
         dots = tail.count(".")
         ends = dict.fromkeys(end for n in names if (end := _end(n, dots, tail.startswith("."))))
         begin = head.partition("*")[0]
@@ -111,20 +112,20 @@ def _nearest_pattern(pattern: str, names: Sequence[str]) -> str:
         ):
             repaired = start + middle + star + end
             if any(match(repaired, n) for n in names):
-                tried.append((difflib.SequenceMatcher(None, one, repaired).ratio(), repaired))
+                tried.append((difflib.SequenceMatcher(None, option, repaired).ratio(), repaired))
     if not tried and pattern.startswith("*.") and not any(c in pattern[2:] for c in "*{"):
-        return nearest(pattern[2:], names)  # of the model itself: `*.up` is no name of its `up`
+        return nearest(pattern[2:], names)  # a child of the model itself: `*.up` does not match `up`
     return max(tried, key=lambda t: t[0])[1] if tried else ""
 
 
 def _start(name: str, dots: int) -> str:
-    """The beginning of a name up to that many dots, the last one with it; "" if the name is too short or dots is 0."""
+    """Return a name up to and with its dot number `dots`; "" if the name is too short or dots is 0."""
     parts = name.split(".")
     return ".".join(parts[:dots]) + "." if 0 < dots < len(parts) else ""
 
 
 def _end(name: str, dots: int, leading: bool) -> str:
-    """The end of a name with so many dots in it, one of them in front if `leading`; "" if the name is too short."""
+    """Return a name's end with `dots` dots, the first in front if `leading`; "" if the name is too short."""
     parts = name.split(".")
     keep = dots if leading else dots + 1
     if len(parts) < keep + leading or not keep:
@@ -140,7 +141,7 @@ class Selector:
     """A pattern of the spec that selects modules. where: its place in the spec.
 
     shown: how errors quote it, if not as the pattern. group: patterns compete for a module only within their group.
-    every: of the modules that it matches it takes the first of so many.
+    every: of the modules that the pattern matches, every `every`-th is selected, from the first on.
     """
 
     pattern: str
@@ -153,11 +154,10 @@ class Selector:
 def select_modules(
     selectors: Sequence[Selector], modules: Sequence[str], aliases: Mapping[str, Sequence[str]], errors: Errors
 ) -> list[list[str]]:
-    """The modules that each selector takes, in the order of `modules`: the outermost ones that its pattern matches, but
-    for those that an earlier selector has taken.
+    """Return for each selector the outermost modules that match and that no earlier selector has taken.
 
-    `layers.*` means the layers and not everything in them, though `*` matches dots too. aliases: see `matches`. Adds an
-    error for every pattern that matches nothing, and for every one that comes too late.
+    They are in the order of `modules`. `layers.*` means the layers and not everything in them, though `*` matches dots
+    too. aliases: see `matches`. Adds an error for every pattern that matches nothing, or that never wins.
     """
     taken: set[tuple[str, str]] = set()
     selected = []
@@ -181,17 +181,17 @@ SEE_NAMES = "see the model's names with `shardc inspect model.py --before`"
 
 
 def did_you_mean(name: str, candidates: Iterable[str], otherwise: str) -> str:
-    """A fix for a name or pattern that matches nothing: the nearest candidate, or else another way out."""
+    """Return a fix for a name or pattern that matches nothing: the nearest candidate, or else `otherwise`."""
     close = nearest(name, candidates)
     return f"did you mean {close!r}?" if close else otherwise
 
 
 def matches(pattern: str, module: str, aliases: Mapping[str, Sequence[str]]) -> bool:
-    """Whether a pattern matches a module by any of its names. aliases: {name: all names} of modules with several."""
+    """Return whether a pattern matches any name of a module. aliases: {name: all names of its module}."""
     return any(match(pattern, name) for name in aliases.get(module, [module]))
 
 
 def enclosing(module: str) -> list[str]:
-    """A module's name and those of the modules around it, outermost first: "a.b" -> ["a", "a.b"]; [] for the model."""
+    """Return a module's name after those around it: "a.b" -> ["a", "a.b"]; [] for the root module, ""."""
     parts = module.split(".") if module else []
     return [".".join(parts[: i + 1]) for i in range(len(parts))]

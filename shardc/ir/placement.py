@@ -1,10 +1,10 @@
-"""How one value lies on a mesh: the placements on each mesh axis, and which part of it each rank has.
+"""Define how a value is placed on a mesh: its placement on each axis, and the part that each rank has.
 
-On every mesh axis a value is `Replicate`, `Shard`, `Partial` or `PartialGrad`; a `Layout` gives one for each axis.
-A shard is an *absolute digit*: the global dim is seen as [split, axis size, rest] and the middle digit is spread over
-the axis. Axes that share a dim must hold disjoint digits; then they can be cut and gathered in any order.
+On every mesh axis a value is `Replicate`, `Shard`, `Partial` or `PartialGrad`; a `Layout` has one for each axis.
+A shard is an *absolute digit*: the global dim is viewed as [split, axis size, rest], and the middle digit is spread
+over the axis. Axes that share a dim must hold disjoint digits; then they can be cut and gathered in any order.
 
-Beside it: shard_chunks.py cuts tensors by a shard and joins them; type_text.py prints layouts as programs show them.
+Related files: shard_chunks.py cuts tensors by a shard and joins them; type_text.py prints layouts for programs.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from shardc.ir.shard_chunks import chunks, trim, unchunk, widen
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank holds all of the value, and all of its gradient."""
+    """Every rank holds the whole value and its whole gradient."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The dim is seen as [split, axis, rest]; the middle digit is spread over the axis.
+    """A dim is viewed as [split, axis, rest], and the middle digit is spread over the axis.
 
     dim: dimension of the global tensor, >= 0.
     split: product of the major digits; 1 is the plain case, 3 a fused q|k|v weight.
-    sections: sizes of concatenated parts of the dim, each of which is split on its own (then split is 1).
-    padding, blocks: for sizes that do not divide. The dim is seen as [blocks, size/blocks], and so many elements are
-    put behind each block; split counts in the padded dim. Parameters are padded by zeros, inputs by copies of their
-    first entries, and the gradient of padding is zero; elsewhere padding may hold any finite number: what sums it away
-    sets it to zero first, and what is not finite there fills it (shardc.rules.core.finite_padding).
-    mirrored: of the `split` blocks, an even number, every second one is dealt out backwards: with split=2 rank r of n
-    has parts r and 2 n - 1 - r of 2 n, a zigzag, which evens out causal work. Padding lies behind all 2 n parts, so at
-    the end of what a rank has, as elsewhere. Inputs' sequences are mirrored (`balance: zigzag`), and what follows from
-    them; parameters never are."""
+    sections: sizes of concatenated parts of the dim, each of which is split separately (then split is 1).
+    padding, blocks: for sizes that do not divide. The dim is viewed as [blocks, size/blocks], and each block gets
+    `padding` more elements at its end; split counts in the padded dim. Parameters are padded with zeros, inputs with
+    copies of their first entries. The gradient of padding is zero. Elsewhere padding may hold any finite number: ops
+    that sum over it set it to zero first, and ops that are not finite there fill it (shardc.rules.core.finite_padding).
+    mirrored: of the `split` blocks (an even number), every second one is dealt out backwards. With split=2 rank r of n
+    has parts r and 2 n - 1 - r of 2 n: a zigzag, which balances causal work. Padding comes after all 2 n parts, so it
+    is at the end of a rank's part, as elsewhere. Sequence dims of inputs (`balance: zigzag`) and of values computed
+    from them are mirrored; parameters never are.
+    """
 
     dim: int
     split: int = 1
@@ -49,21 +50,21 @@ class Shard:
 
     @property
     def signed(self) -> int:
-        """`split`, negative where it is mirrored: as programs write digits."""
+        """`split`, negative if the shard is mirrored: the form in which programs write digits."""
         return -self.split if self.mirrored else self.split
 
     @classmethod
     def of_signed(cls, dim: int, split: int, sections: Sequence[int] = (), padding: int = 0, blocks: int = 1) -> Shard:
-        """The shard that a program writes so."""
+        """Return the shard with a signed `split`, as programs write it."""
         return cls(dim, abs(split), tuple(sections), padding, blocks, split < 0)
 
     @property
     def in_order(self) -> bool:
-        """Is an entry's place in the padded dim its number? Not behind padding of an earlier block, nor in sections."""
+        """Whether an entry's place in the padded dim is its index: no sections, no padding of earlier blocks."""
         return not self.sections and (self.blocks == 1 or not self.padding)
 
     def padded(self, size: int) -> int:
-        """The dim's size with its padding."""
+        """Return the dim's size with its padding."""
         return size + self.blocks * self.padding
 
 
@@ -76,12 +77,13 @@ class Partial:
 
 @dataclass(frozen=True)
 class PartialGrad:
-    """Replicated with a partial gradient: every rank holds all of the value, and its gradient is only a summand.
+    """Replicated with a partial gradient: every rank has the whole value, and one summand of its gradient.
 
-    The mirror image of `Partial`, whose value is a summand and whose gradient is whole. What makes it of a replicated
-    value is `sum_grad`, identity in forward and all_reduce in backward: *f* of Megatron-LM (Shoeybi et al. 2019), whose
-    *g*, the opposite, is `all_reduce` from `Partial`; JAX's shard_map calls the two `pvary` and `psum`, each the
-    other's transpose. Printed as `~axis`."""
+    The mirror image of `Partial`, whose value is a summand and whose gradient is whole. `sum_grad` makes it from a
+    replicated value: identity in forward and all_reduce in backward, the *f* of Megatron-LM (Shoeybi et al. 2019). The
+    opposite, Megatron's *g*, is `all_reduce` from `Partial`. JAX's shard_map calls the two `pvary` and `psum`, each the
+    other's transpose. Printed as `~axis`.
+    """
 
 
 Placement = Replicate | Shard | Partial | PartialGrad
@@ -96,9 +98,9 @@ class Layout:
 
     @classmethod
     def of(cls, placements: Mapping[str, Placement], mesh: Mesh) -> Layout:
-        """The layout with these placements. On an axis that is seen as several digits each of them gets its own."""
-        every = {part: p for a, placed in placements.items() for part, p in _digits(a, placed, mesh)}
-        return cls(tuple((a, every[a]) for a in mesh.names if a in every and every[a] != REPLICATE))
+        """Return the layout with these placements. On an axis made of several digits, each digit gets its own."""
+        by_part = {part: p for a, placed in placements.items() for part, p in _digits(a, placed, mesh)}
+        return cls(tuple((a, by_part[a]) for a in mesh.names if a in by_part and by_part[a] != REPLICATE))
 
     def __getitem__(self, axis: str) -> Placement:
         return dict(self.items).get(axis, REPLICATE)
@@ -107,7 +109,7 @@ class Layout:
         return Layout.of({**dict(self.items), axis: placement}, mesh)
 
     def shards(self, dim: int | None = None) -> list[tuple[str, Shard]]:
-        """The (axis, shard) pairs, of one dim or of all."""
+        """Return the (axis, shard) pairs, of one dim or of all."""
         return [(a, p) for a, p in self.items if isinstance(p, Shard) and dim in (None, p.dim)]
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
@@ -119,13 +121,11 @@ class Layout:
         return tuple(local)
 
     def paddings(self) -> list[Shard]:
-        """One shard of every dim that is padded: all shards of a dim have the same padding."""
+        """Return one shard for every padded dim: all shards of a dim have the same padding."""
         return list({s.dim: s for _, s in self.shards() if s.padding}.values())
 
     def local_split(self, axis: str, mesh: Mesh) -> int:
-        """`split` of this axis' shard as seen by a tensor that all *other* axes have already cut; negative where it is
-        mirrored.
-        """
+        """Return `split` of this axis's shard after all *other* axes' cuts; negative if it is mirrored."""
         shard = self[axis]
         assert isinstance(shard, Shard)
         return -self._free(axis, mesh) if shard.mirrored else self._free(axis, mesh)
@@ -137,7 +137,7 @@ class Layout:
         return shard.split // math.prod(outer)
 
     def fits(self, shape: Sequence[int], mesh: Mesh) -> str:
-        """ "" if every shard divides its dim and digits are disjoint; else what is wrong."""
+        """Return "" if every shard divides its dim and digits are disjoint; else a description of the error."""
         for axis, s in self.shards():
             n = mesh.size(axis)
             if s.dim >= len(shape):
@@ -152,7 +152,7 @@ class Layout:
             if s.sections and (sum(s.sections) != shape[s.dim] or s.split != 1):
                 return f"sections {list(s.sections)} do not sum to the dim's size {shape[s.dim]}"
             for other, o in self.shards(s.dim):
-                if other == axis or n == 1 or mesh.size(other) == 1:  # an axis of one rank takes nothing away
+                if other == axis or n == 1 or mesh.size(other) == 1:  # an axis of one rank cuts nothing
                     continue
                 if (s.padding, s.blocks) != (o.padding, o.blocks):
                     return f"{axis} and {other} pad dim {s.dim} differently"
@@ -165,19 +165,19 @@ class Layout:
     def local(
         self, tensor: torch.Tensor, mesh: Mesh, coords: Mapping[str, int], *, copies: bool = False
     ) -> torch.Tensor:
-        """This rank's part of a global tensor (a view where possible). Ignores Partial and PartialGrad.
+        """Return this rank's part of a global tensor (a view where possible). Ignores Partial and PartialGrad.
 
-        Padding is zeros, or copies of what the dim begins with.
+        copies: pad with copies of the first entries of the dim, not with zeros.
         """
         for s in self.paddings():
             tensor = widen(tensor, s, copies=copies)
-        # inner digits first: cutting an inner digit leaves the outer ones' absolute position alone
+        # inner digits first: cutting an inner digit keeps the outer ones' absolute position
         for axis, s in sorted(self.shards(), key=lambda item: -item[1].split):
             tensor = chunks(tensor, s, mesh.size(axis))[coords[axis]]
         return tensor
 
     def join(self, parts: Callable[[Mapping[str, int]], torch.Tensor], mesh: Mesh) -> torch.Tensor:
-        """The global tensor from its parts; `parts(coords)` gives one rank's. Replicas are read at coordinate 0."""
+        """Join the global tensor from its parts, `parts(coords)`. Replicas are read at coordinate 0."""
 
         def build(todo: list[tuple[str, Shard]], coords: dict[str, int]) -> torch.Tensor:
             if not todo:
@@ -196,21 +196,19 @@ class Layout:
     def boxes(
         self, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int]
     ) -> Iterator[tuple[tuple[int, int, int], ...]]:
-        """This rank's part as boxes, each a tuple per dim of (local start, global start,
-        length). Padding is in none.
-        """
-        every: list[list[tuple[int, int, int]]] = []
+        """Yield this rank's part as boxes: a (local start, global start, length) per dim. Padding is in none."""
+        per_dim: list[list[tuple[int, int, int]]] = []
         for dim, size in enumerate(shape):
             digits = [(s, mesh.size(axis), coords[axis]) for axis, s in self.shards(dim) if mesh.size(axis) > 1]
-            every.append(runs(size, digits))
-        yield from _product(every)
+            per_dim.append(runs(size, digits))
+        yield from _product(per_dim)
 
     def __str__(self) -> str:
         return " ".join(f"{a}:{p}" for a, p in self.items)
 
 
 def _digits(axis: str, placement: Placement, mesh: Mesh) -> Iterator[tuple[str, Placement]]:
-    """What a placement on an axis means for each of the digits that it consists of."""
+    """Yield the digits that an axis consists of, each with its part of a placement on the axis."""
     outer = 1
     for part in mesh.parts(axis):
         yield (
@@ -225,8 +223,9 @@ def _digits(axis: str, placement: Placement, mesh: Mesh) -> Iterator[tuple[str, 
 
 
 def runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int, int]]:
-    """(local start, global start, length) of the stretches of a dim that one rank holds. digits: (shard, ranks, this
-    rank's).
+    """Return (local start, global start, length) of each stretch of a dim that one rank holds.
+
+    digits: (shard, number of ranks, this rank's coordinate) of each axis that splits the dim.
     """
     if size == 0:
         return []
@@ -239,7 +238,7 @@ def runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int
             starts = [sum(s.sections[:k]) for k in range(len(s.sections))]
             stretches = [(start + i * (part // n), part // n) for start, part in zip(starts, s.sections, strict=True)]
         else:
-            free = s.split // before  # digits between that axis and this one: every value of them is held
+            free = s.split // before  # digits between that axis and this one: a rank holds all their values
             stretches = [
                 (
                     start + f * (length // free) + (n - 1 - i if s.mirrored and f % 2 else i) * (length // free // n),
@@ -251,17 +250,17 @@ def runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int
             before = s.split * n
     merged: list[tuple[int, int, int]] = []
     local = 0
-    for padded_start, held in stretches:
+    for padded_start, real in stretches:
         inside = padded_start % block  # a stretch lies within one block
         start, length = (
             padded_start - padded_start // block * pad.padding,
-            max(0, min(held, block - pad.padding - inside)),
+            max(0, min(real, block - pad.padding - inside)),
         )
         if merged and merged[-1][1] + merged[-1][2] == start and merged[-1][0] + merged[-1][2] == local:
             merged[-1] = (merged[-1][0], merged[-1][1], merged[-1][2] + length)
         elif length:
             merged.append((local, start, length))
-        local += held
+        local += real
     return merged
 
 

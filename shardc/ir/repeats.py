@@ -1,8 +1,8 @@
-"""Which layers of a program are equal: 80 layers are one, 40 times two are two. Its text and its page show one of each.
+"""Find the equal layers of a program: its text and its page show one of each kind.
 
 Layers of a list are equal if their parameters have the same types and the same ops run in them in the same order, on
-the same types, with the same collectives, before and after the passes; in whichever stage of a pipeline, in whichever
-order. What a layer takes from outside is compared by type; by name where several of the list take it, such as masks.
+the same types, with the same collectives, before and after the passes. The pipeline stage and the order of the layers
+do not matter. Values from outside a layer are compared by type; by name if several layers take them, such as masks.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.layer_names import blank, enclosing_layers
 
-#: A string that an op takes may name a bucket.
+#: A string argument of an op may name a bucket.
 _BUCKET = re.compile(r"^bucket\d+$")
 _NOWHERE = Source()
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """first: of each layer that is equal to an earlier one of its list, that one. alike: of the first ones, the numbers
-    of all that are equal, with their own. ops: of each layer, its ops in the order in which they run. names: of each
-    parameter's placeholder, the model's name of it.
+    """Equal layers. first: for each layer that is equal to an earlier one of its list, that one.
+
+    alike: for each first layer, the numbers of all layers equal to it, its own included. ops: for each layer, its ops
+    in the order in which they run. names: for each parameter's placeholder, the model's name of it.
     """
 
     first: Mapping[str, str] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class Repeats:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def shown(self, name: str) -> str:
-        """The name, of a module or a parameter, in the layers that are shown."""
+        """Return the name that a module or a parameter has in the layers that are shown."""
         depth = 0
         while depth < len(layers := enclosing_layers(name)):
             layer = layers[depth]
@@ -51,24 +52,24 @@ class Repeats:
         return name
 
     def left_out(self, name: str) -> str:
-        """The outermost layer around a module that is not shown; "" if all are."""
+        """Return the outermost layer around a module that is not shown; "" if all are."""
         return next((layer for layer in enclosing_layers(name) if layer in self.first), "")
 
     def same(self, node: fx.Node) -> fx.Node:
-        """The op that stands for an op of a layer that is not shown; itself for any other."""
+        """Return the shown op that represents an op of a layer that is not shown; else the op itself."""
         while layer := self.left_out(source_of(node).module):
-            mine = self.ops[layer]
-            node = self.ops[self.first[layer]][mine.index(node)]
+            ops = self.ops[layer]
+            node = self.ops[self.first[layer]][ops.index(node)]
         return node
 
     def modules(self, node: fx.Node) -> list[str]:
-        """The modules that an op is of. Gathers of parameters are of the parameters'."""
+        """Return the modules that an op belongs to. Gathers of parameters belong to the parameters' modules."""
         if node.op == "placeholder":
             return [self.names.get(node.name, "")]
         if source_of(node) != _NOWHERE:
             return [source_of(node).module]
-        every = [m for x in node.all_input_nodes for m in self.modules(x)]
-        return [every[node.args[1]]] if node.target is operator.getitem else every  # type: ignore[index]
+        names = [m for x in node.all_input_nodes for m in self.modules(x)]
+        return [names[node.args[1]]] if node.target is operator.getitem else names  # type: ignore[index]
 
 
 def repeats(program: Program) -> Repeats:
@@ -85,20 +86,20 @@ def repeats(program: Program) -> Repeats:
             keys[layer].append((p.fqn[len(layer) :], aliases, str(p.value), p.reduce, p.requires_grad, p.bucket < 0))
     first: dict[str, str] = {}
     of_key: dict[Hashable, str] = {}
-    alike: defaultdict[str, list[str]] = defaultdict(list)
+    groups: defaultdict[str, list[str]] = defaultdict(list)
     for layer in sorted(keys, key=in_order):
         of, _, number = layer.rpartition(".")
-        one = of_key.setdefault((of, tuple(keys[layer])), layer)
-        alike[one].append(number)
-        if one != layer:
-            first[layer] = one
-    return Repeats(first, {k: tuple(v) for k, v in alike.items()}, ops, {name: of[0] for name, of in names.items()})
+        twin = of_key.setdefault((of, tuple(keys[layer])), layer)
+        groups[twin].append(number)
+        if twin != layer:
+            first[layer] = twin
+    return Repeats(first, {k: tuple(v) for k, v in groups.items()}, ops, {name: of[0] for name, of in names.items()})
 
 
 def _add_ops(
     keys: dict[str, list[Hashable]], nodes: Sequence[fx.Node], names: Mapping[str, tuple[str, ...]]
 ) -> Mapping[str, Sequence[fx.Node]]:
-    """Add to the keys of layers what their ops are; returns the ops of each. names: of parameters, by placeholder."""
+    """Add a key of each op to its layers' keys; return the ops of each layer. names: by placeholder."""
     inside = {n: enclosing_layers(source_of(n).module) for n in nodes}
     taking: defaultdict[tuple[str, str], set[str]] = defaultdict(set)  # (value, list): the layers that take it
     for n in nodes:
@@ -112,8 +113,8 @@ def _add_ops(
         if a in places[layer]:
             return places[layer][a]
         if a.name in names:
-            own = next((n[len(layer) :] for n in names[a.name] if n.startswith(f"{layer}.")), None)
-            return own or (names[a.name][0], *map(str, values_of(a)))
+            path = next((n[len(layer) :] for n in names[a.name] if n.startswith(f"{layer}.")), None)
+            return path or (names[a.name][0], *map(str, values_of(a)))
         of = layer.rpartition(".")[0]
         carried = any(each.rpartition(".")[0] == of for each in inside.get(a, ()))
         several = not carried and len(taking[a.name, of]) > 1
@@ -127,13 +128,13 @@ def _add_ops(
 
 
 def graph_key(graph: fx.Graph) -> Hashable:
-    """Equal for graphs, of stages, that run the same, on layers of other numbers."""
+    """Return a key that is equal for stage graphs that run the same ops, on layers of other numbers."""
     places = {n: i for i, n in enumerate(graph.nodes)}
     return tuple((n.op, _key(n, "", places.__getitem__)) for n in graph.nodes if n.op != "output")
 
 
 def _key(node: fx.Node, layer: str, value: Callable[[fx.Node], Hashable]) -> Hashable:
-    """What an op of a layer has to share with its like in another one. value: what another node is to it."""
+    """Return the key that an op shares with the same op of an equal layer. value: the key of another node."""
     source = source_of(node)
     sent: Collective | None = node.meta.get("collective")
     return (
@@ -161,5 +162,5 @@ def _argument(a: Any, value: Callable[[fx.Node], Hashable]) -> Hashable:
 
 
 def in_order(layer: str) -> tuple[Any, ...]:
-    """Layers by number: 2 before 10, a layer before those in it."""
+    """Return a sort key for layers by number: 2 before 10, a layer before the layers inside it."""
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in layer.split("."))

@@ -1,7 +1,6 @@
-"""Cuts tensors by one shard and joins them again: `chunks` and `unchunk`, with padding put on and taken off by `widen`
-and `trim`.
+"""Cut tensors by one shard (`chunks`), join them (`unchunk`), pad them (`widen`, `trim`).
 
-    Shard(0, split=2) over 2 ranks     [a b | c d]  ->  [a c], [b d]      the middle digit of [split, ranks, rest]
+Shard(0, split=2) over 2 ranks     [a b | c d]  ->  [a c], [b d]      the middle digit of [split, ranks, rest]
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def widen(x: torch.Tensor, s: Shard, *, copies: bool = False) -> torch.Tensor:
-    """x with the padding of a shard: zeros, or copies of what each block begins with. x itself where there is none."""
+    """Pad x as the shard needs: with zeros, or with copies of each block's first entries."""
     if not s.padding:
         return x
     d, size = s.dim, x.shape[s.dim]
@@ -30,7 +29,7 @@ def widen(x: torch.Tensor, s: Shard, *, copies: bool = False) -> torch.Tensor:
 
 
 def trim(x: torch.Tensor, s: Shard) -> torch.Tensor:
-    """The inverse of `widen`."""
+    """Remove the padding: the inverse of `widen`."""
     if not s.padding:
         return x
     d, block = s.dim, x.shape[s.dim] // s.blocks
@@ -39,9 +38,7 @@ def trim(x: torch.Tensor, s: Shard) -> torch.Tensor:
 
 
 def chunks(x: torch.Tensor, shard: Shard, n: int) -> list[torch.Tensor]:
-    """Cut x, padded already, into the n parts of a shard: dim = [split, n, rest], part i keeps digit i. Views where
-    possible.
-    """
+    """Cut a padded x into n parts: dim = [split, n, rest], part i keeps digit i. Views if possible."""
     d = shard.dim
     if n == 1:
         return [x]
@@ -58,7 +55,7 @@ def chunks(x: torch.Tensor, shard: Shard, n: int) -> list[torch.Tensor]:
 
 
 def unchunk(parts: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
-    """The inverse of `chunks`: padding stays."""
+    """Join parts: the inverse of `chunks`. Padding stays."""
     d, n = shard.dim, len(parts)
     if n == 1:
         return parts[0]
@@ -76,8 +73,9 @@ def unchunk(parts: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
 
 
 def turned(x: torch.Tensor, d: int) -> torch.Tensor:
-    """x [..., split, n, rest, ...], split in front of it being dim d: with n backwards in every second block. Its own
-    inverse. The order of a zigzag, as shardc.ir.placement.runs has it in numbers; a test compares them.
+    """Reverse dim n of x [..., split, n, rest, ...] in every second block; d is the dim of split.
+
+    It is its own inverse. This is the order of a zigzag, as shardc.ir.placement.runs computes it in numbers.
     """
     pairs = x.reshape(*x.shape[:d], x.shape[d] // 2, 2, *x.shape[d + 1 :])
     even, odd = pairs.unbind(d + 1)

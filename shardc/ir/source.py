@@ -1,7 +1,7 @@
-"""Where in the model's code something came from: of a traced node, of a raised exception, of the call being made.
+"""Find where in the model's code something came from: a traced node, an exception, a call in progress.
 
-The model's code is any outside of torch and shardc themselves: libraries such as transformers define models, too. What
-is no installed package's is the user's own.
+The model's code is any code outside of torch and shardc: libraries such as transformers define models, too. Code
+outside of installed packages is the user's own.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _STDLIB = tuple(
 )
 _PACKAGES = {"site-packages", "dist-packages"}
 _LOOK_AT_CALLS = {"__torch_function__", "__torch_dispatch__"}
-#: Of a line of the model so many characters are shown in a message.
+#: The most characters of a model's line that a message shows.
 _SHOWN = 100
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where an op came from. module: FQN in the user's model ("" = the root); line: "file.py:31"; code: that line's
-    text.
+    """Where an op came from. module: FQN in the user's model ("" = the root); line: "file.py:31".
 
-    calls: "FQN@n" for every module on the way that had been called n times before (not in the program's text).
+    code: the line's text. calls: "FQN@n" for every enclosing module that had been called n times before (not in the
+    program's text).
     """
 
     module: str = ""
@@ -53,13 +53,13 @@ class Source:
 
     @property
     def shown(self) -> str:
-        """The line's text for a message: the beginning of a long one."""
+        """The line's text for a message; a long one is shortened."""
         return self.code if len(self.code) <= _SHOWN else f"{self.code[: _SHOWN - 4].rstrip()} ..."
 
 
 @cache
 def is_models(filename: str) -> bool:
-    """Is this file neither torch's, nor shardc's, nor the interpreter's own?"""
+    """Return whether a file belongs neither to torch, nor to shardc, nor to the standard library."""
     if filename.startswith("<") or filename.startswith(_OURS):
         return False
     return not (filename.startswith(_STDLIB) and _PACKAGES.isdisjoint(Path(filename).parts))
@@ -67,20 +67,20 @@ def is_models(filename: str) -> bool:
 
 @cache
 def is_users(filename: str) -> bool:
-    """Is it also of no installed package?"""
+    """Return whether a file is the model's and not part of an installed package."""
     return is_models(filename) and _PACKAGES.isdisjoint(Path(filename).parts)
 
 
 def _calls(filename: str, function: str) -> bool:
-    """Does this frame call ops for the model? A mode or subclass of tensors that looks at each call of an op is the
-    user's too, but stands between the line and the op."""
+    """Return whether this frame calls ops for the model.
+
+    A user's torch function or dispatch mode, or tensor subclass, does not count: it comes between the line and the op.
+    """
     return function not in _LOOK_AT_CALLS and is_models(filename)
 
 
 def of_node(node: fx.Node, prefix: str = "model") -> Source:
-    """Module and line of an exported node. prefix: name under which the capture's wrapper module holds the user's
-    model.
-    """
+    """Return module and line of an exported node. prefix: the user's model in capture's wrapper module."""
     module, calls = "", tuple[str, ...]()
     stack = node.meta.get("nn_module_stack")
     if stack:
@@ -91,7 +91,7 @@ def of_node(node: fx.Node, prefix: str = "model") -> Source:
 
 @functools.lru_cache(maxsize=4096)  # equal layers have equal texts
 def _quoted(text: str) -> Source:
-    """The innermost of the model's lines in a text, such as a message of torch's, that quotes them as Python does."""
+    """Return the innermost of the model's lines in a text that quotes them as Python's tracebacks do."""
     for filename, line, function, code in reversed(_FRAME.findall(text)):
         if _calls(filename, function):
             return Source("", f"{Path(filename).name}:{line}", code.strip())
@@ -99,22 +99,22 @@ def _quoted(text: str) -> Source:
 
 
 def _bare(entry: tuple[Any, ...], prefix: str) -> str:
-    """The model's name of a module on the stack."""
+    """Return the model's name of a module on the stack."""
     return str(entry[0]).partition("@")[0].removeprefix(prefix).removeprefix(".")
 
 
 def where(source: Source) -> str:
-    """The place for an error: "h.0.attn (gpt.py:31)", or "gpt.py:31" in the root module."""
+    """Return the place for an error: "h.0.attn (gpt.py:31)", or "gpt.py:31" in the root module."""
     return str(source) if source.module else source.line
 
 
 def place(node: fx.Node) -> str:
-    """The place of an exported node, for an error."""
+    """Return the place of an exported node, for an error."""
     return where(of_node(node))
 
 
 def of_exception(error: BaseException) -> Source:
-    """The innermost user's line on the way to `error`, or to what caused it."""
+    """Return the model's innermost line in the traceback of `error`, or of its cause."""
     seen: set[int] = set()
     chain: list[BaseException] = []
     e: BaseException | None = error
@@ -135,23 +135,23 @@ def of_exception(error: BaseException) -> Source:
 
 
 def is_torchs(error: BaseException) -> bool:
-    """Did torch's code raise this? Its C++ code, whose frames Python does not see, raises RuntimeErrors."""
+    """Return whether torch's code raised this. A RuntimeError counts: C++ code has no Python frames."""
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
     name = tb.tb_frame.f_code.co_filename if tb is not None else ""
-    return name.startswith(_OURS[0]) or isinstance(error, RuntimeError)  # of which NotImplementedError is one
+    return name.startswith(_OURS[0]) or isinstance(error, RuntimeError)  # NotImplementedError is a RuntimeError
 
 
 def _in_package(filename: str) -> str:
-    """peft/tuners/loha/layer.py of an installed package; the name alone of a file of the user's."""
+    """Return a file's path inside its package (peft/tuners/loha/layer.py); only the name of a user's file."""
     parts = Path(filename).parts
     begin = max((i + 1 for i, part in enumerate(parts) if part in _PACKAGES), default=len(parts) - 1)
     return "/".join(parts[begin:])
 
 
 def loops_of_node(node: fx.Node) -> str:
-    """The headers of the `for` statements around the line of an exported node, innermost first."""
+    """Return the headers of the `for` statements around the line of an exported node, innermost first."""
     for filename, line, function, _ in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
         if _calls(filename, function):
             return _loops(filename, int(line))
@@ -159,7 +159,7 @@ def loops_of_node(node: fx.Node) -> str:
 
 
 def loops_of_exception(error: BaseException) -> str:
-    """The headers of the `for` statements around the lines of the user's on the way to an error, innermost first."""
+    """Return the headers of the `for` statements around the model's lines of a traceback, innermost first."""
     loops: list[str] = []
     tb = error.__traceback__
     while tb is not None:
@@ -185,13 +185,13 @@ def _loops(filename: str, line: int) -> str:
 
 
 def of_call() -> Source:
-    """The innermost user's line of the calls now in progress."""
+    """Return the innermost line of the model's code in the current call stack."""
     frame = _users_frame()
     return Source() if frame is None else of_frame(frame, frame.f_lineno)
 
 
 def trace_of_call() -> str | None:
-    """The same as Python prints it, which `of_node` reads again."""
+    """Return the line of `of_call` in the format of Python's tracebacks, which `of_node` can read."""
     if (frame := _users_frame()) is None:
         return None
     name = frame.f_code.co_filename
@@ -209,7 +209,7 @@ def _users_frame() -> FrameType | None:
 
 
 def of_function(function: Any) -> Source:
-    """Where a function is defined; nowhere, if it is not Python's."""
+    """Return where a function is defined; an empty Source if it is not written in Python."""
     function = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
     code = getattr(function, "__code__", None)
     if code is None:
@@ -219,6 +219,6 @@ def of_function(function: Any) -> Source:
 
 
 def of_frame(frame: FrameType, line: int) -> Source:
-    """A line of a frame."""
+    """Return a line of a frame."""
     name = frame.f_code.co_filename
     return Source("", f"{Path(name).name}:{line}", linecache.getline(name, line).strip())

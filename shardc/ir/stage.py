@@ -1,10 +1,10 @@
-"""Stages: the graphs that ranks run, and what one of them makes for another.
+"""Define stages: the graphs that ranks run, and the values that they send each other.
 
 Without a pipeline there is one stage, which every rank runs; a pipeline's ranks run one or more each:
 
     stage0 --- Edge(0, 1): names and types of values, whose gradients go back ---> stage1
       |
-      +-- regions: ops whose results backward computes again
+      +-- regions: ops that backward recomputes
       +-- joint: its forward and its backward graph, which a training step runs
 
 Conventions of the graphs, of stages and of the whole model: shardc.ir.program.
@@ -24,13 +24,13 @@ from shardc.ir.metadata import Value
 
 @dataclass(frozen=True)
 class Region:
-    """Ops whose results are computed again in backward, so that they need not be kept (shardc.passes.recompute).
+    """Ops that are recomputed in backward, so that their results are not kept (shardc.passes.recompute).
 
     name: the FQN of the module, with the number of its call after the first ("encoder.layer@2"). parent: name of the
-    region around it.
-    offload: what it keeps lies on the CPU until backward. cause: the spec line.
-    kept, dropped: bytes of one rank that it holds until backward, and that it need not; again: collectives that
-    backward repeats."""
+    region around it. offload: its kept values stay on the CPU until backward. cause: the spec line.
+    kept, dropped: bytes on one rank that are kept until backward, and that are not; again: number of collectives that
+    backward repeats.
+    """
 
     name: str
     parent: str = ""
@@ -45,36 +45,35 @@ class Region:
 class Joint:
     """A stage as two functions, without autograd (shardc.passes.joint). Types are those of one rank.
 
-    forward: takes what the stage takes, and returns `(loss, news and outputs, what other stages take, what backward
-        wants of it)`; of what does not exist None or ().
-    backward: takes of the stored values, of what forward kept for it, and of the gradients of the loss and of what
-        other stages take (`NAME_grad`) those that it uses, by name. It puts gradients of parameters into buckets, and
-        returns those of received values that have one, in their order.
-    weights: where a schedule splits backward in two: the second half, which puts gradients into buckets; `backward`
-        then returns `(gradients of received values, what the second half wants of it)`."""
+    forward: takes what the stage takes, and returns `(loss, new buffer values and outputs, values for other stages,
+        values kept for backward)`. What does not exist is None or ().
+    backward: takes by name the values that it uses: stored values, those that forward kept, and gradients of the loss
+        and of values for other stages (`NAME_grad`). It puts gradients of parameters into buckets, and returns those
+        of received values that have one, in their order.
+    weights: where a schedule splits backward in two: the second half, which puts gradients into buckets. `backward`
+        then returns `(gradients of received values, values that the second half needs)`.
+    """
 
     forward: fx.Graph
     backward: fx.Graph
-    # no default of the class: it would stand where a DeferredJoint has none yet
+    # no class-level default: a DeferredJoint would find it, and __getattr__ would not run
     weights: fx.Graph | None = field(default_factory=lambda: None)
 
     @property
     def graphs(self) -> dict[str, fx.Graph]:
-        """All of them, by name."""
+        """All graphs by name."""
         second = {} if self.weights is None else {"weights": self.weights}
         return {"forward": self.forward, "backward": self.backward, **second}
 
 
 class DeferredJoint(Joint):
-    """Texts that are written when they are first looked at: of a pipeline's stages a rank runs a few, and what does not
-    train runs none.
+    """A `Joint` whose graphs are written at first access: a rank runs only some of a pipeline's stages.
 
-    write: gives them; lock: is held meanwhile, as ranks may be threads. Once they are written it is a `Joint` as any
-    other.
+    write: returns the graphs; lock: is held meanwhile, as ranks may be threads. Then the object becomes a plain Joint.
     """
 
     def __init__(self, write: Callable[[], Joint], lock: AbstractContextManager[object]) -> None:
-        self.__dict__.update(_write=write, _lock=lock)  # its fields are missing until they are made
+        self.__dict__.update(_write=write, _lock=lock)  # the fields are missing until first access
 
     def __getattr__(self, name: str) -> Any:
         if name not in Joint.__dataclass_fields__:
@@ -88,10 +87,10 @@ class DeferredJoint(Joint):
 
 @dataclass
 class Stage:
-    """What one rank runs. graph: local sizes, explicit collectives; see the module's docstring for its conventions.
+    """The graph that one rank runs, with local sizes and explicit collectives; see the module's docstring.
 
-    updates: the buffers of which a pipeline's stage computes the new value; outputs: the program's outputs that it
-    computes. joint: what a training step runs in its place; None of a forward-only program.
+    updates: the buffers whose new values this stage of a pipeline computes; outputs: the program's outputs that it
+    computes. joint: what a training step runs instead; None in a forward-only program.
     """
 
     graph: fx.Graph
@@ -105,7 +104,7 @@ class Stage:
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """The params, buffers and inputs among its placeholders."""
+        """Names of the params, buffers and inputs among the placeholders."""
         return tuple(
             n.name
             for n in self.graph.find_nodes(op="placeholder")
@@ -114,19 +113,19 @@ class Stage:
 
     @property
     def receives(self) -> dict[str, Value]:
-        """The values of other stages among its placeholders, in order."""
+        """The values of other stages among the placeholders, in order."""
         return {n.name: n.meta["value"] for n in self.graph.find_nodes(op="placeholder") if "collective" in n.meta}
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """What it makes for other stages, in the order in which it returns them."""
+        """Names of the values for other stages, in the order in which the stage returns them."""
         returned: Any = self.graph.output_node().args[0]
         return tuple(n.name for n in returned[2]) if len(returned) > 2 else ()
 
 
 @dataclass(frozen=True)
 class Edge:
-    """What one stage of a pipeline makes for another one. names: of the values; values: their types."""
+    """Values that one stage of a pipeline sends to another. names: of the values; values: their types."""
 
     source: int
     target: int
@@ -135,9 +134,9 @@ class Edge:
 
     @property
     def gradient(self) -> bool:
-        """Do gradients go back?"""
+        """Whether any gradients go back."""
         return bool(self.differentiable())
 
     def differentiable(self) -> tuple[tuple[str, Value], ...]:
-        """(name, type) of those whose gradients go back."""
+        """Return (name, type) of the values whose gradients go back."""
         return tuple((n, v) for n, v in zip(self.names, self.values, strict=True) if v.requires_grad)

@@ -1,6 +1,6 @@
-"""What a program's graphs take: the model's parameters and buffers, and the tensors of a batch. Each has a layout.
+"""Define the parameters, buffers and inputs that a program's graphs take. Each has a layout.
 
-Ranks store parameters and buffers under the names that the model has for them; a graph takes them by a name of its own:
+Ranks store parameters and buffers under the model's names; a graph takes them by the names of its placeholders:
 
     model's state_dict                 program.params                                        placeholder of the graphs
     "up.weight"      [256, 64]         Param("up_weight", fqn="up.weight", ...)              up_weight
@@ -29,30 +29,30 @@ class UnknownParameterError(ShardcError, KeyError):
 
     @classmethod
     def of(cls, name: str, known: Iterable[str], where: str) -> UnknownParameterError:
-        """where: what was asked."""
+        """Build the error for a name, with the nearest known one. where: the call that failed."""
         names = list(known)
         near = nearest(str(name), names)
-        some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
-        fix = f"did you mean {near!r}?" if near else f"names are the model's, such as {some}"
+        examples = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+        fix = f"did you mean {near!r}?" if near else f"names are the model's, such as {examples}"
         return cls(f"the model has no parameter {name!r}", where=where, fix=fix)
 
 
 class UnknownNameError(ShardcError, AttributeError):
-    """A name that a module has nothing under, as nn.Module says it by an AttributeError."""
+    """A name that a module does not have; an AttributeError, as nn.Module raises it."""
 
 
 @contextmanager
 def named_nearest(call: str, kind: str, name: str, known: Callable[[], Iterable[str]]) -> Iterator[None]:
-    """Raises UnknownNameError in the place of an AttributeError over this name. call: the method that was asked."""
+    """Replace an AttributeError by UnknownNameError with the nearest name. call: the failing method."""
     try:
         yield
     except UnknownNameError:
-        raise  # get_parameter asks get_submodule
+        raise  # get_parameter calls get_submodule
     except AttributeError:
         names = [n for n in known() if n]
         near = nearest(str(name), names)
-        some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
-        fix = f"did you mean {near!r}?" if near else f"there are {some}" if names else f"it has no {kind}"
+        examples = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+        fix = f"did you mean {near!r}?" if near else f"there are {examples}" if names else f"it has no {kind}"
         fault = f"the module has no {kind} {name!r}"
         raise UnknownNameError(fault, where=f"module.{call}({name!r})", fix=fix) from None
 
@@ -61,7 +61,7 @@ _Stored = TypeVar("_Stored", bound="Stored")
 
 
 class Stored:
-    """What parameters and buffers have in common: names in the model's state_dict.
+    """Base of parameters and buffers: names in the model's state_dict.
 
     A parameter may be a stack of several of the model's, [number, ...]: then these are its `members`, in order.
     """
@@ -72,7 +72,7 @@ class Stored:
     members: tuple[str, ...]
 
     def changed(self: _Stored, changes: Mapping[str, object]) -> _Stored:
-        """`dataclasses.replace(self, **changes)`, in a fifth of its time: models have hundreds, which passes change."""
+        """Return `dataclasses.replace(self, **changes)` in a fifth of the time: passes change hundreds."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__, **changes)
         return new
@@ -88,11 +88,11 @@ class Stored:
         return dict.fromkeys(self.names, self.shape[1:] if self.members else self.shape)
 
     def by_name(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The global tensor under the model's names: all of a tied one, each member's of a stack (views)."""
+        """Return the global tensor by name: under all names if it is tied; for a stack, a view per member."""
         return dict(zip(self.members, whole, strict=True)) if self.members else dict.fromkeys(self.names, whole)
 
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The global tensor of such tensors. Raises KeyError if none of its names is there."""
+        """Return the global tensor from tensors by name. Raises KeyError if none of its names is there."""
         if self.members:
             return torch.stack([tensors[n] for n in self.members])
         name = next((n for n in self.names if n in tensors), self.fqn)
@@ -106,9 +106,8 @@ class Param(Stored):
     name: its placeholder in the graphs. fqn: the first of its names in the model; aliases: the others.
     members: of a stack of several of the model's parameters: their names, in order; fqn is then a pattern of them.
     shape, dtype: global. layout: how it is stored. reduce: axes over which its gradient is summed.
-    order: position in which backward finishes its gradient (0 = first). bucket: index of its gradient bucket, -1 =
-    none.
-    stages: of a pipeline: those that use it, whose ranks have it. frozen: the spec says that it is not trained.
+    order: position in which backward finishes its gradient (0 = first). bucket: index of its bucket, -1 = none.
+    stages: of a pipeline: those that use it, whose ranks hold it. frozen: the spec says that it is not trained.
     """
 
     name: str
@@ -137,11 +136,11 @@ class Param(Stored):
 class Buffer(Stored):
     """A buffer (running statistics, masks) or a constant tensor of the graph.
 
-    updated: the step computes a new value for it; adds: each microbatch a summand of it. persistent: it is in the
+    updated: the step computes its new value; adds: each microbatch computes a summand. persistent: it is in the
     state_dict.
     constant: the tensor itself, for constants that capture lifted out of the code (they have no name in the model).
-    stages: of a pipeline: those that use it, whose ranks have it. cache: keys or values that a program which generates
-    keeps from token to token (shardc.ir.generation); no model has it.
+    stages: of a pipeline: those that use it, whose ranks hold it. cache: keys or values that a generating program keeps
+    from token to token (shardc.ir.generation); the model does not have it.
     """
 
     name: str
@@ -165,13 +164,11 @@ class Buffer(Stored):
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor of the batch. path: how to reach it in the user's batch, e.g. ("input_ids",) or (0, "mask"); () = the
-    batch itself.
+    """One tensor of the batch. path: its place there, such as (0, "mask"); () = the batch itself.
 
-    microbatch: how a rank's part of it is cut into the step's microbatches; None = each gets all of it.
-
-    A batch is a dict (keyword arguments), tuple or tensor, possibly nested; leaves that are no tensors are baked into
-    the graph."""
+    microbatch: how a rank's part is cut into the step's microbatches; None = each microbatch gets all of it. A batch is
+    a dict (keyword arguments), tuple or tensor, possibly nested; leaves that are not tensors become constants.
+    """
 
     name: str
     path: tuple[str | int, ...]
@@ -184,7 +181,7 @@ class Input:
         return f"<Input {self.name} {self.value}>"
 
     def local_shape(self, mesh: Mesh, microbatches: int) -> tuple[int, ...]:
-        """Of a rank's part, in one microbatch."""
+        """Return the shape of a rank's part in one microbatch."""
         shape, cut = list(self.value.local_shape(mesh)), self.microbatch
         if cut is not None:
             padded = bool(

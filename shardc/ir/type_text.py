@@ -1,4 +1,4 @@
-"""Types of values as programs print them, and the parser of them: `f32[8, 512@tp] +dp`."""
+"""Print types of values as programs show them, and parse them: `f32[8, 512@tp] +dp`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial, PartialGrad, Placement, Shard
 
-#: Elements that a tensor has at most: more than any machine holds.
+#: The most elements of a tensor: more than any machine holds.
 ELEMENTS = 1 << 56
-#: Behind the axis of a mirrored shard.
+#: Follows the axis of a mirrored shard.
 MIRRORED = "↔"
 DTYPES = {
     torch.float64: "f64",
@@ -37,13 +37,13 @@ DTYPES = {
 
 
 def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
-    """A value's type as programs print it: `f32[8, 512@tp]`, `f32[8, 3·512@tp]` (split=3), `f32[8, 510+2@tp]`, `f32[8,
-    512] +tp ~dp`, `i64[8, 2·512@cp↔]` (mirrored).
+    """Format a value's type for a program: `f32[8, 512@tp]`, `f32[8, 3·512@tp]` (split=3).
+
+    Also `f32[8, 510+2@tp]` (padded), `f32[8, 512] +tp ~dp`, `i64[8, 2·512@cp↔]` (mirrored).
     """
     dims = []
     for d, size in enumerate(shape):
-        # an axis with sections first: the sizes say what it splits; then by digit, and the first digit is said by the
-        # sizes too
+        # an axis with sections first, then by digit: the printed sizes already show the first axis's split
         axes = sorted(layout.shards(d), key=lambda item: (not item[1].sections, item[1].split))
         text = str(size)
         for i, (name, s) in enumerate(axes):
@@ -64,13 +64,13 @@ def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
 
 
 _TYPE = re.compile(r"(\w+)\[(.*)\]((?: [+~]\S+)*)$", re.ASCII)
-#: Sizes have 18 digits at most: longer numbers take time and memory, and no tensor is so large.
+#: Sizes have at most 18 digits: longer numbers take time and memory, and no tensor is so large.
 _N, _N1 = r"\d{1,18}", r"[1-9]\d{0,17}"
 _DIM = re.compile(rf"(?:({_N})|({_N1})·({_N})|({_N}(?:\|{_N})+))(?:\+({_N1}))?((?:@[^@/\s]+(?:/{_N1})?)*)$", re.ASCII)
 
 
 def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]]:
-    """The inverse of `show`: (global shape, dtype, placements by axis). Raises ValueError on anything else."""
+    """Parse the text of `show`: return (global shape, dtype, placements by axis). Raises ValueError."""
     match = _TYPE.match(text) if len(text) < 10_000 else None
     names = {v: k for k, v in DTYPES.items()}
     if not match or match[1] not in names:
@@ -87,9 +87,9 @@ def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]
         pad = (int(dim[5]), split) if dim[5] else ()
         for i, axis in enumerate(dim[6].split("@")[1:]):
             name, _, written = axis.partition("/")
-            own = split if i == 0 and not written else int(written or 1)
+            parts = split if i == 0 and not written else int(written or 1)
             mirrored, name = name.endswith(MIRRORED), name.removesuffix(MIRRORED)
-            shard = Shard(d, own, sections if i == 0 else (), *pad)
+            shard = Shard(d, parts, sections if i == 0 else (), *pad)
             placements.append((name, replace(shard, mirrored=True) if mirrored else shard))
     for mark in match[3].split():
         op, _, axis = mark[1:].rpartition(":")

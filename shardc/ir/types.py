@@ -1,4 +1,4 @@
-"""Types of graph nodes: shapes and dtypes of results, and whether a gradient flows through them."""
+"""Infer the types of graph nodes: shape and dtype of each result, and whether it carries a gradient."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardc.ir.graph import map_value, values_of
 from shardc.ir.metadata import Value
 from shardc.torch_private import OpOverload, unintercepted
 
-#: Ops whose result carries no gradient though their argument may; the rest follows from dtypes (comparisons, indices).
+#: Ops whose result carries no gradient even if an argument does. Dtypes decide the rest (comparisons, indices).
 _CUTS = {"detach", "largest", "top", "ties", "nll_max", "all_reduce_max"}
 _LIKE = ("_like", "new_")
-#: What ops raise for operands outside of their domain: a matrix that is not positive definite, lengths of zero.
+#: Exceptions of ops for operands outside their domain: a matrix that is not positive definite, lengths of zero.
 OUTSIDE_DOMAIN = (RuntimeError, ValueError, IndexError)
 
 
@@ -26,33 +26,34 @@ def of_tensor(x: Tensor, requires_grad: bool = False) -> Value:
 
 
 def op_name(target: Any) -> str:
-    """`add` for torch.ops.aten.add.Tensor, `nll` for shardc.runtime.ops.nll."""
+    """Return an op's short name: `add` for torch.ops.aten.add.Tensor, `nll` for shardc.runtime.ops.nll."""
     if isinstance(target, OpOverload):
         return str(target._schema.name.partition("::")[2])
     return str(getattr(target, "__name__", target))
 
 
 def cuts(target: Any) -> bool:
-    """Has an op's result no gradient whatever its arguments have? (dtypes aside)"""
+    """Return whether an op's result never carries a gradient. Dtypes are not considered."""
     name = op_name(target)
     return name in _CUTS or name.endswith(_LIKE[0]) or name.startswith(_LIKE[1])
 
 
 def carries_gradient(target: Any, args: Any, kwargs: Any) -> bool:
-    """Does a result of this call depend differentiably on an argument that requires a gradient? (dtypes aside)"""
+    """Return whether a call's result depends differentiably on an argument with a gradient, dtypes aside."""
     return not cuts(target) and any(requires_grad(n) for n in nodes_in((args, kwargs)))
 
 
 def nodes_in(x: Any) -> Iterable[fx.Node]:
-    """The graph nodes in nested arguments."""
+    """Return the graph nodes in nested arguments."""
     nodes: list[fx.Node] = []
     fx.map_arg(x, nodes.append)
     return nodes
 
 
 def typed_key(x: Any) -> Any:
-    """Arguments of a call as a hashable key: nodes by their types (by name without one), numbers with their class, so
-    that 1, 1.0 and True differ.
+    """Return the arguments of a call as a hashable key.
+
+    Nodes become their types (their names if they have none). Numbers keep their class, so that 1, 1.0 and True differ.
     """
     if isinstance(x, fx.Node):
         value = x.meta.get("value")
@@ -69,7 +70,7 @@ def requires_grad(node: fx.Node) -> bool:
 
 
 def typed(result: Any, target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None:
-    """The `value` metadata of a call that gave `result` (a tensor without data, or a tuple of them)."""
+    """Return the `value` metadata of a call, from its `result`: a tensor without data, or a tuple of them."""
     if target is operator.getitem and isinstance(args[0].meta.get("value"), tuple):
         value: Value | None = args[0].meta["value"][args[1]]
         return value
@@ -80,7 +81,7 @@ def typed(result: Any, target: Any, args: Any, kwargs: Any) -> Value | tuple[Any
 
 
 def on_meta(x: Any) -> Any:
-    """Arguments with every node replaced by an empty tensor on the meta device, to run an op for its result's type."""
+    """Replace every node in the arguments by an empty meta tensor, to run an op for its result's type."""
 
     def empty(v: Value) -> Tensor:
         return torch.empty(v.shape, dtype=v.dtype, device="meta")
@@ -89,31 +90,32 @@ def on_meta(x: Any) -> Any:
 
 
 def infer(target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None:
-    """The value of `target(*args, **kwargs)`, by running it on the meta device. Only for aten ops and getitem."""
+    """Infer the value of `target(*args, **kwargs)` on the meta device. Only for aten ops and getitem."""
     if target is operator.getitem:
         return typed(None, target, args, kwargs)
     if op_name(target) in _QUANTISED:
-        same: Value = args[0].meta["value"]
-        return replace(same, requires_grad=carries_gradient(target, args, kwargs))
+        operand: Value = args[0].meta["value"]
+        return replace(operand, requires_grad=carries_gradient(target, args, kwargs))
     with torch.no_grad(), unintercepted():
         if (value := _pointwise(target, args, kwargs)) is not None:
             return value
         options = dict(on_meta(kwargs))
-        if any(a.name == "device" for a in target._schema.arguments):  # what is made of no tensor is as large as asked
+        if any(a.name == "device" for a in target._schema.arguments):  # a factory op would allocate real memory
             options["device"] = "meta"
         return typed(target(*on_meta(args), **options), target, args, kwargs)
 
 
-#: They give what they take, and have no kernel on the meta device.
+#: Their results have the type of their first operand, and they have no kernel on the meta device.
 _QUANTISED = {"fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"}
-#: The CPU has every pointwise op for the first two, with operands of the others among them.
+#: The CPU has every pointwise op for `_FLOATS`, also with some operands of `_OTHERS`.
 _FLOATS = {torch.float32, torch.float64}
 _OTHERS = {torch.int64, torch.int32, torch.bool}
 
 
 def _pointwise(target: Any, args: Any, kwargs: Any) -> Value | None:
-    """The value of a pointwise op, from its result on tensors of one element; on the meta device it runs in Python, 30
-    times as long.
+    """Infer the value of a pointwise op from its result on one-element tensors; None for other ops.
+
+    On the meta device a pointwise op runs in Python, which takes 30 times as long.
     """
     if torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
         return None
@@ -132,8 +134,9 @@ def _pointwise(target: Any, args: Any, kwargs: Any) -> Value | None:
 
 
 def behind(roots: Iterable[fx.Node], further: Callable[[fx.Node], bool] = lambda _: True) -> set[fx.Node]:
-    """The nodes themselves and all that they are made of; what a node is made of for which `further` is False is left
-    out.
+    """Return the roots and all nodes that they are computed from.
+
+    further: if it returns False for a node, the search does not continue to that node's inputs.
     """
     reached: set[fx.Node] = set()
     todo = list(roots)

@@ -1,5 +1,6 @@
-"""Numbers for people, in the same units everywhere: bytes in KiB, MiB, GiB (powers of 1024), operations and their rates
-with SI prefixes (TFLOP/s), counts as k, M, B (10^9), T.
+"""Format numbers for people, in the same units everywhere.
+
+Bytes in KiB, MiB, GiB (powers of 1024), operations and rates with SI prefixes (TFLOP/s), counts as k, M, B (10^9), T.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ _COUNTS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 def size(nbytes: float) -> str:
-    """Bytes.
+    """Format bytes.
 
     >>> size(12), size(1536), size(80e9), size(-2048)
     ('12 B', '1.5 KiB', '74.5 GiB', '-2.0 KiB')
@@ -23,27 +24,27 @@ def size(nbytes: float) -> str:
 
 
 def si(n: float, unit: str) -> str:
-    """A number of three digits with a prefix.
+    """Format a number with three digits and an SI prefix.
 
     >>> si(989e12, "FLOP/s"), si(1.5e9, "FLOP"), si(12, "FLOP")
     ('989 TFLOP/s', '1.5 GFLOP', '12 FLOP')
     """
-    prefix, each = next(((p, s) for p, s in _PREFIXES if abs(n) >= s), ("", 1.0))
-    return f"{_three(n / each)} {prefix}{unit}"
+    prefix, scale = next(((p, s) for p, s in _PREFIXES if abs(n) >= s), ("", 1.0))
+    return f"{_three(n / scale)} {prefix}{unit}"
 
 
 def count(n: float) -> str:
-    """How many: parameters, tokens, samples.
+    """Format a number of parameters, tokens or samples.
 
     >>> count(950), count(33088), count(7.2e9)
     ('950', '33.1 k', '7.2 B')
     """
-    unit, each = next(((u, s) for u, s in _COUNTS if abs(n) >= s), ("", 1.0))
-    return f"{n / each:.1f} {unit}" if unit else f"{n:.4g}"
+    unit, scale = next(((u, s) for u, s in _COUNTS if abs(n) >= s), ("", 1.0))
+    return f"{n / scale:.1f} {unit}" if unit else f"{n:.4g}"
 
 
 def seconds(s: float) -> str:
-    """A short time.
+    """Format a short time.
 
     >>> seconds(4.871), seconds(0.0123), seconds(5e-6)
     ('4.87 s', '12.30 ms', '5 µs')
@@ -52,7 +53,7 @@ def seconds(s: float) -> str:
 
 
 def per_second(rate: float, unit: str) -> str:
-    """Tokens or samples in a second.
+    """Format a rate of tokens or samples per second.
 
     >>> per_second(363.4, "tokens"), per_second(1.25e6, "samples")
     ('363 tokens/s', '1.2 M samples/s')
@@ -61,7 +62,8 @@ def per_second(rate: float, unit: str) -> str:
 
 
 def plural(n: int, noun: str) -> str:
-    """
+    """Format a number with a noun in singular or plural.
+
     >>> plural(1, "rank"), plural(4, "rank")
     ('1 rank', '4 ranks')
     """
@@ -69,5 +71,5 @@ def plural(n: int, noun: str) -> str:
 
 
 def _three(n: float) -> str:
-    """Three digits, without an exponent."""
+    """Format a number with three digits and without an exponent."""
     return f"{n:.0f}" if abs(n) >= 99.95 else f"{n:.3g}"

@@ -1,10 +1,10 @@
-"""What ops, collectives and copies take on a device: bytes and seconds. Passes, cost, plan and reports ask it.
+"""Compute bytes and seconds of ops, collectives and copies on a device, for passes, cost and plan.
 
-work          what runs, as plain values: ops, collectives that begin and are waited for, storages
+work          the work of a rank as plain values: ops, collectives that start and are waited for, storages
 flops         counts an op's floating-point operations and memory traffic
-device        what a device does in a second, and what an op takes of it; devices/: their descriptions
-collectives   how long one collective takes
-flights       collectives that are under way or queued, and share links
-clock         the streams of one rank: it computes, one stream for each group of ranks, one for copies to the host
+device        the rates of a device, and the seconds of an op on it; devices/: descriptions of devices
+collectives   the seconds of one collective
+flights       collectives that are running or queued, and share links
+clock         the streams of one rank: compute, one stream per group of ranks, one for copies to the host
 assumed       the device that passes assume
 """

@@ -1,13 +1,13 @@
-"""Assume one machine wherever a pass weighs work against communication: the H100 of devices/h100-80g.yaml.
+"""Assume one machine (the H100 of devices/h100-80g.yaml) where passes weigh work and communication.
 
-A compiled program must not depend on the device that it will run on, so passes know one machine, whatever a spec's
-`device:` says. They use the formulas of shardc.machine with it, the same that shardc.cost uses with any device.
+A compiled program must not depend on the device that it will run on. So passes always assume this machine, not a spec's
+`device:`. They use the formulas of shardc.machine with it, the same that shardc.cost uses with any device.
 
-    ASSUMED    its seconds, in which a line of a graph runs beside a collective (shardc.passes.joint)
-    LARGE      the same without what comes once an op or a message: launches and latencies. It weighs ways to split, to
-               keep and to cut (shardc.passes.place, recompute, pipeline), which small models get as large ones do. Its
-               seconds are proportional to bytes and flops. And without sums in switches: an all_reduce takes what its
-               halves do, so that placement does not give up a split between them, which takes less memory.
+    ASSUMED    the real seconds, for lines of a graph beside a collective (shardc.passes.joint)
+    LARGE      without costs per op or message: launches and latencies. It weighs ways to split, keep and cut
+               (shardc.passes.place, recompute, pipeline), so that small models get the same choices as large ones. Its
+               seconds are proportional to bytes and flops. It has no sums in switches: an all_reduce takes as long as
+               its two halves, so that placement keeps a split between them, which takes less memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardc.machine.work import Op
 
 
 def _h100() -> Device:
-    """A graph's lines are known before it runs, so the host is ahead of the device."""
+    """Load the device, without the host's time: a graph's lines are known ahead, so the host runs ahead."""
     text = resources.files("shardc.machine").joinpath("devices", "h100-80g.yaml").read_text()
     return Device.model_validate(yaml.safe_load(text)).model_copy(update={"host": 0.0})
 
@@ -40,16 +40,14 @@ LARGE = _large(ASSUMED)
 
 
 def work_seconds(flops: float, traffic: float) -> float:
-    """Seconds of a large op: of its products, which are taken to be in 16 bits whatever the program's dtype is, or of
-    the bytes that it reads and writes.
-    """
+    """Return the seconds of a large op: of its products, assumed to be in 16 bits, or of its traffic."""
     return LARGE.op_seconds(Op(int(flops), int(traffic), "bfloat16"))
 
 
 def byte_seconds(kind: str, ranks: tuple[int, ...]) -> float:
-    """Seconds that a large collective among these ranks takes for each of its bytes (`collective_seconds`)."""
+    """Return the seconds per byte of a large collective among these ranks (`collective_seconds`)."""
     return collective_seconds(LARGE, kind, 1.0, ranks)
 
 
-#: Neighbouring stages of a pipeline are taken to be on two nodes.
+#: Neighbouring stages of a pipeline are assumed to be on two nodes.
 STAGES = (0, LARGE.node)

@@ -1,4 +1,4 @@
-"""The time of a rank's step: its ops one after the other, collectives beside them, and copies to the host and back."""
+"""Compute the time of a rank's step: ops in sequence, collectives beside them, and copies to the host."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from shardc.machine.work import Op, Part, Sent, Waited
 
 @dataclass
 class Clock:
-    """Time of one rank: ops run one after the other, at the earliest when the host has started them; collectives
-    overlap with them, but those of one group do not overlap with each other, and those of several groups share the
-    links that they have in common. Who waits for a collective waits for ranks that come later, too. Copies to the host
-    and back are a group of their own, and take nothing of the device.
+    """The time of one rank: ops run in sequence, once the host starts them, and overlap with collectives.
 
-    now: seconds since the begin; exposed: of these, those in which the rank waits for collectives, by their axes;
-    of_update: for such that the last update began, as gathers of weights; idle: those in which the device waits for the
-    host.
+    Collectives of one group run one after the other. Those of several groups share the links that they have in common.
+    A rank that waits for a collective also waits for ranks that arrive later. Copies between device and host are a
+    separate group and do not slow the device.
+
+    now: seconds since the start; exposed: the part in which the rank waits for collectives, by axes; of_update: the
+    part of `exposed` for collectives that the last update started, such as gathers of weights; idle: the part in which
+    the device waits for the host.
     """
 
     device: Device
@@ -44,11 +45,11 @@ class Clock:
 
     @property
     def end(self) -> float:
-        """When all has ended, collectives that nobody waits for, too."""
+        """When everything has ended, including collectives that nobody waits for."""
         return max(self.now, self._flights.last())
 
     def run(self, part: Part) -> float:
-        """Seconds that a part takes."""
+        """Run a part; return the seconds that it takes."""
         begin = self.now
         for w in part.work:
             if isinstance(w, Op):
@@ -63,23 +64,23 @@ class Clock:
         else:
             self.wait(w.key)
 
-    # --- what a clock that keeps more than times sees
+    # --- hooks of subclasses
 
     def ran(self, w: Op, begin: float) -> None:
-        """An op has run, from `begin` until now."""
+        """Note that an op has run, from `begin` until now. A hook for subclasses."""
 
     def waited_for_host(self, seconds: float) -> None:
-        """The device has had nothing to do: the host starts ops more slowly than they run."""
+        """Add seconds in which the device is idle, as the host starts ops more slowly than they run."""
         self.idle += seconds
 
     def started(self, flight: Flight) -> None:
-        """A collective runs from `flight.begin` to `flight.end`."""
+        """Note that a collective runs from `flight.begin` to `flight.end`. A hook for subclasses."""
 
     def delayed(self, flight: Flight) -> None:
-        """Its begin or its end has changed: another one takes a part of its links, or of those of one before it."""
+        """Note that a flight's begin or end has changed, as another one shares links. A hook for subclasses."""
 
     def waited_for(self, record: CommRecord, seconds: float) -> None:
-        """The rank has waited for it."""
+        """Add seconds in which the rank waited for a collective."""
         self.exposed[record.axis] += seconds
         if record.direction == "update":
             self.of_update += seconds
@@ -93,11 +94,11 @@ class Clock:
         self.ran(w, begin)
 
     def compute(self, seconds: float) -> None:
-        """Run what takes so long alone."""
+        """Run something that takes this many seconds alone."""
         self.now += self._beside_collectives(seconds)
 
     def _after_host(self, seconds: float) -> None:
-        """What comes next does not begin before the host has taken so long for it."""
+        """Wait until the host, after this many more seconds of its work, has started the next op."""
         if self.device.kind == "cpu":  # which is its own host
             self._host = self.now
         self._host += seconds
@@ -106,11 +107,11 @@ class Clock:
             self.now = self._host
 
     def op_seconds(self, w: Op) -> float:
-        """Seconds of an op alone."""
+        """Return the seconds of an op alone."""
         return self.device.op_seconds(w)
 
     def _beside_collectives(self, seconds: float) -> float:
-        """What takes so long alone, while collectives run that take some of the device."""
+        """Return the seconds of work beside running collectives, which slow the device. seconds: alone."""
         rate = self.device.reaches.computing
         if rate == 1.0:
             return seconds
@@ -120,7 +121,7 @@ class Clock:
     # --- sending
 
     def send(self, w: Sent) -> None:
-        """Begin a collective; wait for it, if it has no key."""
+        """Start a collective; wait for it, if it has no key."""
         seconds, link = self.alone(w.record)
         after = None if w.after is None else self._under_way.get(w.after)
         flight = Flight(w.record, link, seconds, self.now, after, self._delay(w.record))
@@ -134,11 +135,11 @@ class Clock:
             self._under_way[w.key] = flight
 
     def left(self, key: int) -> float:
-        """Seconds until the collective of that key ends, if it is under way."""
+        """Return the seconds until the collective of this key ends; 0 if it is not running."""
         return max(self._under_way[key].end - self.now, 0.0) if key in self._under_way else 0.0
 
     def wait(self, key: int) -> None:
-        """Wait for the collective of that key, if it is under way."""
+        """Wait for the collective of this key, if it is running."""
         if key in self._under_way:
             self._until(self._under_way.pop(key))
 
@@ -148,13 +149,13 @@ class Clock:
             self.now = flight.end
 
     def _delay(self, record: CommRecord) -> float:
-        """What passes of a collective while the one before it is sent: gloo has several threads, NCCL one stream."""
+        """Return the seconds of a collective that overlap with the previous one of its group (on CPUs: gloo)."""
         if self.device.kind != "cpu" or record.axes == HOST_LINK:
             return 0.0
         return self.alone(replace(record, bytes=0))[0]
 
     def alone(self, record: CommRecord) -> tuple[float, int]:
-        """(seconds that a collective takes alone, the kind of link that it uses)."""
+        """Return (seconds that a collective takes alone, the kind of link that it uses)."""
         if record.axes == HOST_LINK:
             return self.device.copy_seconds(record.bytes), -1
         key = record.kind, record.axes, record.bytes

@@ -1,21 +1,21 @@
-"""How long one collective takes on a device: by its kind, its bytes, and by who of its ranks share a node, or a pod.
+"""Compute the seconds of one collective from its kind, its bytes, and which ranks share a node or pod.
 
     all_gather, reduce_scatter    whichever is faster. A ring: each rank sends (n - 1) / n of the tensor, in n - 1
-                                  messages one after the other; every byte enters a node once, over whichever link, so
-                                  the links that a node's ranks have to other nodes add up. Or doubling (halving):
-                                  log2 n messages, each twice as large; what comes from other nodes comes over a
+                                  messages one after the other; every byte enters a node once, over any link, so
+                                  the links of a node's ranks to other nodes add up. Or doubling (halving):
+                                  log2 n messages, each twice as large; bytes from other nodes come over a
                                   rank's own link
     all_reduce                    a tree: the latency of doubling at the rate of rings, there and back; or, where a
                                   node's switches add (`Link.adds`), one pass over them: a rank sends and receives
                                   (n + 1) / n of the tensor
-    all_to_all                    each rank sends a part of its own to every other: inside its node over the inner link,
-                                  to other nodes over its own link to them, both at once
+    all_to_all                    each rank sends a part of its tensor to every other: inside its node over the inner
+                                  link, to other nodes over its own link to them, both at once
     send_recv                     from one rank to another
 
 (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH"; Sanders, Speck and
 Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", which NCCL's trees follow.) All
-groups of a mesh do the same at the same time, so each has its own ranks' links and no others. Held against a simulation
-of links, and against published measurements, in tests/cost/test_links.py.
+groups of a mesh do the same at the same time, so each uses only its own ranks' links. tests/cost/test_links.py compares
+this with a simulation of links and with published measurements.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from shardc.machine.device import Device, Link
 
 
 def collective_seconds(device: Device, kind: str, nbytes: float, ranks: tuple[int, ...]) -> float:
-    """Of one collective among ranks (numbers in the world; neighbours share a node).
+    """Return the seconds of one collective among ranks (numbers in the world; neighbours share a node).
 
-    nbytes: of the whole tensor that is gathered or reduced, or of what a rank exchanges, its own part included, as in
+    nbytes: of the whole tensor that is gathered or reduced, or that a rank exchanges (with its own part), as in
     shardc.ir.comm_record.CommRecord.
     """
     n = len(ranks)
@@ -42,12 +42,12 @@ def collective_seconds(device: Device, kind: str, nbytes: float, ranks: tuple[in
     if kind == "all_to_all":
         sent = max(nbytes * peers / n / _rate(device, link, peers, kind) for link, peers, _ in hops)
         return last.start + _rounds(hops) + sent
-    each = 0.0  # seconds per byte of a ring
+    per_byte = 0.0  # seconds per byte of a ring
     for link, peers, near in hops:
-        # the other messages leave the node, and use its links to others, also those that leave a pod
+        # the other messages leave the node over its links to others, also those that leave a pod
         stays = peers / (near + peers) if link is device.within and link is not last else 1.0
-        each = max(each, stays / (_rate(device, link, peers, kind) * near))
-    around = nbytes * (n - 1) / n * each
+        per_byte = max(per_byte, stays / (_rate(device, link, peers, kind) * near))
+    around = nbytes * (n - 1) / n * per_byte
     if kind == "all_reduce":
         there_and_back = 2 * around
         if len(hops) == 1 and last.adds:
@@ -61,29 +61,32 @@ def collective_seconds(device: Device, kind: str, nbytes: float, ranks: tuple[in
 
 
 def _rounds(hops: list[tuple[Link, int, int]]) -> float:
-    """Seconds of latency where in each round as many ranks again are reached, near ones first."""
+    """Return the latency of rounds that each double the number of reached ranks, near ones first."""
     return sum(link.latency * math.ceil(math.log2((near + peers) / near)) for link, peers, near in hops)
 
 
 def reach(device: Device, ranks: tuple[int, ...]) -> int:
-    """The widest kind of link that these ranks use: 0 inside a node, 1 between nodes, 2 between pods. What goes over
-    the same kind at the same time shares it.
+    """Return the widest kind of link of these ranks: 0 inside a node, 1 between nodes, 2 between pods.
+
+    Simultaneous collectives over the same kind share it.
     """
     return max(i for i, size in enumerate([1, *_domains(device)]) if len({r // size for r in ranks}) > 1)
 
 
 def _hops(device: Device, ranks: tuple[int, ...]) -> list[tuple[Link, int, int]]:
-    """The links that the ranks use, inner ones first: each with the number of other ranks that one reaches over it, and
-    how many ranks' links of that kind a byte of a ring may take that leaves what they have in common.
+    """Return (link, peers, near) for each kind of link that the ranks use, inner ones first.
+
+    peers: other ranks that one rank reaches over it. near: ranks whose links of that kind a ring's byte may take to
+    leave the domain that they share.
     """
-    found = []
-    near = 1  # ranks with whom one shares all smaller domains, itself included
+    hops = []
+    near = 1  # ranks that share all smaller domains with a rank, itself included
     for link, size in zip(_links(device), [*_domains(device), math.inf], strict=True):
         shared = max(Counter(r // size for r in ranks).values())
         if shared > near:
-            found.append((link, shared - near, near))
+            hops.append((link, shared - near, near))
             near = shared
-    return found
+    return hops
 
 
 def _links(device: Device) -> list[Link]:
@@ -91,11 +94,11 @@ def _links(device: Device) -> list[Link]:
 
 
 def _domains(device: Device) -> list[int]:
-    """Devices in a node, and in a pod."""
+    """Return the number of devices in a node, and in a pod."""
     return [device.node, *([device.pod] if device.pod is not None and device.beyond is not None else [])]
 
 
 def _rate(device: Device, link: Link, peers: int, kind: str) -> float:
-    """Bytes per second that large messages to so many others reach."""
+    """Return the bytes per second of large messages to this many peers."""
     share = (link.reaches or device.reaches.link) * link.kinds.get(kind, 1.0)
     return min(link.bandwidth, (link.peer or math.inf) * peers) * share

@@ -1,4 +1,4 @@
-"""What a device does in a second, and how fast it reaches others; what an op takes of it. (device_file reads one.)"""
+"""Define a device: its rates, its links to others, and the seconds of an op on it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-#: Dtypes of products of 8 bits, and what a device's `flops` call them: by their factors', or by their scales' where
-#: these are of blocks.
+#: Dtypes of 8-bit products (the factors' dtype, or that of block scales) and their names in a device's `flops`.
 NARROW = {"float8_e4m3fn": "float8", "float8_e5m2": "float8", "float8_e8m0fnu": "mxfp8"}
 
 
 def format_of(dtype: str) -> str:
-    """What a device's `flops` call a dtype: "float32"."""
+    """Return the name of a dtype in a device's `flops`: "float32", "float8", "mxfp8"."""
     return NARROW.get(dtype, dtype)
 
 
 def own_rates(op: Op) -> str:
-    """Under which name a device's `ops` have what an op reaches in its dtype."""
+    """Return the key of an op in its dtype in a device's `ops`."""
     return op.name if op.dtype in ("", "float32") else f"{op.name} {op.dtype}"
 
 
@@ -37,15 +36,15 @@ class _Section(BaseModel):
 
 
 class Link(_Section):
-    """bandwidth: bytes per second that one device sends, while it receives as many: where several share a network card,
-    its part. latency: seconds of a message; start: and, once, of a collective: its kernel, and ranks that wait for each
-    other.
+    """A link of a device. bandwidth: bytes per second that one device sends while it receives as many.
 
-    reaches: the share of it that large collectives reach, where that is not the device's `reaches.link`. adds: the
-    share that a sum reaches which the link's switches compute (NVLink SHARP); 0: they do not. peer: bytes per second to
-    any one other device, where that is less: links that lead to each of a node's others. kinds: of a kind of collective
-    ("all_gather", ...), the share of all this that it reaches, where that is not 1: libraries make some of them with
-    copies.
+    If several devices share a network card, bandwidth is one device's part. latency: seconds of a message; start:
+    seconds once per collective, for its kernel and for ranks that wait for each other.
+
+    reaches: the share of bandwidth that large collectives reach, if it is not the device's `reaches.link`. adds: the
+    share that a sum in the link's switches reaches (NVLink SHARP); 0: they cannot sum. peer: bytes per second to any
+    one other device, if that is less (separate links to each device of a node). kinds: the share of all this that a
+    kind of collective ("all_gather", ...) reaches, if it is not 1: libraries run some of them as copies.
     """
 
     bandwidth: Positive
@@ -58,8 +57,9 @@ class Link(_Section):
 
 
 class Reaches(_Section):
-    """The shares of a device's peaks that large ops reach. attention: of `flops`, that its kernels reach; computing: of
-    all rates, while a collective runs beside, whose kernels take some of the device.
+    """The shares of a device's peaks that large ops reach. attention: of `flops`, for attention kernels.
+
+    computing: of all rates, while a collective runs beside, whose kernels occupy a part of the device.
     """
 
     flops: Share = 1.0
@@ -70,12 +70,13 @@ class Reaches(_Section):
 
 
 class Products(_Section):
-    """What a product of [m, k] by [k, n] reaches of `flops` × `reaches.flops`, by its shape. A result is cut into
-    tiles, of which `units` are computed at once: the last round may have fewer, and a tile at the edge be cut. Before
-    and after a tile's k steps a unit takes as long as `ramp` more.
+    """The share of `flops` × `reaches.flops` that a product of [m, k] by [k, n] reaches, by its shape.
 
-    tiles: (rows, columns, share of the peak) that libraries choose from. unaligned: of products in 16 bits or less,
-    what they reach where rows of their matrices begin at multiples of so few bytes only. (NVIDIA, "Matrix
+    A result is cut into tiles. `units` tiles are computed at once; the last round may have fewer, and tiles at the edge
+    may be partial. Each tile takes `ramp` more k steps, for its start and end.
+
+    tiles: (rows, columns, share of the peak) that libraries choose from. unaligned: for products in 16 bits or less,
+    the share that they reach if their matrices' rows begin at multiples of only so many bytes. (NVIDIA, "Matrix
     Multiplication Background User's Guide": tile and wave quantization, alignment.)
     """
 
@@ -85,8 +86,9 @@ class Products(_Section):
     unaligned: Mapping[int, Share] = {}
 
     def share(self, m: int, n: int, k: float, many: int = 1, faster: float = 1.0) -> float:
-        """Of the peak, that `many` products of this shape reach together; with k cut into parts where that gives all
-        units work. faster: steps of k in the time of one that `ramp` counts.
+        """Return the share of the peak that `many` products of this shape reach together.
+
+        k is cut into parts if that keeps all units busy. faster: steps of k in the time of one that `ramp` counts.
 
         >>> Products(tiles=((128, 256, 1.0),), units=128).share(2048, 2048, 4096)
         1.0
@@ -104,14 +106,15 @@ class Products(_Section):
         return many * m * n * k / (least * self.units)
 
 
-#: Keys that a CPU's kernel of attention takes at once (torch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
+#: Keys in one block of a CPU's attention kernel (torch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
 CPU_KEYS = 512
 
 
 class OpRates(_Section):
-    """What one op of torch reaches where that is not the device's own. launch: seconds that it takes at least;
-    bandwidth: bytes per second that it reads and writes; flops: share of what products of its shape reach. each: of a
-    CPU, seconds beside all that for each of the products, or heads of a row, of which it computes several.
+    """The rates of one torch op, if they differ from the device's. launch: its least seconds.
+
+    bandwidth: bytes per second that it reads and writes; flops: share of what products of its shape reach. each: on a
+    CPU, additional seconds for each of its products, or for each head of a row.
     """
 
     launch: Annotated[float, Field(ge=0)] | None = None
@@ -121,8 +124,9 @@ class OpRates(_Section):
 
 
 class Outside(_Section):
-    """Bytes of a device's memory that torch's allocator does not give: the context of a process, with the kernels that
-    it loads; workspaces of the library of products; buffers of each communicator of NCCL.
+    """Bytes of device memory outside of torch's allocator. context: of a process and its kernels.
+
+    workspace: of the library of products. communicator: buffers of each communicator of NCCL.
     """
 
     context: Annotated[float, Field(ge=0)] = 0.0
@@ -131,22 +135,20 @@ class Outside(_Section):
 
 
 class Device(_Section):
-    """source: where the numbers are from. kind: a CPU makes masks in blocks, a GPU as a whole. memory: bytes,
-    as torch shows them; outside: those of it that are no tensors'.
+    """A device. source: of the numbers. kind: a CPU draws random masks in blocks, a GPU as a whole.
 
-    flops: per second of a matrix product, by dtype; float8: of factors of 8 bits with one scale for each row, or one
-    for all; mxfp8: with one for each 32 of a row. Those of 8 bits that are not listed run in 16. bandwidth: bytes of
-    memory read or written per second. launch: the least seconds that an op takes. host: seconds in which the host
-    starts one, at least; it may be ahead of the device. On a CPU, which is its own host, an op takes launch and host
-    beside its work, and that of its products beside that of its bytes.
-    reaches: shares of these peaks; products: what one of them reaches, by its shape; ops: by torch's name of the op,
-    "mul", and of what is otherwise in another dtype than float32, "mul bfloat16".
-
-    host_link: bytes per second between the device's memory and the host's, in either direction; None: copies take no
-    time.
-    node: devices in a node; nodes: how many there are, None: as many as it takes. within, between: links inside of a
-    node and between nodes. pod: devices in a pod, whose nodes reach each other at the full rate of `between`; beyond:
-    the link to other pods.
+    memory: bytes, as torch reports them; outside: bytes of it that hold no tensors.
+    flops: per second of a matrix product, by dtype; float8: factors of 8 bits with one scale per row, or one for all;
+    mxfp8: one scale per 32 elements of a row. 8-bit formats that are not listed run in 16 bits. bandwidth: bytes of
+    memory read or written per second. launch: the least seconds of an op. host: the least seconds in which the host
+    starts an op; the host may run ahead of the device. On a CPU, which is its own host, an op takes launch, host, the
+    time of its products and the time of its bytes, all added up.
+    reaches: shares of these peaks; products: the share by a product's shape; ops: by torch's name of the op, "mul",
+    with the dtype if it is not float32, "mul bfloat16".
+    host_link: bytes per second between device and host memory, in either direction; None: copies take no time.
+    node: devices in a node; nodes: their number, None: as many as needed. within, between: links inside a node and
+    between nodes. pod: devices in a pod, whose nodes reach each other at the full rate of `between`; beyond: the link
+    to other pods.
     """
 
     name: str
@@ -178,28 +180,27 @@ class Device(_Section):
         return self
 
     def outside_bytes(self, communicators: int) -> float:
-        """Bytes that a process with so many communicators takes beside its tensors."""
+        """Return the bytes that a process with this many communicators takes beside its tensors."""
         return self.outside.context + self.outside.workspace + self.outside.communicator * communicators
 
     def check_room(self, ranks: int, where: str = "device") -> None:
-        """Raises ShardcError where so many ranks are more than there are devices."""
+        """Raise ShardcError if there are more ranks than devices."""
         if self.nodes is None or ranks <= self.nodes * self.node:
             return
-        there = f"{plural(self.nodes, 'node')} of {plural(self.node, 'device')}"
-        fault = f"{ranks:,} ranks have no room on {there}, which are {self.nodes * self.node:,}"
+        machine = f"{plural(self.nodes, 'node')} of {plural(self.node, 'device')}"
+        fault = f"{ranks:,} ranks have no room on {machine}, which are {self.nodes * self.node:,}"
         fix = f"make it at most {self.nodes * self.node:,} ranks, or write nodes: {-(-ranks // self.node)}"
         raise ShardcError(fault, where=where, fix=fix)
 
     def flops_per_second(self, dtype: str) -> float:
-        """The peak of products in a dtype, "bfloat16". Of one that is not listed, that of the slowest: but of factors
-        of 8 bits, that of 16, in which they are multiplied where there is no kernel.
-        """
+        """Return the peak of products in a dtype; if unlisted, bfloat16's for 8 bits, else the slowest listed."""
         slowest = min(self.flops.values())
         return self.flops.get(format_of(dtype), self.flops.get("bfloat16", slowest) if dtype in NARROW else slowest)
 
     def op_seconds(self, op: Op) -> float:
-        """Its flops or its memory traffic in bytes, whichever takes longer; on a CPU one after the other, as its
-        libraries copy a product's operands into another order first.
+        """Return the seconds of an op: of its products or of its traffic, whichever takes longer.
+
+        On a CPU they add up, as its libraries first copy a product's operands into another order.
         """
         launch, products, traffic = self.launch_seconds(op), self.product_seconds(op), self.traffic_seconds(op)
         if self.kind == "cpu":
@@ -207,30 +208,30 @@ class Device(_Section):
         return max(launch, products, traffic)
 
     def cause(self, op: Op) -> Literal["compute", "memory", "launch"]:
-        """What most of an op's time goes to: its products, its traffic, or to be run at all."""
+        """Return what takes most of an op's time: its products, its traffic, or its launch."""
         compute, traffic = self.product_seconds(op), self.traffic_seconds(op)
         if max(compute, traffic) < self.launch_seconds(op):
             return "launch"
         return "compute" if compute >= traffic else "memory"
 
     def launch_seconds(self, op: Op) -> float:
-        """That it takes at least."""
-        own = self._own(op, "launch")
-        return self.launch if own is None else own
+        """Return the least seconds of an op."""
+        listed = self._own(op, "launch")
+        return self.launch if listed is None else listed
 
     def each_seconds(self, op: Op) -> float:
-        """That a CPU takes for each of an op's products beside their work."""
+        """Return the additional seconds that a CPU takes for an op's products, beside their work."""
         return ((self._own(op, "each") or 0.0) * op.matrices[0]) if op.matrices else 0.0
 
     def _own(self, op: Op, what: Literal["launch", "bandwidth", "flops", "each"]) -> float | None:
-        """What `ops` says of an op in its dtype, or else of the op."""
+        """Return a rate from `ops` for the op in its dtype, or else for the op; None if there is none."""
         for key in dict.fromkeys((own_rates(op), op.name)) if self.ops else ():
-            if key in self.ops and (found := getattr(self.ops[key], what)) is not None:
-                return float(found)
+            if key in self.ops and (rate := getattr(self.ops[key], what)) is not None:
+                return float(rate)
         return None
 
     def product_seconds(self, op: Op) -> float:
-        """Of its flops, without those that its kernel leaves out."""
+        """Return the seconds of an op's flops, without those that its kernel skips."""
         if not op.flops:
             return 0.0
         peak = self.flops_per_second(op.dtype)
@@ -239,28 +240,28 @@ class Device(_Section):
             peak *= self.reaches.attention or self.reaches.flops
             return op.computed(self._left_out(op)) / (peak * share)
         if self.products is not None and op.matrices and min(op.matrices[1:]) > 1:  # a matrix by a vector has no tiles
-            many, m, n = op.matrices
-            # a ramp takes its seconds, in which 8 bits get further
+            count, m, n = op.matrices
+            # a ramp takes the same seconds in any dtype; 8 bits do more steps of k in them
             faster = peak / self.flops_per_second("bfloat16") if op.dtype in NARROW else 1.0
-            share *= self.products.share(m, n, op.flops / (2 * many * m * n), many, faster)
+            share *= self.products.share(m, n, op.flops / (2 * count * m * n), count, faster)
             if op.dtype in ("bfloat16", "float16", *NARROW):
                 share *= self.products.unaligned.get(op.aligned, 1.0)
         return op.flops / (peak * self.reaches.flops * share)
 
     def _left_out(self, op: Op) -> float:
-        """Of the flops that a causal mask empties, the share that a kernel leaves out: a CPU's has large blocks."""
+        """Return the share of causally masked flops that a kernel skips; a CPU skips less, by larger blocks."""
         return max(1 - CPU_KEYS / op.matrices[2], 0.0) if self.kind == "cpu" and op.matrices else 1.0
 
     def traffic_seconds(self, op: Op) -> float:
-        """Of the bytes that it reads and writes."""
+        """Return the seconds of the bytes that an op reads and writes."""
         return op.traffic / (self._own(op, "bandwidth") or self.bandwidth * self.reaches.bandwidth)
 
     def copy_seconds(self, nbytes: int) -> float:
-        """Of a copy between the device's memory and the host's."""
+        """Return the seconds of a copy between the device's memory and the host's."""
         return 0.0 if self.host_link is None else self.launch + nbytes / (self.host_link * self.reaches.link)
 
     def to_yaml(self) -> str:
-        """The device as a file, with units in comments."""
+        """Format the device as a file, with units in comments."""
         lines = []
         for name, value in self.model_dump(exclude_none=True, exclude_defaults=True, mode="json").items():
             text = _yaml(value)
@@ -268,7 +269,7 @@ class Device(_Section):
         return "\n".join(lines) + "\n"
 
 
-#: What a device's fields are, in its file.
+#: Comments on a device's fields, in its file.
 _UNITS = {
     "memory": "bytes",
     "outside": "bytes of it, of the process, of libraries, of each communicator",

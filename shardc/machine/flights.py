@@ -1,10 +1,10 @@
-"""Collectives under way, and those that are queued: when each begins and ends, where several use the same links.
+"""Compute when running and queued collectives begin and end, if several use the same links.
 
     dp  [ gather    ][ gather  ]        those of one group, one after the other
     tp      [ sum     ]                 while two groups use the same links, each has half of them
 
-A collective is a fluid: alone it takes so many seconds, and of links that n groups use it gets an n-th, from moment to
-moment, as others begin and end. One that starts delays those that are queued, not what has been sent.
+A collective is a fluid: it takes a fixed number of seconds alone, and gets 1/n of links that n groups use, at every
+moment. A new one delays those that are queued, not the bytes that are already sent.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 
 from shardc.ir.comm_record import CommRecord
 
-#: What a stage of a pipeline sends to the next, or back.
+#: The kind of messages between stages of a pipeline.
 SENDS = "send_recv"
 
 
 @dataclass(eq=False)
 class Flight:
-    """A collective that was started. link: which kind of link it uses (collective_seconds.reach), -1: one of its own.
-    alone: seconds that it takes when nothing else uses that; ready: the earliest second at which it may begin; after:
-    one whose end it waits for; delay: of `alone`, the seconds that may pass while the one before it is sent. begin,
-    end: seconds, as far as is known now.
+    """A collective that was started. link: the kind of link that it uses (`reach`), -1: not shared.
 
-    left: of `alone`, to be sent yet; begun, ended: whether it has, by the second up to which Flights has come.
+    alone: seconds that it takes when nothing else uses the link; ready: the earliest second at which it may begin;
+    after: a flight whose end it waits for; delay: seconds of `alone` that may overlap with the previous one of its
+    group. begin, end: seconds, as far as is known now; left: seconds of `alone` that remain; begun, ended: its state at
+    the second that Flights has reached.
     """
 
     record: CommRecord
@@ -46,7 +46,7 @@ class Flight:
 
     @property
     def soonest(self) -> float:
-        """When it may begin, once those of its group that come first have ended; inf: not yet known."""
+        """When it may begin, once earlier ones of its group have ended; inf: not yet known."""
         if self.after is None:
             return self.ready
         return max(self.ready, self.after.end) if self.after.ended else math.inf
@@ -54,9 +54,7 @@ class Flight:
 
 @dataclass
 class Flights:
-    """Of one rank. now: the second up to which everything is as it was; queues: of each group, by its axes, what has
-    not ended then.
-    """
+    """The flights of one rank. now: all before it is final; queues: flights that have not ended, by axes."""
 
     now: float = 0.0
     queues: dict[tuple[str, ...], deque[Flight]] = field(default_factory=dict)
@@ -64,7 +62,7 @@ class Flights:
     _last: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     def start(self, new: Flight, now: float) -> list[Flight]:
-        """A collective starts. Returns the others whose times change by that."""
+        """Start a collective. Return the others whose times change because of it."""
         self._move(now)
         self._last.clear()
         queue = self.queues.setdefault(new.record.axes, deque())
@@ -83,21 +81,22 @@ class Flights:
         return []
 
     def _arrived(self, queue: deque[Flight]) -> None:
-        """What stages of a pipeline have sent each other is there: they sum nothing before all have run. A rank's
-        clock, which does not wait for other stages, is not there yet.
+        """End the queued sends between pipeline stages, as ranks sum only after all stages have run.
+
+        A rank's clock does not wait for other stages, so it may be earlier than their sends.
         """
         for f in queue:
             f.left, f.end, f.ended = 0.0, self.now, True
         queue.clear()
 
     def last(self, but: tuple[str, ...] = ()) -> float:
-        """When the last one ends, of all groups but that."""
-        if but not in self._last:  # each op asks, and only a start changes it
+        """Return when the last flight ends, of all groups except `but`."""
+        if but not in self._last:  # each op reads it, and only a start changes it
             self._last[but] = max((flight.end for axes, flight in self._ends.items() if axes != but), default=0.0)
         return self._last[but]
 
     def _foresee(self, new: Flight) -> list[Flight]:
-        """Find out when each begins and ends if no other one starts."""
+        """Compute the begin and end of each flight if no other one starts; return those that change."""
         now, queues = self.now, {axes: deque(q) for axes, q in self.queues.items()}
         state = [(f, f.left, f.begun, f.begin, f.end) for q in queues.values() for f in q]
         self._move(math.inf)
@@ -107,7 +106,7 @@ class Flights:
         return [f for f, _, _, begin, end in state if f is not new and (f.begin, f.end) != (begin, end)]
 
     def _move(self, until: float) -> None:
-        """Up to this second, or to the end of the last one."""
+        """Advance to the second `until`, or to the end of the last flight."""
         while self.now < until and (heads := [q for q in self.queues.values() if q]):
             running = [q for q in heads if q[0].soonest <= self.now]
             users = Counter(q[0].link for q in running)

@@ -1,7 +1,7 @@
-"""Count an op's floating-point operations and its memory traffic: torch's own counts, and those that it lacks.
+"""Count an op's floating-point operations and memory traffic, including ops that torch does not count.
 
-`op_of` puts all that a device's seconds depend on into one record: what a compiler's pass asks of a line of a graph,
-and a dry run or a real step of a call, is the same `Op`.
+`op_of` puts everything that a device's seconds depend on into one record. A compiler pass (for a line of a graph), a
+dry run and a real step (for a call) get the same `Op`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def op_of(func: Any, args: Any, kwargs: Any, result: Any) -> Op | None:
-    """What a call computes and moves, if that is anything."""
+    """Return what a call computes and moves; None if it moves no memory."""
     if (traffic := traffic_of(func, args, kwargs, result)) is None:
         return None
     operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -33,7 +33,7 @@ def op_of(func: Any, args: Any, kwargs: Any, result: Any) -> Op | None:
     if not op.flops:
         return op
     attention = is_attention(func)
-    scales = [x for x in floating if x is torch.float8_e8m0fnu]  # of blocks
+    scales = [x for x in floating if x is torch.float8_e8m0fnu]  # block scales
     return op._replace(
         dtype=_name_of(scales[0] if scales else dtype),
         shape=tuple(map(int, results[0].shape)),
@@ -50,24 +50,22 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, again: bool = True) -> int:
-    """Of one call of an OpOverload; 0 for an op that multiplies no matrices. again: with the scores that attention's
-    backward computes again.
-    """
+    """Return the flops of a call's products, or 0. again: with the scores that attention recomputes."""
     if op in _ATTENTION:
         at, products = _ATTENTION[op]
         return (products - (at and not again)) * _attention(*args[at : at + 3])
-    if op.overloadpacket in _UNCOUNTED:  # by torch: every row by a matrix, or by group every pair of rows once
+    if op.overloadpacket in _UNCOUNTED:  # not counted by torch: rows by a matrix, or by group each pair of rows
         return 2 * int(args[0].numel()) * int(args[1].shape[-1])
-    if op is aten.convolution_backward.default:  # torch's count of the weight's gradient knows no groups
+    if op is aten.convolution_backward.default:  # torch's count of the weight's gradient ignores groups
         grad, x, weight = args[:3]
-        places = x if args[7] else grad  # of a transposed one
+        places = x if args[7] else grad  # args[7]: transposed
         return 2 * int(weight.numel()) * int(places.numel() // places.shape[1]) * int(sum(args[10][:2]))
     count = flop_registry.get(op.overloadpacket)
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
 
 
-#: Attention by causal mask: the index of the flag among the arguments. Kernels compute blocks of so many rows and
-#: columns, and leave those out that the mask empties.
+#: For each attention op: the index of `is_causal` among the arguments. Kernels compute blocks of BLOCK rows and
+#: columns, and skip those that the mask empties.
 _CAUSAL = {
     aten._scaled_dot_product_flash_attention.default: 4,
     aten._scaled_dot_product_efficient_attention.default: 6,
@@ -85,8 +83,9 @@ def is_attention(op: Any) -> bool:
 
 
 def masked_share(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """The share of attention's flops that a kernel leaves out, as a causal mask empties their blocks. (A mask that is
-    given as a tensor is not looked at: kernels do not either.)
+    """Return the share of attention's flops that a kernel skips, as `is_causal` empties their blocks.
+
+    A mask tensor is not considered: kernels do not skip its blocks either.
     """
     at = _CAUSAL[op]
     if not (args[at] if len(args) > at else kwargs.get("is_causal", False)):
@@ -97,17 +96,17 @@ def masked_share(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> flo
 
 
 def matrices_of(op: Any, args: Sequence[Any], result: Any) -> tuple[int, int, int] | tuple[()]:
-    """(how many, rows, columns) of the results of products of matrices; a convolution is one product, for all of its
-    places; of grouped products all groups count as equal; of attention the scores, of each head of each row. () for
-    other ops.
+    """Return (count, rows, columns) of the results of an op's products of matrices; () for other ops.
+
+    A convolution is one product over all positions. Grouped products count as equal. For attention: each head's scores.
     """
     if op in _ATTENTION:
         q, k, _ = args[_ATTENTION[op][0] : _ATTENTION[op][0] + 3]
         return math.prod(q.shape[:-2]), int(q.shape[-2]), int(k.shape[-2])
     x = result[0] if isinstance(result, (tuple, list)) else result
     if op.overloadpacket in _GROUPED and x.dim() == 2:
-        many = int(args[1].shape[0])
-        return many, -(-int(x.shape[0]) // many), int(x.shape[1])
+        count = int(args[1].shape[0])
+        return count, -(-int(x.shape[0]) // count), int(x.shape[1])
     if op.overloadpacket in _PRODUCTS:
         return math.prod(x.shape[:-2]), int(x.shape[-2]), int(x.shape[-1])
     if op.overloadpacket in _CONVOLUTIONS and x.dim() > 2:
@@ -116,7 +115,7 @@ def matrices_of(op: Any, args: Sequence[Any], result: Any) -> tuple[int, int, in
 
 
 def aligned_of(op: Any, args: Sequence[Any], result: Any) -> int:
-    """Bytes, 16 at most, of which all rows of a product's matrices begin at multiples; 16 for other ops."""
+    """Return the bytes (a power of 2, 16 at most) that divide every row pitch of a product; else 16."""
     if op.overloadpacket not in _PRODUCTS:
         return WORD
     tensors = [x for x in pytree.tree_leaves((args, result)) if isinstance(x, Tensor) and x.dim() > 1]
@@ -128,20 +127,20 @@ WORD = 16
 
 
 def _pitch(x: Tensor) -> int:
-    """Elements from one row of a matrix to the next, of one that is transposed from column to column; 0: of one row."""
+    """Return the elements between a matrix's rows (columns, if it is transposed); 0 if it has just one."""
     (rows, columns), (down, across) = x.shape[-2:], x.stride()[-2:]
     if rows == 1 or columns == 1:
         return 0
     return int(down if across == 1 else across)
 
 
-#: Rows by group, each group's by its matrix; or, of two matrices, a product for each group.
+#: Grouped products: each group's rows by its matrix; or, for two matrices, one product per group.
 _GROUPED = {aten._grouped_mm}
 _UNCOUNTED = {aten._scaled_mm_v2, *_GROUPED}
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm, *_UNCOUNTED}
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten._slow_conv2d_forward}
 
-#: Ops that take memory and leave it as it is, or give their operand's: a GPU runs nothing for them.
+#: Ops that only allocate memory or return their operand's: a GPU runs nothing for them.
 _MOVES_NOTHING = {
     aten._unsafe_view.default,
     *(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default),
@@ -150,22 +149,20 @@ _MOVES_NOTHING = {
 
 
 def traffic_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int | None:
-    """Bytes of memory that one call of an OpOverload reads and writes; None for a view, for an op that only takes
-    memory, and for one that makes no tensor: these do not run on a device.
-    """
-    found = moved_by(op, args, kwargs, result)
-    return None if found is None else sum(nbytes for _, nbytes in found)
+    """Return the bytes that a call reads and writes; None for views, allocations and ops without tensors."""
+    traffic = moved_by(op, args, kwargs, result)
+    return None if traffic is None else sum(nbytes for _, nbytes in traffic)
 
 
 def moved_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[tuple[Tensor, int]] | None:
-    """Of `traffic_of`, the tensors that are read and written, each with its bytes."""
+    """Return the tensors that a call reads and writes, each with its bytes; None as in `traffic_of`."""
     if op.is_view or op in _MOVES_NOTHING:
         return None
     results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
     if not results:
         return None
     packet = op.overloadpacket
-    if packet in _PICK:  # of the first operand, as much as is picked
+    if packet in _PICK:  # of the first operand only the picked part
         index = [x for x in pytree.tree_leaves(args[1:]) if isinstance(x, Tensor)]
         return [*((x, 2 * _bytes(x)) for x in results), *((x, _bytes(x)) for x in index)]
     rest = {k: x for k, x in kwargs.items() if k != "out"}
@@ -176,21 +173,21 @@ def moved_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
 
 
 def _bytes(x: Tensor) -> int:
-    """What is moved: of an expanded tensor, what it has in memory."""
+    """Return the bytes that are moved: for an expanded tensor, those that it has in memory."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
-#: They read of their first operand what they pick, and no more.
+#: Ops that read only the picked part of their first operand.
 _PICK = {
     *(aten.embedding, aten.index_select, aten.index, aten.gather, aten.take, aten.take_along_dim, aten.slice_copy),
     *(aten.select_copy, aten._unsafe_index),
 }
-#: Their first operand is written, or looked at for its shape, and not read.
+#: Ops that write their first operand or use its shape, and do not read it.
 _WRITTEN = {
     *(aten.copy_, aten.zero_, aten.fill_, aten.normal_, aten.uniform_, aten.zeros_like, aten.ones_like),
     *(aten.full_like, aten.new_zeros, aten.new_full, aten.new_ones),
 }
-#: Losses by class: the operand with a number for each class, of which they read one a row, or none.
+#: Classification losses: the operand with a number per class, of which they read at most one per row.
 _OF_CLASSES = {
     aten.nll_loss_forward: 0,
     aten.nll_loss2d_forward: 0,
@@ -200,15 +197,15 @@ _OF_CLASSES = {
 
 
 def attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> int:
-    """Of forward's two products, [.., s, d] by [.., d, t] and [.., s, t] by [.., t, e], by the operands' shapes."""
+    """Return the flops of forward's products, [.., s, d] by [.., d, t] and [.., s, t] by [.., t, e]."""
     return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Of one product; forward has two of them, backward five."""
+    """Return the flops of one product of attention; forward has two, backward five."""
     return attention_flops(q.shape, k.shape, v.shape) // 2
 
 
-#: Attention: the index of q among the arguments, and the number of products (backward computes the scores again).
-#: torch's own counts want as many heads of keys as of queries, which kernels do not.
+#: Attention: the index of q among the arguments, and the number of products (backward recomputes the scores).
+#: torch's own counts need as many heads of keys as of queries; kernels do not.
 _ATTENTION = {op: (1, 5) if "backward" in op.overloadpacket.__name__ else (0, 2) for op in _CAUSAL}

@@ -1,6 +1,4 @@
-"""What a rank does in a part of a step, as plain values: ops that run, collectives that begin and are waited for, and
-storages that are made and freed.
-"""
+"""Define the work of a rank in a part of a step, as plain values: ops, collectives and storages."""
 
 from __future__ import annotations
 
@@ -14,8 +12,9 @@ if TYPE_CHECKING:
 
 
 class Storage:
-    """One storage. op: what made it; shape, dtype: of the first tensor in it. Those that were read from a disk have
-    neither of the three. still: it is no larger where a batch has more rows, whatever its kind.
+    """One storage. op: its producer; shape, dtype: of the first tensor in it. Unset if read from a disk.
+
+    still: its size does not grow with a batch's rows, for any kind.
     """
 
     __slots__ = ("dtype", "kind", "nbytes", "op", "shape", "still")
@@ -33,18 +32,16 @@ class Storage:
 
 
 class Op(NamedTuple):
-    """An op that ran. traffic: bytes of memory that it reads and writes. dtype: the name of its first floating
-    operand's, "bfloat16"; of a product with scales for blocks, that of the scales. name: as torch calls it, "mm";
-    again: it is of forward, and runs once more in backward.
+    """An op that ran. traffic: bytes of memory that it reads and writes.
 
-    of, shape: of an op with products, the program's op that it belongs to, and its result's shape. matrices: (how many,
-    rows, columns) of the products' results, of attention the scores. attention: it is a kernel for it; masked: flops of
-    its kind that a kernel leaves out, as a mask empties them. aligned: bytes of which all rows of a product's matrices
-    begin at multiples, 16 at most.
+    dtype: the name of its first floating operand's, "bfloat16"; for a product with block scales, that of the scales.
+    name: as in torch, "mm"; again: a forward op that backward recomputes. of, shape: for an op with products, the
+    program's op that it belongs to, and its result's shape. matrices: (count, rows, columns) of the products' results,
+    of attention the scores. attention: it is an attention kernel; masked: flops that such a kernel skips, as a mask
+    empties them. aligned: all rows of a product's matrices begin at multiples of this many bytes, 16 at most.
 
-    still: of the traffic, what is no more where a batch has more rows: weights and their gradients. grows: of
-    `matrices`, the index of the number that grows with rows, the first or the second; None: none does, as rows are
-    what is summed over.
+    still: the part of the traffic that does not grow with a batch's rows: weights and their gradients. grows: the index
+    in `matrices` of the number that grows with rows, 0 or 1; None: none does, as rows are summed over.
     """
 
     flops: int
@@ -62,25 +59,26 @@ class Op(NamedTuple):
     aligned: int = 16
 
     def computed(self, left_out: float = 1.0) -> float:
-        """Its flops without those that its kernel leaves out. left_out: the share of these that it does leave out."""
+        """Return its flops without those that its kernel skips. left_out: the share of `masked` that it skips."""
         return self.flops - self.masked * left_out
 
     def of_rows(self, times: int) -> Op:
-        """The op in a batch of so many times the rows."""
+        """Return the op in a batch with `times` as many rows."""
         moved = self.traffic - self.still
-        if not moved:  # not even its operands grow
+        if not moved:  # its operands do not grow either
             return self
         flops, traffic, masked = self.flops * times, self.still + moved * times, self.masked * times
         matrices = self.matrices
         if matrices and self.grows is not None:
-            many, m, n = matrices
-            matrices = (many * times, m, n) if self.grows == 0 else (many, m * times, n)
+            count, m, n = matrices
+            matrices = (count * times, m, n) if self.grows == 0 else (count, m * times, n)
         return self._replace(flops=flops, traffic=traffic, matrices=matrices, masked=masked)
 
 
 class Sent(NamedTuple):
-    """A collective. key: names one that overlaps with what comes next, until `Waited` of that key; None: the next op
-    waits for it. after: the key of another one that it begins after.
+    """A collective. key: it overlaps with later work until `Waited` of that key; None: the next op waits.
+
+    after: the key of another collective that must end before this one begins.
     """
 
     record: CommRecord
@@ -96,8 +94,9 @@ class Waited(NamedTuple):
 
 @dataclass
 class Part:
-    """A part of a step. changes: (+1 allocated or -1 freed, storage), in order. work: what takes time, in order. sent:
-    the collectives.
+    """A part of a step. changes: (+1 allocated or -1 freed, storage), in order.
+
+    work: what takes time, in order. sent: the collectives.
     """
 
     name: str

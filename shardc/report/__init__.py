@@ -1,12 +1,12 @@
-"""What `shardc inspect` shows: pure functions from a Program to text, tables, JSON or one page.
+"""Show programs, for `shardc inspect`: functions from a Program to text, tables, JSON or one page.
 
-comm, cost, timeline    collectives by axis and cause; memory over a step; who computes what when, and who waits
+comm, cost, timeline    collectives by axis and cause; memory over a step; when each rank computes or waits
 trace, memory_snapshot  a step as a trace for Perfetto; its memory as a snapshot for torch's viewer
-scores                  what each rank computes of attention's square
+scores                  the part of attention's scores that each rank computes
 kept_activations        what forward keeps for backward, layer by layer, and why
-page                    a program as one HTML file to look around in, and all drawing; drawn_ops: which ops are boxes
-coverage, rule_table    ops of a model without a rule; all rules, and what a check of them found
-resharding              what would move between the ranks of two plans
+page                    a program as one interactive HTML file, and all drawing; drawn_ops: which ops become boxes
+coverage, rule_table    ops of a model without a rule; all rules, and the results of their check
+resharding              the bytes that would move between the ranks of two plans
 device_table            the table of `shardc device`; comparison: where a run and the prediction differ
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Row", "before", "comm_rows", "comm_table", "html", "to_json"]
 
-# A rank of a run counts its collectives, and draws nothing.
+# A rank of a run imports `comm` to count its collectives, but nothing that draws.
 __getattr__ = names_loaded_later(
     __name__,
     {

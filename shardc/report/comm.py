@@ -1,4 +1,4 @@
-"""The collectives of one training step, by axis and cause, and its copies to the host and back."""
+"""List the collectives of a training step by axis and cause, and its copies to the host and back."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ OF_MATRICES = "matrices of the optimizer"
 
 @dataclass(frozen=True)
 class Row:
-    """Collectives of one kind over the same axes for one cause: their number a step, and their bytes on one rank; for a
-    pipeline, summed over one rank of each coordinate.
-    """
+    """Collectives of one kind, axes and cause in a step, summed over one rank of each coordinate."""
 
     axes: str
     kind: str
@@ -50,9 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Sent:
-    """Equal collectives of a step, of one rank of each coordinate. bytes: of each. of: what has them, a node of a
-    stage's graph or a bucket by its number.
-    """
+    """Equal collectives on one rank of each coordinate. bytes: of each; of: a stage's node or a bucket."""
 
     axes: tuple[str, ...]
     kind: str
@@ -64,18 +60,17 @@ class Sent:
 
     @property
     def row(self) -> tuple[str, str, str, str]:
-        """The row that counts them: axes, direction, kind, cause."""
+        """The key of the row that counts them: axes, direction, kind, cause."""
         return "+".join(self.axes), self.direction, self.kind, self.cause or IMPLICIT
 
 
 def comm_rows(program: Program, at: int | None = None, moved: Sequence[int] | None = None) -> list[Row]:
-    """Rows by axes, direction and cause, of a step with all its microbatches; gradient buckets come last in backward.
+    """Return the rows of a step with all its microbatches, sorted by axes and direction.
 
-    at: of a pipeline, the coordinate of the one rank that is counted (what passes between stages counts where it is
-    received); None: one rank of each coordinate, added up.
-
-    moved: bytes of each message that takes matrices to the optimizer's owners or back, on that rank; None: of Muon,
-    where the spec says that optimizers step whole matrices (shardc.runtime.matrices.assumed).
+    at: of a pipeline, the coordinate of the one rank to count (messages between stages count at the receiver); None:
+    the sum over one rank of each coordinate. moved: bytes of each message that takes matrices to the optimizer's owners
+    or back, on that rank; None: those of Muon, if the spec says that optimizers step whole matrices
+    (shardc.runtime.matrices.assumed). Gradient buckets come last in backward.
     """
     counts: dict[tuple[str, str, str, str], tuple[int, int]] = {}
     for s in sent(program, at, moved):
@@ -87,13 +82,13 @@ def comm_rows(program: Program, at: int | None = None, moved: Sequence[int] | No
 
 
 def sent(program: Program, at: int | None = None, moved: Sequence[int] | None = None) -> Iterator[Sent]:
-    """All collectives of a step, as `comm_rows` counts them: of stages, of buckets, then what else a step sends."""
-    every = chain(_of_stages(program, at), _of_buckets(program, at), _of_step(program, at, moved))
-    return (s for s in every if s.kind != "none" and s.times)
+    """Yield all collectives of a step that `comm_rows` counts: of stages, of buckets, then all others."""
+    all_sent = chain(_of_stages(program, at), _of_buckets(program, at), _of_step(program, at, moved))
+    return (s for s in all_sent if s.kind != "none" and s.times)
 
 
 def _placement(program: Program) -> Sequence[int]:
-    """The coordinate of each stage."""
+    """Return the coordinate of each stage on the pipeline's axis."""
     return program.schedule.placement if program.schedule is not None else (0,)
 
 
@@ -106,7 +101,7 @@ def _of_stages(program: Program, at: int | None) -> Iterator[Sent]:
             c = node.meta.get("collective")
             if c is None or (sender.get(node.name) == rank_of[i] and node.op == "placeholder"):
                 continue  # from another stage of the same rank
-            if node.target is ops.total:  # once a step and rank
+            if node.target is ops.total:  # once in a step on each rank
                 once = (rank_of[i], node.args[1])
                 yield Sent(c.axes, c.kind, "forward", c.cause, c.bytes, int(once not in totals), node)
                 totals.add(once)
@@ -127,7 +122,7 @@ def _of_stages(program: Program, at: int | None) -> Iterator[Sent]:
 
 
 def bucket_number(gather: fx.Node) -> int:
-    """The bucket whose parameters an op gathers."""
+    """Return the number of the bucket whose parameters an op gathers."""
     return int(str(gather.args[1]).removeprefix("bucket"))
 
 
@@ -136,10 +131,10 @@ def _of_buckets(program: Program, at: int | None) -> Iterator[Sent]:
     for i, b in enumerate(program.buckets):
         flat = Flat.of(program, b)
         rest = tuple(a for a in b.axes if a != b.shard) if b.zero else b.axes
-        mine = [s for s in b.stages if at in (None, rank_of[s])]
-        ranks = len({rank_of[s] for s in mine})
+        stages = [s for s in b.stages if at in (None, rank_of[s])]
+        ranks = len({rank_of[s] for s in stages})
         if b.zero and b.shard in b.axes:
-            times = program.microbatches * len(mine) if b.each else ranks
+            times = program.microbatches * len(stages) if b.each else ranks
             yield Sent((b.shard,), "reduce_scatter", "backward", gradients, flat.padded * b.dtype.itemsize, times, i)
         if rest:
             yield Sent(rest, "all_reduce", "backward", gradients, flat.part * b.dtype.itemsize, ranks, i)
@@ -149,12 +144,12 @@ def _of_buckets(program: Program, at: int | None) -> Iterator[Sent]:
 
 
 def _of_step(program: Program, at: int | None, moved: Sequence[int] | None) -> Iterator[Sent]:
-    """Values beside the loss, the loss, buffers, and matrices of the optimizer."""
+    """Yield the collectives of the loss, values beside it, buffers, and matrices of the optimizer."""
     rank_of, stages = _placement(program), program.mesh.size(program.axis) if program.axis else 1
-    each = stages if at is None else 1
+    count = stages if at is None else 1
     if axes := sum_axes(program.outputs, program.mesh, program.axis):
         nbytes = 8 * sum(math.prod(o.shape) for o in summed(program.outputs, program.axis))
-        yield Sent(axes, "all_reduce", "forward", "outputs beside the loss", nbytes, each)
+        yield Sent(axes, "all_reduce", "forward", "outputs beside the loss", nbytes, count)
     for o in program.outputs if program.axis else ():
         if not o.small:
             nbytes = Value(o.shape, o.dtype, False, o.layout).nbytes(program.mesh)
@@ -163,7 +158,7 @@ def _of_step(program: Program, at: int | None, moved: Sequence[int] | None) -> I
             yield Sent((program.axis,), "send_recv", "forward", cause, nbytes, len(receivers))
     loss = loss_value(program)
     if loss is not None and (axes := loss_axes(program)):
-        yield Sent(axes, "all_reduce", "forward", "the loss, to every rank", loss.dtype.itemsize, each)
+        yield Sent(axes, "all_reduce", "forward", "the loss, to every rank", loss.dtype.itemsize, count)
     if stages > 1:
         for x in program.buffers:
             receivers = [to for to in program.broadcast_of(x)[1] if at in (None, to)]
@@ -176,27 +171,28 @@ def _of_step(program: Program, at: int | None, moved: Sequence[int] | None) -> I
 
 
 def gathered_again(stage: Stage, bucket: str) -> int:
-    """How often a stage's backward gathers a bucket of ZeRO 3: not where only biases are in it, say."""
+    """Count the gathers of a ZeRO 3 bucket in a stage's backward; 0 if, say, it has only biases."""
     graphs = stage.joint.graphs.values() if stage.joint is not None else ()
     gathers = (n for g in graphs for n in g.find_nodes(op="call_function", target=ops.regather_start))
     return sum(n.args[1] == bucket for n in gathers)
 
 
 def host_rows(cost: Cost) -> list[Row]:
-    """Rows of the copies of `checkpoint: {offload: cpu}`, as a dry run saw them."""
+    """Return rows of the copies of `checkpoint: {offload: cpu}`, as a dry run recorded them."""
     cause_of = _causes(cost.program)
     sizes: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
     for r in (s.record for of_rank in cost.spans() for s in of_rank if s.record.axes == HOST_LINK):
         sizes[r.direction, r.kind, cause_of(r)].append(r.bytes)
     axes = "+".join(HOST_LINK)
-    rows = [Row(axes, kind, way, cause, len(each), sum(each)) for (way, kind, cause), each in sizes.items()]
+    rows = [Row(axes, kind, way, cause, len(nbytes), sum(nbytes)) for (way, kind, cause), nbytes in sizes.items()]
     return sorted(rows, key=lambda r: r.direction != "forward")
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Of the collectives of a row, on a device. seconds: in which they run; exposed: in which the rank waits for them.
-    behind: what runs beside them for the longest time; "" if nothing does.
+    """The seconds of a row's collectives on a device. exposed: seconds in which the rank waits for them.
+
+    behind: the work that overlaps with them for the longest time; "" if there is none.
     """
 
     seconds: float
@@ -205,32 +201,33 @@ class Timed:
 
 
 def timed(cost: Cost) -> dict[tuple[str, str, str, str], Timed]:
-    """{(axes, direction, kind, cause) of a row: when its collectives run}, by a simulation of streams. What stages send
-    each other is not in it: `--schedule` shows who waits for whom.
+    """Simulate streams; return when collectives run: {(axes, direction, kind, cause) of a row: Timed}.
+
+    Messages between stages are not in it: `--schedule` shows which stage waits.
     """
     cause_of = _causes(cost.program)
-    takes: defaultdict[Any, float] = defaultdict(float)
+    spent: defaultdict[Any, float] = defaultdict(float)
     exposed: defaultdict[Any, float] = defaultdict(float)
     behind: dict[Any, defaultdict[str, float]] = {}
     for span in (s for of_rank in cost.spans() for s in of_rank if s.record.kind != "send_recv"):
         r = span.record
         key = (r.axis, r.direction, r.kind, cause_of(r))
-        takes[key] += span.seconds
+        spent[key] += span.seconds
         exposed[key] += span.exposed
         for (way, op), together in span.behind.items():
             behind.setdefault(key, defaultdict(float))[_work(cost, way, op)] += together
     most = {key: max(beside, key=beside.__getitem__) for key, beside in behind.items()}
-    return {key: Timed(takes[key], exposed[key], most.get(key, "")) for key in takes}
+    return {key: Timed(spent[key], exposed[key], most.get(key, "")) for key in spent}
 
 
 def _work(cost: Cost, way: str, op: str) -> str:
-    """Part of a step, and the module of a product: `backward of h.*.fc`."""
+    """Return the part of a step, with the module of an op: `backward of h.*.fc`."""
     module = cost.sources[op].module if op in cost.sources else ""
     return f"{way} of {re.sub(r'(?<=[.])[0-9]+(?=[.]|$)', '*', module)}" if module else way
 
 
 def _causes(program: Program) -> Callable[[CommRecord], str]:
-    """Why a program has a collective that ran, as `comm_rows` says."""
+    """Return a function that finds the cause of a collective that ran, as `comm_rows` names it."""
     nodes = {n.name: n for s in program.stages for n in s.graph.nodes if "collective" in n.meta}
     buckets = {f"bucket{i}" for i in range(len(program.buckets))}
     regions = {r.name: r.cause for r in program.regions}
@@ -254,9 +251,9 @@ def _causes(program: Program) -> Callable[[CommRecord], str]:
 
 
 def comm_table(program: Program, cost: Cost | None = None) -> str:
-    """The rows as a table of plain text, with a sum per axis; followed by the program's notes, if there are collectives
-    that no annotation requires. With a cost: how long they take on its device, how much of that is exposed, and behind
-    what the rest is hidden; and copies to the host and back.
+    """Format the rows as a table, with sums; notes follow if some collectives have no annotation.
+
+    With a cost: also copies to the host; times on its device, exposed ones, and the work that hides the rest.
     """
     rows = [*comm_rows(program), *(host_rows(cost) if cost is not None else [])]
     if not rows:
@@ -267,14 +264,14 @@ def comm_table(program: Program, cost: Cost | None = None) -> str:
     for r in rows:
         t = times.get((r.axes, r.direction, r.kind, r.cause))
         cells = [seconds(t.seconds), seconds(t.exposed), t.behind] if t is not None else [""] * 3
-        each = [r.axes, r.direction, r.kind, str(r.count), size(r.bytes)]
-        lines.append([*each, *(cells if cost is not None else []), r.cause])
+        row = [r.axes, r.direction, r.kind, str(r.count), size(r.bytes)]
+        lines.append([*row, *(cells if cost is not None else []), r.cause])
     for axes in dict.fromkeys(r.axes for r in rows):
-        same = [r for r in rows if r.axes == axes]
-        mine = [t for key, t in times.items() if key[0] == axes]
-        cells = [seconds(sum(t.seconds for t in mine)), seconds(sum(t.exposed for t in mine)), ""]
-        each = [axes, "", "in all", str(sum(r.count for r in same)), size(sum(r.bytes for r in same))]
-        lines.append([*each, *(cells if cost is not None else []), ""])
+        its_rows = [r for r in rows if r.axes == axes]
+        of_axes = [t for key, t in times.items() if key[0] == axes]
+        cells = [seconds(sum(t.seconds for t in of_axes)), seconds(sum(t.exposed for t in of_axes)), ""]
+        row = [axes, "", "in all", str(sum(r.count for r in its_rows)), size(sum(r.bytes for r in its_rows))]
+        lines.append([*row, *(cells if cost is not None else []), ""])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]
     text = []
     for line in lines:
@@ -287,6 +284,6 @@ def comm_table(program: Program, cost: Cost | None = None) -> str:
 
 
 def bytes_sent(program: Program) -> int:
-    """Bytes of the collectives of a step, of the rank that has most."""
+    """Return the bytes of a step's collectives on the rank with the most."""
     ranks = range(program.mesh.size(program.axis)) if program.axis else (None,)
     return max(sum(r.bytes for r in comm_rows(program, at)) for at in ranks)

@@ -1,4 +1,4 @@
-"""Memory over a step by kind: as a table and as JSON.
+"""Show memory over a step by kind, as a table and as JSON.
 
             each rank
 parameters    1.8 MiB
@@ -20,9 +20,9 @@ from shardc.ir.units import seconds, size
 
 
 def table(cost: Cost) -> str:
-    """A row for each kind, a column for each rank that differs: live bytes at its peak; then the peak, where that is,
-    and the share of the device's memory; what is offloaded, in the machine's memory or in files, if anything is; and
-    what a GPU has to have for it.
+    """Format live bytes at the peak, by kind and rank, with its place and share of the device's memory.
+
+    Also: offloaded bytes, if any, and the bytes that a GPU must have.
     """
     lines = [["", *(_name(cost, r) for r in cost.ranks)]]
     lines += [[kind, *(size(r.memory[kind]) for r in cost.ranks)] for kind in _kinds(r.memory for r in cost.ranks)]
@@ -44,20 +44,20 @@ def table(cost: Cost) -> str:
 
 
 def _held(cost: Cost) -> str:
-    """What a GPU has to have for its live bytes."""
+    """Say how many bytes torch's allocator and libraries take on a GPU, and whether that fits."""
     verdict = "fits" if cost.fits else "does not fit"
-    held = f"{size(cost.reserved)} and {size(cost.outside)} of {size(cost.device.memory)}: {verdict}"
-    return f"torch's allocator reserves, and libraries take beside it, {held}"
+    shares = f"{size(cost.reserved)} and {size(cost.outside)} of {size(cost.device.memory)}: {verdict}"
+    return f"torch's allocator reserves, and libraries take beside it, {shares}"
 
 
 def _exposed(cost: Cost) -> str:
-    """What a step waits for collectives of, by axis; "" if for nothing."""
-    each = [f"{axes} {seconds(s)}" for axes, s in sorted(cost.exposed.items(), key=lambda item: -item[1]) if s > 0]
-    return f"{cost.step_words}, waits for collectives over {', '.join(each)}" if each else ""
+    """Return how long a step waits for collectives, by axis; "" if it never waits."""
+    texts = [f"{axes} {seconds(s)}" for axes, s in sorted(cost.exposed.items(), key=lambda item: -item[1]) if s > 0]
+    return f"{cost.step_words}, waits for collectives over {', '.join(texts)}" if texts else ""
 
 
 def peak_place(cost: Cost, m: Memory) -> str:
-    """The part of a step and the op at the peak, by module and line of the model."""
+    """Return the part of a step and the op at the peak, with the module and the line of the model."""
     part, op = part_name(m.part, cost), op_place(cost, m.op)
     if op.startswith("backward of ") and part.startswith("backward"):
         part = part.removeprefix("backward").removeprefix(" of ")
@@ -80,18 +80,18 @@ _WORDS = {
 
 
 def part_name(part: str, cost: Cost) -> str:
-    """A part of a step in words: `forward`; of several microbatches and stages `forward of microbatch 2, stage 3`."""
+    """Return a part of a step in words: `forward`, or, of several, `forward of microbatch 2, stage 3`."""
     action = _ACTION.match(part)
     if action is None:
         return "optimizer" if part == "STEP" else part
     stage, kind, microbatch = action.groups()
-    of = [f"microbatch {microbatch}"] if microbatch and cost.program.microbatches > 1 else []
-    of += [f"stage {stage}"] if len(cost.program.stages) > 1 else []
-    return _WORDS[kind] + (f" of {', '.join(of)}" if of else "")
+    details = [f"microbatch {microbatch}"] if microbatch and cost.program.microbatches > 1 else []
+    details += [f"stage {stage}"] if len(cost.program.stages) > 1 else []
+    return _WORDS[kind] + (f" of {', '.join(details)}" if details else "")
 
 
 def op_place(cost: Cost, op: str) -> str:
-    """An op by its module and the model's line: `backward of h.3.fc (model.py:31)`."""
+    """Return an op's module and the model's line: `backward of h.3.fc (model.py:31)`."""
     source = cost.sources.get(op.removeprefix("backward of "))
     if source is None or not source.line:
         return op
@@ -105,7 +105,7 @@ def _name(cost: Cost, r: RankCost) -> str:
 
 
 def _kinds(memories: Iterable[Memory]) -> list[str]:
-    """The kinds that occur, in their order."""
+    """Return the kinds of memory that occur, in the order of KINDS."""
     present = {k for m in memories for p in (m.kinds, *(point.live for point in m.curve)) for k, n in p.items() if n}
     return [k for k in KINDS if k in present]
 
@@ -116,8 +116,10 @@ def _share(cost: Cost, r: RankCost) -> str:
 
 
 def to_json(cost: Cost) -> dict[str, Any]:
-    """JSON-able: of each rank bytes by kind at the peak, where that is, what a forward keeps
-    (`shardc.cost.kept_activations`), and the curve; flops, bytes sent by axis and kind, seconds.
+    """Return the cost as JSON-able values, in bytes and seconds.
+
+    For each rank: live bytes by kind at the peak, its place, the curve; what forward keeps
+    (`shardc.cost.kept_activations`); flops; bytes sent by axis and kind.
     """
     ranks = [
         {

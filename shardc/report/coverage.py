@@ -1,4 +1,4 @@
-"""Coverage: the ops of a model that have no rule, with their lines; needs no spec.
+"""Find the ops of a model that have no rule, with their lines. No spec is needed.
 
 text = str(shardc.coverage(model, batch))
 assert shardc.coverage(model, batch).covered
@@ -39,9 +39,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the model that calls an op: "file.py:31", its text, the first module that runs it, and the number of
-    calls.
-    """
+    """A line of the model ("file.py:31") that calls an op, and the first module that runs it."""
 
     line: str
     code: str
@@ -51,7 +49,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Row:
-    """An op without a rule, or whose rule cannot split it. how: a key of KINDS; why: the message, if it is refused."""
+    """An op without a rule, or whose rule cannot split it. how: a key of KINDS; why: why it is refused."""
 
     op: str
     how: str
@@ -62,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The ops without a rule. calls, ops: the numbers of calls in the captured graph and of different ops."""
+    """The ops of a model without a rule. calls: number of calls in the captured graph; ops: distinct ops."""
 
     model: str
     calls: int
@@ -108,15 +106,15 @@ def _place(place: Line) -> str:
 
 
 def coverage(model: nn.Module, batch: Any, *, loss: Callable[[Any, Any], Tensor] | None = None) -> Coverage:
-    """Capture a model (it may be on the meta device) and say which of its ops have no rule, with the model's lines.
+    """Capture a model and return which of its ops have no rule, with the model's lines.
 
-    Arguments as of `shardc.compile`. Raises ShardcError for a model that cannot be captured.
+    Arguments as of `shardc.compile`; the model may be on the meta device. Raises ShardcError if capture fails.
     """
     return of_program(capture(model, batch, loss=loss, prove=False))
 
 
 def of_program(captured: Program) -> Coverage:
-    """The coverage of a captured program."""
+    """Return the coverage of a captured program."""
     canonical = rewritten(captured.graph)
     ops = [n.target for n in calls(captured.graph)]
     missing: list[tuple[str, str, Source, str]] = []
@@ -165,7 +163,7 @@ def _rows(missing: Iterable[tuple[str, str, Source, str]]) -> list[Row]:
 
 
 def _whole(rule: Rule, node: fx.Node) -> bool:
-    """Whether a call cannot be split although its tensors have dims to split."""
+    """Return whether a call cannot be split although its tensors have dims to split."""
     call = call_of(node)
     sizes = [s for v in (*call.operands, *call.results) for s in v.shape]
     if rule.extra is not None or max(sizes, default=1) == 1:

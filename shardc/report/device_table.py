@@ -1,4 +1,4 @@
-"""The table of `shardc device`: a line a device."""
+"""Format the table of `shardc device`: one line for each device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ops of a graph are drawn, and what their lines come from: through views, and through gathers of parameters."""
+"""Find which ops of a graph are drawn, and the source of each value through views and gathers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx
 
 from shardc.runtime import ops
 
-#: Ops that compute nothing: their operand's users are drawn as users of what it was made from.
+#: Ops that compute nothing: their users are drawn as users of their operand.
 _VIEWS = {
     "alias", "clone", "contiguous", "detach", "expand", "flatten", "getitem", "narrow", "permute", "reshape", "select",
     "slice", "split", "split_with_sizes", "squeeze", "swapaxes", "t", "to_partial", "transpose", "unflatten",
@@ -18,7 +18,7 @@ _VIEWS = {
 
 
 def op_name(n: fx.Node) -> str:
-    """`linear` of `aten.linear.default`."""
+    """Return the short name of an op: `linear` for `aten.linear.default`."""
     name = getattr(n.target, "__name__", str(n.target))
     return name.split(".")[0].lstrip("_")
 
@@ -28,7 +28,7 @@ def is_view(n: fx.Node) -> bool:
 
 
 def traced(n: fx.Node) -> fx.Node:
-    """What a value was made from, through views, waiting, and the gather of a parameter of a split bucket."""
+    """Return the node that a value comes from, through views, waits, and gathers of a split parameter."""
     while n.op == "call_function":
         gathered = n.args[0] if n.target is operator.getitem else None
         of_bucket: Any = bucket_of(gathered)
@@ -42,7 +42,7 @@ def traced(n: fx.Node) -> fx.Node:
 
 
 def bucket_of(n: object) -> fx.Node | None:
-    """The op that takes a bucket's parameters, of the one that gives them whole; None for any other op."""
+    """Return the op that starts on a bucket's parameters, for the op that returns them whole; else None."""
     if not isinstance(n, fx.Node) or n.target not in (ops.gather_wait, ops.updated):
         return None
     started: Any = n.args[0] if n.target is ops.gather_wait else n
@@ -50,7 +50,7 @@ def bucket_of(n: object) -> fx.Node | None:
 
 
 def of_parameter(n: fx.Node) -> bool:
-    """Whether a collective is on a parameter, by the parameter's own type."""
+    """Return whether a collective is on a parameter, by the parameter's type."""
     source = n.all_input_nodes[0]
     value = source.meta.get("value")
     return source.op == "placeholder" and "collective" not in source.meta and bool(value and value.requires_grad)

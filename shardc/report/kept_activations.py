@@ -1,4 +1,4 @@
-"""What forward keeps for backward, as a table: layer by layer, each tensor with the ops that want it.
+"""Show what forward keeps for backward: by layer, each tensor with the ops that need it.
 
 model.layers.0 and 3 more like it: 90.5 KiB each
      36.0 KiB  40 %  mlp.gate_proj linear  f32[4, 32, 96]  wanted by mlp.act_fn silu; mlp.down_proj linear after silu
@@ -19,13 +19,13 @@ from shardc.layer_names import layer_of
 #: Tensors of less than this share of a layer's bytes are counted in one line.
 SMALL = 0.01
 
-#: Ops that want a tensor are named up to so many.
+#: The largest number of ops that are named as users of a tensor.
 MOST = 4
 
 
 @dataclass(frozen=True)
 class _Line:
-    """One row of a layer's table. Equal lines make layers alike."""
+    """One row of a layer's table. Layers with equal lines are shown once."""
 
     nbytes: int
     op: str
@@ -34,18 +34,18 @@ class _Line:
 
 
 def table(cost: Cost) -> str:
-    """Every layer once, if those after it keep the same; then what is kept outside of layers."""
+    """Format the kept tensors of each layer, equal layers once, then those outside of layers."""
     layers: dict[str, list[_Line]] = {}
-    for x in (x for each in cost.kept() for x in each):
+    for x in (x for items in cost.kept() for x in items):
         layer = layer_of(x.source.module)
         name = ".".join(filter(None, layer)) if layer else ""
         layers.setdefault(name, []).append(_line(x, name))
-    alike: dict[tuple[_Line, ...], list[str]] = {}
+    groups: dict[tuple[_Line, ...], list[str]] = {}
     for name, lines in layers.items():
-        alike.setdefault(tuple(lines), []).append(name)
+        groups.setdefault(tuple(lines), []).append(name)
     text = [f"kept from forward to backward, {'of a microbatch, ' if cost.program.microbatches > 1 else ''}by layer"]
-    for each, same in sorted(alike.items(), key=lambda item: not item[1][0]):
-        text += ["", _head(same, sum(x.nbytes for x in each)), *_rows(each)]
+    for items, names in sorted(groups.items(), key=lambda item: not item[1][0]):
+        text += ["", _head(names, sum(x.nbytes for x in items)), *_rows(items)]
     return "\n".join(text)
 
 
@@ -57,7 +57,7 @@ def _head(names: list[str], nbytes: int) -> str:
 
 
 def _rows(lines: Iterable[_Line]) -> list[str]:
-    """Largest first."""
+    """Format the tensors of a layer, the largest first."""
     ordered = sorted(lines, key=lambda x: -x.nbytes)
     total = max(sum(x.nbytes for x in ordered), 1)
     large = [x for x in ordered if x.nbytes >= SMALL * total]
@@ -89,10 +89,10 @@ def _want(w: Want, layer: str) -> str:
 
 
 def _op(module: str, name: str, layer: str) -> str:
-    """`mlp.gate_proj linear`, of a module in a layer; `the next layer's norm mul`, of one in the layer after it."""
-    if layer and (of := layer_of(module)) is not None:
-        number = int(of[1]) - int(layer.rpartition(".")[2])
-        if of[0] == layer.rpartition(".")[0] and number in (0, 1):
-            inside = module.removeprefix(".".join(filter(None, of))).removeprefix(".")
+    """Return an op with its module: `mlp.gate_proj linear`, or `the next layer's norm mul`."""
+    if layer and (parts := layer_of(module)) is not None:
+        number = int(parts[1]) - int(layer.rpartition(".")[2])
+        if parts[0] == layer.rpartition(".")[0] and number in (0, 1):
+            inside = module.removeprefix(".".join(filter(None, parts))).removeprefix(".")
             return " ".join(filter(None, ("the next layer's" if number else "", inside, name)))
     return f"{module} {name}".strip()

@@ -1,6 +1,6 @@
-"""A step's memory as a snapshot, which pytorch.org/memory_viz opens: each allocation with its op, part and model line.
+"""Write a step's memory as a snapshot for pytorch.org/memory_viz: allocations with op, part and line.
 
-`shardc run --memory-snapshot STEP` writes what a GPU's allocator did in the same form, so that the two can be compared.
+`shardc run --memory-snapshot STEP` records a GPU's allocator in the same form, so that the two can be compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ALIGNED = 512  # bytes, as CUDA's allocator rounds
 
 
 def snapshot(cost: Cost) -> dict[str, Any]:
-    """To be pickled. Each rank of `cost.ranks` is a device of the viewer. Addresses are never used twice."""
+    """Return the snapshot, to pickle. Each rank of `cost.ranks` is a device; no address is used twice."""
     traces = []
     for r in cost.dry_runs:
         step = [(part, part is r.after) for _, part in parts(r, cost.timeline.schedule.actions[r.at])]
@@ -40,7 +40,7 @@ def snapshot(cost: Cost) -> dict[str, Any]:
 
 
 def _frames(cost: Cost, storage: Storage, part: str) -> list[dict[str, Any]]:
-    """What the viewer shows of an allocation, as if these had called each other: kind, op, line of the model, part."""
+    """Return an allocation's kind, op, model line and part as a stack of frames for the viewer."""
     source = cost.sources.get(storage.op.removeprefix("backward of "))
     file, _, line = source.line.rpartition(":") if source is not None else ("", "", "")
     shape = ", ".join(map(str, storage.shape))

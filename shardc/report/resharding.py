@@ -1,4 +1,4 @@
-"""What would move between the ranks of two plans (shardc.runtime.reshard), found without running anything.
+"""Compute which bytes would move between the ranks of two plans (shardc.runtime.reshard).
 
     dp=8 to dp=2 × tp=4, 8 ranks: weights, and 2 tensors for each trained one
     545.2 KiB move, of 780.0 KiB that ranks have then (70 %)
@@ -9,7 +9,7 @@
     dp+tp                         155.2 KiB     18
     about 39 µs on h100-80g, were all to send as much as the busiest
 
-Each byte that moves is one that its rank lacks, and comes once.
+Nothing is run. A rank receives only bytes that it lacks, each once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from shardc.runtime.reshard.wanted import weights
 
 @dataclass(frozen=True)
 class Resharding:
-    """old, new: the meshes; moments: tensors of the optimizer for each trained parameter. sent: bytes, [from][to];
-    held: bytes that all ranks have under the new plan, of what may move; rounds: all_to_alls, one after the other.
+    """The bytes that move between two plans.
+
+    old, new: the meshes; moments: tensors of the optimizer for each trained parameter. sent: bytes, [from][to]; held:
+    bytes of what may move, on all ranks under the new plan; rounds: all_to_alls, one after the other.
     """
 
     old: Mesh
@@ -48,7 +50,7 @@ class Resharding:
 
     @property
     def bytes(self) -> int:
-        """That move, of all ranks: no fewer can."""
+        """The bytes that move between all ranks, which is the minimum."""
         return sum(map(sum, self.sent))
 
     @property
@@ -74,12 +76,12 @@ class Resharding:
         return {axes: (n, pairs[axes]) for axes, n in nbytes.most_common()}
 
     def seconds(self, on: str | Path | Device = "h100-80g") -> float:
-        """About, on a device, if all ranks sent as much as the one that sends or receives most, to all others alike."""
+        """Estimate seconds on a device, as if all ranks sent as much as the busiest, evenly to all others."""
         most, world = max(self.sends + self.receives), self.new.world
         if not most:
             return 0.0
-        each = most * world / (world - 1) / self.rounds  # of an all_to_all, with a rank's own part
-        return self.rounds * collective_seconds(device(on), "all_to_all", each, tuple(range(world)))
+        nbytes = most * world / (world - 1) / self.rounds  # of an all_to_all, with a rank's own part
+        return self.rounds * collective_seconds(device(on), "all_to_all", nbytes, tuple(range(world)))
 
     def __str__(self) -> str:
         more = f", and {plural(self.moments, 'tensor')} for each trained one" if self.moments else ""
@@ -103,16 +105,16 @@ class Resharding:
 
 
 def resharding(old: Program, new: Program, moments: int = 0) -> Resharding:
-    """Of weights, and of `moments` tensors of the optimizer for each parameter that is trained (AdamW: 2).
+    """Return what moves: weights, and `moments` optimizer tensors for each trained parameter (AdamW: 2).
 
-    Raises ShardcError for programs of other numbers of ranks, or of different models.
+    Raises ShardcError if the programs have different numbers of ranks, or different models.
     """
     if isinstance(moments, bool) or not isinstance(moments, int) or moments < 0:
         raise ShardcError(f"{moments!r} is no number of tensors", where="moments", fix="AdamW has 2, SGD 0 or 1")
     a, b = Plan(old), Plan(new)
     first, second = weights(a, b, all_buffers=False)
     phases = [[*((w, 1) for w in first), *((w, moments) for w in _moments(a, b) if moments)], [(w, 1) for w in second]]
-    world, held, rounds = new.mesh.world, 0, 0
+    world, nbytes, rounds = new.mesh.world, 0, 0
     sent = [[0] * world for _ in range(world)]
     known: dict[Any, list[tuple[int, int, int]]] = {}
     for phase in phases:
@@ -120,28 +122,28 @@ def resharding(old: Program, new: Program, moments: int = 0) -> Resharding:
         for turn, (w, times) in enumerate(phase):
             have, need, beside = w.places
             if w.places not in known:
-                found = messages(have, need, world, beside=beside, turn=turn)
-                known[w.places] = [(m.source, m.target, m.elements) for m in found if m.source != m.target]
+                moves = messages(have, need, world, beside=beside, turn=turn)
+                known[w.places] = [(m.source, m.target, m.elements) for m in moves if m.source != m.target]
             for source, target, elements in known[w.places]:
                 n = elements * w.wire.itemsize * times
                 sent[source][target] += n
                 for way, r in enumerate((source, target)):
                     sizes[w.wire.itemsize][way][r] += n
             boxes = (x for r in range(world) for x in need.boxes(r))
-            held += sum(math.prod(x.shape) for x in boxes) * w.need.dtype.itemsize * times
+            nbytes += sum(math.prod(x.shape) for x in boxes) * w.need.dtype.itemsize * times
         rounds += sum(math.ceil(max(map(max, ways)) / BUCKET) for ways in sizes.values())
-    return Resharding(old.mesh, new.mesh, moments, tuple(map(tuple, sent)), held, rounds)
+    return Resharding(old.mesh, new.mesh, moments, tuple(map(tuple, sent)), nbytes, rounds)
 
 
 def _moments(old: Plan, new: Plan) -> list[Wanted]:
-    """One tensor of the optimizer for each trained parameter: it lies as ZeRO cuts that."""
-    found = []
+    """Return one optimizer tensor for each trained parameter, split as ZeRO splits the parameter."""
+    moments = []
     for name, p in new.params.items():
         q = old.params[name]
         if p.requires_grad:
             have = Kept(("from", "state", name), q.dtype, Lying(old, q.name, name, cut=True))
-            found.append(Wanted(name, have, Kept(("to", "state", name), p.dtype, Lying(new, p.name, name, cut=True))))
-    return found
+            moments.append(Wanted(name, have, Kept(("to", "state", name), p.dtype, Lying(new, p.name, name, cut=True))))
+    return moments
 
 
 def _range(n: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""The table of rules, and what a check of it found, as text and JSON."""
+"""Format the table of rules, and the results of their check, as text and JSON."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from shardc import errors
 from shardc.rules.core.registry import Rule
 from shardc.verify.rules import OpReport, name_of
 
-#: Findings of one op that are printed; the rest is counted.
+#: Number of findings of one op that are printed; the rest is counted.
 SHOWN = 4
 TAGGED = "\nand every other op that torch itself tags as elementwise: broadcasting, every dim splits"
 
 
 @dataclass(frozen=True)
 class RuleRow:
-    """One rule. notation, linear: as they were written, or `<name>` of the function of a call that makes them.
+    """One rule. where: file:line that registered it.
 
-    about: `<name>` -> the first paragraph of the function's docstring, in a line. family: its file in shardc/rules, or
-    "own". extras: besides the notation: local | extra | flops. where: file:line that registered it.
+    notation, linear: as written, or `<name>` of the function that makes them from a call. about: `<name>` -> the first
+    paragraph of that function's docstring, in one line. family: its file in shardc/rules, or "own" for a custom rule.
+    extras: parts beside the notation: local | extra | flops.
     """
 
     op: str
@@ -38,7 +39,7 @@ class RuleRow:
 
 
 def named(function: Callable[[Any], Any]) -> str:
-    """The entry of a function of the call in the table: `<conv>`."""
+    """Return the entry in the table for a function that makes a notation from a call: `<conv>`."""
     return f"<{function.__name__.strip('_<>')}>"
 
 
@@ -49,31 +50,31 @@ def row(op: Any, rule: Rule) -> RuleRow:
     if not where:  # found by torch's tag
         where = f"{inspect.getfile(functions[0])}:{functions[0].__code__.co_firstlineno}"
     path = Path(where.rpartition(":")[0])
-    own = path.parent != Path(errors.__file__).parent / "rules"
+    foreign = path.parent != Path(errors.__file__).parent / "rules"
     linear = named(rule.linear_of) if rule.linear_of else " | ".join(" ".join(map(str, g)) for g in rule.linear)
     extras = tuple(n for n in ("local", "extra", "flops") if getattr(rule, n) is not None)
     text = rule.text if isinstance(rule.notation, str) else named(rule.notation)
-    return RuleRow(name_of(op), text, linear, about, "own" if own else path.stem, extras, where)
+    return RuleRow(name_of(op), text, linear, about, "own" if foreign else path.stem, extras, where)
 
 
 def rule_table(rows: Iterable[RuleRow]) -> str:
-    """A line a rule, by family; what functions make of a call, before the ops that share them."""
+    """Format one line for each rule, by family; descriptions of functions that make rules come first."""
     lines: list[tuple[str, ...]] = [("op", "rule", "linear in", "beside it", "registered at")]
     by_family = {
         f: list(g) for f, g in groupby(sorted(rows, key=lambda r: (r.family == "own", r.family)), lambda r: r.family)
     }
-    for family, mine in by_family.items():
-        about = {name: text for r in mine for name, text in r.about.items() if text}
+    for family, members in by_family.items():
+        about = {name: text for r in members for name, text in r.about.items() if text}
         lines += [("",), (f"# {family}",)]
         for name, text in about.items():
             lines += [(x,) for x in wrap(f"{name}: {text}", 118, initial_indent="#   ", subsequent_indent="#     ")]
-        lines += [(r.op, r.notation, r.linear, ", ".join(r.extras), short(r.where)) for r in mine]
+        lines += [(r.op, r.notation, r.linear, ", ".join(r.extras), short(r.where)) for r in members]
     widths = [max(len(line[i]) for line in lines if len(line) > 1) for i in range(5)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)
 
 
 def short(where: str) -> str:
-    """A place as seen from the current folder, or, inside of it, from the package's."""
+    """Shorten file:line: relative to the package's parent for shardc's files, else to the current folder."""
     path, _, line = where.rpartition(":")
     base = Path(errors.__file__).parents[1]
     if Path(path).is_relative_to(base / "shardc"):
@@ -83,8 +84,7 @@ def short(where: str) -> str:
 
 
 def check_text(reports: Sequence[OpReport], places: dict[str, str], seconds: float) -> str:
-    """What a check found: wrong rules, rules that are too strict, what is known to be strict and why, the counts, the
-    slowest.
+    """Format the results of a check: wrong rules, too strict ones, known strict ones, counts, the slowest.
 
     places: op -> where its rule was registered.
     """

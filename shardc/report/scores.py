@@ -1,4 +1,4 @@
-"""What each rank computes of the square of attention's scores: a row for each query, a column for each key.
+"""Show which part of attention's scores each rank computes: rows are queries, columns are keys.
 
 model.layers.*.self_attn: 8 heads of 4096 queries and 4096 keys, causal, ring over cp=4, 12.0 MiB a rank
   0 . . . . . . .        rank 0 has the first eighth and the last: as many pairs as any other
@@ -24,17 +24,19 @@ from shardc.rules.attention import OPS
 from shardc.rules.core.op_call import call_of
 from shardc.runtime.ops.attention.spans import ALL, CAUSAL, Band, Span, blocks
 
-#: Cells of a side of the drawn square.
+#: Number of cells on a side of the drawn square.
 CELLS = 32
 _NAMES = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
 class Square:
-    """One kind of attention. modules: that attend so; heads: of queries, those of a rank and all; rows, keys: of the
-    whole sequence; band: which keys a row sees; masked: a mask hides more; over: axes that split rows, with their
-    sizes; method: how rows and keys of other ranks meet; sent: bytes of a rank, forward; held: by rank of `over`, the
-    rows that it has; pairs: by rank, of a row and a key that it sees, of one head.
+    """One kind of attention, as a square of queries and keys.
+
+    modules: the modules that use it; heads: query heads of a rank, and of all; rows, keys: of the whole sequence; band:
+    the keys that a row sees; masked: a mask hides more; over: axes that split rows, with their sizes; method: how rows
+    meet the keys of other ranks; sent: bytes of a rank in forward; held: the rows of each rank of `over`; pairs: for
+    each rank, the pairs of a row and a key that it sees, of one head.
     """
 
     modules: tuple[str, ...]
@@ -55,14 +57,14 @@ class Square:
 
     @property
     def uneven(self) -> float:
-        """The most that a rank computes, over the mean."""
+        """The largest number of pairs of a rank, divided by the mean."""
         return max(self.pairs) * len(self.pairs) / (sum(self.pairs) or 1)
 
     def owner(self, row: int) -> int:
         return next(r for r, spans in enumerate(self.held) if any(s.start <= row < s.end for s in spans))
 
     def cells(self) -> list[list[int | None]]:
-        """By rows and columns of cells, the rank that computes anything there."""
+        """Return, by rows and columns of cells, the rank that computes a part of the cell, or None."""
         n, m = min(CELLS, self.rows), min(CELLS, self.keys)
         drawn: list[list[int | None]] = []
         for i in range(n):
@@ -75,16 +77,14 @@ class Square:
 
 
 def squares(program: Program) -> list[Square]:
-    """Every kind of attention of a program, in its order: torch's op, or ours. What a model writes out is not among
-    them.
-    """
-    found: dict[Any, tuple[list[str], tuple[Any, ...]]] = {}
+    """Return each kind of attention that is one op, of torch or shardc, in the order of the program."""
+    by_square: dict[Any, tuple[list[str], tuple[Any, ...]]] = {}
     for stage in program.stages:
         for node in calls(stage.graph):
             if node.target in OPS:
                 square = _square(node, program.mesh)
-                found.setdefault(square, ([], square))[0].append(of_every_layer(source_of(node).module) or ".")
-    return [Square(tuple(dict.fromkeys(modules)), *square) for modules, square in found.values()]
+                by_square.setdefault(square, ([], square))[0].append(of_every_layer(source_of(node).module) or ".")
+    return [Square(tuple(dict.fromkeys(modules)), *square) for modules, square in by_square.values()]
 
 
 def _square(node: fx.Node, mesh: Mesh) -> tuple[Any, ...]:
@@ -92,16 +92,16 @@ def _square(node: fx.Node, mesh: Mesh) -> tuple[Any, ...]:
     q, k = call.operands[:2]
     dim, out = len(q.shape) - 2, values_of(node)[0]
     heads = out.shape[-3] if len(out.shape) > 2 else 1
-    own = out.layout.local_shape(out.shape, mesh)[-3] if len(out.shape) > 2 else 1
+    local_heads = out.layout.local_shape(out.shape, mesh)[-3] if len(out.shape) > 2 else 1
     over = tuple((a, mesh.size(a)) for a, _ in q.layout.shards(dim) if mesh.size(a) > 1)
     window = dict(call.kwargs).get("window")
     band = CAUSAL if call.arg(5, "is_causal", False) else Band(*window) if window else ALL
     masked = len(call.operands) > 3
     ring: Collective | None = node.meta.get("collective")
-    method = "ring" if ring else "keys of all ranks" if over else "heads split" if own < heads else "whole"
-    held = tuple(_rows(q.layout, q.shape[dim], dim, mesh, rank) for rank in range(_ranks(over)))
-    sizes = (own, heads), q.shape[-2], k.shape[-2]
-    return *sizes, band, masked, over, method, ring.bytes if ring else 0, held
+    method = "ring" if ring else "keys of all ranks" if over else "heads split" if local_heads < heads else "whole"
+    rows = tuple(_rows(q.layout, q.shape[dim], dim, mesh, rank) for rank in range(_ranks(over)))
+    sizes = (local_heads, heads), q.shape[-2], k.shape[-2]
+    return *sizes, band, masked, over, method, ring.bytes if ring else 0, rows
 
 
 def _ranks(over: tuple[tuple[str, int], ...]) -> int:
@@ -112,7 +112,7 @@ def _ranks(over: tuple[tuple[str, int], ...]) -> int:
 
 
 def _rows(layout: Layout, length: int, dim: int, mesh: Mesh, rank: int) -> tuple[Span, ...]:
-    """The rows that a rank has; ranks count through the axes that split them, the last one fastest."""
+    """Return the rows of a rank. Ranks count through the axes that split rows, the last one fastest."""
     digits = []
     for axis, shard in reversed(layout.shards(dim)):
         n = mesh.size(axis)
@@ -144,7 +144,7 @@ def _work(s: Square) -> str:
 
 
 def text(program: Program) -> str:
-    """Every square in characters: the rank that computes a cell, a dot where nobody does."""
+    """Draw each square in characters: the rank that computes a cell, or a dot if none does."""
     parts = []
     for s in squares(program):
         rows = [" ".join("." if r is None else _NAMES[r % len(_NAMES)] for r in line) for line in s.cells()]
@@ -153,7 +153,7 @@ def text(program: Program) -> str:
 
 
 def to_json(program: Program) -> list[dict[str, Any]]:
-    """Of each square what `text` says; cells: by rows and columns, the rank that computes there, or None."""
+    """Return the facts of `text` for each square, JSON-able. cells: by rows and columns, a rank or None."""
     return [
         {
             "modules": list(s.modules),

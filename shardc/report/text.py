@@ -1,4 +1,4 @@
-"""The captured graph as text, and a program as JSON."""
+"""Write the captured graph as text, and a program as JSON."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shardc.report.comm import comm_rows
 
 
 def before(program: Program, *, full: bool = False) -> str:
-    """The captured graph: the model as one device runs it, with every module's and line's name."""
+    """Return the captured graph as text: the model on one device, with the names of modules and lines."""
     return emit.text(replace(program, stages=(), buckets=()), full=full)
 
 
 def to_json(program: Program) -> dict[str, Any]:
-    """What `--json` prints: JSON-able values only; types in the notation of shardc.ir.placement."""
+    """Return what `--json` prints: JSON-able values; types in the notation of shardc.ir.placement."""
     mesh = program.mesh
     return {
         "model": program.meta.get("model"),

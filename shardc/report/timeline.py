@@ -1,5 +1,6 @@
-"""The timeline of a pipeline's schedule: who computes what when, and who waits; as text and as JSON. The page of
-`inspect --html` draws it (shardc/report/page/timeline.js).
+"""Draw the timeline of a pipeline's schedule as text and JSON: when each rank computes or waits.
+
+The page of `inspect --html` draws it with shardc/report/page/timeline.js.
 
 rank 0  stage 0  F0 F1 F2 F3 .........B0--- F4 B1--- ...      27.3 %  4
                  microbatch 0 forward; nothing to do; its backward
@@ -14,7 +15,7 @@ from rich.text import Text
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Action, Costs, Schedule, Slot, Timeline
 
-#: One colour a kind.
+#: One colour for each kind.
 _INKS = {
     "F": "black on bright_blue",
     "FB": "black on bright_magenta",
@@ -38,8 +39,9 @@ _LETTERS = {"FB": "F+B", "FF": "F+F"}
 def draw(
     schedule: Schedule, costs: Costs | None = None, edges: schedules.Edges | None = None, *, width: int | None = None
 ) -> Text:
-    """A row a rank. costs: None: F, I and W take 1 each. width: columns to fit in; None: every action is shown with its
-    name.
+    """Draw a schedule, one row for each rank.
+
+    costs: None: F, I and W take 1 each. width: columns to fit in; None: every action is shown with its name.
     """
     return text(schedules.timeline(schedule, costs, edges), width=width)
 
@@ -49,7 +51,7 @@ def text(t: Timeline, *, width: int | None = None) -> Text:
     heads = [f"rank {r}  {_stages(s, r)}" for r in range(s.ranks)]
     tails = [f"{100 * t.bubble(r):5.1f} %  {live:5}" for r, live in enumerate(t.live)]
     margin = max(map(len, heads)) + 2
-    every = [slot for each in t.slots for slot in each]
+    every = [slot for row in t.slots for slot in row]
     short = 0.1 * max((slot.end - slot.start for slot in every), default=0.0)  # whose names need not fit
     columns = ((len(_name(s, x)) + 1) / (x.end - x.start) for x in every if x.end - x.start > short)
     scale = max(columns, default=1.0)
@@ -71,15 +73,13 @@ def text(t: Timeline, *, width: int | None = None) -> Text:
     out.append(
         f"\n{stage}kind, microbatch: {', '.join(f'{_LETTERS.get(k, k)} {_NAMES[k]}' for k in _kinds(t))}\n", "dim"
     )
-    if any((slot.end - slot.start) * scale < 1 for each in t.slots for slot in each):
+    if any((slot.end - slot.start) * scale < 1 for row in t.slots for slot in row):
         out.append("some take less than a column: --html FILE draws them all\n", "dim")
     return out
 
 
 def to_json(t: Timeline) -> dict[str, Any]:
-    """JSON-able: the schedule's actions as text, each rank's bubble and peak of live activations, and (action, start,
-    end) of what it computes.
-    """
+    """Return the timeline, JSON-able: the schedule's actions, bubbles, live activations, computation."""
     s = t.schedule
     return {
         "name": s.name,
@@ -87,12 +87,12 @@ def to_json(t: Timeline) -> dict[str, Any]:
         "ranks": s.ranks,
         "microbatches": s.microbatches,
         "placement": list(s.placement),
-        "actions": [[str(a) for a in each] for each in s.actions],
+        "actions": [[str(a) for a in row] for row in s.actions],
         "live": list(t.live),
         "bubble": t.bubble(),
         "bubbles": [t.bubble(r) for r in range(s.ranks)],
         "end": t.end,
-        "slots": [[[str(slot.action), slot.start, slot.end] for slot in each] for each in t.slots],
+        "slots": [[[str(slot.action), slot.start, slot.end] for slot in row] for row in t.slots],
     }
 
 
@@ -101,18 +101,18 @@ def _title(t: Timeline) -> str:
 
 
 def _stages(s: Schedule, rank: int) -> str:
-    mine = s.stages_of(rank)
-    return f"stage{'s' if len(mine) != 1 else ''} {', '.join(map(str, mine))}"
+    stages = s.stages_of(rank)
+    return f"stage{'s' if len(stages) != 1 else ''} {', '.join(map(str, stages))}"
 
 
 def _kinds(t: Timeline) -> list[str]:
-    """The kinds of actions that occur, forward first."""
-    present = {slot.action.kind for each in t.slots for slot in each}
+    """Return the kinds of actions that occur, forward first."""
+    present = {slot.action.kind for row in t.slots for slot in row}
     return [k for k in _NAMES if k in present]
 
 
 def _several(s: Schedule) -> bool:
-    """Whether a rank has several stages: an action is shown with its stage then."""
+    """Return whether a rank has several stages. If so, an action is shown with its stage."""
     return len(set(s.placement)) < s.stages
 
 
@@ -122,11 +122,11 @@ def _name(s: Schedule, slot: Slot) -> str:
 
 
 def _short(a: Action) -> str:
-    """Without stages."""
+    """Return the name of an action without its stage."""
     return "+".join(f"{p.kind}{p.microbatch}" for p in a.parts)
 
 
 def _cell(name: str, a: Action, columns: int) -> str:
-    """An action as so many columns: the last one blank, or without its stage or microbatch where there is no room."""
+    """Fit an action's name into `columns`, shortened if needed, with a blank at the end."""
     name = next((n for n in (name, _short(a), _LETTERS.get(a.kind, a.kind)) if len(n) <= columns), "")
     return name if columns <= len(name) else f"{name.ljust(columns - 1, '-')} "

@@ -1,5 +1,6 @@
-"""A step as a trace in Chrome's format, which ui.perfetto.dev and chrome://tracing open: a process for each rank that
-differs, a thread for its actions, one for what it computes, and one for each communicator.
+"""Write a step as a trace in Chrome's format, for ui.perfetto.dev and chrome://tracing.
+
+A process for each rank that differs; threads for its actions, its computation, and each communicator.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from shardc.report.page import step
 
 
 def trace(cost: Cost) -> dict[str, Any]:
-    """JSON-able. Times are those of the page's timeline (`shardc.report.page.step`), in microseconds."""
+    """Return the trace, JSON-able. Times are those of `shardc.report.page.step.timeline`, in microseconds."""
     tags: list[str] = []
 
     def number(record: CommRecord) -> int:

@@ -20,7 +20,7 @@ def recurrent(call: Call) -> Signature:
     """Split b: x[t, b, i] (or [b, t, i]), states [layers, b, h], weights -> y[t, b, o], states."""
     batch_first = bool(call.arg(8, "batch_first"))
     sizes = {"b": call.operands[1].shape[1]}
-    states = 1 + (len(call.results) - 1)
+    states = len(call.results)
 
     def dims(shape: tuple[int, ...], b: int | None, mark: str) -> tuple[Dim, ...]:
         sizes.update({f"{mark}{i}": s for i, s in enumerate(shape) if i != b})

@@ -1,23 +1,23 @@
-"""The one place that imports torch's private modules. tests/capture/test_capture.py says what breaks when they move.
+"""Import torch's private modules. No other folder may import them (tests/test_layers.py).
 
-Add a name here with the reason why nothing public will do; tests/test_layers.py refuses such an import elsewhere. Other
-files only read private attributes of public objects, for what torch offers no other way to: an op's declaration
+Add a name here with the reason why no public one works. tests/capture/test_capture.py says what breaks when a module
+moves. Other files only read private attributes of public objects where torch has no other way: an op's declaration
 (`OpOverload._schema`, `._overloadname`) and a module's own tables (`nn.Module._parameters`, `._buffers`,
-`._backward_hooks`, ...); and they call two ops that have no public name (`torch._grouped_mm`, `torch._ctc_loss`).
+`._backward_hooks`, ...); and they call two ops without a public name (`torch._grouped_mm`, `torch._ctc_loss`).
 
-traced_graphs    while a model is traced to a graph        autograd       inside of a backward pass; optimizers' hooks
-replacements     functions of torch's, replaced meanwhile  inductor       the compiler
+traced_graphs    while a model is traced to a graph        autograd       within a backward pass; optimizers' hooks
+replacements     temporary replacements of torch functions inductor       the compiler
 fake_tensors     tensors without data                      processes      groups, their store, workers
 ops              overloads and decompositions              gpu            CUDA's allocator and streams
-module_walks     over the modules of a model               graph_nodes    of a graph that a pass writes
+module_walks     walks over a model's modules              graph_nodes    fast creation of graph nodes
 """
 
 from __future__ import annotations
 
-from torch._ops import HigherOrderOperator, OpOverload  # types of export's wrappers around regions of code, and of ops
+from torch._ops import HigherOrderOperator, OpOverload  # types of wrappers around regions of code, and of ops
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree  # nested batches; torch.utils has no public name for it
-from torch.utils._python_dispatch import (  # what sees every op; tensors of tensors, such as a DTensor
+from torch.utils._python_dispatch import (  # a mode that sees every op; a test for wrappers such as DTensor
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
 )

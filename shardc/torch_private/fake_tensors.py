@@ -1,4 +1,4 @@
-"""Tensors without data (torch's FakeTensor): what models are traced on, and a step's memory is counted with."""
+"""Make tensors without data (torch's FakeTensor), to trace models and to count a step's memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import (
-    _disable_current_modes,  # what sees every op; tensors of tensors, such as a DTensor
+    _disable_current_modes,  # turns off all modes
 )
 
-#: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
+#: Errors of tracing when Python reads a tensor's value (`if x.sum() > 0`) or a shape depends on one (`nonzero`).
 DATA_DEPENDENT: tuple[type[Exception], ...] = (
     GuardOnDataDependentSymNode,
     DataDependentOutputException,
@@ -27,17 +27,16 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (
 
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """of_gpu: its tensors stand for those of a GPU with torch's kernels, wherever they say they are. attributes: what
-    Python keeps of one that has only just been made, by its device.
-    """
+    """A mode of fake tensors. of_gpu: they represent a GPU's; attributes: those of a new one, by device."""
 
     of_gpu = False
     attributes: dict[torch.device, dict[str, Any]]
 
 
 def fake_mode(*, of_gpu: bool = False, symbols: bool = True) -> FakeTensorMode:
-    """A mode whose tensors have shapes and dtypes but no storage. Real tensors that the model made for itself may mix
-    in. of_gpu: they stand for those of a GPU. symbols: a size that hangs on data has a name; else it is an error.
+    """Return a mode whose tensors have no storage. of_gpu: they represent tensors of a GPU.
+
+    symbols: a data-dependent size has a name; otherwise it is an error. The model's own real tensors may mix in.
     """
     mode = _FakeMode(shape_env=ShapeEnv() if symbols else None, allow_non_fake_inputs=True)
     mode.of_gpu, mode.attributes = of_gpu, {}
@@ -45,46 +44,46 @@ def fake_mode(*, of_gpu: bool = False, symbols: bool = True) -> FakeTensorMode:
 
 
 def fake_mode_on() -> FakeTensorMode:
-    """The mode whose tensors have no data that is on: also inside of another mode's dispatch."""
+    """Return the active fake tensor mode, also within another mode's dispatch."""
     found = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     assert isinstance(found, FakeTensorMode)
     return found
 
 
 def stands_for_gpu(x: Tensor) -> bool:
-    """Whether a tensor without data stands for one on a GPU."""
+    """Return whether a fake tensor represents a tensor of a GPU."""
     return isinstance(x, FakeTensor) and getattr(x.fake_mode, "of_gpu", False)
 
 
 def no_modes() -> AbstractContextManager[Any]:
-    """Tensors that are made in here have data, whatever modes are on."""
+    """Return a context in which new tensors have data, in spite of active modes."""
     found: AbstractContextManager[Any] = _disable_current_modes()
     return found
 
 
 def fake_tensor(mode: FakeTensorMode, like: Tensor) -> Tensor:
-    """A contiguous fake tensor of the shape and dtype of `like`, or a fake parameter; on the CPU where `like` is on the
-    meta device.
+    """Return a contiguous fake tensor, or fake parameter, with the shape and dtype of `like`.
 
-    The CPU, because models make constants without naming a device, which would not mix with meta tensors.
+    It is on the CPU if `like` is on the meta device: models make constants without a device, which would not mix with
+    meta tensors.
     """
     device = torch.device("cpu") if like.device.type == "meta" else like.device
     param = isinstance(like, torch.nn.Parameter)
     empty = torch.empty(tuple(like.shape), dtype=like.dtype, device="meta", requires_grad=param and like.requires_grad)
     fake = FakeTensor(mode, empty, device)  # `with mode: torch.empty(...)` and nn.Parameter take ten times as long
     if param:
-        fake._is_param = True  # what nn.Parameter does to tensors of other classes
+        fake._is_param = True  # as nn.Parameter does for tensors of other classes
     return fake
 
 
 def fake_device(x: Tensor) -> torch.device:
-    """The device that a fake tensor says it is on. `x.device` says the same, but is dispatched like an op."""
+    """Return the device of a fake tensor. `x.device` returns the same, but is dispatched like an op."""
     assert isinstance(x, FakeTensor)
     return x.fake_device
 
 
 def fake_mode_of(x: Tensor) -> FakeTensorMode:
-    """The mode that a fake tensor is of."""
+    """Return the mode of a fake tensor."""
     assert isinstance(x, FakeTensor)
     return x.fake_mode
 
@@ -97,11 +96,10 @@ def fake_result(
     mode: FakeTensorMode,
     view: tuple[Tensor, int] | None = None,
 ) -> Tensor:
-    """A new fake tensor of a mode, made inside of a mode's dispatch. view: (the tensor that it is a view of, its place
-    in that one's storage).
+    """Return a new fake tensor, made within a mode's dispatch. view: (its base, its offset in storage).
 
-    As torch makes one, but what its class sets attribute by attribute is copied from the first of its kind: a dry run
-    makes one for every op, and that took four times as long.
+    The attributes that torch's class sets one by one are copied from the first tensor of the same device: a dry run
+    makes a tensor for every op, and that took four times as long.
     """
     with torch._C._DisableTorchDispatch():
         made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")

@@ -1,4 +1,4 @@
-"""CUDA: a record of the allocator's memory, and work to keep a stream busy."""
+"""Record the memory of CUDA's allocator, and keep a stream busy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.cuda.memory import _dump_snapshot, _record_memory_history  # document
 
 @contextmanager
 def memory_recorded(file: Path) -> Iterator[None]:
-    """Write what CUDA's allocator did meanwhile, with the lines that asked for it, for https://pytorch.org/memory_viz."""
+    """Record what CUDA's allocator does, with lines of code, for https://pytorch.org/memory_viz."""
     _record_memory_history(max_entries=1_000_000)
     try:
         yield
@@ -23,7 +23,8 @@ def memory_recorded(file: Path) -> Iterator[None]:
 
 
 def busy_gpu(cycles: int = 200_000) -> None:
-    """Give the current GPU's stream something to do that touches no memory, a tenth of a millisecond: kernels that are
-    queued meanwhile begin one right behind the other. (torch's own tests of streams use it.)
+    """Keep the current GPU's stream busy for a tenth of a millisecond, without memory access.
+
+    Kernels that are queued meanwhile start directly after each other. (torch's tests of streams use it.)
     """
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

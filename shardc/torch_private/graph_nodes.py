@@ -1,4 +1,4 @@
-"""Nodes of a graph, written faster than `fx.Graph.create_node` does: passes write and copy hundreds for a layer."""
+"""Create graph nodes faster than `fx.Graph.create_node`: passes write hundreds for each layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
-from torch._C import _NodeBase  # what a node consists of, without checks
+from torch._C import _NodeBase  # the base class of nodes, without checks
 from torch.fx.graph import _illegal_names  # names that fx changes
 
 
@@ -20,9 +20,10 @@ def add_node(
     name: str | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> fx.Node:
-    """A node at the insertion point, as `create_node(op, target, args, kwargs, name)` makes it, in less than half its
-    time: that one looks for symbols among the arguments, and parses the name, which is mostly one that is free. No
-    module that owns the graph is told.
+    """Create a node at the insertion point, as `create_node(op, target, args, kwargs, name)` does.
+
+    It takes less than half the time: create_node searches the arguments for symbols, and parses the name, which is
+    mostly free. A module that owns the graph is not notified.
     """
     names = graph._graph_namespace
     if name is None:

@@ -1,4 +1,4 @@
-"""Inductor, the compiler behind torch.compile, without torch.compile around it."""
+"""Call Inductor, the compiler behind torch.compile, without torch.compile around it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 def inductor_compiled(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[[list[Tensor]], Any]:
-    """A function of tensors, compiled by Inductor for inputs of these sizes, strides and dtypes. The result is called
-    with a list, which it empties, and gives a sequence. Compiled code is kept on disk (TORCHINDUCTOR_CACHE_DIR).
+    """Compile a function of tensors with Inductor, for inputs of these sizes, strides and dtypes.
 
+    The result takes a list, which it empties, and returns a sequence. Code is cached on disk (TORCHINDUCTOR_CACHE_DIR).
     `torch.compile` would trace Python, guard, and build a graph for autograd; `torch._inductor.standalone_compile`
-    calls this too, through autograd's wrappers, which hold on to inputs. Importing Inductor takes seconds.
+    calls this through autograd's wrappers, which keep inputs alive. Importing Inductor takes seconds.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
-    mode = FakeTensorMode(shape_env=ShapeEnv())  # without one nothing is kept on disk
+    mode = FakeTensorMode(shape_env=ShapeEnv())  # without a ShapeEnv nothing is cached on disk
     with mode, torch.no_grad():
         fake = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
         graph = make_fx(function, decomposition_table=select_decomp_table())(*fake)
@@ -34,7 +34,7 @@ def inductor_compiled(function: Callable[..., Any], inputs: Sequence[Tensor]) ->
 
 
 def no_compiler(device: torch.device) -> str:
-    """Why Inductor cannot compile for a device on this machine; "" if it can."""
+    """Return why Inductor cannot compile for a device on this machine; "" if it can."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -43,12 +43,12 @@ def no_compiler(device: torch.device) -> str:
 
     try:
         cpp_builder.get_cpp_compiler()
-    except Exception:  # an error of Inductor's own, which has moved between versions
+    except Exception:  # an error class of Inductor that moved between versions
         return "there is no C++ compiler (g++ or clang++; CXX names another one)"
     return ""
 
 
 def kernels_of(compiled: Any) -> int:
-    """How many kernels a call of what `inductor_compiled` gives runs."""
+    """Count the kernels that one call of a result of `inductor_compiled` runs."""
     calls = r"^\s+(?:\w+_fused\w*(?:\.run)?|extern_kernels\.\w+)\("
     return len(re.findall(calls, compiled.source_code, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Walks over a model's modules. Compiling makes some fifty, torch's export half of them."""
+"""Speed up walks over a model's modules: compiling makes about fifty, half of them in torch's export."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from unittest import mock
 
 from torch import nn
 
-#: Of a module, past what capture looks at reads with (shardc.capture.attribute_reads).
+#: Reads an attribute of a module without a record of the read (shardc.capture.attribute_reads).
 _attributes = object.__getattribute__
 
 
 @contextmanager
 def quick_walks() -> Iterator[None]:
-    """While open, `named_modules`, on which all other walks stand, is one generator, and not one within the other for
-    every module on the way: each module passes through as many as it lies deep.
-    """
+    """Replace `named_modules` while open by one flat generator; torch's nests one for each level."""
     with mock.patch.object(nn.Module, "named_modules", _named_modules):
         yield
 
@@ -25,7 +23,7 @@ def quick_walks() -> Iterator[None]:
 def _named_modules(
     self: nn.Module, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """What torch's gives, in its order."""
+    """Yield the same as torch's `named_modules`, in the same order."""
     memo = set() if memo is None else memo
     if self in memo:
         return
@@ -40,14 +38,14 @@ def _named_modules(
                 continue
             full = f"{path}.{name}" if path else name
             held = _attributes(module, "__dict__")
-            if type(module).named_modules is not _named_modules or "named_modules" in held:  # it has its own
+            if type(module).named_modules is not _named_modules or "named_modules" in held:  # a custom `named_modules`
                 yield from module.named_modules(memo, full, remove_duplicate)
             elif module not in memo:
                 if remove_duplicate:
                     memo.add(module)
                 yield full, module
                 inside = held.get("_modules")
-                if inside is None:  # of what torch.jit has traced it is a property
+                if inside is None:  # a property, in modules that torch.jit traced
                     inside = module._modules
                 if inside:
                     under.append((full, iter(inside.items())))

@@ -1,4 +1,4 @@
-"""Processes: groups, their store, the record of their collectives, and workers of a DataLoader."""
+"""Access process groups, their store, the record of their collectives, and a DataLoader's workers."""
 
 from __future__ import annotations
 
@@ -9,39 +9,42 @@ from typing import Any
 from torch._C import _distributed_c10d as _c10d  # the flight recorder, which has no public name
 from torch.distributed.distributed_c10d import (
     _get_default_store,  # outlives process groups
-    _world,  # how many process groups there are: part of the next one's name
+    _world,  # has the number of process groups, a part of the next one's name
 )
 
 
 def process_groups() -> tuple[int, int]:
-    """How many process groups this process is in, and how many were made: torch makes a group's name from these (of one
-    that only its own ranks make, from the first, and since torch 2.15 from the second), so that ranks which count
-    differently would wait for each other under different names.
+    """Return how many process groups this process is in, and how many were made.
+
+    torch makes a group's name from these numbers; if only the group's ranks make it, from the first one (since torch
+    2.15 from the second one). Ranks with different counts would wait for each other under different names.
     """
     return len(_world.pg_names), _world.group_count
 
 
 def count_groups_from(number: int) -> None:
-    """The next groups are named after this number and those that follow: one that is the same on all ranks."""
+    """Set the number after which the next groups are named; it must be the same on all ranks."""
     _world.group_count = number
 
 
 def default_store() -> Any:
-    """The key-value store over which the processes of torch.distributed's world met: it outlives their groups."""
+    """Return the key-value store through which torch.distributed's processes met; it outlives groups."""
     return _get_default_store()
 
 
 def flight_record() -> bytes:
-    """What torch's flight recorder keeps of this process's last 2,000 collectives (TORCH_FR_BUFFER_SIZE), as JSON: when
-    each was begun, and with NCCL also when it ended; of NCCL's groups and of gloo's.
+    """Return this process's last 2,000 collectives (TORCH_FR_BUFFER_SIZE) from torch's flight recorder.
+
+    JSON: the start of each, and with NCCL also the end; for NCCL's groups and gloo's.
     """
     return bytes(_c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))  # type: ignore[attr-defined]
 
 
 def let_workers_end() -> None:
-    """A DataLoader whose worker ends raises an error in the main thread, wherever it is: in the middle of what ranks do
-    together, and over the error that counts, as launchers end workers with the ranks. It also looks by itself, whenever
-    a batch is late for 5 s; so its handler of SIGCHLD gives way to the one that was there before.
+    """Replace a DataLoader's handler of SIGCHLD, which raises when a worker ends, by the previous one.
+
+    The error would come in the middle of collectives, and hide the first one, as launchers end workers with the ranks.
+    The DataLoader still checks its workers when a batch is 5 s late.
     """
     handler: Any = signal.getsignal(signal.SIGCHLD)
     if (

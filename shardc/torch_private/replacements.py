@@ -1,6 +1,6 @@
-"""Functions of torch's that others stand in for while a model is captured or initialised.
+"""Replace functions of torch while a model is captured or initialised.
 
-A model may have imported them by any name, so it is what they call in turn that is replaced.
+A model may have imported a function under any name, so the function that it calls in turn is replaced.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch import Tensor
 
 
 def replaced_trunc_normal(function: Callable[..., Tensor]) -> AbstractContextManager[Any]:
-    """While open, `torch.nn.init.trunc_normal_` calls `function(tensor, mean, std, a, b, generator=None)`, in every
-    thread.
+    """Let `torch.nn.init.trunc_normal_` call `function(tensor, mean, std, a, b, generator=None)`.
 
-    It is the one initialiser that looks at its numbers, and no mode of torch's sees it as a whole.
+    While open, in every thread. It is the only initialiser that reads its numbers, and no mode of torch sees it as a
+    whole.
     """
     return mock.patch("torch.nn.init._no_grad_trunc_normal_", function)
 
 
 def replaced_engine(function: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """While open, torch.autograd's `grad` and `backward` call `function(original, outputs, weights, retain, create,
-    inputs, allow_unused, ...)` in the place of autograd's engine, by whatever name a model imported them."""
+    """Replace the engine of torch.autograd's `grad` and `backward` while open, under any name.
+
+    They call `function(original, outputs, weights, retain, create, inputs, allow_unused, ...)`.
+    """
     original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     return mock.patch.object(torch.autograd, "_engine_run_backward", partial(function, original))
 
 
 def plain_checkpoints() -> AbstractContextManager[Any]:
-    """While open, checkpoints that are not reentrant only run their function. Traced inside one another, they leave
-    gradients turned off.
-    """
+    """Let non-reentrant checkpoints only run their function: traced when nested, they turn gradients off."""
 
     def nothing(*_: Any, **__: Any) -> Iterator[None]:
         yield
@@ -45,26 +45,28 @@ def plain_checkpoints() -> AbstractContextManager[Any]:
 
 
 def plain_indexing() -> AbstractContextManager[Any]:
-    """While open, masks that `torch.vmap` makes of single positions (transformers' do) index by an ordinary op. Export
-    leaves torch's own in the graph as a call of a Python object.
+    """Use an ordinary op to index masks of single positions that `torch.vmap` makes, while open.
+
+    transformers makes such masks. Export would leave torch's op in the graph as a call of a Python object.
     """
     name = "torch._dynamo._trace_wrapped_higher_order_op.mod_index"
     return mock.patch(name, lambda x, indices: torch.ops.aten.index(x, indices))
 
 
 def replaced_packing(function: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """While open, torch.nn.utils.rnn packs padded sequences by `function(original, input, lengths, batch_first)`."""
+    """Let torch.nn.utils.rnn pack by `function(original, input, lengths, batch_first)`, while open."""
     original = torch._VF._pack_padded_sequence
     return mock.patch.object(torch._VF, "_pack_padded_sequence", partial(function, original), create=True)
 
 
 @contextmanager
 def replaced_flex_attention(function: Callable[..., Any] | None, *, blocks: bool) -> Iterator[None]:
-    """While open, FlexAttention, compiled or not, comes to `function(query, key, value, score_mod, block_mask, scale,
-    options)`, a mask_mod being the last of `block_mask`; None: to torch's own definition of it, on any device, which
-    autograd differentiates. blocks: whether `create_block_mask` looks at values; else its blocks are all there.
+    """Replace FlexAttention, compiled or not, by `function` while open.
 
-    A model may have imported `flex_attention` itself, so that the names which it looks up are replaced.
+    It calls `function(query, key, value, score_mod, block_mask, scale, options)`; the mask_mod is the last item of
+    `block_mask`. None: torch's own definition, on any device, which autograd differentiates. blocks: whether
+    `create_block_mask` reads values; otherwise all its blocks are present. A model may have imported `flex_attention`,
+    so the names that it looks up are replaced.
     """
     from torch.nn.attention import flex_attention as flex  # imports torch._dynamo, as export does: a second
 
@@ -87,7 +89,7 @@ def replaced_flex_attention(function: Callable[..., Any] | None, *, blocks: bool
         replaced: dict[str, Any] = {
             "flex_attention_hop": function,
             "_validate_device": lambda *_: None,  # refuses gradients on a CPU
-            "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,  # calls the op itself, and not what torch.compile makes
+            "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,  # calls the op itself, not the result of torch.compile
         }
         if not blocks:
             replaced |= {

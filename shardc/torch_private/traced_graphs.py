@@ -1,4 +1,4 @@
-"""What is known, and can be changed, while torch traces a model to a graph."""
+"""Read and change what torch does while it traces a model to a graph."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 from torch._export.utils import _is_preservable_cia_op  # which composed ops export keeps
-from torch._ops import OpOverload  # types of export's wrappers around regions of code, and of ops
+from torch._ops import OpOverload  # the type of ops
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.autograd import forward_ad  # whose level is private
-from torch.autograd.function import _SingleLevelFunction  # what capture replaces is not its `apply`
+from torch.autograd.function import _SingleLevelFunction  # capture does not replace its `apply`
 from torch.export import ExportedProgram
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
@@ -25,7 +25,7 @@ from shardc.torch_private.fake_tensors import fake_device, fake_mode_of, fake_re
 
 
 def traced_node(x: Tensor) -> fx.Node | None:
-    """While a model is traced: the graph node that made `x`, if it is known."""
+    """Return the graph node that made `x`, while a model is traced; None if unknown."""
     mode = get_proxy_mode()
     if mode is None:
         return None
@@ -34,7 +34,7 @@ def traced_node(x: Tensor) -> fx.Node | None:
 
 
 class _Made(_SingleLevelFunction):
-    """Tensors that want gradients, as results of an op have them: none of them is a leaf."""
+    """Makes tensors that require gradients, like results of an op: none of them is a leaf."""
 
     apply: ClassVar[Callable[..., Any]]
 
@@ -47,15 +47,15 @@ class _Made(_SingleLevelFunction):
         raise AssertionError("what is only traced is never run")
 
 
-#: No torch function sees what is asked of tensors while open: not even `x.shape`, which a mode intercepts like an op.
+#: A context in which no torch function mode intercepts reads of tensors, not even `x.shape`.
 unseen = torch._C.DisableTorchFunction
 
 
 def traced_call(op: OpOverload, args: Sequence[Any], like: Sequence[Tensor]) -> list[Tensor]:
-    """While a model is traced: the results of an op that gives fake tensors like these, which are traced, too. args:
-    its arguments, tensors in lists.
+    """Add an op to the graph while a model is traced; return its results, fake tensors as in `like`.
 
-    What the dispatcher would do, by way of autograd, the tracer and the fake mode, in a tenth of its time.
+    args: its arguments, tensors in lists. It does the work of the dispatcher, autograd, the tracer and the fake mode,
+    in a tenth of the time.
     """
     mode = get_proxy_mode()
     assert mode is not None
@@ -77,30 +77,31 @@ def traced_call(op: OpOverload, args: Sequence[Any], like: Sequence[Tensor]) -> 
 
 
 def traced_so_far() -> list[fx.Node]:
-    """While a model is traced: the nodes of the graph in the making, latest first."""
+    """Return the nodes of the graph that is being traced, latest first; [] if none is."""
     mode = get_proxy_mode()
     return [] if mode is None else list(reversed(mode.tracer.graph.nodes))
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp) is under way, in this thread, or a level of forward_ad."""
+    """Return whether a torch.func transform (grad, vmap, jvp) or forward_ad is active in this thread."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def tracing() -> bool:
-    """Whether ops become nodes of a graph, in this thread."""
+    """Return whether ops become nodes of a graph in this thread."""
     return get_proxy_mode() is not None
 
 
 def watched() -> bool:
-    """Whether a mode sees the ops that run in this thread, or torch's profiler looks at them."""
+    """Return whether a mode sees the ops that run in this thread, or torch's profiler records them."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
 
 
 @contextmanager
 def module_calls() -> Iterator[list[torch.nn.Module]]:
-    """While open, the modules whose calls are in progress, innermost last: what `self` is in their forward, which is a
-    stand-in of the module while torch exports a model.
+    """Yield a list of the modules whose calls are in progress, innermost last.
+
+    Each is the `self` of its forward; while torch exports a model, that is a substitute for the module.
     """
     original: Any = torch.nn.Module._call_impl
     calls: list[torch.nn.Module] = []
@@ -117,8 +118,9 @@ def module_calls() -> Iterator[list[torch.nn.Module]]:
 
 
 def call_modes() -> tuple[Any, ...]:
-    """What a call depends on beside its arguments: modes of gradients, autocast and defaults, functions that intercept
-    calls, transforms of torch.func.
+    """Return what a call depends on beside its arguments.
+
+    That is: modes of gradients, autocast and defaults, functions that intercept calls, transforms of torch.func.
     """
     kinds = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
@@ -129,9 +131,7 @@ def call_modes() -> tuple[Any, ...]:
 
 
 def traced_constant(name: str) -> Tensor | None:
-    """While a model is traced: the value of a constant that the graph in the making holds under this name, if it has
-    one.
-    """
+    """Return the value of a constant of the graph that is being traced, by name; None if it has none."""
     mode = get_proxy_mode()
     value = getattr(getattr(mode.tracer, "root", None), name, None) if mode is not None else None
     return value if isinstance(value, Tensor) and not isinstance(value, FakeTensor) else None
@@ -142,32 +142,29 @@ def traced_functional(
     types: Sequence[tuple[tuple[int, ...], torch.dtype, bool]],
     apart: Mapping[OpOverload, Callable[..., Any]] | None = None,
 ) -> fx.GraphModule | None:
-    """The graph of a function on tensors of such shapes, dtypes and need of a gradient, in functional aten ops without
-    composed ones; None where it cannot be traced. apart: ops that are taken apart, and by what."""
+    """Trace a function to functional aten ops, without composed ones; return None if that fails.
+
+    types: shape, dtype and requires_grad of each input. apart: decompositions to use, by op.
+    """
     with FakeTensorMode():
         fakes = [torch.empty(shape, dtype=dtype, requires_grad=grad) for shape, dtype, grad in types]
     try:
         with torch.enable_grad():
             return make_fx(dispatch_functionalize(function), dict(apart or {}), tracing_mode="fake")(*fakes)
-    except (
-        Exception
-    ):  # torch's own Python, which raises anything on calls that it was not written for: then it is of no use
+    except Exception:  # torch's Python code may raise any exception on calls that it was not written for
         return None
 
 
 def traced_on(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.GraphModule:
-    """The graph of a function on fake tensors, in functional aten ops; its results may be nested. What it raises comes
-    through.
-    """
+    """Trace a function on fake tensors to functional aten ops; results may be nested, errors are raised."""
     return make_fx(dispatch_functionalize(function), tracing_mode="real")(*tensors)
 
 
 def functionalized(exported: ExportedProgram) -> ExportedProgram:
-    """`exported.run_decompositions({})`: traced once more, in functional ops below torch.func's transforms; composed
-    ops stay.
+    """Return `exported.run_decompositions({})`: ops are functional, below torch.func; composed ops stay.
 
-    torch marks every composed op that it knows as one to stay, in all, which takes longer than tracing a small graph:
-    here only those of this graph.
+    torch marks all composed ops that it knows as ones that stay, which takes longer than tracing a small graph. This
+    marks only those of this graph.
     """
     present = {
         n.target for n in exported.graph.nodes if isinstance(n.target, OpOverload) and _is_preservable_cia_op(n.target)
@@ -179,7 +176,7 @@ def functionalized(exported: ExportedProgram) -> ExportedProgram:
 
 @contextmanager
 def traced_with(stack_trace: Callable[[], str | None]) -> Iterator[None]:
-    """While open, nodes that tracers create get their `stack_trace` from this function, called as the op is.
+    """Set the `stack_trace` of nodes that tracers create, while open, to the result of `stack_trace()`.
 
     torch's own keeps frames of functions named `forward` only, which loses helper and loss functions, and is slow.
     """
@@ -198,8 +195,9 @@ def traced_with(stack_trace: Callable[[], str | None]) -> Iterator[None]:
 
 @contextmanager
 def without_code() -> Iterator[None]:
-    """While open, graphs that torch traces and exports become Python code when somebody runs them or reads it. Export
-    makes it of the same graph six times, and runs none.
+    """Generate Python code of traced and exported graphs only when it is run or read, while open.
+
+    Export generates the code of the same graph six times, and runs none.
     """
     maker = "torch.export.exported_program._create_graph_module_for_export"
     with _use_lazy_graph_module(True), mock.patch(maker, _LazyGraphModule, create=True):
@@ -208,10 +206,9 @@ def without_code() -> Iterator[None]:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """While open, torch logs no warnings and errors, and export prints no part of a graph: whoever opens it says itself
-    what was wrong.
+    """Silence torch's warnings and errors, and graphs that export prints, while open.
 
-    What TORCH_LOGS asks for, which is of lower levels, is still shown.
+    The caller reports what went wrong. Logs of lower levels, which TORCH_LOGS turns on, are still shown.
     """
 
     def wanted(record: logging.LogRecord) -> bool:
@@ -230,7 +227,5 @@ def silent() -> Iterator[None]:
 
 
 def is_transform(target: Any) -> bool:
-    """Is this what torch.export puts into a graph for torch.func's transforms: calls that open and close a level of
-    vmap or jvp?
-    """
+    """Return whether torch.export put this call into a graph to open or close a level of vmap or jvp."""
     return getattr(target, "__module__", "") == "torch._functorch.predispatch"

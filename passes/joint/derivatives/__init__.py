@@ -1,18 +1,18 @@
-"""Which way the derivative of a call is found: once for every distinct call of a program.
+"""Find the derivative of each call, once for every distinct call of a program.
 
-    traced       an op of torch's: what autograd runs for it, read off by running it on tensors without data
-    transposed   a linear op of ours (conversions, exchanges of experts, dropout, casts of weights, zeros in padding,
+    traced       an op of torch: the ops that autograd runs for it, recorded on tensors without data
+    transposed   a linear op of shardc (conversions, exchanges of experts, dropout, casts of weights, zeros in padding,
                  rounding to float8): its backward is an op of the gradient
-    product      one beside a collective, or of 8 bits: its gradients are products
-    opaque        any other: whole, with its backward as one op (shardc.runtime.ops.opaque). Ops of ours that look at
-                 their rank or at data; those of which torch has a kernel for each kind of device; what cannot be traced
+    product      a product beside a collective, or of 8 bits: its gradients are products
+    opaque        any other: whole, with its backward as one op (shardc.runtime.ops.opaque). Ops of shardc that read
+                 their rank or data; ops with a torch kernel for each kind of device; ops that cannot be traced
 
 rule: what a derivative is; rank: the rank on which calls run; template: a call without its graph, equal for calls of
-equal layers; record: runs one call under autograd on tensors without data, and writes down what torch runs; fp8: the
+equal layers; record: runs one call under autograd on tensors without data, and records what torch runs; fp8: the
 derivatives of products of 8 bits.
 
-Autograd adds the gradients of a value one after the other, in the order in which it comes to the ops that use it, and
-sums of three hang on that order. So a rule is given what an operand already has (p), and adds to it as autograd does.
+Autograd adds the gradients of a value one after the other, in the order in which it reaches the ops that use it. A sum
+of three depends on that order. So a rule adds to the gradient that an operand already has (p), as autograd does.
 """
 
 from __future__ import annotations
@@ -48,43 +48,41 @@ from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
 
-#: Ops of torch's whose derivative hangs on the device.
+#: Torch ops whose derivative depends on the device.
 BY_DEVICE = {
     *(aten.scaled_dot_product_attention.default, aten.rms_norm.default),
     *(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input),
 }
-#: Those whose derivative hangs on the data: products with and without zeros.
+#: Torch ops whose derivative depends on the data: products with and without zeros.
 _BY_DATA = {aten.prod.default, aten.prod.dim_int, aten.cumprod.default}
-#: Those whose derivative hangs on the device where they are told a dtype.
+#: Torch ops whose derivative depends on the device if they have a dtype argument.
 _BY_DEVICE_AND_DTYPE = {aten.softmax.int, aten.log_softmax.int}
-#: Ops of ours that are ops of torch inside.
+#: Ops of shardc that consist of torch ops.
 _OF_TORCH = {ops.log_sum, ops.nll, ops.nll_join, ops.nll_alone, ops.nll_exp, ops.partial_mean}
-#: Those of which only the types say what they give: they look at buckets, or at sums over a step.
+#: Ops whose results are only known by their types: they read buckets, or sums over a step.
 _BY_TYPE = {ops.gather_start, ops.gather_wait, ops.updated, ops.total, ops.summed, ops.random}
-#: Those whose results have as many rows as the router says.
+#: Ops whose results have as many rows as the router decides.
 _RAGGED = {ops.experts_route, ops.experts_send, ops.experts_apply, ops.fp8_experts_apply, ops.experts_return}
 
 _OF_8_BITS = {ops.fp8_round: rounded, ops.fp8_grad: rounded, ops.fp8_linear: product}
 _PARTS = {"whole": None, "data": of_data, "weights": of_weights, "begin": begun, "wait": waited}
 
 
-#: Of ops of torch, of all programs of this process: they hang on no mesh.
+#: Facts and rules of torch ops, shared by all programs of this process: they depend on no mesh.
 _FACTS: dict[Hashable, Facts] = {}
 _RULES: dict[Hashable, Rule] = {}
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a call's forward. types: of the results; views: for each the operand whose memory it is on some rank, or
-    -1.
-    """
+    """The types of a call's results; views: for each the operand in whose memory it is on a rank, or -1."""
 
     types: tuple[Type | None, ...]
     views: tuple[int, ...]
 
 
 class Rules:
-    """The rules of one program's calls. rank: on which they were found."""
+    """The rules of one program's calls. rank: the rank on which they were found."""
 
     def __init__(self, program: Program) -> None:
         self._program, self.rank = program, Rank(program)
@@ -93,7 +91,7 @@ class Rules:
         self._rules: dict[Hashable, Rule] = {}
 
     def template(self, node: fx.Node) -> Template:
-        """The call without its graph."""
+        """Return the call without its graph."""
         if node not in self._templates:
             self._templates[node] = template(node)
         return self._templates[node]
@@ -101,7 +99,7 @@ class Rules:
     # --- forward
 
     def facts(self, node: fx.Node, operands: Sequence[Type]) -> Facts:
-        """What the call gives for operands of these types."""
+        """Return the facts of a call for operands of these types."""
         if node.target in _BY_TYPE:
             return self._by_value(node, operands)
         call = self.template(node)
@@ -110,7 +108,7 @@ class Rules:
             known = _FACTS.get(key) if isinstance(call.target, OpOverload) else None
             try:
                 self._facts[key] = known or self._run(call, operands)
-            except Exception:  # code that was not written for tensors without data: what is known of its results
+            except Exception:  # code that was not written for tensors without data: use the known types of its results
                 self._facts[key] = self._by_value(node, operands)
             else:
                 if isinstance(call.target, OpOverload):
@@ -120,24 +118,24 @@ class Rules:
     def _by_value(self, node: fx.Node, operands: Sequence[Type]) -> Facts:
         grad = any(t.grad for t in operands) or node.target in (ops.gather_wait, ops.updated)
         shapes = [(v.local_shape(self._program.mesh), v.dtype, grad and v.requires_grad) for v in values_of(node)]
-        return Facts(tuple(Type.contiguous(*each) for each in shapes), (-1,) * len(shapes))
+        return Facts(tuple(Type.contiguous(*pair) for pair in shapes), (-1,) * len(shapes))
 
     def _run(self, call: Template, operands: Sequence[Type]) -> Facts:
         with self.rank.mode, torch.enable_grad():
             xs = [t.empty() for t in operands]
-            made = self.rank.run(call, xs)
+            result = self.rank.run(call, xs)
         ragged = call.target in _RAGGED or (call.target is not ops.experts_combine and any(t.ragged for t in operands))
         passed_on = call.target in CONVERTED and operands[0].grad  # they are functions without autograd
         types = tuple(
-            replace(t, grad=t.grad or passed_on, ragged=ragged) if (t := _type(y)) is not None else None for y in made
+            replace(t, grad=t.grad or passed_on, ragged=ragged) if (t := _type(y)) is not None else None for y in result
         )
         memory = {memory_of(x): i for i, x in reversed(list(enumerate(xs)))}
-        return Facts(types, tuple(memory.get(memory_of(y), -1) if isinstance(y, Tensor) else -1 for y in made))
+        return Facts(types, tuple(memory.get(memory_of(y), -1) if isinstance(y, Tensor) else -1 for y in result))
 
     # --- backward
 
     def rule(self, node: fx.Node, ask: Ask, part: str = "whole") -> Rule:
-        """The derivative of a call, or a part of it (shardc.passes.joint.order)."""
+        """Return the derivative of a call, or a part of it (shardc.passes.joint.order)."""
         call = self.template(node)
         key = (part, call.key, ask)
         if key not in self._rules:

@@ -1,4 +1,4 @@
-"""Rules of rounding to float8, and of products of 8 bits: written by hand (shardc.runtime.ops.fp8.products)."""
+"""Write the rules of float8 rounding and of 8-bit products by hand (shardc.runtime.ops.fp8.products)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardc.runtime import ops
 
 
 def rounded(rank: Rank, call: Template, ask: Ask) -> Rule:
-    """Of `fp8_round`: the gradient passes as it is. Of `fp8_grad`: it is rounded."""
+    """Return the rule of `fp8_round`, which passes the gradient on, or of `fp8_grad`, which rounds it."""
     w, g = Lines(rank, call, ask), Ref("g")
     if call.target is ops.fp8_grad:
         g = w.call(ops.fp8_round_grad, g, *call.args[1:], type_=ask.tangents[0], **call.kwargs)
@@ -24,7 +24,7 @@ def rounded(rank: Rank, call: Template, ask: Ask) -> Rule:
 
 
 def product(rank: Rank, call: Template, ask: Ask) -> Rule:
-    """Of `fp8_linear`: the gradients of its input and of its weight, those that are wanted."""
+    """Return the rule of `fp8_linear`: the wanted gradients of its input and of its weight."""
     x, weight, amax, recipe, *rest = call.args
     transposed = bool(rest and rest[0])
     kept = rest[1] if len(rest) > 1 and rest[1] is not None else x

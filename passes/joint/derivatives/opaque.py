@@ -1,4 +1,4 @@
-"""The rule of an op that stays whole: its backward is one op too (shardc.runtime.ops.opaque)."""
+"""Write the rule of an op that stays whole: its backward is one op too (shardc.runtime.ops.opaque)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from shardc.runtime import ops
 
 @dataclass(frozen=True)
 class _Saved:
-    """again: the places of the operands that autograd saves; grads: types of the gradients of those that want one;
-    known: both were found out, and are no guess; own: bytes of what it saves beside operands and results.
+    """What autograd saves for an op. known: a run found it, not a guess. own: other bytes that it saves.
+
+    again: the places of the operands that it saves. grads: types of the gradients of operands that need one.
     """
 
     again: tuple[int, ...]
@@ -33,8 +34,9 @@ class _Saved:
 
 
 def opaque(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -> Rule:
-    """Operands are counted by their place; of one that has two, the first has the gradient of both, which autograd adds
-    up in the order in which it comes to them inside of the op. types: of the results.
+    """Return the rule of an op that stays whole. types: of the results.
+
+    Operands are counted by place. One with two places has both gradients at the first, added in autograd's order.
     """
     apart, places = call.apart()
     needs = tuple(k for k, i in enumerate(places) if ask.wanted[i] and i not in places[:k])
@@ -42,13 +44,13 @@ def opaque(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -
     w = Lines(rank, call, ask)
     args = (target_text(call.target), needs, saved.again, *call.args)
     first = w.put(Line(0, ops.opaque, args, tuple(call.kwargs.items())))
-    made = [w.put(Line(0, operator.getitem, (first, k), (), t)) for k, t in enumerate(types)]
+    outputs = [w.put(Line(0, operator.getitem, (first, k), (), t)) for k, t in enumerate(types)]
     tape = w.put(Line(0, operator.getitem, (first, len(types))))
     split = len(w.lines)
     grads = tuple(Ref("g", i) if t is not None else None for i, t in enumerate(ask.tangents))
     before = [Ref("p", places[k]) if ask.before[places[k]] is not None else None for k in needs]
     operands = tuple(Ref("x", places[k]) for k in saved.again)
-    zeros = () if saved.known else (("zeros", True),)  # else the graph would take what is None for a gradient
+    zeros = () if saved.known else (("zeros", True),)  # else the graph would use None as a gradient
     back = w.put(Line(0, ops.opaque_backward, (tape, grads, tuple(before), operands), zeros, saved.grads))
     of_operands: list[Ref | None] = [None] * len(ask.operands)
     kinds: list[Type | None] = [None] * len(ask.operands)
@@ -57,7 +59,7 @@ def opaque(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -
         of_operands[i], kinds[i] = w.put(Line(0, operator.getitem, (back, n), (), t)), t
     return Rule(
         tuple(w.lines[:split]),
-        tuple(made),
+        tuple(outputs),
         tuple(w.lines[split:]),
         tuple(of_operands),
         tuple(kinds),
@@ -67,7 +69,7 @@ def opaque(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -
 
 
 def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, ...], ask: Ask) -> _Saved:
-    """As found on tensors without data. Of what does not run on them: all operands, and gradients like them."""
+    """Return what autograd saves, from a run without data; if it fails, all operands, and equal gradients."""
     packed: dict[StorageWeakRef, int] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -79,16 +81,16 @@ def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, 
             first = {i: replace(ask.operands[i], grad=k in needs).empty() for k, i in reversed(list(enumerate(places)))}
             xs = [first[i] for i in places]
             with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
-                made = rank.run(call, xs)
+                outputs = rank.run(call, xs)
             gs = [None if t is None else replace(t, grad=False).empty() for t in ask.tangents]
-            pairs = [(y, g) for y, g in zip(made, gs, strict=True) if g is not None]
+            pairs = [(y, g) for y, g in zip(outputs, gs, strict=True) if g is not None]
             gradients = torch.autograd.grad(
                 [y for y, _ in pairs], [xs[k] for k in needs], [g for _, g in pairs], allow_unused=True
             )
         again = tuple(k for k, x in enumerate(xs) if memory_of(x) in packed and places[k] not in places[:k])
-        elsewhere = {memory_of(x) for x in (*xs, *made) if isinstance(x, Tensor)}
-        own = sum(nbytes for memory, nbytes in packed.items() if memory not in elsewhere)
-        return _Saved(again, tuple(None if x is None else Type.of(x) for x in gradients), True, own)
-    except Exception:  # whatever torch's Python, or a user's op, raises on tensors without data
+        elsewhere = {memory_of(x) for x in (*xs, *outputs) if isinstance(x, Tensor)}
+        own_bytes = sum(nbytes for memory, nbytes in packed.items() if memory not in elsewhere)
+        return _Saved(again, tuple(None if x is None else Type.of(x) for x in gradients), True, own_bytes)
+    except Exception:  # anything that torch's Python, or a user's op, raises on tensors without data
         like = (ask.operands[places[k]] for k in needs)
         return _Saved(tuple(range(len(places))), tuple(Type.contiguous(t.shape, t.dtype) for t in like), False)

@@ -1,4 +1,4 @@
-"""A rank on which calls run without data: its mesh, its random numbers, tensors that have types alone."""
+"""Define a rank on which calls run without data: its mesh, random numbers, and tensors' types."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Rank:
         self._rng = Rng(0)
 
     def named(self, name: str) -> Any:
-        """What "mesh" or "rng" stands for."""
+        """Return the object for "mesh" or "rng"."""
         return self._mesh if name == "mesh" else self._rng
 
     def value(self, r: Ref, operands: Sequence[Any]) -> Any:
-        """What a Ref stands for in a call: "x" one of these operands, "mesh", "rng"."""
+        """Return the value of a Ref in a call: one of these operands for "x", or that of "mesh" or "rng"."""
         return self.named(r.kind) if r.kind in ("mesh", "rng") else operands[r.index]
 
     def run(self, call: Template, operands: Sequence[Any]) -> list[Any]:
-        """The call's result, or results."""
-        made = call.call(lambda r: self.value(r, operands))
-        return list(made) if isinstance(made, (tuple, list)) else [made]
+        """Run a call and return its result, or results, as a list."""
+        result = call.call(lambda r: self.value(r, operands))
+        return list(result) if isinstance(result, (tuple, list)) else [result]

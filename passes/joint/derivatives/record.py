@@ -1,9 +1,9 @@
-"""Run one call on tensors without data, under autograd, and write down what torch runs: forward, then backward.
+"""Run one call on tensors without data, under autograd, and record the ops of forward and backward.
 
     silu(x)     forward     y = aten.silu(x)
                 backward    dx = aten.silu_backward(g, x)
 
-A *line* is one op of torch's, after autograd has done its part; what stands in its arguments is a `Ref`.
+A *line* is one torch op, after autograd has done its part; its arguments contain `Ref`s in place of tensors.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shardc.torch_private import OpOverload, TorchDispatchMode
 
 aten = torch.ops.aten
 
-#: What gives the tensor itself.
+#: Ops that return the tensor itself.
 _SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
-#: A view of a tensor whose strides may be others on some rank is a copy there.
+#: Views that may have to copy on a rank where the tensor has other strides.
 _RESHAPES = {aten.view.default, aten._unsafe_view.default}
 
 
@@ -34,13 +34,12 @@ RefKind = Literal["x", "y", "g", "p", "t", "n", "mesh", "rng", "none"]
 
 
 class UnrecordableError(Exception):
-    """A call that cannot be written as lines: it writes to what others see, or hangs on what is no tensor of the
-    call."""
+    """A call that cannot be recorded: it writes to memory that others see, or depends on outside values."""
 
 
 @dataclass(frozen=True)
 class Type:
-    """A tensor of one rank. grad: whether it needs a gradient. ragged: its size hangs on the data of a step."""
+    """A tensor of one rank. grad: whether it needs a gradient. ragged: its size depends on a step's data."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -59,7 +58,7 @@ class Type:
             strides.append(strides[-1] * max(n, 1))
         return cls(tuple(shape), tuple(reversed(strides)) if shape else (), dtype, grad)
 
-    def __hash__(self) -> int:  # types are parts of many keys
+    def __hash__(self) -> int:  # cached, because types are parts of many keys
         return self._hash
 
     @cached_property
@@ -68,7 +67,7 @@ class Type:
 
     @cached_property
     def value(self) -> Value:
-        """What a node of this type carries: the same object on every one."""
+        """The Value of a node of this type; the same object for every node."""
         return Value(self.shape, self.dtype)
 
     @property
@@ -81,12 +80,12 @@ class Type:
 
 @dataclass(frozen=True)
 class Ref:
-    """What stands for a value that a line or a call takes. index: which one.
+    """A reference to a value that a line or a call takes. index: which one.
 
     x, y     an operand of the call, a result of it
-    g, p     the gradient of a result; that which an operand has from ops behind this one
-    t        what an earlier line made
-    n        what the call has for itself alone (shardc.passes.joint.derivatives.template)
+    g, p     the gradient of a result; the gradient that an operand has from ops after this one
+    t        the result of an earlier line
+    n        a name of the call (shardc.passes.joint.derivatives.template)
     mesh, rng
     none     among results: one that is no tensor
     """
@@ -97,7 +96,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Line:
-    """t{number} = target(*args, **kwargs). types: of the result, or of each of several; None: it is no tensor."""
+    """t{number} = target(*args, **kwargs). types: of the result, or of each of several; None: no tensor."""
 
     number: int
     target: Any
@@ -107,13 +106,13 @@ class Line:
 
     @cached_property
     def refs(self) -> tuple[Ref, ...]:
-        found: list[Ref] = []
-        map_refs((self.args, tuple(v for _, v in self.kwargs)), found.append)
-        return tuple(found)
+        result: list[Ref] = []
+        map_refs((self.args, tuple(v for _, v in self.kwargs)), result.append)
+        return tuple(result)
 
     @cached_property
     def value(self) -> Any:
-        """What its nodes carry as the type of their result or results: the same object."""
+        """The type of its nodes' result or results; the same object for every node."""
         several = isinstance(self.types, tuple)
         return tuple(t and t.value for t in self.types) if several else self.types and self.types.value  # type: ignore
 
@@ -123,14 +122,14 @@ class Line:
 
 
 def map_refs(a: Any, function: Callable[[Ref], Any]) -> Any:
-    """The arguments with something else in the place of each Ref."""
+    """Return the arguments with each Ref replaced by the function's result."""
     if isinstance(a, (tuple, list)):
         return type(a)([function(x) if type(x) is Ref else map_refs(x, function) for x in a])
     return function(a) if type(a) is Ref else a
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects lines while it is open. `name` says what a tensor is called."""
+    """Collects lines while it is open. `name` sets the Ref of a tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -180,14 +179,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add_several(self, func: Any, args: Any, kwargs: Any, out: Sequence[Any]) -> None:
         number = len(self.lines)
-        each = tuple(Type.of(x) if isinstance(x, Tensor) else None for x in out)
-        self.lines.append(Line(number, func, args, kwargs, each))
+        types = tuple(Type.of(x) if isinstance(x, Tensor) else None for x in out)
+        self.lines.append(Line(number, func, args, kwargs, types))
         for k, x in enumerate(out):
             if isinstance(x, Tensor):
                 self._add(operator.getitem, (Ref("t", number), k), (), x)
 
     def _changed(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        """An op in place, on what nobody else sees: the same op that makes a new tensor."""
+        """Record an in-place op on memory that nobody else sees as the same op that makes a new tensor."""
         elsewhere = _out_of_place(func)
         (x, *_) = args
         seen = [y for y in self._alive if y is not x and memory_of(y) == memory_of(x)]
@@ -200,23 +199,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _out_of_place(func: OpOverload) -> OpOverload | None:
-    """Of an op in place: the one that does not write."""
+    """Return the counterpart of an in-place op that does not write; None if there is none."""
     name = func._schema.name.removeprefix("aten::")
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    takes = [(a.name, str(a.type)) for a in func._schema.arguments]
+    arguments = [(a.name, str(a.type)) for a in func._schema.arguments]
     for overload in packet.overloads() if packet is not None else ():
-        found: OpOverload = getattr(packet, overload)
-        if [(a.name, str(a.type)) for a in found._schema.arguments] == takes:
-            return found
+        candidate: OpOverload = getattr(packet, overload)
+        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == arguments:
+            return candidate
     return None
 
 
 def is_view(target: Any) -> bool:
-    """Is a call's result (perhaps: a reshape may copy) in the memory of its first operand?"""
+    """Return whether a call's result is, or may be (a reshape may copy), in its first operand's memory."""
     reshapes = target in (operator.getitem, aten.reshape.default)
     return reshapes or (isinstance(target, OpOverload) and bool(target.is_view))
 
 
 def memory_of(x: Tensor) -> StorageWeakRef:
-    """Equal for tensors that share memory, and only for them."""
+    """Return a key that is equal exactly for tensors that share memory."""
     return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What the derivative of a call is, however it was found."""
+"""Define what the derivative of a call is, however it was found."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Literal, NamedTuple
 
 from shardc.passes.joint.derivatives.record import Line, Ref, Type
 
-#: How a rule was found, or which part of one it is: see shardc.passes.joint.derivatives. "begun", "waited": of a
-#: conversion beside a product; "product": the one or the other half of that product.
+#: How a rule was found, or which part of it this is (shardc.passes.joint.derivatives). "begun", "waited": of a
+#: conversion beside a product; "product": one half of that product.
 Kind = Literal["traced", "transposed", "opaque", "begun", "waited", "product"]
 
 
 class Ask(NamedTuple):
-    """What a rule is for. operands, tangents, before: types, of what the operands already have; wanted: which operands
-    a gradient is asked for.
+    """A request for a rule. operands, tangents: types. before: types of the operands' gradients so far.
+
+    wanted: which operands need a gradient.
     """
 
     operands: tuple[Type, ...]
@@ -25,15 +26,16 @@ class Ask(NamedTuple):
     wanted: tuple[bool, ...]
 
     def types(self, kind: str) -> Sequence[Type | None]:
-        """Of the Refs of a kind that is no line's."""
+        """Return the types of the Refs of a kind that no line makes."""
         return {"x": self.operands, "g": self.tangents, "p": self.before}.get(kind, ())
 
 
 @dataclass(frozen=True)
 class Rule:
-    """forward: what runs in place of the call; None: the call itself. results: where its results are then. backward:
-    lines behind those of forward; grads: of each operand all that it has by now; None: nothing. types: of these.
-    own: bytes of what an opaque op saves beside its operands and results.
+    """The derivative of a call. own: bytes that an opaque op saves beside operands and results.
+
+    forward: lines that run in place of the call; None: the call itself. results: its results then. backward: lines
+    after those of forward. grads: for each operand its whole gradient so far, or None. types: of grads.
     """
 
     forward: tuple[Line, ...] | None
@@ -46,7 +48,7 @@ class Rule:
 
     @cached_property
     def wants(self) -> tuple[Ref, ...]:
-        """What its backward takes of forward: operands and results of the call, and what lines in its place make."""
-        own = len(self.forward or ())
+        """The Refs that backward takes of forward: operands and results of the call, and results of its lines."""
+        count = len(self.forward or ())
         refs = [r for line in self.backward for r in line.refs] + [r for r in self.grads if r is not None]
-        return tuple(r for r in dict.fromkeys(refs) if r.kind in ("x", "y") or (r.kind == "t" and r.index < own))
+        return tuple(r for r in dict.fromkeys(refs) if r.kind in ("x", "y") or (r.kind == "t" and r.index < count))

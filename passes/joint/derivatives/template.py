@@ -1,10 +1,10 @@
-"""A call by itself, without the graph: what the calls of equal layers have in common, which are differentiated once.
+"""Separate a call from its graph, so that the calls of equal layers are differentiated once.
 
     h_3_sum = all_reduce(out_7, mesh, ('tp',), tag='h_3_sum')    all_reduce(x0, mesh, ('tp',), tag=n0), of ('h_3_sum',)
     h_3_drop = dropout(h_3_sum, 0.1, rng, 7)                     dropout(x0, 0.1, rng, n0), of (7,)
 
-What a call has for itself alone, its *names*, are parameters of it and of its derivative: the tag in the record of what
-ran, and the number of its stream of random numbers.
+A call's *names* differ between equal layers, and are parameters of the call and of its derivative: the tag in the
+record of what ran, and the number of its stream of random numbers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from shardc.ir.graph import operands_of, producer_of
 from shardc.passes.joint.derivatives.record import Ref, map_refs
 from shardc.torch_private import OpOverload
 
-#: One value of a graph: the node that makes it, and which of its results it is.
+#: One value of a graph: (the node that makes it, the index of the result).
 Made = tuple[fx.Node, int]
 
 
 class Template(NamedTuple):
-    """target(*args, **kwargs), with Refs in the place of nodes and names. kwargs: by name, in alphabetical order.
+    """target(*args, **kwargs), with Refs in place of nodes and names. kwargs: in alphabetical order.
 
-    operands: what Ref("x", i) stands for in this call: its distinct tensors; names: what Ref("n", i) stands for. key:
-    equal for calls that are equal but for operands and names.
+    operands: the call's distinct tensors, for Ref("x", i). names: for Ref("n", i). key: equal for calls that differ
+    only in operands and names.
     """
 
     target: Any
@@ -41,7 +41,7 @@ class Template(NamedTuple):
     key: int
 
     def call(self, value: Callable[[Ref], Any]) -> Any:
-        """Run it. value: of an operand, of the mesh, of rng."""
+        """Run the call. value: returns an operand, the mesh, or rng."""
 
         def put(r: Ref) -> Any:
             return self.names[r.index] if r.kind == "n" else value(r)
@@ -49,7 +49,7 @@ class Template(NamedTuple):
         return self.target(*map_refs(self.args, put), **{k: map_refs(a, put) for k, a in self.kwargs.items()})
 
     def apart(self) -> tuple[Template, list[int]]:
-        """(the call with every place of a tensor in its arguments an operand of its own; which operand it was)."""
+        """Return (the call with one operand per place of a tensor in its arguments, which operand each was)."""
         places: list[int] = []
 
         def put(r: Ref) -> Ref:
@@ -62,13 +62,13 @@ class Template(NamedTuple):
         return self._replace(args=args, kwargs={k: map_refs(a, put) for k, a in self.kwargs.items()}), places
 
 
-#: Of the distinct calls of this process.
+#: Numbers of the distinct calls of this process.
 _NUMBERS: dict[Hashable, int] = {}
 _NEXT = itertools.count()
 
 
 def template(node: fx.Node) -> Template:
-    """Of a call in a graph."""
+    """Return the template of a call in a graph."""
     order = {n: i for i, n in enumerate(dict.fromkeys(operands_of(node)))}
     at, called = _named(node.target)
     names: list[Any] = []
@@ -82,7 +82,7 @@ def template(node: fx.Node) -> Template:
             return Ref("x", order[a]) if a in order else Ref(a.name)  # type: ignore[arg-type]  # "mesh", "rng"
         if isinstance(a, tuple):
             return tuple(map(put, a))
-        return list(map(put, a)) if isinstance(a, list) else a  # fx keeps lists in a class of its own
+        return list(map(put, a)) if isinstance(a, list) else a  # fx stores lists in its own class
 
     args = tuple(name(a) if i in at else put(a) for i, a in enumerate(node.args))
     kwargs = {k: name(node.kwargs[k]) if k in called else put(node.kwargs[k]) for k in sorted(node.kwargs)}
@@ -92,16 +92,16 @@ def template(node: fx.Node) -> Template:
 
 
 def item_name(node: fx.Node, i: int) -> str:
-    """What a stage's graph calls a result of a call."""
+    """Return the name of a call's result in a stage's graph."""
     if not isinstance(node.meta.get("value"), tuple):
         return node.name
-    of = (u.name for u in node.users if u.target is operator.getitem and u.args[1] == i)
-    return next(of, f"{node.name}_{i}")
+    names = (u.name for u in node.users if u.target is operator.getitem and u.args[1] == i)
+    return next(names, f"{node.name}_{i}")
 
 
 @cache
 def _named(target: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """Where among an op's arguments names stand: places, and keywords."""
+    """Return where names are among an op's arguments: places, and keywords."""
     if isinstance(target, OpOverload):
         return frozenset(), frozenset()
     parameters = list(inspect.signature(target).parameters)
@@ -114,7 +114,7 @@ def _items(kwargs: dict[str, Any]) -> Iterator[Hashable]:
 
 
 def _key(a: Any) -> Hashable:
-    """Equal for equal arguments alone: 1, 1.0 and True are not, nor are 0.0 and -0.0."""
+    """Return a key that differs for different arguments: also for 1, 1.0 and True, and for 0.0 and -0.0."""
     if isinstance(a, (Ref, str)):
         return a
     return (type(a), *map(_key, a)) if isinstance(a, (tuple, list)) else (type(a), repr(a))

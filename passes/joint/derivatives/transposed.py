@@ -1,5 +1,6 @@
-"""Rules that are written by hand: of linear ops of ours, and of products beside a collective
-(shardc.runtime.ops.overlap).
+"""Write by hand the rules of linear ops of shardc, and of products beside a collective.
+
+See shardc.runtime.ops.overlap.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ aten = torch.ops.aten
 CONVERTED = {getattr(ops, op): op for op in BY_OP}
 #: Exchanges of experts' rows, with their names: linear in the first operand.
 EXCHANGES = {ops.experts_send: "experts_send", ops.experts_return: "experts_return"}
-#: Other ops of ours whose backward is an op of the gradient alone.
+#: Other ops of shardc whose backward is an op of the gradient alone.
 LINEAR = {ops.dropout, ops.cast_once, ops.summed, ops.fill_padding}
 
 
 def transposed(rank: Rank, call: Template, ask: Ask) -> Rule:
-    """Of a linear op."""
+    """Return the rule of a linear op."""
     w = Lines(rank, call, ask)
     g: Ref = Ref("g")
     behind, kwargs = call.args[1:], dict(call.kwargs)
@@ -46,8 +47,8 @@ def transposed(rank: Rank, call: Template, ask: Ask) -> Rule:
     elif call.target in EXCHANGES:
         x = ask.operands[0]
         tokens = {"tokens": x.shape[0]} if call.target is ops.experts_send else {}
-        made = replace(Type.contiguous(x.shape, x.dtype), ragged=x.ragged)
-        g = w.call(ops.transpose, EXCHANGES[call.target], g, *behind, type_=made, **tokens, **kwargs)
+        out_type = replace(Type.contiguous(x.shape, x.dtype), ragged=x.ragged)
+        g = w.call(ops.transpose, EXCHANGES[call.target], g, *behind, type_=out_type, **tokens, **kwargs)
     elif call.target in CONVERTED and BY_OP[op := CONVERTED[call.target]].backward != "identity":
         for forwards in ("overlap", "fp8"):
             kwargs.pop(forwards, None)
@@ -56,7 +57,7 @@ def transposed(rank: Rank, call: Template, ask: Ask) -> Rule:
 
 
 def begun(rank: Rank, call: Template, ask: Ask) -> Rule:
-    """Of a conversion whose backward is a sum over ranks: the sum is begun."""
+    """Return the rule that begins the backward of a conversion, a sum over ranks."""
     w = Lines(rank, call, ask._replace(before=(None,)))
     options = {k: v for k, v in call.kwargs.items() if k not in ("overlap", "fp8")}
     op = CONVERTED[call.target]
@@ -65,27 +66,27 @@ def begun(rank: Rank, call: Template, ask: Ask) -> Rule:
 
 
 def waited(rank: Rank, call: Template, ask: Ask) -> Rule:
-    """Of the same conversion: the sum is there."""
+    """Return the rule that waits for the sum that `begun` begins."""
     w = Lines(rank, call, ask)
     return w.rule([w.call(ops.wait, Ref("g"), type_=ask.operands[0])], "waited")
 
 
 def of_data(rank: Rank, call: Template, ask: Ask) -> Rule:
-    """Of a product: the gradient of its input."""
+    """Return the rule of a product for the gradient of its input."""
     x, weight, _ = factors(call.target, call.args)
     g = ask.tangents[0]
     assert g is not None
     w = Lines(rank, call, ask)
     rows = w.call(aten.reshape.default, Ref("g"), [-1, g.shape[-1]])
     matrix = w.conj(weight if call.target is aten.linear.default else w.call(aten.t.default, weight))
-    made = w.call(aten.mm.default, rows, matrix)
+    product = w.call(aten.mm.default, rows, matrix)
     grads: list[Ref | None] = [None] * len(ask.operands)
-    grads[x.index] = w.call(aten.reshape.default, made, list(ask.operands[x.index].shape))
+    grads[x.index] = w.call(aten.reshape.default, product, list(ask.operands[x.index].shape))
     return w.rule(grads, "product")
 
 
 def of_weights(rank: Rank, call: Template, ask: Ask) -> Rule:
-    """Of a product: the gradients of its weight and bias."""
+    """Return the rule of a product for the gradients of its weight and bias."""
     x, weight, bias = factors(call.target, call.args)
     g = ask.tangents[0]
     assert g is not None
@@ -111,32 +112,30 @@ class Lines:
         self.lines: list[Line] = []
 
     def put(self, line: Line) -> Ref:
-        """Add a line. Returns what it makes."""
+        """Add a line and return its result."""
         self.lines.append(replace(line, number=len(self.lines)))
         return Ref("t", len(self.lines) - 1)
 
     def type(self, r: Ref) -> Type | None:
-        """Of a tensor."""
-        found = self.lines[r.index].types if r.kind == "t" else self._ask.types(r.kind)[r.index]
-        assert not isinstance(found, tuple)
-        return found
+        """Return the type of a tensor."""
+        result = self.lines[r.index].types if r.kind == "t" else self._ask.types(r.kind)[r.index]
+        assert not isinstance(result, tuple)
+        return result
 
     def call(self, target: Any, *args: Any, type_: Type | None = None, **kwargs: Any) -> Ref:
-        """Add a call. type_: of its result, where it is known; else the call runs. A reshape to the same shape is
-        none.
-        """
+        """Add a call, except a reshape to the same shape. type_: of its result, if known; else the call runs."""
         if target is aten.reshape.default and (t := self.type(args[0])) is not None:
             known_size = math.prod(t.shape) // max(-math.prod(args[1]), 1)
             if [known_size if n == -1 else n for n in args[1]] == list(t.shape):
                 return args[0]  # type: ignore[no-any-return]
         if type_ is None:
             with self._rank.mode, torch.no_grad():
-                made = target(*map_refs(args, self._empty), **{k: map_refs(v, self._empty) for k, v in kwargs.items()})
-                type_ = Type.of(made) if isinstance(made, Tensor) else None
+                out = target(*map_refs(args, self._empty), **{k: map_refs(v, self._empty) for k, v in kwargs.items()})
+                type_ = Type.of(out) if isinstance(out, Tensor) else None
         return self.put(Line(0, target, args, tuple(kwargs.items()), type_))
 
     def conj(self, r: Ref) -> Ref:
-        """Add the conjugate of a complex tensor; of a real one that is the tensor itself."""
+        """Add the conjugate of a complex tensor; return a real tensor unchanged."""
         t = self.type(r)
         return self.call(aten._conj.default, r) if t is not None and t.dtype.is_complex else r
 
@@ -150,10 +149,10 @@ class Lines:
         return replace(t, grad=False).empty()
 
     def rule(self, grads: Sequence[Ref | None], kind: Kind, types: tuple[Type | None, ...] | None = None) -> Rule:
-        """Add what the operands have."""
-        found: list[Ref | None] = []
+        """Return the rule; gradients are added to those that the operands already have."""
+        totals: list[Ref | None] = []
         for i, g in enumerate(grads):
             before = self._ask.before[i] if types is None else None
-            found.append(g if g is None or before is None else self.call(aten.add.Tensor, Ref("p", i), g))
-        known = types if types is not None else tuple(None if g is None else self.type(g) for g in found)
-        return Rule(None, (), tuple(self.lines), tuple(found), known, kind)
+            totals.append(g if g is None or before is None else self.call(aten.add.Tensor, Ref("p", i), g))
+        known = types if types is not None else tuple(None if g is None else self.type(g) for g in totals)
+        return Rule(None, (), tuple(self.lines), tuple(totals), known, kind)

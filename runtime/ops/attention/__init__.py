@@ -136,8 +136,8 @@ def _attention_backward(
         ]
         with torch.enable_grad():
             out = _block(o, place, *leaves)  # type: ignore[arg-type]
-        wanted = [x for x in leaves if x is not None and x.requires_grad]
-        grads = iter(torch.autograd.grad(out, wanted, g[..., rows, :]))
+        inputs = [x for x in leaves if x is not None and x.requires_grad]
+        grads = iter(torch.autograd.grad(out, inputs, g[..., rows, :]))
         for total, part in zip(totals, parts, strict=True):
             if total is not None:
                 total[part] += next(grads)
@@ -196,13 +196,13 @@ def attention(
     others = [(*x.shape[:-last], *[1] * (last - 2)) for x in (k, v)]
     others += [] if mask is None else [mask.shape[:-2]]
     lead = torch.broadcast_shapes(q.shape[:-2], *others)  # type: ignore[no-untyped-call]
-    held = (*lead, q.shape[-2], k.shape[-2])
+    sizes = (*lead, q.shape[-2], k.shape[-2])
     rows, columns = rng.row_and_column_offsets(
-        held if shape is None else shape, digits, mesh, q.device, paddings, last=True
+        sizes if shape is None else shape, digits, mesh, q.device, paddings, last=True
     )
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     every = [Span(0, 0, q.shape[-2])] if rows_held is None else rows_held
-    options = _Options(p, is_causal, scale, rng.words(q.device), rows.view(held[:-1]), columns, index, every)
+    options = _Options(p, is_causal, scale, rng.words(q.device), rows.view(sizes[:-1]), columns, index, every)
     result: Tensor = with_backward(_attention, _attention_backward, q, k, v, mask, options)
     return result
 
@@ -232,15 +232,15 @@ def _ring(
     rows = held.every(last - 1, axis)
     if reach is not None:
         rows = tuple(tuple(stretches(r)) for r in rows)
-    here = Ring(mesh, axis, rows, held.every(last, axis), band, tag, reach)
+    ring = Ring(mesh, axis, rows, held.every(last, axis), band, tag, reach)
     q_, k_, v_ = attention_blocks.as_heads(q, k, v, grouped=enable_gqa)
     drop = None
     if p and rng is not None:
         queries = tuple(d for d in held.digits if d[0] != last)
         padded = tuple(d for d in held.paddings if d[0] != last)
-        own, columns = rng.row_and_column_offsets(held.shape, queries, mesh, q.device, padded, last=True)
-        drop = Drop(rng.words(q.device), own.view(q_.shape[:-1]), columns, index, p)
+        row_offsets, columns = rng.row_and_column_offsets(held.shape, queries, mesh, q.device, padded, last=True)
+        drop = Drop(rng.words(q.device), row_offsets.view(q_.shape[:-1]), columns, index, p)
     if mask is not None:
         mask = mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape)
-    out = ring_attention(q_, k_, v_, mask, here, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, drop)
+    out = ring_attention(q_, k_, v_, mask, ring, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, drop)
     return out.reshape(*attention_blocks.leading(q, k, v, grouped=enable_gqa), q.shape[-2], v.shape[-1])

@@ -38,7 +38,7 @@ class Held(NamedTuple):
         """Return the places of a dim that a rank has; None: all. coords: of the rank, default this one's."""
         pad = next(((padding, blocks) for d, padding, blocks in self.paddings if d == dim), (0, 1))
         at = coords or {}
-        own = [
+        shards = [
             (
                 Shard.of_signed(d, split, sections, *pad),
                 self.mesh.size(a),
@@ -47,8 +47,8 @@ class Held(NamedTuple):
             for d, a, split, sections in self.digits
             if d == dim
         ]
-        found = [Span(start, local, length) for local, start, length in runs(self.shape[dim], own)]
-        return found if own else None
+        places = [Span(start, local, length) for local, start, length in runs(self.shape[dim], shards)]
+        return places if shards else None
 
     def every(self, dim: int, axis: str) -> tuple[tuple[Span, ...], ...]:
         """Return the places for each rank of an axis."""
@@ -81,22 +81,22 @@ def attention_reach(
     under one mask. mask: bool, or float (-inf where nothing is seen), of this rank's rows and all keys [.., s or 1, t];
     shape, digits, paddings: of the weights, as in `attention`.
     """
-    held = Held(tuple(shape), digits, paddings, mesh)
-    found = torch.zeros(held.stretches(), 2, dtype=torch.int64, device=mask.device)
+    part = Held(tuple(shape), digits, paddings, mesh)
+    reach = torch.zeros(part.stretches(), 2, dtype=torch.int64, device=mask.device)
     if isinstance(mask, FakeTensor):
-        mesh.all_gather(found, axis, tag=tag)
-        return torch.empty(mesh.size(axis), *found.shape, dtype=torch.int64)
+        mesh.all_gather(reach, axis, tag=tag)
+        return torch.empty(mesh.size(axis), *reach.shape, dtype=torch.int64)
     keys, same = mask.shape[-1], mask.dim() < 2 or mask.shape[-2] == 1
-    for i, span in enumerate(stretches(held.spans(len(shape) - 2) or [Span(0, 0, shape[-2])])):
+    for i, span in enumerate(stretches(part.spans(len(shape) - 2) or [Span(0, 0, shape[-2])])):
         if i and same:
-            found[i] = found[0]
+            reach[i] = reach[0]
             continue
         some = mask if same else mask[..., span.local : span.local + span.length, :]
         seen = (some if some.dtype == torch.bool else some != -torch.inf).reshape(-1, keys).any(0)
         place = torch.arange(keys, device=mask.device)
         first, end = torch.where(seen, place, keys).amin(), torch.where(seen, place + 1, 0).amax()
-        found[i, 0], found[i, 1] = torch.minimum(first, end), end
-    return to_host(mesh.all_gather(found, axis, tag=tag))
+        reach[i, 0], reach[i, 1] = torch.minimum(first, end), end
+    return to_host(mesh.all_gather(reach, axis, tag=tag))
 
 
 def reach_of(found: Tensor | None) -> tuple[tuple[tuple[int, int], ...], ...] | None:

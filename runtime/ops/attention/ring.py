@@ -143,11 +143,11 @@ def _home(ring: Ring, grads: _Part, i: int, dtype: torch.dtype) -> _Arriving:
 def _ring(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, ring: Ring
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    joined, own = Joined(q, v.shape[-1]), _Part(k, v, list(ring.keys[ring.here]))
+    joined, own_part = Joined(q, v.shape[-1]), _Part(k, v, list(ring.keys[ring.here]))
     steps = ring.steps()
-    part = own
+    part = own_part
     for at in range(len(steps) + 1):
-        arriving = _travel(ring, own, steps[at], "forward") if at < len(steps) else None
+        arriving = _travel(ring, own_part, steps[at], "forward") if at < len(steps) else None
         of = _of_keys(rule, part.spans)
         for rows, keys, band in ring.blocks(part.spans):
             block = q[:, :, rows], part.k[:, :, keys], part.v[:, :, keys]
@@ -172,12 +172,12 @@ def _ring_backward(
 ) -> tuple[Tensor, ...]:
     rule = Rule(rule.scale, mask, rule.drop)
     lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows that see nothing: their weights are exp(-inf) = 0
-    own = _Part(k, v, list(ring.keys[ring.here]))
+    own_part = _Part(k, v, list(ring.keys[ring.here]))
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     steps = ring.steps()
-    part, step, home = own, 0, None
+    part, step, home = own_part, 0, None
     for at in range(len(steps) + 1):
-        arriving = _travel(ring, own, steps[at], "backward") if at < len(steps) else None
+        arriving = _travel(ring, own_part, steps[at], "backward") if at < len(steps) else None
         of = _of_keys(rule, part.spans)
         zeros = [torch.zeros_like(x, dtype=lse.dtype) for x in (part.k, part.v)]
         grads = _Part(zeros[0], zeros[1], part.spans)

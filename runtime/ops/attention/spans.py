@@ -81,10 +81,10 @@ def blocks(rows: Sequence[Span], keys: Sequence[Span], band: Band) -> Iterator[B
     for r in rows:
         for top, bottom in _stretches(r, band):
             for k in keys:
-                for first, end, left, right, own in _parts(top, bottom, k, band):
+                for first, end, left, right, block_band in _parts(top, bottom, k, band):
                     if first < end and left < right:
                         at = slice(first - r.start + r.local, end - r.start + r.local)
-                        yield Block(at, slice(left - k.start + k.local, right - k.start + k.local), own)
+                        yield Block(at, slice(left - k.start + k.local, right - k.start + k.local), block_band)
 
 
 def _stretches(r: Span, band: Band) -> Iterator[tuple[int, int]]:
@@ -132,7 +132,7 @@ def between(keys: Iterable[Span], first: int, end: int) -> list[Span]:
 
 def seen(rows: Sequence[Span], keys: Sequence[Span], band: Band, reach: Sequence[Reach] | None = None) -> list[Span]:
     """Return the keys that any row sees, in order. reach: of each row."""
-    found: list[Span] = []
+    spans: list[Span] = []
     for k in keys:
         ranges = [band.keys(r.start, r.end, k) for r in rows if r.length]
         if reach is not None:
@@ -143,9 +143,9 @@ def seen(rows: Sequence[Span], keys: Sequence[Span], band: Band, reach: Sequence
             first = max(first, at)
             if first >= end:
                 continue
-            if found and found[-1].end == first and found[-1].local + found[-1].length == first - k.start + k.local:
-                found[-1] = found[-1]._replace(length=end - found[-1].start)
+            if spans and spans[-1].end == first and spans[-1].local + spans[-1].length == first - k.start + k.local:
+                spans[-1] = spans[-1]._replace(length=end - spans[-1].start)
             else:
-                found.append(Span(first, first - k.start + k.local, end - first))
+                spans.append(Span(first, first - k.start + k.local, end - first))
             at = end
-    return found
+    return spans

@@ -83,12 +83,12 @@ def _kernel(  # type: ignore[no-untyped-def]
     keep = number.to(tl.int32, bitcast=True) < limit
 
     place = row.to(tl.int64)[:, None] * width + column[None, :]
-    there = (column < width)[None, :] & (place < size)
-    x = tl.load(x_at + place, mask=there, other=0)
+    inside = (column < width)[None, :] & (place < size)
+    x = tl.load(x_at + place, mask=inside, other=0)
     # torch's rounding: first times 0 or 1, which makes infinities NaN and keeps zeros' signs, then times the scale
     y = x.to(COMPUTED) * keep.to(COMPUTED)
     y = y * tl.full((1, 1), SCALE, COMPUTED)
-    tl.store(out_at + place, y.to(x.dtype), mask=there)
+    tl.store(out_at + place, y.to(x.dtype), mask=inside)
 
 
 def launch(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: int, p: float) -> Tensor:

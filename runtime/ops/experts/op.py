@@ -54,8 +54,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     ]
     with torch.enable_grad():
         result = run(*leaves, *ctx.options)  # type: ignore[arg-type]
-    wanted = [x for x in leaves if x is not None and x.requires_grad]
-    grads = iter(torch.autograd.grad(result, wanted, grad, allow_unused=True))
+    inputs = [x for x in leaves if x is not None and x.requires_grad]
+    grads = iter(torch.autograd.grad(result, inputs, grad, allow_unused=True))
     return (*(next(grads) if x is not None and x.requires_grad else None for x in leaves), None, None)
 
 

@@ -91,15 +91,15 @@ def experts_route(
     """
     flat = index.reshape(-1)
     if isinstance(index, FakeTensor):
-        ranks, here = _sizes(mesh, tuple(axes), experts, digits, padding, blocks)
+        ranks, local = _sizes(mesh, tuple(axes), experts, digits, padding, blocks)
         if ranks > 1:
-            mesh.all_to_all_rows(flat.new_empty(ranks, here), [1] * ranks, [1] * ranks, tuple(axes), tag=tag)
-        return torch.empty_like(flat), torch.empty(2, ranks, here, dtype=torch.int64)
-    place, ranks, here = _places(mesh, tuple(axes), experts, tuple(map(tuple, digits)), padding, blocks, flat.device)
+            mesh.all_to_all_rows(flat.new_empty(ranks, local), [1] * ranks, [1] * ranks, tuple(axes), tag=tag)
+        return torch.empty_like(flat), torch.empty(2, ranks, local, dtype=torch.int64)
+    place, ranks, local = _places(mesh, tuple(axes), experts, tuple(map(tuple, digits)), padding, blocks, flat.device)
     inside = (flat >= 0) & (flat < experts)
     slot = place[torch.where(inside, flat, experts)]
     order = slot.argsort(stable=True)
-    sent = _count(slot, ranks * here + 1)[: ranks * here].view(ranks, here)
+    sent = _count(slot, ranks * local + 1)[: ranks * local].view(ranks, local)
     received = sent if ranks == 1 else mesh.all_to_all_rows(sent, [1] * ranks, [1] * ranks, tuple(axes), tag=tag)
     counts = to_host(torch.stack([sent, received]))
     if mesh is not None and mesh.step.routings is not None:
@@ -142,11 +142,11 @@ def _places_on(
     split = _layout(digits, padding, blocks)
     numbers = torch.arange(1, experts + 1)  # padding is zero
     group = layout.group(rank, axes) if axes else (rank,)
-    held = torch.stack([split.local(numbers, layout, layout.coords(r)) for r in group])
-    place = torch.full((experts + 1,), held.numel())
-    real = held > 0
-    place[held[real] - 1] = torch.arange(held.numel()).view_as(held)[real]
-    return to_device(place, device), len(group), held.shape[1]
+    table = torch.stack([split.local(numbers, layout, layout.coords(r)) for r in group])
+    place = torch.full((experts + 1,), table.numel())
+    real = table > 0
+    place[table[real] - 1] = torch.arange(table.numel()).view_as(table)[real]
+    return to_device(place, device), len(group), table.shape[1]
 
 
 def _layout(digits: Digits, padding: int, blocks: int) -> Layout:
@@ -172,8 +172,8 @@ def _even(rows: int, parts: int) -> list[int]:
 def _by_rank(rows: Tensor, counts: Tensor) -> tuple[list[int], list[int]]:
     """Return the numbers of rows sent to and received from every rank; `rows` are those of this one."""
     if isinstance(counts, FakeTensor):
-        each = _even(rows.shape[0], counts.shape[1])
-        return each, each
+        sizes = _even(rows.shape[0], counts.shape[1])
+        return sizes, sizes
     sent, received = counts.sum(-1).tolist()
     return sent, received
 
@@ -182,8 +182,8 @@ def rows_by_expert(rows: Tensor, counts: Tensor) -> list[int]:
     """Return the number of rows of each expert here."""
     if isinstance(counts, FakeTensor):
         return _even(rows.shape[0], counts.shape[2])
-    each: list[int] = counts[1].sum(0).tolist()
-    return each
+    by_expert: list[int] = counts[1].sum(0).tolist()
+    return by_expert
 
 
 # --- exchange ---------------------------------------------------------------------------------------------------------
@@ -195,15 +195,15 @@ def _sorted(rows: Tensor, received: Tensor, *, back: bool) -> Tensor:
     received: i64[ranks, e'], on the CPU. Blocks of rows change places, and keep their order inside: each row moves as
     far as its block does.
     """
-    ranks, here = received.shape
-    if ranks == 1 or here == 1:
+    ranks, experts = received.shape
+    if ranks == 1 or experts == 1:
         return rows
     if isinstance(received, FakeTensor):
         return torch.empty_like(rows)
     by_rank = received.flatten()
     start_by_rank = by_rank.cumsum(0) - by_rank
     by_expert = received.t().flatten()
-    start_by_expert = (by_expert.cumsum(0) - by_expert).view(here, ranks).t().flatten()
+    start_by_expert = (by_expert.cumsum(0) - by_expert).view(experts, ranks).t().flatten()
     distance, sizes = to_device(torch.stack([start_by_expert - start_by_rank, by_rank]), rows.device)
     n = rows.shape[0]
     place = torch.arange(n, device=rows.device) + distance.repeat_interleave(sizes, output_size=n)
@@ -257,8 +257,8 @@ def _chosen(x: Tensor, order: Tensor, k: int) -> Tensor:
 
 def _by_token(rows: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
     """Sum the pairs of each token, from rows in their `order`: f[tokens, h]."""
-    each = by_pair(rows, order, tokens * k)
-    return each.view(tokens, k, rows.shape[1]).sum(1) if k > 1 else each
+    pairs = by_pair(rows, order, tokens * k)
+    return pairs.view(tokens, k, rows.shape[1]).sum(1) if k > 1 else pairs
 
 
 def by_pair(rows: Tensor, order: Tensor, n: int) -> Tensor:
@@ -347,8 +347,8 @@ def weighted_sum(each: Tensor, weights: Tensor) -> Tensor:
 
 def _combine(rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     t, k = weights.shape
-    each = by_pair(rows, order, t * k).view(t, k, -1)
-    return weighted_sum(each, weights), (each, order, weights)
+    pairs = by_pair(rows, order, t * k).view(t, k, -1)
+    return weighted_sum(pairs, weights), (pairs, order, weights)
 
 
 def _combine_backward(

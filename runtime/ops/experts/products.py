@@ -120,9 +120,9 @@ def _apply_backward(
     needs: Sequence[bool], g: Tensor, rows: Tensor, up: Tensor, down: Tensor, first: Tensor, *how: Any
 ) -> tuple[Tensor | None, ...]:
     layer, g = _Layer(up, down, *how), g.to(down.dtype)
-    first, made = layer.again(first)
-    of_made = grad_of_rows(g, down, layer.groups, layer.transposed)
-    grads = layer.grads(rows, first, made, of_made, made.detach().to(down.dtype), g, needs)
+    first, activated = layer.again(first)
+    of_activated = grad_of_rows(g, down, layer.groups, layer.transposed)
+    grads = layer.grads(rows, first, activated, of_activated, activated.detach().to(down.dtype), g, needs)
     return *grads, grad_of_bias(g, layer.groups) if needs[4] else None
 
 
@@ -139,8 +139,8 @@ def _local(
     """Compute experts that are all here: nothing is sent, and only tokens and the first product are saved."""
     layer, (t, k) = _Layer(up, down, *how), weights.shape
     first = layer.first(x.index_select(0, order // k), up_bias)
-    made = layer.second(first, down_bias).to(x.dtype)
-    y = weighted_sum(by_pair(made, order, t * k).view(t, k, -1), weights)
+    results = layer.second(first, down_bias).to(x.dtype)
+    y = weighted_sum(by_pair(results, order, t * k).view(t, k, -1), weights)
     return y, (x, order, weights, up, down, down_bias, first, *how)
 
 
@@ -165,18 +165,18 @@ def _local_backward(
     token = order // k
     g = g.index_select(0, token).to(down.dtype)  # of the results of a token's experts, without the weight
     chosen = weights.reshape(-1).index_select(0, order).unsqueeze(-1)
-    first, made = layer.again(first)
+    first, activated = layer.again(first)
     back = grad_of_rows(g, down, layer.groups, layer.transposed)
-    a, wide = made.detach(), torch.promote_types(g.dtype, weights.dtype)
+    a, wide = activated.detach(), torch.promote_types(g.dtype, weights.dtype)
     of_weights = None
     if needs[2]:
-        each = (a.to(wide) * back.to(wide)).sum(-1)
+        dots = (a.to(wide) * back.to(wide)).sum(-1)
         if down_bias is not None:
-            each = each + (g.to(wide) * layer.groups.rows_of(down_bias).to(wide)).sum(-1)
-        of_weights = each.new_zeros(t * k).index_copy_(0, order, each).view(t, k).to(weights.dtype)
-    wanted = needs[0], needs[3], needs[4], needs[5]
+            dots = dots + (g.to(wide) * layer.groups.rows_of(down_bias).to(wide)).sum(-1)
+        of_weights = dots.new_zeros(t * k).index_copy_(0, order, dots).view(t, k).to(weights.dtype)
+    needed = needs[0], needs[3], needs[4], needs[5]
     of_rows, of_up, of_down, of_up_bias = layer.grads(
-        x.index_select(0, token), first, made, back * chosen, (a * chosen).to(down.dtype), g, wanted
+        x.index_select(0, token), first, activated, back * chosen, (a * chosen).to(down.dtype), g, needed
     )
     of_bias = grad_of_bias((g * chosen).to(down.dtype), layer.groups) if needs[6] else None
     of_x = by_pair(of_rows, order, t * k).view(t, k, -1).sum(1) if of_rows is not None else None

@@ -25,10 +25,10 @@ ACROSS = 512
 @triton.jit  # type: ignore[untyped-decorator]
 def _exponent(amax, TOP: tl.constexpr, STEP: tl.constexpr, MOST: tl.constexpr, NOT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Compute fp8.exponents of float32."""
-    own = (amax.to(tl.int32, bitcast=True) + (8388608 - STEP)) >> 23
-    found = tl.minimum(tl.maximum(TOP - own, -MOST), MOST)
-    found = tl.where(amax == 0, 0, found)
-    return tl.where(amax < float("inf"), found, NOT)
+    biased = (amax.to(tl.int32, bitcast=True) + (8388608 - STEP)) >> 23
+    exponent = tl.minimum(tl.maximum(TOP - biased, -MOST), MOST)
+    exponent = tl.where(amax == 0, 0, exponent)
+    return tl.where(amax < float("inf"), exponent, NOT)
 
 
 @triton.jit
@@ -71,19 +71,19 @@ def _cast(  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     row = (program // many) * HEIGHT + tl.arange(0, HEIGHT)
     column = (program % many) * WIDTH + tl.arange(0, WIDTH)
-    there = (row < height)[:, None] & (column < width)[None, :]
+    inside = (row < height)[:, None] & (column < width)[None, :]
     place = row.to(tl.int64)[:, None] * width + column[None, :]
     granule = (row // down).to(tl.int64)[:, None] * scales + (column // across)[None, :]
-    exponent = _exponent(tl.load(amax_at + granule, mask=there, other=0.0), TOP, STEP, MOST, NOT)
+    exponent = _exponent(tl.load(amax_at + granule, mask=inside, other=0.0), TOP, STEP, MOST, NOT)
     broken = exponent == NOT
     up = tl.where(broken, 0, exponent)
 
-    x = tl.load(x_at + place, mask=there, other=0.0)
+    x = tl.load(x_at + place, mask=inside, other=0.0)
     v = x.to(tl.float32)
     if WEIGHTS:
         of_rows = tl.load(weights_at + column, mask=column < width, other=0.0)
-        own = _exponent(of_rows, ROW_TOP, ROW_STEP, MOST, NOT)[None, :]
-        v = v * _power(-own)
+        row_exponent = _exponent(of_rows, ROW_TOP, ROW_STEP, MOST, NOT)[None, :]
+        v = v * _power(-row_exponent)
     v = v * _power(up)
     bits = v.to(tl.int32, bitcast=True)
     sign = bits & -2147483648
@@ -96,18 +96,18 @@ def _cast(  # type: ignore[no-untyped-def]
     if BYTES:
         byte = tl.where(normal, (round_up >> drop) - ((127 - BIAS) << MANTISSA), low.to(tl.int32, bitcast=True) - magic)
         byte = tl.where(broken, 127, byte | ((sign >> 24) & 128))
-        tl.store(out_at + place, byte.to(tl.uint8), mask=there)
+        tl.store(out_at + place, byte.to(tl.uint8), mask=inside)
         if PACK:
-            first = there & (row % down == 0)[:, None] & (column % across == 0)[None, :]
+            first = inside & (row % down == 0)[:, None] & (column % across == 0)[None, :]
             tl.store(scales_at + granule, exponent.to(tl.uint8), mask=first)
     else:
         small = low - tl.full((1, 1), magic, tl.int32).to(tl.float32, bitcast=True)
         bits = tl.where(normal, (round_up >> drop) << drop, small.to(tl.int32, bitcast=True)) | sign
         r = bits.to(tl.float32, bitcast=True) * _power(-up)
         if WEIGHTS:
-            r = r * _power(own)
+            r = r * _power(row_exponent)
         r = tl.where(broken, float("nan"), r)
-        tl.store(out_at + place, r.to(x.dtype), mask=there)
+        tl.store(out_at + place, r.to(x.dtype), mask=inside)
 
 
 @triton.jit
@@ -133,8 +133,8 @@ def _largest(  # type: ignore[no-untyped-def]
     for begin in range(0, width, WIDTH):
         column = begin + tl.arange(0, WIDTH)
         v = tl.load(x_at + row * width + column, mask=column < width, other=0.0).to(tl.float32)
-        own = _exponent(tl.load(weights_at + column, mask=column < width, other=0.0), TOP, STEP, MOST, NOT)
-        v = tl.abs(v * _power(-own))
+        exponent = _exponent(tl.load(weights_at + column, mask=column < width, other=0.0), TOP, STEP, MOST, NOT)
+        v = tl.abs(v * _power(-exponent))
         most = _larger(most, tl.where(v == v, v, float("inf")))
     tl.store(out_at + row, tl.reduce(most, 0, _larger))
 

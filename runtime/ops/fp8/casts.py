@@ -37,10 +37,10 @@ def exponents(amax: Tensor, format: str) -> Tensor:
     most, power = math.frexp(top)
     # above this, the largest number would overflow, and its scale is one power of two less: as for twice the number
     step = int((2 * most - 1) * (1 << bits)) + int(even)
-    own = (amax.view(whole) + ((1 << bits) - step)) >> bits  # the float's exponent, with the bias
-    found = (power - 1 + (127 if bits == 23 else 1023)) - own.to(torch.int32)
-    found = found.clamp(-EXPONENTS, EXPONENTS).masked_fill(amax == 0, 0)
-    return found.masked_fill(~(amax < math.inf), NAN)
+    biased = (amax.view(whole) + ((1 << bits) - step)) >> bits  # the float's exponent, with the bias
+    result = (power - 1 + (127 if bits == 23 else 1023)) - biased.to(torch.int32)
+    result = result.clamp(-EXPONENTS, EXPONENTS).masked_fill(amax == 0, 0)
+    return result.masked_fill(~(amax < math.inf), NAN)
 
 
 def powers(exponent: Tensor, dtype: torch.dtype) -> Tensor:
@@ -51,8 +51,8 @@ def powers(exponent: Tensor, dtype: torch.dtype) -> Tensor:
 def scaled(x: Tensor, exponent: Tensor, granule: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """Multiply each granule by a power of two. dtype: of the result, which has all numbers of x."""
     dtype = x.dtype if dtype is None else dtype
-    each = blocks(powers(exponent, dtype), [1] * exponent.dim())
-    return (blocks(x.to(dtype), granule) * each).view(x.shape)
+    factors = blocks(powers(exponent, dtype), [1] * exponent.dim())
+    return (blocks(x.to(dtype), granule) * factors).view(x.shape)
 
 
 def narrow(x: Tensor, exponent: Tensor, format: str, granule: Sequence[int]) -> Tensor:
@@ -80,12 +80,12 @@ def by_torch(x: Tensor, amax: Tensor, weights: Tensor | None, format: str, granu
     exponent = exponents(amax, format)
     columns = None if weights is None else of_columns(weights)
     v = x if columns is None else scaled(x, -columns, (0, 1))
-    made = narrow(v, exponent, format, granule)
+    rounded = narrow(v, exponent, format, granule)
     if kind == "packed":
-        return torch.cat((made.reshape(-1), exponent.to(torch.int8).view(torch.uint8).reshape(-1)))
+        return torch.cat((rounded.reshape(-1), exponent.to(torch.int8).view(torch.uint8).reshape(-1)))
     if kind == "bytes":
-        return made
-    v = wide(made, exponent, x.dtype, format, granule)
+        return rounded
+    v = wide(rounded, exponent, x.dtype, format, granule)
     return v if columns is None else scaled(v, columns, (0, 1))
 
 
@@ -127,8 +127,8 @@ def by_kernel(
 def row_amax_by_kernel(x: Tensor, weights: Tensor) -> Tensor:
     """Run `row_amax_by_torch` as a kernel."""
     kernels = _kernels() if x.dtype is not torch.float64 else None
-    found: Tensor = row_amax_by_torch(x, weights) if kernels is None else kernels.largest(x, weights)
-    return found
+    largest: Tensor = row_amax_by_torch(x, weights) if kernels is None else kernels.largest(x, weights)
+    return largest
 
 
 _FORMS: tuple[tuple[str, Callable[..., Tensor], Callable[..., Tensor]], ...] = (
@@ -157,13 +157,13 @@ def cast(
     down, across = granule[0], granule[-1]
     if x.dim() == 2 or (x.dim() > 2 and set(granule[:-1]) in ({0}, {1})):
         tops = amax.reshape(-1, amax.shape[-1])
-        made: Tensor = torch.ops.shardc.fp8_cast(
+        rounded: Tensor = torch.ops.shardc.fp8_cast(
             x.reshape(-1, x.shape[-1]), tops, weights, format, [down, across], kind
         )
-        return made if kind == "packed" else made.view(x.shape)
+        return rounded if kind == "packed" else rounded.view(x.shape)
     assert weights is None
     exponent = exponents(amax, format)
-    made = narrow(x, exponent, format, granule)
+    rounded = narrow(x, exponent, format, granule)
     if kind == "packed":
-        return torch.cat((made.reshape(-1), exponent.to(torch.int8).view(torch.uint8).reshape(-1)))
-    return made if kind == "bytes" else wide(made, exponent, x.dtype, format, granule)
+        return torch.cat((rounded.reshape(-1), exponent.to(torch.int8).view(torch.uint8).reshape(-1)))
+    return rounded if kind == "bytes" else wide(rounded, exponent, x.dtype, format, granule)

@@ -87,8 +87,8 @@ class Fp8:
             x = x if kept is None else self._wide(kept, x.dtype)
             return x @ (w if self.transposed else w.t())
         bytes_ = fp8_pack(x, "e4m3", self._granule) if kept is None else kept
-        made = multiplied(self._read(bytes_), self._weight(weight, amax, across=False), blocks=self.recipe.blocks)
-        return made.view(*self.shape[:-1], made.shape[-1])
+        result = multiplied(self._read(bytes_), self._weight(weight, amax, across=False), blocks=self.recipe.blocks)
+        return result.view(*self.shape[:-1], result.shape[-1])
 
     def of_data(self, g: Tensor, weight: Tensor, amax: Tensor) -> Tensor:
         """Return the gradient of x. g: that of the product, rounded."""
@@ -96,11 +96,11 @@ class Fp8:
         if has_kernel(g, self.recipe, *weight.shape):
             weights = amax.reshape(-1) if self.recipe.rows else None
             factors = self._gradient(rows, weights), self._weight(weight, amax, across=True)
-            made = multiplied(*factors, blocks=self.recipe.blocks)
+            grad = multiplied(*factors, blocks=self.recipe.blocks)
         else:
             w = fp8.fp8_round(weight, amax, "e4m3", self.recipe.of_weight(self.transposed))
-            made = rows @ (w.t() if self.transposed else w)
-        return made.view(self.shape)
+            grad = rows @ (w.t() if self.transposed else w)
+        return grad.view(self.shape)
 
     def of_weight(self, g: Tensor, x: Tensor) -> Tensor:
         """Return the gradient of the weight. x: the input, or its bytes."""

@@ -1,11 +1,11 @@
-"""What `shardc run`, `score` and `generate` do with ranks: start them, and what each process of a rank does.
+"""Run the ranks of `shardc run`, `score` and `generate`: start their processes, and do their work.
 
-start             makes a command's program and job, and starts the processes; job: what each of them is given
-worker            what each process does; training_loop: steps, saves, signals; training_data: its batches;
-                  step_lines: what it prints and logs; step_metrics: FLOPs, MFU, bytes
-forward_jobs      the same for score and generate
+start             makes a command's program and job, and starts the processes; job: what each process is started with
+worker            the main function of each process; training_loop: steps, saves, signals; training_data: batches;
+                  step_lines: printed lines and the log; step_metrics: FLOPs, MFU, bytes
+forward_jobs      the work of a process for score and generate
 compile_once      under torchrun, one process of a machine compiles for all
-run_folder        the temporary folder of a run; save_lock: one run at a time saves to a folder
-lasting_output    output that ends before the run does
-user_frames       a traceback of the user's code alone
+run_folder        the temporary folder of a run; save_lock: only one run at a time saves to a folder
+lasting_output    keeps a run alive when its output cannot be written any more
+user_frames       prints a traceback with frames of the user's code only
 """

@@ -1,14 +1,14 @@
-"""Under torchrun and Slurm, the first process of a machine compiles, and the others read the program that it wrote.
+"""Let the first process of a machine compile under torchrun and Slurm; the others read its program.
 
-Compiling takes a core and the memory of a traced model for seconds to minutes; eight processes that do it at once take
-eight times as much, of the machine that is to train.
+Compiling takes a core and the memory of a traced model, for seconds to minutes. Eight processes that compile at once
+take eight times as much from the machine that is about to train.
 
     first     makes the meeting's folder ── compiles ── writes the program into it ── ... trains ... ── removes it
     others    wait for the folder ── wait for the program ── read it
 
-Whoever does not see the folder within moments (a container that has a temporary folder of its own), or sees that the
-first process died, compiles for itself. An error that the first process tells, in the model, the spec or an option, is
-left in the folder: the others end with it at once, also those that come when the first has gone.
+A process compiles separately if the folder does not appear soon (a container with a private temporary folder), or if
+the first process dies. If the first process fails with a ShardcError (in the model, the spec or an option), it stores
+the error in the folder. The others then fail with it at once, also those that start after the first one has ended.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from shardc.errors import ShardcError
 if TYPE_CHECKING:
     from shardc.api import Program
 
-#: Seconds for which others wait for the folder, which the first process makes before it compiles; between two looks.
+#: Seconds that others wait for the folder, which the first process makes before it compiles; seconds between checks.
 APPEARS, POLL = 10.0, 0.1
 _PROGRAM, _FAILED = "program", "failed"
-#: When this process began: what was left in a folder before that is of an earlier run.
+#: When this process began: older files in the folder are from an earlier run.
 _BEGAN = time.time()
 
 
 def meeting() -> Path | None:
-    """A folder that the processes of this machine know without having spoken: they have one parent, and one address of
-    their world. None where this process is not one of several on its machine.
+    """Return the folder that the processes of this machine share, or None for a single process.
+
+    They find it without messages: its name has their parent process and the port of their world.
     """
     env = os.environ
     if int(env.get("LOCAL_WORLD_SIZE", "1")) == 1 or "LOCAL_RANK" not in env:
@@ -54,54 +55,55 @@ def meeting() -> Path | None:
 def once(
     folder: Path | None, *, first: bool, compiled: Callable[[], Program], read: Callable[[Path], Program]
 ) -> Iterator[Program]:
-    """The program, compiled by the first process of a machine and read by the others. folder: where they meet; None:
-    nobody shares. In its `with` the folder is there.
+    """Yield the program: the first process of a machine compiles it, and the others read it.
+
+    folder: the shared one, which exists inside the `with`; None: compile in each process.
     """
     if folder is None or (first and not _made(folder)):
         yield compiled()
     elif first:
         try:
             program = compiled()
-            program.save(folder / _PROGRAM)  # visible at once, when it is whole
+            program.save(folder / _PROGRAM)  # visible only when it is complete
             yield program
         except BaseException as e:
             _leave(folder, e)
             raise
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        found = _awaited(folder)
-        if found is None:
+        saved = _awaited(folder)
+        if saved is None:
             check(folder)
-        yield _read(found, compiled, read)
+        yield _read(saved, compiled, read)
 
 
 def _leave(folder: Path, error: BaseException) -> None:
-    """Say why the first process ends, to those that come yet; the last of them removes the folder."""
+    """Store the error of the first process for processes that come later; the last one removes the folder."""
     shutil.rmtree(folder / _PROGRAM, ignore_errors=True)
     with suppress(OSError):
-        said = error.to_json() if isinstance(error, ShardcError) else []
-        (folder / ".writing").write_text(json.dumps(said))
+        errors = error.to_json() if isinstance(error, ShardcError) else []
+        (folder / ".writing").write_text(json.dumps(errors))
         (folder / ".writing").rename(folder / _FAILED)
 
 
 def check(folder: Path | None) -> None:
-    """Raises FirstFailedError where the first process of this machine has ended with an error that it told."""
+    """Raise FirstFailedError if the first process of this machine has stored a ShardcError."""
     if folder is None or not _failed(folder):
         return
     try:
-        said = [ShardcError(**error) for error in json.loads((folder / _FAILED).read_text())]
+        errors = [ShardcError(**error) for error in json.loads((folder / _FAILED).read_text())]
         (folder / f"seen{os.environ.get('LOCAL_RANK', '')}").touch()
         if len(list(folder.glob("seen*"))) >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1:
             shutil.rmtree(folder, ignore_errors=True)
     except (OSError, ValueError, TypeError):
         return
-    if said:
-        first = said[0]
-        raise FirstFailedError(first.what, where=first.where, fix=first.fix, errors=said if said[1:] else ())
+    if errors:
+        first = errors[0]
+        raise FirstFailedError(first.what, where=first.where, fix=first.fix, errors=errors if errors[1:] else ())
 
 
 def _failed(folder: Path) -> bool:
-    """Has the first process of this run failed?"""
+    """Return whether the first process of this run has failed."""
     try:
         return _ours(folder) and (folder / _FAILED).stat().st_mtime > _BEGAN
     except OSError:
@@ -109,9 +111,7 @@ def _failed(folder: Path) -> bool:
 
 
 def _read(found: Path | None, compiled: Callable[[], Program], read: Callable[[Path], Program]) -> Program:
-    """The first process's program. If that process fails while it is read, this one does the same by itself, and meets
-    the same error.
-    """
+    """Read the program of the first process; compile here if that one failed and removed the program."""
     if found is None:
         return compiled()
     try:
@@ -123,7 +123,7 @@ def _read(found: Path | None, compiled: Callable[[], Program], read: Callable[[P
 
 
 def _made(folder: Path) -> bool:
-    """Whether the folder is there and new. What an earlier run left of it goes; somebody else's stays."""
+    """Make the folder, and return whether that worked. It replaces only a folder of the same user."""
     try:
         if _ours(folder):
             shutil.rmtree(folder)
@@ -134,16 +134,16 @@ def _made(folder: Path) -> bool:
 
 
 def _ours(folder: Path) -> bool:
-    """Whether only this user can have written there: a program is Python, which runs."""
+    """Return whether only this user can write to the folder: a program is Python code, which is run."""
     try:
-        found = folder.lstat()
+        info = folder.lstat()
     except FileNotFoundError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & 0o077
 
 
 def _awaited(folder: Path) -> Path | None:
-    """The first process's program; None: it will not come."""
+    """Wait for the program of the first process, and return its folder; None: it will not come."""
     from shardc.runtime.mesh.activity import waiting
 
     with waiting():

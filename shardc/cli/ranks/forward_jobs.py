@@ -1,4 +1,4 @@
-"""What every process of `shardc score` and `shardc generate` does: load the program, take the weights, run forward."""
+"""Do the work of each process of `shardc score` and `generate`: load, take the weights, run forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _begun(job: Job) -> tuple[ModelFile, Program, TorchMesh, Forward]:
-    """The model file, the program, this rank of its mesh, and the program with weights. Collective."""
+    """Return the model file, the program, this rank's mesh, and the program with weights. Collective."""
     file, program, mesh = joined(job)
     with mesh.together("taking the weights"):
         weights = weights_of(job, file, program)
@@ -30,7 +30,7 @@ def _begun(job: Job) -> tuple[ModelFile, Program, TorchMesh, Forward]:
 
 
 def generate(job: Job) -> dict[str, Any]:
-    """Generate. Returns the summary: the new tokens of each prompt, and seconds. Collective over the world."""
+    """Generate; return a summary with the new tokens of each prompt, and seconds. Collective."""
     file, program, mesh, forward = _begun(job)
     if mesh.rank == 0 and not job.quiet:
         print("\n".join(forward.engine.weight_notes or [file.note] * bool(file.note)), flush=True)
@@ -43,7 +43,7 @@ def generate(job: Job) -> dict[str, Any]:
 
 
 def score(job: Job) -> dict[str, Any]:
-    """Score, and write a line a row. Returns tokens, mean log-probability, perplexity. Collective over the world."""
+    """Score data and write a line for each row; return tokens, log-probability, perplexity. Collective."""
     from shardc.cli.ranks import training_data
 
     file, program, mesh, scorer = _begun(job)
@@ -51,8 +51,8 @@ def score(job: Job) -> dict[str, Any]:
         seed = job.settings.seed
         if file.data is None:
             data = training_data.example(file, seed, often="")
-        elif (found := training_data.batches(scorer.engine, file, job.split, seed, whole=True)) is not None:
-            data = found
+        elif (batches := training_data.batches(scorer.engine, file, job.split, seed, whole=True)) is not None:
+            data = batches
         else:
             fault, fix = f"data({job.split!r}) returns None", "name the other one, --split; or return what is scored"
             raise ShardcError(fault, where=job.model, fix=fix)
@@ -67,14 +67,12 @@ def score(job: Job) -> dict[str, Any]:
         except NoBatchesError:
             fault, fix = f"data({job.split!r}) has no batch", "return what is to be scored"
             raise ShardcError(fault, where=job.model, fix=fix) from None
-    of = {"model": program.meta.get("model"), "mesh": dict(program.mesh.axes)}
-    return {**of, **scores, "rows": job.rows or None}
+    about = {"model": program.meta.get("model"), "mesh": dict(program.mesh.axes)}
+    return {**about, **scores, "rows": job.rows or None}
 
 
 class Rows:
-    """Writes a line for each row of scores: {"row": number, "logprob": sum, "scores": [of each target]}. Called on all
-    ranks; the first one has the file.
-    """
+    """A writer of scores, one JSON line for each row. Called on all ranks; the first one has the file."""
 
     def __init__(self, file: TextIO | None) -> None:
         self._file, self._count = file, 0

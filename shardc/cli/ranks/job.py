@@ -1,4 +1,4 @@
-"""A job that processes of `shardc run`, `score` and `generate` are given, and how each of them begins it."""
+"""Define the job that processes of `shardc run`, `score` and `generate` read, and how they begin it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One run. program: artifact folder. model: model reference. run: the spec's section `run:`, in which options of
-    the command line have won. weights: file or folder to begin from, or "": what the model file says. quiet: no lines
-    (--json). folder: of the run. trust: run an edited artifact. joined: the processes were started by torchrun or
-    Slurm. debug: tracebacks show all frames, not only those of the user's code.
+    """The work of a run's processes, as `shardc run`, `score` or `generate` writes it to a file.
 
-    resume: folder, or "". last_good: if the last checkpoint is damaged, resume from the last that is not. new_schedule:
-    the learning rates are the model file's, not the checkpoint's. new_data: the data is read from its beginning.
-    overwrite: the log begins anew.
-    split: of the data that is scored (shardc.cli.ranks.forward_jobs); "": the job is to train. rows: file for the
-    scores of each row, or "". prompts: ids of each that is continued; generate: the arguments of Engine.generate.
+    program: artifact folder. model: model reference. run: the spec's section `run:`, updated with command-line options.
+    weights: file or folder to begin from, or "": those of the model file. quiet: print no lines (--json). folder: the
+    temporary folder of the run. trust: run an edited artifact. joined: torchrun or Slurm started the processes. debug:
+    tracebacks show all frames, not only those of the user's code. overwrite: replace the log.
+
+    resume: folder, or "". last_good: if the last checkpoint is damaged, resume from the last undamaged one.
+    new_schedule: use the model file's learning rates, not the checkpoint's. new_data: read the data from its beginning.
+    split: split of the data to score (shardc.cli.ranks.forward_jobs); "": train. rows: file for the scores of each row,
+    or "". prompts: token ids of each prompt to continue; generate: the arguments of Engine.generate.
     """
 
     program: str
@@ -58,12 +59,12 @@ class Job:
 
     @property
     def result(self) -> Path:
-        """Rank 0 writes the summary into it."""
+        """The file to which rank 0 writes the summary."""
         return Path(self.folder) / "result.json"
 
     @property
     def progress(self) -> Path | None:
-        """The folder in which the launcher reads what each rank does (shardc.runtime.launch.Progress)."""
+        """The folder where the launcher reads what each rank does (shardc.runtime.launch.Progress)."""
         return Path(self.folder) if self.folder and not self.joined else None
 
     @property
@@ -72,7 +73,7 @@ class Job:
 
 
 def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh]:
-    """The model file, the program, and this rank of its mesh. Collective."""
+    """Return the model file, the program, and this rank's mesh. Collective."""
     from shardc.api import load
     from shardc.cli import model_file
     from shardc.recompile import Resizer
@@ -94,7 +95,7 @@ def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh]:
 
 
 def weights_of(job: Job, file: ModelFile, program: Program) -> Any:
-    """What the weights are read from: as `weights` of program.engine. Adapters alone are put beside the model's own."""
+    """Return the `weights` for program.engine. Adapters alone are added to the weights of the model file."""
     if not job.weights:
         return file.weights
     named = Path(job.weights)
@@ -102,22 +103,23 @@ def weights_of(job: Job, file: ModelFile, program: Program) -> Any:
 
 
 def collect_as_usual() -> None:
-    """A model's own objects may refer to each other in circles, and hold a step's memory until they are collected. What
-    is there by now stays: the collector need not look through it any more.
+    """Restore the collector's default thresholds, and exclude existing objects from collection.
+
+    A model's objects may form reference cycles, which hold a step's memory until they are collected.
     """
     gc.freeze()
     gc.set_threshold(*COLLECT_EVERY)
 
 
 def _record(file: Path) -> None:
-    """Keep what this rank's last collectives were: somebody waits for somebody."""
+    """Write this rank's last collectives to a file; called when a rank waits too long for another."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(flight_record())
 
 
 def _compiled(*args: Any, **options: Any) -> Program:
-    """As shardc.compile.compile, which takes a second to import: few runs have batches of other sizes."""
+    """Call shardc.compile.compile, imported late: that takes a second, and few runs need it."""
     from shardc.compile import compile
 
     return compile(*args, **options)

@@ -1,7 +1,7 @@
-"""Standard output and error that may end before the run does: `| head`, a terminal that closes, a disk that is full.
+"""Keep a run alive when its output cannot be written: `| head`, a closed terminal, a full disk.
 
-What cannot be written is left out, and the run goes on: an error of `print`, be it ours or the user's, is no reason to
-lose what was trained.
+The text that cannot be written is dropped, and the run continues: no training should be lost because a `print` of
+shardc or of the user fails.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 
 class _Lasting(io.RawIOBase):
-    """Writes to a file descriptor; told: called once, with the first error."""
+    """A file descriptor to write to. After an error it drops text; the first error goes to a callback."""
 
     def __init__(self, descriptor: int, told: Callable[[OSError], None]) -> None:
         self._descriptor, self._told, self._failed = descriptor, told, False
@@ -32,7 +32,7 @@ class _Lasting(io.RawIOBase):
         while True:
             try:
                 return os.write(self._descriptor, data)
-            except BlockingIOError:  # a pipe that is full, and does not wait by itself
+            except BlockingIOError:  # a full pipe that does not block
                 select.select([], [self._descriptor], [])
             except OSError as e:
                 if not self._failed:
@@ -42,7 +42,7 @@ class _Lasting(io.RawIOBase):
 
 
 def install(*, tell: bool = True) -> None:
-    """Let `sys.stdout` and `sys.stderr` of this process last, if they are its own. tell: say so, once, of stdout."""
+    """Protect `sys.stdout` and `sys.stderr` unless Python code replaced them. tell: report a lost stdout."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None and not isinstance(_raw(sys.stdout), _Lasting):
         sys.stdout = sys.__stdout__ = _lasting(sys.stdout, _say if tell else _nothing)  # type: ignore[misc]
     if sys.stderr is sys.__stderr__ and sys.stderr is not None and not isinstance(_raw(sys.stderr), _Lasting):
@@ -65,7 +65,7 @@ def _lasting(stream: io.TextIOWrapper | object, told: Callable[[OSError], None])
 
 
 def _nothing(_: OSError) -> None:
-    """There is nowhere to tell it."""
+    """Ignore the error: there is no place to report it."""
 
 
 def _say(error: OSError) -> None:

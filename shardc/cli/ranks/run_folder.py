@@ -1,4 +1,4 @@
-"""The temporary folder of a run: gone when the run is, also one that was killed, as the next run removes it."""
+"""Make the temporary folder of a run; the next run removes the folder of a run that was killed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _NAME, _LOCK = "shardc-run-", ".lock"
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """A new folder. What runs that were killed have left is removed first."""
+    """Yield a new folder, after the removal of folders that killed runs left. It is removed at the end."""
     from shardc.runtime.state.disk_calls import Lock
 
     for left in Path(tempfile.gettempdir()).glob(f"{_NAME}*/{_LOCK}"):
-        with suppress(OSError):  # it is in use, gone already, or somebody else's
+        with suppress(OSError):  # it is in use, removed, or of another user
             lock = Lock(left)
             shutil.rmtree(left.parent, ignore_errors=True)
             lock.release()
     with tempfile.TemporaryDirectory(prefix=_NAME) as folder:
-        made = Path(folder) / ".new"
-        lock = Lock(made)  # locked before it has the name by which others find it
-        made.rename(Path(folder) / _LOCK)
+        path = Path(folder) / ".new"
+        lock = Lock(path)  # locked before it gets the name that others look for
+        path.rename(Path(folder) / _LOCK)
         try:
             yield Path(folder)
         finally:

@@ -1,10 +1,9 @@
-"""One run at a time trains into a folder: a job that was submitted twice would otherwise go on from the other's
-checkpoints, and replace them.
+"""Let only one run at a time train into a folder.
 
-A POSIX lock, held by the process that writes: it goes with the process, however that ends (kill -9), is not inherited
-by what it forks (a DataLoader's workers, which may live on for seconds), and is seen by other machines where the file
-system is one of a network that has locks (NFS does). Where it has none, saves still refuse a folder in which somebody
-else has saved meanwhile (shardc.runtime.state.saving).
+A job that was submitted twice would continue from the other's checkpoints, and replace them. The lock is a POSIX lock
+of the process that writes. It always ends with the process (kill -9). Forked processes do not inherit it (workers of a
+DataLoader may live on for seconds). Other machines see it on a network file system with locks, such as NFS. Without
+locks, a save still refuses a folder in which another run has saved since (shardc.runtime.state.saving).
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ NAME = ".run-lock"
 
 
 class SaveLock:
-    """The right to save, or to log, to a folder, until `release`, or the end of the process. Raises ShardcError where
-    another run has it.
+    """The right to save, or to log, to a folder, until `release` or the end of the process.
+
+    Raises ShardcError if another run has it.
     """
 
     def __init__(self, folder: Path, option: str = "--save") -> None:
@@ -32,10 +32,10 @@ class SaveLock:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
-            who = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
             if e.errno in (errno.EACCES, errno.EAGAIN):
                 os.close(self._file)
-                fault = f"another run trains into {folder}{f' ({who})' if who else ''}"
+                fault = f"another run trains into {folder}{f' ({holder})' if holder else ''}"
                 fix = "wait for it or end it, or give this run a folder of its own"
                 raise ShardcError(fault, where=option, fix=fix) from None
         os.ftruncate(self._file, 0)
@@ -43,8 +43,9 @@ class SaveLock:
 
     @classmethod
     def of(cls, folders: Mapping[str, str]) -> list[SaveLock]:
-        """Of {option: folder}, those that are given; of one that several name, one: a process that closes a file loses
-        all its locks of it.
+        """Lock each folder of {option: folder} that is set, only once if several options name it.
+
+        A process that closes a file loses all its POSIX locks on it.
         """
         named = {Path(folder).resolve(): (Path(folder), option) for option, folder in folders.items() if folder}
         return [cls(folder, option) for folder, option in named.values()]

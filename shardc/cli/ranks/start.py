@@ -1,4 +1,4 @@
-"""How `shardc run`, `score` and `generate` make their program and job, and start the processes of the job."""
+"""Make the program and the job of `shardc run`, `score` and `generate`, and start their processes."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
     from shardc.cli.ranks.job import Job
     from shardc.spec import Run
 
-SAVING = 120.0  # seconds that ranks have to save in when the run is stopped by a signal
+SAVING = 120.0  # seconds that ranks have for a save when a signal stops the run
 
 
 @contextmanager
 def ranks(named: Named, nproc: int | None, weights: Path | None) -> Iterator[Ranks]:
-    """The ranks of a command, whose exit status is theirs. Raises ShardcError where `weights` names none."""
+    """Yield the ranks of a command; then exit with their status. Raises ShardcError for wrong `weights`."""
     one_rank = any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
-    lasting_output.install(tell=named.as_json or one_rank)  # else rank 0, which writes the lines, says it
+    lasting_output.install(tell=named.as_json or one_rank)  # else rank 0, which writes the lines, reports it
     with reporting(named.debug, named.as_json) as show, ExitStack() as stack:
-        here = Ranks(named, nproc, weights, show, stack)
-        yield here
-    if here.joined:
+        all_ranks = Ranks(named, nproc, weights, show, stack)
+        yield all_ranks
+    if all_ranks.joined:
         from shardc.cli.ranks import worker
 
-        worker.leave(here.status)
-    raise typer.Exit(here.status)
+        worker.leave(all_ranks.status)
+    raise typer.Exit(all_ranks.status)
 
 
 class Ranks:
-    """Starts one process a rank on this machine, or is one rank of torchrun's or Slurm's world: `joined`.
+    """Starts one process for each rank on this machine, or is a rank of torchrun or Slurm: `joined`.
 
-    show: prints the result. folder: the run's own. status: of the job that ran last.
+    show: prints the result. folder: the temporary folder of the run. status: exit status of the last job.
     """
 
     def __init__(self, named: Named, nproc: int | None, weights: Path | None, show: Show, stack: ExitStack) -> None:
@@ -58,20 +58,20 @@ class Ranks:
         self._weights = _weights(weights)
 
     def program(self, *, watch: float | None = None, as_compiled: bool = True) -> Program:
-        """The program for these ranks. Under torchrun and Slurm one process of a machine compiles it.
+        """Return the program for these ranks. Under torchrun and Slurm one process of a machine compiles it.
 
         watch: seconds after which a rank that the others wait for is named (shardc.runtime.mesh.presence). as_compiled:
-        as of `program_of`.
+        as in `program_of`.
         """
         from shardc.runtime.mesh import presence
 
         shared = compile_once.meeting() if self.joined and not is_artifact(self.named.model) else None
-        compile_once.check(shared)  # else this process would wait for a first one that has gone
-        here = presence.begin(*(() if watch is None else (watch,))) if self.joined else None
+        compile_once.check(shared)  # else this process would wait for a first one that has ended
+        process = presence.begin(*(() if watch is None else (watch,))) if self.joined else None
         world = int(os.environ["WORLD_SIZE"]) if self.joined else self._nproc
         compiled = functools.partial(program_of, self.named, world=world, as_compiled=as_compiled)
         first = os.environ.get("LOCAL_RANK", "0") == "0"
-        with here.activity.during("compiling") if here is not None else nullcontext():
+        with process.activity.during("compiling") if process is not None else nullcontext():
             once = compile_once.once(shared, first=first, compiled=compiled, read=self._read)
             self._program = program = self._stack.enter_context(once)
         named = self.named.model_file
@@ -88,7 +88,7 @@ class Ranks:
         return program
 
     def _read(self, folder: Path) -> Program:
-        """The program that another process of this machine has compiled."""
+        """Load the program that another process of this machine has compiled."""
         from shardc.cli import model_file
 
         if not self.named.model.startswith("hf:"):
@@ -96,7 +96,7 @@ class Ranks:
         return program_of(Named(str(folder)), as_compiled=True)
 
     def job(self, run: Run, writes: Mapping[str, str] | None = None, **work: Any) -> Job:
-        """What the processes do. writes: folders that a compiled folder's spec names. work: the other fields."""
+        """Make the job of the processes. writes: folders in the spec of a compiled folder. work: other fields."""
         from shardc.cli.ranks.job import Job
 
         artifact = Path(self.named.model)
@@ -122,7 +122,7 @@ class Ranks:
         )
 
     def start(self, job: Job) -> int:
-        """Run the job, here as one rank of a given world, or as one process a rank. Returns the exit status."""
+        """Run the job, as this rank of a joined world or in one process for each rank; return the status."""
         from shardc.cli import hidden_modules
         from shardc.cli.ranks import worker
         from shardc.runtime import launch
@@ -149,13 +149,13 @@ class Ranks:
         return self.status
 
     def result(self, job: Job) -> dict[str, Any] | None:
-        """The summary of a job that was done; of a joined world the first rank has it."""
+        """Return the summary of a job that succeeded; in a joined world only the first rank has it."""
         done = self.status == 0 and job.result.exists()
         return json.loads(job.result.read_text()) if done else None
 
 
 def _weights(weights: Path | None) -> str:
-    """The path that --weights names, "" without. Raises ShardcError where no weights are there."""
+    """Return the path of --weights, "" if not set. Raises ShardcError if it has no weights."""
     if weights is None:
         return ""
     from shardc.runtime.state.weight_files import has_weights

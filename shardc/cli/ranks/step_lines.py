@@ -1,4 +1,4 @@
-"""What a run says of itself: a header, a line every few seconds with the time that is left, and steps.jsonl."""
+"""Report a run: a header, a line every few seconds with the remaining time, and steps.jsonl."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from shardc.ir.units import count, per_second, plural, size
 from shardc.layer_names import note_lines
 from shardc.runtime.zero.optimizer_list import class_of, lr_rates, rates_text
 
-#: Seconds between lines: a twentieth of the time so far, within these bounds.
+#: Bounds of the seconds between lines, which are a twentieth of the time so far.
 SOONEST, LATEST = 1.0, 10.0
 
 
 def header(program: Program, engine: Any, data: str, held_out: str, steps: int, weights: Sequence[str]) -> str:
-    """What runs: model, parameters, mesh, bytes of a rank, weights, optimizer, precision, data; then the notes of
-    compile. weights: where training begins, in lines.
+    """Return the header of a run: model, mesh, weights, optimizer, precision, data, notes of compile.
+
+    weights: lines that say where training begins.
     """
     numbers = sum(_count(p.shape) for p in program.params)
     trained = sum(_count(p.shape) for p in program.params if p.requires_grad)
     frozen = f", {count(numbers - trained)} of them frozen" if trained < numbers else ""
     mesh = " x ".join(f"{a}={n}" for a, n in program.mesh.axes) or "one device"
-    held = sum(p.nbytes for p in engine.owned.values())
+    nbytes = sum(p.nbytes for p in engine.owned.values())
     spec = program.spec
     compute = spec.precision.compute if spec is not None else None
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in program.params})
@@ -37,7 +38,7 @@ def header(program: Program, engine: Any, data: str, held_out: str, steps: int, 
     lines = [
         f"{program.meta.get('model', 'model')}: {count(numbers)} parameters{frozen}, {precision}",
         f"mesh {mesh}: {plural(program.mesh.world, 'rank')} on {engine.mesh.device.type},"
-        f" {size(held)} of parameters on rank 0",
+        f" {size(nbytes)} of parameters on rank 0",
         *weights,
         f"{_optimizer(engine.optimizer)}; {parts}{begun}",
         f"data: {data}",
@@ -60,10 +61,10 @@ def _optimizer(optimizer: torch.optim.Optimizer | None) -> str:
 
 
 class StepLines:
-    """Prints lines of steps by time, and appends every step to LOG/steps.jsonl at once. On rank 0 only.
+    """Prints lines of steps at intervals, and appends each step to LOG/steps.jsonl. On rank 0 only.
 
-    steps: the last step of the run. out: where lines go; None: nowhere. log: folder of steps.jsonl; None: none.
-    tensorboard: write the numbers for TensorBoard too, into that folder.
+    steps: the last step of the run. out: stream for the lines; None: none. log: folder of steps.jsonl; None: no log.
+    tensorboard: also write the numbers for TensorBoard, into that folder.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class StepLines:
             self._board = SummaryWriter(str(log))
 
     def add(self, line: dict[str, Any], *, always: bool = False) -> None:
-        """One step's facts. always: print the line whatever the time."""
+        """Log the facts of one step, and print its line if it is due. always: print it in any case."""
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
         if self._board is not None:
@@ -117,7 +118,7 @@ def _flat_numbers(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def duration(seconds: float) -> str:
-    """3 s, 12 min 5 s, 3 h 20 min, 2 d 4 h"""
+    """Format seconds as 3 s, 12 min 5 s, 3 h 20 min or 2 d 4 h."""
     s = round(seconds)
     if s < 60:
         return f"{s} s"
@@ -127,7 +128,7 @@ def duration(seconds: float) -> str:
 
 
 def text(line: dict[str, Any]) -> str:
-    """The line of a step, as people read it."""
+    """Format the line of a step for people."""
     rate = f"lr {line['lr']:.2e}  " if line["lr"] is not None else ""
     return (
         f"step {line['step']:>5}  loss {line['loss']:.4f}  {outputs_text(line.get('outputs', {}))}"
@@ -141,20 +142,18 @@ def text(line: dict[str, Any]) -> str:
 
 
 def speed(facts: dict[str, Any]) -> str:
-    """Of a step or a run: tokens a second, or samples a second where a sample is not made of tokens."""
+    """Format the speed of a step or a run: tokens a second, or samples a second if it has no tokens."""
     unit = "tokens" if facts.get("tokens_per_second") is not None else "samples"
     return per_second(facts[f"{unit}_per_second"], unit)
 
 
 def outputs_text(beside: dict[str, float]) -> str:
-    """`accuracy 0.8125  right 13  `: what the loss function names beside the loss."""
+    """Format the values that the loss function returns beside the loss: `accuracy 0.8125  right 13  `."""
     return "".join(f"{name} {x:.4g}  " if isinstance(x, float) else f"{name} {x}  " for name, x in beside.items())
 
 
 def _experts(layers: Sequence[dict[str, Any]]) -> str:
-    """The experts' part of a line: the least and the most tokens of an expert, the busiest rank, and drops, over all
-    layers.
-    """
+    """Format the experts of all layers: least and most tokens of an expert, busiest rank, drops."""
     if not layers:
         return ""
     tokens = [n for x in layers for n in x["tokens"]]

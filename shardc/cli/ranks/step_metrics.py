@@ -1,4 +1,4 @@
-"""What a run measures of itself beside time: floating-point operations, the share of the device's peak, bytes sent."""
+"""Measure a run's steps beside time: FLOPs, the share of the device's peak, bytes sent."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from shardc.torch_private import TorchDispatchMode
 
 
 class ModelFlops(TorchDispatchMode):
-    """`with ModelFlops(mesh.step) as counted:` counts the matrix products of a step on this rank, without what backward
-    computes again (PaLM, Chowdhery et al. 2022, appendix B): `.flops`.
+    """Counts FLOPs of a step's matrix products on this rank, without what backward recomputes.
+
+    `with ModelFlops(mesh.step) as counted:`, then `counted.flops` (PaLM, Chowdhery et al. 2022, appendix B).
     """
 
     def __init__(self, step: StepContext) -> None:
@@ -38,7 +39,7 @@ class ModelFlops(TorchDispatchMode):
 
 @contextmanager
 def timed_ops(log: Path, step: int, mesh: RankMesh) -> Iterator[None]:
-    """Time every op of a step, into a file of `log` (shardc.cost.measured.op_times)."""
+    """Time every op of a step, and write the times to a file in `log` (shardc.cost.measured.op_times)."""
     from shardc.cost.measured.op_times import OpTimes, file_of
 
     with OpTimes(mesh.device, mesh) as times:
@@ -48,10 +49,10 @@ def timed_ops(log: Path, step: int, mesh: RankMesh) -> Iterator[None]:
 
 
 class Meter:
-    """What steps are measured by: samples and tokens of one (None: it has none), and of this rank the peak of its
-    device, the bytes of its collectives by axis, and `flops`, of the products in a step.
+    """The constants of a step from which speeds are computed.
 
-    moved: bytes of each message of the optimizer's matrices.
+    samples, tokens: of a global batch (tokens is None without any). bytes: of this rank's collectives, by axis. flops:
+    of this rank's products in a step. moved: bytes of each message of the optimizer's matrices.
     """
 
     flops = 0
@@ -65,20 +66,18 @@ class Meter:
         self.bytes = dict(total)
 
     def speed(self, steps: float) -> dict[str, float]:
-        """Samples a second, and tokens if the model has any, at so many steps a second."""
+        """Return samples a second, and tokens a second if the model has any. steps: steps a second."""
         rates = {"samples_per_second": round(self.samples * steps, 1)}
         return rates | ({"tokens_per_second": round(self.tokens * steps, 1)} if self.tokens is not None else {})
 
     def work(self, steps: float) -> dict[str, float]:
-        """TFLOP/s of the model's own operations on this rank, at so many steps a second; and the share of the device's
-        peak, if that is known.
-        """
+        """Return TFLOP/s of the model on this rank, and the share of the device's peak if known, as `mfu`."""
         rate = self.flops * steps
         return {"tflops": round(rate / 1e12, 4)} | ({"mfu": round(rate / self._peak, 4)} if self._peak else {})
 
 
 def tokens_of(program: Program) -> int | None:
-    """Tokens in the batch: rows x positions of the whole numbers that an embedding looks up; None if there are none."""
+    """Return the tokens in a batch: rows x positions of ids that an embedding looks up; None without any."""
     for node in program.graph.nodes:
         if node.target is not torch.ops.aten.embedding.default:
             continue
@@ -92,13 +91,14 @@ def tokens_of(program: Program) -> int | None:
 
 
 def peak_flops(program: Program, where: torch.device) -> float | None:
-    """Of this rank's device, a second, in the dtype that products are computed in: as `shardc device --measure` found,
-    or of the file in shardc/machine/devices that has its name; None where neither knows it.
+    """Return the peak FLOP/s of this rank's device in the dtype of the model's products; None if unknown.
+
+    Source: `shardc device --measure`, else the file in shardc/machine/devices that has the device's name.
     """
     name = where.type if measured_file(where.type).is_file() else ""
     if not name and where.type == "cuda":
-        here = torch.cuda.get_device_name(where).lower()
-        name = next((n for n in names() if n.partition("-")[0] in here), "")
+        gpu = torch.cuda.get_device_name(where).lower()
+        name = next((n for n in names() if n.partition("-")[0] in gpu), "")
     if not name:
         return None
     spec = program.spec

@@ -1,9 +1,9 @@
-"""The batches of a run: what the model file's data(split) returns, epoch after epoch, the same on every rank.
+"""Read the batches of a run: data(split) of the model file, epoch after epoch, the same on every rank.
 
-Every rank runs the user's data() by itself, so whatever is drawn there from `random`, numpy or torch has to be drawn
-alike: all three are seeded before data() is called and before each epoch (with the part's number as well, where
-data(split, part, parts) gives parts). Datasets, and DataLoaders that shuffle one,
-are read by shardc's own loader, which knows where it stands and reads only the samples of its rank.
+Every rank runs the user's data(), and all ranks must draw the same random numbers there. So `random`, numpy and torch
+are seeded before data() is called and before each epoch (also with the part's number if data() takes `part, parts`).
+shardc's loader reads Datasets, and DataLoaders that shuffle one. It can save its position, and reads only the samples
+of its rank.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from shardc.runtime.data.loader import Loader
 
 
 class Batches:
-    """An endless iterator over the batches of a split. local: each is this rank's part of a global batch. resumes: a
-    checkpoint says where it stands; what does not is read again up to there.
+    """An endless iterator over the batches of a split.
 
-    part: the number of that part, where data() reads it by itself: it draws other numbers than those of other parts.
-    epoch: how many have begun before this one. description: for the header of a run.
+    local: each batch is this rank's part of a global batch. resumes: a checkpoint stores the position; otherwise a
+    resumed run reads again up to it. part: the number of this rank's part if data() takes it; parts draw different
+    random numbers. epoch: number of completed epochs. description: for the header of a run.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Batches:
             self.epoch += 1
 
     def one_epoch(self) -> Iterator[Any]:
-        """The batches of one epoch. An iterator that is used up is made again by data()."""
+        """Return the batches of one epoch. data() is called again if its iterator is exhausted."""
         if not self.resumes:
             seed_everything(self._seed, self.epoch, *self._part)
         if self._read and isinstance(self._source, Iterator):
@@ -77,25 +77,25 @@ class Batches:
 
 
 def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = False) -> Batches | None:
-    """What data(split) of a model file returns, as batches; None where that is None, or where there is no data().
-    whole: every sample of a Dataset once, in its order, in a smaller last batch too.
+    """Return the batches of data(split) of a model file, or None if there is no data() or it returns None.
 
-    A map-style Dataset is read by engine.loader; so is the dataset of a DataLoader that reads it in order or shuffled
-    (its sampler is replaced by one that is the same on every mesh). Anything else has to yield global batches; or, of
-    data(split, part, parts), this rank's part of each.
+    engine.loader reads a map-style Dataset, and the dataset of a DataLoader that is in order or shuffled (its sampler
+    is replaced by one that is the same on every mesh). Anything else must yield global batches; with data(split, part,
+    parts), this rank's part of each. whole: read every sample of a Dataset once, in order, also in a smaller last
+    batch.
     """
     if file.data is None:
         return None
-    apart = takes_parts(file.data)
+    by_parts = takes_parts(file.data)
 
-    part, parts = engine.part if apart else (0, 1)
+    part, parts = engine.part if by_parts else (0, 1)
 
-    def make() -> Any:  # of a later epoch, with that epoch's seed
-        return file.data(split, part=part, parts=parts) if apart else file.data(split)
+    def make() -> Any:  # also for a later epoch, with that epoch's seed
+        return file.data(split, part=part, parts=parts) if by_parts else file.data(split)
 
-    # ranks of other parts draw other rows; the epoch stands between, since a 0 at the end seeds as nothing does
-    seed_everything(seed, 0, *((part,) if apart else ()))
-    ours = torch.initial_seed()
+    # each part has another seed; the epoch is in the middle, since SeedSequence ignores a 0 at the end
+    seed_everything(seed, 0, *((part,) if by_parts else ()))
+    our_seed = torch.initial_seed()
     try:
         source, train = make(), split == "train" and not whole
     except KeyError as e:
@@ -105,19 +105,17 @@ def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = Fals
         raise
     if source is None:
         return None
-    found = _batches(source, make, engine, file, "" if whole else split, seed, apart=apart)
-    theirs = torch.initial_seed() if torch.initial_seed() != ours else _of_generator(source)
-    if theirs is not None and not isinstance(source, (list, tuple)) and not _in_order(source, train=train):
-        found.description += (
-            f" (drawn from --seed {seed}: the seed {theirs} that data() sets does not reach its epochs)"
+    result = _batches(source, make, engine, file, "" if whole else split, seed, apart=by_parts)
+    their_seed = torch.initial_seed() if torch.initial_seed() != our_seed else _of_generator(source)
+    if their_seed is not None and not isinstance(source, (list, tuple)) and not _in_order(source, train=train):
+        result.description += (
+            f" (drawn from --seed {seed}: the seed {their_seed} that data() sets does not reach its epochs)"
         )
-    return found
+    return result
 
 
 def _check_kind(source: Any) -> None:
-    """Raises ShardcError for what data() may return and nobody means: a tensor, whose rows would be the batches, and a
-    sampler that gives each rank other samples, which would be cut once more.
-    """
+    """Raise ShardcError if data() returns a tensor (its rows would be batches) or a DistributedSampler."""
     if isinstance(source, Tensor):
         fault = f"data() returns a tensor {list(source.shape)}: each of its rows would be a whole global batch"
         fix = "return a Dataset of samples, such as torch.utils.data.TensorDataset(x, y) with collate(samples)"
@@ -136,9 +134,7 @@ def _check_kind(source: Any) -> None:
 
 
 def tell_the_same(train: Batches, valid: Batches) -> None:
-    """Say of held-out data that are the training data, as of a data(split) that does not look at its split, that they
-    are: their loss would be taken for a held-out one.
-    """
+    """Note in the description of held-out data if they are the training data (data() ignores its split)."""
     loaders = train._source, valid._source
     if all(isinstance(x, Loader) for x in loaders) and same_samples.alike(*loaders):
         valid.description += " (the training data: data('valid') gives what data('train') gives)"
@@ -147,14 +143,14 @@ def tell_the_same(train: Batches, valid: Batches) -> None:
 def _batches(
     source: Any, make: Callable[[], Any], engine: Any, file: Any, split: str, seed: int, *, apart: bool
 ) -> Batches:
-    """split: "": every sample once, in order."""
+    """Make Batches of what data() returned. split "": every sample once, in order."""
     train, whole = split == "train", not split
     _check_kind(source)
     if apart:
         return _part_of_a_stream(source, make, engine, seed)
     name = split if train else None
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
-        # what is held out counts whole: a smaller last batch too, where the program can be compiled for it
+        # held-out data includes a smaller last batch, if the program can be compiled for it
         dropped = train or (not whole and engine.program.resize is None)
         loader = engine.loader(source, shuffle=train, seed=seed, collate_fn=file.collate, name=name, drop_last=dropped)
         return Batches(loader, make, seed, local=True, resumes=True, description=_samples(loader))
@@ -178,7 +174,7 @@ def _part_of_a_stream(source: Any, make: Callable[[], Any], engine: Any, seed: i
 
 
 def example(file: Any, seed: int, often: str = ", again and again") -> Batches:
-    """The example batch, again and again: what trains a model file that has no data(). often: for the description."""
+    """Return the example batch, repeated, for a model file without data(). often: for the description."""
     once = [file.batch]
     description = f"the one example batch of batch(){often} (the model file has no data())"
     if file.ref.startswith("hf:"):
@@ -187,7 +183,7 @@ def example(file: Any, seed: int, often: str = ", again and again") -> Batches:
 
 
 def _samples(loader: Loader) -> str:
-    """How many there are, and how many of them an epoch leaves out, because they fill no batch."""
+    """Describe the number of samples, and how many of them an epoch omits because they fill no batch."""
     size = loader.order.size or 0
     left = 0 if loader.order.rest else size % loader.batch_size
     return f"{size} samples" + (
@@ -196,7 +192,7 @@ def _samples(loader: Loader) -> str:
 
 
 def _of_generator(source: Any) -> int | None:
-    """The seed of a DataLoader's own generator, which is not taken over; None without one."""
+    """Return the seed of a DataLoader's custom generator, which shardc does not use; None without one."""
     if not isinstance(source, DataLoader) or _taken_over(source) is None:
         return None
     sampler = getattr(source.batch_sampler, "sampler", None)
@@ -205,7 +201,7 @@ def _of_generator(source: Any) -> int | None:
 
 
 def _in_order(source: Any, *, train: bool) -> bool:
-    """Is nothing drawn when it is read?"""
+    """Return whether reading the source draws no random numbers."""
     if isinstance(source, DataLoader):
         options = _taken_over(source)
         return options is not None and not options["shuffle"]
@@ -213,14 +209,15 @@ def _in_order(source: Any, *, train: bool) -> bool:
 
 
 def _taken_over(loader: DataLoader[Any]) -> dict[str, Any] | None:
-    """Options of engine.loader that read the same samples; None where nobody but the loader itself knows which: its
-    own `__iter__`, samplers of other classes than torch's plain ones (a subclass may draw anything), or of a part of
-    the dataset.
+    """Return options of engine.loader that read a DataLoader's samples; None if it cannot know them.
+
+    That is the case for a custom `__iter__`, for samplers other than torch's plain ones (a subclass may draw anything),
+    and for samplers of a part of the dataset.
     """
     batches, dataset = loader.batch_sampler, loader.dataset
     if type(loader).__iter__ is not DataLoader.__iter__ or type(batches) is not BatchSampler:
         return None
-    sampler = batches.sampler  # with `batch_sampler=` the loader's own one reads nothing
+    sampler = batches.sampler  # with `batch_sampler=` the DataLoader's `sampler` is unused
     plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
     if isinstance(dataset, IterableDataset) or not plain or len(sampler) != len(dataset):  # type: ignore[arg-type]
         return None

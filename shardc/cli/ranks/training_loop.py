@@ -1,4 +1,4 @@
-"""The loop of `shardc run` in one process: batches, steps, lines, saves, evaluation, and what to do when one fails."""
+"""Run the loop of `shardc run` in one process: batches, steps, lines, saves, evaluation, failures."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from shardc.cli.ranks.step_metrics import Meter
     from shardc.cli.ranks.training_data import Batches
 
-SAY_AFTER = 10.0  # seconds of an evaluation between two words on it
-ASK_EVERY = 16  # held-out batches between two meetings on whether to stop
-FIRST_WORD = 3.0  # seconds in which a rank whose data() failed speaks before the others do
+SAY_AFTER = 10.0  # seconds between two reports on an evaluation
+ASK_EVERY = 16  # held-out batches between two agreements on whether to stop
+FIRST_WORD = 3.0  # seconds in which a rank whose data() failed prints before the others do
 
 
 class Interrupted(Exception):
-    """The run was told to stop by a signal, and has saved what there is."""
+    """A signal stopped the run, after its state was saved."""
 
     def __init__(self, number: int, what: str) -> None:
         super().__init__(what)
@@ -47,7 +47,7 @@ class Interrupted(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """A step whose numbers may still be on their way on the device. seconds: that the host was in it."""
+    """A step whose numbers may still be on the device. seconds: time that the host spent in the step."""
 
     step: int
     loss: Tensor
@@ -60,7 +60,7 @@ class Unread:
 
 @dataclasses.dataclass
 class Training:
-    """The steps of a run, and what happens between them."""
+    """The steps of a run, and the work between them."""
 
     settings: Run
     engine: Any
@@ -71,10 +71,10 @@ class Training:
     saved: int | None = None  # the last step that was saved, or is being saved
     writing: int | None = None  # the step that is being saved in the background
     waited: float = 0.0  # seconds for the batch of this step
-    wrote: bool = False  # a checkpoint into --save
-    empty: bool = False  # there was no held-out batch, and that was told
-    asked: bool = False  # for a checkpoint after this step, by SIGUSR1
-    losses: list[float] = dataclasses.field(default_factory=list)  # of the steps that were read
+    wrote: bool = False  # whether a checkpoint was written into --save
+    empty: bool = False  # there was no held-out batch, and that was reported
+    asked: bool = False  # SIGUSR1 requested a checkpoint after this step
+    losses: list[float] = dataclasses.field(default_factory=list)  # of the steps whose numbers were read
     unread: list[Unread] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
@@ -84,11 +84,11 @@ class Training:
         return Meter(self.engine.program, self.engine.mesh, self.engine.matrix_bytes)
 
     def run(self) -> list[float]:
-        """Train up to the last step. Returns the losses. Raises Interrupted, or what the user's code raised."""
+        """Train up to the last step; return the losses. Raises Interrupted, or an error of the user's code."""
         try:
             self._steps()
         except BaseException:
-            with suppress(Exception):  # of a device that failed, perhaps
+            with suppress(Exception):  # the device may have failed
                 self._read()
             raise
         return self.losses
@@ -97,7 +97,7 @@ class Training:
         stream = iter(self.train)
         self.engine.mesh.waits.on = bool(self.settings.log)
         for _ in range(0 if self.train.resumes else self.engine.step_count):
-            next(stream)  # seen before the checkpoint that was resumed; a loader knows by itself where it stands
+            next(stream)  # skip batches from before the checkpoint; a loader restores its position
         while self.engine.step_count < self.settings.steps:
             batch = self._next(stream)
             start, lr = time.perf_counter(), self.engine.lr
@@ -117,15 +117,13 @@ class Training:
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        """The first step's products are counted; traces, snapshots and times of ops are recorded of steps that are to
-        have them.
-        """
+        """Count the products of the first step; record traces, snapshots and op times of the chosen steps."""
         from shardc.cli.ranks.step_metrics import ModelFlops, timed_ops
 
         step, mesh = self.engine.step_count + 1, self.engine.mesh
         with ExitStack() as stack:
             counted = stack.enter_context(ModelFlops(mesh.step)) if not self.meter.flops else None
-            # of one rank a stage: the others do the same
+            # only on one rank of each stage: the others do the same
             others = (c for axis, c in mesh.layout.coords(mesh.rank).items() if axis != self.engine.program.axis)
             first, name = not any(others), f"step{step}-rank{mesh.rank}"
             if first and step in self.settings.trace:
@@ -139,7 +137,7 @@ class Training:
             self.meter.flops = counted.flops
 
     def _step(self, batch: Any) -> Any:
-        """One step. A save in the background that failed is told, and training goes on: the next one may succeed."""
+        """Run one step. If a save in the background failed, report it and go on: the next may succeed."""
         from shardc.runtime.stage.not_finite import NotFiniteError
         from shardc.runtime.state import SavingError
 
@@ -159,8 +157,9 @@ class Training:
 
     @contextmanager
     def _save_on_failure(self, doing: str) -> Iterator[None]:
-        """What all ranks do together: where it fails, the state is saved as far as all ranks still have that of one
-        step, and the first failure is raised.
+        """Run work of all ranks together; if it fails, save the state and raise the first failure.
+
+        The state is saved only if all ranks still have the state of the same step.
         """
         from shardc.runtime.mesh.failed_rank import RankFailedError
         from shardc.runtime.mesh.replicas import ReplicasDifferError
@@ -171,14 +170,14 @@ class Training:
             with self.engine.mesh.together(doing):
                 yield
         except (NotFiniteError, ReplicasDifferError, SavingError):
-            raise  # on all ranks alike; and where replicas differ the last checkpoint is better than the state
+            raise  # same error on all ranks; if replicas differ, the last checkpoint is better than the state
         except Exception as e:
             failed = e.what if isinstance(e, RankFailedError) else f"{doing} failed"
             print(f"{failed}: {self._save_after_failure()}", file=sys.stderr, flush=True)
             raise
 
     def _save_after_failure(self) -> str:
-        """Save after an error in a step, if no rank has updated anything in it, and say so."""
+        """Save after an error in a step, if no rank has updated anything in it; return what was done."""
         engine = self.engine
         if not self.settings.save:
             return self._save_and_describe()
@@ -187,18 +186,18 @@ class Training:
             n, world = engine.step_count, engine.mesh.layout.world
             whole, total, squares = engine.mesh.sum_on_host([int(engine.whole), n, n * n])
             if whole < world or world * squares != total * total:
-                self._finish_save()  # of a step before
+                self._finish_save()  # the save of an earlier step
                 return f"some ranks had updated already, so nothing was saved; {self._last()}"
             return f"after step {n}: {self._save_and_describe()}"
-        except Exception as e:  # another process is gone, or the disk: what failed first matters more
+        except Exception as e:  # a process is gone, or the disk failed: the first failure matters more
             why = e.what if isinstance(e, ShardcError) else f"{type(e).__name__}: {e}"
             return f"what there was could not be saved ({why}); {self._last()}"
 
     def _last(self) -> str:
-        """Where the last checkpoint is."""
-        there = generations(Path(self.settings.save) / "checkpoint")
+        """Return a phrase that says where the last checkpoint is."""
+        saves = generations(Path(self.settings.save) / "checkpoint")
         return (
-            f"the last checkpoint is in {self.settings.save}" if there else "there is no checkpoint (see --save-every)"
+            f"the last checkpoint is in {self.settings.save}" if saves else "there is no checkpoint (see --save-every)"
         )
 
     def _tell_saved(self) -> None:
@@ -211,7 +210,7 @@ class Training:
 
         try:
             with self._save_on_failure(f"saving step {self.engine.step_count}"):
-                self.engine.finish_save()  # the one before it
+                self.engine.finish_save()  # the previous one
                 self._tell_saved()
                 self._write(wait=False)
             self.saved = self.writing = self.engine.step_count
@@ -224,12 +223,12 @@ class Training:
             print_line(f"{error.what}; training goes on")
 
     def _next(self, stream: Iterator[Any]) -> Any:
-        """The next batch. All ranks agree whether to go on: if one stopped alone, the others would wait for it."""
+        """Return the next batch. All ranks decide together to go on: the others would wait for one that stops."""
         batch, problem = None, None
         began = time.perf_counter()
         try:
             batch = next(stream)
-        except (Exception, SystemExit) as e:  # whatever the user's data() raises; it is raised again when all is saved
+        except (Exception, SystemExit) as e:  # any error of the user's data(); raised again after the save
             problem = e
         let_workers_end()
         self.waited = time.perf_counter() - began
@@ -241,7 +240,7 @@ class Training:
             *failed, signalled, save = self.engine.mesh.sum_on_host([*states, *signals])
         self.asked, self.signals.save = bool(save), False
         if signalled or any(failed):
-            self._read()  # before a rank ends, and the launcher all others
+            self._read()  # before a rank ends, and the launcher ends all others
         if signalled:
             number = self.signals.seen or signal.SIGTERM
             after = f"stopped by {signal.Signals(number).name} after step {self.engine.step_count}"
@@ -249,9 +248,9 @@ class Training:
         if any(failed):
             saved = self._save_and_describe()
             if problem is not None:
-                here = self.engine.mesh.layout.named(rank)
-                said = f"{here} failed in data(), after step {self.engine.step_count}: {saved}"
-                print(said, file=sys.stderr, flush=True)
+                place = self.engine.mesh.layout.named(rank)
+                message = f"{place} failed in data(), after step {self.engine.step_count}: {saved}"
+                print(message, file=sys.stderr, flush=True)
                 raise problem
             time.sleep(FIRST_WORD)
             ranks = self.engine.mesh.layout.named(*(r for r, n in enumerate(failed) if n))
@@ -260,19 +259,20 @@ class Training:
         return batch
 
     def _read(self, *, evaluated: bool = False) -> None:
-        """Read the numbers of the steps since the last time, and write their lines. The last of them has what holds
-        now, and, `evaluated`, the held-out loss: that is a collective.
+        """Read the numbers of the steps since the last time, and write their lines.
+
+        The last line has the current numbers. With `evaluated` it also has the held-out loss: a collective.
         """
         steps, self.unread = self.unread, []
         if not steps:
             return
         begin = time.perf_counter()
         numbers = [float(x.loss) for x in steps]
-        each = (sum(x.seconds for x in steps) + time.perf_counter() - begin) / len(steps)
+        mean = (sum(x.seconds for x in steps) + time.perf_counter() - begin) / len(steps)
         self.losses += numbers
         waited = {axes: round(s / len(steps), 6) for axes, s in self.engine.mesh.waits.take().items()}
-        *earlier, last = (self._line(x, loss, each, waited) for x, loss in zip(steps, numbers, strict=True))
-        if any(x.step in self.settings.breakdown for x in steps):  # slower by that
+        *earlier, last = (self._line(x, loss, mean, waited) for x, loss in zip(steps, numbers, strict=True))
+        if any(x.step in self.settings.breakdown for x in steps):  # op times slow the step down
             for line in (*earlier, last):
                 line["breakdown"] = True
         for line in earlier:
@@ -302,13 +302,13 @@ class Training:
         }
         if self.engine.mesh.device.type == "cuda":
             line["reserved_mb"] = round(torch.cuda.max_memory_reserved(self.engine.mesh.device) / 2**20, 1)
-        # the single numbers that the loss function names beside the loss
+        # the scalars that the loss function returns beside the loss
         if beside := {name: x.item() for name, x in step.beside.items() if x.numel() == 1}:
             line["outputs"] = beside
         return line
 
     def held_out(self) -> dict[str, float]:
-        """{"loss": ..., name: ...} over all held-out batches, as Engine.evaluate_all adds them up; {} without any."""
+        """Return {"loss": ..., name: ...} over all held-out batches (Engine.evaluate_all); {} without any."""
         if self.valid is None:
             if self.settings.eval_every and not self.empty and self.engine.mesh.rank == 0:
                 print_line("note: there is no data('valid') in the model file: no held-out loss (--eval-every)")
@@ -317,7 +317,7 @@ class Training:
         with self._save_on_failure(f"the evaluation after step {self.engine.step_count}"):
             batches = self._until_stopped(islice(self.valid.one_epoch(), self.settings.eval_batches or None))
             values: dict[str, float] = {}
-            with suppress(NoBatchesError):  # told below
+            with suppress(NoBatchesError):  # reported below
                 values = self.engine.evaluate_all(batches, local=self.valid.local)
         if not values and not self.signals.seen and self.engine.mesh.rank == 0 and not self.empty:
             self.empty = True
@@ -327,15 +327,16 @@ class Training:
         return values
 
     def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Held-out batches, until there are no more, or all ranks agree that one was told to stop by a signal. An
-        evaluation that takes long says so: data without end would be read for ever.
+        """Yield held-out batches until they end, or all ranks agree that a signal stopped one of them.
+
+        A long evaluation reports its progress: data without end would be read forever.
         """
-        began = said = time.perf_counter()
+        began = last_told = time.perf_counter()
         for number, batch in enumerate(self._alike(batches)):
             if number and number % ASK_EVERY == 0 and any(self.engine.mesh.sum_on_host([self.signals.seen])):
                 return
-            if (now := time.perf_counter()) - said > SAY_AFTER:
-                said = now
+            if (now := time.perf_counter()) - last_told > SAY_AFTER:
+                last_told = now
                 self.lines.say(
                     f"held-out data: {number} batches in {now - began:.0f} s, and it has not ended (--eval-batches N"
                     " reads the first N)"
@@ -343,8 +344,9 @@ class Training:
             yield batch
 
     def _alike(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Held-out batches; where each rank reads its own part, all ranks agree before each one that all have it. A
-        rank that ended alone would leave the others in the collectives of a batch that it does not have.
+        """Yield held-out batches. If each rank reads its own part, all ranks check first that all have one.
+
+        A rank that ends alone would leave the others in the collectives of a batch that it does not have.
         """
         from shardc.runtime.mesh.agreement import DisagreementError
 
@@ -368,20 +370,20 @@ class Training:
             yield batch
 
     def save(self) -> None:
-        """Save now, unless this step is saved already, and wait until all is on the disk."""
+        """Save now, unless this step is saved already, and wait until all data is on disk."""
         self._finish_save()
         if self.saved != self.engine.step_count:
             self._write(wait=True)
             self.saved = self.engine.step_count
 
     def _write(self, *, wait: bool) -> None:
-        """What an earlier run left there may be replaced: `shardc run` has asked, before its first step."""
+        """Write a checkpoint. The first one may replace an earlier run's: `shardc run` has checked that."""
         folder, first = checkpoints(Path(self.settings.save), new=True), not self.wrote
         self.engine.save(folder, wait=wait, keep=self.settings.keep, overwrite=first)
         self.wrote = True
 
     def _finish_save(self) -> None:
-        """Wait until the save in the background is on the disk, and say so, or why it is not."""
+        """Wait until the save in the background is on disk, and report it, or why it failed."""
         from shardc.runtime.state import SavingError
 
         try:
@@ -391,18 +393,18 @@ class Training:
         self._tell_saved()
 
     def export(self) -> None:
-        """`shardc run` has asked about weights of somebody else, too, before its first step."""
+        """Export the weights to --save. `shardc run` has checked that they replace nobody's."""
         self.engine.export(self.settings.save, overwrite=True)
 
     def _save_and_describe(self) -> str:
-        """Save, if the user named a folder, and say so."""
+        """Save if the user named a folder; return a phrase that says so."""
         if not self.settings.save:
             return "nothing was saved (no --save)"
         self.save()
         return f"saved to {self.settings.save}; go on with --resume {self.settings.save}"
 
     def _save_state_beside(self, name: str) -> str:
-        """Save in a folder of its own, so that no good checkpoint is replaced."""
+        """Save in a separate folder, so that no good checkpoint is replaced."""
         if not self.settings.save:
             return "nothing was saved (no --save)"
         folder = Path(self.settings.save) / name
@@ -423,9 +425,10 @@ def traced(file: Path, device: torch.device) -> Iterator[None]:
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP (the terminal was closed) are noted, and heeded between two steps: the ranks then save
-    together. seen: the number. SIGUSR1 asks for a checkpoint, and the run goes on: Slurm sends it some time before it
-    ends a job. save: it came.
+    """Records signals, which the ranks handle together between two steps.
+
+    SIGINT, SIGTERM and SIGHUP (closed terminal) stop the run after a save. seen: the number. SIGUSR1 requests a
+    checkpoint without a stop (Slurm sends it before it ends a job). save: it came.
     """
 
     def __init__(self) -> None:
@@ -440,19 +443,19 @@ class Signals:
         self.save = True
 
     def _note(self, number: int, _: object) -> None:
-        if self.seen:  # the second one does not wait
+        if self.seen:  # the second signal does not wait for a save
             os._exit(128 + number)
         self.seen = number
 
 
 def checkpoints(folder: Path, *, new: bool = False) -> Path:
-    """Where the checkpoints of --save, or --resume, are: there also a folder of checkpoints, or one of them."""
+    """Return the folder of checkpoints in --save or --resume; `folder` itself may be one, or a checkpoint."""
     inside = folder / "checkpoint"
     return inside if new or inside.is_dir() else folder
 
 
 def peak_memory(device: torch.device) -> float:
-    """Peak bytes: of the device's allocator, or of the process on the CPU."""
+    """Return peak bytes: of the device's allocator, or of the process on the CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""A traceback of the user's own code alone."""
+"""Reduce a traceback to the frames of the user's code."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from shardc.ir.source import is_users
 
-#: A frame in the text of a traceback: torch's DataLoader makes that of a worker process the message of a new exception.
+#: A frame in a traceback's text. torch's DataLoader puts a worker's traceback into the message of a new exception.
 _FRAME = re.compile(r'^  File "([^"\n]+)", line (\d+), in .*\n(?:    .*\n)*', re.MULTILINE)
 _OF_WORKER = re.compile(r"^Caught \w+ (in \w+ worker process \d+)\.\nOriginal Traceback \(most recent call last\):\n")
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Those of the user's code, outermost first; those in a worker process that it comes from are the last."""
+    """Return the frames of the user's code, outermost first; those of its worker process are the last."""
     frames = list(traceback.extract_tb(error.__traceback__))
     frames += [
         traceback.FrameSummary(file, line, name, line=code)
@@ -25,25 +25,25 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _in_message(error: BaseException) -> list[tuple[str, int]]:
-    """Of a message that is the traceback of a worker process: (file, line) of the user's frames."""
+    """Return (file, line) of the user's frames in a message that is the traceback of a worker process."""
     text = _message(error)
-    found = _FRAME.findall(text) if _OF_WORKER.match(text) else []
-    return [(file, int(line)) for file, line in found if is_users(file)]
+    frames = _FRAME.findall(text) if _OF_WORKER.match(text) else []
+    return [(file, int(line)) for file, line in frames if is_users(file)]
 
 
 def _message(error: BaseException) -> str:
-    """A KeyError shows a text in quotes, with its line ends spelled out."""
+    """Return the message of an exception. str() of a KeyError has quotes and escaped line ends."""
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 
 
 def place(error: BaseException) -> str:
-    """The innermost line of the user's code on the way to an exception, as "model.py:24"; "" if there is none."""
+    """Return the innermost line of the user's code in an exception, as "model.py:24"; "" if none."""
     frames = [(f.filename, f.lineno) for f in _frames(error)] + _in_message(error)
     return f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else ""
 
 
 def said(error: BaseException) -> str:
-    """An exception in one line: type, message and notes, of the worker process's where it came from one."""
+    """Return an exception in one line: type, message and notes; those of the worker process if it has one."""
     text = f"{type(error).__name__}: {error}"
     if of_worker := _OF_WORKER.match(message := _message(error)):
         text = f"{message.strip().splitlines()[-1]} ({of_worker[1]})"
@@ -55,7 +55,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def users_traceback(error: BaseException) -> str:
-    """What Python prints of an exception, with the frames of the user's code only; all frames where there is none."""
+    """Format an exception with the frames of the user's code only, or all frames if there are none."""
     frames, inner = _frames(error), _in_message(error)
     if not frames and not inner:
         return "".join(traceback.format_exception(error)) + _notes_of_old_python(error)
@@ -66,11 +66,11 @@ def users_traceback(error: BaseException) -> str:
 
 
 def _notes_of_old_python(error: BaseException) -> str:
-    """Python prints them since 3.11."""
+    """Return the notes as lines on Python 3.10, which does not print them; "" on later versions."""
     return "" if sys.version_info >= (3, 11) else "".join(f"{note}\n" for note in _notes(error))
 
 
 def print_error(error: BaseException, *, debug: bool) -> None:
-    """On stderr."""
+    """Print an exception on stderr: the user's frames, or with `debug` the whole traceback."""
     text = "".join(traceback.format_exception(error)) if debug else users_traceback(error)
     print(text, end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What every process of `shardc run` does: load the program, make its part of the weights, train, save, evaluate.
+"""Do the work of each process of `shardc run`: load, make its weights, train, save, evaluate.
 
 Started by shardc.runtime.launch, torchrun or Slurm as `python -m shardc.cli.ranks.worker JOB.json`.
 """
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train. Returns the summary: steps, losses, held-out loss, seconds. Collective over the world.
+    """Train; return a summary with steps, losses, held-out loss, seconds. Collective over the world.
 
-    Nothing that was trained is lost: a signal, an error in data() and a loss that is not finite all end in a
-    checkpoint, after the last whole step, before they are reported.
+    No training is lost: after a signal, an error in data() or a loss that is not finite, the state of the last complete
+    step is saved before the failure is reported.
     """
     from shardc.cli.ranks.step_lines import StepLines, header
     from shardc.runtime.checks.engine_options import check_trains
@@ -132,7 +132,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches | None]:
-    """What is trained on, and what is held out. A run that goes on has its checkpoint's seed."""
+    """Return the training data and the held-out data. A resumed run uses the seed of its checkpoint."""
     from shardc.cli.ranks import training_data
 
     seed = engine.rng.seed
@@ -149,9 +149,7 @@ def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches |
 
 
 def main(file: str) -> None:
-    """Run a job, and leave at once if it fails: a rank that waits in a destructor for its
-    peers would hide the cause.
-    """
+    """Run a job; if it fails, exit at once, as a rank that waits for its peers would hide the cause."""
     from shardc.runtime.first_failed import GAVE_UP
     from shardc.runtime.mesh import own_cores
     from shardc.runtime.mesh.failed_rank import RankFailedError
@@ -161,7 +159,7 @@ def main(file: str) -> None:
     job = Job(**json.loads(Path(file).read_text()))
     if not job.joined and not torch.cuda.is_available():
         own_cores.use(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    # where DataLoaders make their files: in the folder of the run, which goes with it, also if this process is killed
+    # DataLoaders make their files in the folder of the run, which is removed with it, also if this process is killed
     multiprocessing.current_process()._config["tempdir"] = job.folder  # type: ignore[attr-defined]
     try:
         work = forward_jobs.score if job.split else forward_jobs.generate if job.prompts else run
@@ -169,7 +167,7 @@ def main(file: str) -> None:
     except ShardcError as e:
         if isinstance(e, RankFailedError):
             time.sleep(FIRST_WORD)
-        # 2: the input was wrong. A machine that failed is another matter: that run may go on
+        # 2: the input was wrong. After another rank's failure, or a wrong replica, a restart may succeed
         _refuse(job, e, GAVE_UP if isinstance(e, RankFailedError) else 1 if isinstance(e, ReplicasDifferError) else 2)
     except Interrupted as e:
         print(e, file=sys.stderr, flush=True)
@@ -191,7 +189,7 @@ def main(file: str) -> None:
 
 
 def _refuse(job: Job, error: ShardcError, status: int = 2) -> NoReturn:
-    """Say what is wrong, unless another rank says the same, and end."""
+    """Print an error, unless another rank prints the same one, and end the process."""
     if isinstance(error, OutOfMemoryError):
         error = ShardcError(f"{error.what}; {_expected(job)}", where=error.where, fix=error.fix)
     with _last_words(job):
@@ -202,8 +200,9 @@ def _refuse(job: Job, error: ShardcError, status: int = 2) -> NoReturn:
 
 @contextmanager
 def _last_words(job: Job) -> Iterator[None]:
-    """Write what ends this rank to the launcher, which shows that of the rank that failed first; under torchrun or
-    Slurm to stderr.
+    """Redirect stderr to the launcher's file for this rank; under torchrun or Slurm, keep stderr.
+
+    The launcher shows the file of the rank that failed first.
     """
     if not job.progress:
         yield
@@ -214,21 +213,21 @@ def _last_words(job: Job) -> Iterator[None]:
 
 
 def _quit(job: Job, status: int) -> NoReturn:
-    """End at once. A rank of torchrun or Slurm has its run's folder for itself."""
+    """End the process at once. A rank of torchrun or Slurm removes its own run folder first."""
     if job.joined:
         shutil.rmtree(job.folder, ignore_errors=True)
     os._exit(status)
 
 
 def _expected(job: Job) -> str:
-    """What a step needs by calculation, where memory did not suffice."""
+    """Return how many bytes a step needs by calculation, for the error of a rank that is out of memory."""
     from shardc.api import load
     from shardc.cost.measured.device_file import measured_file
     from shardc.ir.units import size
     from shardc.report.cost import peak_place
 
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    known = here if measured_file(here).is_file() else None
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    known = kind if measured_file(kind).is_file() else None
     try:
         cost = load(job.program, trust=job.trust, as_compiled=True).cost(known)
     except ShardcError as e:
@@ -238,8 +237,9 @@ def _expected(job: Job) -> str:
 
 
 def _report_errors(job: Job, errors: list[dict[str, str]]) -> None:
-    """For --json: to the launcher, which prints those of the rank that failed first; under torchrun or Slurm, the first
-    rank prints its own.
+    """Report errors for --json: to the launcher, which prints those of the rank that failed first.
+
+    Under torchrun or Slurm, the first rank prints its own errors.
     """
     rank = os.environ.get("RANK", "0")
     if job.progress:
@@ -249,10 +249,10 @@ def _report_errors(job: Job, errors: list[dict[str, str]]) -> None:
 
 
 def leave(status: int = 0) -> NoReturn:
-    """End a process of a world that has done its work, without taking the interpreter down first.
+    """End a process of a world that has done its work, without the shutdown of the interpreter.
 
-    gloo's threads may still hold a tensor then, and letting go of it without an interpreter aborts the process
-    (https://github.com/pytorch/pytorch/pull/179291). What was registered with atexit runs.
+    gloo's threads may still hold a tensor then, and releasing it without an interpreter aborts the process
+    (https://github.com/pytorch/pytorch/pull/179291). Functions registered with atexit run.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""What is measured of a device and of a run.
+"""Measure devices, and read what runs have measured.
 
-device_file   the file that says what a device does: of shardc's own, or measured
-measure       measures the device at hand: ops, collectives, least squares
+device_file   finds and reads the description of a device: one of shardc's, or a measured one
+measure       measures this machine: ops, collectives, least squares
 op_times      the seconds of each op of a step that a run has timed
-run_log       what a run has written, laid over what was predicted
+run_log       reads the log of a run, for a comparison with the prediction
 """

@@ -1,9 +1,9 @@
-"""The description of a device, by name or from a YAML file.
+"""Find the description of a device, by name or from a YAML file.
 
 device("h100-80g")    of this package: shardc/machine/devices
 device("mine.yaml")   a file
 device("cpu")         as measured by `shardc device --measure`; also "cuda"
-of_spec(spec)         what a spec's `device:` names
+of_spec(spec)         the device of a spec's `device:`
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from shardc.ir.patterns import nearest
 from shardc.machine.device import Device, Link, OpRates, Outside, Products, Reaches
 from shardc.spec import Spec
 
-#: The devices of this machine, whose files are made by measuring.
+#: The devices of this machine, whose files `shardc device --measure` writes.
 MEASURED = ("cpu", "cuda")
-#: What a program is priced on where nobody names a device.
+#: The device that a program is priced on if none is named.
 USUAL = "h100-80g"
 
 
 def names() -> list[str]:
-    """The devices of this package."""
+    """Return the names of the devices of this package."""
     return sorted(
         p.name.removesuffix(".yaml")
         for p in resources.files("shardc.machine").joinpath("devices").iterdir()
@@ -38,17 +38,17 @@ def names() -> list[str]:
 
 
 def known_devices() -> list[Device]:
-    """The devices of this package, and those of this machine that have been measured."""
+    """Return the devices of this package, and those of this machine that have been measured."""
     return [device(n) for n in (*names(), *(n for n in MEASURED if measured_file(n).is_file()))]
 
 
 def measured_file(name: str) -> Path:
-    """The file in which `shardc device --measure` keeps the numbers of this machine's "cpu" or "cuda"."""
+    """Return the file in which `shardc device --measure` stores this machine's "cpu" or "cuda"."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardc" / "devices" / f"{name}.yaml"
 
 
 def device(name: str | Path | Device) -> Device:
-    """A device by name (`names()`, or "cpu" or "cuda" once they are measured), or from a file.
+    """Return a device by name (`names()`, or "cpu" or "cuda" once they are measured), or from a file.
 
     Raises ShardcError for an unknown name, for a device that has not been measured, and for a file that is not valid.
     """
@@ -66,62 +66,63 @@ def device(name: str | Path | Device) -> Device:
         return Device.model_validate(value)
     except ValidationError as e:
         errors = Errors()
-        for each in e.errors():
-            key = ".".join(map(str, each["loc"]))
-            close = nearest(str(each["loc"][-1]), _keys(each["loc"])) if each["type"] == "extra_forbidden" else ""
+        for detail in e.errors():
+            key = ".".join(map(str, detail["loc"]))
+            close = nearest(str(detail["loc"][-1]), _keys(detail["loc"])) if detail["type"] == "extra_forbidden" else ""
             fix = f"did you mean {close!r}? {example}" if close else example
-            errors.add(f"{key}: {each['msg'][0].lower()}{each['msg'][1:]}", where=where, fix=fix)
+            errors.add(f"{key}: {detail['msg'][0].lower()}{detail['msg'][1:]}", where=where, fix=fix)
         errors.raise_any()
         raise AssertionError from e
 
 
 def of_spec(spec: Spec | None) -> Device:
-    """The device that a spec's `device:` names, with as many nodes; without one `USUAL`. A file is looked for where the
-    command runs, then beside the spec. Raises ShardcError as `device` does, at the spec's line; and where its nodes
-    have no room for the mesh.
+    """Return the device of a spec's `device:`, with its number of nodes; without one `USUAL`.
+
+    A file is searched in the current folder, then beside the spec. Raises ShardcError as `device` does, at the spec's
+    line; and if the mesh has more ranks than the nodes have devices.
     """
     if spec is None or spec.device is None:
         return device(USUAL)
     named, where = Path(spec.device.name), spec.where(("device",))
     beside = Path(spec.file).parent / named
     try:
-        found = device(beside if beside.is_file() and not named.exists() else spec.device.name)
+        result = device(beside if beside.is_file() and not named.exists() else spec.device.name)
     except ShardcError as e:
         errors = Errors()
-        for each in e.errors:
-            errors.add(each.what, where=where if each.where == "device" else each.where, fix=each.fix)
+        for error in e.errors:
+            errors.add(error.what, where=where if error.where == "device" else error.where, fix=error.fix)
         errors.raise_any()
         raise
-    found = found.model_copy(update={"nodes": spec.device.nodes or found.nodes})
-    found.check_room(spec.mesh.world, where)
-    return found
+    result = result.model_copy(update={"nodes": spec.device.nodes or result.nodes})
+    result.check_room(spec.mesh.world, where)
+    return result
 
 
 def chosen(named: str | Path | Device | None, spec: Spec | None) -> Device:
-    """The device of a question on a spec: what a command names, else the spec's. Raises ShardcError as `of_spec`."""
+    """Return the device that a command names, else the spec's. Raises ShardcError as `of_spec`."""
     if named is None:
         return of_spec(spec)
-    found = device(named)
+    result = device(named)
     if spec is not None:
-        found.check_room(spec.mesh.world)
-    return found
+        result.check_room(spec.mesh.world)
+    return result
 
 
 def _keys(place: tuple[int | str, ...]) -> list[str]:
-    """The keys that the part of a device file has in which this one is."""
+    """Return the valid keys in the part of a device file that has this key."""
     sections: dict[str, type[BaseModel]] = {"within": Link, "between": Link, "beyond": Link, "ops": OpRates}
     sections |= {"reaches": Reaches, "products": Products, "outside": Outside}
     return list(sections.get(str(place[0]), Device).model_fields if len(place) > 1 else Device.model_fields)
 
 
 def _did_you_mean(name: str) -> str:
-    """A name that goes on as this one does ("h100"), or else the nearest."""
+    """Suggest a name that starts with this one ("h100"), or else the nearest."""
     close = next((n for n in names() if n.startswith(name.lower())), "") or nearest(name, names())
     return f"did you mean {close!r}? " if close else ""
 
 
 def _text(name: str | Path) -> tuple[str, str]:
-    """(the YAML text of a device, the file's name for errors)."""
+    """Return (the YAML text of a device, the file's name for errors)."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():

@@ -1,17 +1,17 @@
-"""Measure this machine: what `shardc device --measure` writes.
+"""Measure this machine for `shardc device --measure`.
 
-A device is one process: on a CPU with the threads and the cores that `shardc run` gives it, or with one GPU.
+A device is one process: on a CPU with the threads and the cores that `shardc run` uses, or with one GPU.
 
     ops           products, copies and small pieces of models, forward and backward, in several sizes; each op is timed
                   (shardc.cost.measured.op_times), and the median of its rounds counts
-    collectives   of two processes, by kind and size, one after the other; the quickest of several rounds counts
-    rates         least squares: a copy takes launch + bytes / bandwidth, a product flops / rate of its dtype besides; a
+    collectives   of two processes, by kind and size, one after the other; the fastest of several rounds counts
+    rates         least squares: a copy takes launch + bytes / bandwidth, a product also flops / rate of its dtype; a
                   collective takes latency and bytes / bandwidth as shardc.machine.collectives counts them
-    single ops    whose median is more than `OWN` off these rates get their own
-    host          what a small op takes beside its own time
-    computing     what is computed beside collectives: gloo's threads and NCCL's kernels take their part
+    single ops    ops whose median is more than `OWN` off these rates get their own
+    host          the time of a small op beside its own work
+    computing     the rate of ops beside collectives: gloo's threads and NCCL's kernels take their part
 
-Other work on the machine counts.
+Other work on the machine distorts the results.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from shardc.runtime.mesh import TorchMesh, own_cores
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.mesh.base import Work
 
-#: Rounds in which all ops, and all collectives, take turns; calls of a small collective.
+#: Rounds of all ops, and of all collectives; calls of a small collective.
 OP_ROUNDS, ROUNDS, CALLS = 5, 5, 30
 #: (tokens, hidden size) of the pieces.
 SIZES = {
     "cpu": ((16, 32), (64, 64), (128, 96), (256, 128), (256, 384), (512, 256), (1024, 512)),
     "cuda": ((256, 256), (1024, 1024), (2048, 2048), (4096, 4096), (8192, 3072), (16384, 2048)),
 }
-#: Kinds of collectives, and bytes of the tensors that they are measured with.
+#: Kinds of collectives, and bytes of the tensors for measuring them.
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MESSAGES = (2**8, 2**12, 2**15, 2**17, 2**20, 3 * 2**20, 2**23, 2**25)
-#: Beside products of matrices of this size: so many collectives, of so many bytes each.
+#: For `computing`: the size of the matrices of products; the number of collectives beside them, and bytes of each.
 PRODUCT, BUCKETS, BESIDE = {"cpu": 384, "cuda": 4096}, 6, 2**21
-#: Ops that compute next to nothing: they say what memory takes.
+#: Ops that compute almost nothing: their seconds show the memory's bandwidth.
 COPIES = ("add", "mul", "sub", "copy_", "clone", "_to_copy")
-#: An op gets rates of its own where its median is more than this off.
+#: An op gets its own rates if its median is more than this share off.
 OWN = 0.1
 VOCABULARY, HEAD, LENGTH, LAYERS = 1000, 32, 64, 8
 Kind = Literal["cpu", "cuda"]
@@ -81,8 +81,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one process found. host: seconds that a small op takes beside its own; computing: the share of its rate at
-    which a device computes beside collectives.
+    """The results of one process. host: seconds that a small op takes beside its own.
+
+    computing: the share of its rate at which a device computes beside collectives.
     """
 
     ops: Sequence[Sample] = ()
@@ -94,8 +95,9 @@ class Measured:
 def measure(
     kind: Kind | None = None, on: Callable[[str], None] = lambda subject: None, processes: int | None = None
 ) -> Device:
-    """Measure this machine. kind: default: a GPU where there is one. on: called with what is measured next. processes:
-    of a CPU, how many compute at once, each of which is a device (default: 2).
+    """Measure this machine. kind: default: a GPU if there is one. on: called with the next subject.
+
+    processes: of a CPU, how many compute at once, each of which is a device (default: 2).
     """
     device = torch.device(kind or ("cuda" if torch.cuda.is_available() else "cpu"))
     count = processes or 2
@@ -103,29 +105,29 @@ def measure(
     devices = torch.cuda.device_count() if device.type == "cuda" else max(_cores() // threads, 1)
     if device.type == "cpu":
         on(f"{count} processes at once")
-        found = _in_processes("gloo", threads, count)
+        measured = _in_processes("gloo", threads, count)
         how = f"gloo between {count} processes of this machine"
     else:
         on("ops")
-        found = Measured(*_ops(device, SIZES["cuda"], OP_ROUNDS))
+        measured = Measured(*_ops(device, SIZES["cuda"], OP_ROUNDS))
         on("links between processes")
         if devices > 1:
             between, how = _in_processes("nccl", 1, 2), "NCCL between two GPUs of this machine"
         else:
             between, how = Measured(links=_copies(device)), "there is only one GPU: copies from the host instead"
-        found = Measured(found.ops, found.host, between.links, between.computing)
-    rates = fit([x for x in found.ops if isinstance(x.of, Op)])
-    link = fit_link(found.links)
+        measured = Measured(measured.ops, measured.host, between.links, between.computing)
+    rates = fit([x for x in measured.ops if isinstance(x.of, Op)])
+    link = fit_link(measured.links)
     return Device(
         name=device.type,
         source=f"{_name(device, threads)}, measured {date.today()}, torch {torch.__version__}; link: {how}",
         kind="gpu" if device.type == "cuda" else "cpu",
         memory=_memory(device) / (1 if device.type == "cuda" else devices),
-        host=found.host,
+        host=measured.host,
         node=processes or devices,
         within=link,
         between=link,
-        reaches=Reaches(attention=rates.pop("attention"), computing=found.computing),
+        reaches=Reaches(attention=rates.pop("attention"), computing=measured.computing),
         **rates,
     )
 
@@ -134,9 +136,7 @@ def measure(
 
 
 def fit(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The numbers of a device that foretell these ops best: `flops` by dtype, `bandwidth`, `launch`, `ops`, and the
-    share of the flops that kernels of attention reach.
-    """
+    """Fit `flops` by dtype, `bandwidth`, `launch`, `ops` and attention's share of flops to measured ops."""
     ops = [(x.of, x.seconds) for x in samples if isinstance(x.of, Op)]
     dtypes = sorted({format_of(op.dtype) for op, _ in ops if op.flops and not op.attention})
     plain = [(op, seconds) for op, seconds in ops if not op.attention]
@@ -147,28 +147,29 @@ def fit(samples: Sequence[Sample]) -> dict[str, Any]:
         products = [(op, s) for op, s in plain if op.flops and format_of(op.dtype) == dtype]
         large = statistics.median(op.flops for op, _ in products)
         rest = [(op.flops, max(s - launch - op.traffic * traffic, 0.1 * s)) for op, s in products if op.flops >= large]
-        (each,) = _positive_least_squares([[x] for x, _ in rest], [s for _, s in rest])
-        flops[dtype] = 1 / each
+        (per_flop,) = _positive_least_squares([[x] for x, _ in rest], [s for _, s in rest])
+        flops[dtype] = 1 / per_flop
     rates: dict[str, Any] = {"flops": flops, "bandwidth": 1 / traffic, "launch": launch}
     device = Device(name="", memory=1, kind="cpu", within=_NO_LINK, between=_NO_LINK, **rates)
     shares = [op.computed() / device.flops_per_second(op.dtype) / s for op, s in ops if op.attention]
     by: defaultdict[str, list[float]] = defaultdict(list)
     for op, seconds in plain:
         by[op.name].append(seconds / device.op_seconds(op))
-    own: dict[str, OpRates] = {}
+    by_op: dict[str, OpRates] = {}
     for name, ratios in sorted(by.items()):
         if abs((ratio := statistics.median(ratios)) - 1) > OWN:
             some_flops = any(op.flops for op, _ in plain if op.name == name)
-            own[name] = OpRates(
+            by_op[name] = OpRates(
                 launch=launch * ratio, bandwidth=1 / traffic / ratio, flops=1 / ratio if some_flops else None
             )
     attention = min(statistics.median(shares), 1.0) if shares else None
-    return {**rates, "ops": own, "attention": attention}
+    return {**rates, "ops": by_op, "attention": attention}
 
 
 def fit_link(samples: Sequence[Sample]) -> Link:
-    """The link of a node by these collectives: what they take is a sum of its latency and of the bytes over its rate.
-    Each kind then gets its share of the rate that the quickest kind reaches.
+    """Fit a node's link to measured collectives: each takes its latency plus its bytes over its rate.
+
+    Each kind then gets its share of the rate that the fastest kind reaches.
     """
 
     def seconds(kind: str, nbytes: float, count: int, link: Link) -> float:
@@ -176,35 +177,33 @@ def fit_link(samples: Sequence[Sample]) -> Link:
         return collective_seconds(device, kind, nbytes, tuple(range(count)))
 
     unit_latency, unit_rate = Link(bandwidth=1e30, latency=1.0), Link(bandwidth=1.0, latency=0.0)
-    of = [(x.of[0], float(x.of[1]), x.count) for x in samples if not isinstance(x.of, Op)]
-    columns = [[seconds(*x, unit_latency), seconds(*x, unit_rate)] for x in of]
-    latency, each = _positive_least_squares(columns, [x.seconds for x in samples])
-    link = Link(bandwidth=1 / each, latency=latency)
+    messages = [(x.of[0], float(x.of[1]), x.count) for x in samples if not isinstance(x.of, Op)]
+    columns = [[seconds(*x, unit_latency), seconds(*x, unit_rate)] for x in messages]
+    latency, per_byte = _positive_least_squares(columns, [x.seconds for x in samples])
+    link = Link(bandwidth=1 / per_byte, latency=latency)
     by: defaultdict[str, list[float]] = defaultdict(list)
-    for x, sample in zip(of, samples, strict=True):
+    for x, sample in zip(messages, samples, strict=True):
         if x[1] >= 2**20:
             by[x[0]].append(seconds(*x, link) / sample.seconds)
-    reached = {kind: statistics.median(some) for kind, some in by.items()}
+    reached = {kind: statistics.median(factors) for kind, factors in by.items()}
     most = max(reached.values(), default=1.0)
     kinds = {kind: share / most for kind, share in sorted(reached.items()) if share < (1 - OWN) * most}
-    return link.model_copy(update={"bandwidth": most / each, "kinds": kinds})
+    return link.model_copy(update={"bandwidth": most / per_byte, "kinds": kinds})
 
 
 def _positive_least_squares(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Factors of the columns whose sums are the seconds, with the least relative errors; each above 0: a column that
-    would be subtracted gets next to nothing.
-    """
+    """Return factors of columns that add up to the seconds, with least relative errors, all above 0."""
     took = np.array(seconds)
     table = np.array(columns) / took[:, None]
     scale = np.maximum(np.abs(table).max(0), 1e-300)
     table, left = table / scale, list(range(table.shape[1]))
     factors = np.full(table.shape[1], 1e-9)
     while left:
-        found = np.linalg.lstsq(table[:, left], np.ones(len(took)), rcond=None)[0]
-        if (found > 0).all():
-            factors[left] = found
+        solution = np.linalg.lstsq(table[:, left], np.ones(len(took)), rcond=None)[0]
+        if (solution > 0).all():
+            factors[left] = solution
             break
-        left = [i for i, x in zip(left, found, strict=True) if x > 0]
+        left = [i for i, x in zip(left, solution, strict=True) if x > 0]
     return [float(x) for x in factors / scale]
 
 
@@ -212,8 +211,9 @@ def _positive_least_squares(columns: Sequence[Sequence[float]], seconds: Sequenc
 
 
 def _ops(device: torch.device, sizes: Sequence[tuple[int, int]], rounds: int) -> tuple[list[Sample], float]:
-    """The ops of all pieces, and `host`. All run in turn, again and again, so that an op finds its operands where it
-    finds them in a step: seldom in the nearest cache.
+    """Return samples of the ops of all pieces, and `host`.
+
+    All pieces run in turn, several times, so that operands are as in a step: seldom in the nearest cache.
     """
     if device.type == "cpu":
         keep_freed()  # as in a run
@@ -230,11 +230,11 @@ def _ops(device: torch.device, sizes: Sequence[tuple[int, int]], rounds: int) ->
                 piece()
         for x in times.measured(0).ops if turn else ():  # the first round allocates
             took[x.op._replace(of="", again=False)].append(x.seconds / x.count)
-    return [Sample(op, statistics.median(each)) for op, each in took.items() if min(each) > 0], _host(device, sizes[0])
+    return [Sample(op, statistics.median(runs)) for op, runs in took.items() if min(runs) > 0], _host(device, sizes[0])
 
 
 def _pieces(tokens: int, hidden: int, device: torch.device, dtype: torch.dtype) -> Iterator[Callable[[], None]]:
-    """Functions that each run one piece, forward and backward."""
+    """Yield functions that each run one piece, forward and backward."""
     random = partial(torch.randn, dtype=dtype, device=device)
     x, wide = random(tokens, hidden).requires_grad_(), random(tokens, 4 * hidden).requires_grad_()
     linear = partial(nn.Linear, device=device, dtype=dtype)
@@ -269,13 +269,14 @@ def _pieces(tokens: int, hidden: int, device: torch.device, dtype: torch.dtype) 
 
 
 def _backward(result: Tensor) -> None:
-    """With a gradient that is in memory as others are."""
+    """Run backward from a result, with a gradient that is stored in memory."""
     torch.autograd.backward([result], [result.detach()])
 
 
 def _host(device: torch.device, size: tuple[int, int]) -> float:
-    """Of a small model of several layers: what its step takes beside its ops, for each op; on a GPU all of it, as the
-    host is what such a step waits for.
+    """Return the seconds per op that a small model's step takes beside its ops.
+
+    On a GPU: all its seconds, as such a step waits only for the host.
     """
     tokens, hidden = size
     x = torch.randn(tokens, hidden, device=device)
@@ -294,9 +295,9 @@ def _host(device: torch.device, size: tuple[int, int]) -> float:
     least = min(_seconds(step, device) for _ in range(ROUNDS))
     with OpTimes(device) as times:
         step()
-    each = times.measured(0).ops
-    count = sum(op.count for op in each)
-    spent = sum(op.count * op.least for op in each) if device.type == "cpu" else 0.0
+    timed = times.measured(0).ops
+    count = sum(op.count for op in timed)
+    spent = sum(op.count * op.least for op in timed) if device.type == "cpu" else 0.0
     return max(least - spent, 0.0) / count
 
 
@@ -304,7 +305,7 @@ def _host(device: torch.device, size: tuple[int, int]) -> float:
 
 
 def _in_processes(backend: str, threads: int, count: int) -> Measured:
-    """What the first of so many processes finds, all of which do the same at once; they start and end here."""
+    """Start `count` processes that measure at the same time; return the results of the first."""
     settings = {name: globals()[name] for name in ("MESSAGES", "CALLS", "ROUNDS", "OP_ROUNDS", "BESIDE", "SIZES")}
     with (
         tempfile.TemporaryDirectory(prefix="shardc-links-") as folder,
@@ -316,7 +317,7 @@ def _in_processes(backend: str, threads: int, count: int) -> Measured:
 
 
 def _process(rank: int, count: int, backend: str, threads: int, folder: str, settings: dict[str, Any]) -> Measured:
-    """One of them. settings: this file's, which a test may have changed."""
+    """Measure in one of the processes. settings: this file's, which a test may have changed."""
     globals().update(settings)
     torch.set_num_threads(threads)
     if backend == "gloo":
@@ -335,9 +336,7 @@ def _process(rank: int, count: int, backend: str, threads: int, folder: str, set
 
 
 def _links(mesh: TorchMesh, device: torch.device) -> list[Sample]:
-    """Each kind and size, as TorchMesh makes it. All take turns: what slows the machine down for a second does so to a
-    round of some, not to all of one.
-    """
+    """Time each kind and size of collective, in turn: a short slowdown then affects one round of several."""
     count = mesh.layout.world
     took: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for _ in range(ROUNDS):
@@ -353,27 +352,28 @@ def _links(mesh: TorchMesh, device: torch.device) -> list[Sample]:
             for kind in KINDS:
                 dist.barrier()
                 took[kind, nbytes].append(_seconds(ways[kind], device, calls))
-    return [Sample(of, min(each), count) for of, each in took.items()]
+    return [Sample(of, min(seconds), count) for of, seconds in took.items()]
 
 
 def _gathered(mesh: TorchMesh, x: Tensor) -> None:
-    """As ZeRO does, into the place where this rank's part is already. x: [ranks, numbers of each]."""
+    """Gather into the tensor that already has this rank's part, as ZeRO does. x: [ranks, numbers of each]."""
     mesh.start_all_gather(x[mesh.rank], x.view(-1), "ranks").wait()
 
 
 def _copies(device: torch.device) -> list[Sample]:
-    """Copies from the host to the only GPU, in the place of messages."""
-    there = torch.zeros(MESSAGES[-1], dtype=torch.uint8, pin_memory=True)
-    here = torch.zeros_like(there, device=device)
+    """Return samples of copies from the host to the only GPU, instead of messages."""
+    host = torch.zeros(MESSAGES[-1], dtype=torch.uint8, pin_memory=True)
+    gpu = torch.zeros_like(host, device=device)
     return [
-        Sample(("send_recv", n), min(_seconds(partial(here[:n].copy_, there[:n]), device) for _ in range(ROUNDS)), 2)
+        Sample(("send_recv", n), min(_seconds(partial(gpu[:n].copy_, host[:n]), device) for _ in range(ROUNDS)), 2)
         for n in MESSAGES
     ]
 
 
 def _computing_beside(mesh: TorchMesh, device: torch.device) -> float:
-    """The share of its rate at which computing goes on beside collectives. Where some collectives take a seconds alone,
-    some ops b, and both together c, then a + b - c seconds' worth of ops were computed in the a seconds of collectives.
+    """Return the share of its rate at which a device computes beside collectives.
+
+    If collectives take a seconds alone, ops b, and both together c, then a + b - c seconds' worth of ops ran in the a.
     """
     n, ranks = PRODUCT[device.type], mesh.layout.world
     weight, x = torch.ones(n, n, device=device), torch.ones(n, n, device=device)
@@ -392,7 +392,7 @@ def _computing_beside(mesh: TorchMesh, device: torch.device) -> float:
 
     alone = seconds(BUCKETS, 0)
     products = math.ceil(2 * alone / max(seconds(0, 10) / 10, 1e-9))
-    # both ranks do equally many, whatever each has measured
+    # both ranks must run the same number
     agreed = torch.tensor([float(products)], device=device)
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
     products = int(agreed)
@@ -401,7 +401,7 @@ def _computing_beside(mesh: TorchMesh, device: torch.device) -> float:
 
 
 def _seconds(call: Callable[[], Any], device: torch.device, calls: int = 1) -> float:
-    """Of one call, the mean of several."""
+    """Return the mean seconds of a call."""
     begin = time.perf_counter()
     for _ in range(calls):
         call()
@@ -414,7 +414,7 @@ def _seconds(call: Callable[[], Any], device: torch.device, calls: int = 1) -> f
 
 
 def _memory(device: torch.device) -> float:
-    """Bytes of a GPU, or of the machine's memory that this process may have."""
+    """Return the bytes of a GPU, or of the machine's memory that this process may use."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -425,7 +425,7 @@ def _memory(device: torch.device) -> float:
 
 
 def _cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

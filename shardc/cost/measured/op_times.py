@@ -1,12 +1,12 @@
-"""What each op of a real step takes: `shardc run --log RUN --breakdown 5` writes RUN/ops-step5-rank0.json.
+"""Measure the seconds of each op of a real step.
 
-The ledger of a dry run (shardc.cost.ledger) counts what an op computes and moves; here the tensors are real, and a
-clock stands beside it. So a measured op and a predicted one are the same record, and nothing has to be matched by name.
+`shardc run --log RUN --breakdown 5` writes RUN/ops-step5-rank0.json. As in a dry run, the ledger (shardc.cost.ledger)
+counts what an op computes and moves; here the tensors are real, and a clock runs beside it. So a measured op and a
+predicted one are the same record, and nothing has to be matched by name.
 
-On a CPU the op runs when it is called. On a GPU it is queued: the device is given something to wait for first, so that
-the host is ahead, and two events around the op say what its kernels took. A step that is measured so takes longer as a
-whole; its ops do not. Ops inside of a collective are the collective's, whose wait is measured
-(shardc.runtime.mesh.waits).
+On a CPU the op runs when it is called. On a GPU it is queued: the device is kept busy first, so that the host is
+ahead, and two events around the op time its kernels. The whole step takes longer when measured; its ops do not. Ops
+inside of a collective count as part of it; its wait is measured (shardc.runtime.mesh.waits).
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ from shardc.runtime.mesh.base import RankMesh
 from shardc.runtime.mesh.waits import Wait, event
 from shardc.torch_private import busy_gpu, pytree
 
-#: Calls by which is found out what measuring an op adds to it.
+#: Calls that find the time that measuring adds to an op.
 CALLS = 200
 
 
 @dataclass
 class OpTime:
-    """Equal ops of one part of a step ("forward", "backward", "update"): how many, the seconds of all of them, and of
-    the quickest.
-    """
+    """Equal ops of one part ("forward", "backward", "update"): count, total and least seconds."""
 
     part: str
     op: Op
@@ -48,9 +46,10 @@ class OpTime:
 
 @dataclass
 class MeasuredStep:
-    """A step whose ops were measured, on one rank of a mesh {axis: size}. kind: of device, "cpu" or "cuda"; device: its
-    name. made: bytes of the tensors that the step itself made, at most at once. seconds: of the whole step, slower by
-    the measuring.
+    """A step whose ops were measured, on one rank of a mesh {axis: size}. kind: "cpu" or "cuda".
+
+    device: its name. made: the most bytes at once of tensors that the step itself made. seconds: of the whole step,
+    including the measuring.
     """
 
     step: int
@@ -80,21 +79,22 @@ _HEAD = ("step", "rank", "mesh", "kind", "device", "made", "seconds")
 
 
 def _op_json(op: Op) -> dict[str, Any]:
-    """Without what is empty."""
+    """Return the op's fields that are not empty."""
     return {k: x for k, x in op._asdict().items() if x or k in ("flops", "traffic")}
 
 
 def _op(value: dict[str, Any]) -> Op:
-    said = {k: x for k, x in value.items() if k in Op._fields}
+    fields = {k: x for k, x in value.items() if k in Op._fields}
     for name in ("shape", "matrices"):
-        if name in said:
-            said[name] = tuple(said[name])
-    return Op(**said)
+        if name in fields:
+            fields[name] = tuple(fields[name])
+    return Op(**fields)
 
 
 class OpTimes(Ledger):
-    """`with OpTimes(device) as times:` measures the ops that run. mesh: whose collectives, and recomputation, are told
-    apart; `.measured(step)` then has them.
+    """`with OpTimes(device) as times:` measures the ops that run; then `times.measured(step)`.
+
+    mesh: its collectives and recomputed ops are recorded separately.
     """
 
     def __init__(self, device: torch.device, mesh: RankMesh | None = None) -> None:
@@ -104,11 +104,11 @@ class OpTimes(Ledger):
             self.again, self.in_backward = lambda: mesh.step.repeats, lambda: mesh.step.in_backward
         self._found: dict[tuple[str, Op], OpTime] = {}
         self._last: Callable[[], float] = float
-        self._waiting: list[tuple[str, Op, Callable[[], float]]] = []  # for the device
+        self._waiting: list[tuple[str, Op, Callable[[], float]]] = []  # queued on the device
         self._updates = 0
         self._hooks: list[RemovableHandle] = []
         self._added = 0.0
-        self._before: dict[int, Any] = {}  # storages that were there already, until they are freed
+        self._before: dict[int, Any] = {}  # storages that existed already, until they are freed
         self._began = 0.0
         self._seconds = 0.0
 
@@ -133,7 +133,7 @@ class OpTimes(Ledger):
         self._waiting.clear()
 
     def measured(self, step: int) -> MeasuredStep:
-        """What has run."""
+        """Return the measurements as a step."""
         live = most = 0
         for part in self.parts:
             for sign, storage in part.changes:
@@ -146,8 +146,8 @@ class OpTimes(Ledger):
             self.mesh.waits.settle()
             waits, self.mesh.waits.kept = self.mesh.waits.kept or [], None
         rank, mesh = (self.mesh.rank, dict(self.mesh.layout.axes)) if self.mesh is not None else (0, {})
-        found = list(self._found.values())
-        return MeasuredStep(step, rank, mesh, self.device.type, name, most, self._seconds, found, waits)
+        ops = list(self._found.values())
+        return MeasuredStep(step, rank, mesh, self.device.type, name, most, self._seconds, ops, waits)
 
     # --- what the ledger sees
 
@@ -156,7 +156,7 @@ class OpTimes(Ledger):
             super().observe(x)
 
     def _was_there(self, x: Tensor) -> None:
-        """An operand that no op of this step has made."""
+        """Remember an operand that no op of this step has made."""
         if x.layout is not torch.strided or x.device.type == "meta":
             return
         untyped = x.untyped_storage()
@@ -193,13 +193,13 @@ class OpTimes(Ledger):
             self._waiting.append((part, op._replace(of=""), self._last))
 
     def _note(self, part: str, op: Op, seconds: float) -> None:
-        found = self._found.get((part, op))
-        if found is None:
+        entry = self._found.get((part, op))
+        if entry is None:
             self._found[part, op] = OpTime(part, op, 1, seconds, seconds)
             return
-        found.count += 1
-        found.seconds += seconds
-        found.least = min(found.least, seconds)
+        entry.count += 1
+        entry.seconds += seconds
+        entry.least = min(entry.least, seconds)
 
     def _update(self, *_: Any) -> None:
         self._updates += 1
@@ -208,7 +208,7 @@ class OpTimes(Ledger):
         self._updates -= 1
 
     def _overhead(self) -> float:
-        """Seconds that calling an op from Python adds to one whose call takes next to nothing."""
+        """Return the seconds that a call from Python adds to an op, from an op that takes almost no time."""
         if self.device.type != "cpu":
             return 0.0
         x: Tensor = torch.zeros(1)

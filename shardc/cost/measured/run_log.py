@@ -1,4 +1,4 @@
-"""What `shardc run --log` left of a run: steps as they went, and those whose ops were timed."""
+"""Read the log that `shardc run --log` wrote: lines of steps, and steps whose ops were timed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from shardc.cost.measured.op_times import MeasuredStep
 from shardc.errors import ShardcError
 
-#: First steps of a run, or of its part after a resume, that are slower: memory is taken, fused regions are compiled.
+#: The first steps of a run or a resume, which are slower: memory is allocated, fused regions are compiled.
 WARM = 2
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """lines: of steps.jsonl, in their order. timed: steps whose ops were timed, of each rank that did."""
+    """The log of a run. lines: of steps.jsonl, in order. timed: steps whose ops were timed, per rank."""
 
     folder: Path
     lines: Sequence[Mapping[str, Any]]
@@ -32,7 +32,7 @@ class RunLog:
 
     @property
     def seconds(self) -> float:
-        """Of a step: half of them take longer."""
+        """The median seconds of a step."""
         return median(float(x["seconds"]) for x in self.quiet)
 
     @property
@@ -53,7 +53,7 @@ class RunLog:
 
 
 def read(folder: str | Path, *, timed: bool = True) -> RunLog:
-    """Raises ShardcError where no run has logged there, or, `timed`, none of its ops were timed."""
+    """Read a run's log. Raises ShardcError without a log or, if `timed`, without timed ops."""
     folder = Path(folder)
     file = folder / "steps.jsonl"
     if not file.is_file():

@@ -1,4 +1,4 @@
-// What all panels share: the data, facts about it, and what lights what.
+// Define what all panels share: the data, facts about it, and which things highlight each other.
 "use strict";
 
 const D = JSON.parse(typeof document === "undefined" ? DATA : document.getElementById("data").textContent);
@@ -13,25 +13,25 @@ const bytesOf = (m) => sum(ways(m).map((w) => w.bytes * w.count));
 const countOf = (m) => sum(ways(m).map((w) => w.count));
 const isTimed = (m) => ways(m).some((w) => typeof w.seconds === "number");
 
-/** How much of a message is waited for: "e" exposed, "h" hidden, "u" not known. A hundredth of its time does not count. */
+/** Return whether a rank waits for a message: "e" exposed (over 1 % of its time), "h" hidden, "u" unknown. */
 function exposure(m) {
   if (!isTimed(m)) return "u";
   return exposedOf(m) > 0.01 * secondsOf(m) ? "e" : "h";
 }
 
-/** What is between the rank waiting for all of it and for none: words. */
+/** Return in words how much of a message's time the rank waits. */
 function exposedText(m) {
   if (!isTimed(m)) return ways(m).some((w) => w.kind === "send_recv") ? "waits: see the timeline" : "no device: no times";
   const all = secondsOf(m), waited = exposedOf(m);
   return exposure(m) === "h" ? `hidden, ${seconds(all)}` : waited > 0.99 * all ? `exposed, ${seconds(all)}` : `exposed ${seconds(waited)} of ${seconds(all)}`;
 }
 
-/** The same, with how many collectives a step it is of: their bytes stand beside it for one. */
+/** Return exposedText, with the number of collectives in a step: the bytes beside it are of one. */
 function exposedOfAll(m) {
   return `${exposedText(m)}${isTimed(m) && countOf(m) > 1 ? ` for all ${countOf(m).toLocaleString("en")}` : ""}`;
 }
 
-/** `all_reduce` of forward, or of backward where forward sends nothing. */
+/** Return the kinds of a message's collectives, such as "all_gather, reduce_scatter". */
 function kindOf(m) {
   const kinds = [...new Set(ways(m).map((w) => w.kind))];
   return kinds.join(", ") || "no message";
@@ -44,7 +44,7 @@ function axesOf(m) {
 const axisSizes = Object.fromEntries(F.mesh);
 const splits = [...new Set(D.weights.map((w) => (w.split || []).map((s) => s[0]).join("+")).filter(Boolean))].sort();
 
-/** The colour class of weights that are split over these axes. */
+/** Return the colour class of weights that are split over these axes. */
 function splitClass(axes) {
   const at = splits.indexOf(axes);
   return at < 0 ? "" : `s${at % 5}`;
@@ -52,22 +52,22 @@ function splitClass(axes) {
 
 const weightAxes = (w) => (w.split || []).map((s) => s[0]).join("+");
 
-/** `column` and `row` are words of linear layers; a dim and an axis say the same of every weight. */
+/** Return how a weight is split, by dim and axis: `column` and `row` are words for linear layers only. */
 function splitText(w) {
   return (w.split || []).map(([axis, dim]) => `dim ${dim} over ${axis}`).join(", ") || "whole on every rank";
 }
 
-// The modules by path, their children, and what is in each and below it.
+// Index the modules by path, with their children, weights and messages.
 D.modules.forEach((m, i) => Object.assign(m, { i, path: m.path || "", children: [], weights: [], messages: [] }));
 const moduleAt = new Map(D.modules.map((m) => [m.path, m]));
 D.modules.forEach((m) => m.parent >= 0 && D.modules[m.parent].children.push(m));
 D.weights.forEach((w, i) => { w.i = i; D.modules[w.module || 0].weights.push(w); });
-// a message is at home where its box is: what passes between layers that are not shown, around them
+// a message's home is the module of its box; for a message between layers that are not shown, the module around them
 D.messages.forEach((m, i) => Object.assign(m, { i, home: shownPath(m.module || "") }));
 D.after.forEach((o) => { if (o.message !== undefined) D.messages[o.message].home = shownPath(o.module || ""); });
 D.messages.forEach((m) => !m.buckets && moduleAt.get(m.home).messages.push(m));
 
-/** The nearest module of the tree around a name; a layer that is not shown stands under the one that is equal to it. */
+/** Return the path of the nearest module around a name; for a layer that is not shown, that of the equal one. */
 function shownPath(path) {
   const parts = path.split(".");
   let found = "";
@@ -85,7 +85,7 @@ function equalLayer(list, number) {
   return parent && parent.children.find((m) => m.layers && within(m.layers, number));
 }
 
-/** Is a number in "0-3,7"? */
+/** Return whether a number is in ranges such as "0-3,7". */
 function within(ranges, number) {
   return ranges.split(",").some((range) => {
     const [first, last = first] = range.split("-").map(Number);
@@ -97,7 +97,7 @@ function below(module) {
   return [module, ...module.children.flatMap(below)];
 }
 
-/** A module's name, with all layers that it stands for: model.layers.{0-79}.mlp. */
+/** Return a module's name, with all layers that it represents: model.layers.{0-79}.mlp. */
 function titleOf(m) {
   if (!m.path) return F.model;
   const around = D.modules[m.parent];
@@ -105,14 +105,14 @@ function titleOf(m) {
   return (around.path ? `${titleOf(around)}.` : "") + (m.layers ? own.replace(/\d+$/, `{${m.layers}}`) : own);
 }
 
-/** A weight's name, so too. */
+/** Return a weight's name, in the same form. */
 function weightTitle(w) {
   const module = D.modules[w.module || 0];
   return module.path && w.name.startsWith(module.path) ? titleOf(module) + w.name.slice(module.path.length) : w.name;
 }
 
-/** Names of modules that are not shown by themselves, as someone types them: "layers.37", "layer 37", "37 down_proj",
- *  each with the module that it equals. */
+/** Find modules of layers that are not shown by typed words, such as "layers.37", "layer 37" or "37 down_proj".
+ *  Each comes with the module that it equals. */
 function equalModules(words) {
   const typed = /^(.*?)[.\s]*\b(\d+)((?:[.\s].*)?)$/.exec(words.toLowerCase());
   if (!typed) return [];
@@ -124,10 +124,10 @@ function equalModules(words) {
   }).filter(({ text, begin }) => !moduleAt.has(text) && tail.every((part) => text.slice(begin.length).toLowerCase().includes(part)));
 }
 
-// --- what lights what
+// --- highlights
 //
-// A thing of the page says which lines of the spec caused it (data-l), and which message, weight or module it is (data-x).
-// Pointing at a line lights all that it caused; pointing at a thing lights its lines, and the same thing elsewhere.
+// A thing on the page has the lines of the spec that caused it (data-l), and its message, weight or module (data-x).
+// Pointing at a line highlights all that it caused; pointing at a thing highlights its lines, and the same thing elsewhere.
 
 const state = { tab: "overview", module: "", picked: null, graph: "after" };
 
@@ -144,7 +144,7 @@ function linesOfThing(x) {
   return [];
 }
 
-/** Things that a line caused. */
+/** Return the things that a line caused. */
 function causedBy(line) {
   const has = (t) => (t.lines || []).includes(line);
   return {

@@ -1,4 +1,4 @@
-"""All that the page shows, as JSON: plain values only, and no HTML. The page's scripts draw it."""
+"""Collect all that the page shows, as JSON: plain values, no HTML. The page's scripts draw it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from shardc.verify.static import Proof
 
 @dataclass
 class Module:
-    """A row of the tree. path: its name in the model; parent: the number of the module around it, -1 of the root's.
+    """A row of the tree. path: name in the model; parent: number of the module around it, -1 for the root.
 
-    layers: of one that stands for several layers, their numbers; count: how many. stages: of a pipeline, which layers
-    are on which stage.
+    layers, count: the numbers of the equal layers that it represents, and how many. stages: of a pipeline, which of
+    these layers are on each stage.
     """
 
     path: str
@@ -43,8 +43,9 @@ class Module:
 
 @dataclass
 class Weight:
-    """A parameter, with those of equal layers. module: its number; type: with how it is split, plain: on one device;
-    bytes: on one rank, whole: of one device; lines: of the spec that split it; bucket: -1 if it is in none.
+    """A parameter, including those of equal layers. module, bucket: numbers; bucket -1: in none.
+
+    type: with its split, plain: without; bytes: on one rank, whole: on one device; lines: of the spec that split it.
     """
 
     name: str
@@ -63,8 +64,9 @@ class Weight:
 
 
 def data(program: Program, cost: Cost | None, proof: Proof | None, *, full: bool = False) -> dict[str, Any]:
-    """cost: what a step takes on a device; None: the page has no times and no memory. proof: None: it has no verdict.
-    full: every layer is shown, also those that are equal.
+    """Return the data of the page. cost: None: no times, no memory. proof: None: no verdict.
+
+    full: also show layers that equal a shown one.
     """
     layers, spec = Repeats() if full else repeats(program), SpecLines(program)
     modules = _modules(program, layers)
@@ -103,7 +105,7 @@ def data(program: Program, cost: Cost | None, proof: Proof | None, *, full: bool
         "scores": scores.to_json(program) if program.stages else [],
         "text": emit.text(program, full=full).splitlines(),
     }
-    # last, as causes add settings of the command line to its lines
+    # last, because causes add settings of the command line to its lines
     shown["spec"] = {"file": spec.file, "lines": spec.lines, "use": list(program.meta.get("shard", ()))}
     return shown
 
@@ -145,9 +147,7 @@ def _proof(proof: Proof | None) -> dict[str, Any] | None:
 
 
 def _modules(program: Program, layers: Repeats) -> list[Module]:
-    """Every module that has an op or a parameter, and those around them; equal layers once. Each comes after the one
-    around it, in the order in which the model runs.
-    """
+    """Return the modules of the tree in the model's order, outer ones first, equal layers once."""
     names = [source_of(n).module for n in program.graph.nodes if n.op == "call_function"]
     names += [p.fqn.rpartition(".")[0] for p in program.params]
     stages: defaultdict[str, defaultdict[int, dict[str, None]]] = defaultdict(lambda: defaultdict(dict))
@@ -183,18 +183,18 @@ def _modules(program: Program, layers: Repeats) -> list[Module]:
 def _weights(
     program: Program, layers: Repeats, spec: SpecLines, modules: dict[str, int]
 ) -> tuple[list[Weight], dict[str, int]]:
-    """The parameters of the layers that are shown; the number of the one that stands for each, by placeholder."""
-    found: list[Weight] = []
+    """Return the parameters of the shown layers, and by placeholder the number of the one shown for it."""
+    weights: list[Weight] = []
     at: dict[str, int] = {}
     numbers: dict[str, int] = {}
     for p in program.params:
         name = layers.shown(p.fqn)
         if name in at:
-            found[at[name]].count += 1
+            weights[at[name]].count += 1
         else:
-            at[name] = len(found)
+            at[name] = len(weights)
             split = [(axis, shard.dim) for axis, shard in p.layout.shards()]
-            found.append(
+            weights.append(
                 Weight(
                     name,
                     modules.get(name.rpartition(".")[0], 0),
@@ -211,7 +211,7 @@ def _weights(
                 )
             )
         numbers[p.name] = at[name]
-    return found, numbers
+    return weights, numbers
 
 
 def _axes(layout: Layout) -> tuple[str, ...]:
@@ -219,5 +219,5 @@ def _axes(layout: Layout) -> tuple[str, ...]:
 
 
 def _small(record: Any) -> dict[str, Any]:
-    """A record as JSON, without what is empty: the page's scripts know the defaults."""
+    """Return a record as JSON without empty values: the page's scripts know the defaults."""
     return {k: v for k, v in asdict(record).items() if v not in ("", None, [], {}, ()) and v is not False}

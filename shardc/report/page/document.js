@@ -1,9 +1,9 @@
-// The page's document: elements made of what panels draw, what is lit, and a tip beside the pointer.
+// Handle the page's document: turn what panels draw into elements, highlight things, show a tip at the pointer.
 "use strict";
 
 const byId = (id) => document.getElementById(id);
 
-/** An element of the document. */
+/** Make an element of the document. */
 function made(node) {
   if (!node.tag) return node instanceof Node ? node : document.createTextNode(String(node));
   const element = node.svg ? document.createElementNS("http://www.w3.org/2000/svg", node.tag) : document.createElement(node.tag);
@@ -14,7 +14,7 @@ function made(node) {
   return element;
 }
 
-/** Draw anew what is in an element. */
+/** Replace the content of an element. */
 function fill(element, ...nodes) {
   element.replaceChildren(...nodes.flat(Infinity).filter((node) => node !== null && node !== "").map(made));
 }
@@ -25,7 +25,7 @@ textWidth = (text, font) => {
   return pen.measureText(text).width;
 };
 
-// --- what is lit
+// --- highlights
 
 function light(x) {
   document.querySelectorAll(".lit").forEach((e) => e.classList.remove("lit"));
@@ -36,7 +36,7 @@ function light(x) {
   counts(shown);
 }
 
-/** Which other panels show something of what is lit. */
+/** Show on each tab how many highlighted things its panel has. */
 function counts(x) {
   const line = x && x[0] === "l" ? causedBy(Number(x.slice(1))) : null;
   const found = line ? { graph: line.messages.filter((m) => !m.buckets).length, comm: line.rows.length, timeline: line.messages.filter(isTimed).length } : {};
@@ -48,7 +48,7 @@ function counts(x) {
   });
 }
 
-// --- a tip beside the pointer, for what has more to say than room
+// --- a tip at the pointer, for text that has no room
 
 function tip(text, at) {
   const box = byId("tip");
@@ -60,7 +60,7 @@ function tip(text, at) {
   Object.assign(box.style, { left: `${Math.max(left, 4)}px`, top: `${Math.max(top, 4)}px` });
 }
 
-/** Light by pointer and by focus, everywhere at once. */
+/** Highlight the thing under the pointer or the focus, in all places. */
 function follow() {
   const thingOf = (e) => e.target.closest && e.target.closest("[data-x]");
   document.addEventListener("pointerover", (e) => {

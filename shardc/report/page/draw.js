@@ -1,11 +1,11 @@
-// What all drawing is made of: elements as plain values, their text as a file, numbers for people, round axes.
-// Nothing here or in a panel's file touches a document: a page turns elements into its own (page.js), and the pictures of
-// the documentation are the same elements as text. Names become text of an element or of an attribute, never markup.
+// Make the parts of all drawings: elements as plain values, their text as a file, numbers for people, round axes.
+// Nothing here or in a panel's file uses a document: document.js makes a page's elements, and the documentation's pictures
+// are the same elements as text. Names become text of an element or of an attribute, never markup.
 "use strict";
 
 // --- elements
 
-/** An element: its attributes, handlers (`onclick`) and children (elements, or texts). */
+/** Return an element with its attributes, handlers (`onclick`) and children (elements or texts). */
 function el(tag, attributes = {}, ...children) {
   const node = { tag, attributes: {}, on: [], style: {}, children: [] };
   for (const [name, value] of Object.entries(attributes)) {
@@ -16,7 +16,7 @@ function el(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** The same, of SVG. */
+/** Return an element of SVG. */
 function svg(tag, attributes = {}, ...children) {
   return Object.assign(el(tag, attributes, ...children), { svg: true });
 }
@@ -34,7 +34,7 @@ function thing(node, x, lines) {
   return node;
 }
 
-/** A click, Enter or space. */
+/** Call `act` on a click, Enter or space. */
 function acts(node, act) {
   node.attributes.tabindex = node.attributes.tabindex || "0";
   const key = (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); e.stopPropagation(); act(e); } };
@@ -46,7 +46,7 @@ const code = (text) => el("code", {}, text);
 const number = (text, kind = "") => el("td", { class: `number ${kind}` }, text);
 const mark = (colour, text) => el("span", {}, sized(el("i"), { background: colour }), text);
 
-/** A table with a scroll bar of its own. heads: texts, "#text" for a column of numbers; rows: of cells or of ready rows. */
+/** Return a table with a scroll bar. heads: texts, "#text" for a column of numbers; rows: lists of cells, or elements. */
 function table(heads, rows, { wide = true, ...attributes } = {}) {
   const head = heads.map((h) => (h.startsWith("#") ? el("th", { class: "number" }, h.slice(1)) : el("th", {}, h)));
   const body = rows.map((row) => (Array.isArray(row) ? el("tr", {}, row.map((c) => (c && c.tag === "td" ? c : el("td", {}, c)))) : row));
@@ -54,7 +54,7 @@ function table(heads, rows, { wide = true, ...attributes } = {}) {
   return wide ? el("div", { class: "wide" }, whole) : whole;
 }
 
-/** Terms and what is known of them; those of which nothing is are left out. */
+/** Return a list of terms and their values, without those that have no value. */
 function list(pairs) {
   const known = pairs.filter((pair) => pair && pair[1] !== undefined && pair[1] !== "" && pair[1] !== null);
   return el("dl", {}, known.flatMap(([term, about]) => [el("dt", {}, term), el("dd", {}, about)]));
@@ -62,7 +62,7 @@ function list(pairs) {
 
 const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
 
-/** An element as text. A tip becomes a title, which any viewer of SVG shows. */
+/** Return an element as text. A tip becomes a title, which any viewer of SVG shows. */
 function markup(node) {
   if (!node.tag) return escaped(node);
   const styles = Object.entries(node.style).map(([name, value]) => `${name}:${value}`).join(";");
@@ -73,7 +73,7 @@ function markup(node) {
   return inside || !node.svg ? `<${node.tag}${head}>${inside}</${node.tag}>` : `<${node.tag}${head}/>`;
 }
 
-/** A drawing as a file of its own. sheet: picture.css, whose colours are filled in, for both themes. */
+/** Return a drawing as a complete SVG file. sheet: picture.css, whose colours are inserted, for both themes. */
 function standalone(drawing, title, sheet) {
   const colours = Object.fromEntries([...sheet.matchAll(/(--[\w-]+): ([^;]+);/g)].map((m) => [m[1], m[2]]));
   const filled = (text, theme) => text.replace(/var\((--[\w-]+)\)/g, (_, name) => colours[name].replace(/light-dark\((.*), (.*)\)/, theme));
@@ -87,16 +87,16 @@ function standalone(drawing, title, sheet) {
   return `${filled(markup(root), "$1")}\n`;
 }
 
-// --- letters
+// --- widths of texts
 
-/** Pixels of a text in a font: by Helvetica's letters, or the fixed ones of a monospaced font. A page measures instead. */
+/** Estimate the width of a text in pixels, by Helvetica's letters or a monospaced font. A page measures it instead. */
 let textWidth = (text, font) => {
   const high = Number(/([\d.]+)px/.exec(font)[1]);
   const letters = [...text].map((c) => (/mono/.test(font) ? 0.61 : /[iljtf.,:;|!'()[\] ]/.test(c) ? 0.3 : /[mwMW@%—]/.test(c) ? 0.88 : /[A-Z]/.test(c) ? 0.7 : 0.57));
   return high * sum(letters) * (/600/.test(font) ? 1.12 : 1.05);
 };
 
-/** A text that fits, with … at its end where something is left out. */
+/** Shorten a text to fit, with … at its end. */
 function cut(text, pixels, high = 12) {
   const most = Math.max(Math.floor(pixels / (0.58 * high)), 1);
   return text.length <= most ? text : `${text.slice(0, most - 1)}…`;
@@ -127,7 +127,7 @@ const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 
 // --- axes
 
-/** Round numbers from 0 to an end, at most so many and 0: 1, 2 and 5 times a power of 10; of bytes, powers of 2. */
+/** Return 0 and at most `most` round numbers up to `end`: 1, 2 or 5 times a power of 10; binary: powers of 2. */
 function ticks(end, most, binary = false) {
   if (!(end > 0)) return [0];
   const base = binary ? 2 : 10, power = base ** Math.floor(Math.log(end / most) / Math.log(base));

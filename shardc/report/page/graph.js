@@ -1,12 +1,12 @@
-// The graph of a module, before and after the passes. Ops are boxes, modules in it frames; a collective is a coloured
-// line from what makes its operand to what uses its result, with a label in its middle.
+// Draw the graph of a module, before and after the passes. Ops are boxes, inner modules are frames. A collective is a
+// coloured line from the producer of its operand to the users of its result, with a label in the middle.
 "use strict";
 
-const MOST = 70;       // more boxes than that, and modules in the module become one box each
-const FEWEST_OPS = 2;  // a module of so many ops without a collective, such as a norm, is one box
-const MOST_APART = 3;  // one of so many with a collective stays in parts, also where modules are not opened
-const WIDEST = 46;     // characters of a line of a box
-const LINE = 15;       // pixels from a line of text to the next
+const MOST = 70;       // with more boxes, each inner module becomes one box
+const FEWEST_OPS = 2;  // a module with at least so many ops and no collective, such as a norm, is one box
+const MOST_APART = 3;  // a module with at most so many ops and a collective keeps a box for each op
+const WIDEST = 46;     // characters in a line of a box
+const LINE = 15;       // pixels between lines of text
 const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
 const TONE = { e: "var(--exposed)", h: "var(--hidden)", u: "var(--unknown)" };
 
@@ -44,12 +44,12 @@ function sheet(key, module) {
       : el("p", { class: "hint" }, "No op runs in this module here: after the passes, or in this layer, it is empty."));
 }
 
-// --- what is a box
+// --- boxes
 
-/** The boxes of a module: {list, all}. A box is {ops, title, lines, kind, uses}. typed: with the types of their results. */
+/** Return the boxes of a module: {list, all}. A box is {ops, title, lines, kind, uses}. typed: with types of results. */
 function units(ops, module, key, typed = false) {
   const inside = (path) => module.path === "" || path === module.path || path.startsWith(`${module.path}.`);
-  // a stage's input from another one belongs where it is used
+  // inputs are boxes only in the graph of the whole model
   const mine = ops.map((o, i) => i).filter((i) => inside(ops[i].module || "") && !(ops[i].input && module.path));
   let of = grouped(ops, mine, module, (path) => path);
   if (new Set(of.values()).size > MOST || mine.some((i) => ops[i].op === "layers")) of = grouped(ops, mine, module, (path) => childOf(module, path));
@@ -85,7 +85,7 @@ function units(ops, module, key, typed = false) {
   return { list, all: [...ghosts.values(), ...list, ...next.values()], ops, module };
 }
 
-/** Which ops are one box: {number of op: name of its box}. at: the module whose box the ops of a module are in. */
+/** Group ops into boxes: {number of op: name of its box}. at: returns the module that is the box of a module's ops. */
 function grouped(ops, mine, module, at) {
   const members = new Map();
   for (const i of mine) {
@@ -107,7 +107,7 @@ function grouped(ops, mine, module, at) {
 const isLayer = (m) => Boolean(m.layers) || /^\d+$/.test(m.label || "");
 const holdsLayers = (m) => m.children.some((c) => isLayer(c) || holdsLayers(c));
 
-/** The box of a path where modules are not opened: the module directly in this one, or in what holds the layers. */
+/** Return the inner module that is the box of a path: a direct child, or a child of the list of layers. */
 function childOf(module, path) {
   let box = module;
   while (box.path !== path) {
@@ -132,7 +132,7 @@ function describeGhost(given, ops, module) {
   given.lines = [];
 }
 
-/** What an op outside of a module is called there: by its module; in one around this, by itself. */
+/** Return the name of an op outside of a module: its module, or, in a module around this one, its op. */
 function outside(o, module) {
   if (o.op === "layers") return `layers ${o.layers}`;
   const path = o.module || "";
@@ -140,7 +140,7 @@ function outside(o, module) {
   return around ? o.op : shortened(path, module.path);
 }
 
-/** A module's name within another: what they share is left out. */
+/** Return a module's name within another, without the common part. */
 function shortened(path, around) {
   const parts = path.split("."), outer = around.split(".");
   while (parts.length > 1 && outer.length && parts[0] === outer[0]) { parts.shift(); outer.shift(); }
@@ -199,7 +199,7 @@ function describe(unit, ops, module, key) {
   unit.split = key === "after" ? [...new Set(weights.map(weightAxes).filter(Boolean))][0] : undefined;
 }
 
-/** Collectives in a box that is not opened: a line for each axis. */
+/** Return a line for each axis with the collectives in a closed box. */
 function chipsOf(messages) {
   const byAxes = new Map();
   messages.forEach((m) => byAxes.set(axesOf(m), [...(byAxes.get(axesOf(m)) || []), m]));
@@ -213,7 +213,7 @@ function prefix(a, b) {
   return x.slice(0, i).join(".");
 }
 
-// --- where it goes: dagre, by layers from top to bottom
+// --- layout: dagre, in layers from top to bottom
 
 const clipped = (text) => (text.length > WIDEST ? `${text.slice(0, WIDEST - 1)}…` : text);
 
@@ -235,7 +235,7 @@ function layout(found) {
   return g;
 }
 
-/** A frame around the boxes of a module, where it has several that are apart. */
+/** Add a frame around the boxes of each module that has several. */
 function frames(found, g) {
   const inner = new Map();
   for (const unit of found.list) {
@@ -263,7 +263,7 @@ function graphPicture(found, key) {
   let g;
   try {
     g = layout(found);
-  } catch (error) {  // dagre cannot lay out some frames: the same without them
+  } catch (error) {  // dagre cannot lay out some frames: try without them
     g = layout({ ...found, list: [] });
   }
   const place = new Map(found.all.map((unit) => [unit, g.node(unit.id)]));
@@ -273,7 +273,7 @@ function graphPicture(found, key) {
   };
   const head = (kind) => svg("marker", { id: `head-${key}${kind}`, class: `head ${kind}`, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, markerUnits: "userSpaceOnUse", orient: "auto" }, svg("path", { d: "M0,0L8,4L0,8Z" }));
   const across = found.list.filter((unit) => unit.kind !== "ghost").map((unit) => place.get(unit).x).sort((a, b) => a - b);
-  const ends = g.edges().flatMap((edge) => g.edge(edge).points.map((p) => p.x));  // dagre counts boxes alone
+  const ends = g.edges().flatMap((edge) => g.edge(edge).points.map((p) => p.x));  // dagre's width counts boxes only
   const left = Math.floor(Math.min(0, ...ends.map((x) => x - 4))), width = Math.ceil(Math.max(g.graph().width, ...ends.map((x) => x + 4))) - left, height = Math.ceil(g.graph().height);
   return svg("svg", { width, height, viewBox: `${left} 0 ${width} ${height}`, role: "group", "data-width": width, "data-height": height, "data-middle": (across[across.length >> 1] || width / 2) - left },
     g.nodes().filter((name) => name.startsWith("f")).map(frame), svg("defs", {}, ["", "e", "h", "u"].map(head)),
@@ -322,13 +322,13 @@ function boxOf(unit, place, key, found) {
   return acts(group, () => (x ? pick(x) : open()));
 }
 
-/** The boxes to the right or left, in about the same row, the nearest first. way: undefined: none. */
+/** Return the boxes to the right (way 1) or left (-1) in about the same row, the nearest first; none for undefined. */
 function neighbours(unit, place, way) {
   const here = place.get(unit), away = (u) => (place.get(u).x - here.x) * way;
   return [...place.keys()].filter((u) => u !== unit && Math.abs(place.get(u).y - here.y) < 40 && away(u) > 0).sort((a, b) => away(a) - away(b));
 }
 
-/** Through the points, smoothly: quadratic curves between the middles. */
+/** Return a smooth path through the points: quadratic curves between the middles. */
 function curve(points) {
   if (points.length < 3) return `M${points.map((p) => `${p.x},${p.y}`).join("L")}`;
   let d = `M${points[0].x},${points[0].y}`;

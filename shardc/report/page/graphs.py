@@ -1,7 +1,6 @@
-"""The graphs of the page: the model as one device runs it, and what the ranks run, as ops with what they take.
+"""Build the graphs of the page: the model on one device, and the ranks' program, as boxes and edges.
 
-Views and copies are left out. Layers that are equal to one that is shown become one op in place of each run of them:
-"layers 1–79, as layer 0".
+Views and copies are left out. A run of layers that equal a shown one becomes one box: "layers 1–79, as layer 0".
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ from shardc.layer_names import enclosing_layers, ranges
 from shardc.report.drawn_ops import bucket_of, is_view, op_name, traced
 from shardc.runtime import ops
 
-#: Ops that only hand on what another op has begun.
+#: Ops that only pass on the result of an op that was started.
 _PLUMBING = (ops.wait, ops.gather_wait, ops.updated)
 
 
 @dataclass
 class Op:
-    """A box of a graph. name: of the program's line; op: what it calls; module, line, code: of the model; type: of its
-    result.
+    """A box of a graph.
 
-    uses: the boxes that it takes from, by number. params: the parameters that it takes, by number. message: of a
-    collective, its number. stage: -1 in the model's own graph. layers: of a run of equal layers, their numbers, like:
-    the one that is shown.
+    name: in the program's line; op: what it calls; module, line, code: of the model; type: of its result. uses: numbers
+    of the boxes that it reads. params: numbers of the parameters that it reads. message: number of a collective's
+    message. stage: -1 in the model's graph. layers: the numbers of a run of equal layers, like: the one that is shown.
     """
 
     name: str
@@ -51,17 +49,17 @@ class Op:
 
 
 class Graph:
-    """Collects the boxes of a graph. params, messages: numbers of what boxes cite, by name of parameter and node."""
+    """The boxes of a graph. params, messages: numbers by name of parameter and by node."""
 
     def __init__(self, layers: Repeats, params: Mapping[str, int], messages: Mapping[fx.Node, int]) -> None:
         self.ops: list[Op] = []
         self._layers, self._params, self._messages = layers, params, messages
         self._box: dict[fx.Node, int] = {}
         self._run: dict[tuple[int, str], int] = {}  # of (stage, a layer that is left out): its box
-        self._sent: dict[str, fx.Node] = {}  # what stages make for others
+        self._sent: dict[str, fx.Node] = {}  # the nodes that stages send to others
 
     def add(self, graph: fx.Graph, stage: int = -1, sends: Iterable[str] = ()) -> None:
-        """The boxes of one graph. Stages come in the order in which they use each other."""
+        """Add the boxes of one graph. Stages must come in the order in which they use each other."""
         names = set(sends)
         runs = dict(self._runs(graph))
         for n in graph.nodes:
@@ -103,18 +101,18 @@ class Graph:
         at = self._run.get((stage, layer))
         if at is None:
             at = len(self.ops)
-            of = layer.rpartition(".")[0]
+            parent = layer.rpartition(".")[0]
             numbers = ranges(x.rpartition(".")[2] for x in run)
             like = self._layers.first[layer]
-            self.ops.append(Op(n.name, "layers", of, stage=stage, layers=numbers, like=like))
+            self.ops.append(Op(n.name, "layers", parent, stage=stage, layers=numbers, like=like))
             self._run |= {(stage, x): at for x in run}
         self._box[n] = at
         box = self.ops[at]
         box.uses += [x for x in self._operands(n)[0] if x != at and x not in box.uses]
-        box.type = value_text(n.meta.get("value"))  # in the end, of its last op
+        box.type = value_text(n.meta.get("value"))  # the last op of the run sets it last
 
     def _runs(self, graph: fx.Graph) -> Iterator[tuple[str, list[str]]]:
-        """(layer, the layers of its run) for those that are left out: neighbours that are like the same one."""
+        """Yield (layer, the layers of its run) for layers left out: neighbours that equal the same one."""
         order: defaultdict[str, dict[str, None]] = defaultdict(dict)
         for n in graph.nodes:
             if n.op == "call_function" and not is_view(n):
@@ -134,7 +132,7 @@ class Graph:
                     yield layer, run
 
     def _operands(self, n: fx.Node) -> tuple[list[int], list[int]]:
-        """(boxes, parameters) that an op takes."""
+        """Return (boxes, parameters) that an op reads."""
         uses: dict[int, None] = {}
         params: dict[int, None] = {}
         for operand in n.all_input_nodes:
@@ -147,8 +145,9 @@ class Graph:
 
 
 def drawn(n: fx.Node) -> fx.Node:
-    """The op that a value is drawn as coming from: through views, and waiting for what was begun. Of a parameter that
-    is gathered, the begin of the gather.
+    """Return the op that a value is drawn from, through views and waits.
+
+    For a gathered parameter, that is the start of the gather.
     """
     while n.op == "call_function" and (is_view(n) or n.target is ops.wait):
         if n.target is operator.getitem and (bucket := bucket_of(n.args[0])) is not None:
@@ -160,7 +159,7 @@ def drawn(n: fx.Node) -> fx.Node:
 def graphs(
     program: Program, layers: Repeats, params: Mapping[str, int], messages: Mapping[fx.Node, int]
 ) -> tuple[list[Op], list[Op]]:
-    """(before, after) the passes; after is empty for a program that is not compiled."""
+    """Return the graphs (before, after) the passes; after is empty for a program that is not compiled."""
     before, after = Graph(layers, params, {}), Graph(layers, params, messages)
     before.add(program.graph)
     if program.prologue is not None:

@@ -1,9 +1,9 @@
-// Live bytes over a step, by kind, stacked; and what is live at the peak.
+// Draw live bytes over a step, stacked by kind, and a table of those at the peak.
 "use strict";
 
 const KINDS = { parameters: "#5b7fb5", optimizer: "#8db4e8", gradients: "#8fc99a", buffers: "#9a9a8c", inputs: "#bdbdae", activations: "#e8ca7c", gathered: "#86cfd3", communication: "#b9a0d8", temporaries: "#e39b8b" };
 
-/** wide: pixels of a picture. */
+/** Draw the memory panel. wide: width of a picture in pixels. */
 function memoryPanel(wide) {
   const m = D.memory;
   if (!m) return el("p", { class: "hint" }, "No device is known, so there is no memory. `shardc inspect --html FILE --device h100-80g` runs a step without data and counts every tensor.");
@@ -19,7 +19,7 @@ function memoryPanel(wide) {
 
 const placeOf = (p) => (F.axis ? `${F.axis}=${p.at.join(",")}` : "every rank");
 
-/** How many microbatches' activations the rank keeps at most: why an early stage holds more. "" without a pipeline. */
+/** Return how many microbatches' activations a rank keeps at most (early stages keep more); "" without a pipeline. */
 function keptBy(p) {
   const row = F.axis && D.timeline ? D.timeline.rows.find((r) => p.at.includes(r.at)) : null;
   return row ? String(row.live) : "";
@@ -71,7 +71,7 @@ function memoryPicture(p, m, kinds, peak, wide) {
   return el("figure", {}, el("h3", {}, `${placeOf(p)}: ${size(p.peak)}`, " ", el("small", {}, `at ${p.where}`)), picture, el("p", { class: "hint", "aria-live": "polite" }, moment(at)));
 }
 
-/** The peak and the largest kinds first, which is what a narrow panel shows. */
+/** Draw the table of the peak. The peak and the largest kinds come first, since a narrow panel shows only these. */
 function peakTable(m, kinds) {
   const most = (k) => Math.max(...m.panels.map((p) => p.kinds[k] || 0));
   const columns = [

@@ -1,4 +1,4 @@
-"""Everything that ranks send each other in a step, each with its cause and, on a device, whether computing hides it."""
+"""Collect all messages between ranks in a step, with causes, and on a device what hides them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from shardc.runtime.zero.flat_partition import Flat
 
 @dataclass
 class Way:
-    """A message's collectives of one direction in a step. count: of one rank of each coordinate of the pipeline's axis,
-    with those of equal layers; bytes: of each. seconds, exposed: of all; None where no device is known. behind: what
-    runs beside them for the longest time.
+    """A message's collectives of one direction in a step, including those of equal layers.
+
+    count: on one rank of each coordinate; bytes: of each; seconds, exposed: of all (None: no device).
     """
 
     direction: str
@@ -42,10 +42,10 @@ class Way:
 
 @dataclass
 class Message:
-    """A collective of the program, or a bucket's, with those of equal layers. title: what it is; before, after: the
-    types between which it converts; lines: of the spec; ways: what runs when.
+    """A collective of the program, or of a bucket, including those of equal layers.
 
-    layers: how many are alike. buckets: their numbers; params: the numbers of their parameters.
+    title: what it carries; before, after: the types that it converts between; lines: of the spec; ways: its
+    collectives. layers: number of equal ones. buckets: their numbers; params: the numbers of their parameters.
     """
 
     name: str
@@ -67,8 +67,9 @@ class Message:
 
 
 class Messages:
-    """all: in the order in which forward begins them, then those of buckets. of_node: their numbers by node of a stage;
-    rows: the table of `inspect --comm`, each row with the messages that it counts.
+    """The messages of a program: `all`, in the order of forward, those of buckets last.
+
+    of_node: their numbers by node of a stage; rows: the table of `inspect --comm`, with the messages of each row.
     """
 
     def __init__(
@@ -85,31 +86,31 @@ class Messages:
         self._of_row: defaultdict[tuple[str, str, str, str], dict[int, None]] = defaultdict(dict)
         self._program, self._spec, self._params = program, spec, params
         of: defaultdict[fx.Node | int | None, list[Sent]] = defaultdict(list)
-        for each in sent(program):
-            of[each.of].append(each)
-        gathers: dict[fx.Node, int] = {}  # parts of what buckets send
+        for message in sent(program):
+            of[message.of].append(message)
+        gathers: dict[fx.Node, int] = {}  # each gather's bucket
         for i, stage in enumerate(program.stages):
             for n in (n for n in stage.graph.nodes if "collective" in n.meta):
                 if n.target is ops.gather_start:
                     gathers[n] = bucket_number(n)
-                elif n.op == "call_function" or n in of:  # what comes from another stage of the same rank is no message
-                    one = layers.same(n) if n.op == "call_function" else n
-                    if one in self.of_node:
-                        self.all[self.of_node[one]].layers += 1
+                elif n.op == "call_function" or n in of:  # a value from another stage of the same rank is no message
+                    shown = layers.same(n) if n.op == "call_function" else n
+                    if shown in self.of_node:
+                        self.all[self.of_node[shown]].layers += 1
                     else:
-                        self.of_node[one] = len(self.all)
+                        self.of_node[shown] = len(self.all)
                         self.all.append(self._of_node(n, i))
-                    self.of_node[n] = self._tags[n.name] = self.of_node[one]
+                    self.of_node[n] = self._tags[n.name] = self.of_node[shown]
                     self._add(self.of_node[n], of[n])
         equal: dict[Hashable, list[int]] = {}
         for i, b in enumerate(program.buckets):
             if of[i]:
                 key = replace(b, params=(), stages=()), tuple(params[n] for n in b.params), Flat.of(program, b).padded
                 equal.setdefault(key, []).append(i)
-        for those in equal.values():
-            self._tags |= {f"bucket{i}": len(self.all) for i in those}
-            self.all.append(self._of_buckets(those))
-            for i in those:
+        for buckets in equal.values():
+            self._tags |= {f"bucket{i}": len(self.all) for i in buckets}
+            self.all.append(self._of_buckets(buckets))
+            for i in buckets:
                 self._add(len(self.all) - 1, of[i])
         self.of_node |= {n: self._tags[f"bucket{i}"] for n, i in gathers.items() if f"bucket{i}" in self._tags}
         self.rows = self._rows(cost)
@@ -117,15 +118,15 @@ class Messages:
             self._timed(cost)
 
     def _add(self, number: int, some: Iterable[Sent]) -> None:
-        """Count collectives as a message's."""
+        """Count collectives as those of a message."""
         for s in some:
             self._of_row[s.row][number] = None
             way = Way(s.direction, s.kind, "+".join(s.axes), 0, s.bytes)
             ways = self.all[number].ways
-            one = next((w for w in ways if replace(w, count=0) == way), way)
-            if one is way:
+            known = next((w for w in ways if replace(w, count=0) == way), way)
+            if known is way:
                 ways.append(way)
-            one.count += s.times
+            known.count += s.times
 
     def _of_node(self, n: fx.Node, stage: int) -> Message:
         source, c = source_of(n), n.meta["collective"]
@@ -150,7 +151,7 @@ class Messages:
         )
 
     def _of_buckets(self, those: Sequence[int]) -> Message:
-        """The message of buckets that are equal, with parameters of equal layers."""
+        """Return the message of equal buckets, which have the parameters of equal layers."""
         b = self._program.buckets[those[0]]
         return Message(
             f"bucket {those[0]}" + (f" and {len(those) - 1} like it" if len(those) > 1 else ""),
@@ -165,20 +166,20 @@ class Messages:
         )
 
     def number(self, record: CommRecord) -> int | None:
-        """Which message a collective that ran belongs to; None for a copy to the host or back."""
+        """Return the message that a recorded collective belongs to; None for a copy to or from the host."""
         return self._tags.get(record.tag) if record.axes != HOST_LINK else None
 
     def _timed(self, cost: Cost) -> None:
-        """Replaces what the program says of a message's collectives by what a dry run of the step saw."""
-        found: defaultdict[tuple[int, str, str, str], list[tuple[int, float, float, Mapping[tuple[str, str], float]]]]
-        found = defaultdict(list)
+        """Replace the program's collectives of each message by those that a dry run of the step recorded."""
+        by_kind: defaultdict[tuple[int, str, str, str], list[tuple[int, float, float, Mapping[tuple[str, str], float]]]]
+        by_kind = defaultdict(list)
         for span in (s for of_rank in cost.spans() for s in of_rank):
             r = span.record
             number = self.number(r)
             if number is not None and r.kind != "send_recv":
-                found[number, r.direction, r.kind, r.axis].append((r.bytes, span.seconds, span.exposed, span.behind))
+                by_kind[number, r.direction, r.kind, r.axis].append((r.bytes, span.seconds, span.exposed, span.behind))
         ways: defaultdict[int, list[Way]] = defaultdict(list)
-        for (number, direction, kind, axes), spans in found.items():
+        for (number, direction, kind, axes), spans in by_kind.items():
             beside: defaultdict[str, float] = defaultdict(float)
             for _, _, _, behind in spans:
                 for (part, op), together in behind.items():
@@ -187,11 +188,11 @@ class Messages:
             way.exposed = sum(x[2] for x in spans)
             way.behind = max(beside, key=beside.__getitem__) if beside else ""
             ways[number].append(way)
-        for number, those in ways.items():
-            self.all[number].ways = sorted(those, key=lambda w: _ORDER.get(w.direction, 9))
+        for number, its_ways in ways.items():
+            self.all[number].ways = sorted(its_ways, key=lambda w: _ORDER.get(w.direction, 9))
 
     def _rows(self, cost: Cost | None) -> list[dict[str, object]]:
-        """The table of `inspect --comm`, each row with the messages that it counts."""
+        """Return the table of `inspect --comm`, each row with the messages that it counts."""
         times = timed(cost) if cost is not None else {}
         rows = []
         for r in [*comm_rows(self._program), *(host_rows(cost) if cost is not None else [])]:

@@ -1,7 +1,7 @@
-// Panels, search, keys, themes, and the address: begins when all else is there.
+// Handle panels, search, keys, themes and the address. Runs after all other scripts.
 "use strict";
 
-const BESIDE = { tree: "modules", spec: "lines" };  // on a narrow screen these become panels, and go back afterwards
+const BESIDE = { tree: "modules", spec: "lines" };  // on a narrow screen these are shown as panels, and moved back afterwards
 const NARROW = Object.keys(BESIDE);
 
 function giveBack() {
@@ -47,18 +47,18 @@ function redraw() {
   light(null);
 }
 
-/** Scroll to where a thing stands in the panel. */
+/** Scroll to a thing in the panel. */
 function reveal(x) {
   const found = document.querySelector(`#panel [data-x="${x}"]`) || document.querySelector(`#panel [data-with~="${x}"]`);
   if (!found) return;
   const drawn = found instanceof SVGElement;
   found.scrollIntoView({ block: "center", inline: drawn ? "center" : "nearest" });
   const beside = drawn ? null : found.closest("#text, .wide");
-  if (beside) beside.scrollLeft = 0;  // lines of text are read from their begin
+  if (beside) beside.scrollLeft = 0;  // show the start of the line
   if (found.focus) found.focus({ preventScroll: true });
 }
 
-/** From line to line of those that cause something. */
+/** Focus one of the lines of the spec that cause something, by its index among them. */
 function focusLine(at) {
   const lines = [...document.querySelectorAll("#lines .cause")];
   if (lines[at]) lines[at].focus();
@@ -71,7 +71,7 @@ function lineKey(e) {
   e.preventDefault();
 }
 
-/** Select a thing, or nothing, and say all about it. */
+/** Select a thing, or nothing, and show its details. */
 function pick(x, { quiet = false } = {}) {
   state.picked = x;
   const box = byId("details");
@@ -139,7 +139,7 @@ function scaleGraph(by) {
   }
 }
 
-/** Fit the width, but keep text legible: a wide graph is scrolled. */
+/** Fit a graph to the width, but keep text legible: a wide graph is scrolled. */
 function fitGraph(key) {
   const sheet_ = byId(`sheet-${key}`);
   if (!sheet_) return;
@@ -176,7 +176,7 @@ function zoomTimeline(by, at) {
   scroll.scrollLeft = share * scroll.clientWidth * view.zoom - middle + LEFT;
 }
 
-// --- the address: what is shown can be sent as a link, and "back" goes back
+// --- the address: the state of the page can be sent as a link, and "back" works
 
 function remember() {
   const parts = [state.tab, state.tab === "graph" ? `${state.graph}:${state.module}` : "", state.picked || ""];
@@ -218,7 +218,7 @@ function buildIndex() {
   Object.entries(TABS).forEach(([key, text]) => INDEX.push({ text, about: "panel", act: () => show(key) }));
 }
 
-/** What all words are in, best first: those whose text begins with the words, then those that have them in the text. */
+/** Find entries with all words, best first: text that starts with them, then text that has them, then all others. */
 function found(words) {
   const parts = words.toLowerCase().split(/\s+/).filter(Boolean);
   const hits = INDEX.filter((entry) => { const all = `${entry.text} ${entry.about}`.toLowerCase(); return parts.every((p) => all.includes(p)); });

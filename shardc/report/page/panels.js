@@ -1,8 +1,8 @@
-// The overview, communication by axis, the proof, and the program's text.
+// Draw the overview, communication by axis, the proof, and the program's text.
 "use strict";
 
 const TABS = { overview: "Overview", graph: "Graph", timeline: "Timeline", memory: "Memory", comm: "Communication", proof: "Proof", text: "Text", tree: "Modules", spec: "Spec" };
-/** What each draws. wide: pixels of its pictures. */
+/** The function that draws each panel, called with the width of its pictures in pixels. */
 const DRAW = { overview: overviewPanel, graph: graphPanel, timeline: timelinePanel, memory: memoryPanel, comm: commPanel, proof: proofPanel, text: textPanel };
 
 const meshText = () => (F.mesh.length ? F.mesh.map(([axis, n]) => `${axis}=${n}`).join(" × ") : "one device");
@@ -78,7 +78,7 @@ function splitSummary() {
 
 const RANKS = ["--forward", "--backward", "--weights", "--pair", "--inputs", "--other"].map((name) => `var(${name})`);
 
-/** The square of attention's scores: a row for each query, a column for each key, coloured by the rank that computes it. */
+/** Draw attention's scores: rows are queries, columns are keys, coloured by the rank that computes them. */
 function scoresPicture(s) {
   const side = 200, high = side / s.cells.length, wide = side / s.cells[0].length;
   const cells = s.cells.flatMap((row, i) => row.map((rank, j) => sized(svg("rect", { x: j * wide, y: i * high, width: wide, height: high, "data-tip": rank === null ? "nothing is computed" : `rank ${rank}` }), { fill: rank === null ? "var(--sunk)" : RANKS[rank % RANKS.length] })));
@@ -87,7 +87,7 @@ function scoresPicture(s) {
   return svg("svg", { width: side + 130, height: side + 4, viewBox: `0 0 ${side + 130} ${side + 4}`, role: "img", "aria-label": s.work }, cells, ranks, rest);
 }
 
-/** Time of each axis's collectives, hidden and exposed; bytes where no device is known. */
+/** Draw the hidden and exposed time of each axis's collectives; their bytes if no device is known. */
 function axisBars(short = false) {
   const axes = [...new Set(D.rows.map((r) => r.axes))];
   if (!axes.length) return el("p", { class: "soft" }, "Ranks send nothing to each other.");

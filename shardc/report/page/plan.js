@@ -1,4 +1,4 @@
-// A plan: the best spec and why, the priced specs by time and memory, where a step's time and memory go, what would help.
+// Draw a plan: the best spec and why, the priced specs by time and memory, parts of a step's time and memory, what helps.
 "use strict";
 
 const P = JSON.parse(typeof document === "undefined" ? DATA : document.getElementById("data").textContent);
@@ -27,20 +27,20 @@ function planSections() {
 
 const fitsText = (fits) => el("span", { class: fits ? "good" : "bad" }, fits ? "yes" : "no");
 
-/** Parts of a whole. */
+/** Draw parts of a whole as a bar. */
 function bar(parts, whole, shades) {
   const shown = Object.keys(shades).filter((k) => parts[k] > 0);
   return el("div", { class: "bar" }, shown.map((k) => sized(el("i", { title: k }), { width: `${100 * parts[k] / whole}%`, background: shades[k] })));
 }
 
-/** Every spec, in the order and with the numbers of the plot. */
+/** Draw the table of specs, in the order and with the numbers of the plot. */
 function pricedSpecs() {
   const heads = ["#", "mesh", "zero", "schedule", "recompute", "microbatches", "#live", "#needs", `of ${size(P.limit)}`, "fits", "#step", "#MFU", `#${P.rate}/s`, "time", "limited by"];
   return table(heads, P.rows.map((c, i) => [number(String(i + 1)), c.mesh, c.zero, c.schedule, c.recompute, c.microbatches, number(size(c.peak)), number(size(c.needs)),
     bar(c.memory, Math.max(P.limit, c.needs), MEMORY), fitsText(c.fits), number(seconds(c.seconds)), number(percent(c.mfu)), number(count(c.rate)), bar(c.shares, 1, TIME), c.limited]));
 }
 
-/** What the colours of bars mean, of kinds that are seen. */
+/** Draw the legend of bars, with the kinds that are large enough to see. */
 function keysOf(name, key, shades) {
   const seen = (k) => P.rows.some((c) => c[key][k] > 0.005 * (key === "memory" ? c.needs : 1));
   return el("p", { class: "legend" }, `${name}: `, Object.keys(shades).filter(seen).map((k) => mark(shades[k], P.words[k] || k)));
@@ -58,11 +58,11 @@ function waterfall() {
 
 // --- the plot
 
-const FAR = 2.5;    // what needs more than so many times the limit is drawn at the upper edge
-const NEAR = 0.4;   // where all need less than this part of the limit, the axis ends above them, and the limit lies beyond it
-const SPREAD = 8;   // where the largest number is more than so many times the smallest, an axis is logarithmic
+const FAR = 2.5;    // specs that need more than so many times the limit are drawn at the upper edge
+const NEAR = 0.4;   // if all need less than this part of the limit, the axis ends above them, and the limit is beyond it
+const SPREAD = 8;   // if the largest number is more than so many times the smallest, the axis is logarithmic
 
-/** Numbers along an axis: {at: from 0 to 1, ticks, how: words}. end: of the axis, where it is not logarithmic. */
+/** Return the scale of an axis: {at: number -> 0 to 1, ticks, how: words}. end: of an axis that is not logarithmic. */
 function scaleOf(values, end, most, binary) {
   const low = Math.min(...values) / 1.15, high = Math.max(...values) * 1.15;
   if (!values.length || Math.max(...values) <= SPREAD * Math.min(...values)) return { at: (x) => x / end, ticks: ticks(end, most, binary), how: "" };
@@ -71,8 +71,8 @@ function scaleOf(values, end, most, binary) {
   return { at: (x) => Math.log(x / low) / Math.log(high / low), ticks: inside.filter((_, i) => i % every === 0), how: " (logarithmic)" };
 }
 
-/** Every priced spec by the seconds of a step and what the rank needs that needs most; numbers: rows of the table. The
- *  line goes through what fits and is not beaten in both time and memory. */
+/** Plot every priced spec by the seconds of a step and the bytes of the fullest rank; numbers are rows of the table.
+ *  The line connects specs that fit and are not worse than another one in both time and memory. */
 function planPicture() {
   const [width, left, top, wide, high] = [1100, 84, 30, 620, 360], bottom = top + high;
   const needs = P.rows.map((c) => c.needs), most = Math.max(...needs), beyond = most < NEAR * P.limit;

@@ -1,4 +1,4 @@
-// The spec, line by line, and the details of what is selected.
+// Draw the spec, line by line, and the details of the selected thing.
 "use strict";
 
 function specLines() {
@@ -21,7 +21,7 @@ function specLines() {
   return rows.length ? rows : [el("p", { class: "hint" }, "The program has no spec.")];
 }
 
-/** What a line caused, in short. */
+/** Summarize what a line caused. */
 function lineTip(c) {
   const parts = [];
   const ran = sum(c.messages.map(countOf));
@@ -37,7 +37,7 @@ function lineTip(c) {
   return parts.join("\n");
 }
 
-/** All about a thing: its title, and elements. */
+/** Return the details of a thing: its title, then elements. */
 function about(x) {
   const i = Number(x.slice(1));
   const of = { m: () => ofMessage(D.messages[i]), w: () => ofWeight(D.weights[i]), l: () => ofLine(i), r: () => ofRow(D.rows[i]), o: () => ofOp(D.after[i], i, "after"), b: () => ofOp(D.before[i], i, "before"), t: () => ofModule(D.modules[i]) };
@@ -93,7 +93,7 @@ const DOES = {
   send_recv: "a stage sends what it made to the next one, and gets its gradient",
 };
 
-/** What a message's collectives do, in forward or else in backward. */
+/** Describe what a message's collectives do, one phrase for each kind. */
 function does(m) {
   const kinds = [...new Set(ways(m).map((w) => w.kind))];
   return kinds.filter((kind) => DOES[kind]).map((kind) => `${kind}: ${DOES[kind]}`).join(". ");
@@ -105,7 +105,7 @@ function wayTable(m) {
   return [el("p", { class: "hint" }, F.axis ? "in a step, of one rank of each stage" : "in a step, of one rank"), table(["", "collective", "#×", "#each", "#takes", "#exposed", "behind"], rows)];
 }
 
-/** Cells of what a way or a row takes, and what of that is exposed. */
+/** Return cells with the time of a way or a row, and the exposed part of it. */
 function timesOf(w) {
   const text = (s) => (typeof s === "number" ? seconds(s) : "–");
   return [number(text(w.seconds)), number(text(w.exposed), w.exposed > 0.01 * w.seconds ? "exposed" : "")];

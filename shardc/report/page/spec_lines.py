@@ -1,4 +1,4 @@
-"""The spec as the page shows it, and which of its lines caused what."""
+"""Number the lines of the spec that the page shows, and find which of them caused what."""
 
 from __future__ import annotations
 
@@ -20,40 +20,39 @@ _OPTION = re.compile(r"--(?:mesh|set) \S+")
 
 
 class SpecLines:
-    """The lines of a program's spec, as it was written; of one that was given as a dict, as `str` writes it. Settings
-    of the command line that caused something follow as lines of their own.
+    """The lines of a program's spec as written, or, for a dict, as `str` writes it; numbered from 1.
 
-    Lines are numbered from 1 in all that is returned.
+    Settings of the command line that caused something follow, each as a line.
     """
 
     def __init__(self, program: Program) -> None:
         self.spec: Spec | None = program.spec
-        said = program.meta.get("spec", {})
-        text = said.get("text") or (str(self.spec) if self.spec is not None else "")
-        self.file: str = said.get("file", "")
+        meta = program.meta.get("spec", {})
+        text = meta.get("text") or (str(self.spec) if self.spec is not None else "")
+        self.file: str = meta.get("file", "")
         self.lines: list[str] = text.rstrip().splitlines()
         self._written = len(self.lines)
         self._cited = re.compile(rf"{re.escape(self.file)}:(\d+):\d+") if self.file else None
 
     @cached_property
     def _places(self) -> Places:
-        """Of all keys of the text, whose file is called "" here."""
+        """The places of all keys in the text, whose file is called "" here."""
         return read("\n".join(self.lines[: self._written]), "", Errors()).places if self._written else Places()
 
     @cached_property
     def _by_path(self) -> list[tuple[str, int]]:
-        """("spec: shard.use", its line), as a dict's places are cited, the longest first."""
-        found = [(f"spec: {dotted(path)}", _line(place)) for path, place in self._places.keys.items() if path]
-        return sorted(found, key=lambda x: -len(x[0]))
+        """("spec: shard.use", its line) for each key, as causes cite a dict, the longest first."""
+        pairs = [(f"spec: {dotted(path)}", _line(place)) for path, place in self._places.keys.items() if path]
+        return sorted(pairs, key=lambda x: -len(x[0]))
 
     def of(self, cause: str) -> list[int]:
-        """The lines that a cause cites."""
-        found = [self._option(text) for text in _OPTION.findall(cause)]
+        """Return the lines that a cause cites."""
+        lines = [self._option(text) for text in _OPTION.findall(cause)]
         if self._cited is not None:
-            found += [int(n) for n in self._cited.findall(cause) if int(n) <= self._written]
+            lines += [int(n) for n in self._cited.findall(cause) if int(n) <= self._written]
         elif cause.startswith("spec: "):
-            found += [line for place, line in self._by_path if cause.startswith(place)][:1]
-        return list(dict.fromkeys(found))
+            lines += [line for place, line in self._by_path if cause.startswith(place)][:1]
+        return list(dict.fromkeys(lines))
 
     def _option(self, text: str) -> int:
         if text not in self.lines[self._written :]:
@@ -61,39 +60,39 @@ class SpecLines:
         return self.lines.index(text, self._written) + 1
 
     def at(self, *path: str | int) -> list[int]:
-        """The line of a key, or of the nearest one around it."""
-        own = self.spec.where(path) if self.spec is not None else ""
-        if _OPTION.match(own):
-            return [self._option(own)]
+        """Return the line of a key, or of the nearest key around it."""
+        place = self.spec.where(path) if self.spec is not None else ""
+        if _OPTION.match(place):
+            return [self._option(place)]
         for n in range(len(path), 0, -1):
             if (key := path[:n]) in self._places.keys:
                 return [_line(self._places.keys[key])]
         return []
 
     def of_axes(self, axes: tuple[str, ...]) -> list[int]:
-        """Where axes get their sizes."""
+        """Return the lines that set the sizes of axes."""
         return list(dict.fromkeys(line for axis in axes for line in self.at("mesh", axis)))
 
     def of_param(self, p: Param) -> list[int]:
-        """What splits a parameter: an entry that names it, `use`, experts, or else the axes that it is split over."""
-        found: list[int] = []
+        """Return the lines that split a parameter: an entry with its name, `use`, experts, or the mesh's axes."""
+        lines: list[int] = []
         if self.spec is None:
-            return found
+            return lines
         for axis, _ in p.layout.shards():
-            found += self._of_split(p, axis)
-        return list(dict.fromkeys(found))
+            lines += self._of_split(p, axis)
+        return list(dict.fromkeys(lines))
 
     def activations(self, modules: Sequence[str]) -> list[dict[str, Any]]:
-        """What the entries of `activations` say, of the modules that they name: outermost ones, as the spec means."""
-        found = []
+        """Return the entries of `activations`, with the outermost modules that each names."""
+        entries = []
         for rule in self.spec.activations if self.spec is not None else ():
             key = f"{rule.pattern}:in" if rule.at == "input" else rule.pattern
             named = [m for m in modules if match(rule.pattern, m)]
             outermost = [m for m in named if not any(m.startswith(f"{other}.") for other in named)]
             dims = ", ".join(f"dim {d} over {'+'.join(s.axis for s in shards)}" for d, shards in rule.dims.items())
             text = f"{rule.at} of {', '.join(outermost) or rule.pattern}: {dims or 'whole'}"
-            found.append({"text": text, "lines": self.at("activations", key), "modules": outermost})
-        return found
+            entries.append({"text": text, "lines": self.at("activations", key), "modules": outermost})
+        return entries
 
     def _of_split(self, p: Param, axis: str) -> list[int]:
         assert self.spec is not None
@@ -110,13 +109,13 @@ class SpecLines:
         return self.of_axes((base,))
 
     def of_bucket(self, b: Bucket) -> list[int]:
-        """Why gradients are summed so: ZeRO, and the axes over which the batch is split."""
+        """Return the lines behind a bucket: ZeRO, and the axes over which the batch is split."""
         zero = self.at("data", "zero") if b.zero else []
         return list(dict.fromkeys([*zero, *self.of_axes(tuple(dict.fromkeys((*b.axes, *filter(None, (b.shard,))))))]))
 
 
 def _within(pattern: str, weight: str) -> bool:
-    """Whether a weight is in a module that the pattern names."""
+    """Return whether a weight is in a module that the pattern names."""
     parts = weight.split(".")
     return any(match(pattern, ".".join(parts[:i])) for i in range(1, len(parts) + 1))
 

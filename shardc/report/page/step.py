@@ -1,4 +1,4 @@
-"""A step on a device, for the page: who computes what when, what is sent meanwhile, and what is held."""
+"""Compute the page's view of a step on a device: computation, messages and memory over time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from shardc.report.cost import op_place, part_name, peak_place
 from shardc.runtime.schedule import Slot
 from shardc.runtime.schedule.actions import COMPUTE, PAIRS
 
-#: Collectives of a rank that are drawn, at most: of the first ones of a step.
+#: The largest number of a rank's collectives that are drawn: the first ones of a step.
 SPANS = 6000
-#: Which message of the page a collective belongs to; None: of none.
+#: Returns the number of the page's message that a collective belongs to, or None.
 Number = Callable[[CommRecord], int | None]
 
 
 def timeline(cost: Cost, number: Number) -> dict[str, Any]:
-    """{end, bubble, rows: one a rank of `cost.ranks`}: slots [action, microbatch, begin, end, stage], computing
-    [part, begin, end], and for each axis the collectives [begin, end, exposed, message or -1, direction, kind].
+    """Return {end, bubble, rows: one for each rank of `cost.ranks`}.
 
-    Times are in nanoseconds, whole. Of a pipeline they are those of the timeline of all ranks: a rank's own clock,
-    which does not wait for other stages, is moved to the begins of its actions.
+    A row has slots [action, microbatch, begin, end, stage], computing [part, begin, end], and for each axis the
+    collectives [begin, end, exposed, message or -1, direction, kind]. Times are whole nanoseconds. In a pipeline they
+    are times of all ranks: a rank's own clock, which does not wait for other stages, is shifted to its actions.
     """
     program, schedule = cost.program, cost.timeline.schedule
     rows = []
@@ -65,22 +65,22 @@ def timeline(cost: Cost, number: Number) -> dict[str, Any]:
 
 
 def _streams(clock: Streams, number: Number, at: _Wall) -> dict[str, list[list[Any]]]:
-    found: dict[str, list[list[Any]]] = {}
+    streams: dict[str, list[list[Any]]] = {}
     for span in clock.spans[:SPANS]:
         message = number(span.record)
         begin = at.begin(span.begin)
         end = max(at.end(span.end), begin)
         exposed = min(round(span.exposed * 1e9), end - begin)
-        here = [begin, end, exposed, -1 if message is None else message, span.record.direction, span.record.kind]
-        found.setdefault(span.record.axis, []).append(here)
-    return found
+        bar = [begin, end, exposed, -1 if message is None else message, span.record.direction, span.record.kind]
+        streams.setdefault(span.record.axis, []).append(bar)
+    return streams
 
 
 class _Wall:
-    """From a rank's own clock to the time of all ranks, in nanoseconds. ran: (action, name, begin, end) of all parts of
-    the rank's step, by its own clock; slots: when its actions run.
+    """Converts times of a rank's own clock to the time of all ranks, in nanoseconds.
 
-    A moment between two actions belongs to the end of one and to the begin of the other, which are not the same there.
+    ran: (action, name, begin, end) of all parts of the rank's step, by its own clock; slots: when its actions run. A
+    moment between two actions is the end of one and the start of the other; these differ in the time of all ranks.
     """
 
     def __init__(self, ran: Sequence[tuple[Any, str, float, float]], slots: Sequence[Slot]) -> None:
@@ -93,7 +93,7 @@ class _Wall:
             self._rate += [(slot.end - slot.start) / (end - begin) if end > begin else 1.0, 1.0]
 
     def begin(self, t: float) -> int:
-        """Of what begins at a time of the rank's clock."""
+        """Convert the time at which something begins."""
         return self._at(t, max(bisect.bisect_right(self._own, t) - 1, 0))
 
     def end(self, t: float) -> int:
@@ -103,15 +103,13 @@ class _Wall:
         return round((self._wall[i] + (t - self._own[i]) * self._rate[i]) * 1e9)
 
     def cut(self, begin: float, end: float) -> list[tuple[float, float]]:
-        """The parts of a stretch that belong to different actions."""
+        """Split a stretch of time at the borders of actions."""
         inner = self._own[bisect.bisect_right(self._own, begin) : bisect.bisect_left(self._own, end)]
         return [(a, b) for a, b in pairwise([begin, *inner, end]) if b > a]
 
 
 def memory(cost: Cost) -> dict[str, Any]:
-    """{limit, panels: one for each kind of rank}: live bytes by kind at moments of a step, the parts of the step, and
-    where the peak is. Ranks whose memory is the same share one.
-    """
+    """Return {limit, panels}: live bytes over a step by kind. Ranks with the same memory share a panel."""
     panels: list[dict[str, Any]] = []
     seen: dict[object, dict[str, Any]] = {}
     for r in cost.ranks:

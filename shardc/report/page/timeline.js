@@ -1,4 +1,4 @@
-// Who computes what when, and what is sent meanwhile. Times are nanoseconds.
+// Draw when each rank computes and communicates. Times are nanoseconds.
 "use strict";
 
 const ROW = 26, LEFT = 118;
@@ -28,8 +28,8 @@ function timelinePanel() {
 
 const rankName = (r) => (F.axis ? `${F.axis}=${r.at}` : "every rank");
 
-/** What a trace of torch.profiler says of a step: {rank, end, ranges: [name, begin, end, backward], sends: [name, begin, end]},
- *  in nanoseconds from the first range. Each node of a program is a range, "linear_1 h.0.fc"; of a GPU those of its time count. */
+/** Read a step from a trace of torch.profiler: {rank, end, ranges: [name, begin, end, backward], sends: [name, begin, end]}.
+ *  Times start at the first range. Each node of a program is a range, "linear_1 h.0.fc"; on a GPU, a range of GPU time. */
 function runOf(trace, name) {
   const events = (trace.traceEvents || []).filter((e) => e.ph === "X" && e.dur > 0);
   const isSend = (e) => /^(gloo|nccl):/.test(e.name) || (e.cat === "kernel" && /nccl/i.test(e.name));
@@ -37,7 +37,7 @@ function runOf(trace, name) {
   const ranges = of("gpu_user_annotation").length ? of("gpu_user_annotation") : of("user_annotation");
   if (!ranges.length) return { name, said: `${name} has no ranges of a step: write it with \`shardc run --trace STEP\``, end: 0, ranges: [], sends: [] };
   const ns = (us) => Math.round((us - ranges[0].ts) * 1e3), sends = events.filter(isSend);
-  // backward's ranges begin with the context that forward hands to it, and end where a stage's first op runs again
+  // backward's ranges begin with the context that forward passes to it, and end when a stage's first op runs again
   const firsts = new Set(D.after.filter((o, i) => !o.input && o.op !== "receive" && D.after.findIndex((b) => b.stage === o.stage && !b.input && b.op !== "receive") === i).map((o) => [o.name, o.module].filter(Boolean).join(" ")));
   let backward = false;
   const found = ranges.map((e) => [e.name, ns(e.ts), ns(e.ts + e.dur), backward = e.name === "step_context" || (backward && !firsts.has(e.name))]);
@@ -45,7 +45,7 @@ function runOf(trace, name) {
   return { name, rank: (trace.distributedInfo || {}).rank || 0, end, ranges: found, sends: sends.map((e) => [e.name, ns(e.ts), ns(e.ts + e.dur)]) };
 }
 
-/** The rows of a measured run, below those of its rank: parts, and the next row's y. */
+/** Draw the rows of a measured run below its rank: return the parts, and the next row's y. */
 function runRows(X, y, wide) {
   const parts = [];
   const rows = [["measured", view.run.ranges.map(([name, begin, end, backward]) => [name, begin, end, backward ? FILL.B : FILL.F])], ["… sends", view.run.sends.map((s) => [...s, "var(--unknown)"])]];
@@ -60,7 +60,7 @@ function runRows(X, y, wide) {
   return [parts, y];
 }
 
-/** The timeline, so many pixels wide. */
+/** Draw the timeline. wide: its width in pixels. */
 function timelinePicture(wide) {
   const t = D.timeline;
   const end = Math.max(t.end, view.run ? view.run.end : 0) || 1, mine = view.run && Math.max(t.rows.findIndex((r) => r.rank === view.run.rank), 0);
@@ -122,7 +122,7 @@ function bar(X, y, begin, end, fill, text, high = ROW - 4) {
 
 function slot([kind, microbatch, begin, end, stage, ...back], r, X, y) {
   const wide = X(end) - X(begin);
-  // a pair: a forward beside the backward, or the forward, of another microbatch
+  // a pair: a forward together with the backward, or the forward, of another microbatch
   const those = back.length ? [["F", stage, microbatch], [kind[1], ...back]] : [[kind, stage, microbatch]];
   const name = those.map(([k, s, m]) => (r.stages.length > 1 ? `${s}${k}${m}` : `${k}${m}`)).join("+");
   const about = those.map(([k, s, m]) => `${NAME[k]} of microbatch ${m}${F.axis ? `, stage ${s}` : ""}`).join(" beside ");
@@ -135,7 +135,7 @@ function slot([kind, microbatch, begin, end, stage, ...back], r, X, y) {
   return label ? [shape, svg("text", { class: "dark", x: (X(begin) + X(end)) / 2, y: y + 15, "text-anchor": "middle", "pointer-events": "none" }, label)] : [shape];
 }
 
-/** Neighbours of one colour that are too near to tell apart, as one. */
+/** Merge neighbours of one colour that are too close to distinguish. */
 function merged(bars, scale) {
   const out = [];
   for (const b of bars) {

@@ -1,4 +1,4 @@
-// The tree of modules, with how their weights are split and which collectives are in them.
+// Draw the tree of modules, with the splits of their weights and their collectives.
 "use strict";
 
 const opened = new Set();
@@ -21,7 +21,7 @@ function rowsOf(module, depth) {
 }
 
 function rowOf(module, depth, open) {
-  const inside = open ? [module] : below(module);  // what a closed row hides counts as its own
+  const inside = open ? [module] : below(module);  // a closed row also counts what it hides
   const messages = inside.flatMap((m) => m.messages), weights = inside.flatMap((m) => m.weights);
   const chips = [...new Set(weights.map(weightAxes).filter(Boolean))].map((axes) => el("span", { class: `chip ${splitClass(axes)}`, "data-tip": `weights split over ${axes}` }, axes));
   for (const kind of ["e", "h", "u"]) {
@@ -44,7 +44,7 @@ function rowOf(module, depth, open) {
   return row;
 }
 
-/** Open the modules around one, so that its row is there. */
+/** Open the modules around one, so that its row is shown. */
 function unfold(path) {
   let module = moduleAt.get(path);
   while (module && module.parent >= 0) {

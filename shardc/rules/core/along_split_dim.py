@@ -28,8 +28,7 @@ STRETCHES = "stretches"
 
 def _splits(x: Value, dim: int, n: int, available: frozenset[Placement], least: int) -> Iterable[Shard]:
     """Yield splits of a dim into contiguous parts of at least `least` entries, padded only at the end."""
-    every = set(available) | ({Shard(dim)} if Shard(dim) in available else set())
-    for p in sorted((p for p in every if isinstance(p, Shard) and p.dim == dim), key=repr):
+    for p in sorted((p for p in available if isinstance(p, Shard) and p.dim == dim), key=repr):
         size = p.padded(x.shape[dim])
         if p.in_order and size % (p.split * n) == 0 and size // (p.split * n) >= max(least, 1):
             yield p

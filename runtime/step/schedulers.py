@@ -50,9 +50,9 @@ class Schedulers:
                 ),
             )
         several_optimizers = optimizer.members if isinstance(optimizer, OptimizerList) else ()
-        own = {id(o) for o in (optimizer, *several_optimizers)}
+        ids = {id(o) for o in (optimizer, *several_optimizers)}
         for m in with_inner(members):
-            if id(getattr(m, "optimizer", optimizer)) not in own:
+            if id(getattr(m, "optimizer", optimizer)) not in ids:
                 raise ShardcError(
                     f"{type(m).__name__} was made of another optimizer than the engine's: it would change nothing here",
                     where="scheduler",
@@ -180,8 +180,8 @@ def _like(now: Any, saved: Any) -> Any:
             return kind(pairs) if isinstance(now, Mapping) else pairs
         return {k: _like(now.get(k) if isinstance(now, Mapping) else None, v) for k, v in saved.items()}
     if isinstance(saved, list):
-        each = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
-        items = [_like(a, b) for a, b in zip(each, saved, strict=True)]
+        present = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
+        items = [_like(a, b) for a, b in zip(present, saved, strict=True)]
         return tuple(items) if isinstance(now, tuple) else items
     return saved
 
@@ -202,9 +202,9 @@ class NewSchedule:
 
         Called after a checkpoint's state is loaded into the optimizer.
         """
-        for group, made in zip(optimizer.param_groups, self._made, strict=True):
-            group |= {k: _copy(made[k]) for k in MOVED if k in made}
-            for key in group.keys() - made.keys() - {"params", "param_names"}:
+        for group, original in zip(optimizer.param_groups, self._made, strict=True):
+            group |= {k: _copy(original[k]) for k in MOVED if k in original}
+            for key in group.keys() - original.keys() - {"params", "param_names"}:
                 del group[key]  # a scheduler's own: initial_lr, max_lr, ...
         if self._scheduler is None:
             return None
