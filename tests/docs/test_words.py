@@ -28,7 +28,7 @@ WORDS = {
 _AVOID = re.compile(rf"\b(?:{'|'.join(WORDS)})\b")
 #: Lines that have such a word: of the product, and of pages that are still to be rewritten. The numbers only fall: a
 #: commit that removes some sets them to what there is.
-PRODUCT_LINES, LATER_LINES = 162, 66
+PRODUCT_LINES, LATER_LINES = 155, 66
 LATER = ("README.md", "docs/how-to")
 PRODUCT = ("shardc", "passes", "runtime", "specs")
 
