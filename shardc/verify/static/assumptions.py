@@ -1,7 +1,6 @@
 """The assumptions of the proof, each with the test that checks it: docs/explanation/proof.md lists them.
 
-A test fails if an op of the runtime has no definition that it is checked against, or if a row's test does not exist
-(tests/verify/test_assumptions.py).
+A test fails if an op of the runtime has no definition that it is checked against, or if a row's test does not exist.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def short() -> str:
 
 def markdown() -> str:
     """Write the list that docs/explanation/proof.md shows."""
-    rows = [f"- **{a.name}**: {a.sentence} Test: `{a.test}`." for a in ASSUMPTIONS]
+    rows = (f"- **{a.name}**: {a.sentence} Test: `{a.test}`." for a in ASSUMPTIONS)
     return "\n".join(fill(row, 150, subsequent_indent="  ", break_on_hyphens=False) for row in rows)
 
 
