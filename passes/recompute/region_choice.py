@@ -107,7 +107,7 @@ class Outcome:
 
 
 @dataclass
-class Alike:
+class KeptPositions:
     """What equal regions keep, as positions in a region: equal layers are decided once."""
 
     known: dict[Any, list[int]]
@@ -121,13 +121,13 @@ class Choice:
     region: str
     entry: Entry
     members: list[fx.Node]
-    alike: Alike
+    kept_positions: KeptPositions
 
     def run(self) -> Outcome:
         self.inside = set(self.members)
-        self._wanted()
+        self._find_needed()
         if self.entry.budget is not None:
-            keep = self._bought(self.entry.budget)
+            keep = self._keep_within_budget(self.entry.budget)
         elif self.entry.recompute is not None:
             keep = self._fewest(set(CHEAP if self.entry.recompute == "cheap" else self.entry.recompute))
         else:
@@ -148,7 +148,7 @@ class Choice:
             n.meta["again"] = n.meta.get("again", 0) + 1
         return outcome
 
-    def _wanted(self) -> None:
+    def _find_needed(self) -> None:
         """Find what backward keeps of the region: results, ops' internal values, and what inner regions hold."""
         self.wanted: dict[fx.Node, None] = {}
         self.own: dict[fx.Node, int] = {}
@@ -248,7 +248,7 @@ class Choice:
         large = n in self.own or graph.nbytes(n) * STATISTIC > graph.read(n)
         return large and bool(again & kinds(n, graph.weights))
 
-    def _bought(self, share: float) -> set[fx.Node]:
+    def _keep_within_budget(self, share: float) -> set[fx.Node]:
         """Return the ops whose results the budget pays for."""
         position = {n: i for i, n in enumerate(self.members)}
         look = [
@@ -263,10 +263,10 @@ class Choice:
             for n in self.members
         ]
         key = repr((share, look, sorted(self.graph.nbytes(n) for n in self.wanted if n not in self.inside)))
-        if key not in self.alike.known:
+        if key not in self.kept_positions.known:
             keep = self._budget(share)
-            self.alike.known[key] = [position[n] for n in keep]
-        return {self.members[i] for i in self.alike.known[key]}
+            self.kept_positions.known[key] = [position[n] for n in keep]
+        return {self.members[i] for i in self.kept_positions.known[key]}
 
     def _budget(self, share: float) -> set[fx.Node]:
         """Choose greedily the results that save most work per byte, within the budget.

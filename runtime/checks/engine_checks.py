@@ -89,8 +89,8 @@ class EngineChecks(Checks):
         self._params_read = True
         self.gradients()
 
-    def gradients(self, *, handed_out: bool = False) -> None:
-        if handed_out or self._params_read:
+    def gradients(self, *, user_reads: bool = False) -> None:
+        if user_reads or self._params_read:
             self._mark_gradients()
 
     def loss(self, loss: Any) -> Any:
@@ -111,4 +111,4 @@ class EngineChecks(Checks):
 
     def follow(self, other: Moments) -> None:
         if isinstance(other, EngineChecks):
-            self._given = other._given
+            self._source = other._source

@@ -55,7 +55,7 @@ class Moments:
         """Record this rank's parts of parameters, as they are made."""
         return parts
 
-    def made(self, model: Model) -> None:
+    def new_model(self, model: Model) -> None:
         """Check the new parameters and buffers."""
 
     def optimizer(self, optimizer: Optimizer | None) -> None:
@@ -82,8 +82,8 @@ class Moments:
     def read_params(self) -> None:
         """Start checks of parameters when the user reads `engine.params`."""
 
-    def gradients(self, *, handed_out: bool = False) -> None:
-        """Mark summed gradients that are parts. handed_out: the user reads them before an update."""
+    def gradients(self, *, user_reads: bool = False) -> None:
+        """Mark summed gradients that are parts. user_reads: the user reads them before an update."""
 
     def loss(self, loss: Any) -> Any:
         """Return the loss as the user gets it."""
@@ -99,7 +99,7 @@ class Moments:
     def saving(self, optimizer: Optimizer | None) -> None:
         """Compare replicas before a checkpoint with this optimizer's state is written."""
 
-    def handed_out(self) -> None:
+    def note_weights_read(self) -> None:
         """Record that the user got whole weights."""
 
     def follow(self, other: Moments) -> None:
@@ -107,7 +107,7 @@ class Moments:
 
     # --- of a module alone
 
-    def held(self, model: Any, parts: Any, held: Any, updates: Any) -> None:
+    def watch_module(self, model: Any, parts: Any, held: Any, updates: Any) -> None:
         """Start watching a module's parameters and buffers, registered under the model's names."""
 
     def mode(self, *, training: bool) -> None:

@@ -32,7 +32,7 @@ PATIENCE = 2.0
 _LOCK = threading.RLock()
 _DONE: dict[Any, Run | str] = {}  # of this process; the reason where Inductor fails
 _EXPECTED: dict[str, None] = {}
-_TOLD: set[str] = set()
+_REPORTED: set[str] = set()
 
 
 def compiled_runs() -> list[Run]:
@@ -93,8 +93,8 @@ class Compiler:
 
 def _note(text: str) -> None:
     """Print a note once, on the first rank's stderr."""
-    if text not in _TOLD and os.environ.get("RANK", "0") == "0":
-        _TOLD.add(text)
+    if text not in _REPORTED and os.environ.get("RANK", "0") == "0":
+        _REPORTED.add(text)
         print(f"note: {text}", file=sys.stderr, flush=True)
 
 
@@ -109,8 +109,8 @@ def _shown(text: str) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-        if f"{text} ..." in _TOLD:
-            _TOLD.discard(f"{text} ...")
+        if f"{text} ..." in _REPORTED:
+            _REPORTED.discard(f"{text} ...")
             _note(f"{text} took {time.monotonic() - began:.1f} s")
 
 

@@ -107,14 +107,14 @@ class Generator:
         call = self._call(prompts, options if options.stop is not None else replace(options, stop=begins.stop), begins)
         sizes = call.sizes
         if sizes not in self._steps:
-            with self._told(f"{sizes.rows} prompts of {sizes.prompt} tokens, {sizes.length} in all"):
+            with self._note_seconds(f"{sizes.rows} prompts of {sizes.prompt} tokens, {sizes.length} in all"):
                 self._steps[sizes] = self._compiled(call)
         steps = self._steps[sizes]
         if steps is not None:
             return _until_stop(self._cached(*steps, call), call)
         whole = replace(sizes, prompt=0, length=call.prompts.longest + options.tokens - 1)
         if whole not in self._wholes:
-            with self._told(f"{whole.rows} sequences of {whole.length} tokens"):
+            with self._note_seconds(f"{whole.rows} sequences of {whole.length} tokens"):
                 self._wholes[whole] = self._runs(self._made(lambda resize: resize.whole(self.program, whole)))
         return _until_stop(self._whole(self._wholes[whole], call, whole.length), call)
 
@@ -144,7 +144,7 @@ class Generator:
         return _Call(prompts, encoder, Sizes(rows, prompt, length, forms), options)
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _note_seconds(self, what: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self.note(f"compiled for {what}, in {time.perf_counter() - start:.1f} s")

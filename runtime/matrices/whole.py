@@ -24,7 +24,7 @@ from shardc.ir.program import Program
 from shardc.runtime.matrices.exchange import Exchange, Sending
 from shardc.runtime.matrices.owners import owners, work
 from shardc.runtime.matrices.routes import Routes
-from shardc.runtime.matrices.shown import Shown
+from shardc.runtime.matrices.shown import MatrixStandIns
 from shardc.runtime.offload import Offload
 from shardc.runtime.zero.optimizer_check import multiplies
 from shardc.runtime.zero.optimizer_list import members_of
@@ -44,7 +44,7 @@ class WholeMatrices:
         program: Program,
         mesh: Any,
         stored: Mapping[str, nn.Parameter],
-        shown: Shown,
+        shown: MatrixStandIns,
         members: Sequence[Optimizer],
         offload: Offload,
     ) -> None:
@@ -71,7 +71,7 @@ class WholeMatrices:
         self._offload, self._versions = offload, 0
         self.gather()
         for member in members:
-            shown.give_wholes(member, self.owned)
+            shown.set_wholes(member, self.owned)
 
     def gather(self) -> None:
         """Send the stored parts to the owners. Collective."""

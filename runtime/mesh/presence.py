@@ -85,7 +85,7 @@ def begin(named: float = NAMED) -> Presence | None:
 def _end(processes: Processes | None, number: int, _: object) -> None:
     with contextlib.suppress(Exception):  # the store may be gone
         if processes is not None:
-            processes.told_to_end()
+            processes.note_ending()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 

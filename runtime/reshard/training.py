@@ -16,7 +16,7 @@ from torch import Tensor
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.reshard.moves import Kept, Wanted
-from shardc.runtime.reshard.places import Lying, Plan, Whole
+from shardc.runtime.reshard.places import InPlan, Plan, Whole
 from shardc.runtime.reshard.wanted import Side
 from shardc.runtime.state.boxes import Part
 from shardc.runtime.state.checkpoint_index import DTYPES, Index, Stored, plain
@@ -76,7 +76,7 @@ def _kept(side: Side, plan: Plan, every: Sequence[Said]) -> dict[str, Kept]:
     for key in sorted(forms):
         dtype, shape, like = forms[key]
         these = frozenset(ranks[key])
-        place = Lying(plan, like, _parameter(key), True).on(these) if like else Whole(tuple(shape), these)
+        place = InPlan(plan, like, _parameter(key), True).on(these) if like else Whole(tuple(shape), these)
         result[key] = Kept((side, "state", key), DTYPES[dtype], place)
     return result
 

@@ -23,7 +23,7 @@ from shardc.runtime.stage import op_errors
 from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.stage.bindings import bind
 from shardc.runtime.stage.profiler_ranges import with_ranges
-from shardc.runtime.stage.repeated_lines import tell_repeated
+from shardc.runtime.stage.repeated_lines import insert_repeat_marks
 
 
 class JointStage:
@@ -55,7 +55,7 @@ class JointStage:
         self._backward = _Half(backward, compiler, ranges=ranges)
         self.weights = _Half(graphs["weights"], compiler, ranges=ranges) if "weights" in graphs else None
         results: Any = backward.output_node().args[0]
-        self._handed_on = [n.name for n in results[1]] if self.weights is not None else []
+        self._passed_to_weights = [n.name for n in results[1]] if self.weights is not None else []
 
     @torch.no_grad()
     def forward(self, mesh: Any, *values: Any) -> tuple[Any, dict[str, Any]]:
@@ -88,7 +88,7 @@ class JointStage:
         later = {name: kept[name] for name in self.weights.takes & kept.keys()}
         returned, handed_on = self._backward(kept, values, launch)
         kept.clear()
-        kept |= later | dict(zip(self._handed_on, handed_on, strict=True))
+        kept |= later | dict(zip(self._passed_to_weights, handed_on, strict=True))
         return dict(zip(self.received, returned, strict=True))
 
 
@@ -226,5 +226,5 @@ def _taking(graph: fx.Graph) -> fx.GraphModule:
         for n in graph.find_nodes(op="placeholder")
     }
     copy_graph(graph, env, into=copy)
-    tell_repeated(copy, step)
+    insert_repeat_marks(copy, step)
     return fx.GraphModule(nn.Module(), bind(copy))

@@ -222,7 +222,7 @@ class Run:
         grads = self._backward(kept, key)
         self._weights(kept, key)
         self._pause()
-        self._give_back(action, grads)
+        self._deliver_grads(action, grads)
 
     def _backward(self, kept: _Kept, key: tuple[int, int]) -> dict[str, Tensor | None]:
         """Run a backward graph. Returns the gradients of values that the stage received."""
@@ -256,7 +256,7 @@ class Run:
             )
         self._forwarded(forward, returned, forward_kept)
         self._pause()
-        self._give_back(backward, {n: g if g is None else g.contiguous() for n, g in grads.items()})
+        self._deliver_grads(backward, {n: g if g is None else g.contiguous() for n, g in grads.items()})
 
     def _forwards(self, first: Action, then: Action) -> None:
         """Run two forwards as one graph."""
@@ -280,7 +280,7 @@ class Run:
 
     def inputs(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
-        self._give_back(action, self._backward(self.kept[key], key))
+        self._deliver_grads(action, self._backward(self.kept[key], key))
 
     def weights(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
@@ -296,7 +296,7 @@ class Run:
         assert self.hooks is not None
         self.hooks.pause()
 
-    def _give_back(self, action: Action, grads: Mapping[str, Tensor | None]) -> None:
+    def _deliver_grads(self, action: Action, grads: Mapping[str, Tensor | None]) -> None:
         """Deliver gradients of received values: at once to stages of this rank; the rest waits to be sent."""
         s, m = action.stage, action.microbatch
         for edge in self.on.edges.values():

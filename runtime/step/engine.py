@@ -164,7 +164,7 @@ class Engine:
             interpreter,
         )
         self._model = local
-        self._checks.made(local)
+        self._checks.new_model(local)
         trains = optimizer is not None and not program.forward_only
         local_optimizer = self._make_optimizer(local, optimizer) if trains and optimizer is not None else None
         schedules = scheduler if trains else None
@@ -174,12 +174,12 @@ class Engine:
         self._saver = Saver(local, self._updating, self.loaders, self._checks, skeleton, loaded.folder)
         self.loads: tuple[Load, ...] = ()
         self._loads = Loads(program, self.mesh) if routing else None
-        self._graphs = step_graph.of(program, self.mesh, self.rng, local.buckets, self.mesh.note)
+        self._graphs = step_graph.recorder(program, self.mesh, self.rng, local.buckets, self.mesh.note)
         self._waiting = self._noted_replaced = False  # gradients of `backward` for `update`
         self._made = True
 
     def _make_optimizer(self, model: LocalModel, make: OptimizerOf) -> torch.optim.Optimizer | None:
-        optimizer, model.matrices = engine_optimizer.made(
+        optimizer, model.matrices = engine_optimizer.create_optimizer(
             make, self.program, model.buckets, self.mesh, self._check_optimizer, self.mesh.note, model.offload
         )
         return optimizer
@@ -226,7 +226,7 @@ class Engine:
             )
         result = self._backward(batch, local=local, gather=gather, early=False)
         self._waiting = True
-        self._checks.gradients(handed_out=True)
+        self._checks.gradients(user_reads=True)
         return result
 
     def update(self) -> None:

@@ -108,14 +108,14 @@ class ShardedModule(ModuleState):
         """Register parameters and buffers under the model's names. like: a module with the model's submodules."""
         program = running.program
         self._parts = parts = Parts(self, like)
-        entries: list[user_changes.Held] = []
+        entries: list[user_changes.ModuleParam] = []
         for x in program.params:
             for fqn in (x.fqn, *x.aliases):
                 parent, name = parts.home(fqn)
                 p = running.buckets.owned[x.name]
                 parent._parameters[name] = p
                 entries.append(
-                    user_changes.Held(
+                    user_changes.ModuleParam(
                         parent._parameters, name, p, p.data_ptr() * (x.name in running.buckets.runs), p.dtype, fqn
                     )
                 )
@@ -134,8 +134,8 @@ class ShardedModule(ModuleState):
         self.register_load_state_dict_post_hook(running.updates.note)  # type: ignore[no-untyped-call]
         self._running = running
         running.read_buffers = WeakMethod(self._buffers_by_name)
-        running.checks.made(running)
-        running.checks.held(running.model, parts, entries, running.updates)
+        running.checks.new_model(running)
+        running.checks.watch_module(running.model, parts, entries, running.updates)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """Copy the module with new parameters and buffers, on the same mesh, as weight averages need.
@@ -260,8 +260,7 @@ class ShardedModule(ModuleState):
         make: params -> torch optimizer, or a list of them; params are (name, parameter) pairs (shardc.groups and
         shardc.matrices take them). Where the spec says `optimizer: {matrices: ...}`, those are whole matrices. Their
         owners step an optimizer that needs them whole: `step()` is then collective, too. Clip, schedule and save it as
-        any other.
-        Raises ShardcError for an optimizer that would train otherwise than on one device.
+        any other. Raises ShardcError for an optimizer that would train otherwise than on one device.
         """
         r = self._running
         with r.mesh.together("making an optimizer"):
@@ -269,7 +268,9 @@ class ShardedModule(ModuleState):
             r.updates.carry_out()
             r.updates.settle()
             check, offload = engine_optimizer.check_parts(r.program, r.buckets), Offload(r.program.offload, r.mesh)
-            optimizer, matrices = engine_optimizer.made(make, r.program, r.buckets, r.mesh, check, r.mesh.note, offload)
+            optimizer, matrices = engine_optimizer.create_optimizer(
+                make, r.program, r.buckets, r.mesh, check, r.mesh.note, offload
+            )
         assert optimizer is not None, "a module has all parameters"
         if matrices is None:
             return optimizer

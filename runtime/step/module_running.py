@@ -70,10 +70,10 @@ class Running:
         """Return what runs a forward in eval mode, and its extra constants: see step.batch_sizes."""
         if self.eval is None:
             program, constants = self.program, dict[str, Tensor]()
-            if not batch_sizes.switched(program, self.mesh.note):
+            if not batch_sizes.step_can_evaluate(program, self.mesh.note):
                 shapes = tuple(x.shape for x in program.inputs)
                 self.mesh.barrier()  # if ranks are threads of one process, none may run during compilation
-                program = batch_sizes.compiled(program, batch, shapes, self.mesh, use="evaluate", note=self.mesh.note)
+                program = batch_sizes.recompile(program, batch, shapes, self.mesh, use="evaluate", note=self.mesh.note)
                 self.mesh.barrier()
                 if isinstance(self.mesh, TorchMesh):
                     self.mesh.add_groups(groups_of(program))

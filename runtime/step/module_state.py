@@ -157,7 +157,7 @@ class ModuleState(nn.Module):
             r.checks.last("full_state_dict", stated("whether parameters changed", r.updates.due))
             r.updates.carry_out()
             r.updates.settle()
-            r.checks.handed_out()
+            r.checks.note_weights_read()
             return state.full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
 
 

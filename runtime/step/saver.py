@@ -169,7 +169,7 @@ class Saver:
         self._update.whole = False  # stays so if the load fails
 
     def full_state_dict(self, *, rank0_only: bool) -> dict[str, Tensor]:
-        self._checks.handed_out()
+        self._checks.note_weights_read()
         model = self._model
         with self.mesh.together("full_state_dict"):
             written = shared_facts.written(self.program, model.written)
@@ -219,7 +219,7 @@ class Saver:
         self._make_ready()
         with self._model.offload.at_home():
             yield
-        self.buckets.filled()
+        self.buckets.mark_gathered()
         self._filled()
 
     def move_to(self, other: Saver) -> None:

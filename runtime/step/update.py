@@ -99,7 +99,7 @@ class Update:
     def begin(self, *, early: bool) -> None:
         """Clear the last step's gradients. early: this step may update a bucket while others are summed."""
         model = self.model
-        self._early = early and self._overlapped is not None and self._overlapped.possible()
+        self._early = early and self._overlapped is not None and self._overlapped.begin_if_possible()
         self._sends = early and self._apart and model.matrices is not None
         for p in model.owned.values():
             p.grad = None

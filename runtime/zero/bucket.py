@@ -41,7 +41,7 @@ from shardc.runtime.zero.trained_params import trained_params
 class Bucket:
     """A bucket of parameters. Call `adopt` for each parameter, then `ready`; after an update `publish`.
 
-    In each step: `start`, `put` for each gradient (ZeRO 3: `arrived`), `launch`, `settle`, `close`, `finish`.
+    In each step: `start`, `put` for each gradient (ZeRO 3: `arrived`), `launch`, `advance_sum`, `close`, `finish`.
     aliased: for a custom loop. At ZeRO 0 the graph gets separate leaves on the same memory. A loss term that the loop
     computes from the parameters themselves then has its gradient in the parameter, whole on every rank, and not in the
     graph's sum. A shard without elements gets a gradient without elements, which a loop reads like any other; elsewhere
@@ -194,7 +194,7 @@ class Bucket:
         """Wait for the gather of `publish`."""
         self._gather.wait()
 
-    def filled(self) -> None:
+    def mark_gathered(self) -> None:
         """Note that parts and whole parameters hold new values, so nothing has to be gathered."""
         self._versions = self._version()
 
@@ -335,7 +335,7 @@ class Bucket:
             self._reduce(flat, self._sum)
             self._rest(self._sum, at_once=True)
             return
-        self.settle()
+        self.advance_sum()
         self._flying, self._coming = flat, torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
         self._free()
         self._reduce(flat, self._coming)
@@ -367,7 +367,7 @@ class Bucket:
             self._rest_work = self.mesh.start_all_reduce(part, self.rest, direction="backward", tag=self.tag)
         self._rest_begun = True
 
-    def settle(self) -> None:
+    def advance_sum(self) -> None:
         """Wait for the running sum if necessary, and continue over the other axes. Later buckets have started."""
         if self._coming is not None:
             self._work.wait()
@@ -390,7 +390,7 @@ class Bucket:
             return
         if self._buffer is not None:  # the last backward did not reach this bucket
             self.launch()
-        self.settle()
+        self.advance_sum()
         if self._sum is None and self.elsewhere:  # other ranks need this one for their sum
             self._sum = torch.zeros(self.flat.part, dtype=self.spec.dtype, device=self.mesh.device)
         if self._sum is not None:
@@ -400,21 +400,21 @@ class Bucket:
         """Wait for the sums, and put the gradients into `.owned`, which then holds the only references."""
         self._kept_whole = None
         self._work.wait()
-        self.settle()
+        self.advance_sum()
         self._rest_work.wait()
         part, self._sum = self._sum, None
         if not self.sharded:
-            self._give(self._views)
+            self._set_grads(self._views)
         elif part is None:
-            self._give({})
+            self._set_grads({})
         else:
-            self._give({n: x for n, x in self._slices(part).items() if self.runs[n].size or self._aliased})
+            self._set_grads({n: x for n, x in self._slices(part).items() if self.runs[n].size or self._aliased})
         self._free()
 
     def _free(self) -> None:
         self._buffer, self._views = None, {}
 
-    def _give(self, sums: dict[str, Tensor]) -> None:
+    def _set_grads(self, sums: dict[str, Tensor]) -> None:
         for name, p in self.owned.items():
             # from before this backward, and from other terms of the loss since
             others = [g for g in (self._kept.get(name), p.grad) if g is not None]

@@ -208,7 +208,7 @@ class Buckets:
     def _launched(self, bucket: Bucket) -> None:
         """Settle the buckets that started before, to free their buffers, as the sum of `bucket` runs now."""
         for other in (b for b in self._flying if b is not bucket):
-            other.settle()
+            other.advance_sum()
             if self.early is not None and other.final and other not in self._done:
                 self._done.add(other)
                 other.finish()
@@ -225,7 +225,7 @@ class Buckets:
         for b in left:
             b.close()
         for b in left:
-            b.settle()
+            b.advance_sum()
         for b in left:
             b.finish()
             if reduced is not None:
@@ -286,10 +286,10 @@ class Buckets:
         bucket = self._of[name]
         return bucket.params[name].detach() if name in bucket.params else None
 
-    def filled(self) -> None:
+    def mark_gathered(self) -> None:
         """Note that all forms of the parameters were written on all ranks, so nothing has to be gathered."""
         for b in self._all:
-            b.filled()
+            b.mark_gathered()
 
     def wholes(self) -> Mapping[str, Tensor]:
         """Return {name: whole local part, as stored, detached}.

@@ -4,8 +4,8 @@ Its keys and values have a fixed number of places, as do any other tensors in it
 token to token are found by inspection: all tensors in it are states; the rest (which layers have begun, sizes) is its
 form, which must not change.
 
-    prompts   cache = begun(model, ...); model(..., cache)       states, form = apart(cache)
-    a token   cache = together(form, states); model(..., cache)  states = unchanged(form, cache)
+    prompts   cache = new_cache(model, ...); model(..., cache)       states, form = split_cache(cache)
+    a token   cache = join_cache(form, states); model(..., cache)  states = checked_states(form, cache)
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Slot:
     """A placeholder for one tensor in the form of a cache."""
 
 
-def begun(model: nn.Module, now: Now) -> Any:
+def new_cache(model: nn.Module, now: Now) -> Any:
     """Make the cache that the model begins to generate with."""
     types = importlib.import_module("transformers.cache_utils")
     config: Any = model.config
@@ -78,7 +78,7 @@ def _once() -> type:
     return type("EncoderLayer", (kind,), {"update": update})
 
 
-def apart(cache: Any) -> tuple[dict[str, Tensor], Form]:
+def split_cache(cache: Any) -> tuple[dict[str, Tensor], Form]:
     """Split a cache into its states, by path, and its form."""
     states = {path: x for path, x in _leaves(cache) if isinstance(x, Tensor)}
     slots: dict[str, object] = {path: _Slot() for path in (*states, _NOW)}
@@ -86,13 +86,13 @@ def apart(cache: Any) -> tuple[dict[str, Tensor], Form]:
     return states, Form(copy.deepcopy(cache, memo), slots)  # deepcopy uses these as copies that already exist
 
 
-def together(form: Form, states: Mapping[str, Tensor], now: Now) -> Any:
+def join_cache(form: Form, states: Mapping[str, Tensor], now: Now) -> Any:
     """Build a cache of this form with these states."""
     values = {**states, _NOW: now}
     return copy.deepcopy(form.cache, {id(slot): values[path] for path, slot in form.slots.items()})
 
 
-def unchanged(form: Form, cache: Any) -> dict[str, Tensor]:
+def checked_states(form: Form, cache: Any) -> dict[str, Tensor]:
     """Return the states in a cache after a token. Raises ShardcError if it changed anything else."""
     before, after = dict(_leaves(form.cache)), dict(_leaves(cache))
     states = {path: x for path, x in after.items() if isinstance(x, Tensor)}

@@ -237,7 +237,7 @@ def _counting(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @contextmanager
-def swapped(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
+def replaced_tensors(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
     """Replace the model's parameters and buffers in the block: {id of the original: new}. Ties stay ties."""
     saved: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
@@ -258,7 +258,7 @@ def swapped(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
 def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
     """Make the model's parameters and buffers fake tensors inside the block; yield their mode."""
     mode = fake_mode()
-    with swapped(model, {id(x): fake_tensor(mode, x) for x in (*model.parameters(), *model.buffers())}):
+    with replaced_tensors(model, {id(x): fake_tensor(mode, x) for x in (*model.parameters(), *model.buffers())}):
         yield mode
 
 

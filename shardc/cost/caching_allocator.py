@@ -68,7 +68,7 @@ class CachingAllocator:
             if rest.after is not None:
                 rest.after.before = rest
             block.after, block.size = rest, size
-            self._give(rest)
+            self._free_block(rest)
         return block
 
     def free(self, block: Block) -> None:
@@ -79,7 +79,7 @@ class CachingAllocator:
             self._taken(before)
             self._merge(before, block)
             block = before
-        self._give(block)
+        self._free_block(block)
 
     def _segment(self, size: int, small: bool) -> Block:
         if small:
@@ -89,19 +89,19 @@ class CachingAllocator:
         else:
             segment = -(-size // _ROUND_LARGE) * _ROUND_LARGE
         if self.reserved + segment > self.limit:
-            self._give_back()
+            self._release_free()
         self.reserved += segment
         self.peak = max(self.peak, self.reserved)
         self._address += segment
         return Block(self._address - segment, segment, small)
 
-    def _give_back(self) -> None:
+    def _release_free(self) -> None:
         """Return segments that are entirely free."""
         for block in [b for b in self._at.values() if b.before is None and b.after is None]:
             self._taken(block)
             self.reserved -= block.size
 
-    def _give(self, block: Block) -> None:
+    def _free_block(self, block: Block) -> None:
         block.free = True
         self._at[block.address] = block
         insort(self._free[block.small], (block.size, block.address))

@@ -171,9 +171,9 @@ def _with_reports(graph: fx.Graph, names: _OpNames, program: Program, ops: Colle
     for region in regions:
         _, traffic = moved(region, fuses, size, shares_memory)
         with copy.inserting_before(region.lines[0]):
-            copy.call_function(_told(names.ledger.fuse))
+            copy.call_function(_as_function(names.ledger.fuse))
         with copy.inserting_after(region.lines[-1]):
-            copy.call_function(_told(partial(names.ledger.fused, traffic)))
+            copy.call_function(_as_function(partial(names.ledger.fused, traffic)))
     return copy
 
 
@@ -189,14 +189,14 @@ def _belongs_to(n: fx.Node, ops: Collection[str]) -> str:
     return n.name
 
 
-def _told(call: Callable[[], None]) -> Callable[[], None]:
+def _as_function(call: Callable[[], None]) -> Callable[[], None]:
     """Wrap a call in a function of this module, as generated code needs it."""
 
-    def tell() -> None:
+    def wrapped() -> None:
         call()
 
-    tell.__module__ = __name__
-    return tell
+    wrapped.__module__ = __name__
+    return wrapped
 
 
 def _weights(program: Program) -> dict[str, Tensor]:
@@ -317,7 +317,7 @@ class _Run(Run):
         ledger.mark((x for copies in self.weight_copies.values() for x in copies.values()), "parameters")
         grads = [p.grad for p in self.on.buckets.given.values() if isinstance(p, Tensor)]
         ledger.mark(grads, "gradients")
-        ledger.stay([*grads, *self.on.buckets.sums])
+        ledger.mark_fixed_size([*grads, *self.on.buckets.sums])
         if action.kind == "F":
             _mark_rest(ledger, "activations")
             return

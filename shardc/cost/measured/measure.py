@@ -321,7 +321,7 @@ def _process(rank: int, count: int, backend: str, threads: int, folder: str, set
     globals().update(settings)
     torch.set_num_threads(threads)
     if backend == "gloo":
-        own_cores.use(rank, count)
+        own_cores.pin_process(rank, count)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count)}
     if device.type == "cuda":
