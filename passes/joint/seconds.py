@@ -61,10 +61,10 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func.is_view:
             taken = {x.untyped_storage()._cdata for x in tensors_in((args, kwargs or {}))}
             for x in tensors_in(result):
-                self._made(x.untyped_storage(), taken)
+                self._add_storage(x.untyped_storage(), taken)
         return result
 
-    def _made(self, storage: torch.UntypedStorage, taken: set[int]) -> None:
+    def _add_storage(self, storage: torch.UntypedStorage, taken: set[int]) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._alive or key in taken:
             return

@@ -62,7 +62,7 @@ Name = tuple[int, Shard] | None
 
 def split_otherwise(axis: Axis, tokens: set[str]) -> tuple[Axis, list[str]]:
     """Decide an axis's regions. Return the axis placed again, and notes. tokens: all axes of the sequence."""
-    inner = _ranks_beside(axis, tokens)
+    inner = _free_digits(axis, tokens)
     kinds: dict[tuple[object, ...], list[Region]] = {}
     for region in _regions(axis):
         kinds.setdefault(region.kind, []).append(region)
@@ -187,7 +187,7 @@ def _digits(axis: Axis, operand: Key, dim: int, inner: tuple[int, ...]) -> list[
     return [digit for digit in candidates if size % (digit * axis.n) == 0]
 
 
-def _ranks_beside(axis: Axis, tokens: set[str]) -> tuple[int, ...]:
+def _free_digits(axis: Axis, tokens: set[str]) -> tuple[int, ...]:
     """Return the digits that an axis may have in channels: inside other axes' digits, or the outermost.
 
     The others split weights and are placed later, or split the sequence and may have taken some already.

@@ -228,12 +228,12 @@ class Choice:
             take(n, None if view else graph.nbytes(n), whole)
             if n in self.own:  # kept, if the op is, in a separate pipe
                 take(n, self.own[n], n, name=("own", n))
-                cut.want(("own", n))
+                cut.require(("own", n))
         for n in self.wanted:
             if (h := held(n)) is not None:
                 if h not in self.inside:
                     cut.value(h, graph.nbytes(h), None)
-                cut.want(h)
+                cut.require(h)
         keep = {v[1] if isinstance(v, tuple) else v for v in cut.cut()}
         keep = {n.args[0] if n.target is operator.getitem else n for n in keep if n in self.inside}
         return keep | dear

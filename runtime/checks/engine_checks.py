@@ -97,7 +97,7 @@ class EngineChecks(Checks):
         return loss.as_subclass(SteppedLoss) if type(loss) is Tensor else loss
 
     def stepping(self) -> AbstractContextManager[None]:
-        return self._once.by_the_engine()
+        return self._once.engine_step()
 
     def updated(self) -> None:
         if self._check_every and self._model.rng.step % self._check_every == 0 and not self._program.offload.used:

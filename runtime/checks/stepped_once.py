@@ -54,7 +54,7 @@ class SteppedOnce:
         optimizer.step = MethodType(guarded, optimizer)  # type: ignore[method-assign]
 
     @contextmanager
-    def by_the_engine(self) -> Iterator[None]:
+    def engine_step(self) -> Iterator[None]:
         self._allowed = True
         try:
             yield

@@ -53,7 +53,7 @@ class _Runs:
     def of(cls, program: Program, mesh: Any) -> _Runs:
         runs = cls(program, Interpreter(program, mesh), state.constants(program, mesh))
         if isinstance(mesh, TorchMesh):
-            mesh.add_groups([*groups_of(program), runs.apart])
+            mesh.add_groups([*groups_of(program), runs.split_axes])
         return runs
 
     @property
@@ -66,7 +66,7 @@ class _Runs:
         return any(x.path == (PLACE,) for x in self.program.inputs)
 
     @property
-    def apart(self) -> tuple[str, ...]:
+    def split_axes(self) -> tuple[str, ...]:
         """The axes over which ranks choose tokens of different rows, or of none."""
         split = [a for a, _ in self.logits.layout.shards(0)]
         stages = [self.program.axis] if self.program.axis else []
@@ -284,13 +284,13 @@ class Generator:
     def _shared(self, runs: _Runs, sample: Sampler, made: Mapping[str, Tensor], step: int) -> Tensor:
         """Return the token of every row, i64[rows], on every rank. Ranks with a row's logits choose it."""
         chosen = sample(made[LOGITS], step) if LOGITS in made else None
-        if not runs.apart:
+        if not runs.split_axes:
             assert chosen is not None
             return chosen.cpu()
         tokens = torch.zeros(runs.logits.shape[0], dtype=torch.int64, device=self.mesh.device)
         if chosen is not None:
             tokens[sample.rows] = chosen
-        return self.mesh.all_reduce(tokens, runs.apart, tag="tokens").cpu()  # type: ignore[no-any-return]
+        return self.mesh.all_reduce(tokens, runs.split_axes, tag="tokens").cpu()  # type: ignore[no-any-return]
 
 
 def _generating(program: Program, sizes: Sizes, resize: Resize) -> Generation:

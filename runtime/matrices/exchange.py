@@ -132,18 +132,18 @@ class Sending:
     def __init__(self, exchange: Exchange, direction: str) -> None:
         self._exchange, self._direction = exchange, direction
         self._there: dict[str, Tensor] = {}
-        self._begun: list[_Flight] = []
+        self._flights: list[_Flight] = []
 
     @torch.no_grad()
     def begin(self, stored: Mapping[str, Tensor]) -> None:
         """Start the buckets that these values, {parameter: part}, complete, in order. Collective."""
         self._there |= stored
         x = self._exchange
-        while len(x._routes.ranks) > 1 and len(self._begun) < len(x._buckets):
-            i = len(self._begun)
+        while len(x._routes.ranks) > 1 and len(self._flights) < len(x._buckets):
+            i = len(self._flights)
             if any(m.param not in self._there for m in x._buckets[i][0]):
                 return
-            self._begun.append(x._start(i, x._there[i], self._read, self._direction))
+            self._flights.append(x._start(i, x._there[i], self._read, self._direction))
 
     @torch.no_grad()
     def finish(self, stored: Mapping[str, Tensor], wholes: Mapping[str, Tensor]) -> None:
@@ -152,15 +152,15 @@ class Sending:
         x = self._exchange
         for p in x._own:
             p.whole(wholes[p.matrix.name]).copy_(self._read(p))
-        begun, self._begun = self._begun, []
+        begun, self._flights = self._flights, []
         x._land(begun, lambda p: p.whole(wholes[p.matrix.name]))
         self._there = {}
 
     def drop(self) -> None:
         """Wait for the messages of a step that failed halfway."""
-        for flight in self._begun:
+        for flight in self._flights:
             flight.work.wait()
-        self._begun, self._there = [], {}
+        self._flights, self._there = [], {}
 
     def _read(self, p: Piece) -> Tensor:
         return p.stored(self._there[p.matrix.param])

@@ -20,13 +20,13 @@ from shardc.runtime.reshard.places import InPlan, Plan, Whole
 from shardc.runtime.reshard.wanted import Side
 from shardc.runtime.state.boxes import Part
 from shardc.runtime.state.checkpoint_index import DTYPES, Index, Stored, plain
-from shardc.runtime.state.saving_optimizer import together
+from shardc.runtime.state.saving_optimizer import combine_facts
 
 #: A rank's report of its tensors: {key: (dtype, global shape, placeholder of a parameter with the same place or "")}.
 Said = Mapping[str, Sequence[Any]]
 
 
-def told(
+def gather_reports(
     mesh: Any, program: Program, params: Mapping[str, Tensor], parts: Mapping[str, Part], **facts: Any
 ) -> list[dict[str, Any]]:
     """Return each rank's report: `facts`, for JSON, and "tensors" of the optimizer's state. Collective.
@@ -54,7 +54,7 @@ def index_of(program: Program, every: Sequence[Mapping[str, Any]]) -> Index:
         stored |= {key: Stored(DTYPES[dtype], tuple(shape)) for key, (dtype, shape, _) in facts["tensors"].items()}
         extra |= facts["extra"]
     optimizers = [facts["optimizer"] for facts in every if facts["optimizer"] is not None]
-    optimizer = together(optimizers) if optimizers else None
+    optimizer = combine_facts(optimizers) if optimizers else None
     model, mesh = str(program.meta.get("model", "")), dict(program.mesh.axes)
     return Index("", int(extra["step"]), model, "", mesh, extra, optimizer, tensors=stored)
 

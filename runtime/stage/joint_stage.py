@@ -137,7 +137,7 @@ class JointPair:
         (consumed), inputs of its stage. begin: gradients of values for others, and of the loss, by the names of its
         graph. launch: begins the sums of complete buckets.
         """
-        view = mesh.beside()
+        view = mesh.new_view()
         view.step.in_backward, view.step.microbatch = True, microbatch
         kept |= begin
         inputs = self._taken(given, view, values, kept)
@@ -160,7 +160,7 @@ class JointPair:
         given: inputs of the first one's stage. microbatch, values: of the second, and inputs of its stage;
         weight_copies: copies of weights that the microbatches of its stage share.
         """
-        view = mesh.beside()
+        view = mesh.new_view()
         view.step.microbatch, view.step.routings = microbatch, mesh.step.routings
         view.step.weight_copies = weight_copies
         inputs = self._taken(given, view, values, {})

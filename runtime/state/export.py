@@ -230,7 +230,7 @@ def plan(
 
     if adapters is not None and not adapters.merge:
         with recorder.recording():
-            saved = adapters.apart(on_tape)
+            saved = adapters.peft_tensors(on_tape)
         finish = (lambda: None) if single else lambda: adapters.write_config(folder, carried)
         return [layout(folder, "adapter_model", saved, {}, finish)]
     if adapters is not None:

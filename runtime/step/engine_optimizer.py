@@ -19,7 +19,7 @@ from shardc.runtime.step.param_groups import groups_of_whole, regroup
 from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.named_parameters import NamedParameters
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
-from shardc.runtime.zero.optimizer_check import check_apart, check_sharded
+from shardc.runtime.zero.optimizer_check import check_matrices, check_sharded
 from shardc.runtime.zero.optimizer_list import as_one
 
 #: Returns a torch.optim.Optimizer, or a list of them.
@@ -49,7 +49,7 @@ def check_parts(program: Program, buckets: Buckets) -> Check:
     ) -> None:
         check_sharded(program, optimizer, params, buckets.runs)
         for each in whole:
-            check_apart(each)
+            check_matrices(each)
 
     return check
 

@@ -102,9 +102,9 @@ class ShardedModule(ModuleState):
         parts, buffers = state.local_parts(program, loaded, mesh, broadcast=broadcast, whole_of=checks.whole)
         buckets = Buckets(program, checks.parts(parts), mesh, aliased=True)
         source = model if isinstance(model, nn.Module) else loaded.model
-        self._hold(running_of(program, source, mesh, Rng(seed), buckets, checks), buffers, loaded.model)
+        self._register(running_of(program, source, mesh, Rng(seed), buckets, checks), buffers, loaded.model)
 
-    def _hold(self, running: Running, buffers: Mapping[str, Tensor], like: Any) -> None:
+    def _register(self, running: Running, buffers: Mapping[str, Tensor], like: Any) -> None:
         """Register parameters and buffers under the model's names. like: a module with the model's submodules."""
         program = running.program
         self._parts = parts = Parts(self, like)
@@ -155,7 +155,7 @@ class ShardedModule(ModuleState):
         result = ShardedModule.__new__(ShardedModule)
         nn.Module.__init__(result)
         buffers = {name: b.clone() for name, b in self._buffers_by_name().items()}
-        result._hold(running_of(r.program, r.model, r.mesh, rng, buckets, r.checks.copy(r.model)), buffers, self)
+        result._register(running_of(r.program, r.model, r.mesh, rng, buckets, r.checks.copy(r.model)), buffers, self)
         memo[id(self)] = result
         memo.update({id(p): buckets.owned[name] for name, p in owned.items()})
         for copied, m in zip(result.modules(), self.modules(), strict=True):

@@ -57,7 +57,7 @@ class Saver:
     def save(self, folder: str | Path, *, wait: bool, keep: int | None, overwrite: bool) -> None:
         self._update.check_whole()
         model = self._model
-        extra = self._beside_tensors()
+        extra = self._extra_state()
         if not wait and isinstance(self.mesh, TorchMesh):
             self.saves.finish_at_exit()
         with self.mesh.together(f"saving step {model.rng.step}"), model.offload.at_home():
@@ -78,7 +78,7 @@ class Saver:
                 overwrite=overwrite,
             )
 
-    def _beside_tensors(self) -> dict[str, Any]:
+    def _extra_state(self) -> dict[str, Any]:
         """Return what a checkpoint has apart from tensors and the optimizer's settings."""
         rng, scaler, schedulers = self._model.rng, self._update.scaler, self._update.schedulers
         extra: dict[str, Any] = {"step": rng.step, "seed": rng.seed, **resumed.record(self.program)}
@@ -230,12 +230,12 @@ class Saver:
         old, new, mesh = Plan(self.program), Plan(other.program), self.mesh
         with mesh.together("moving to another plan"), self.sending(), other.receiving():
             have, settings = self._optimizer_parts()
-            facts = {"optimizer": settings, "extra": self._beside_tensors()}
-            senders = training.told(mesh, self.program, self.owned, have, **facts)
+            facts = {"optimizer": settings, "extra": self._extra_state()}
+            senders = training.gather_reports(mesh, self.program, self.owned, have, **facts)
             index, need = training.index_of(self.program, senders), dict[str, Part]()
             rooms = other._room_for(index, need)
             other._accept(index.extra, new_schedule=False, new_data=False)
-            receivers = training.told(mesh, other.program, other.owned, need)
+            receivers = training.gather_reports(mesh, other.program, other.owned, need)
             tensors_of = ([each["tensors"] for each in ranks] for ranks in (senders, receivers))
             more = training.states(old, new, *tensors_of)
             tensors: dict[Key, Tensor] = {("from", "state", k): part.local.detach() for k, part in have.items()}

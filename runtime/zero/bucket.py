@@ -77,7 +77,7 @@ class Bucket:
         self._kept: dict[str, Tensor] = {}  # gradients from before this step
         self._buffer: Tensor | None = None
         self._views: dict[str, Tensor] = {}
-        self._there: set[str] = set()  # gradients that are in the buffer
+        self._in_buffer: set[str] = set()  # gradients that are in the buffer
         self._work, self._rest_work, self._gather = Work(), Work(), Work()
         self._rest_begun = False  # whether the sum over the other axes has started
         self._final = False  # the running sum is the step's last
@@ -266,7 +266,7 @@ class Bucket:
         self._work.wait()  # it may remain from a step that failed halfway
         self._rest_work.wait()
         self._rest_begun = self._final = False
-        self.seen, self._there, self.sums = set(), set(), {}
+        self.seen, self._in_buffer, self.sums = set(), set(), {}
         self._sum = self._coming = self._flying = None
         if self.scatters:
             self._free()
@@ -285,7 +285,7 @@ class Bucket:
             self._buffer = torch.empty(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
             for start, stop in self.flat.gaps:
                 self._buffer[start:stop].zero_()
-            self._views, self._there = self._named(self._buffer), set()
+            self._views, self._in_buffer = self._named(self._buffer), set()
         return self._buffer
 
     def put(self, name: str) -> None:
@@ -308,11 +308,11 @@ class Bucket:
 
     def _add(self, name: str, grad: Tensor) -> None:
         self._flat()
-        if name in self._there:
+        if name in self._in_buffer:
             self._views[name].add_(grad)
         else:
             self._views[name].copy_(grad)
-        self._there.add(name)
+        self._in_buffer.add(name)
         self.missing.discard(name)
         self.seen.add(name)
 
@@ -320,7 +320,7 @@ class Bucket:
         """Return the buffer, with zeros for the gradients that did not arrive."""
         buffer = self._flat()
         for name in self.spec.params:
-            if name not in self._there:
+            if name not in self._in_buffer:
                 self._views[name].zero_()
         return buffer
 

@@ -303,15 +303,15 @@ class _Wholes(Mapping[str, Tensor]):
     def __init__(self, owned: Mapping[str, nn.Parameter], of: Mapping[str, Bucket]) -> None:
         self._owned, self._of = owned, of
         self._bucket: Bucket | None = None
-        self._there: dict[str, Tensor] = {}
+        self._wholes: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._of:
             return self._owned[name].detach()
         if self._bucket is not self._of[name]:
-            self._there = {}  # one bucket at a time
-            self._bucket, self._there = self._of[name], self._of[name].wholes()
-        return self._there[name]
+            self._wholes = {}  # one bucket at a time
+            self._bucket, self._wholes = self._of[name], self._of[name].wholes()
+        return self._wholes[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._owned)

@@ -211,7 +211,7 @@ def _as_on_gpu(program: Program, make: OptimizerOf) -> OptimizerOf:
     foreach is for optimizers without such kernels or with offloaded state. A CPU updates one parameter after the other.
     """
 
-    def made(params: NamedParameters) -> Any:
+    def make_optimizer(params: NamedParameters) -> Any:
         optimizer = make(params)
         if not program.offload.used:
             choose_as_on_gpu(as_one(optimizer))
@@ -220,7 +220,7 @@ def _as_on_gpu(program: Program, make: OptimizerOf) -> OptimizerOf:
                 group["foreach"] = True
         return optimizer
 
-    return made
+    return make_optimizer
 
 
 def _batch(program: Program) -> Any:
@@ -253,7 +253,7 @@ class _Recorded(Interpreter):
         if not self.computes:
             backwards = {a.stage: a for a in computed(self.actions) if a.kind in ("B", "W")}  # the last of each stage
             _mark_rest(self.ledger, "activations")  # as after a forward
-            first_step.give_gradients(self.program, list(backwards.values()), self.buckets.given, hooks)
+            first_step.deliver_gradients(self.program, list(backwards.values()), self.buckets.given, hooks)
             return self.zero(), {}, {}
         losses, news, outputs = self._recorded(values, hooks)
         return self._total(losses), self._spread(news), self._outputs(outputs)

@@ -105,7 +105,7 @@ def check(folder: Path | None) -> None:
 def _failed(folder: Path) -> bool:
     """Return whether the first process of this run has failed."""
     try:
-        return _ours(folder) and (folder / _FAILED).stat().st_mtime > _BEGAN
+        return _is_private(folder) and (folder / _FAILED).stat().st_mtime > _BEGAN
     except OSError:
         return False
 
@@ -125,7 +125,7 @@ def _read(found: Path | None, compiled: Callable[[], Program], read: Callable[[P
 def _made(folder: Path) -> bool:
     """Make the folder, and return whether that worked. It replaces only a folder of the same user."""
     try:
-        if _ours(folder):
+        if _is_private(folder):
             shutil.rmtree(folder)
         folder.mkdir(mode=0o700)
     except OSError:
@@ -133,7 +133,7 @@ def _made(folder: Path) -> bool:
     return True
 
 
-def _ours(folder: Path) -> bool:
+def _is_private(folder: Path) -> bool:
     """Return whether only this user can write to the folder: a program is Python code, which is run."""
     try:
         info = folder.lstat()
@@ -152,11 +152,11 @@ def _awaited(folder: Path) -> Path | None:
 
 def _program(folder: Path) -> Path | None:
     until = time.monotonic() + APPEARS
-    while not _ours(folder):
+    while not _is_private(folder):
         if time.monotonic() > until:
             return None
         time.sleep(POLL)
-    while _ours(folder) and not _failed(folder):
+    while _is_private(folder) and not _failed(folder):
         if (folder / _PROGRAM).is_dir():
             return folder / _PROGRAM
         time.sleep(POLL)

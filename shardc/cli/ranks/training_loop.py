@@ -150,7 +150,7 @@ class Training:
                     self._not_saved(e)
                     result = self.engine.step(batch, local=self.train.local)
         except NotFiniteError as e:
-            saved = self._save_state_beside(f"step-{number}-not-finite")
+            saved = self._save_separately(f"step-{number}-not-finite")
             raise ShardcError(e.what, where=e.where, fix=f"{e.fix}; {saved}") from e
         self._report_saved()
         return result
@@ -403,7 +403,7 @@ class Training:
         self.save()
         return f"saved to {self.settings.save}; go on with --resume {self.settings.save}"
 
-    def _save_state_beside(self, name: str) -> str:
+    def _save_separately(self, name: str) -> str:
         """Save in a separate folder, so that no good checkpoint is replaced."""
         if not self.settings.save:
             return "nothing was saved (no --save)"

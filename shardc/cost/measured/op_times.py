@@ -155,7 +155,7 @@ class OpTimes(Ledger):
         if x.layout is torch.strided and x.untyped_storage()._cdata not in self._before:
             super().observe(x)
 
-    def _was_there(self, x: Tensor) -> None:
+    def _note_operand(self, x: Tensor) -> None:
         """Remember an operand that no op of this step has made."""
         if x.layout is not torch.strided or x.device.type == "meta":
             return
@@ -167,7 +167,7 @@ class OpTimes(Ledger):
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         for x in pytree.tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
-                self._was_there(x)
+                self._note_operand(x)
         if self.device.type == "cpu":
             begin = time.perf_counter()
             result = func(*args, **kwargs)
