@@ -59,7 +59,7 @@ class Recompute(Pass):
         for stage in stages:
             for node in stage.graph.nodes:
                 if node.op == "call_function":
-                    self._put(node, entries, regions, entry)
+                    self._set_region(node, entries, regions, entry)
         order = sorted(
             regions.values(), key=lambda r: r.name.count(".")
         )  # outer ones first: their names are prefixes of inner ones
@@ -92,7 +92,7 @@ class Recompute(Pass):
         errors.raise_any()
         return {m: (i, self.spec.checkpoint[i]) for i, names in enumerate(selected) for m in names}
 
-    def _put(
+    def _set_region(
         self, node: fx.Node, entries: dict[str, tuple[int, Entry]], regions: dict[str, Region], entry: dict[str, Entry]
     ) -> None:
         """Set the region of a node; for a part of a result, that of the whole result."""

@@ -136,7 +136,7 @@ class Choice:
                 n for n in self.members if n.target is not operator.getitem and words & kinds(n, self.graph.weights)
             }
         keep |= {n for n in self.members if n.target in ROUTING}
-        outcome = self._with(keep)
+        outcome = self._outcome_of(keep)
         self.graph.held[self.region] = outcome.held
         for n in self.members:
             whole: Any = n.args[0] if n.target is operator.getitem else n
@@ -165,7 +165,7 @@ class Choice:
             if parent == self.region:
                 self.wanted |= dict.fromkeys(self.graph.held.get(name, ()))
 
-    def _with(self, keep: set[fx.Node]) -> Outcome:
+    def _outcome_of(self, keep: set[fx.Node]) -> Outcome:
         """Return the outcome of keeping the results of these ops, as far as they are needed."""
         graph = self.graph
         held: dict[fx.Node, None] = {}
@@ -275,15 +275,15 @@ class Choice:
         """
         solid = [n for n in self.members if self._solid(n)]
         keep: set[fx.Node] = set()
-        now = self._with(keep)
-        everything = self._with(set(solid))
+        now = self._outcome_of(keep)
+        everything = self._outcome_of(set(solid))
         allowed = share * (everything.kept + everything.dropped)
         while True:
             best: tuple[float, fx.Node, Outcome] | None = None
             for n in solid:
                 if n in keep:
                     continue
-                then = self._with(keep | {n})
+                then = self._outcome_of(keep | {n})
                 bytes_, gain = then.kept - now.kept, now.cost - then.cost
                 if gain <= 0 or then.kept > max(allowed, now.kept):
                     continue

@@ -13,15 +13,15 @@ from shardc.ir.program import Program
 from shardc.runtime.checks import parameter_parts, shared_facts, user_changes
 from shardc.runtime.checks.every_optimizer import observe
 from shardc.runtime.checks.given_model import SourceModel
-from shardc.runtime.checks.moments import Model, Moments
+from shardc.runtime.checks.moments import CheckHooks, Model
 from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import Fact
 from shardc.runtime.stage.clip_grad_norm import norm_axes
 from shardc.runtime.state.sources import Weights
 
 
-class Checks(Moments):
-    """The checks of an engine or a module: see Moments. One rank only checks user code.
+class Checks(CheckHooks):
+    """The checks of an engine or a module: see CheckHooks. One rank only checks user code.
 
     made: the checked object, with its article. copied: it is a copy of a module, such as an average of weights.
     """

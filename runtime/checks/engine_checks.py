@@ -12,7 +12,7 @@ from shardc import torch_modes
 from shardc.ir.program import Program
 from shardc.runtime.checks import engine_options, shared_facts, user_changes
 from shardc.runtime.checks.checks import Checks
-from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.checks.optimizer_marks import OptimizerMarks
 from shardc.runtime.checks.stepped_once import SteppedLoss, SteppedOnce, keep_groups
 from shardc.runtime.data import inputs, same_samples
@@ -23,7 +23,7 @@ from shardc.runtime.zero.optimizer_list import lr_rates, rates_text
 
 
 class EngineChecks(Checks):
-    """The checks of an engine: see Moments."""
+    """The checks of an engine: see CheckHooks."""
 
     def __init__(self, program: Program, mesh: Any) -> None:
         super().__init__(program, mesh, "an engine")
@@ -109,6 +109,6 @@ class EngineChecks(Checks):
         else:
             self.call("saving")
 
-    def follow(self, other: Moments) -> None:
+    def follow(self, other: CheckHooks) -> None:
         if isinstance(other, EngineChecks):
             self._source = other._source

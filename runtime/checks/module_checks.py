@@ -44,7 +44,7 @@ class Updates(Protocol):
 
 
 class ModuleChecks(Checks):
-    """The checks of a module: see Moments. A module's forward is a step of its loop."""
+    """The checks of a module: see CheckHooks. A module's forward is a step of its loop."""
 
     def __init__(self, program: Program, mesh: Any, *, copied: bool = False) -> None:
         super().__init__(program, mesh, "a module", copied=copied)

@@ -34,7 +34,7 @@ class Model(Protocol):
     def written(self) -> bool: ...
 
 
-class Moments:
+class CheckHooks:
     """Checks nothing at any moment: for an engine with check=False. EngineChecks has the checks.
 
     `compares`: whether calls are compared over ranks.
@@ -102,7 +102,7 @@ class Moments:
     def note_weights_read(self) -> None:
         """Record that the user got whole weights."""
 
-    def follow(self, other: Moments) -> None:
+    def follow(self, other: CheckHooks) -> None:
         """Take over the checks of an engine whose weights this one's engine takes over."""
 
     # --- of a module alone
@@ -129,6 +129,6 @@ class Moments:
     def loaded_unmarked(self) -> None:
         """Record that loaded weights do not say which rank saved them."""
 
-    def copy(self, model: Any) -> Moments:
+    def copy(self, model: Any) -> CheckHooks:
         """Return the checks for a copy of the module, such as an average of weights. model: source of weights."""
         return self

@@ -154,12 +154,12 @@ class _RegionCall:
         if layout not in self._runs:
             if len(self._runs) == LAYOUTS or any(isinstance(x, FakeTensor) for x in box):
                 return self._one_by_one(box, mesh, rng)
-            inputs = [*box, *self._drawn(box, mesh, rng)]
+            inputs = [*box, *self._mask_inputs(box, mesh, rng)]
             self._runs[layout] = self._compiler.compiled(self._code.key, self._code.function, inputs, self._code.where)
         run = self._runs[layout]
         if run is None or (self._masks and not rng.training):
             return self._one_by_one(box, mesh, rng)
-        box += self._drawn(box, mesh, rng)
+        box += self._mask_inputs(box, mesh, rng)
         if not self._written:
             return run(box)
         written = [box[take] for _, take in self._written]
@@ -173,7 +173,7 @@ class _RegionCall:
             self._lines = _one_by_one(self._region, self.takes)
         return self._lines(box, mesh, rng)
 
-    def _drawn(self, box: list[Any], mesh: Any, rng: Any) -> list[Tensor]:
+    def _mask_inputs(self, box: list[Any], mesh: Any, rng: Any) -> list[Tensor]:
         """Return the inputs of its masks."""
         return [x for draw in self._masks for x in draw(rng=rng, mesh=mesh, device=box[0].device)]
 

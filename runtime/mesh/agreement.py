@@ -208,7 +208,7 @@ def _refuse(mesh: Any, facts: Sequence[Fact], kind: type[DisagreementError] = Di
             coords = layout.coords(rank)
             groups.setdefault(tuple(coords[a] for a in f.axes), []).append(rank)
         errors.add(
-            f"{f.what} {_who(every, groups.values(), layout if f.placed else None)}{_texts(mesh, f)}",
+            f"{f.what} {_odd_ranks(every, groups.values(), layout if f.placed else None)}{_texts(mesh, f)}",
             where=f.where,
             fix=f.fix,
         )
@@ -291,7 +291,7 @@ def _slot(fact: Fact, mesh: Any) -> int:
     return slot
 
 
-def _who(values: Sequence[int], groups: Iterable[Sequence[int]], mesh: Mesh | None) -> str:
+def _odd_ranks(values: Sequence[int], groups: Iterable[Sequence[int]], mesh: Mesh | None) -> str:
     """Return the names of the ranks unlike most of their group; of a whole group without a majority."""
     odd: list[int] = []
     split: list[int] = []

@@ -373,13 +373,13 @@ class TorchMesh(RankMesh):
         if not cut_off(error):
             if not self._failures.report(error, doing):
                 first = next(iter(str(error).splitlines()), "")
-                self._leave(error, f"this rank failed in {doing}: {type(error).__name__}: {first}")
+                self._close_all(error, f"this rank failed in {doing}: {type(error).__name__}: {first}")
             return
         failed = self._failures.of_another(error, doing, self.activity)
-        self._leave(error, failed.what)
+        self._close_all(error, failed.what)
         raise failed from error
 
-    def _leave(self, error: Exception, why: str) -> None:
+    def _close_all(self, error: Exception, why: str) -> None:
         """Close all connections: ranks that wait for this rank are woken.
 
         A connection closes with its last reference: groups (also those of other meshes of this process, which share

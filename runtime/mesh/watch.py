@@ -163,7 +163,7 @@ class Watch:
         elif self._first_ended is not None and now - self._first_ended[1] > self._named / 4 and activity.waits():
             ranks, since = self._first_ended
             silent = {r: f"{KILLED}{_spaced(self._processes.doing(r))}" for r in ranks}
-            self._over(verdict(self._layout, {}, now - since, silent))
+            self._end_all(verdict(self._layout, {}, now - since, silent))
 
     def _ask(self, now: float, since: float) -> None:
         if self._store.add(f"{self._key(self._round)}/asked", 1) == 1:
@@ -209,9 +209,9 @@ class Watch:
             if self._met:
                 self.say(f"{text}; ended now")  # the others notice by their connections
             else:
-                self._over(text)
+                self._end_all(text)
         elif why.startswith(KILLED) or (why == SILENT and now - max(question.since, question.absent) >= self._ended):
-            self._over(text)
+            self._end_all(text)
         elif not question.reported:
             question.reported = True
             self._store.set(_SILENT, "")
@@ -232,7 +232,7 @@ class Watch:
         answered = {r: key for r, key in keys.items() if self._store.check([key])}
         return {r: json.loads(self._store.get(key)) for r, key in answered.items()}
 
-    def _over(self, text: str) -> None:
+    def _end_all(self, text: str) -> None:
         """End all waiting ranks."""
         self._store.set(_OVER, text)
         self._end(text)

@@ -140,7 +140,7 @@ class JointPair:
         view = mesh.new_view()
         view.step.in_backward, view.step.microbatch = True, microbatch
         kept |= begin
-        inputs = self._taken(given, view, values, kept)
+        inputs = self._graph_inputs(given, view, values, kept)
         kept.clear()
         with mesh.step.training(launch, self._copies), view.step.training(launch):
             returned, grads = self._half.call(inputs, mesh.step)
@@ -163,12 +163,12 @@ class JointPair:
         view = mesh.new_view()
         view.step.microbatch, view.step.routings = microbatch, mesh.step.routings
         view.step.weight_copies = weight_copies
-        inputs = self._taken(given, view, values, {})
+        inputs = self._graph_inputs(given, view, values, {})
         with mesh.step.training(host_copies=self._copies), view.step.training(host_copies=self._copies):
             returned = self._half.call(inputs, mesh.step)
         return tuple(self._forward(i, half) for i, half in enumerate(returned))
 
-    def _taken(
+    def _graph_inputs(
         self, given: Mapping[str, Any], view: Any, values: Mapping[str, Any], kept: dict[str, Any]
     ) -> dict[str, Any]:
         """Return all inputs of the graph by name. view: the mesh as the second half sees it."""

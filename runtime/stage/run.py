@@ -156,7 +156,7 @@ class Run:
 
     def forward(self, action: Action) -> None:
         stage = self.on.stages[action.stage]
-        inputs = self._given(action)
+        inputs = self._forward_inputs(action)
         if self.hooks is None:
             with op_errors.named(stage.graph):
                 loss, news, *rest = stage.run(*inputs.values())
@@ -166,7 +166,7 @@ class Run:
             returned, kept = stage.joint.forward(self.on.mesh, *inputs.values())
         self._forwarded(action, returned, kept)
 
-    def _given(self, action: Action) -> dict[str, Any]:
+    def _forward_inputs(self, action: Action) -> dict[str, Any]:
         """Return all inputs of a stage's forward, by name."""
         stage, key = self.on.stages[action.stage], (action.stage, action.microbatch)
         self._received(*key, "forward")
@@ -244,7 +244,7 @@ class Run:
         self._set_microbatch(backward)
         theirs = self.on.mesh.step.running
         self._set_microbatch(forward)
-        inputs = self._given(forward)
+        inputs = self._forward_inputs(forward)
         key = (backward.stage, backward.microbatch)
         kept = self.kept.pop(key)
         begin = self.on.stages[backward.stage].joint.begin(*self._begin(kept, key))
@@ -263,7 +263,7 @@ class Run:
         self._set_microbatch(then)
         theirs = self.on.mesh.step.running
         self._set_microbatch(first)
-        inputs, values = self._given(first), self._given(then)
+        inputs, values = self._forward_inputs(first), self._forward_inputs(then)
         pair = self.on.pairs["FF", first.stage, then.stage]
         copies = self.weight_copies.setdefault(then.stage, {})
         with self._weight_copies(first):
@@ -331,7 +331,7 @@ class Run:
             for name, g in values.items():
                 grads[name] = grads[name] + g if name in grads else g
 
-    def _way(self, action: Action) -> tuple[Edge, Way]:
+    def _edge_of(self, action: Action) -> tuple[Edge, Way]:
         """Return the edge over which an action sends or receives, and the direction."""
         stage, peer = action.stage, action.peer
         source, target = (stage, peer) if action.kind in ("SEND_F", "RECV_B") else (peer, stage)
@@ -339,7 +339,7 @@ class Run:
 
     def post(self, action: Action) -> None:
         """Begin to receive."""
-        edge, way = self._way(action)
+        edge, way = self._edge_of(action)
         into = {
             n: self.on.empty(v)
             for n, v in (zip(edge.names, edge.values, strict=True) if way == "forward" else edge.differentiable())
@@ -356,7 +356,7 @@ class Run:
             self._arrived(edge, microbatch, into, way)
 
     def send(self, action: Action) -> None:
-        edge, way = self._way(action)
+        edge, way = self._edge_of(action)
         names = edge.names if way == "forward" else tuple(n for n, _ in edge.differentiable())
         to = self.on.schedule.placement[action.peer]
         values = self.outbox.pop((edge.source, edge.target, action.microbatch, way))

@@ -100,10 +100,10 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
     begun = {n: p for n, p in expected.items() if n not in tensors and n not in weights.shapes}
     if begun and not tensors:
         notes.append("adapters: as they begin")
-    return _with(weights, begun, tensors, recorder, seed, program, notes)
+    return _add_weights(weights, begun, tensors, recorder, seed, program, notes)
 
 
-def _with(
+def _add_weights(
     given: Weights,
     begun: Mapping[str, Part],
     found: Mapping[str, Tensor],

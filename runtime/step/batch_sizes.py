@@ -34,7 +34,7 @@ def cast_and_pad(program: Program, mesh: Any, batch: Any, *, local: bool) -> Any
     local: the batch is this rank's part; the call is then collective, since all parts need the same length.
     Raises ShardcError for a batch longer than all lengths, and for an input that has the length but no pad value.
     """
-    dtypes = {x.path: x.dtype for x, leaf in _given(program, batch) if _widens(leaf, x.dtype)}
+    dtypes = {x.path: x.dtype for x, leaf in _inputs_in(program, batch) if _widens(leaf, x.dtype)}
     if dtypes:
         batch = mapped(batch, (), lambda path, leaf: leaf.to(dtypes[path]) if path in dtypes else leaf)
     section = program.spec.batch if program.spec is not None else None
@@ -43,7 +43,7 @@ def cast_and_pad(program: Program, mesh: Any, batch: Any, *, local: bool) -> Any
     )
 
 
-def _given(program: Program, batch: Any) -> list[tuple[Input, Any]]:
+def _inputs_in(program: Program, batch: Any) -> list[tuple[Input, Any]]:
     by_path = dict(leaves(batch))
     return [(x, by_path[x.path]) for x in program.inputs if x.path in by_path]
 
@@ -61,7 +61,7 @@ def _padded(
     dims = batch_dims(program)
     length_dim = {x.path: 0 if dims[x.name] == 1 else 1 for x in program.inputs}
     fill: dict[Path, float] = {}
-    for x, leaf in _given(program, batch):
+    for x, leaf in _inputs_in(program, batch):
         name = name_of(x.path)
         number = next((n for pattern, n in fills.items() if match(pattern, name)), None)
         if number is None or not isinstance(leaf, Tensor) or leaf.dim() <= length_dim[x.path]:
@@ -84,7 +84,7 @@ def _padded(
     if size is None:
         fault = f"a batch of length {length} is longer than all of the spec's lengths, {', '.join(map(str, lengths))}"
         raise ShardcError(fault, where="batch.lengths", fix=f"add {length} or more to them, or cut the samples")
-    for x, leaf in _given(program, batch):
+    for x, leaf in _inputs_in(program, batch):
         d = length_dim[x.path]
         if x.path not in fill and isinstance(leaf, Tensor) and leaf.dim() > d and leaf.shape[d] == length != size:
             fault = (

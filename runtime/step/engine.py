@@ -23,7 +23,7 @@ from shardc.ir.program import Program
 from shardc.runtime import state
 from shardc.runtime.checks import engine_options, parameter_parts
 from shardc.runtime.checks.engine_checks import EngineChecks
-from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.data.loader import Loader, Loaders
 from shardc.runtime.generate import Options
@@ -146,7 +146,7 @@ class Engine:
         self.program, self.callbacks = program, list(callbacks)
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
         self.rng, self.loaders = rng(seed), Loaders()
-        self._checks = EngineChecks(program, self.mesh) if check else Moments()
+        self._checks = EngineChecks(program, self.mesh) if check else CheckHooks()
         self._checks.making(seed, broadcast=broadcast, routing=routing, **settable)
         model = state.plain(model)
         loaded = state.weights_of(program, model, weights, seed)
@@ -487,7 +487,7 @@ class Engine:
             facts = (stated(n, x, where="engine.set", fix=same) for n, x in settable.items())
             self._checks.call("setting options", *facts)
             self._options = changed
-            self._updating.settle(**settable)
+            self._updating.set_options(**settable)
 
     def _check_nothing_waits(self, call: str) -> None:
         if self._waiting:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardc.ir.program import Program
 from shardc.runtime import state
-from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.data.loader import Rest
 from shardc.runtime.matrices.whole import WholeMatrices
@@ -56,7 +56,7 @@ class LocalModel:
         self.others: dict[tuple[batch_sizes.Shapes, batch_sizes.Use], tuple[Interpreter, dict[str, Tensor]]] = {}
 
     def take(
-        self, batch: Any, checks: Moments, *, local: bool, use: batch_sizes.Use = "as compiled"
+        self, batch: Any, checks: CheckHooks, *, local: bool, use: batch_sizes.Use = "as compiled"
     ) -> tuple[Interpreter, Values]:
         """Cut this rank's part from a batch; return (interpreter, inputs {placeholder: value} by microbatch)."""
         if isinstance(batch, Rest):

@@ -16,7 +16,7 @@ from shardc.ir.stored import named_nearest
 from shardc.runtime import state
 from shardc.runtime.checks import engine_options, tensor_parts, user_changes
 from shardc.runtime.checks.module_checks import ModuleChecks
-from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.matrices.own_loop import OwnersOptimizer
 from shardc.runtime.mesh import replicas
@@ -94,7 +94,7 @@ class ShardedModule(ModuleState):
             )
         model = state.plain(model)
         mesh = mesh if mesh is not None else runtime_mesh(program)
-        checks = ModuleChecks(program, mesh) if check else Moments()
+        checks = ModuleChecks(program, mesh) if check else CheckHooks()
         checks.making(seed, broadcast=broadcast, check_every=check_every)
         checks.options(check_every=check_every)
         loaded = state.weights_of(program, model, weights, seed)
@@ -111,7 +111,7 @@ class ShardedModule(ModuleState):
         entries: list[user_changes.ModuleParam] = []
         for x in program.params:
             for fqn in (x.fqn, *x.aliases):
-                parent, name = parts.home(fqn)
+                parent, name = parts.parent_of(fqn)
                 p = running.buckets.owned[x.name]
                 parent._parameters[name] = p
                 entries.append(
@@ -122,12 +122,12 @@ class ShardedModule(ModuleState):
         self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
         for b in program.buffers:
             for fqn in (b.fqn, *b.aliases) if b.fqn else ():
-                parent, name = parts.home(fqn)
+                parent, name = parts.parent_of(fqn)
                 parent._buffers[name] = buffers[b.name]
                 if not b.persistent:
                     parent._non_persistent_buffers_set.add(name)
         for name in program.still:  # also modules without parameters, such as dropout: user code may read their mode
-            parts.home(f"{name}.")[0].eval()
+            parts.parent_of(f"{name}.")[0].eval()
         parts.seal()
         self.register_state_dict_post_hook(mark)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(check_marks)  # type: ignore[no-untyped-call]
@@ -305,7 +305,7 @@ class ShardedModule(ModuleState):
         # alias a parameter or the batch
         b = next(b for b in self._running.program.buffers if b.name == name)
         for fqn in (b.fqn, *b.aliases):
-            parent, last = self._parts.home(fqn)
+            parent, last = self._parts.parent_of(fqn)
             parent._buffers[last] = new
 
     def extra_repr(self) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardc.ir.program import Program
 from shardc.runtime import state
 from shardc.runtime.checks import state_dict_marks, tensor_parts
-from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.reshard.between import End
@@ -41,7 +41,7 @@ class Running:
     updates: Updates
     norm: GradNorm
     summed: tuple[str, ...]  # names of those whose gradient is not yet whole and final after the graph's backward
-    checks: Moments
+    checks: CheckHooks
     slices: dict[str, str]
     saves: state.Saves
     #: Reads the module's buffers: a weak reference, because the module holds this object.
@@ -101,7 +101,7 @@ class Running:
             self.checks.gradients()
 
 
-def running_of(program: Program, model: Any, mesh: Any, rng: Rng, buckets: Buckets, checks: Moments) -> Running:
+def running_of(program: Program, model: Any, mesh: Any, rng: Rng, buckets: Buckets, checks: CheckHooks) -> Running:
     """Build the state of a module. model: source of the weights."""
     split = {p.name for p in program.params if norm_axes(program, p.name)}
     return Running(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardc.runtime import state
 from shardc.runtime.checks import shared_facts
-from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data.loader import Loaders
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.mesh.agreement import stated
@@ -38,7 +38,7 @@ class Saver:
     """
 
     def __init__(
-        self, model: LocalModel, update: Update, loaders: Loaders, checks: Moments, like: Any, folder: Any
+        self, model: LocalModel, update: Update, loaders: Loaders, checks: CheckHooks, like: Any, folder: Any
     ) -> None:
         self._model, self._update, self._loaders, self._checks = model, update, loaders, checks
         self.like, self.folder = like, folder

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
-from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.stage import not_finite
 from shardc.runtime.stage.clip_grad_norm import GradNorm
 from shardc.runtime.stage.interpreter import Interpreter
@@ -36,7 +36,7 @@ class Update:
         model: LocalModel,
         optimizer: Optimizer | None,
         scheduler: SchedulerOf | None,
-        checks: Moments,
+        checks: CheckHooks,
         options: Mapping[str, Any],
         *,
         trains: bool,
@@ -56,9 +56,9 @@ class Update:
         self.norm: Tensor | None = None
         self.whole, self._skipping, self._updated, self._early, self._sends = True, False, False, False, False
         self._buffers_before = model.buffers
-        self.settle(**options)
+        self.set_options(**options)
 
-    def settle(
+    def set_options(
         self, *, clip_norm: float | None, norm: bool, nonfinite: not_finite.Action, check_every: int, **_: Any
     ) -> None:
         """Apply the options that `engine.set` may change."""
@@ -72,7 +72,7 @@ class Update:
             if self.optimizer is not None
             and self._apart
             and self.model.matrices is None
-            and self.model.buckets.arrive_apart
+            and self.model.buckets.sums_outlast_backward
             else None
         )
         self._checks.options(check_every=check_every)

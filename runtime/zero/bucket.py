@@ -79,7 +79,7 @@ class Bucket:
         self._views: dict[str, Tensor] = {}
         self._in_buffer: set[str] = set()  # gradients that are in the buffer
         self._work, self._rest_work, self._gather = Work(), Work(), Work()
-        self._rest_begun = False  # whether the sum over the other axes has started
+        self._rest_started = False  # whether the sum over the other axes has started
         self._final = False  # the running sum is the step's last
         self._sum: Tensor | None = None  # this rank's part of the gradients
         self._coming: Tensor | None = None  # the result of the running sum, to add to earlier ones
@@ -265,7 +265,7 @@ class Bucket:
             return
         self._work.wait()  # it may remain from a step that failed halfway
         self._rest_work.wait()
-        self._rest_begun = self._final = False
+        self._rest_started = self._final = False
         self.seen, self._in_buffer, self.sums = set(), set(), {}
         self._sum = self._coming = self._flying = None
         if self.scatters:
@@ -333,7 +333,7 @@ class Bucket:
         if not self.scatters:
             self._sum = flat[self.low : self.high]
             self._reduce(flat, self._sum)
-            self._rest(self._sum, at_once=True)
+            self._sum_rest(self._sum, at_once=True)
             return
         self.advance_sum()
         self._flying, self._coming = flat, torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
@@ -341,7 +341,7 @@ class Bucket:
         self._reduce(flat, self._coming)
         self._final = not self.spec.late and self._last(self)  # of a late bucket, other ranks may have the last one
         if self._final and self._sum is None:
-            self._rest(self._coming, at_once=True)
+            self._sum_rest(self._coming, at_once=True)
 
     def _reduce(self, flat: Tensor, part: Tensor) -> None:
         """Start to sum flat into part."""
@@ -353,9 +353,9 @@ class Bucket:
     @property
     def _rest_due(self) -> bool:
         """Whether a sum over the other axes has still to start."""
-        return not self._rest_begun and bool(self.rest) and self.mesh.members(self.rest) > 1
+        return not self._rest_started and bool(self.rest) and self.mesh.members(self.rest) > 1
 
-    def _rest(self, part: Tensor, *, at_once: bool = False) -> None:
+    def _sum_rest(self, part: Tensor, *, at_once: bool = False) -> None:
         """Start the sum over the other axes, once a step.
 
         at_once: queue it behind the sum over the first axis, without waiting for that here; only on meshes with
@@ -365,7 +365,7 @@ class Bucket:
             return
         with self.mesh.after(self._work) if at_once else nullcontext():
             self._rest_work = self.mesh.start_all_reduce(part, self.rest, direction="backward", tag=self.tag)
-        self._rest_begun = True
+        self._rest_started = True
 
     def advance_sum(self) -> None:
         """Wait for the running sum if necessary, and continue over the other axes. Later buckets have started."""
@@ -374,10 +374,10 @@ class Bucket:
             self._sum = self._coming if self._sum is None else self._sum.add_(self._coming)
             self._coming = self._flying = None
             if self._final:
-                self._rest(self._sum)
+                self._sum_rest(self._sum)
         elif not self.scatters and self._sum is not None and (self._rest_due or not self.mesh.streams):
             self._work.wait()
-            self._rest(self._sum)
+            self._sum_rest(self._sum)
 
     @property
     def final(self) -> bool:
@@ -394,7 +394,7 @@ class Bucket:
         if self._sum is None and self.elsewhere:  # other ranks need this one for their sum
             self._sum = torch.zeros(self.flat.part, dtype=self.spec.dtype, device=self.mesh.device)
         if self._sum is not None:
-            self._rest(self._sum)
+            self._sum_rest(self._sum)
 
     def finish(self) -> None:
         """Wait for the sums, and put the gradients into `.owned`, which then holds the only references."""

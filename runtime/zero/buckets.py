@@ -125,7 +125,7 @@ class Buckets:
         return [b.spec.params for b in self._all]
 
     @property
-    def arrive_apart(self) -> bool:
+    def sums_outlast_backward(self) -> bool:
         """Whether some sums still run after backward when the first are ready, so that updates hide them.
 
         Not with ZeRO, where one sum runs at a time; nor on a GPU, which queues updates behind backward anyway.

@@ -53,7 +53,7 @@ class Paged:
                     with only_params(self.optimizer, page, before):
                         self.optimizer.step()
                 finally:
-                    self._leave(page)
+                    self._put_page(page)
         finally:
             self._offload.mover.drain()
             self._offload.changed()
@@ -61,7 +61,7 @@ class Paged:
     def rest(self) -> None:
         """Offload all state that a constructor or a checkpoint has made."""
         for page in self._pages(every=True):
-            self._leave(page)
+            self._put_page(page)
             self._offload.mover.drain()
 
     def room(self, p: nn.Parameter, name: str, like: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Paged:
                 p.data = x
                 self._here.add(p)
 
-    def _leave(self, page: Sequence[nn.Parameter]) -> None:
+    def _put_page(self, page: Sequence[nn.Parameter]) -> None:
         """Start to put a page back. State that is new, or has changed its form, gets new room."""
         moves = [(p.data, self._offload.homes[p]) for p in page if p in self._here]
         for p in self._here.intersection(page):

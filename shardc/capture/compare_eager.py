@@ -268,7 +268,7 @@ def _evaluates(
     notes = () if without is None or draws or _all_close(without, expected) else (_without_gradients(model),)
     if _all_close(expected, ours, EVALUATED):
         return Proof(notes, evaluates="alike")
-    if draws and not branches and any(map(_drops, calls(graph))):
+    if draws and not branches and any(map(_is_dropout, calls(graph))):
         return Proof((KEEPS_DROPOUT,), evaluates="alike")
     return Proof(notes, evaluates="otherwise")
 
@@ -292,7 +292,7 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _drops(node: fx.Node) -> bool:
+def _is_dropout(node: fx.Node) -> bool:
     """Return whether a node is a dropout."""
     return SWITCHED.get(op_name(node.target)) == "train" and "dropout" in op_name(node.target)
 

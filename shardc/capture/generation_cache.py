@@ -60,14 +60,14 @@ def new_cache(model: nn.Module, now: Now) -> Any:
             for name in [n for n, x in vars(layer).items() if isinstance(x, Tensor)]:
                 delattr(layer, name)  # copies of its window, for methods that are replaced: no state
     if config.is_encoder_decoder:
-        once = [_once()() for _ in cache.layers]
+        once = [_encoder_layer()() for _ in cache.layers]
         cache = types.EncoderDecoderCache(cache, types.Cache(layers=once))
     cache.now = now
     return cache
 
 
 @functools.cache
-def _once() -> type:
+def _encoder_layer() -> type:
     """Make the class of a layer with an encoder's keys and values, which are written only once."""
 
     def update(self: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,7 @@ def _fixed(kind: type) -> type:
             self.keys, self.values = (_written(self, *x) for x in ((self.keys, keys), (self.values, values)))
             return self.keys, self.values
         keys, values = (x.masked_fill(now.padding[:, None, :, None], 0) for x in (keys, values))
-        self.keys, self.values = (_placed(x, self.room, now.moves) for x in (keys, values))
+        self.keys, self.values = (_write_entries(x, self.room, now.moves) for x in (keys, values))
         self.is_initialized = True
         return keys, values
 
@@ -197,7 +197,7 @@ def _written(layer: Any, kept: Tensor, new: Tensor) -> Tensor:
     return kept.index_copy(2, at % layer.room if layer.room < layer.now.length else at, new)
 
 
-def _placed(x: Tensor, room: int, moves: bool) -> Tensor:
+def _write_entries(x: Tensor, room: int, moves: bool) -> Tensor:
     """Write the last entries of prompts, [rows, heads, places, size], to a layer's `room` places."""
     length = x.shape[2]
     if length <= room:

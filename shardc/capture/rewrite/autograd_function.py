@@ -340,7 +340,7 @@ class _Call:
             return False
         for near in (False, True):
             generator = torch.Generator().manual_seed(0)
-            xs = [_some(x, generator, near) for x in self.tensors]
+            xs = [_random_values(x, generator, near) for x in self.tensors]
             try:
                 with torch.random.fork_rng(devices=[]):
                     written, derived = self.both_gradients(xs, generator)
@@ -357,7 +357,7 @@ class _Call:
         torch.manual_seed(0)  # forward may draw numbers
         ctx, outputs = self.run(xs)
         ys = _tensors(outputs)
-        gs = [_some(y, generator).to(y.dtype) if _differentiable(y) else y for y in ys]
+        gs = [_random_values(y, generator).to(y.dtype) if _differentiable(y) else y for y in ys]
         with torch.no_grad():
             written = self.back(ctx, gs)
         torch.manual_seed(0)
@@ -383,7 +383,7 @@ def _differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _some(x: Tensor, generator: torch.Generator, near: bool = False) -> Tensor:
+def _random_values(x: Tensor, generator: torch.Generator, near: bool = False) -> Tensor:
     """Make random float64 or complex128 numbers, random bools, zeros for indices.
 
     near: small and positive numbers, and ones.

@@ -59,7 +59,7 @@ def once(
 
     folder: the shared one, which exists inside the `with`; None: compile in each process.
     """
-    if folder is None or (first and not _made(folder)):
+    if folder is None or (first and not _make_folder(folder)):
         yield compiled()
     elif first:
         try:
@@ -67,17 +67,17 @@ def once(
             program.save(folder / _PROGRAM)  # visible only when it is complete
             yield program
         except BaseException as e:
-            _leave(folder, e)
+            _store_error(folder, e)
             raise
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        saved = _awaited(folder)
+        saved = _wait_for_program(folder)
         if saved is None:
             check(folder)
         yield _read(saved, compiled, read)
 
 
-def _leave(folder: Path, error: BaseException) -> None:
+def _store_error(folder: Path, error: BaseException) -> None:
     """Store the error of the first process for processes that come later; the last one removes the folder."""
     shutil.rmtree(folder / _PROGRAM, ignore_errors=True)
     with suppress(OSError):
@@ -122,7 +122,7 @@ def _read(found: Path | None, compiled: Callable[[], Program], read: Callable[[P
         return compiled()
 
 
-def _made(folder: Path) -> bool:
+def _make_folder(folder: Path) -> bool:
     """Make the folder, and return whether that worked. It replaces only a folder of the same user."""
     try:
         if _is_private(folder):
@@ -142,7 +142,7 @@ def _is_private(folder: Path) -> bool:
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & 0o077
 
 
-def _awaited(folder: Path) -> Path | None:
+def _wait_for_program(folder: Path) -> Path | None:
     """Wait for the program of the first process, and return its folder; None: it will not come."""
     from shardc.runtime.mesh.activity import waiting
 

@@ -143,7 +143,7 @@ class OpTimes(Ledger):
         name = f"cpu, {torch.get_num_threads()} threads" if cpu else torch.cuda.get_device_name(self.device)
         waits: list[Wait] = []
         if self.mesh is not None:
-            self.mesh.waits.settle()
+            self.mesh.waits.read_times()
             waits, self.mesh.waits.kept = self.mesh.waits.kept or [], None
         rank, mesh = (self.mesh.rank, dict(self.mesh.layout.axes)) if self.mesh is not None else (0, {})
         ops = list(self._found.values())
