@@ -154,7 +154,7 @@ class Graphs:
         actions = [a for row in program.schedule.actions for a in row] if program.schedule is not None else []
         divided = any(a.kind == "I" and program.stages[a.stage] is stage for a in actions)
         writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left)
-        joint = writer.joint((lambda n: sizes.bytes_of(n) + seconds.held(n)) if divided else None)
+        joint = writer.joint((lambda n: sizes.bytes_of(n) + seconds.tape_bytes(n)) if divided else None)
         for graph in joint.graphs.values():
             arrange_copies(graph, seconds, sizes)
         return joint

@@ -120,7 +120,7 @@ class Seconds:
             self._tapes.update((u.name, key) for u in n.users if u.meta.get("value") is None)
         return self._found[key]
 
-    def held(self, n: fx.Node) -> int:
+    def tape_bytes(self, n: fx.Node) -> int:
         """Return the bytes that a tape holds, in an unfinished graph; 0 for other values."""
         source: Any = n.args[0] if n.target is operator.getitem else None
         is_result = source is not None and source.target is ops.opaque and n.meta.get("value") is None

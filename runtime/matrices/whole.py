@@ -75,7 +75,7 @@ class WholeMatrices:
 
     def gather(self) -> None:
         """Send the stored parts to the owners. Collective."""
-        with self._offload.at_home():
+        with self._offload.params_on_host():
             self.exchange.to_owners(_detached(self._stored), _detached(self.owned), "state")
         self.note()
 
@@ -109,7 +109,7 @@ class WholeMatrices:
         """Send the new values to all ranks that store them, after the optimizer's step. Collective."""
         for p in self.owned.values():
             p.grad = None
-        with self._offload.at_home():
+        with self._offload.params_on_host():
             self.exchange.from_owners(_detached(self.owned), _detached(self._stored), "update")
         self.note()
 

@@ -125,7 +125,7 @@ class TorchMesh(RankMesh):
         view.owner = False
         return view
 
-    def hand_over(self, other: TorchMesh) -> None:
+    def transfer_to(self, other: TorchMesh) -> None:
         """Let another mesh of this world replace this one: it leaves the world, and watches, instead of it."""
         other.owner, self.owner = self.owner or other.owner, False
         if self.watch is not None:

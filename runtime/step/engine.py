@@ -518,7 +518,7 @@ class Engine:
         other = Engine(program, state.blank(program), seed=self.rng.seed, mesh=seen_as(self.mesh, program), **options)
         self._saver.move_to(other._saver)
         if isinstance(self.mesh, TorchMesh):
-            self.mesh.hand_over(other.mesh)
+            self.mesh.transfer_to(other.mesh)
         return other
 
     def _compiled_for(self, spec: Any) -> Program:

@@ -144,7 +144,7 @@ class ShardedModule(ModuleState):
         """
         r = self._running
         r.updates.carry_out()
-        r.updates.settle()
+        r.updates.finish_gather()
         owned = r.buckets.owned
         parts = (
             (name, nn.Parameter(whole.clone(), requires_grad=owned[name].requires_grad))
@@ -237,7 +237,7 @@ class ShardedModule(ModuleState):
         else:
             with op_errors.named(stage.graph):
                 loss, news = stage.run(*arguments.values())
-        r.updates.settle()
+        r.updates.finish_gather()
         if self.training:
             r.rng.step += 1
             for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=False):
@@ -266,7 +266,7 @@ class ShardedModule(ModuleState):
         with r.mesh.together("making an optimizer"):
             engine_options.check_trains(r.program)
             r.updates.carry_out()
-            r.updates.settle()
+            r.updates.finish_gather()
             check, offload = engine_optimizer.check_parts(r.program, r.buckets), Offload(r.program.offload, r.mesh)
             optimizer, matrices = engine_optimizer.create_optimizer(
                 make, r.program, r.buckets, r.mesh, check, r.mesh.note, offload
@@ -280,7 +280,7 @@ class ShardedModule(ModuleState):
     def _agree_on_step(self, optimizer: Optimizer, written: bool) -> None:
         """Compare what ranks are about to step: a rank may own nothing of a group and never read its rate."""
         r = self._running
-        r.updates.settle()
+        r.updates.finish_gather()
         r.checks.owners_step(optimizer, written=written)
 
     @torch.no_grad()

@@ -124,7 +124,7 @@ class Updates:
     """Tracks whether parameters may have changed since they were last gathered.
 
     They change by a backward and the step after it, by loading weights, or by user code, such as an average of weights.
-    Use: `carry_out()` begins to gather, and `settle()` ends it. Until then nobody else may write: at ZeRO 1 and 2 the
+    Use: `carry_out()` begins to gather, and `finish_gather()` ends it. Until then nobody else writes: at ZeRO 1 and 2 the
     background gather writes to the parameters' memory when its bytes arrive.
     """
 
@@ -142,7 +142,7 @@ class Updates:
     @property
     def written(self) -> bool:
         """Whether user code wrote to parameters. Waits for a running gather, which writes to them too."""
-        self.settle()
+        self.finish_gather()
         return self._versions != self._now()
 
     def note(self, *_: Any) -> None:
@@ -154,7 +154,7 @@ class Updates:
             self.buckets.publish()
             self._noted = self._settled = False
 
-    def settle(self) -> None:
+    def finish_gather(self) -> None:
         if not self._settled:
             self.buckets.wait_for_gathers()
             self._settled, self._versions = True, self._now()

@@ -60,7 +60,7 @@ class Saver:
         extra = self._extra_state()
         if not wait and isinstance(self.mesh, TorchMesh):
             self.saves.finish_at_exit()
-        with self.mesh.together(f"saving step {model.rng.step}"), model.offload.at_home():
+        with self.mesh.together(f"saving step {model.rng.step}"), model.offload.params_on_host():
             self._checks.saving(self._update.optimizer)
             state.save(
                 folder,
@@ -96,7 +96,7 @@ class Saver:
         model, update = self._model, self._update
         before, seed = resumed.settings(update.optimizer, update.schedulers), model.rng.seed
         self._make_ready()
-        with self.mesh.together("loading a checkpoint"), model.offload.at_home():
+        with self.mesh.together("loading a checkpoint"), model.offload.params_on_host():
             self._checks.call("loading a checkpoint")
             extra = state.load(
                 folder,
@@ -179,7 +179,7 @@ class Saver:
     def export(self, folder: str | Path, **options: Any) -> list[Path]:
         self._update.check_whole()
         model = self._model
-        with self.mesh.together("exporting"), model.offload.at_home():
+        with self.mesh.together("exporting"), model.offload.params_on_host():
             self._checks.call("exporting")
             model.gather_written()
             self.buckets.wait_for_gathers()
@@ -210,14 +210,14 @@ class Saver:
         self._update.check_whole()
         self._model.gather_written()
         self.buckets.wait_for_gathers()
-        with self._model.offload.at_home():
+        with self._model.offload.params_on_host():
             yield
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
         """Prepare weights for receiving: see shardc.runtime.reshard.between.End."""
         self._make_ready()
-        with self._model.offload.at_home():
+        with self._model.offload.params_on_host():
             yield
         self.buckets.mark_gathered()
         self._filled()

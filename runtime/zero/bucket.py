@@ -82,8 +82,8 @@ class Bucket:
         self._rest_started = False  # whether the sum over the other axes has started
         self._final = False  # the running sum is the step's last
         self._sum: Tensor | None = None  # this rank's part of the gradients
-        self._coming: Tensor | None = None  # the result of the running sum, to add to earlier ones
-        self._flying: Tensor | None = None  # the whole gradients that the running sum reads
+        self._sum_output: Tensor | None = None  # the result of the running sum, to add to earlier ones
+        self._sum_input: Tensor | None = None  # the whole gradients that the running sum reads
         # parameters
         self.rank = mesh.coordinate(self.spec.shard) if self.sharded else 0
         self.runs: dict[str, FlatShard] = self.flat.runs(self.rank) if self.sharded else {}
@@ -267,7 +267,7 @@ class Bucket:
         self._rest_work.wait()
         self._rest_started = self._final = False
         self.seen, self._in_buffer, self.sums = set(), set(), {}
-        self._sum = self._coming = self._flying = None
+        self._sum = self._sum_output = self._sum_input = None
         if self.scatters:
             self._free()
         self._kept = {n: p.grad for n, p in self.owned.items() if p.grad is not None}
@@ -336,12 +336,12 @@ class Bucket:
             self._sum_rest(self._sum, at_once=True)
             return
         self.advance_sum()
-        self._flying, self._coming = flat, torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
+        self._sum_input, self._sum_output = flat, torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
         self._free()
-        self._reduce(flat, self._coming)
+        self._reduce(flat, self._sum_output)
         self._final = not self.spec.late and self._last(self)  # of a late bucket, other ranks may have the last one
         if self._final and self._sum is None:
-            self._sum_rest(self._coming, at_once=True)
+            self._sum_rest(self._sum_output, at_once=True)
 
     def _reduce(self, flat: Tensor, part: Tensor) -> None:
         """Start to sum flat into part."""
@@ -369,10 +369,10 @@ class Bucket:
 
     def advance_sum(self) -> None:
         """Wait for the running sum if necessary, and continue over the other axes. Later buckets have started."""
-        if self._coming is not None:
+        if self._sum_output is not None:
             self._work.wait()
-            self._sum = self._coming if self._sum is None else self._sum.add_(self._coming)
-            self._coming = self._flying = None
+            self._sum = self._sum_output if self._sum is None else self._sum.add_(self._sum_output)
+            self._sum_output = self._sum_input = None
             if self._final:
                 self._sum_rest(self._sum)
         elif not self.scatters and self._sum is not None and (self._rest_due or not self.mesh.streams):

@@ -87,7 +87,7 @@ class Buckets:
         self._each = [b for b in self._all if b.scatters and b.whole]
         self._due: deque[Bucket] = deque()
         self._active = False
-        self._flying: list[Bucket] = []
+        self._in_flight: list[Bucket] = []
         #: Called during backward with the parameters of a bucket whose sum is ready; None: `finish` reports all.
         self.early: Reduced | None = None
         self._done: set[Bucket] = set()
@@ -147,7 +147,7 @@ class Buckets:
     def start(self, stage: int = 0, first: bool = True, last: bool = True) -> None:
         """Prepare for a backward. first: of the step on this rank; last: of the step, of this pipeline stage."""
         if first:
-            self._next, self._active, self._flying, self._done = 0, True, [], set()
+            self._next, self._active, self._in_flight, self._done = 0, True, [], set()
             self._left = {b: set(stages) for b, stages in self._stages.items()}
         for b in self._all:
             if first or stage in self._stages[b]:
@@ -207,13 +207,13 @@ class Buckets:
 
     def _launched(self, bucket: Bucket) -> None:
         """Settle the buckets that started before, to free their buffers, as the sum of `bucket` runs now."""
-        for other in (b for b in self._flying if b is not bucket):
+        for other in (b for b in self._in_flight if b is not bucket):
             other.advance_sum()
             if self.early is not None and other.final and other not in self._done:
                 self._done.add(other)
                 other.finish()
                 self.early(other.spec.params)
-        self._flying = [bucket]
+        self._in_flight = [bucket]
 
     def finish(self, reduced: Reduced | None = None) -> None:
         """Wait for all sums, after backward. reduced: called for each bucket while later sums still run."""

@@ -186,7 +186,7 @@ class _First:
     copied: bool = False
 
     @property
-    def made(self) -> list[Tensor]:
+    def fresh(self) -> list[Tensor]:
         """The results that are tensors, and no operands."""
         return [x for x, i in zip(self.results, self.at, strict=True) if isinstance(x, Tensor) and i < 0]
 
@@ -258,9 +258,9 @@ class Folding:
             all(map(_is_fresh, added[: len(added) - nodes]))
             and self._state(layer, operands) == before
             and all(isinstance(x, (FakeTensor, *_PLAIN)) for x in results)
-            and first.made
+            and first.fresh
             and all(i < 0 for i in _places(tensors, layer.tensors()))
-            and all(x.requires_grad == (grad and (x.is_floating_point() or x.is_complex())) for x in first.made)
+            and all(x.requires_grad == (grad and (x.is_floating_point() or x.is_complex())) for x in first.fresh)
         ):
             self._firsts.setdefault(layer.kind, []).append(first)
         return result
@@ -277,7 +277,7 @@ class Folding:
     def _copy(self, first: _First, layer: _Layer, operands: list[Tensor]) -> Any:
         self.calls.append(Copied(first.layer.path, layer.path))
         others, first.copied = [] if first.copied else first.operands, True
-        outputs = iter(traced_call(EQUAL_LAYER, (len(self.calls) - 1, operands, others, first.made), first.made))
+        outputs = iter(traced_call(EQUAL_LAYER, (len(self.calls) - 1, operands, others, first.fresh), first.fresh))
         results = [
             (operands[i] if i >= 0 else next(outputs)) if isinstance(x, Tensor) else x
             for x, i in zip(first.results, first.at, strict=True)

@@ -269,13 +269,13 @@ class _Recorded(Interpreter):
         self.ledger.mark((x for microbatch in values for name, x in microbatch.items() if name in names), "inputs")
         last = max((a.microbatch for a in computed(self.actions)), default=0)
 
-        def there(m: int) -> bool:
+        def is_run(m: int) -> bool:
             return m < self.microbatches - 1 or m == last
 
         run = _Run(
             self,
             values,
-            [x for a in self.actions for x in a.among(there)],
+            [x for a in self.actions for x in a.among(is_run)],
             hooks,
         )
         run.go()

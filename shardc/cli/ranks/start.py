@@ -38,7 +38,7 @@ def ranks(named: Named, nproc: int | None, weights: Path | None) -> Iterator[Ran
     if all_ranks.joined:
         from shardc.cli.ranks import worker
 
-        worker.leave(all_ranks.status)
+        worker.end_rank(all_ranks.status)
     raise typer.Exit(all_ranks.status)
 
 

@@ -172,7 +172,7 @@ def main(file: str) -> None:
     except Interrupted as e:
         print(e, file=sys.stderr, flush=True)
         _report_errors(job, [{"where": "signal", "what": str(e), "fix": ""}])
-        leave(128 + e.number)
+        end_rank(128 + e.number)
     except BaseException as e:
         if no_memory(e):
             _refuse(job, out_of_memory(e, "weights, gradients and the optimizer's state, before or after a step"))
@@ -248,7 +248,7 @@ def _report_errors(job: Job, errors: list[dict[str, str]]) -> None:
         print(json.dumps({"errors": errors}), file=sys.__stdout__, flush=True)
 
 
-def leave(status: int = 0) -> NoReturn:
+def end_rank(status: int = 0) -> NoReturn:
     """End a process of a world that has done its work, without the shutdown of the interpreter.
 
     gloo's threads may still hold a tensor then, and releasing it without an interpreter aborts the process
@@ -262,4 +262,4 @@ def leave(status: int = 0) -> NoReturn:
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    leave()
+    end_rank()
