@@ -124,8 +124,8 @@ class Updates:
     """Tracks whether parameters may have changed since they were last gathered.
 
     They change by a backward and the step after it, by loading weights, or by user code, such as an average of weights.
-    Use: `carry_out()` begins to gather, and `finish_gather()` ends it. Until then nobody else writes: at ZeRO 1 and 2 the
-    background gather writes to the parameters' memory when its bytes arrive.
+    Use: `carry_out()` starts to gather, and `finish_gather()` ends it. Until then nobody else writes: at ZeRO 1 and 2
+    the background gather writes to the parameters' memory when its bytes arrive.
     """
 
     def __init__(self, buckets: Buckets) -> None:

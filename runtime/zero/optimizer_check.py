@@ -210,7 +210,7 @@ def needs_whole(optimizer: Optimizer) -> bool:
             whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
             samples, grads = whole.data()
             one, two = whole.run(samples, grads), pieces.run(samples, grads, cut=True)
-        except Exception:  # `check_apart` reports what is wrong
+        except Exception:  # `check_matrices` reports what is wrong
             return True
         every = zip(samples, one, two, strict=True)
         return not all(_same(stretch.parts(x), stretch.parts(after), parts, _SLACK) for x, (after,), parts in every)
