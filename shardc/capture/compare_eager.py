@@ -32,7 +32,7 @@ from shardc.passes.canonical.norm import BATCH_NORMS
 from shardc.runtime.data.inputs import name_of
 from shardc.runtime.stage import op_errors
 from shardc.torch_private import FakeTensor, OpOverload, pytree
-from shardc.verify.reference import interpret_all, reach
+from shardc.verify.reference import interpret, reach
 
 #: Models up to so many multiply-adds (parameters × tokens) are run; larger ones only pass the static checks.
 LIMIT_WORK = 2e11
@@ -153,11 +153,11 @@ def prove(
             ) from e
         torch.manual_seed(0)
         with refusals.torch_errors(program.graph):
-            got, news, outputs = interpret_all(program, params, before, inputs)
+            got, news, outputs = interpret(program, params, before, inputs)
             got_grads = _grads(got, trained)
             if changed:
                 torch.manual_seed(0)
-                second, _, values = interpret_all(program, params, after, inputs)
+                second, _, values = interpret(program, params, after, inputs)
                 grads_of_second = _grads(second, trained)
                 zeros = {n: torch.zeros_like(trained[n]) for n in grads_again.keys() ^ grads_of_second.keys()}
                 either = sorted(grads_again.keys() | grads_of_second.keys())
@@ -218,7 +218,7 @@ def prove(
             buffer.copy_(after[name])
         torch.manual_seed(0)  # forward may draw in eval mode too, such as the noise of a VAE
         try:
-            evaluating = interpret_all(program, params, after, inputs, graph=_evaluating(program.graph))
+            evaluating = interpret(program, params, after, inputs, graph=_evaluating(program.graph))
         except RuntimeError:  # a norm that returns its statistics then has none: evaluating reports it
             return Proof(notes, evaluates="otherwise")
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), patches.replaced_tensors(model, tensors):

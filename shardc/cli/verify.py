@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -47,7 +46,7 @@ def command(
                 "checked": report.checked,
                 "worst": report.worst,
                 "seconds": report.seconds,
-                "compiled": asdict(report.compiled) if report.compiled is not None else None,
+                "compiled": report.compiled,
                 "findings": [{"where": f.where, "what": f.what, "fix": f.fix} for f in report.findings],
             }
             show(json.dumps(document))

@@ -13,7 +13,8 @@ from typing import Any
 
 from shardc import errors
 from shardc.rules.core.registry import Rule
-from shardc.verify.rules import OpReport, name_of
+from shardc.verify.rules.case import Finding, name_of
+from shardc.verify.rules.check import OpReport
 
 #: Number of findings of one op that are printed; the rest is counted.
 SHOWN = 4
@@ -83,31 +84,19 @@ def short(where: str) -> str:
     return f"{path if relative.startswith('..') else relative}:{line}"
 
 
-def check_text(reports: Sequence[OpReport], places: dict[str, str], seconds: float) -> str:
-    """Format the results of a check: wrong rules, too strict ones, known strict ones, counts, the slowest.
+def check_text(reports: Sequence[OpReport], strict: Sequence[Finding], places: dict[str, str]) -> str:
+    """Format a check: wrong rules, rules that are too strict, ops without gradients, the counts.
 
     places: op -> where its rule was registered.
     """
     lines: list[str] = []
     for r in reports:
-        for f in r.wrong[:SHOWN]:
-            lines += [f"WRONG {f.op}, {f.strategy}, {f.ranks} ranks: {f.what}", f"      call: {f.call}"]
+        lines += [f"WRONG {f}" for f in r.wrong[:SHOWN]]
         if r.wrong:
             more = f"and {len(r.wrong) - SHOWN} more; " if len(r.wrong) > SHOWN else ""
             lines.append(f"      {more}its rule: {short(places[r.op])}")
-    for r in reports:
-        lines += [f"too strict: {f.op}, {f.strategy}: {f.what}; call: {f.call}" for f in r.strict if not f.why]
-    known = [f for r in reports for f in r.strict if f.why]
-    if known:
-        lines += ["strict for a reason:", *(f"  {f.op}, {f.strategy}: {f.why}" for f in known)]
-    forward = [r for r in reports if r.forward_only]
-    lines += [f"forward only: {r.op}: {r.forward_only}" for r in forward]
-    wrong = [r.op for r in reports if r.wrong]
-    strict = sum(not f.why for r in reports for f in r.strict)
-    slow = sorted(reports, key=lambda r: -r.seconds)[:3] if len(reports) > SHOWN else []
-    lines += [f"slowest: {', '.join(f'{r.op} {r.seconds:.1f} s' for r in slow)}"] if slow else []
-    lines.append(
-        f"{len(reports)} rules on {sum(r.calls for r in reports)} calls in {seconds:.0f} s: "
-        f"{len(wrong)} wrong, {strict} too strict, {len(known)} strict for a reason"
-    )
+    lines += [f"too strict: {f}" for f in strict]
+    lines += [f"forward only: {r.op}: {r.forward_only}" for r in reports if r.forward_only]
+    calls, wrong = sum(r.calls for r in reports), sum(bool(r.wrong) for r in reports)
+    lines.append(f"{len(reports)} rules on {calls} calls: {wrong} wrong, {len(strict)} too strict")
     return "\n".join(lines)

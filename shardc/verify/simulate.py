@@ -130,11 +130,10 @@ def simulate(
 
 
 class ReplicasDifferError(ShardcError):
-    """Ranks hold one value, and not the same numbers of it. not_finite: one of them has nan or inf, another not."""
+    """Ranks hold different numbers of one value. not_finite: one of them has nan or inf, another has not."""
 
-    def __init__(self, what: str, where: str, *, not_finite: bool) -> None:
-        fix = "a bug in shardc or in a rule of your own: please report it"
-        super().__init__(what, where=where, fix=fix)
+    def __init__(self, what: str, where: str, *, not_finite: bool = False) -> None:
+        super().__init__(what, where=where, fix="a bug in shardc or in a rule of your own: please report it")
         self.not_finite = not_finite
 
 
@@ -149,7 +148,7 @@ def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
         for rank, g in parts.items():
             if g is None and ranks[rank].params[p.name].numel():
                 fault = f"rank {rank} has no gradient of it, and others have"
-                raise ReplicasDifferError(fault, p.fqn, not_finite=False)
+                raise ReplicasDifferError(fault, p.fqn)
         there = {
             i: ranks[i].params[p.name] if g is None else g for i, g in parts.items()
         }  # without elements, without values
@@ -211,7 +210,7 @@ def _check_replica(expected: Tensor, got: Tensor, name: str) -> None:
         here, there = other[apart][0].item(), one[apart][0].item()
         raise ReplicasDifferError(f"it is {here:.6g}, and {there:.6g} on a replica", name, not_finite=True)
     fault = f"it differs from its replica by {float((one - other).abs().max()):.1e}"
-    raise ReplicasDifferError(fault, name, not_finite=False)
+    raise ReplicasDifferError(fault, name)
 
 
 def _causes(program: Program) -> dict[str, str]:
