@@ -181,7 +181,7 @@ class _Writer:
             _, target, *rest = loss.args
             classes = value_of(self.chain.linear).shape[-1]
             digits, ignore = (), rest[0] if rest else -100
-            value = _stacked(value)
+            value = _stacked_type(value)
         else:
             _, target, _, _, digits, classes, *rest = loss.args  # type: ignore[assignment]
             ignore = rest[0] if rest else -100
@@ -232,7 +232,7 @@ def _with_features(moved: Value, x: Value) -> Value:
     return Value((*moved.shape[:-1], x.shape[-1]), x.dtype, x.requires_grad, Layout((*rows, *others)))
 
 
-def _stacked(v: Value) -> Value:
+def _stacked_type(v: Value) -> Value:
     """Return the type of two such values, stacked along a new first dim."""
     items = ((a, replace(p, dim=p.dim + 1) if isinstance(p, Shard) else p) for a, p in v.layout.items)
     return Value((2, *v.shape), v.dtype, v.requires_grad, Layout(tuple(items)))

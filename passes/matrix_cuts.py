@@ -20,7 +20,7 @@ from shardc.ir.graph import operands_of
 from shardc.ir.matrices import Cut, fault
 from shardc.ir.patterns import names_weight
 from shardc.ir.program import Program
-from shardc.passes.annotate.kv_heads import made_by, shape_of
+from shardc.passes.annotate.kv_heads import shape_of, source_params
 from shardc.passes.base import Pass
 from shardc.rules import attention
 from shardc.spec import Spec
@@ -106,7 +106,7 @@ def head_sizes(graph: fx.Graph) -> dict[str, tuple[int, int]]:
             continue
         for x in operands_of(node)[:3]:
             rows = shape_of(x)[-1]
-            for weight in made_by(x):
+            for weight in source_params(x):
                 dim = _out_dim(weight)
                 if weight.meta["value"].requires_grad and dim is not None:
                     shape = weight.meta["value"].shape

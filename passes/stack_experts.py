@@ -41,11 +41,11 @@ class StackExperts(Pass):
         weights = [w for _, node in Experts(self.spec, program).ops() for w in operands_of(node)[UP:]]
         for stack in [n for n in program.graph.nodes if n.target is aten.stack.default]:
             if any(stack in values.behind([w]) for w in weights):
-                program = _stacked(program, stack)
+                program = _stack_params(program, stack)
         return program
 
 
-def _stacked(program: Program, stack: fx.Node) -> Program:
+def _stack_params(program: Program, stack: fx.Node) -> Program:
     entries: Any = stack.args[0]
     casts = [n for n in entries if n.target is _CAST]
     nodes = [n.args[0] for n in casts] if len(casts) == len(entries) else list(entries)

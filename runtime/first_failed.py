@@ -17,8 +17,8 @@ GRACE = 1.0
 GAVE_UP = 75
 
 
-def first_failed(ranks: list[subprocess.Popen[bytes]], said: Callable[[int], str], failed: list[int]) -> int:
-    """Return the rank that failed first. said: returns the last words of a rank.
+def first_failed(ranks: list[subprocess.Popen[bytes]], words_of: Callable[[int], str], failed: list[int]) -> int:
+    """Return the rank that failed first. words_of: returns the last words of a rank.
 
     Ranks killed by a signal have no words, but come before ranks that lost their peer.
     """
@@ -30,16 +30,16 @@ def first_failed(ranks: list[subprocess.Popen[bytes]], said: Callable[[int], str
         time.sleep(POLL)
         late = [r for r, p in enumerate(ranks) if p.poll() and r not in failed]
         killed = [r for r in late if ranks[r].returncode < 0]
-        if killed and all(_lost_peer(said(r)) for r in failed):
+        if killed and all(_lost_peer(words_of(r)) for r in failed):
             return killed[0]
         failed = [*failed, *late]
-    culprits = [r for r in failed if ranks[r].returncode != GAVE_UP and not _lost_peer(said(r))]
+    culprits = [r for r in failed if ranks[r].returncode != GAVE_UP and not _lost_peer(words_of(r))]
     return (culprits or failed)[0]
 
 
-def _lost_peer(said: str) -> bool:
+def _lost_peer(text: str) -> bool:
     """Return whether a rank's last words show that its peer went away."""
-    last = "".join(said.strip().lower().splitlines()[-_LAST:])
+    last = "".join(text.strip().lower().splitlines()[-_LAST:])
     signs = (
         "connection closed by peer",
         "connection reset by peer",

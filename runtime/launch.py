@@ -225,7 +225,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="shardc-", dir=progress) as folder:
         logs = [Path(folder) / f"rank{r}.err" for r in range(world)]
 
-        def said(rank: int) -> str:
+        def words_of(rank: int) -> str:
             return (_text(last_words(progress, rank)) if progress is not None else "") or _text(logs[rank])
 
         try:
@@ -254,7 +254,7 @@ def launch(
             if not failed:
                 live.show(rest=True)
                 return 0
-            culprit = first_failed(ranks, said, failed) if stopped is None else stopped
+            culprit = first_failed(ranks, words_of, failed) if stopped is None else stopped
             failed_first(culprit)
             doing = Progress.read(progress / f"rank{culprit}") if progress is not None else ""
             live.show(rest=True)

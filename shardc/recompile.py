@@ -202,7 +202,7 @@ class Resizer:
 
     def _recompile(self, program: Program, batch: Any, shapes: Shapes, use: Use) -> Program:
         again = use == "as compiled"
-        model, changed = self.build(), batch_sizes.described(program, shapes)
+        model, changed = self.build(), batch_sizes.sizes_text(program, shapes)
         if model is None or program.spec is None:
             sizes = f"the batch has other sizes than the program was compiled for ({changed})"
             why = SCORES if use == "score" else sizes if changed else OTHERWISE
@@ -219,7 +219,7 @@ class Resizer:
                 fix="name a few in the spec, with what to pad by: batch: {lengths: [128, 256], pad: {input_ids: 0}}",
             )
         if any(tuple(x.shape) != shape for x, shape in zip(_tensors(program, batch), shapes, strict=True)):
-            batch = batch_sizes.like(batch, program, shapes)
+            batch = batch_sizes.empty_batch(batch, program, shapes)
         forward = "score" if use == "score" else self.forward
         with _modes(model, self.modes) if again else in_eval_mode(model):
             try:

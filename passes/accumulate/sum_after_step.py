@@ -46,7 +46,7 @@ def sum_after_step(graph: fx.Graph, summands: set[fx.Node], mesh_node: fx.Node, 
         return
     parts = [part for a in summed_over.pop() for part in mesh.parts(a)]
 
-    def alike(x: fx.Node) -> bool:
+    def is_unsplit(x: fx.Node) -> bool:
         return all(v.layout[a] in (REPLICATE, PARTIAL_GRAD) for v in values_of(x) for a in parts)
 
     def converts(x: fx.Node) -> bool:
@@ -57,9 +57,9 @@ def sum_after_step(graph: fx.Graph, summands: set[fx.Node], mesh_node: fx.Node, 
     inside = {*linear, output}
     if any(n in news or not inside.issuperset(n.users) for n in (*linear, *sums)):
         return
-    if any(map(converts, linear)) or not all(map(alike, (*linear, *others))):
+    if any(map(converts, linear)) or not all(map(is_unsplit, (*linear, *others))):
         return
-    if not all(alike(x) and not requires_grad(x) for n in linear for x in operands_of(n) if x not in summands):
+    if not all(is_unsplit(x) and not requires_grad(x) for n in linear for x in operands_of(n) if x not in summands):
         return
     for n in sums:
         n.replace_all_uses_with(n.args[0])  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors
-from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, name_beside, whole_name
+from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, adapter_fqn, whole_name
 from shardc.ir.graph import operands_of, placeholders, source_of, stored_alone, value_of
 from shardc.ir.patterns import names_weight
 from shardc.ir.placement import Layout, Shard
@@ -81,7 +81,7 @@ class LowRank:
             quantised = _quantised(p)
             if index is None or (len(p.shape) < 2 and not quantised) or (quantised and p.name not in largest):
                 continue
-            uses = list((_made if quantised else _uses)(nodes[p.name]))
+            uses = list((_quantised_uses if quantised else _uses)(nodes[p.name]))
             if uses:
                 adapted.add(index)
                 self._adapt(p, self.spec.adapters[index], index, uses)
@@ -154,7 +154,7 @@ class LowRank:
                 continue
             with self.program.graph.inserting_before(_result(use.call).next):
                 factors = [self.emit.cast(x, dtype) for x in (a, b)]
-                self._beside(use, factors, self.emit.cast(m, dtype) if m is not None else None, adapter)
+                self._add_adapter(use, factors, self.emit.cast(m, dtype) if m is not None else None, adapter)
 
     def _param(
         self, base: Param, dtype: torch.dtype, part: str, shape: tuple[int, ...], dims: dict[int, int]
@@ -165,12 +165,12 @@ class LowRank:
             for axis, s in (base.layout.items if len(base.shape) > 1 else ())  # nothing is known of blocks in a row
         }
         layout = Layout(tuple((axis, s) for axis, s in shards.items() if s is not None))
-        fqn = name_beside(base.fqn, part)
+        fqn = adapter_fqn(base.fqn, part)
         graph = self.program.graph
         with graph.inserting_after(self.last):
             node = graph.placeholder("".join(c if c.isalnum() else "_" for c in fqn).strip("_"))
         node.target = node.name
-        members = tuple(name_beside(n, part) for n in base.members)
+        members = tuple(adapter_fqn(n, part) for n in base.members)
         p = Param(node.name, fqn, shape, dtype, True, layout=layout, members=members)
         beside = placeholders(graph)[base.name].meta
         cause = {axis: text for axis, text in beside.get("cause", {}).items() if shards.get(axis) is not None}
@@ -181,7 +181,7 @@ class LowRank:
 
     # --- ops
 
-    def _beside(self, use: _Use, factors: Sequence[fx.Node], m: fx.Node | None, adapter: Adapter) -> None:
+    def _add_adapter(self, use: _Use, factors: Sequence[fx.Node], m: fx.Node | None, adapter: Adapter) -> None:
         """Add the adapter's result to the result of a product with a matrix."""
         emit, call = self.emit, use.call
         x_at, _, bias_at, _ = _PRODUCTS[call.target]
@@ -270,7 +270,7 @@ def _shape(p: Param, use: _Use) -> tuple[int, ...]:
     return shape[::-1] if use.flipped else shape
 
 
-def _made(part: fx.Node) -> Iterator[_Use]:
+def _quantised_uses(part: fx.Node) -> Iterator[_Use]:
     """Yield the products that take a quantised weight, which is computed from its numbers and scales.
 
     part: the numbers, in the weight's shape, or in a row.

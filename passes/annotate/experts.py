@@ -83,7 +83,7 @@ class Experts:
         reported: set[tuple[int, str]] = set()
         used: set[int] = set()
         for name, node in nodes.items():
-            for i, dim, user in self._held(node):
+            for i, dim, user in self._spread_uses(node):
                 used.add(i)
                 entry, p = self.spec.experts[i], params[name]
                 cause = f"{self.where(i)} experts {entry.match!r}"
@@ -112,7 +112,7 @@ class Experts:
         errors.raise_any()
         return layouts
 
-    def _held(self, param: fx.Node) -> Iterator[tuple[int, int, fx.Node]]:
+    def _spread_uses(self, param: fx.Node) -> Iterator[tuple[int, int, fx.Node]]:
         """Yield the entry that spreads a parameter's experts, the dim that counts them, and the op."""
         shape = param.meta["value"].shape
         for dim in range(len(shape)):

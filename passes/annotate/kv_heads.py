@@ -113,7 +113,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return values_of(op)[i].shape
 
 
-def made_by(heads: fx.Node) -> list[fx.Node]:
+def source_params(heads: fx.Node) -> list[fx.Node]:
     """Return the parameters (and inputs) of the products from which a value with heads comes."""
     return [x for x, _ in _weights(heads, {})]
 

@@ -76,11 +76,11 @@ class Follower:
         self.derived, self.constant = _origins(program)
         self.blocked: dict[tuple[Key, Shard], Blocked] = {}
         self._choices: dict[fx.Node, Choices] = {}
-        self._alike: dict[object, Choices] = {}
+        self._shared_choices: dict[object, Choices] = {}
 
     def choices(self, node: fx.Node) -> Choices:
         if node not in self._choices:
-            self._choices[node] = choices_of(node, self._alike)
+            self._choices[node] = choices_of(node, self._shared_choices)
         return self._choices[node]
 
     def follow(self, start: Key, placement: Shard) -> SplitGroup | Blocked:

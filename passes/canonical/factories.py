@@ -55,7 +55,7 @@ def filled(emit: Emit, a: Args, out: Value) -> Result:
     "blackman_window",
     "bartlett_window",
 )
-def made(emit: Emit, a: Args, out: Value) -> Result:
+def write_dtype(emit: Emit, a: Args, out: Value) -> Result:
     """Write a floating dtype down: else the default dtype of the process that runs the program applies."""
     positional = [a.named[x.name] for x in a.op._schema.arguments if not x.kwarg_only]
     dtype = out.dtype if a.get("dtype") is not None or out.dtype.is_floating_point or out.dtype.is_complex else None

@@ -209,7 +209,7 @@ def cat(emit: Emit, a: Args, out: Value) -> Result:
     if len(parts) == 1:
         return emit.cast(parts[0], out.dtype)
     d = dim(a.dim, len(out.shape))
-    if (unbound := _apart(parts)) is not None:
+    if (unbound := _all_parts(parts)) is not None:
         x, along, kept = unbound
         if kept and along == d:
             return x
@@ -221,12 +221,12 @@ def cat(emit: Emit, a: Args, out: Value) -> Result:
 @rewrite("stack")
 def stack(emit: Emit, a: Args, out: Value) -> Result:
     d = dim(a.dim, len(out.shape))
-    if (unbound := _apart(a.tensors)) is not None and not unbound[2]:
+    if (unbound := _all_parts(a.tensors)) is not None and not unbound[2]:
         return _moved(emit, unbound[0], unbound[1], d)
     return emit(aten.stack.default, list(a.tensors), d)
 
 
-def _apart(parts: Sequence[fx.Node]) -> tuple[fx.Node, int, bool] | None:
+def _all_parts(parts: Sequence[fx.Node]) -> tuple[fx.Node, int, bool] | None:
     """Return (tensor, dim, whether parts keep the dim) if `parts` are all its parts in order; else None."""
     sources: set[tuple[Any, fx.Node, int]] = set()
     for i, part in enumerate(parts):

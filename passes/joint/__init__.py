@@ -72,7 +72,7 @@ def with_joint_graphs(program: Program, how: Execution) -> Program:
     graphs, lock = Graphs(program, how), RLock()
     joint = (DeferredJoint(partial(_now, graphs.of, i), lock) for i in range(len(program.stages)))
     result = replace(program, stages=tuple(replace(s, joint=x) for s, x in zip(program.stages, joint, strict=True)))
-    pairs = pairs_of(result, graphs.seconds, graphs.sizes, _wanted_pairs(result, how))
+    pairs = pairs_of(result, graphs.seconds, graphs.sizes, _pairs_to_run(result, how))
     for p in pairs:
         if how.compile == "layers":
             mark_fused_regions(p.graph, graphs.sizes)
@@ -93,7 +93,7 @@ def _now(write: Callable[[int], Joint], stage: int) -> Joint:
 _PAIR: dict[str, str] = {"microbatches": "FB", "forwards": "FF"}
 
 
-def _wanted_pairs(program: Program, how: Execution) -> tuple[tuple[str, int, int], ...]:
+def _pairs_to_run(program: Program, how: Execution) -> tuple[tuple[str, int, int], ...]:
     """Return which graphs a step runs side by side: see `shardc.runtime.schedule.Schedule.pairs`."""
     if program.schedule is not None:
         return program.schedule.pairs()
@@ -154,7 +154,7 @@ class Graphs:
         actions = [a for row in program.schedule.actions for a in row] if program.schedule is not None else []
         divided = any(a.kind == "I" and program.stages[a.stage] is stage for a in actions)
         writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left)
-        joint = writer.joint((lambda n: sizes.bytes_of(n) + seconds.held(n)) if divided else None)
+        joint = writer.joint((lambda n: sizes.bytes_of(n) + seconds.tape_bytes(n)) if divided else None)
         for graph in joint.graphs.values():
             arrange_copies(graph, seconds, sizes)
         return joint

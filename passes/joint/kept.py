@@ -71,7 +71,7 @@ class Recomputed:
         asked: dict[str, set[Wanted]] = {}
         for by, w in wants:
             chain = self._chain(by)
-            self._ask(chain, chain, w, asked)
+            self._decide(chain, chain, w, asked)
         for region in sorted(self._parents, key=self._depth, reverse=True):
             wanted = [w for w in asked.get(region, ()) if w not in self.held]
             together: dict[fx.Node, list[fx.Node]] = {}
@@ -90,7 +90,7 @@ class Recomputed:
                     else:
                         for x in through(producer):
                             chain = self._chain_of(region)
-                            self._ask(chain[1:], chain, x, asked)
+                            self._decide(chain[1:], chain, x, asked)
             for a, b in edges:
                 few, many = sorted((together[a], together[b]), key=len)
                 if few is not many:  # a node moves to a list at least twice as long: O(n log n) moves in all
@@ -102,7 +102,7 @@ class Recomputed:
                 plan.wanted.append(w)
         self.host = {w: region for w, region in self._regions.items() if w not in self._here}
 
-    def _ask(self, askable: list[str], chain: list[str], w: Wanted, asked: dict[str, set[Wanted]]) -> None:
+    def _decide(self, askable: list[str], chain: list[str], w: Wanted, asked: dict[str, set[Wanted]]) -> None:
         """Let the innermost region of `askable` recompute it, else hold it. chain: regions around its reader."""
         by_rank = w.kind == "t" and w.node.target in _BY_RANK  # its code may differ from rank to rank
         region = next((r for r in askable if self._recomputes(w, r)), None)

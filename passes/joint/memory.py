@@ -140,7 +140,7 @@ class Uses:
         #: Bytes that a line makes.
         self._added: dict[fx.Node, int] = {}
         for n in graph.nodes:
-            self._own(n)
+            self._find_owner(n)
         self.of = {n: self._used(n) for n in graph.nodes}
         self._counts: dict[fx.Node, int] = {}
         for used in self.of.values():
@@ -149,7 +149,7 @@ class Uses:
         self._stays = {n for n in graph.nodes if n.op == "placeholder" and n.meta.get("named", n.name) in sizes.stays}
         #: Bytes of copies of parts that are sent: at the beginning, and freed after a line. (`_added` has the others.)
         self._parts_at_first = 0
-        self._parts_gone: dict[fx.Node, int] = {}
+        self._sent_parts: dict[fx.Node, int] = {}
         self._follow_parts(graph)
         freed = [n for n in self._counts if n not in self._stays]
         self._number = {n: i for i, n in enumerate(freed)}
@@ -158,9 +158,9 @@ class Uses:
         self.at_first = self._parts_at_first + sum(self.bytes[n] for n in freed if n.op == "placeholder")
         self.steps = {n: self._step(n) for n in graph.nodes if n.op == "call_function"}
 
-    def _own(self, n: fx.Node) -> None:
+    def _find_owner(self, n: fx.Node) -> None:
         """Find the owner of the memory of a line's result, and the bytes that the line makes."""
-        separate = n.op == "call_function" and self._apart(n)
+        separate = n.op == "call_function" and self._is_separate(n)
         shares = n.op == "call_function" and not separate and _shares(n.target)
         base = n.args[0] if shares else None
         self.owner[n] = self.owner[base] if isinstance(base, fx.Node) else n
@@ -169,7 +169,7 @@ class Uses:
             self._picked(n)
 
     @staticmethod
-    def _apart(n: fx.Node) -> bool:
+    def _is_separate(n: fx.Node) -> bool:
         """Return whether it is one of an op's several results, each with its own memory."""
         source: Any = n.args[0] if n.target is operator.getitem else None
         return source is not None and (
@@ -209,7 +209,7 @@ class Uses:
             else:
                 self._added[n] += part.copy
             wait = next(u for u in n.users if u.target in WAITS)
-            self._parts_gone[wait] = self._parts_gone.get(wait, 0) + part.copy
+            self._sent_parts[wait] = self._sent_parts.get(wait, 0) + part.copy
         if starts and starts[-1].target is ops.gather_start and (last := self.sizes.parts[starts[-1].args[1]]).ahead:
             self._added[starts[-1]] += last.copy
 
@@ -217,7 +217,7 @@ class Uses:
         added = self._added[n]
         unused = self.bytes[n] if self.owner[n] is n and n not in self._counts else 0
         uses = tuple(self._number[x] for x in self.of[n] if x in self._number)
-        step = Step(added + self._work[n].inside, added - self._parts_gone.get(n, 0) - unused, uses)
+        step = Step(added + self._work[n].inside, added - self._sent_parts.get(n, 0) - unused, uses)
         if isinstance(n.target, OpOverload):
             return step
         if n.target is ops.accumulate:

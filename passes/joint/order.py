@@ -119,7 +119,7 @@ class Backward:
         self._waiting: Counter[Made] = Counter()
         for n in self._reached:
             for task in self._tasks(n):
-                self._waiting.update(set(self._gives(task)))
+                self._waiting.update(set(self._grads_of(task)))
         self._left = Counter({n: sum(self._waiting[m] for m in self._results(n)) for n in self._reached})
         #: By bucket, how many of its parameters are still missing.
         self._missing = Counter(i for m in self._waiting if (i := self._bucket(m)) is not None)
@@ -191,7 +191,7 @@ class Backward:
             return "begin", "wait"
         return ("data", "weights") if self._apart(n) else ("whole",)
 
-    def _gives(self, task: _Task) -> list[Made]:
+    def _grads_of(self, task: _Task) -> list[Made]:
         """Return the values whose gradients a task adds to."""
         needs = self._needs(task.node)
         if task.part == "begin" or task.node.target is ops.gather_wait:
@@ -227,12 +227,12 @@ class Backward:
             self._rule(task, tangents)
         if task.part in ("begin", "data"):
             self._push(self._tasks(n)[1])
-        self._gave(set(self._gives(task)))
+        self._gave(set(self._grads_of(task)))
 
     def _rule(self, task: _Task, tangents: tuple[Gradient | None, ...]) -> None:
         n = task.node
         operands = self._rules.template(n).operands
-        gives = set(self._gives(task))
+        gives = set(self._grads_of(task))
         before = tuple(self._gradients.get(m) if m in gives else None for m in operands)
         ask = Ask(
             tuple(self._type(m) for m in operands),

@@ -67,7 +67,7 @@ def best_order(ordered: OrderedGraph, most: tuple[int, int]) -> list[fx.Node]:
     """Return the order that ends first. most: peaks of bytes that may be alive."""
     best = ordered.nodes
     least = ordered.simulate(best)
-    for reserve in RESERVES if ordered.may_put_off else RESERVES[:1]:
+    for reserve in RESERVES if ordered.may_delay else RESERVES[:1]:
         order, clock = fitting(ordered, reserve, most)
         if clock.end < least:
             best, least = order, clock.end
@@ -164,7 +164,7 @@ class OrderedGraph:
         for at in self.ancestors([*self.targets, *returned], bytearray(len(self.lines))):
             self.lines[at].leads = True
         #: Whether some lines can be kept in reserve. A forward has none.
-        self.may_put_off = any(line.seconds and not line.leads for line in self.lines)
+        self.may_delay = any(line.seconds and not line.leads for line in self.lines)
 
     def _line(self, n: fx.Node, work: Work, seconds: Seconds) -> Line:
         at, before = self.place[n], [self.place[x] for x in self.uses.taken[n] if x in self.place]
@@ -275,8 +275,8 @@ class Scheduler:
         self._done = bytearray(len(ordered.nodes))
         self._missing = [len(line.before) for line in ordered.lines]
         self._ready = [at for at, missing in enumerate(self._missing) if not missing]  # a heap of lines that could run
-        self._put_off: list[Line] = []  # more lines that could run: in order, and their seconds
-        self._seconds_put_off = 0.0
+        self._delayed: list[Line] = []  # more lines that could run: in order, and their seconds
+        self._delayed_seconds = 0.0
         self._reached = 0  # the greatest place of a line that ran
 
     def order(self) -> list[int]:
@@ -366,20 +366,20 @@ class Scheduler:
             else:
                 self._emit(line)
         if more:
-            self._put_off = sorted((*self._put_off, *more), key=_PLACE)
-            self._seconds_put_off = sum(map(_SECONDS, self._put_off))
-        self._no_longer_put_off(ahead)
+            self._delayed = sorted((*self._delayed, *more), key=_PLACE)
+            self._delayed_seconds = sum(map(_SECONDS, self._delayed))
+        self._run_delayed(ahead)
         for at in aside:
             heapq.heappush(ready, at)
 
-    def _no_longer_put_off(self, ahead: float) -> None:
+    def _run_delayed(self, ahead: float) -> None:
         """Run the oldest delayed lines, as long as `ahead` seconds of lines stay delayed."""
-        while self._put_off and self._seconds_put_off - self._put_off[0].seconds >= ahead:
-            self._emit(self._put_off.pop(0))
-            self._seconds_put_off = sum(map(_SECONDS, self._put_off))
+        while self._delayed and self._delayed_seconds - self._delayed[0].seconds >= ahead:
+            self._emit(self._delayed.pop(0))
+            self._delayed_seconds = sum(map(_SECONDS, self._delayed))
 
     def _take_back(self) -> None:
         """Put delayed lines back among the lines that could run."""
-        for line in self._put_off:
+        for line in self._delayed:
             heapq.heappush(self._ready, line.place)
-        self._put_off, self._seconds_put_off = [], 0.0
+        self._delayed, self._delayed_seconds = [], 0.0

@@ -118,7 +118,7 @@ def _of_halves(joint: Joint, weights: fx.Graph, *, early: bool) -> fx.Graph:
     halves = joint.backward, weights
     for half in halves:
         for n in half.find_nodes(op="placeholder"):
-            if n.name not in by_name and not (half is weights and n.name in _handed_on(joint)):
+            if n.name not in by_name and not (half is weights and n.name in _passed_to_weights(joint)):
                 by_name[n.name] = graph.node_copy(n)
     rest = deque(n for n in weights.nodes if n.op == "call_function")
     of_first = [n for n in joint.backward.nodes if n.op == "call_function"]
@@ -148,7 +148,7 @@ def _of_halves(joint: Joint, weights: fx.Graph, *, early: bool) -> fx.Graph:
     return graph
 
 
-def _handed_on(joint: Joint) -> set[str]:
+def _passed_to_weights(joint: Joint) -> set[str]:
     """Return the names of the values that the second half of backward gets from the first."""
     returned: Any = joint.backward.output_node().args[0]
     return {n.name for n in returned[1]}

@@ -61,10 +61,10 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func.is_view:
             taken = {x.untyped_storage()._cdata for x in tensors_in((args, kwargs or {}))}
             for x in tensors_in(result):
-                self._made(x.untyped_storage(), taken)
+                self._add_storage(x.untyped_storage(), taken)
         return result
 
-    def _made(self, storage: torch.UntypedStorage, taken: set[int]) -> None:
+    def _add_storage(self, storage: torch.UntypedStorage, taken: set[int]) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._alive or key in taken:
             return
@@ -120,7 +120,7 @@ class Seconds:
             self._tapes.update((u.name, key) for u in n.users if u.meta.get("value") is None)
         return self._found[key]
 
-    def held(self, n: fx.Node) -> int:
+    def tape_bytes(self, n: fx.Node) -> int:
         """Return the bytes that a tape holds, in an unfinished graph; 0 for other values."""
         source: Any = n.args[0] if n.target is operator.getitem else None
         is_result = source is not None and source.target is ops.opaque and n.meta.get("value") is None

@@ -25,17 +25,17 @@ _REARRANGES = {
 def take_over_memory(graph: fx.Graph) -> None:
     """Let sums reuse an operand's memory, and `.grad` be the gradient itself, when nobody else reads it."""
     for n in graph.nodes:
-        if n.target is ops.accumulate and _nobody_elses(n.args[1]):
+        if n.target is ops.accumulate and _is_unshared(n.args[1]):
             n.kwargs = {"own": True}
         if n.target is not aten.add.Tensor or len(n.args) != 2 or n.kwargs:
             continue
         x, y = n.args
         both = isinstance(x, fx.Node) and isinstance(y, fx.Node)
-        if both and x.meta["value"] == y.meta["value"] == n.meta["value"] and _nobody_elses(x):
+        if both and x.meta["value"] == y.meta["value"] == n.meta["value"] and _is_unshared(x):
             n.target = ops.add_into
 
 
-def _nobody_elses(x: fx.Node | None) -> bool:
+def _is_unshared(x: fx.Node | None) -> bool:
     """Return whether only the user of x reads its memory: backward made it, and each value has one user.
 
     A call of forward that runs again does not count, because it may return its operand.

@@ -62,7 +62,7 @@ class Writer:
         self._rules = {e.node: e.rule for e in events if isinstance(e, RuleRuns) and e.rule.forward is not None}
         self._given = {n.name: n for n in graph.find_nodes(op="placeholder")}
         self._gathered = self._views_of_gathered()
-        self._recomputed = Recomputed(program, graph, list(self._wants()), self._through, self._part_of)
+        self._recomputed = Recomputed(program, graph, list(self._all_needs()), self._through, self._part_of)
         self._back = fx.Graph()
         self._found: Found = {}  # values in backward
         self._gradients: dict[Gradient, fx.Node] = {}
@@ -114,7 +114,7 @@ class Writer:
                     gathered.add((n, i))
         return gathered
 
-    def _wants(self) -> Iterator[tuple[fx.Node, Wanted]]:
+    def _all_needs(self) -> Iterator[tuple[fx.Node, Wanted]]:
         for e in self._events:
             if isinstance(e, Complete) and e.param[0].target is ops.updated:
                 yield e.param[0], Wanted(e.param[0], "y", e.param[1])
@@ -263,7 +263,7 @@ class Writer:
         }
         stays |= {node for node in graph.find_nodes(op="placeholder") if "collective" not in node.meta}
         causes = {r.name: r.cause for r in self._program.regions}
-        mesh = self._given_node(graph, "mesh")
+        mesh = self._placeholder_of(graph, "mesh")
         handles: dict[fx.Node, fx.Node] = {}
         for w, node in saved.items():
             if node in handles or self._owner(node) in stays:
@@ -277,7 +277,7 @@ class Writer:
         return handles
 
     @staticmethod
-    def _given_node(graph: fx.Graph, name: str) -> fx.Node:
+    def _placeholder_of(graph: fx.Graph, name: str) -> fx.Node:
         node: fx.Node = next(n for n in graph.find_nodes(op="placeholder") if n.name == name)
         return node
 
@@ -354,7 +354,7 @@ class Writer:
                 assert gradient is not None
                 return self._gradients[gradient]
             if r.kind == "t":
-                return local[r.index] if r.index in local else self._want(Wanted(n, "t", r.index))
+                return local[r.index] if r.index in local else self._value_for_backward(Wanted(n, "t", r.index))
             return self._placeholders[r.kind]
 
         meta = self._reloading = self._meta(n)
@@ -363,7 +363,7 @@ class Writer:
             if (
                 w := Wanted(producer_of(x)[0], "y", producer_of(x)[1])
             ) in self._recomputed.plans and w not in self._found:
-                self._want(w)
+                self._value_for_backward(w)
         collective: Collective | None = n.meta.get("collective")
         if collective is not None and collective.backward != "none":
             meta = {**meta, "collective": replace(collective, kind=collective.backward, backward="none", packed=0)}
@@ -413,9 +413,9 @@ class Writer:
         return Collective(kind, "none", axes, size, "gradients, in buckets")
 
     def _look(self, made: Made) -> fx.Node:
-        return self._want(Wanted(made[0], "y", made[1]))
+        return self._value_for_backward(Wanted(made[0], "y", made[1]))
 
-    def _want(self, w: Wanted) -> fx.Node:
+    def _value_for_backward(self, w: Wanted) -> fx.Node:
         if w in self._handles:
             return self._reload(w)
         if w not in self._found:
@@ -448,7 +448,7 @@ class Writer:
 
         def look(made: Made) -> fx.Node:
             w = Wanted(made[0], "y", made[1])
-            return local[w] if w in local else self._want(w)
+            return local[w] if w in local else self._value_for_backward(w)
 
         for n in plan.nodes:
             self._reloading = self._meta(n, repeats=True)

@@ -156,7 +156,7 @@ class _Cut:
                 stage, until = stage + 1, next(bounds)
             order[n] = stage
         for n in self.main:
-            self.stage[n] = self.stage[_made(n)] if n.target is operator.getitem else order[n]
+            self.stage[n] = self.stage[_op_behind(n)] if n.target is operator.getitem else order[n]
         self._settle(cuts.Ops.of(ops, self.mesh, self.program.microbatches))
         return self._stages()
 
@@ -202,7 +202,7 @@ class _Cut:
 
         def move(n: fx.Node, to: int) -> None:
             stage = self.stage[n]
-            if cuts.homes(n, position, self.running or {}) - {to}:
+            if cuts.stages_of_weights(n, position, self.running or {}) - {to}:
                 return
             if loads[to] + work[n] <= limit and members[stage] > 1:
                 loads[stage], loads[to] = loads[stage] - work[n], loads[to] + work[n]
@@ -210,7 +210,7 @@ class _Cut:
                 self._put(n, to)
 
         for n in self.main:  # back, to where the operands are made
-            operands = [_made(x) for x in operands_of(n) if x in self.stage]
+            operands = [_op_behind(x) for x in operands_of(n) if x in self.stage]
             if n.target is operator.getitem or not operands or _flops(n):
                 continue
             stage = max(self.stage[x] for x in operands)
@@ -219,7 +219,7 @@ class _Cut:
                 move(n, stage)
         for n in reversed(self.main):  # forward, to where it is used
             users = [u for u in cuts.users(n) if u in self.stage]
-            operands = list(dict.fromkeys(_made(x) for x in operands_of(n) if x in self.stage))
+            operands = list(dict.fromkeys(_op_behind(x) for x in operands_of(n) if x in self.stage))
             if n.target is operator.getitem or not users or len(users) < len(cuts.users(n)) or _flops(n):
                 continue
             stage = min(self.stage[u] for u in users)
@@ -252,7 +252,7 @@ class _Cut:
         news: tuple[fx.Node, ...] = returned[1]
         updated = [b.name for b in self.program.buffers if b.updated]
         at_end = self.stage.get(loss, self.count - 1) if loss is not None else self.count - 1
-        homes = [self._home(new, name) for name, new in zip(updated, news, strict=False)]
+        homes = [self._stage_of(new, name) for name, new in zip(updated, news, strict=False)]
         homes += [self.stage.get(new, at_end) for new in news[len(updated) :]]
         names = [*updated, *(o.name for o in self.program.outputs)]
         roots: list[list[fx.Node]] = [[] for _ in range(self.count)]
@@ -292,7 +292,7 @@ class _Cut:
                     todo += n.all_input_nodes
         return trained
 
-    def _home(self, new: fx.Node, buffer: str) -> int:
+    def _stage_of(self, new: fx.Node, buffer: str) -> int:
         """Return the stage that computes a buffer's new value; if any could, one that uses it or its sources."""
         if new in self.stage:
             return self.stage[new]
@@ -320,9 +320,9 @@ def _reached(node: fx.Node) -> set[fx.Node]:
     return reached
 
 
-def _made(node: fx.Node) -> fx.Node:
+def _op_behind(node: fx.Node) -> fx.Node:
     """Return the op behind a `getitem`."""
-    return _made(node.all_input_nodes[0]) if node.target is operator.getitem else node
+    return _op_behind(node.all_input_nodes[0]) if node.target is operator.getitem else node
 
 
 def _counts(node: fx.Node) -> bool:

@@ -110,7 +110,7 @@ def _weights(node: fx.Node, main: dict[fx.Node, int]) -> list[fx.Node]:
     return weights
 
 
-def homes(node: fx.Node, position: dict[fx.Node, int], running: Mapping[str, tuple[int, ...]]) -> set[int]:
+def stages_of_weights(node: fx.Node, position: dict[fx.Node, int], running: Mapping[str, tuple[int, ...]]) -> set[int]:
     """Return the stages that have a main op's weights, of the weights that only one stage has."""
     stages = (running.get(x.name, ()) for x in _weights(node, position))
     return {numbers[0] for numbers in stages if len(numbers) == 1}
@@ -139,9 +139,9 @@ def positions(
     whole, starts = Ops.of(main, mesh, spec.batch.microbatches).joined()
     if running is not None:
         position = {op: i for i, op in enumerate(main)}
-        per_op = [homes(op, position, running) for op in main]
+        per_op = [stages_of_weights(op, position, running) for op in main]
         joined = [set[int]().union(*per_op[a:b]) for a, b in pairwise([*starts, len(main)])]
-        if (begins := _beside(whole, n, joined)) is not None:
+        if (begins := _cuts_at_weights(whole, n, joined)) is not None:
             return [starts[start] for start in begins]
     return [starts[start] for start in even(whole, n)]
 
@@ -223,7 +223,7 @@ def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list
 # --- by cost ----------------------------------------------------------------------------------------------------------
 
 
-def _beside(ops: Ops, n: int, homes: Sequence[set[int]]) -> list[int] | None:
+def _cuts_at_weights(ops: Ops, n: int, homes: Sequence[set[int]]) -> list[int] | None:
     """Return n - 1 cuts that match the stages of the ops' weights, with the fewest bytes crossing.
 
     None if the ops run in another order than their weights' stages.

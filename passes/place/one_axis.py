@@ -29,7 +29,7 @@ from shardc.runtime import ops
 SWEEPS = 4
 
 #: Kinds of strategies in which ranks communicate. Microbatches cannot communicate.
-_TELL = (STRETCHES, reduce_parts.PARTS)
+_COMMUNICATING = (STRETCHES, reduce_parts.PARTS)
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)
 _shown = lru_cache(maxsize=1024)(repr)  # placements sort by their text
@@ -158,14 +158,14 @@ class Axis:
                     constant.add(node)
                 elif all(s in constant or s in self.from_parameters for s in sources):
                     self.from_parameters.add(node)
-                    if all(s in constant or s in self.splittable for s in sources) and not self._grows(node):
+                    if all(s in constant or s in self.splittable for s in sources) and not self._is_costly(node):
                         self.splittable.add(node)
                     if any(s in self.annotated for s in sources):
                         self.annotated.add(node)
                     if any(s in self.shared_heads for s in sources):
                         self.shared_heads.add(node)
 
-    def _grows(self, node: fx.Node) -> bool:
+    def _is_costly(self, node: fx.Node) -> bool:
         """Return whether an op is a product, or a result has more elements than its largest operand."""
         if node.target is operator.getitem:
             return False
@@ -247,7 +247,7 @@ class Axis:
                     yield s
         if choices.rule.extra:
             extra = choices.rule.extra(choices.call, self.n, [frozenset(self.available[o]) for o in operands])
-            yield from (s for s in extra if s.kind != RING and not (s.kind in _TELL and self.in_turn))
+            yield from (s for s in extra if s.kind != RING and not (s.kind in _COMMUNICATING and self.in_turn))
         # at equal cost a value keeps its placement
         produced_so = any(self.available[o][0] == PARTIAL_GRAD for o in operands)
         if produced_so:

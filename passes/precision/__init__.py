@@ -79,7 +79,7 @@ def dtype_of(name: str | None) -> torch.dtype | None:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _NewValue:
     """A value of the old graph in the new one.
 
     node: in the dtype in which it is made. lean: it is wider than the compute dtype because of a wide operand; ops that
@@ -109,7 +109,7 @@ class _Writer:
     compute: torch.dtype
     params: dict[str, Param]
     graph: fx.Graph = field(default_factory=fx.Graph)
-    held: dict[fx.Node, _Held] = field(default_factory=dict)
+    held: dict[fx.Node, _NewValue] = field(default_factory=dict)
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
     source: Source = field(default_factory=Source)
 
@@ -125,7 +125,7 @@ class _Writer:
                 new.meta = dict(node.meta)
                 if (p := self.params.get(node.name)) is not None:
                     new.meta["value"] = replace(node.meta["value"], dtype=p.dtype)
-                self.held[node] = _Held(new, p is not None or node.name in floating, stored=p is not None)
+                self.held[node] = _NewValue(new, p is not None or node.name in floating, stored=p is not None)
             elif node.op == "output":
                 self._output(node)
             elif node in self.alive:
@@ -139,7 +139,7 @@ class _Writer:
         output: Any = node.args[0]
         loss, news = output
         dtypes = [b.dtype for b in self.program.buffers if b.updated]
-        buffers = [self._as(self.held[n].node, d) for n, d in zip(news, dtypes, strict=False)]
+        buffers = [self._cast_to(self.held[n].node, d) for n, d in zip(news, dtypes, strict=False)]
         outputs = [self._number(n) for n in news[len(dtypes) :]]
         self.graph.output((self._number(loss) if loss is not None else None, (*buffers, *outputs)))
 
@@ -148,26 +148,26 @@ class _Writer:
         entry = self.held[old]
         v = value_of(entry.node)
         narrow = entry.live and math.prod(v.shape) == 1 and v.dtype.is_floating_point
-        return self._as(entry.node, torch.promote_types(v.dtype, torch.float32)) if narrow else entry.node
+        return self._cast_to(entry.node, torch.promote_types(v.dtype, torch.float32)) if narrow else entry.node
 
     # --- one op
 
-    def _call(self, node: fx.Node) -> _Held:
+    def _call(self, node: fx.Node) -> _NewValue:
         name = values.op_name(node.target)
-        used = {n: self._seen(n, node) for n in node.all_input_nodes}
+        used = {n: self._as_seen_by(n, node) for n in node.all_input_nodes}
         floats = [h for h in used.values() if h.floats]
         live = any(h.live for h in used.values())
         if not any(h.live for h in floats):
-            return _Held(self._copy(node, {n: h.node for n, h in used.items()}), live)
-        if not _known(node.target):  # only capture knows the dtypes that foreign kernels and custom backwards take
-            return _Held(self._copy(node, {n: self._captured(n, h) for n, h in used.items()}), True)
+            return _NewValue(self._copy(node, {n: h.node for n, h in used.items()}), live)
+        if not _is_listed(node.target):  # only capture knows the dtypes that foreign kernels and custom backwards take
+            return _NewValue(self._copy(node, {n: self._captured(n, h) for n, h in used.items()}), True)
         if name in CASTS:
             return self._cast(node, used)
         if name in MOVES:
             return self._move(node, used)
         if name in LOW:
             stay = {node.args[i] for i in STAY.get(name, ())}
-            return _Held(
+            return _NewValue(
                 self._copy(node, {n: h.node if n in stay else self._low(h, name) for n, h in used.items()}), True
             )
         if name in LOOKUPS:
@@ -176,17 +176,17 @@ class _Writer:
             return self._widened(node, used, name)
         return self._following(node, used, name)
 
-    def _captured(self, node: fx.Node, h: _Held) -> fx.Node:
+    def _captured(self, node: fx.Node, h: _NewValue) -> fx.Node:
         """Return an operand in the dtype that it had in capture."""
         return (
             h.node
             if isinstance(node.meta["value"], tuple)
-            else self._as(h.node, value_of(node).dtype)
+            else self._cast_to(h.node, value_of(node).dtype)
             if h.floats
             else h.node
         )
 
-    def _low(self, h: _Held, name: str) -> fx.Node:
+    def _low(self, h: _NewValue, name: str) -> fx.Node:
         """Return an operand in the compute dtype.
 
         A mask's least number must not become -inf: a row that sees nothing would become NaN.
@@ -201,37 +201,37 @@ class _Writer:
                 inside = self._emit(v, aten.clamp.default, node, limit.min, limit.max)
                 endless = self._emit(replace(v, dtype=torch.bool, requires_grad=False), aten.isinf.default, node)
                 kept = self._emit(v, aten.where.self, endless, node, inside)
-                self.casts[node, self.compute] = self._as(kept, self.compute)
+                self.casts[node, self.compute] = self._cast_to(kept, self.compute)
             return self.casts[node, self.compute]
-        return self._as(node, self.compute)
+        return self._cast_to(node, self.compute)
 
-    def _widened(self, node: fx.Node, used: dict[fx.Node, _Held], name: str) -> _Held:
+    def _widened(self, node: fx.Node, used: dict[fx.Node, _NewValue], name: str) -> _NewValue:
         """Compute in float32, or in the widest dtype of the operands."""
         dtype = self.wide
         for h in used.values():
             dtype = torch.promote_types(dtype, h.dtype) if h.floats else dtype
         first = next(h for h in used.values() if h.floats)
-        new = self._copy(node, {n: self._as(h.node, dtype) if h.floats else h.node for n, h in used.items()})
+        new = self._copy(node, {n: self._cast_to(h.node, dtype) if h.floats else h.node for n, h in used.items()})
         if name in NARROWED and node in self.body and self._read(first) == self.compute:
             return self._narrowed(new, True)
-        return _Held(new, True)
+        return _NewValue(new, True)
 
-    def _narrowed(self, new: fx.Node, live: bool) -> _Held:
+    def _narrowed(self, new: fx.Node, live: bool) -> _NewValue:
         """Return a result in the compute dtype; of several results only the first is cast."""
         if isinstance(new.meta["value"], tuple):
             first = self._emit(new.meta["value"][0], operator.getitem, new, 0)
-            self.casts[new, self.compute] = self._as(first, self.compute)  # found again by `_move`
-            return _Held(new, live)
-        return _Held(self._as(new, self.compute), live) if _floating(new) else _Held(new, live)
+            self.casts[new, self.compute] = self._cast_to(first, self.compute)  # found again by `_move`
+            return _NewValue(new, live)
+        return _NewValue(self._cast_to(new, self.compute), live) if _floating(new) else _NewValue(new, live)
 
-    def _move(self, node: fx.Node, used: dict[fx.Node, _Held]) -> _Held:
+    def _move(self, node: fx.Node, used: dict[fx.Node, _NewValue]) -> _NewValue:
         first = next(h for h in used.values() if h.floats)
         if node.target is operator.getitem and node.args[1] == 0 and (first.node, self.compute) in self.casts:
-            return _Held(self.casts[first.node, self.compute], True)
+            return _NewValue(self.casts[first.node, self.compute], True)
         new = self._copy(node, {n: h.node for n, h in used.items()})
-        return _Held(new, True, first.lean, first.stored)
+        return _NewValue(new, True, first.lean, first.stored)
 
-    def _cast(self, node: fx.Node, used: dict[fx.Node, _Held]) -> _Held:
+    def _cast(self, node: fx.Node, used: dict[fx.Node, _NewValue]) -> _NewValue:
         """Keep the model's own casts.
 
         A cast that changed nothing in capture (`x.float()` of float32) counts within its own module, and only widens.
@@ -241,10 +241,10 @@ class _Writer:
         was, now = value_of(operand), value_of(node)
         if not h.floats or was.dtype != now.dtype:
             fits = value_of(h.node).dtype == now.dtype
-            return _Held(h.node if fits else self._emit(now, aten._to_copy.default, h.node, dtype=now.dtype), True)
+            return _NewValue(h.node if fits else self._emit(now, aten._to_copy.default, h.node, dtype=now.dtype), True)
         return replace(h, scoped=(node.meta["source"].module, now.dtype))
 
-    def _following(self, node: fx.Node, used: dict[fx.Node, _Held], name: str) -> _Held:
+    def _following(self, node: fx.Node, used: dict[fx.Node, _NewValue], name: str) -> _NewValue:
         """Compute in the dtype of the operands, the widest of several.
 
         Between two products, a value that depends on an activation in the compute dtype is an activation itself: its
@@ -254,7 +254,7 @@ class _Writer:
         acts = [h for h in floats.values() if h.live and not h.stored]
         if not acts:
             new = self._copy(node, {n: h.node for n, h in used.items()})
-            return _Held(new, True, stored=True)
+            return _NewValue(new, True, stored=True)
         big = [h for h in acts if value_of(h.node).shape] or acts
         narrow = any(h.dtype == self.compute for h in big)
         if not narrow:  # values that are read wide are computed wide
@@ -263,14 +263,14 @@ class _Writer:
             new = self._copy(
                 node,
                 {
-                    n: self._as(h.node, torch.promote_types(h.dtype, self.wide)) if h.floats else h.node
+                    n: self._cast_to(h.node, torch.promote_types(h.dtype, self.wide)) if h.floats else h.node
                     for n, h in used.items()
                 },
             )
-            return _Held(new, True)
+            return _NewValue(new, True)
         read = {n: h.node for n, h in used.items()}
         for n, h in floats.items():
-            read[n] = self._as(h.node, self.compute if narrow and h.stored else self._read(h))
+            read[n] = self._cast_to(h.node, self.compute if narrow and h.stored else self._read(h))
         if name not in PROMOTE and len({value_of(read[n]).dtype for n in floats}) > 1:
             shaped = {
                 value_of(read[n]).dtype for n in floats if value_of(read[n]).shape
@@ -280,12 +280,12 @@ class _Writer:
                 if narrow and node in self.body
                 else _widest(shaped or {value_of(read[n]).dtype for n in floats})
             )
-            read |= {n: self._as(read[n], dtype) for n in floats}
+            read |= {n: self._cast_to(read[n], dtype) for n in floats}
         new = self._copy(node, read)
         wider = _floating(new) and not isinstance(new.meta["value"], tuple) and value_of(new).dtype != self.compute
-        return _Held(new, True, lean=wider and node in self.body and (narrow or any(h.lean for h in acts)))
+        return _NewValue(new, True, lean=wider and node in self.body and (narrow or any(h.lean for h in acts)))
 
-    def _read(self, h: _Held) -> torch.dtype:
+    def _read(self, h: _NewValue) -> torch.dtype:
         """Return the dtype in which ops that follow their operands read a value."""
         return self.compute if h.lean else h.dtype
 
@@ -300,7 +300,7 @@ class _Writer:
 
     # --- values of the new graph
 
-    def _seen(self, node: fx.Node, user: fx.Node) -> _Held:
+    def _as_seen_by(self, node: fx.Node, user: fx.Node) -> _NewValue:
         """Return a value as one user sees it."""
         h = self.held[node]
         if h.scoped is None:
@@ -310,9 +310,9 @@ class _Writer:
         if not (place == module or place.startswith(f"{module}." if module else "")):
             return h
         wider = torch.promote_types(self._read(h), dtype)
-        return h if h.stored or wider == self._read(h) else _Held(self._as(h.node, wider), h.live)
+        return h if h.stored or wider == self._read(h) else _NewValue(self._cast_to(h.node, wider), h.live)
 
-    def _as(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    def _cast_to(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         """Return a floating value in a dtype, cast once. For moved parameters the parameter itself is cast."""
         if not _floating(node) or isinstance(node.meta["value"], tuple) or value_of(node).dtype == dtype:
             return node
@@ -320,7 +320,7 @@ class _Writer:
             v = replace(value_of(node), dtype=dtype)
             root = self._root(node)
             if root is not None:
-                moved = self._as(root, dtype)
+                moved = self._cast_to(root, dtype)
                 new = self._emit(
                     v, node.target, *fx.map_arg(node.args, lambda n: moved if n is root else n), **node.kwargs
                 )
@@ -370,7 +370,7 @@ def _all(node: fx.Node) -> tuple[Any, ...]:
     return v if isinstance(v, tuple) else (v,)
 
 
-def _known(target: Any) -> bool:
+def _is_listed(target: Any) -> bool:
     """Return whether torch's lists, or shardc's, apply to an op."""
     return target is operator.getitem or (
         isinstance(target, OpOverload) and (target.namespace == "aten" or values.op_name(target) in STAY)

@@ -40,7 +40,7 @@ from shardc.ir.units import plural, size
 from shardc.layer_names import fold
 from shardc.passes.base import Pass
 from shardc.passes.joint.derivatives import Rules
-from shardc.passes.recompute.region_choice import Alike, Choice, StageGraph
+from shardc.passes.recompute.region_choice import Choice, KeptPositions, StageGraph
 from shardc.spec import Checkpoint as Entry
 
 
@@ -59,16 +59,16 @@ class Recompute(Pass):
         for stage in stages:
             for node in stage.graph.nodes:
                 if node.op == "call_function":
-                    self._put(node, entries, regions, entry)
+                    self._set_region(node, entries, regions, entry)
         order = sorted(
             regions.values(), key=lambda r: r.name.count(".")
         )  # outer ones first: their names are prefixes of inner ones
-        rules, alike = Rules(program), Alike({})
+        rules, kept_positions = Rules(program), KeptPositions({})
         for stage in stages:
             graph = StageGraph(stage.graph, replace(program, regions=tuple(order)), rules)
             for region in order[::-1]:  # an outer region may recompute what an inner one holds
                 if members := graph.members(region.name):
-                    outcome = Choice(graph, region.name, entry[region.name], members, alike).run()
+                    outcome = Choice(graph, region.name, entry[region.name], members, kept_positions).run()
                     old = regions[region.name]
                     kept, dropped, again = (
                         old.kept + outcome.kept,
@@ -92,7 +92,7 @@ class Recompute(Pass):
         errors.raise_any()
         return {m: (i, self.spec.checkpoint[i]) for i, names in enumerate(selected) for m in names}
 
-    def _put(
+    def _set_region(
         self, node: fx.Node, entries: dict[str, tuple[int, Entry]], regions: dict[str, Region], entry: dict[str, Entry]
     ) -> None:
         """Set the region of a node; for a part of a result, that of the whole result."""

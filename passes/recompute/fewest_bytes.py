@@ -46,7 +46,7 @@ class MinCut:
         for u in operands:
             self._edge((u, "out"), (v, "in"), None)
 
-    def want(self, v: Hashable) -> None:
+    def require(self, v: Hashable) -> None:
         """Record that backward needs v."""
         self._edge((v, "out"), "sink", None)
 

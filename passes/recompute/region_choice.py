@@ -107,7 +107,7 @@ class Outcome:
 
 
 @dataclass
-class Alike:
+class KeptPositions:
     """What equal regions keep, as positions in a region: equal layers are decided once."""
 
     known: dict[Any, list[int]]
@@ -121,13 +121,13 @@ class Choice:
     region: str
     entry: Entry
     members: list[fx.Node]
-    alike: Alike
+    kept_positions: KeptPositions
 
     def run(self) -> Outcome:
         self.inside = set(self.members)
-        self._wanted()
+        self._find_needed()
         if self.entry.budget is not None:
-            keep = self._bought(self.entry.budget)
+            keep = self._keep_within_budget(self.entry.budget)
         elif self.entry.recompute is not None:
             keep = self._fewest(set(CHEAP if self.entry.recompute == "cheap" else self.entry.recompute))
         else:
@@ -136,7 +136,7 @@ class Choice:
                 n for n in self.members if n.target is not operator.getitem and words & kinds(n, self.graph.weights)
             }
         keep |= {n for n in self.members if n.target in ROUTING}
-        outcome = self._with(keep)
+        outcome = self._outcome_of(keep)
         self.graph.held[self.region] = outcome.held
         for n in self.members:
             whole: Any = n.args[0] if n.target is operator.getitem else n
@@ -148,7 +148,7 @@ class Choice:
             n.meta["again"] = n.meta.get("again", 0) + 1
         return outcome
 
-    def _wanted(self) -> None:
+    def _find_needed(self) -> None:
         """Find what backward keeps of the region: results, ops' internal values, and what inner regions hold."""
         self.wanted: dict[fx.Node, None] = {}
         self.own: dict[fx.Node, int] = {}
@@ -165,7 +165,7 @@ class Choice:
             if parent == self.region:
                 self.wanted |= dict.fromkeys(self.graph.held.get(name, ()))
 
-    def _with(self, keep: set[fx.Node]) -> Outcome:
+    def _outcome_of(self, keep: set[fx.Node]) -> Outcome:
         """Return the outcome of keeping the results of these ops, as far as they are needed."""
         graph = self.graph
         held: dict[fx.Node, None] = {}
@@ -228,12 +228,12 @@ class Choice:
             take(n, None if view else graph.nbytes(n), whole)
             if n in self.own:  # kept, if the op is, in a separate pipe
                 take(n, self.own[n], n, name=("own", n))
-                cut.want(("own", n))
+                cut.require(("own", n))
         for n in self.wanted:
             if (h := held(n)) is not None:
                 if h not in self.inside:
                     cut.value(h, graph.nbytes(h), None)
-                cut.want(h)
+                cut.require(h)
         keep = {v[1] if isinstance(v, tuple) else v for v in cut.cut()}
         keep = {n.args[0] if n.target is operator.getitem else n for n in keep if n in self.inside}
         return keep | dear
@@ -248,7 +248,7 @@ class Choice:
         large = n in self.own or graph.nbytes(n) * STATISTIC > graph.read(n)
         return large and bool(again & kinds(n, graph.weights))
 
-    def _bought(self, share: float) -> set[fx.Node]:
+    def _keep_within_budget(self, share: float) -> set[fx.Node]:
         """Return the ops whose results the budget pays for."""
         position = {n: i for i, n in enumerate(self.members)}
         look = [
@@ -263,10 +263,10 @@ class Choice:
             for n in self.members
         ]
         key = repr((share, look, sorted(self.graph.nbytes(n) for n in self.wanted if n not in self.inside)))
-        if key not in self.alike.known:
+        if key not in self.kept_positions.known:
             keep = self._budget(share)
-            self.alike.known[key] = [position[n] for n in keep]
-        return {self.members[i] for i in self.alike.known[key]}
+            self.kept_positions.known[key] = [position[n] for n in keep]
+        return {self.members[i] for i in self.kept_positions.known[key]}
 
     def _budget(self, share: float) -> set[fx.Node]:
         """Choose greedily the results that save most work per byte, within the budget.
@@ -275,15 +275,15 @@ class Choice:
         """
         solid = [n for n in self.members if self._solid(n)]
         keep: set[fx.Node] = set()
-        now = self._with(keep)
-        everything = self._with(set(solid))
+        now = self._outcome_of(keep)
+        everything = self._outcome_of(set(solid))
         allowed = share * (everything.kept + everything.dropped)
         while True:
             best: tuple[float, fx.Node, Outcome] | None = None
             for n in solid:
                 if n in keep:
                     continue
-                then = self._with(keep | {n})
+                then = self._outcome_of(keep | {n})
                 bytes_, gain = then.kept - now.kept, now.cost - then.cost
                 if gain <= 0 or then.kept > max(allowed, now.kept):
                     continue

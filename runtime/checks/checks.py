@@ -12,16 +12,16 @@ from torch.optim import Optimizer
 from shardc.ir.program import Program
 from shardc.runtime.checks import parameter_parts, shared_facts, user_changes
 from shardc.runtime.checks.every_optimizer import observe
-from shardc.runtime.checks.given_model import GivenModel
-from shardc.runtime.checks.moments import Model, Moments
+from shardc.runtime.checks.given_model import SourceModel
+from shardc.runtime.checks.moments import CheckHooks, Model
 from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import Fact
 from shardc.runtime.stage.clip_grad_norm import norm_axes
 from shardc.runtime.state.sources import Weights
 
 
-class Checks(Moments):
-    """The checks of an engine or a module: see Moments. One rank only checks user code.
+class Checks(CheckHooks):
+    """The checks of an engine or a module: see CheckHooks. One rank only checks user code.
 
     made: the checked object, with its article. copied: it is a copy of a module, such as an average of weights.
     """
@@ -31,7 +31,7 @@ class Checks(Moments):
         self.compares = mesh.layout.world > 1
         self._noted: set[str] = set()
         self._looks = 0
-        self._weights = replicas.Given(program)
+        self._weights = replicas.InitialFingerprints(program)
         self._same_rows = shared_facts.SameRows()
         self._check_every = 0
 
@@ -48,8 +48,8 @@ class Checks(Moments):
 
     def follow_model(self, model: Any) -> None:
         """Watch the source model of the weights for changes from now on."""
-        self._given = GivenModel(model, f"this {self._made.split()[-1]}", self._mesh.rank, copied=self._copied)
-        observe(self._given)
+        self._source = SourceModel(model, f"this {self._made.split()[-1]}", self._mesh.rank, copied=self._copied)
+        observe(self._source)
 
     def _note(self, notes: user_changes.Notes) -> None:
         user_changes.note_once(notes, self._noted, self._mesh.note)
@@ -59,7 +59,7 @@ class Checks(Moments):
         user_changes.check_attributes(self._program, self._noted, self._mesh.note, modules)
         self._looks += 1
         if self._looks <= 8 or self._looks % 16 == 0:  # 1,000 modules take 4 ms, and these are notes
-            for note in self._given.notes(self._noted):
+            for note in self._source.notes(self._noted):
                 self._mesh.note(note)
 
     def whole(self, x: Any, whole: Tensor) -> None:
@@ -69,7 +69,7 @@ class Checks(Moments):
     def parts(self, parts: Iterator[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
         return self._weights.passing(parts) if self.compares else parts
 
-    def made(self, model: Model) -> None:
+    def new_model(self, model: Model) -> None:
         self._model: Model = weakref.proxy(model)  # weak: a module's model holds these checks
         if self.compares and not self._copied:
             self._weights.check(self._mesh, model.buffers)
@@ -99,5 +99,5 @@ class Checks(Moments):
         """Make parameters of which this rank has parts refuse ops that mix elements."""
         parameter_parts.watch(self._program, self._model.owned, self._model.buckets.runs)
 
-    def handed_out(self) -> None:
-        self._given.handed_out = True
+    def note_weights_read(self) -> None:
+        self._source.weights_were_read = True

@@ -12,7 +12,7 @@ from shardc import torch_modes
 from shardc.ir.program import Program
 from shardc.runtime.checks import engine_options, shared_facts, user_changes
 from shardc.runtime.checks.checks import Checks
-from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.checks.optimizer_marks import OptimizerMarks
 from shardc.runtime.checks.stepped_once import SteppedLoss, SteppedOnce, keep_groups
 from shardc.runtime.data import inputs, same_samples
@@ -23,7 +23,7 @@ from shardc.runtime.zero.optimizer_list import lr_rates, rates_text
 
 
 class EngineChecks(Checks):
-    """The checks of an engine: see Moments."""
+    """The checks of an engine: see CheckHooks."""
 
     def __init__(self, program: Program, mesh: Any) -> None:
         super().__init__(program, mesh, "an engine")
@@ -89,15 +89,15 @@ class EngineChecks(Checks):
         self._params_read = True
         self.gradients()
 
-    def gradients(self, *, handed_out: bool = False) -> None:
-        if handed_out or self._params_read:
+    def gradients(self, *, user_reads: bool = False) -> None:
+        if user_reads or self._params_read:
             self._mark_gradients()
 
     def loss(self, loss: Any) -> Any:
         return loss.as_subclass(SteppedLoss) if type(loss) is Tensor else loss
 
     def stepping(self) -> AbstractContextManager[None]:
-        return self._once.by_the_engine()
+        return self._once.engine_step()
 
     def updated(self) -> None:
         if self._check_every and self._model.rng.step % self._check_every == 0 and not self._program.offload.used:
@@ -109,6 +109,6 @@ class EngineChecks(Checks):
         else:
             self.call("saving")
 
-    def follow(self, other: Moments) -> None:
+    def follow(self, other: CheckHooks) -> None:
         if isinstance(other, EngineChecks):
-            self._given = other._given
+            self._source = other._source

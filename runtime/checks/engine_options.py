@@ -45,7 +45,7 @@ def check_settable(made: type, options: Mapping[str, Any]) -> None:
     for name in (n for n in options if n not in SETTABLE):
         where = f"engine.set({name}=...)"
         if name in _HELD or name in _options(made):
-            errors.add("an engine keeps what it was made with", where=where, fix=_held(name))
+            errors.add("an engine keeps what it was made with", where=where, fix=_fix_for(name))
         elif name in _OF_OPTIMIZERS:
             fix = (
                 f"it is the optimizer's: for g in engine.optimizer.param_groups: g[{name!r}] = ..., on all ranks alike"
@@ -84,7 +84,7 @@ def check(
         if value is not None and not callable(value):
             fault = f"a {type(value).__name__} is no function: each rank makes its own, of its parts of the parameters"
             errors.add(fault, where=name, fix=fix)
-        elif value is not None and (more := _wanted(value)):
+        elif value is not None and (more := _required_arguments(value)):
             fault = f"{getattr(value, '__name__', 'it')} is called with the {takes} alone, and wants {more} as well"
             errors.add(fault, where=name, fix=fix)
     if not isinstance(norm, bool):
@@ -95,7 +95,7 @@ def check(
     errors.raise_any()
 
 
-def _wanted(function: Any) -> str:
+def _required_arguments(function: Any) -> str:
     """Return the required arguments of a function after the first."""
     try:
         _, *rest = inspect.signature(function).parameters.values()
@@ -199,10 +199,10 @@ def check_set(made: type, name: str) -> None:
         fix = f"call engine.set({name}=...), on all ranks"
         raise ShardcError("all ranks change an option together", where=f"engine.{name} = ...", fix=fix)
     if name in _HELD or name in _options(made):
-        raise ShardcError("an engine keeps what it was made with", where=f"engine.{name} = ...", fix=_held(name))
+        raise ShardcError("an engine keeps what it was made with", where=f"engine.{name} = ...", fix=_fix_for(name))
 
 
-def _held(name: str) -> str:
+def _fix_for(name: str) -> str:
     if name in ("seed", "weights", "broadcast", "mesh"):
         return f"give it when the engine is made: program.engine(model, {name}=...)"
     return _HELD.get(name, f"engine = engine.to(engine.program, {name}=...) goes on with another one")

@@ -31,7 +31,7 @@ _IN_VAIN = (
 )
 #: {module: the living objects that took weights from it or from a model around it}; ranks may be threads.
 _LOCK = threading.Lock()
-_TAKERS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[GivenModel]] = weakref.WeakKeyDictionary()
+_TAKERS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[SourceModel]] = weakref.WeakKeyDictionary()
 
 
 class _Parameter(NamedTuple):
@@ -48,7 +48,7 @@ class _Module(NamedTuple):
     parameters: dict[str, _Parameter]
 
 
-class GivenModel:
+class SourceModel:
     """A model as it was when `made` was made of it; it is not kept alive.
 
     Other sources (a builder, a folder) cannot change.
@@ -60,11 +60,11 @@ class GivenModel:
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._then = dict(_modules(model)) if isinstance(model, nn.Module) else {}
         #: The user got the trained weights, so new values in the model may be these.
-        self.handed_out = False
+        self.weights_were_read = False
         self._used = False
-        self._in_vain = ""  # the class of an optimizer that steps the model, whose parameters have no gradients
+        self._idle_optimizer = ""  # the class of an optimizer that steps the model, whose parameters have no gradients
         #: Others that took the same weights, and the shared module: for example a discriminator inside two models.
-        self._others: weakref.WeakKeyDictionary[GivenModel, str] = weakref.WeakKeyDictionary()
+        self._others: weakref.WeakKeyDictionary[SourceModel, str] = weakref.WeakKeyDictionary()
         if isinstance(model, nn.Module) and not copied:
             self._join(model)
 
@@ -95,17 +95,17 @@ class GivenModel:
     def stepping(self, optimizer: Optimizer) -> None:
         """Record an optimizer that steps the source model: see every_optimizer."""
         model = self._model() if self._model is not None else None
-        if model is None or not self._used or self._in_vain:
+        if model is None or not self._used or self._idle_optimizer:
             return
         ids = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is None}
         if ids and any(id(p) in ids for p in model.parameters()):  # steps by bucket, which are frequent, have no ids
-            self._in_vain = type(optimizer).__name__
+            self._idle_optimizer = type(optimizer).__name__
 
     def _changes(self, model: nn.Module) -> Notes:
         lost = _LOST.format(made=self._made)
         by_fault: dict[str, list[str]] = {}
-        if self._in_vain:
-            by_fault[_IN_VAIN.format(made=self._made)] = [f"the optimizer {self._in_vain}"]
+        if self._idle_optimizer:
+            by_fault[_IN_VAIN.format(made=self._made)] = [f"the optimizer {self._idle_optimizer}"]
         for path, m in model.named_modules():
             then = self._then.get(path)
             same: Any = then.module() if then is not None else None
@@ -126,7 +126,7 @@ class GivenModel:
                     by_fault.setdefault(f"requires_grad, {lost}{_AGAIN}", []).append(fqn)
                 if p.dtype != was.dtype:
                     by_fault.setdefault(f"its dtype, {lost}it is the spec's `precision`", []).append(fqn)
-                elif not self.handed_out and (original is not p or _version(p) != was.version):
+                elif not self.weights_were_read and (original is not p or _version(p) != was.version):
                     by_fault.setdefault(f"its values, {lost}{_WEIGHTS.format(made=self._made)}", []).append(fqn)
         notes: Notes = {}
         for fault, names in by_fault.items():

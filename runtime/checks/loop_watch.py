@@ -90,7 +90,7 @@ class LoopWatch:
         rates, settings, self._rates, self._settings = self._rates, self._settings, [], []
         return [
             Fact(
-                "the gradient of the loss in backward", hashed(values), (), "loss.backward()", _SAME_LOSS, _said(values)
+                "the gradient of the loss in backward", hashed(values), (), "loss.backward()", _SAME_LOSS, _text(values)
             ),
             Fact("the learning rate", hashed(rates), (), "optimizer.step()", SAME_OPTIMIZER, rates_text(rates, "g")),
             Fact("the setting of the optimizer", hashed(settings), (), "optimizer.step()", SAME_OPTIMIZER),
@@ -131,5 +131,5 @@ def _number(x: Any) -> float | None:
     return float(x) if not isinstance(x, Tensor) or x.device.type == "cpu" else -1.0
 
 
-def _said(values: list[float]) -> str:
+def _text(values: list[float]) -> str:
     return ", ".join(f"{x:g}" for x in dict.fromkeys(values))

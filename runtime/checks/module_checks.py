@@ -44,13 +44,13 @@ class Updates(Protocol):
 
 
 class ModuleChecks(Checks):
-    """The checks of a module: see Moments. A module's forward is a step of its loop."""
+    """The checks of a module: see CheckHooks. A module's forward is a step of its loop."""
 
     def __init__(self, program: Program, mesh: Any, *, copied: bool = False) -> None:
         super().__init__(program, mesh, "a module", copied=copied)
         self._unmarked = False
 
-    def held(self, model: Any, parts: Any, held: Sequence[user_changes.Held], updates: Updates) -> None:
+    def watch_module(self, model: Any, parts: Any, held: Sequence[user_changes.ModuleParam], updates: Updates) -> None:
         """Start watching registered parameters and buffers. model: source of weights; parts: submodules."""
         self._parts, self._held, self._updates = parts, held, updates
         owned, runs = self._model.owned, self._model.buckets.runs
@@ -75,7 +75,7 @@ class ModuleChecks(Checks):
         if training and torch.is_grad_enabled():
             self._optimizers.check_model(changed=self._updates.written)
         self._parts.check()
-        user_changes.check_held(self._held)
+        user_changes.check_not_replaced(self._held)
         user_changes.check_submodules(self._parts, self._program.still)
         self._look_at_model(self._parts if training else ())  # the user's own train() sets attributes by the mode
 
@@ -132,7 +132,7 @@ class ModuleChecks(Checks):
     def loss_gradient(self, gradient: Tensor) -> None:
         self._loop.note_gradient(gradient)
 
-    def gradients(self, *, handed_out: bool = False) -> None:
+    def gradients(self, *, user_reads: bool = False) -> None:
         self._mark_gradients()
 
     def owners_step(self, optimizer: Optimizer, *, written: bool) -> None:

@@ -34,7 +34,7 @@ class Model(Protocol):
     def written(self) -> bool: ...
 
 
-class Moments:
+class CheckHooks:
     """Checks nothing at any moment: for an engine with check=False. EngineChecks has the checks.
 
     `compares`: whether calls are compared over ranks.
@@ -55,7 +55,7 @@ class Moments:
         """Record this rank's parts of parameters, as they are made."""
         return parts
 
-    def made(self, model: Model) -> None:
+    def new_model(self, model: Model) -> None:
         """Check the new parameters and buffers."""
 
     def optimizer(self, optimizer: Optimizer | None) -> None:
@@ -82,8 +82,8 @@ class Moments:
     def read_params(self) -> None:
         """Start checks of parameters when the user reads `engine.params`."""
 
-    def gradients(self, *, handed_out: bool = False) -> None:
-        """Mark summed gradients that are parts. handed_out: the user reads them before an update."""
+    def gradients(self, *, user_reads: bool = False) -> None:
+        """Mark summed gradients that are parts. user_reads: the user reads them before an update."""
 
     def loss(self, loss: Any) -> Any:
         """Return the loss as the user gets it."""
@@ -99,15 +99,15 @@ class Moments:
     def saving(self, optimizer: Optimizer | None) -> None:
         """Compare replicas before a checkpoint with this optimizer's state is written."""
 
-    def handed_out(self) -> None:
+    def note_weights_read(self) -> None:
         """Record that the user got whole weights."""
 
-    def follow(self, other: Moments) -> None:
+    def follow(self, other: CheckHooks) -> None:
         """Take over the checks of an engine whose weights this one's engine takes over."""
 
     # --- of a module alone
 
-    def held(self, model: Any, parts: Any, held: Any, updates: Any) -> None:
+    def watch_module(self, model: Any, parts: Any, held: Any, updates: Any) -> None:
         """Start watching a module's parameters and buffers, registered under the model's names."""
 
     def mode(self, *, training: bool) -> None:
@@ -129,6 +129,6 @@ class Moments:
     def loaded_unmarked(self) -> None:
         """Record that loaded weights do not say which rank saved them."""
 
-    def copy(self, model: Any) -> Moments:
+    def copy(self, model: Any) -> CheckHooks:
         """Return the checks for a copy of the module, such as an average of weights. model: source of weights."""
         return self

@@ -125,14 +125,14 @@ class SameRows:
         program: Program,
         batch: Any,
         facts: Sequence[Fact],
-        alike: Sequence[Fact],
+        equal_facts: Sequence[Fact],
         note: Callable[[str], None],
     ) -> None:
         """Count batches with equal rows on all ranks, and note them. facts: of this rank's part of the batch."""
         if self._left <= 0:
             return
         parts = [f for f in facts if slots_of(f, program.mesh) > 1]
-        same = bool(parts) and all(f in alike for f in parts) and not _constant(program, batch)
+        same = bool(parts) and all(f in equal_facts for f in parts) and not _constant(program, batch)
         self._left = self._left - 1 if same else 0
         if same and not self._left:
             note(

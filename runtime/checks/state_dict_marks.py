@@ -94,9 +94,9 @@ def loaded_facts(held: Sequence[tuple[tuple[str, ...], Tensor]], rank: int) -> l
     ]
 
 
-def check_loaded(facts: Sequence[Fact], alike: Sequence[Fact]) -> None:
+def check_loaded(facts: Sequence[Fact], equal_facts: Sequence[Fact]) -> None:
     """Raise ShardcError, on all ranks, if all loaded the same values into different slices."""
-    if facts and all(f in alike for f in facts):
+    if facts and all(f in equal_facts for f in facts):
         raise ShardcError(
             "all ranks have loaded the same values into parameters of which each has another slice",
             where="module.load_state_dict",

@@ -24,7 +24,7 @@ from shardc.runtime.zero.optimizer_list import members_of
 class SteppedOnce:
     """An engine's optimizer and schedulers.
 
-    Step the optimizer inside `by_the_engine()`; call `check` before a step, and `note` after the engine stepped or
+    Step the optimizer inside `engine_step()`; call `check` before a step, and `note` after the engine stepped or
     loaded its schedulers. The user's own scheduler of the same optimizer is not the engine's, and is not checked.
     """
 
@@ -54,7 +54,7 @@ class SteppedOnce:
         optimizer.step = MethodType(guarded, optimizer)  # type: ignore[method-assign]
 
     @contextmanager
-    def by_the_engine(self) -> Iterator[None]:
+    def engine_step(self) -> Iterator[None]:
         self._allowed = True
         try:
             yield

@@ -215,7 +215,7 @@ def _through(frame: FrameType | None) -> list[str] | None:
     return None
 
 
-def _bare(name: str) -> str:
+def _base_name(name: str) -> str:
     """Return a function's `__name__` without prefixes and suffixes: "add" for "add_", "_foreach_add"."""
     bare = name.partition(".")[0].removeprefix("linalg_").removeprefix("_foreach_")
     if bare.startswith("__") and bare.endswith("__"):
@@ -226,7 +226,7 @@ def _bare(name: str) -> str:
 @functools.cache
 def _kind(name: str) -> str:
     """Classify a function by its `__name__`: "add_", "__radd__", "_foreach_add", "fma.default"."""
-    dunder, bare = name.startswith("__") and name.endswith("__"), _bare(name)
+    dunder, bare = name.startswith("__") and name.endswith("__"), _base_name(name)
     if (dunder and bare in _READS) or bare in ("item", "numpy", "tolist", "is_nonzero"):
         return "reads"
     if bare in _ALONG:
@@ -268,8 +268,8 @@ def _call(func: Any, args: Any, kwargs: Mapping[str, Any], through: list[str]) -
         return func(*args, **kwargs)
     if kind == "reads" or (kind == "along" and not _along_whole(name, args, kwargs)):
         _refuse(name, first.origin)
-    if _selects_of_part(_bare(name), args, kwargs):
-        _refuse_selection(_bare(name), first.origin)
+    if _selects_of_part(_base_name(name), args, kwargs):
+        _refuse_selection(_base_name(name), first.origin)
     if kind == "pointwise" and name != "__setitem__":  # __setitem__ writes into a place in the whole
         _refuse_whole_operands(args, kwargs)
     result = func(*args, **kwargs)
@@ -279,7 +279,7 @@ def _call(func: Any, args: Any, kwargs: Mapping[str, Any], through: list[str]) -
     # a view's base stays plain, because torch.compile walks from base to base
     if kind in ("mixes", "harmless") or attribute in ("grad", "_base"):
         return result
-    keeps_dims = kind != "copies" or attribute == "data" or (_bare(name) in _SAME_DIMS and not attribute)
+    keeps_dims = kind != "copies" or attribute == "data" or (_base_name(name) in _SAME_DIMS and not attribute)
     return _as_parts(result, args, first.origin, keeps_dims=keeps_dims)
 
 

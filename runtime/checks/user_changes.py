@@ -291,7 +291,7 @@ def check_submodules(modules: Iterable[tuple[str, nn.Module]], still: Collection
     errors.raise_any()
 
 
-class Held(NamedTuple):
+class ModuleParam(NamedTuple):
     """A parameter of a module. pointer: its address, 0 if it may move. dtype: when made."""
 
     parameters: Mapping[str, nn.Parameter | None]
@@ -302,9 +302,9 @@ class Held(NamedTuple):
     fqn: str
 
 
-def check_held(held: Iterable[Held]) -> None:
+def check_not_replaced(held: Iterable[ModuleParam]) -> None:
     """Raise ShardcError if a module's parameter or its memory was replaced: the program uses the old."""
-    replaced: list[Held] = []
+    replaced: list[ModuleParam] = []
     for h in held:
         p = h.parameters.get(h.name)
         if p is not h.parameter or p.dtype != h.dtype or (h.pointer and p.data_ptr() != h.pointer):

@@ -32,7 +32,7 @@ PATIENCE = 2.0
 _LOCK = threading.RLock()
 _DONE: dict[Any, Run | str] = {}  # of this process; the reason where Inductor fails
 _EXPECTED: dict[str, None] = {}
-_TOLD: set[str] = set()
+_REPORTED: set[str] = set()
 
 
 def compiled_runs() -> list[Run]:
@@ -79,29 +79,29 @@ class Compiler:
         self, key: str, whole: str, function: Callable[..., Any], inputs: Sequence[Tensor], where: str
     ) -> Run | str:
         if why := no_compiler(inputs[0].device):
-            _note(f"regions are not compiled, and run line by line: {why}")
+            _warn(f"regions are not compiled, and run line by line: {why}")
             return why
         number = f"{list(_EXPECTED).index(key) + 1} of {len(_EXPECTED)}"
         try:
-            with _shown(f"compiling region {number} ({where})"), _alone(whole):
+            with _print_progress(f"compiling region {number} ({where})"), _alone(whole):
                 return inductor_compiled(function, inputs)
         except Exception as e:  # compilers raise any class
             message = (str(e).strip() or type(e).__name__).splitlines()[0]
-            _note(f"region {number} ({where}) is not compiled, and runs line by line: {type(e).__name__}: {message}")
+            _warn(f"region {number} ({where}) is not compiled, and runs line by line: {type(e).__name__}: {message}")
             return f"{type(e).__name__}: {message}"
 
 
-def _note(text: str) -> None:
+def _warn(text: str) -> None:
     """Print a note once, on the first rank's stderr."""
-    if text not in _TOLD and os.environ.get("RANK", "0") == "0":
-        _TOLD.add(text)
+    if text not in _REPORTED and os.environ.get("RANK", "0") == "0":
+        _REPORTED.add(text)
         print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _shown(text: str) -> Iterator[None]:
+def _print_progress(text: str) -> Iterator[None]:
     """Print a note about work that takes long."""
-    began, timer = time.monotonic(), threading.Timer(PATIENCE, _note, (f"{text} ...",))
+    began, timer = time.monotonic(), threading.Timer(PATIENCE, _warn, (f"{text} ...",))
     timer.daemon = True
     timer.start()
     try:
@@ -109,9 +109,9 @@ def _shown(text: str) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-        if f"{text} ..." in _TOLD:
-            _TOLD.discard(f"{text} ...")
-            _note(f"{text} took {time.monotonic() - began:.1f} s")
+        if f"{text} ..." in _REPORTED:
+            _REPORTED.discard(f"{text} ...")
+            _warn(f"{text} took {time.monotonic() - began:.1f} s")
 
 
 @contextmanager

@@ -50,12 +50,12 @@ def with_compiled_regions(graph: fx.Graph, compiler: Compiler | None) -> fx.Grap
 def _call(graph: fx.Graph, region: FusedRegion, env: dict[fx.Node, fx.Node], compiler: Compiler) -> None:
     call = _RegionCall(region, compiler)
     mesh, rng = ((env[x] if (x := call.named.get(name)) else None) for name in ("mesh", "rng"))
-    label = region.gives[0].name
+    label = region.outputs[0].name
     box = graph.create_node("call_function", boxed, tuple(env[x] for x in call.takes), name=f"{label}_box")
     node = graph.create_node("call_function", _function(call), (box, mesh, rng), name=f"{label}_region")
-    node.meta["source"] = source_of(region.gives[0])
+    node.meta["source"] = source_of(region.outputs[0])
     node.meta["repeats"] = all(n.meta.get("repeats") for n in region.lines)
-    for i, n in enumerate(region.gives):
+    for i, n in enumerate(region.outputs):
         env[n] = graph.create_node("call_function", operator.getitem, (node, i), name=n.name)
         env[n].meta = dict(n.meta)
 
@@ -87,7 +87,7 @@ class RegionCode:
     where: str
     takes: int
     lines: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
-    gives: tuple[int, ...]  # the outputs
+    outputs: tuple[int, ...]  # the outputs
     writes: Mapping[int, int]
 
     def function(self, *inputs: Tensor) -> list[Tensor]:
@@ -112,8 +112,8 @@ class RegionCode:
             else:
                 values.append(target(*args, **kwargs))
         for i, take in self.writes.items():
-            inputs[take].copy_(values[self.gives[i]])
-        return [values[k] for i, k in enumerate(self.gives) if i not in self.writes]
+            inputs[take].copy_(values[self.outputs[i]])
+        return [values[k] for i, k in enumerate(self.outputs) if i not in self.writes]
 
 
 @dataclass(frozen=True)
@@ -154,12 +154,12 @@ class _RegionCall:
         if layout not in self._runs:
             if len(self._runs) == LAYOUTS or any(isinstance(x, FakeTensor) for x in box):
                 return self._one_by_one(box, mesh, rng)
-            inputs = [*box, *self._drawn(box, mesh, rng)]
+            inputs = [*box, *self._mask_inputs(box, mesh, rng)]
             self._runs[layout] = self._compiler.compiled(self._code.key, self._code.function, inputs, self._code.where)
         run = self._runs[layout]
         if run is None or (self._masks and not rng.training):
             return self._one_by_one(box, mesh, rng)
-        box += self._drawn(box, mesh, rng)
+        box += self._mask_inputs(box, mesh, rng)
         if not self._written:
             return run(box)
         written = [box[take] for _, take in self._written]
@@ -173,7 +173,7 @@ class _RegionCall:
             self._lines = _one_by_one(self._region, self.takes)
         return self._lines(box, mesh, rng)
 
-    def _drawn(self, box: list[Any], mesh: Any, rng: Any) -> list[Tensor]:
+    def _mask_inputs(self, box: list[Any], mesh: Any, rng: Any) -> list[Tensor]:
         """Return the inputs of its masks."""
         return [x for draw in self._masks for x in draw(rng=rng, mesh=mesh, device=box[0].device)]
 
@@ -201,12 +201,12 @@ def code_of(region: FusedRegion) -> RegionCode:
         elif n.target in IDENTITIES:
             args, kwargs = args[:1], {}
         lines.append((n.target, args, kwargs))
-    gives = tuple(numbered[n].number for n in region.gives)
-    writes = {i: take for i, n in enumerate(region.gives) if (take := _written(n, numbered)) is not None}
-    key = repr(([(_name(t), a, k) for t, a, k in lines], gives, writes))
+    outputs = tuple(numbered[n].number for n in region.outputs)
+    writes = {i: take for i, n in enumerate(region.outputs) if (take := _written(n, numbered)) is not None}
+    key = repr(([(_name(t), a, k) for t, a, k in lines], outputs, writes))
     source = source_of(next(n for n in region.lines if n.target is not operator.getitem))
     where = f"{source.module or source.line or region.lines[0].name}, {len(region.lines)} lines"
-    return RegionCode(key, where, len(takes), tuple(lines), gives, writes)
+    return RegionCode(key, where, len(takes), tuple(lines), outputs, writes)
 
 
 def _written(n: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
@@ -233,5 +233,5 @@ def _one_by_one(region: FusedRegion, takes: Sequence[fx.Node]) -> fx.GraphModule
         env[x] = graph.create_node("call_method", "pop", (box, 0), name=x.name)
     for n in region.lines:
         env[n] = graph.node_copy(n, env.__getitem__)
-    graph.output(tuple(env[n] for n in region.gives))
+    graph.output(tuple(env[n] for n in region.outputs))
     return fx.GraphModule(nn.Module(), graph)

@@ -284,7 +284,7 @@ def type_name(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{DTYPES.get(dtype, str(dtype))}[{', '.join(map(str, shape))}]"
 
 
-def _others(at: Path, by_path: Mapping[Path, Any]) -> str:
+def _describe_nested(at: Path, by_path: Mapping[Path, Any]) -> str:
     """Describe the nested value that a batch has in place of a tensor."""
     inside = [leaf for path, leaf in by_path.items() if path[: len(at)] == at]
     if not isinstance(inside[0], Tensor):
@@ -296,7 +296,7 @@ def _mismatch(x: Input, by_path: Mapping[Path, Any], want: Sequence[int], local:
     expected = f"the program was compiled for {type_name(x.dtype, want)}{' on each rank' if local else ''}"
     if x.path not in by_path:
         if any(path[: len(x.path)] == x.path for path in by_path):
-            return f"the batch gives {_others(x.path, by_path)}, but {expected}"
+            return f"the batch gives {_describe_nested(x.path, by_path)}, but {expected}"
         names = sorted({name_of(path) for path in by_path})
         more = f", ... ({len(names)} in all)" if len(names) > SHOWN_NAMES else ""
         return f"the batch does not have it (it has {', '.join(names[:SHOWN_NAMES]) or 'nothing'}{more}); {expected}"

@@ -51,7 +51,7 @@ def check(mesh: Any, loader: Loader) -> None:
             raise
 
 
-def alike(one: Loader, other: Loader) -> bool:
+def is_same_data(one: Loader, other: Loader) -> bool:
     """Return whether two loaders read datasets of the same length and first, middle and last sample."""
     size = one.order.size
     if size is None or size != other.order.size:

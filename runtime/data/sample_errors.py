@@ -52,7 +52,7 @@ class Failed:
     """A worker's result in place of a batch. pickled: the exception; b"" if it cannot be pickled."""
 
     pickled: bytes
-    said: str
+    error_text: str
     notes: tuple[str, ...]
     cause: WorkerTraceback
 
@@ -72,7 +72,7 @@ class Failed:
 
     def again(self) -> Exception:
         """Return the exception, for the reading process to raise."""
-        error: Exception = pickle.loads(self.pickled) if self.pickled else RuntimeError(self.said)
+        error: Exception = pickle.loads(self.pickled) if self.pickled else RuntimeError(self.error_text)
         error.__notes__ = list(self.notes)
         error.__cause__ = self.cause
         return error

@@ -61,7 +61,7 @@ class Order(Sampler[list[Key]]):
     def advance(self) -> None:
         """Move the position after a batch was returned."""
         self.consumed += self.batch
-        self._turn()
+        self._begin_next_epoch()
 
     def next_epoch(self) -> None:
         self.epoch, self.consumed = self.epoch + 1, 0
@@ -69,7 +69,7 @@ class Order(Sampler[list[Key]]):
     def restart(self) -> None:
         self.epoch = self.consumed = 0
 
-    def _turn(self) -> None:
+    def _begin_next_epoch(self) -> None:
         """Begin the next epoch, if this one has no whole batch left."""
         if self.size is not None and self.size - self.consumed < (1 if self.rest else self.batch):
             self.next_epoch()
@@ -86,4 +86,4 @@ class Order(Sampler[list[Key]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
         self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
-        self._turn()
+        self._begin_next_epoch()

@@ -53,7 +53,7 @@ class _Runs:
     def of(cls, program: Program, mesh: Any) -> _Runs:
         runs = cls(program, Interpreter(program, mesh), state.constants(program, mesh))
         if isinstance(mesh, TorchMesh):
-            mesh.add_groups([*groups_of(program), runs.apart])
+            mesh.add_groups([*groups_of(program), runs.split_axes])
         return runs
 
     @property
@@ -66,7 +66,7 @@ class _Runs:
         return any(x.path == (PLACE,) for x in self.program.inputs)
 
     @property
-    def apart(self) -> tuple[str, ...]:
+    def split_axes(self) -> tuple[str, ...]:
         """The axes over which ranks choose tokens of different rows, or of none."""
         split = [a for a, _ in self.logits.layout.shards(0)]
         stages = [self.program.axis] if self.program.axis else []
@@ -103,19 +103,19 @@ class Generator:
     @torch.no_grad()
     def __call__(self, prompts: Prompts, options: Options) -> list[list[int]]:
         """Return the new tokens of each prompt, on every rank. Collective."""
-        begins = self._made(lambda resize: resize.begins())
+        begins = self._compile_on_all(lambda resize: resize.begins())
         call = self._call(prompts, options if options.stop is not None else replace(options, stop=begins.stop), begins)
         sizes = call.sizes
         if sizes not in self._steps:
-            with self._told(f"{sizes.rows} prompts of {sizes.prompt} tokens, {sizes.length} in all"):
+            with self._note_seconds(f"{sizes.rows} prompts of {sizes.prompt} tokens, {sizes.length} in all"):
                 self._steps[sizes] = self._compiled(call)
         steps = self._steps[sizes]
         if steps is not None:
             return _until_stop(self._cached(*steps, call), call)
         whole = replace(sizes, prompt=0, length=call.prompts.longest + options.tokens - 1)
         if whole not in self._wholes:
-            with self._told(f"{whole.rows} sequences of {whole.length} tokens"):
-                self._wholes[whole] = self._runs(self._made(lambda resize: resize.whole(self.program, whole)))
+            with self._note_seconds(f"{whole.rows} sequences of {whole.length} tokens"):
+                self._wholes[whole] = self._runs(self._compile_on_all(lambda resize: resize.whole(self.program, whole)))
         return _until_stop(self._whole(self._wholes[whole], call, whole.length), call)
 
     def _call(self, prompts: Prompts, options: Options, begins: Begins) -> _Call:
@@ -144,7 +144,7 @@ class Generator:
         return _Call(prompts, encoder, Sizes(rows, prompt, length, forms), options)
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _note_seconds(self, what: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self.note(f"compiled for {what}, in {time.perf_counter() - start:.1f} s")
@@ -153,7 +153,7 @@ class Generator:
         why = ""
         for moves in (False,) if call.encoder else (False, True):  # a decoder has no mask for later tokens
             sizes = replace(call.sizes, moves=moves)
-            result = self._made(partial(_generating, self.program, sizes))
+            result = self._compile_on_all(partial(_generating, self.program, sizes))
             if result.steps is not None:
                 first, following = map(self._runs, result.steps)
                 longer = self._runs(result.trial) if result.trial is not None else first
@@ -166,7 +166,7 @@ class Generator:
     def _runs(self, program: Program) -> _Runs:
         return _Runs.of(program, self.mesh)
 
-    def _made(self, make: Callable[[Resize], T]) -> T:
+    def _compile_on_all(self, make: Callable[[Resize], T]) -> T:
         """Compile the same on all ranks. Raises ShardcError, on all, if one of them cannot."""
         if self.program.resize is None:
             fault = "generating runs programs of its own, and one that was loaded has no model to compile"
@@ -194,10 +194,10 @@ class Generator:
         least = min(SPECIAL, tokens // 2)
         ids = least + (torch.arange(rows * width).reshape(rows, width) * 7919) % (tokens - least)
         some = Prompts(tuple(map(tuple, ids.tolist())))
-        _, expected = longer.interpreter.forward(self._taken(longer, call.batch(some, width)))
+        _, expected = longer.interpreter.forward(self._stage_inputs(longer, call.batch(some, width)))
         batch = call.batch(Prompts(tuple(row[:-1] for row in some.ids)), prompt)
-        _, outputs = first.interpreter.forward(self._taken(first, batch))
-        arguments = self._next_inputs(following, batch, length) | self._given(following, ids[:, -1], batch, 0, length)
+        _, outputs = first.interpreter.forward(self._stage_inputs(first, batch))
+        arguments = self._next_inputs(following, batch, length) | self._part_of(following, ids[:, -1], batch, 0, length)
         _, cached = following.interpreter.forward({**arguments, **_cache(outputs)})
         differ = False
         if LOGITS in expected:
@@ -210,16 +210,16 @@ class Generator:
         """Yield the tokens of every row, step by step."""
         length, options = call.sizes.length, call.options
         batch = call.batch(call.prompts, call.sizes.prompt)
-        _, outputs = first.interpreter.forward(self._taken(first, batch))
+        _, outputs = first.interpreter.forward(self._stage_inputs(first, batch))
         cache = _cache(outputs)
-        tokens = self._shared(first, Sampler.of(first.logits, self.mesh, options), outputs, 0)
+        tokens = self._token_of_rows(first, Sampler.of(first.logits, self.mesh, options), outputs, 0)
         yield tokens.tolist()
         sample, taken = Sampler.of(following.logits, self.mesh, options), self._next_inputs(following, batch, length)
         for step in range(1, options.tokens):
-            step_inputs = self._given(following, tokens, batch, step - 1, length)
+            step_inputs = self._part_of(following, tokens, batch, step - 1, length)
             news, outputs = following.interpreter.forward({**taken, **self.stored(), **cache, **step_inputs})
             cache |= news
-            tokens = self._shared(following, sample, outputs, step)
+            tokens = self._token_of_rows(following, sample, outputs, step)
             yield tokens.tolist()
 
     def _next_inputs(self, following: _Runs, batch: Mapping[str, Any], length: int) -> dict[str, Any]:
@@ -227,9 +227,9 @@ class Generator:
         now: dict[str, Any] = _step(batch, batch["input_ids"][:, -1], 0, length, following.places)
         if MASK in batch.get(ENCODER, {}):
             now[ENCODER] = {MASK: batch[ENCODER][MASK]}
-        return self._taken(following, now)
+        return self._stage_inputs(following, now)
 
-    def _given(
+    def _part_of(
         self, following: _Runs, tokens: Tensor, batch: Mapping[str, Any], step: int, length: int
     ) -> dict[str, Tensor]:
         """Return this rank's part of the inputs that change from step to step."""
@@ -248,10 +248,10 @@ class Generator:
         every = torch.arange(rows)
         for step in range(options.tokens):
             at = lengths - 1 + step
-            _, outputs = runs.interpreter.forward(self._taken(runs, {IDS: ids, AT: at, **beside}))
+            _, outputs = runs.interpreter.forward(self._stage_inputs(runs, {IDS: ids, AT: at, **beside}))
             if not step:
                 self._check_causal(runs, ids, at, beside, outputs)
-            tokens = self._shared(runs, sample, outputs, step)
+            tokens = self._token_of_rows(runs, sample, outputs, step)
             if step + 1 < options.tokens:
                 ids[every, at + 1] = tokens
             yield tokens.tolist()
@@ -262,13 +262,13 @@ class Generator:
         """Raise ShardcError, on all ranks, if the logits of a position depend on later tokens."""
         behind = torch.arange(ids.shape[1]) > at[:, None]
         batch = {IDS: ids.masked_fill(behind, 1), AT: at, **beside}
-        _, other = runs.interpreter.forward(self._taken(runs, batch))
+        _, other = runs.interpreter.forward(self._stage_inputs(runs, batch))
         differs = LOGITS in made and not torch.allclose(made[LOGITS], other[LOGITS], rtol=1e-2, atol=1e-3)
         if self.mesh.sum_on_host([differs])[0]:
             fault = "logits depend on the tokens behind them: the model is not causal, and cannot generate"
             raise ShardcError(fault, where="generate", fix="give its attention a causal mask")
 
-    def _taken(self, runs: _Runs, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def _stage_inputs(self, runs: _Runs, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs of a program's stages here, except those that steps write."""
         parts = inputs.take(runs.program, dict(batch), self.mesh, local=False)
         return {
@@ -281,16 +281,16 @@ class Generator:
         part = x.layout.local(whole, self.mesh.layout, self.mesh.layout.coords(self.mesh.rank))
         return part.contiguous().to(self.mesh.device)
 
-    def _shared(self, runs: _Runs, sample: Sampler, made: Mapping[str, Tensor], step: int) -> Tensor:
+    def _token_of_rows(self, runs: _Runs, sample: Sampler, made: Mapping[str, Tensor], step: int) -> Tensor:
         """Return the token of every row, i64[rows], on every rank. Ranks with a row's logits choose it."""
         chosen = sample(made[LOGITS], step) if LOGITS in made else None
-        if not runs.apart:
+        if not runs.split_axes:
             assert chosen is not None
             return chosen.cpu()
         tokens = torch.zeros(runs.logits.shape[0], dtype=torch.int64, device=self.mesh.device)
         if chosen is not None:
             tokens[sample.rows] = chosen
-        return self.mesh.all_reduce(tokens, runs.apart, tag="tokens").cpu()  # type: ignore[no-any-return]
+        return self.mesh.all_reduce(tokens, runs.split_axes, tag="tokens").cpu()  # type: ignore[no-any-return]
 
 
 def _generating(program: Program, sizes: Sizes, resize: Resize) -> Generation:

@@ -21,7 +21,7 @@ BUCKET = 25 << 20
 
 
 @dataclass(frozen=True)
-class _Way:
+class _BucketPieces:
     """The pieces of one bucket in one direction, by place."""
 
     sent: list[list[Piece]]
@@ -38,15 +38,15 @@ class Planned:
     """The messages of one rank. buckets: matrices and dtype; there, back: pieces to owners and from them."""
 
     buckets: list[tuple[list[Matrix], torch.dtype]]
-    there: list[_Way]
-    back: list[_Way]
+    there: list[_BucketPieces]
+    back: list[_BucketPieces]
 
 
 def planned(routes: Routes, dtypes: Mapping[str, torch.dtype], limit: int | None = None) -> Planned:
     """Plan the messages, without those of a rank to itself. limit: bytes in a bucket for each rank."""
     buckets = list(_buckets(routes.matrices, dtypes, (limit or BUCKET) * len(routes.ranks)))
-    there = [_without(_Way(*routes.to_owners(some)), routes.here) for some, _ in buckets]
-    back = [_without(_Way(*routes.from_owners(some)), routes.here) for some, _ in buckets]
+    there = [_without_own(_BucketPieces(*routes.to_owners(some)), routes.here) for some, _ in buckets]
+    back = [_without_own(_BucketPieces(*routes.from_owners(some)), routes.here) for some, _ in buckets]
     return Planned(buckets, there, back)
 
 
@@ -60,7 +60,7 @@ def bytes_sent(plan: Planned) -> list[int]:
 class _Flight:
     """The running messages of one bucket. sent: is kept until they have arrived."""
 
-    way: _Way
+    way: _BucketPieces
     work: Work
     sent: Tensor
     into: Tensor
@@ -73,9 +73,9 @@ class Exchange:
         self._routes, self._mesh = routes, mesh
         plan = planned(routes, dtypes, limit)
         self._buckets, self._there, self._back = plan.buckets, plan.there, plan.back
-        self._own = [p for m in routes.matrices for p in self._kept(m)]
+        self._own = [p for m in routes.matrices for p in self._stored_pieces(m)]
 
-    def _kept(self, m: Matrix) -> Iterator[Piece]:
+    def _stored_pieces(self, m: Matrix) -> Iterator[Piece]:
         """Yield the pieces that this rank stores of a matrix that it owns."""
         if self._routes.owners[m.name] == self._routes.here:
             yield from self._routes.pieces(m, self._routes.here)
@@ -93,7 +93,7 @@ class Exchange:
         begun = [self._start(i, self._back[i], lambda p: p.whole(wholes[p.matrix.name]), direction) for i in ways]
         self._land(begun, lambda p: p.stored(stored[p.matrix.param]))
 
-    def _start(self, i: int, way: _Way, read: Callable[[Piece], Tensor], direction: str) -> _Flight:
+    def _start(self, i: int, way: _BucketPieces, read: Callable[[Piece], Tensor], direction: str) -> _Flight:
         """Start the messages of a bucket in one direction."""
         sent, received = way.counts
         dtype, device = self._buckets[i][1], self._mesh.device
@@ -132,18 +132,18 @@ class Sending:
     def __init__(self, exchange: Exchange, direction: str) -> None:
         self._exchange, self._direction = exchange, direction
         self._there: dict[str, Tensor] = {}
-        self._begun: list[_Flight] = []
+        self._flights: list[_Flight] = []
 
     @torch.no_grad()
     def begin(self, stored: Mapping[str, Tensor]) -> None:
         """Start the buckets that these values, {parameter: part}, complete, in order. Collective."""
         self._there |= stored
         x = self._exchange
-        while len(x._routes.ranks) > 1 and len(self._begun) < len(x._buckets):
-            i = len(self._begun)
+        while len(x._routes.ranks) > 1 and len(self._flights) < len(x._buckets):
+            i = len(self._flights)
             if any(m.param not in self._there for m in x._buckets[i][0]):
                 return
-            self._begun.append(x._start(i, x._there[i], self._read, self._direction))
+            self._flights.append(x._start(i, x._there[i], self._read, self._direction))
 
     @torch.no_grad()
     def finish(self, stored: Mapping[str, Tensor], wholes: Mapping[str, Tensor]) -> None:
@@ -152,24 +152,24 @@ class Sending:
         x = self._exchange
         for p in x._own:
             p.whole(wholes[p.matrix.name]).copy_(self._read(p))
-        begun, self._begun = self._begun, []
+        begun, self._flights = self._flights, []
         x._land(begun, lambda p: p.whole(wholes[p.matrix.name]))
         self._there = {}
 
     def drop(self) -> None:
         """Wait for the messages of a step that failed halfway."""
-        for flight in self._begun:
+        for flight in self._flights:
             flight.work.wait()
-        self._begun, self._there = [], {}
+        self._flights, self._there = [], {}
 
     def _read(self, p: Piece) -> Tensor:
         return p.stored(self._there[p.matrix.param])
 
 
-def _without(way: _Way, here: int) -> _Way:
+def _without_own(way: _BucketPieces, here: int) -> _BucketPieces:
     """Remove what a rank would send itself."""
     sent, received = ([[] if i == here else pieces for i, pieces in enumerate(x)] for x in (way.sent, way.received))
-    return _Way(sent, received)
+    return _BucketPieces(sent, received)
 
 
 def _buckets(

@@ -23,7 +23,7 @@ from shardc.runtime.zero.optimizer_check import has_param_shape, needs_whole
 from shardc.runtime.zero.optimizer_list import members_of
 
 
-class Shown:
+class MatrixStandIns:
     """The `stand_in`s of one rank, for params: {parameter: its part}. .matrices: {id: the matrix}."""
 
     def __init__(self, program: Program, params: Mapping[str, Tensor]) -> None:
@@ -49,7 +49,7 @@ class Shown:
         wholes = [m for m in members_of(optimizer) if needs_whole(m)]
         for member in members_of(optimizer):
             if member not in wholes:
-                self.give_parts(member, parts, coords)
+                self.set_parts(member, parts, coords)
         return wholes
 
     def groups(self, optimizer: Optimizer) -> list[list[Matrix]]:
@@ -64,7 +64,7 @@ class Shown:
                     )
         return [[self.matrices[id(x)] for x in group["params"]] for group in optimizer.param_groups]
 
-    def give_parts(self, optimizer: Optimizer, parts: Mapping[str, nn.Parameter], coords: Mapping[str, int]) -> None:
+    def set_parts(self, optimizer: Optimizer, parts: Mapping[str, nn.Parameter], coords: Mapping[str, int]) -> None:
         """Replace `stand_in`s of an elementwise optimizer by parts {parameter: local part}, also in its state."""
         every = {p.name: p for p in self._here}
         groups = self.groups(optimizer)
@@ -86,7 +86,7 @@ class Shown:
             m = self.matrices[id(x)]
             state, p = optimizer.state.pop(x), every[m.param]
             if m.size != p.shape and any(has_param_shape(k, s, x) for k, s in state.items()):
-                raise _made_early(optimizer, p)
+                raise _early_state_error(optimizer, p)
             local = {
                 k: p.layout.local(s.reshape(p.shape), self._program.mesh, coords).contiguous()
                 for k, s in state.items()
@@ -97,7 +97,7 @@ class Shown:
             names = list(dict.fromkeys(m.param for m in members))
             _fill(group, {every[n].fqn: parts[n] for n in names})
 
-    def give_wholes(self, optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
+    def set_wholes(self, optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
         """Replace the `stand_in`s of an optimizer over whole matrices by those that this rank owns."""
         groups = self.groups(optimizer)
         for x in [x for x in optimizer.state if id(x) in self.matrices]:
@@ -126,7 +126,7 @@ def _fill(group: dict[str, Any], params: Mapping[str, nn.Parameter]) -> None:
         group["param_names"] = list(params)
 
 
-def _made_early(optimizer: Optimizer, p: Param) -> ShardcError:
+def _early_state_error(optimizer: Optimizer, p: Param) -> ShardcError:
     return ShardcError(
         f"{type(optimizer).__name__} makes state in its constructor, for parts of {p.fqn} that it then updates as one",
         where=p.fqn,

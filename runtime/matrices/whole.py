@@ -24,7 +24,7 @@ from shardc.ir.program import Program
 from shardc.runtime.matrices.exchange import Exchange, Sending
 from shardc.runtime.matrices.owners import owners, work
 from shardc.runtime.matrices.routes import Routes
-from shardc.runtime.matrices.shown import Shown
+from shardc.runtime.matrices.shown import MatrixStandIns
 from shardc.runtime.offload import Offload
 from shardc.runtime.zero.optimizer_check import multiplies
 from shardc.runtime.zero.optimizer_list import members_of
@@ -44,7 +44,7 @@ class WholeMatrices:
         program: Program,
         mesh: Any,
         stored: Mapping[str, nn.Parameter],
-        shown: Shown,
+        shown: MatrixStandIns,
         members: Sequence[Optimizer],
         offload: Offload,
     ) -> None:
@@ -71,11 +71,11 @@ class WholeMatrices:
         self._offload, self._versions = offload, 0
         self.gather()
         for member in members:
-            shown.give_wholes(member, self.owned)
+            shown.set_wholes(member, self.owned)
 
     def gather(self) -> None:
         """Send the stored parts to the owners. Collective."""
-        with self._offload.at_home():
+        with self._offload.params_on_host():
             self.exchange.to_owners(_detached(self._stored), _detached(self.owned), "state")
         self.note()
 
@@ -109,7 +109,7 @@ class WholeMatrices:
         """Send the new values to all ranks that store them, after the optimizer's step. Collective."""
         for p in self.owned.values():
             p.grad = None
-        with self._offload.at_home():
+        with self._offload.params_on_host():
             self.exchange.from_owners(_detached(self.owned), _detached(self._stored), "update")
         self.note()
 

@@ -37,7 +37,7 @@ from shardc.ir.mesh import Mesh
 BITS = 24
 #: Tensors of more bytes are hashed by blocks of so many, each by torch; smaller ones by zlib, byte by byte.
 BLOCK = 1 << 20
-SAID = 1000  # characters that `said` exchanges
+LONGEST_TEXT = 1000  # characters that `text_of_rank` exchanges
 SHOWN = 4  # ranks, facts and values that an error names
 #: Numbers in the first sum of a check; more facts need a second sum.
 ROOM = 64
@@ -208,7 +208,7 @@ def _refuse(mesh: Any, facts: Sequence[Fact], kind: type[DisagreementError] = Di
             coords = layout.coords(rank)
             groups.setdefault(tuple(coords[a] for a in f.axes), []).append(rank)
         errors.add(
-            f"{f.what} {_who(every, groups.values(), layout if f.placed else None)}{_texts(mesh, f)}",
+            f"{f.what} {_odd_ranks(every, groups.values(), layout if f.placed else None)}{_texts(mesh, f)}",
             where=f.where,
             fix=f.fix,
         )
@@ -222,10 +222,10 @@ def _refuse(mesh: Any, facts: Sequence[Fact], kind: type[DisagreementError] = Di
     raise AssertionError("facts that differ are errors")
 
 
-def said(mesh: Any, text: str, rank: int = 0) -> str:
+def text_of_rank(mesh: Any, text: str, rank: int = 0) -> str:
     """Return the text of one rank on all ranks, cut to 1000 characters. Collective."""
-    sent = [ord(c) for c in text[:SAID]] if mesh.rank == rank else []
-    codes = mesh.sum_on_host(sent + [0] * (SAID - len(sent)))
+    sent = [ord(c) for c in text[:LONGEST_TEXT]] if mesh.rank == rank else []
+    codes = mesh.sum_on_host(sent + [0] * (LONGEST_TEXT - len(sent)))
     return "".join(chr(c) for c in codes if c)
 
 
@@ -257,7 +257,7 @@ def failures(mesh: Any, problem: str | None) -> tuple[list[int], str]:
     flags = [0] * mesh.layout.world
     flags[mesh.rank] = int(problem is not None)
     ranks = [r for r, failed in enumerate(mesh.sum_on_host(flags)) if failed]
-    return ranks, said(mesh, problem or "", ranks[0]) if ranks else ""
+    return ranks, text_of_rank(mesh, problem or "", ranks[0]) if ranks else ""
 
 
 def _texts(mesh: Any, fact: Fact) -> str:
@@ -291,7 +291,7 @@ def _slot(fact: Fact, mesh: Any) -> int:
     return slot
 
 
-def _who(values: Sequence[int], groups: Iterable[Sequence[int]], mesh: Mesh | None) -> str:
+def _odd_ranks(values: Sequence[int], groups: Iterable[Sequence[int]], mesh: Mesh | None) -> str:
     """Return the names of the ranks unlike most of their group; of a whole group without a majority."""
     odd: list[int] = []
     split: list[int] = []

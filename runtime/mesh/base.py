@@ -74,7 +74,7 @@ class RankMesh(ABC):
         self.records: list[CommRecord] = []
         self.recording = record
 
-    def beside(self) -> RankMesh:
+    def new_view(self) -> RankMesh:
         """Return a view of this mesh with a separate step, for another microbatch that runs at the same time."""
         view = copy.copy(self)
         view.step = StepContext()
@@ -117,7 +117,7 @@ class RankMesh(ABC):
         """Measure a collective that the rank waits for from its start."""
         return self.waits.during(kind, axes, nbytes, whole=True)
 
-    def _begun(self, work: Work, kind: str, axes: tuple[str, ...], nbytes: int) -> Work:
+    def _add_wait(self, work: Work, kind: str, axes: tuple[str, ...], nbytes: int) -> Work:
         """Prepare a background collective so that its later wait is measured."""
         work.waiting = partial(self.waits.during, kind, axes, nbytes, whole=False)
         return work
@@ -141,7 +141,7 @@ class RankMesh(ABC):
         if self.members(axes) == 1:
             return Work()
         self._note("all_reduce", axes, flat.nbytes, direction, tag)
-        return self._begun(self._start_all_reduce(flat, axes, tag), "all_reduce", axes, flat.nbytes)
+        return self._add_wait(self._start_all_reduce(flat, axes, tag), "all_reduce", axes, flat.nbytes)
 
     def start_all_gather(
         self, part: Tensor, whole: Tensor, axis: str, *, direction: str = "forward", tag: str = ""
@@ -155,7 +155,7 @@ class RankMesh(ABC):
             whole.copy_(part)
             return Work()
         self._note("all_gather", (axis,), whole.nbytes, direction, tag)
-        return self._begun(self._start_all_gather(part, whole, axis, tag), "all_gather", (axis,), whole.nbytes)
+        return self._add_wait(self._start_all_gather(part, whole, axis, tag), "all_gather", (axis,), whole.nbytes)
 
     def start_reduce_scatter(
         self, flat: Tensor, part: Tensor, axis: str, *, direction: str = "backward", tag: str = ""
@@ -166,7 +166,7 @@ class RankMesh(ABC):
         rank.
         """
         self._note("reduce_scatter", (axis,), flat.nbytes, direction, tag)
-        return self._begun(self._start_reduce_scatter(flat, part, axis, tag), "reduce_scatter", (axis,), flat.nbytes)
+        return self._add_wait(self._start_reduce_scatter(flat, part, axis, tag), "reduce_scatter", (axis,), flat.nbytes)
 
     def all_gather(self, x: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
         """Return every rank's x in the order of the axis: [ranks, *x.shape]."""
@@ -228,7 +228,7 @@ class RankMesh(ABC):
             into.copy_(x)
             return Work()
         self._note("all_to_all", axes, x.nbytes, direction, tag)
-        return self._begun(
+        return self._add_wait(
             self._start_all_to_all_rows(x, into, list(sent), list(received), axes, tag), "all_to_all", axes, x.nbytes
         )
 
@@ -239,12 +239,12 @@ class RankMesh(ABC):
         received in it.
         """
         self._note("send_recv", (axis,), x.nbytes, direction, tag)
-        return self._begun(self._start_send(x.detach().contiguous(), axis, to, tag), "send_recv", (axis,), x.nbytes)
+        return self._add_wait(self._start_send(x.detach().contiguous(), axis, to, tag), "send_recv", (axis,), x.nbytes)
 
     def start_receive(self, into: Tensor, axis: str, source: int, *, tag: str = "") -> Work:
         """Receive the next tensor from coordinate `source` of `axis`, in the background. into: contiguous."""
         self.activity.begin("receive", (axis,), tag)
-        return self._begun(self._start_receive(into, axis, source, tag), "send_recv", (axis,), into.nbytes)
+        return self._add_wait(self._start_receive(into, axis, source, tag), "send_recv", (axis,), into.nbytes)
 
     def sum_on_host(self, numbers: Sequence[int]) -> list[int]:
         """Sum integers (int64) elementwise over all ranks, on the host: a few bytes, not in `.records`."""

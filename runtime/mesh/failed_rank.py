@@ -58,7 +58,7 @@ class Failures:
         if causes:
             rank, report = causes[0]
             fault = f"{self._layout.named(rank)} {report}"
-        elif _says(error, _LATE):
+        elif _contains_any(error, _LATE):
             fault = f"another rank did not come within the time limit to {activity.collective}, {activity}"
         else:
             fault = f"the connection to another rank broke in {doing}: its process was killed, or hangs"
@@ -97,10 +97,10 @@ class Failures:
 
 def cut_off(error: Exception) -> bool:
     """Return whether it is the error of a rank whose peer has gone, or does not come."""
-    return isinstance(error, RuntimeError) and _says(error, _GONE + _LATE)
+    return isinstance(error, RuntimeError) and _contains_any(error, _GONE + _LATE)
 
 
-def _says(error: Exception, signs: tuple[str, ...]) -> bool:
+def _contains_any(error: Exception, signs: tuple[str, ...]) -> bool:
     text = str(error).lower()
     return any(sign in text for sign in signs)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 
-def use(rank: int, ranks: int) -> None:
+def pin_process(rank: int, ranks: int) -> None:
     """Pin this process, as one of `ranks` on this machine, to its share of the cores. Linux only.
 
     Threads and processes that it starts later inherit it. Only cores that the process may use (taskset, a container)

@@ -85,7 +85,7 @@ def begin(named: float = NAMED) -> Presence | None:
 def _end(processes: Processes | None, number: int, _: object) -> None:
     with contextlib.suppress(Exception):  # the store may be gone
         if processes is not None:
-            processes.told_to_end()
+            processes.note_ending()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 
@@ -143,12 +143,12 @@ def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
             listener.bind((LOOPBACK, port))
             listener.listen(world)
             options["master_listen_fd"] = listener.detach()
-    with _say_if_nobody_is_there(rank, f"{address}:{port}"):
+    with _report_late_rank(rank, f"{address}:{port}"):
         return dist.TCPStore(address, port, world, rank == 0, timeout, **options), rank, world  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
-def _say_if_nobody_is_there(rank: int, address: str) -> Iterator[None]:
+def _report_late_rank(rank: int, address: str) -> Iterator[None]:
     """Print a line if rank 0 is late. Only rank 1 prints, as ranks cannot agree before they meet."""
     where = f"to {address}, where ranks meet, for {NAMED:.0f} s"
     message = f"rank 0 has not come {where}: it is stopped, starts slowly, or its machine is gone"

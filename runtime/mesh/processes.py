@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _NOTE = 160  # bytes of the text that describes what a rank is doing
-_TOLD = "told to end by a signal"
+_ENDING = "told to end by a signal"
 _SAME = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
@@ -47,7 +47,7 @@ class Processes:
         if self._machine:
             _, born = _state(os.getpid())
             store.append(self._key, f"{rank} {os.getpid()} {born} {file};")
-        store.set(_came(rank), "")
+        store.set(_registered_key(rank), "")
 
     def known(self) -> bool:
         """Return whether all ranks of this machine are registered, so that the store is read no more."""
@@ -58,10 +58,10 @@ class Processes:
         if self._note is not None:
             self._note[:] = text.encode()[:_NOTE].ljust(_NOTE, b"\0")
 
-    def told_to_end(self) -> None:
+    def note_ending(self) -> None:
         """Note that a launcher, or a user, ends this process: it is not the one that failed."""
-        self.note(_TOLD)
-        self._store.set(_told(self._rank), "")  # others may not have found its memory yet
+        self.note(_ENDING)
+        self._store.set(_ending_key(self._rank), "")  # others may not have found its memory yet
 
     def doing(self, rank: int) -> str:
         """Return what a rank did last: "in step 5, at all_reduce 'h' over tp"; "" if not known."""
@@ -76,22 +76,22 @@ class Processes:
     def ended(self) -> list[int]:
         """Return the ranks whose process is gone or a zombie, unless a launcher or user ended it."""
         gone = [r for r, p in sorted(self._others().items()) if p.state == ""]
-        return [r for r in gone if self.doing(r) != _TOLD and not self._store.check([_told(r)])]
+        return [r for r in gone if self.doing(r) != _ENDING and not self._store.check([_ending_key(r)])]
 
     def stopped(self) -> list[int]:
         """Return the ranks whose process a signal has stopped (SIGSTOP)."""
         return [r for r, p in sorted(self._others().items()) if p.state == "T"]
 
-    def came(self, rank: int) -> bool:
+    def has_registered(self, rank: int) -> bool:
         """Return whether a rank has registered, on any machine."""
-        return bool(self._store.check([_came(rank)]))
+        return bool(self._store.check([_registered_key(rank)]))
 
     def _others(self) -> dict[int, _Process]:
         """Return the other ranks on this machine, as far as they are known."""
         if not self._machine or self.known():
             return self._found
-        told = [tuple(map(int, each.split())) for each in self._store.get(self._key).decode().split(";") if each]
-        last = {rank: more for rank, *more in told if rank != self._rank}  # a process may have made several meshes
+        entries = [tuple(map(int, each.split())) for each in self._store.get(self._key).decode().split(";") if each]
+        last = {rank: more for rank, *more in entries if rank != self._rank}  # a process may have made several meshes
         for rank, (number, born, file) in last.items():
             if rank not in self._found:
                 self._found[rank] = _Process(number, born, _memory_of(number, file))
@@ -105,11 +105,11 @@ class Processes:
         return f"shardc/processes/{self._machine}"
 
 
-def _came(rank: int) -> str:
+def _registered_key(rank: int) -> str:
     return f"shardc/came/{rank}"
 
 
-def _told(rank: int) -> str:
+def _ending_key(rank: int) -> str:
     return f"shardc/told/{rank}"
 
 

@@ -43,7 +43,7 @@ class ReplicasDifferError(DisagreementError):
     """Copies of a weight, a buffer or an optimizer's state differ, which were equal at the start."""
 
 
-class Given:
+class InitialFingerprints:
     """Fingerprints of the weights and buffers of a new engine or module: of parts and of whole tensors.
 
     Parts alone cannot show that ranks received different models: each rank may have another slice of a weight, without

@@ -103,7 +103,7 @@ class TorchMesh(RankMesh):
         self._failures = Failures(self._store, rank, layout, self._processes)
         self._waiting: torch.cuda.Stream | None = None
         self._groups: dict[frozenset[str], Any] = {}
-        self._made: set[frozenset[str]] = set()  # includes groups that this rank is not in
+        self._created: set[frozenset[str]] = set()  # includes groups that this rank is not in
         self._lines: dict[tuple[str, bool], Any] = {}
         self._host: Any = None
         self._along = tuple(lines)
@@ -118,14 +118,14 @@ class TorchMesh(RankMesh):
         options: dict[str, Any] = {"device": self.device, "timeout": self._timeout, "record": self.recording}
         return TorchMesh(layout, axes, lines=lines, **options)
 
-    def beside(self) -> TorchMesh:
-        """Return a view of this mesh with a separate step. See RankMesh.beside."""
-        view = super().beside()
+    def new_view(self) -> TorchMesh:
+        """Return a view of this mesh with a separate step. See RankMesh.new_view."""
+        view = super().new_view()
         assert isinstance(view, TorchMesh)
         view.owner = False
         return view
 
-    def hand_over(self, other: TorchMesh) -> None:
+    def transfer_to(self, other: TorchMesh) -> None:
         """Let another mesh of this world replace this one: it leaves the world, and watches, instead of it."""
         other.owner, self.owner = self.owner or other.owner, False
         if self.watch is not None:
@@ -154,8 +154,8 @@ class TorchMesh(RankMesh):
 
     def add_groups(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make the process groups for more sets of axes. Collective where there are any to make."""
-        missing = {self._split(s) for s in axes} - self._made
-        self._made |= missing
+        missing = {self._split(s) for s in axes} - self._created
+        self._created |= missing
         for names in sorted(missing, key=sorted):
             if not names:
                 continue
@@ -373,13 +373,13 @@ class TorchMesh(RankMesh):
         if not cut_off(error):
             if not self._failures.report(error, doing):
                 first = next(iter(str(error).splitlines()), "")
-                self._leave(error, f"this rank failed in {doing}: {type(error).__name__}: {first}")
+                self._close_all(error, f"this rank failed in {doing}: {type(error).__name__}: {first}")
             return
         failed = self._failures.of_another(error, doing, self.activity)
-        self._leave(error, failed.what)
+        self._close_all(error, failed.what)
         raise failed from error
 
-    def _leave(self, error: Exception, why: str) -> None:
+    def _close_all(self, error: Exception, why: str) -> None:
         """Close all connections: ranks that wait for this rank are woken.
 
         A connection closes with its last reference: groups (also those of other meshes of this process, which share
@@ -391,11 +391,11 @@ class TorchMesh(RankMesh):
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
         for mesh in {self, *_HERE}:
-            mesh._let_go(why)
+            mesh._drop_groups(why)
         dist.destroy_process_group()
         gc.collect()
 
-    def _let_go(self, why: str) -> None:
+    def _drop_groups(self, why: str) -> None:
         for work in list(self._works):
             work.abandon()
         self._groups.clear()
@@ -419,8 +419,8 @@ class TorchMesh(RankMesh):
                 timeout=AGAIN,
                 device_id=self.device if backend == "nccl" else None,
             )
-        axes = [tuple(sorted(names)) for names in self._made]
-        self._made = set()
+        axes = [tuple(sorted(names)) for names in self._created]
+        self._created = set()
         self._connect(axes)
         self._cut, self.owner = "", True
 

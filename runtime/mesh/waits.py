@@ -57,12 +57,12 @@ class Waits:
 
     def take(self) -> dict[str, float]:
         """Return {axes: seconds} since the last call ("dp", "dp+tp"). On a GPU it waits for the device."""
-        self.settle()
+        self.read_times()
         taken = dict(self._seconds)
         self._seconds.clear()
         return taken
 
-    def settle(self) -> None:
+    def read_times(self) -> None:
         """Read the times that are still on the device."""
         if self._open:
             torch.cuda.synchronize(self._device)

@@ -51,15 +51,15 @@ _PLURAL = {"does": "do", "has": "have", "was": "were"}
 class _Question:
     """The question of the rank that asked first.
 
-    number: of the question; asked: when; count: of the rank's activity then; since: when it began to wait; said: that
-    some rank did not answer is reported; absent: when some rank had not come yet.
+    number: of the question; asked: when; count: of the rank's activity then; since: when it began to wait; reported:
+    whether a missing answer was reported; absent: when some rank had not come yet.
     """
 
     number: int
     asked: float
     count: int
     since: float
-    said: bool = False
+    reported: bool = False
     absent: float = 0.0
 
 
@@ -104,17 +104,17 @@ class Watch:
     ) -> None:
         self._layout, self._rank, self._activity, self._store = layout, rank, activity, store.clone()
         self._processes, self._met, self.say = processes, met, say
-        self._hurry(named)
+        self._set_timeouts(named)
         self._stop = threading.Event()
         self.record: Callable[[], object] | None = None
         self._round = 0  # number of questions so far
-        self._gone: tuple[list[int], float] | None = None  # first ranks that ended before all met, and when
+        self._first_ended: tuple[list[int], float] | None = None  # first ranks that ended before all met, and when
         self._question: _Question | None = None
         self._thread = threading.Thread(target=self._run, name="shardc-watch", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
 
-    def _hurry(self, named: float) -> None:
+    def _set_timeouts(self, named: float) -> None:
         self._named, self._ended = named, ENDED * named
         # one store serves all ranks: limit it to about a thousand requests a second
         self._look = max(named / 5, self._layout.world / 1000)
@@ -122,7 +122,7 @@ class Watch:
     def meet(self, layout: Mesh, named: float) -> None:
         """Note that all ranks are there, on a known mesh. named: as in the constructor."""
         self._layout, self._met = layout, True
-        self._hurry(named)
+        self._set_timeouts(named)
 
     def stop(self) -> None:
         """Stop watching. The connection to the store is then unused when the process ends."""
@@ -158,12 +158,12 @@ class Watch:
     def _end_with_one_that_ended(self, now: float) -> None:
         """End this rank if another has ended: ranks that wait in native code ignore the launcher's signal."""
         assert self._processes is not None
-        if self._gone is None and (ended := self._processes.ended()):
-            self._gone = ended, now
-        elif self._gone is not None and now - self._gone[1] > self._named / 4 and activity.waits():
-            ranks, since = self._gone
+        if self._first_ended is None and (ended := self._processes.ended()):
+            self._first_ended = ended, now
+        elif self._first_ended is not None and now - self._first_ended[1] > self._named / 4 and activity.waits():
+            ranks, since = self._first_ended
             silent = {r: f"{KILLED}{_spaced(self._processes.doing(r))}" for r in ranks}
-            self._over(verdict(self._layout, {}, now - since, silent))
+            self._end_all(verdict(self._layout, {}, now - since, silent))
 
     def _ask(self, now: float, since: float) -> None:
         if self._store.add(f"{self._key(self._round)}/asked", 1) == 1:
@@ -187,7 +187,7 @@ class Watch:
         answers, seconds = self._answers(question.number), now - question.since
         if len(answers) == self._layout.world:
             self._question = None
-            if question.said:
+            if question.reported:
                 self.say("all ranks answer now")
                 self._store.delete_key(_SILENT)
             # else the wait is over: all were slow, on a busy machine; or one compiles for all
@@ -209,11 +209,11 @@ class Watch:
             if self._met:
                 self.say(f"{text}; ended now")  # the others notice by their connections
             else:
-                self._over(text)
+                self._end_all(text)
         elif why.startswith(KILLED) or (why == SILENT and now - max(question.since, question.absent) >= self._ended):
-            self._over(text)
-        elif not question.said:
-            question.said = True
+            self._end_all(text)
+        elif not question.reported:
+            question.reported = True
             self._store.set(_SILENT, "")
             ends = f"; unless it answers, the run ends in {self._ended - seconds:.0f} s"
             self.say(text + (ends if why == SILENT else ""))
@@ -225,14 +225,14 @@ class Watch:
             return dict.fromkeys(silent, SILENT)
         known = dict.fromkeys(self._processes.stopped(), STOPPED)
         known |= {r: f"{KILLED}{_spaced(self._processes.doing(r))}" for r in self._processes.ended()}
-        return {r: known.get(r) or (SILENT if self._processes.came(r) else ABSENT) for r in silent}
+        return {r: known.get(r) or (SILENT if self._processes.has_registered(r) else ABSENT) for r in silent}
 
     def _answers(self, number: int) -> dict[int, dict[str, Any]]:
         keys = {r: f"{self._key(number)}/rank{r}" for r in range(self._layout.world)}
         answered = {r: key for r, key in keys.items() if self._store.check([key])}
         return {r: json.loads(self._store.get(key)) for r, key in answered.items()}
 
-    def _over(self, text: str) -> None:
+    def _end_all(self, text: str) -> None:
         """End all waiting ranks."""
         self._store.set(_OVER, text)
         self._end(text)

@@ -89,7 +89,7 @@ class Offload:
         )
 
     @contextmanager
-    def at_home(self) -> Iterator[None]:
+    def params_on_host(self) -> Iterator[None]:
         """Let parameters' data be their homes, on the CPU, for checkpoints; gradients are set aside."""
         grads = {p: p.grad for p in self.homes}
         for p, home in self.homes.items():

@@ -41,7 +41,7 @@ class Mover:
         start: Any = {"initializer": torch.cuda.set_device, "initargs": (device,)} if on_gpu else {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload", **start)
         self._stream: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._puts: list[Future[None]] = []
+        self._writes: list[Future[None]] = []
 
     def fetch(self, homes: Sequence[Home], dtype: torch.dtype | None = None) -> Future[tuple[list[Tensor], Any]]:
         """Start to copy to the device, as `dtype` if set. `taken` returns the tensors; `put` them after use."""
@@ -60,17 +60,17 @@ class Mover:
     def put(self, moves: Iterable[tuple[Tensor, Home]]) -> None:
         """Start to copy back from the device, or release homes in use. The tensors may not change any more."""
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
-        self._puts.append(self._thread.submit(self._put, list(moves), ready))
+        self._writes.append(self._thread.submit(self._put, list(moves), ready))
 
     def drain(self) -> None:
         """Wait for all puts. Raises their errors."""
-        puts, self._puts = self._puts, []
+        puts, self._writes = self._writes, []
         for done in puts:
             done.result()
 
     # --- in the thread
 
-    def _aside(self) -> AbstractContextManager[Any]:
+    def _on_stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     @torch.no_grad()
@@ -80,18 +80,18 @@ class Mover:
             slot.ahead()
         if self.in_place and all(dtype in (None, h.tensor.dtype) for h in homes):
             return [h.tensor for h in homes], None
-        with self._aside():
+        with self._on_stream():
             tensors = [
                 torch.empty_like(h.tensor, dtype=dtype, device=self.device).copy_(h.tensor, non_blocking=True)
                 for h in homes
             ]
             ready = self._stream.record_event() if self._stream is not None else None
-        self._let_go(slots)
+        self._free_slots(slots)
         return tensors, ready
 
     @torch.no_grad()
     def _put(self, moves: list[tuple[Tensor, Home]], ready: Any) -> None:
-        with self._aside():
+        with self._on_stream():
             if ready is not None:
                 self._stream.wait_event(ready)
             for x, home in moves:
@@ -100,8 +100,8 @@ class Mover:
         slots = dict.fromkeys(home.slot for _, home in moves)
         if self._stream is not None:
             self._stream.synchronize()  # before the tensors are freed, and the copies are read
-        self._let_go(slots)
+        self._free_slots(slots)
 
-    def _let_go(self, slots: Iterable[Slot]) -> None:
+    def _free_slots(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
             slot.behind()

@@ -70,7 +70,7 @@ class HostHandle:
             coming.append(known[id(kept)])
         return Coming(self, coming)
 
-    def there(self, tensors: list[Tensor]) -> Any:
+    def rebuild(self, tensors: list[Tensor]) -> Any:
         """Build the value from its tensors."""
         if self._tape is None:
             return tensors[0]
@@ -93,7 +93,7 @@ class Coming:
         """Wait for the copies and return the value."""
         for copied in dict.fromkeys(copied for _, copied in self.copies if copied is not None):
             self.handle._copies.wait(copied)
-        return self.handle.there([x for x, _ in self.copies])
+        return self.handle.rebuild([x for x, _ in self.copies])
 
 
 def offload_start(x: Any, mesh: Any, tag: str = "") -> HostHandle:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardc.runtime.ops.local_math import Digits, Mesh, check_range, fill_padding, held
+from shardc.runtime.ops.local_math import Digits, Mesh, check_range, fill_padding, locate
 from shardc.runtime.ops.with_backward import with_backward
 
 
@@ -107,12 +107,12 @@ def linear_nll(
     """Return [2, n]: the normaliser's log over this rank's classes, and the target's logit or 0.
 
     It is 0 if another rank has that class or the target is ignored. x [n, d]; weight [c, d], bias [c]: this rank's of
-    all `classes`, split by `digits` (see `held`), () = all; target [n]: global class indices; dtype: of the logits
+    all `classes`, split by `digits` (see `locate`), () = all; target [n]: global class indices; dtype: of the logits
     after the product; chunks: number of chunks of rows. padding: `fill_padding`'s arguments after the mesh, where this
     rank's classes are padded.
     """
     check_range(target, classes, "target", ignore_index)
-    local, inside = held(target, classes, digits, mesh)
+    local, inside = locate(target, classes, digits, mesh)
     inside = inside & (target != ignore_index)
 
     def fill(logits: Tensor) -> Tensor:

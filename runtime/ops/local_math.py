@@ -20,7 +20,7 @@ Mesh = Any
 Digits = Sequence[tuple[str, int]]
 
 
-def held(index: Any, size: int, digits: Digits, mesh: Mesh) -> tuple[Any, Any]:
+def locate(index: Any, size: int, digits: Digits, mesh: Mesh) -> tuple[Any, Any]:
     """Return the local places of global indices in a split dim of `size`, and whether this rank has them.
 
     index: global, an int or a tensor of ints. digits: (axis, split) of each shard of the dim
@@ -163,12 +163,12 @@ def nll_parts(
     """Return this rank's summands of the loss: [2, n, ...].
 
     These are the sum of exp(logit - maximum) over its classes, and the target's logit - maximum, or 0 if another rank
-    has that class. logits [n, c/ranks, ...]: this rank's of all `classes`, split by `digits` (see `held`); target [n,
+    has that class. logits [n, c/ranks, ...]: this rank's of all `classes`, split by `digits` (see `locate`); target [n,
     ...]: global class indices; maximum [n, ...]: over all classes. Saves one buffer of the size of the logits. Backward
     works on it in place: it runs once.
     """
     check_range(target, classes, "target", ignore_index)
-    local, inside = held(target, classes, digits, mesh)
+    local, inside = locate(target, classes, digits, mesh)
     inside = inside & (target != ignore_index)
     parts: Tensor = with_backward(_nll_parts, _nll_parts_backward, logits, maximum, local, inside)
     return parts
@@ -189,17 +189,17 @@ def nll_alone(stats: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor
 
 
 def select_partial(x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, index: int) -> Tensor:
-    """Return x's entry `index` of a dim of `size` split by `digits` (see `held`); zeros on other ranks."""
-    local, inside = held(index, size, digits, mesh)
+    """Return x's entry `index` of a dim of `size` split by `digits` (see `locate`); zeros on other ranks."""
+    local, inside = locate(index, size, digits, mesh)
     entry = x.select(dim, local if inside else 0)
     # zeros that still depend on x: every rank has to run the collectives of backward
     return entry if inside else entry.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
 def gather_partial(x: Tensor, index: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int) -> Tensor:
-    """Gather by global index in a dim of `size` split by `digits` (see `held`); zeros for other ranks'."""
+    """Gather by global index in a dim of `size` split by `digits` (see `locate`); zeros for other ranks'."""
     check_range(index, size, "index")
-    local, inside = held(index, size, digits, mesh)
+    local, inside = locate(index, size, digits, mesh)
     return x.gather(dim, local.masked_fill(~inside, 0)).masked_fill(~inside, 0)
 
 
@@ -208,11 +208,11 @@ def embedding_partial(
 ) -> Tensor:
     """Look up global ids in this rank's rows of a table of `rows`; zeros for rows of other ranks.
 
-    weight [rows/ranks, d]: split by `digits` (see `held`). Returns [..., d].
+    weight [rows/ranks, d]: split by `digits` (see `locate`). Returns [..., d].
     """
     check_range(ids, rows, "index")
-    local, inside = held(ids, rows, digits, mesh)
-    padding, has_padding = held(padding_idx, rows, digits, mesh)
+    local, inside = locate(ids, rows, digits, mesh)
+    padding, has_padding = locate(padding_idx, rows, digits, mesh)
     # padding's row gets no gradient in `embedding`, and rows of other ranks none through the mask
     result: Tensor = torch.ops.aten.embedding.default(
         weight, local.masked_fill(~inside, 0), padding if has_padding and padding_idx >= 0 else -1

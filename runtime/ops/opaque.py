@@ -157,7 +157,7 @@ def opaque(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kw
             return kept.tensor
         place, strides, size, stride, offset = kept
         assert place.tensor is not None, "backward was not given this operand"
-        return _seen(place.tensor, strides, size, stride, offset)
+        return _same_view(place.tensor, strides, size, stride, offset)
 
     replacements = iter(opened)
     args, kwargs = _replaced(args, replacements), _replaced(kwargs, replacements)
@@ -197,7 +197,7 @@ def _within(x: Tensor, places: Sequence[int], given: Sequence[Tensor]) -> int | 
     return max(same, key=lambda i: given[i].numel(), default=None)
 
 
-def _seen(x: Tensor, strides: tuple[int, ...], size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+def _same_view(x: Tensor, strides: tuple[int, ...], size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
     """Return the view of an operand that has this size, stride and offset under the operand's old strides.
 
     It may come back with other strides: from the host without gaps.

@@ -14,7 +14,7 @@ from shardc.ir.placement import Shard
 from shardc.ir.shard_chunks import chunks, unchunk
 
 
-def _seen(x: Tensor, s: Shard, n: int) -> Tensor:
+def _view(x: Tensor, s: Shard, n: int) -> Tensor:
     """View x[..., d, ...] as [..., split, n, rest, ...]."""
     d, size = s.dim, x.shape[s.dim]
     return x.reshape(*x.shape[:d], s.split, n, size // (s.split * n), *x.shape[d + 1 :])
@@ -25,12 +25,12 @@ def stack(x: Tensor, s: Shard, n: int) -> Tensor:
     if s.sections or s.mirrored:
         return torch.stack(chunks(x, s, n))
     d = s.dim
-    return _seen(x, s, n).movedim(d + 1, 0).reshape(n, *x.shape[:d], x.shape[d] // n, *x.shape[d + 1 :]).contiguous()
+    return _view(x, s, n).movedim(d + 1, 0).reshape(n, *x.shape[:d], x.shape[d] // n, *x.shape[d + 1 :]).contiguous()
 
 
 def stacked(whole: Tensor, s: Shard, n: int) -> Tensor:
     """View a contiguous tensor as n parts, without sections: [n, ..., split, d / (split * n), ...]."""
-    return _seen(whole, s, n).movedim(s.dim + 1, 0)
+    return _view(whole, s, n).movedim(s.dim + 1, 0)
 
 
 def unstack(parts: Tensor, s: Shard) -> Tensor:
@@ -48,7 +48,7 @@ def cut(x: Tensor, s: Shard, n: int, i: int) -> Tensor:
     if s.sections or s.mirrored:
         return chunks(x, s, n)[i].contiguous()
     d = s.dim
-    return _seen(x, s, n).select(d + 1, i).reshape(*x.shape[:d], x.shape[d] // n, *x.shape[d + 1 :]).contiguous()
+    return _view(x, s, n).select(d + 1, i).reshape(*x.shape[:d], x.shape[d] // n, *x.shape[d + 1 :]).contiguous()
 
 
 def pad(x: Tensor, s: Shard, n: int, i: int) -> Tensor:
@@ -58,6 +58,6 @@ def pad(x: Tensor, s: Shard, n: int, i: int) -> Tensor:
         return unchunk([x if j == i else zero for j in range(n)], s)
     d, size = s.dim, x.shape[s.dim]
     whole = x.new_zeros(*x.shape[:d], n * size, *x.shape[d + 1 :])
-    part = _seen(whole, s, n).select(d + 1, i)
+    part = _view(whole, s, n).select(d + 1, i)
     part.copy_(x.reshape(part.shape))
     return whole

@@ -65,7 +65,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Lying:
+class InPlan:
     """The place of a parameter or buffer `name` of a program. stored: its placeholder, perhaps a stack's.
 
     cut: as ZeRO cuts it. ranks: those that have it at all; None: all that have the parameter.
@@ -82,7 +82,7 @@ class Lying:
             return ()
         return self.plan.boxes(self.plan.stored[self.stored], self.name, rank, cut=self.cut)
 
-    def on(self, ranks: frozenset[int]) -> Lying:
+    def on(self, ranks: frozenset[int]) -> InPlan:
         """Return the same place on these ranks only; itself, if no other rank has any of it."""
         others = set(range(self.plan.program.mesh.world)) - ranks
         return replace(self, ranks=ranks) if any(self.boxes(r) for r in others) else self

@@ -16,17 +16,17 @@ from torch import Tensor
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.reshard.moves import Kept, Wanted
-from shardc.runtime.reshard.places import Lying, Plan, Whole
+from shardc.runtime.reshard.places import InPlan, Plan, Whole
 from shardc.runtime.reshard.wanted import Side
 from shardc.runtime.state.boxes import Part
 from shardc.runtime.state.checkpoint_index import DTYPES, Index, Stored, plain
-from shardc.runtime.state.saving_optimizer import together
+from shardc.runtime.state.saving_optimizer import combine_facts
 
 #: A rank's report of its tensors: {key: (dtype, global shape, placeholder of a parameter with the same place or "")}.
 Said = Mapping[str, Sequence[Any]]
 
 
-def told(
+def gather_reports(
     mesh: Any, program: Program, params: Mapping[str, Tensor], parts: Mapping[str, Part], **facts: Any
 ) -> list[dict[str, Any]]:
     """Return each rank's report: `facts`, for JSON, and "tensors" of the optimizer's state. Collective.
@@ -54,7 +54,7 @@ def index_of(program: Program, every: Sequence[Mapping[str, Any]]) -> Index:
         stored |= {key: Stored(DTYPES[dtype], tuple(shape)) for key, (dtype, shape, _) in facts["tensors"].items()}
         extra |= facts["extra"]
     optimizers = [facts["optimizer"] for facts in every if facts["optimizer"] is not None]
-    optimizer = together(optimizers) if optimizers else None
+    optimizer = combine_facts(optimizers) if optimizers else None
     model, mesh = str(program.meta.get("model", "")), dict(program.mesh.axes)
     return Index("", int(extra["step"]), model, "", mesh, extra, optimizer, tensors=stored)
 
@@ -76,7 +76,7 @@ def _kept(side: Side, plan: Plan, every: Sequence[Said]) -> dict[str, Kept]:
     for key in sorted(forms):
         dtype, shape, like = forms[key]
         these = frozenset(ranks[key])
-        place = Lying(plan, like, _parameter(key), True).on(these) if like else Whole(tuple(shape), these)
+        place = InPlan(plan, like, _parameter(key), True).on(these) if like else Whole(tuple(shape), these)
         result[key] = Kept((side, "state", key), DTYPES[dtype], place)
     return result
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardc.errors import Errors, ShardcError
 from shardc.ir.stored import Param
 from shardc.runtime.reshard.moves import Kept, Key, Wanted
-from shardc.runtime.reshard.places import Lying, Plan
+from shardc.runtime.reshard.places import InPlan, Plan
 from shardc.runtime.state.boxes import kept
 from shardc.runtime.state.sources import check_names
 
@@ -39,7 +39,7 @@ def weights(old: Plan, new: Plan, *, all_buffers: bool) -> tuple[list[Wanted], l
         if name in old.buffers:
             a = old.buffers[name]
             ends = (("from", old, a), ("to", new, b))
-            have, need = (Kept((side, "buffer", x.name), x.dtype, Lying(plan, x.name, name)) for side, plan, x in ends)
+            have, need = (Kept((side, "buffer", x.name), x.dtype, InPlan(plan, x.name, name)) for side, plan, x in ends)
             first.append(Wanted(name, have, need))
     return first, second
 
@@ -49,10 +49,10 @@ def forms(side: Side, plan: Plan, p: Param, name: str) -> tuple[Kept, Kept | Non
     bucket, zero = plan.program.bucket(p), plan.zero(p)
     compute = bucket.compute if bucket is not None and zero in (1, 2) else None
     cut = zero == 3 or compute not in (None, p.dtype)
-    stored = Kept((side, "own" if cut else "whole", p.name), p.dtype, Lying(plan, p.name, name, cut))
+    stored = Kept((side, "own" if cut else "whole", p.name), p.dtype, InPlan(plan, p.name, name, cut))
     if zero == 3 or not cut or compute is None:
         return stored, None  # also where it is a view of the copy
-    return stored, Kept((side, "whole", p.name), compute, Lying(plan, p.name, name))
+    return stored, Kept((side, "whole", p.name), compute, InPlan(plan, p.name, name))
 
 
 def local_tensors(side: Side, end: Any) -> dict[Key, Tensor]:

@@ -46,7 +46,7 @@ def prove(schedule: Schedule, edges: Edges | None = None, *, training: bool = Tr
     backward.
     """
     prover = _Prover(schedule, links(edges, schedule.stages), training)
-    for check in (prover.what_is_there, prover.what_is_missing, prover.order, prover.pairs, prover.deadlock):
+    for check in (prover.check_actions, prover.check_missing, prover.order, prover.pairs, prover.deadlock):
         check()
         prover.raise_any()
     return Proof(tuple(live(row) for row in schedule.actions))
@@ -87,7 +87,7 @@ class _Prover:
 
     # --- checks
 
-    def what_is_there(self) -> None:
+    def check_actions(self) -> None:
         s = self.schedule
         between = {(e.source, e.target): e for e in self.links if s.placement[e.source] != s.placement[e.target]}
         for rank, i, a in s.parts():
@@ -138,7 +138,7 @@ class _Prover:
             fault = f"{a}: stage {source} sends no {'values' if forward else 'gradients'} to stage {target}"
             self.add("link", self.place(a), fault, "take it out")
 
-    def what_is_missing(self) -> None:
+    def check_missing(self) -> None:
         s = self.schedule
         for stage in range(s.stages):
             for m in range(s.microbatches):

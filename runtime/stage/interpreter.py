@@ -109,12 +109,12 @@ class Interpreter:
         """
         run = Run(self, values, self.actions, hooks)
         run.run_all()
-        return self._total(run.losses), self._spread(run.new_values), self._outputs(run.outputs)
+        return self._total(run.losses), self._share_buffers(run.new_values), self._outputs(run.outputs)
 
     def _outputs(self, parts: outputs.Parts) -> outputs.Values:
         return outputs.combined(self.program, self.mesh, parts)
 
-    def _spread(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _share_buffers(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the new values of the buffers here; receive them from the ranks that computed them."""
         received, works = {}, []
         for b in self.program.buffers if self.axis else ():

@@ -43,7 +43,7 @@ class JointCall:
     def forward(self) -> Any:
         """Run the forward graph; return (loss, new values)."""
         returned, self._kept = self._stage.forward(self._values["mesh"], *self._values.values())
-        self._running.updates.settle()  # a gather in the background writes to parameters
+        self._running.updates.finish_gather()  # a gather in the background writes to parameters
         if self._versions is None:
             self._versions = self._now()
         return returned[:2]

@@ -23,7 +23,7 @@ from shardc.runtime.stage import op_errors
 from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.stage.bindings import bind
 from shardc.runtime.stage.profiler_ranges import with_ranges
-from shardc.runtime.stage.repeated_lines import tell_repeated
+from shardc.runtime.stage.repeated_lines import insert_repeat_marks
 
 
 class JointStage:
@@ -56,7 +56,7 @@ class JointStage:
         self._backward = _Popping(backward, compiler, ranges=ranges)
         self.weights = _Popping(graphs["weights"], compiler, ranges=ranges) if "weights" in graphs else None
         results: Any = backward.output_node().args[0]
-        self._handed_on = [n.name for n in results[1]] if self.weights is not None else []
+        self._passed_to_weights = [n.name for n in results[1]] if self.weights is not None else []
 
     @torch.no_grad()
     def forward(self, mesh: Any, *values: Any) -> tuple[Any, dict[str, Any]]:
@@ -89,7 +89,7 @@ class JointStage:
         later = {name: kept[name] for name in self.weights.takes & kept.keys()}
         returned, handed_on = self._backward(kept, values, launch)
         kept.clear()
-        kept |= later | dict(zip(self._handed_on, handed_on, strict=True))
+        kept |= later | dict(zip(self._passed_to_weights, handed_on, strict=True))
         return dict(zip(self.received, returned, strict=True))
 
 
@@ -137,10 +137,10 @@ class JointPair:
         (consumed), inputs of its stage. begin: gradients of values for others, and of the loss, by the names of its
         graph. launch: begins the sums of complete buckets.
         """
-        view = mesh.beside()
+        view = mesh.new_view()
         view.step.in_backward, view.step.microbatch = True, microbatch
         kept |= begin
-        inputs = self._take_inputs(given, view, values, kept)
+        inputs = self._graph_inputs(given, view, values, kept)
         kept.clear()
         with mesh.step.training(launch, self._copies), view.step.training(launch):
             returned, grads = self._pair.call(inputs, mesh.step)
@@ -160,15 +160,15 @@ class JointPair:
         given: inputs of the first one's stage. microbatch, values: of the second, and inputs of its stage;
         weight_copies: copies of weights that the microbatches of its stage share.
         """
-        view = mesh.beside()
+        view = mesh.new_view()
         view.step.microbatch, view.step.routings = microbatch, mesh.step.routings
         view.step.weight_copies = weight_copies
-        inputs = self._take_inputs(given, view, values, {})
+        inputs = self._graph_inputs(given, view, values, {})
         with mesh.step.training(host_copies=self._copies), view.step.training(host_copies=self._copies):
             returned = self._pair.call(inputs, mesh.step)
         return tuple(self._forward(i, half) for i, half in enumerate(returned))
 
-    def _take_inputs(
+    def _graph_inputs(
         self, given: Mapping[str, Any], view: Any, values: Mapping[str, Any], kept: dict[str, Any]
     ) -> dict[str, Any]:
         """Return all inputs of the graph by name. view: the mesh as the second half sees it."""
@@ -226,5 +226,5 @@ def _taking(graph: fx.Graph) -> fx.GraphModule:
         for n in graph.find_nodes(op="placeholder")
     }
     copy_graph(graph, env, into=copy)
-    tell_repeated(copy, step)
+    insert_repeat_marks(copy, step)
     return fx.GraphModule(nn.Module(), bind(copy))

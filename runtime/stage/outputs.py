@@ -41,7 +41,7 @@ def combined(program: Program, mesh: Any, parts: Parts) -> Values:
     local = {o.name: joined(o, parts[o.name]) for o in program.outputs if o.name in parts}
     values = local | _summed(program, mesh, local)
     if program.schedule is not None:
-        values |= _spread(program, mesh, local)
+        values |= _send_rows(program, mesh, local)
     return {o.name: values[o.name] for o in program.outputs}
 
 
@@ -74,7 +74,7 @@ def _summed(program: Program, mesh: Any, here: Mapping[str, Tensor]) -> Values:
     return {o.name: x.view(o.shape).to(o.dtype) for o, x in zip(taking_part, totals, strict=True)}
 
 
-def _spread(program: Program, mesh: Any, here: Mapping[str, Tensor]) -> Values:
+def _send_rows(program: Program, mesh: Any, here: Mapping[str, Tensor]) -> Values:
     """Send rows from the ranks of the stage that makes them to those of the other stages."""
     assert program.schedule is not None
     at, placement = mesh.coordinate(program.axis), program.schedule.placement

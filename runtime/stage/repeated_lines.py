@@ -21,7 +21,7 @@ def repeat(step: StepContext, now: bool) -> None:
     step.repeats = now
 
 
-def tell_repeated(graph: fx.Graph, step: fx.Node) -> None:
+def insert_repeat_marks(graph: fx.Graph, step: fx.Node) -> None:
     """Insert these calls around the lines that recompute forward. step: the node of the step's context."""
     repeating = False
     for n in [n for n in graph.nodes if n.op == "call_function"]:

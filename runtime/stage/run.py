@@ -155,7 +155,7 @@ class Run:
 
     def forward(self, action: Action) -> None:
         stage = self.interpreter.stages[action.stage]
-        inputs = self._wait_for_inputs(action)
+        inputs = self._forward_inputs(action)
         if self.hooks is None:
             with op_errors.named(stage.graph):
                 loss, new_values, *rest = stage.run(*inputs.values())
@@ -165,7 +165,7 @@ class Run:
             returned, kept = stage.joint.forward(self.mesh, *inputs.values())
         self._store_results(action, returned, kept)
 
-    def _wait_for_inputs(self, action: Action) -> dict[str, Any]:
+    def _forward_inputs(self, action: Action) -> dict[str, Any]:
         """Return all inputs of a stage's forward, by name."""
         stage, key = self.interpreter.stages[action.stage], (action.stage, action.microbatch)
         self._wait_for_receives(*key, "forward")
@@ -221,7 +221,7 @@ class Run:
         grads = self._backward(kept, key)
         self._weights(kept, key)
         self._pause()
-        self._give_back(action, grads)
+        self._deliver_grads(action, grads)
 
     def _backward(self, kept: _Kept, key: tuple[int, int]) -> dict[str, Tensor | None]:
         """Run a backward graph. Returns the gradients of values that the stage received."""
@@ -243,7 +243,7 @@ class Run:
         self._set_microbatch(backward)
         context = self.mesh.step.running
         self._set_microbatch(forward)
-        inputs = self._wait_for_inputs(forward)
+        inputs = self._forward_inputs(forward)
         key = (backward.stage, backward.microbatch)
         kept = self.kept.pop(key)
         begin = self.interpreter.stages[backward.stage].joint.begin(*self._begin(kept, key))
@@ -255,14 +255,14 @@ class Run:
             )
         self._store_results(forward, returned, forward_kept)
         self._pause()
-        self._give_back(backward, {n: g if g is None else g.contiguous() for n, g in grads.items()})
+        self._deliver_grads(backward, {n: g if g is None else g.contiguous() for n, g in grads.items()})
 
     def _forwards(self, first: Action, then: Action) -> None:
         """Run two forwards as one graph."""
         self._set_microbatch(then)
         context = self.mesh.step.running
         self._set_microbatch(first)
-        inputs, values = self._wait_for_inputs(first), self._wait_for_inputs(then)
+        inputs, values = self._forward_inputs(first), self._forward_inputs(then)
         pair = self.interpreter.pairs["FF", first.stage, then.stage]
         copies = self.weight_copies.setdefault(then.stage, {})
         with self._weight_copies(first):
@@ -280,7 +280,7 @@ class Run:
     def inputs(self, action: Action) -> None:
         """Run the half of a backward that computes gradients of received values (I)."""
         key = (action.stage, action.microbatch)
-        self._give_back(action, self._backward(self.kept[key], key))
+        self._deliver_grads(action, self._backward(self.kept[key], key))
 
     def weights(self, action: Action) -> None:
         """Run the half of a backward that computes gradients of parameters (W)."""
@@ -298,7 +298,7 @@ class Run:
         assert self.hooks is not None
         self.hooks.pause()
 
-    def _give_back(self, action: Action, grads: Mapping[str, Tensor | None]) -> None:
+    def _deliver_grads(self, action: Action, grads: Mapping[str, Tensor | None]) -> None:
         """Deliver gradients of received values: at once to stages of this rank; the rest waits to be sent."""
         s, m = action.stage, action.microbatch
         for edge in self.interpreter.edges.values():
@@ -333,7 +333,7 @@ class Run:
             for name, g in values.items():
                 grads[name] = grads[name] + g if name in grads else g
 
-    def _way(self, action: Action) -> tuple[Edge, Way]:
+    def _edge_of(self, action: Action) -> tuple[Edge, Way]:
         """Return the edge over which an action sends or receives, and the direction."""
         stage, peer = action.stage, action.peer
         source, target = (stage, peer) if action.kind in ("SEND_F", "RECV_B") else (peer, stage)
@@ -341,7 +341,7 @@ class Run:
 
     def post(self, action: Action) -> None:
         """Begin to receive."""
-        edge, way = self._way(action)
+        edge, way = self._edge_of(action)
         received = zip(edge.names, edge.values, strict=True) if way == "forward" else edge.differentiable()
         into = {n: self.interpreter.empty(v) for n, v in received}
         peer = self.interpreter.schedule.placement[action.peer]
@@ -356,7 +356,7 @@ class Run:
             self._store(edge, microbatch, into, way)
 
     def send(self, action: Action) -> None:
-        edge, way = self._way(action)
+        edge, way = self._edge_of(action)
         names = edge.names if way == "forward" else tuple(n for n, _ in edge.differentiable())
         to = self.interpreter.schedule.placement[action.peer]
         values = self.outbox.pop((edge.source, edge.target, action.microbatch, way))

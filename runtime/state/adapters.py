@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, name_beside, whole_name
+from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, adapter_fqn, whole_name
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.runtime.state.init import Recipe, record
@@ -46,7 +46,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        return name_beside(self.base, self.kind)
+        return adapter_fqn(self.base, self.kind)
 
 
 def parts(program: Program) -> dict[str, Part]:
@@ -100,10 +100,10 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
     begun = {n: p for n, p in expected.items() if n not in tensors and n not in weights.shapes}
     if begun and not tensors:
         notes.append("adapters: as they begin")
-    return _with(weights, begun, tensors, recorder, seed, program, notes)
+    return _add_weights(weights, begun, tensors, recorder, seed, program, notes)
 
 
-def _with(
+def _add_weights(
     given: Weights,
     begun: Mapping[str, Part],
     found: Mapping[str, Tensor],
@@ -257,7 +257,7 @@ class OfSpec:
     program: Program
     merge: bool
 
-    def apart(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def peft_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of adapters, and of modules that are trained themselves, under peft's names.
 
         Raises ShardcError if peft has no form for them.
@@ -285,8 +285,8 @@ class OfSpec:
                 fix = "export the adapters (without merge), or train with the two weights apart"
                 raise ShardcError(fault, where="merge", fix=fix)
             for name in base.members or (base.fqn,):
-                a, b = (tensors[name_beside(name, kind)] for kind in (A, B))
-                m = tensors[name_beside(name, MAGNITUDE)] if adapter.magnitude else None
+                a, b = (tensors[adapter_fqn(name, kind)] for kind in (A, B))
+                m = tensors[adapter_fqn(name, MAGNITUDE)] if adapter.magnitude else None
                 result[name] = merged(tensors[name], a, b, m, adapter)
         return result
 

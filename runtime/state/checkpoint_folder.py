@@ -184,7 +184,7 @@ def free_name(folder: Path, step: int) -> Path:
     return folder / (f"step-{step:06d}" + (f".{number}" if number > 1 else ""))
 
 
-def aside(g: Generation) -> Path:
+def renamed_path(g: Generation) -> Path:
     """Return the new name for a checkpoint when training goes back before it."""
     return g.path.with_name(g.path.name + ".old")
 

@@ -230,7 +230,7 @@ def plan(
 
     if adapters is not None and not adapters.merge:
         with recorder.recording():
-            saved = adapters.apart(on_tape)
+            saved = adapters.peft_tensors(on_tape)
         finish = (lambda: None) if single else lambda: adapters.write_config(folder, carried)
         return [layout(folder, "adapter_model", saved, {}, finish)]
     if adapters is not None:
@@ -378,7 +378,7 @@ def write(
         tried(lambda part: files.append(os.open(part, os.O_WRONLY | os.O_CLOEXEC)), part)  # noqa: B023 (called at once)
         try:
             for entry, place, data in _data(layout, list(zip(group, placed, strict=True)), held, gathered, mesh.rank):
-                tried(_put, *files, entry, place, data)
+                tried(_write_slice, *files, entry, place, data)
             tried(disk_calls.sync, *files)
         finally:
             for descriptor in files:
@@ -421,7 +421,7 @@ def _data(
         layout.values.clear()
 
 
-def _put(descriptor: int, entry: Entry, place: Ranges, data: Tensor) -> None:
+def _write_slice(descriptor: int, entry: Entry, place: Ranges, data: Tensor) -> None:
     """Write a slice of a tensor to its place in a file."""
     length, starts = stretches(entry.shape, place)
     size, memory = length * entry.dtype.itemsize, bytes_of(data.to(device="cpu", dtype=entry.dtype).contiguous())

@@ -97,7 +97,7 @@ def record_reset(model: nn.Module) -> Recipe:
                 fix="pass the function that builds the model instead of the model",
             )
             break
-        if any(t.is_meta for t in _own(module)) and _reset_of(module) is None:
+        if any(t.is_meta for t in _tensors_of(module)) and _reset_of(module) is None:
             errors.add(
                 f"{type(module).__name__} is on the meta device and has no reset_parameters()",
                 where=name,
@@ -118,7 +118,7 @@ def record_reset(model: nn.Module) -> Recipe:
         changed = {id(x) for x in fresh.values()}
         for module in duplicate.modules():
             reset = _reset_of(module)
-            if reset is not None and any(id(x) in changed for x in _own(module)):
+            if reset is not None and any(id(x) in changed for x in _tensors_of(module)):
                 reset()
         return duplicate
 
@@ -132,7 +132,7 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
     return reset if callable(reset) else None
 
 
-def _own(module: nn.Module) -> Iterator[Tensor]:
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     yield from (x for tensors in (module._parameters, module._buffers) for x in tensors.values() if x is not None)
 
 

@@ -269,7 +269,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         self._stack.enter_context(RECORDING)
-        self._stack.callback(self._give_back)
+        self._stack.callback(self._restore_generators)
         self._seeded(torch.default_generator, _SEEDS + len(self.tape.randoms))
         self._stack.enter_context(replaced_trunc_normal(self._trunc_normal))
         self._stack.enter_context(_Pretend(self))
@@ -281,7 +281,7 @@ class Recorder:
         self._open = False
         self._stack.close()
 
-    def _give_back(self) -> None:
+    def _restore_generators(self) -> None:
         for generator, state in self._generators.values():
             generator.set_state(state)
         self._generators.clear()

@@ -94,7 +94,7 @@ def candidates(folder: Path, mesh: Any, *, last_good: bool) -> Iterator[Path]:
     """Yield the checkpoints to try, as rank 0 sees them: file systems may show other ranks something else."""
     paths = _found(folder) if mesh.rank == 0 else []
     number = 0
-    while name := agreement.said(mesh, str(paths[number]) if number < len(paths) else ""):
+    while name := agreement.text_of_rank(mesh, str(paths[number]) if number < len(paths) else ""):
         yield Path(name)
         number += 1
         if not last_good:

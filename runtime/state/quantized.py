@@ -35,7 +35,7 @@ def plain(model: T) -> T:
         return model
     with _lock:  # ranks may be threads
         if model not in _copies:
-            _copies[model] = _taken_apart(model)
+            _copies[model] = _with_inner_tensors(model)
         return _copies[model]  # type: ignore[return-value]
 
 
@@ -60,7 +60,7 @@ def consists(x: Tensor) -> bool:
     return hasattr(x, "__tensor_flatten__") and not type(x).__module__.startswith("torch.distributed")
 
 
-def _taken_apart(model: nn.Module) -> nn.Module:
+def _with_inner_tensors(model: nn.Module) -> nn.Module:
     copied = copy.deepcopy(model, {id(x): x for x in _tensors(model)})
     parts: dict[int, dict[str, nn.Parameter]] = {}  # by weight, which may be tied
     for path, module in [*copied.named_modules()]:
@@ -100,7 +100,7 @@ def inner(x: Any) -> list[Any]:
     return [getattr(x, part) for part in whole.__tensor_flatten__()[0]]
 
 
-def put_together(x: Any, parts: Sequence[Any]) -> Tensor:
+def from_inner_tensors(x: Any, parts: Sequence[Any]) -> Tensor:
     """Build a tensor like x from other inner tensors, in the order of x's own."""
     names, context = x.__tensor_flatten__()
     result: Tensor = type(x).__tensor_unflatten__(
@@ -114,6 +114,6 @@ def _reading(name: str, x: Any) -> Any:
     parts = [f"{name}:{part}" for part in x.__tensor_flatten__()[0]]
 
     def read(module: nn.Module) -> Tensor:
-        return put_together(x, [getattr(module, part) for part in parts])
+        return from_inner_tensors(x, [getattr(module, part) for part in parts])
 
     return read

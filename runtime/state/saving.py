@@ -42,14 +42,14 @@ from shardc.runtime.state.checkpoint_folder import (
     WORK,
     Known,
     SavingError,
-    aside,
     free_name,
     generations,
     is_one,
     prune,
+    renamed_path,
 )
 from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, plain
-from shardc.runtime.state.saving_optimizer import state_parts, together
+from shardc.runtime.state.saving_optimizer import combine_facts, state_parts
 from shardc.runtime.state.tensor_file import bytes_of
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class Save:
         try:
             for g in generations(self.folder):
                 if not g.replaced and g.step > self.step:
-                    disk_calls.rename(g.path, aside(g))
+                    disk_calls.rename(g.path, renamed_path(g))
             if self.keep is not None:
                 prune(self.folder, self.keep, known=path)
         except OSError as e:
@@ -214,7 +214,7 @@ class Save:
         for part in reversed(parts):
             facts["extra"] = {**facts["extra"], **part["facts"]["extra"]}
         optimizers = [part["facts"]["optimizer"] for part in parts if part["facts"]["optimizer"] is not None]
-        facts["optimizer"] = together(optimizers) if optimizers else None
+        facts["optimizer"] = combine_facts(optimizers) if optimizers else None
         return Index(id=self.id, step=self.step, files=tuple(every), tensors=tensors, **facts)
 
     def end(self, *, failed: bool) -> None:
@@ -256,7 +256,7 @@ class Saves:
         returns what this rank has. Raises SavingError, on all ranks, if this save or the one before it fails.
         """
         self.finish()
-        id = agreement.said(self._mesh, secrets.token_hex(8))
+        id = agreement.text_of_rank(self._mesh, secrets.token_hex(8))
         save = Save(self._mesh, folder.absolute(), step, keep, id, self._known)
         if overwrite:
             self._known.see(save.folder)

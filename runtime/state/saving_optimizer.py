@@ -176,7 +176,7 @@ def _owned_states(optimizer: Optimizer, matrices: WholeMatrices | None) -> list[
     return [(m, optimizer.state.get(matrices.owned[n], {})) for n, m in matrices.matrices.items()]
 
 
-def together(facts: list[dict[str, Any]]) -> dict[str, Any]:
+def combine_facts(facts: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine the optimizer's facts of all ranks: of a number, the value of the first rank that has it.
 
     The n-th groups of all stages are one group, if their settings are the same; else each stays separate (a learning

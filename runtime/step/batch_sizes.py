@@ -28,13 +28,13 @@ Shapes = tuple[tuple[int, ...], ...]
 Use = Literal["as compiled", "evaluate", "score"]
 
 
-def prepared(program: Program, mesh: Any, batch: Any, *, local: bool) -> Any:
+def cast_and_pad(program: Program, mesh: Any, batch: Any, *, local: bool) -> Any:
     """Return a batch in the compiled dtypes (narrower integers are widened), padded to one of the lengths.
 
     local: the batch is this rank's part; the call is then collective, since all parts need the same length.
     Raises ShardcError for a batch longer than all lengths, and for an input that has the length but no pad value.
     """
-    dtypes = {x.path: x.dtype for x, leaf in _given(program, batch) if _widens(leaf, x.dtype)}
+    dtypes = {x.path: x.dtype for x, leaf in _inputs_in(program, batch) if _widens(leaf, x.dtype)}
     if dtypes:
         batch = mapped(batch, (), lambda path, leaf: leaf.to(dtypes[path]) if path in dtypes else leaf)
     section = program.spec.batch if program.spec is not None else None
@@ -43,7 +43,7 @@ def prepared(program: Program, mesh: Any, batch: Any, *, local: bool) -> Any:
     )
 
 
-def _given(program: Program, batch: Any) -> list[tuple[Input, Any]]:
+def _inputs_in(program: Program, batch: Any) -> list[tuple[Input, Any]]:
     by_path = dict(leaves(batch))
     return [(x, by_path[x.path]) for x in program.inputs if x.path in by_path]
 
@@ -61,7 +61,7 @@ def _padded(
     dims = batch_dims(program)
     length_dim = {x.path: 0 if dims[x.name] == 1 else 1 for x in program.inputs}
     fill: dict[Path, float] = {}
-    for x, leaf in _given(program, batch):
+    for x, leaf in _inputs_in(program, batch):
         name = name_of(x.path)
         number = next((n for pattern, n in fills.items() if match(pattern, name)), None)
         if number is None or not isinstance(leaf, Tensor) or leaf.dim() <= length_dim[x.path]:
@@ -84,7 +84,7 @@ def _padded(
     if size is None:
         fault = f"a batch of length {length} is longer than all of the spec's lengths, {', '.join(map(str, lengths))}"
         raise ShardcError(fault, where="batch.lengths", fix=f"add {length} or more to them, or cut the samples")
-    for x, leaf in _given(program, batch):
+    for x, leaf in _inputs_in(program, batch):
         d = length_dim[x.path]
         if x.path not in fill and isinstance(leaf, Tensor) and leaf.dim() > d and leaf.shape[d] == length != size:
             fault = (
@@ -136,7 +136,7 @@ def fewer_rows(program: Program, shapes: Shapes) -> bool:
     )
 
 
-def like(batch: Any, program: Program, shapes: Shapes) -> Any:
+def empty_batch(batch: Any, program: Program, shapes: Shapes) -> Any:
     """Return a batch of these global shapes on the meta device, where a rank has only its part of it."""
     by_path = {x.path: shape for x, shape in zip(program.inputs, shapes, strict=True)}
 
@@ -146,7 +146,7 @@ def like(batch: Any, program: Program, shapes: Shapes) -> Any:
     return mapped(batch, (), empty)
 
 
-def described(program: Program, shapes: Shapes) -> str:
+def sizes_text(program: Program, shapes: Shapes) -> str:
     """Return the shapes that differ from the compiled ones as text: `ids [8, 48], labels [8, 48]`."""
     differing = [(x, s) for x, s in zip(program.inputs, shapes, strict=True) if s != x.shape]
     return ", ".join(f"{name_of(x.path)} {list(s)}" for x, s in differing)
@@ -156,7 +156,7 @@ _BRANCHES = "forward has branches of its own on self.training"
 _PLAIN = "evaluate the plain model with engine.full_state_dict()"
 
 
-def switched(program: Program, note: Callable[[str], None]) -> bool:
+def step_can_evaluate(program: Program, note: Callable[[str], None]) -> bool:
     """Return whether the program of a step can evaluate as well. note: called if that is unknown.
 
     Raises ShardcError if the program cannot evaluate, and there is no model to compile for it.
@@ -172,7 +172,7 @@ def switched(program: Program, note: Callable[[str], None]) -> bool:
     return True
 
 
-def compiled(
+def recompile(
     program: Program, batch: Any, shapes: Shapes, mesh: Any, *, use: Use, note: Callable[[str], None]
 ) -> Program:
     """Compile the program for a batch of these global shapes, the same on all ranks. Collective.
@@ -197,4 +197,4 @@ def compiled(
     why = error.what if error is not None else "another rank could not compile the model in eval mode"
     note(f"{why}. So dropout and BatchNorm alone are switched to evaluate. If it matters, {_PLAIN}")
     same = shapes == tuple(x.shape for x in program.inputs)
-    return program if same else compiled(program, batch, shapes, mesh, use="as compiled", note=note)
+    return program if same else recompile(program, batch, shapes, mesh, use="as compiled", note=note)

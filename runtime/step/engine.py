@@ -23,7 +23,7 @@ from shardc.ir.program import Program
 from shardc.runtime import state
 from shardc.runtime.checks import engine_options, parameter_parts
 from shardc.runtime.checks.engine_checks import EngineChecks
-from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.data.loader import Loader, Loaders
 from shardc.runtime.generate import Options
@@ -142,7 +142,7 @@ class Engine:
         self.program, self.callbacks = program, list(callbacks)
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
         self.rng, self.loaders = rng(seed), Loaders()
-        self._checks = EngineChecks(program, self.mesh) if check else Moments()
+        self._checks = EngineChecks(program, self.mesh) if check else CheckHooks()
         self._checks.making(seed, broadcast=broadcast, routing=routing, **settable)
         model = state.plain(model)
         loaded = state.weights_of(program, model, weights, seed)
@@ -160,7 +160,7 @@ class Engine:
             interpreter,
         )
         self._model = local
-        self._checks.made(local)
+        self._checks.new_model(local)
         trains = optimizer is not None and not program.forward_only
         local_optimizer = self._make_optimizer(local, optimizer) if trains and optimizer is not None else None
         schedules = scheduler if trains else None
@@ -170,12 +170,12 @@ class Engine:
         self._saver = Saver(local, self._updating, self.loaders, self._checks, skeleton, loaded.folder)
         self.loads: tuple[Load, ...] = ()
         self._loads = Loads(program, self.mesh) if routing else None
-        self._graphs = step_graph.of(program, self.mesh, self.rng, local.buckets, self.mesh.note)
+        self._graphs = step_graph.recorder(program, self.mesh, self.rng, local.buckets, self.mesh.note)
         self._waiting = self._noted_replaced = False  # gradients of `backward` for `update`
         self._made = True
 
     def _make_optimizer(self, model: LocalModel, make: OptimizerOf) -> torch.optim.Optimizer | None:
-        optimizer, model.matrices = engine_optimizer.made(
+        optimizer, model.matrices = engine_optimizer.create_optimizer(
             make, self.program, model.buckets, self.mesh, self._check_optimizer, self.mesh.note, model.offload
         )
         return optimizer
@@ -222,7 +222,7 @@ class Engine:
             )
         result = self._backward(batch, local=local, gather=gather, early=False)
         self._waiting = True
-        self._checks.gradients(handed_out=True)
+        self._checks.gradients(user_reads=True)
         return result
 
     def update(self) -> None:
@@ -483,7 +483,7 @@ class Engine:
             facts = (stated(n, x, where="engine.set", fix=same) for n, x in settable.items())
             self._checks.call("setting options", *facts)
             self._options = changed
-            self._updating.settle(**settable)
+            self._updating.set_options(**settable)
 
     def _check_nothing_waits(self, call: str) -> None:
         if self._waiting:
@@ -514,7 +514,7 @@ class Engine:
         other = Engine(program, state.blank(program), seed=self.rng.seed, mesh=seen_as(self.mesh, program), **options)
         self._saver.move_to(other._saver)
         if isinstance(self.mesh, TorchMesh):
-            self.mesh.hand_over(other.mesh)
+            self.mesh.transfer_to(other.mesh)
         return other
 
     def _compiled_for(self, spec: Any) -> Program:

@@ -11,7 +11,7 @@ from torch import nn
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.matrices.assumed import LEARNING_RATE, muon_and_adamw
-from shardc.runtime.matrices.shown import Shown
+from shardc.runtime.matrices.shown import MatrixStandIns
 from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.offload import Offload
 from shardc.runtime.step import param_groups
@@ -19,7 +19,7 @@ from shardc.runtime.step.param_groups import groups_of_whole, regroup
 from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.named_parameters import NamedParameters
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
-from shardc.runtime.zero.optimizer_check import check_apart, check_sharded
+from shardc.runtime.zero.optimizer_check import check_matrices, check_sharded
 from shardc.runtime.zero.optimizer_list import as_one
 
 #: Returns a torch.optim.Optimizer, or a list of them.
@@ -49,12 +49,12 @@ def check_parts(program: Program, buckets: Buckets) -> Check:
     ) -> None:
         check_sharded(program, optimizer, params, buckets.runs)
         for each in whole:
-            check_apart(each)
+            check_matrices(each)
 
     return check
 
 
-def made(
+def create_optimizer(
     make: OptimizerOf,
     program: Program,
     buckets: Buckets,
@@ -66,13 +66,12 @@ def made(
     """Make the optimizer of this rank's parameters, and the exchange that brings it whole matrices.
 
     `make` gets parameters with the shapes of this rank's layers. The optimizer is None if this rank has nothing to
-    train.
-    note: receives notes for the user; offload: where parameters are kept outside of the device. Raises ShardcError for
-    an optimizer that trains nothing or cannot be used.
+    train. note: receives notes for the user; offload: where parameters are kept outside of the device. Raises
+    ShardcError for an optimizer that trains nothing or cannot be used.
     """
     params, runs = buckets.owned, buckets.runs
     shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in params.items()}
-    matrices = Shown(program, params) if program.matrices is not None else None
+    matrices = MatrixStandIns(program, params) if program.matrices is not None else None
     trained = NamedParameters.of(program, shown) if matrices is None else matrices.pairs
     if not trained:
         return None, None
@@ -123,5 +122,5 @@ def _look_at_parameters(
             fix = "make it of what the function gets: lambda params: torch.optim.AdamW(params, lr=3e-4)"
             raise ShardcError(fault, where="optimizer", fix=fix)
         note(f"the optimizer has none of {left}: nothing updates them")
-    if others := param_groups.strangers(optimizer, trained):
+    if others := param_groups.describe_foreign_params(optimizer, trained):
         note(f"the optimizer has {others} that it was not given: no step has a gradient for that")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.ir.outputs import MEAN_SCORE, SCORE
-from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.generate import Generator, Options, Prompts
 from shardc.runtime.mesh.agreement import stated
@@ -36,7 +36,7 @@ class NoBatchesError(ShardcError):
 class Evaluation:
     """Runs forward only. Arguments and results of its methods are those of the engine's methods."""
 
-    def __init__(self, model: LocalModel, checks: Moments) -> None:
+    def __init__(self, model: LocalModel, checks: CheckHooks) -> None:
         self._model, self._checks = model, checks
 
     def loss(self, batch: Any, *, local: bool, gather: bool) -> Any:

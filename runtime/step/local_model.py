@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardc.ir.program import Program
 from shardc.runtime import state
-from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.data.loader import Rest
 from shardc.runtime.matrices.whole import WholeMatrices
@@ -56,14 +56,14 @@ class LocalModel:
         self.others: dict[tuple[batch_sizes.Shapes, batch_sizes.Use], tuple[Interpreter, dict[str, Tensor]]] = {}
 
     def take(
-        self, batch: Any, checks: Moments, *, local: bool, use: batch_sizes.Use = "as compiled"
+        self, batch: Any, checks: CheckHooks, *, local: bool, use: batch_sizes.Use = "as compiled"
     ) -> tuple[Interpreter, Values]:
         """Cut this rank's part from a batch; return (interpreter, inputs {placeholder: value} by microbatch)."""
         if isinstance(batch, Rest):
             batch, local = batch.batch, False
         inputs.check_plain(batch)
         inputs.check_keywords(self.program, batch, self.takes)
-        batch = batch_sizes.prepared(self.program, self.mesh, batch, local=local)
+        batch = batch_sizes.cast_and_pad(self.program, self.mesh, batch, local=local)
         checks.batch(batch, local=local)
         self.gather_written()
         interpreter, constants = self._sized(batch, local=local, use=use)
@@ -103,7 +103,7 @@ class LocalModel:
     def _sized(self, batch: Any, *, local: bool, use: batch_sizes.Use) -> tuple[Interpreter, dict[str, Tensor]]:
         """Return the interpreter for a batch and its extra constants; compile when such sizes first come."""
         shapes = batch_sizes.other_shapes(self.program, batch, local=local)
-        if (use == "evaluate" and self._evaluates_alike) or (use == "score" and self.program.scores):
+        if (use == "evaluate" and self._can_evaluate) or (use == "score" and self.program.scores):
             use = "as compiled"
         if use != "score" and (self.program.resize is None or (shapes is None and use == "as compiled")):
             return self.interpreter, {}
@@ -111,16 +111,16 @@ class LocalModel:
         if key not in self.others:
             self.mesh.barrier()  # if ranks are threads of one process, none may run during compilation
             start = time.perf_counter()
-            program = batch_sizes.compiled(self.program, batch, key[0], self.mesh, use=use, note=self.mesh.note)
+            program = batch_sizes.recompile(self.program, batch, key[0], self.mesh, use=use, note=self.mesh.note)
             self.mesh.barrier()
             if isinstance(self.mesh, TorchMesh):
                 self.mesh.add_groups(groups_of(program))
             self.others[key] = self._make(program, self.mesh), state.constants(program, self.mesh)
-            purpose = "scoring" if use == "score" else batch_sizes.described(self.program, key[0]) or "evaluating"
+            purpose = "scoring" if use == "score" else batch_sizes.sizes_text(self.program, key[0]) or "evaluating"
             self.mesh.note(f"compiled for {purpose} in {time.perf_counter() - start:.1f} s")
         return self.others[key]
 
     @cached_property
-    def _evaluates_alike(self) -> bool:
+    def _can_evaluate(self) -> bool:
         """Whether the program of a step evaluates as well."""
-        return batch_sizes.switched(self.program, self.mesh.note)
+        return batch_sizes.step_can_evaluate(self.program, self.mesh.note)

@@ -187,7 +187,7 @@ class MeanDivisors:
     def __init__(self, program: Program) -> None:
         self._program = program
         batch = frozenset(x.name for x in program.inputs)
-        sources = batch | {b.name for b in program.buffers if _alike(program, b)}
+        sources = batch | {b.name for b in program.buffers if _is_replicated(program, b)}
         finder = _Finder(sources, batch, inputs.rows(program))
         self._fixed: dict[str, Divisor] = {}
         self._formulas: dict[str, _Formula] = {}
@@ -225,7 +225,7 @@ class MeanDivisors:
         return self._fixed | {name: formula.divisor(numbers) for name, formula in self._formulas.items()}
 
 
-def _alike(program: Program, b: Buffer) -> bool:
+def _is_replicated(program: Program, b: Buffer) -> bool:
     """Return whether every rank has all of a buffer, the same before and after a step."""
     return b.constant is not None or not (b.updated or b.layout.shards() or program.axis)
 

@@ -16,7 +16,7 @@ from shardc.ir.stored import named_nearest
 from shardc.runtime import state
 from shardc.runtime.checks import engine_options, tensor_parts, user_changes
 from shardc.runtime.checks.module_checks import ModuleChecks
-from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.matrices.own_loop import OwnersOptimizer
 from shardc.runtime.mesh import replicas
@@ -94,7 +94,7 @@ class ShardedModule(ModuleState):
             )
         model = state.plain(model)
         mesh = mesh if mesh is not None else runtime_mesh(program)
-        checks = ModuleChecks(program, mesh) if check else Moments()
+        checks = ModuleChecks(program, mesh) if check else CheckHooks()
         checks.making(seed, broadcast=broadcast, check_every=check_every)
         checks.options(check_every=check_every)
         loaded = state.weights_of(program, model, weights, seed)
@@ -102,40 +102,40 @@ class ShardedModule(ModuleState):
         parts, buffers = state.local_parts(program, loaded, mesh, broadcast=broadcast, whole_of=checks.whole)
         buckets = Buckets(program, checks.parts(parts), mesh, aliased=True)
         source = model if isinstance(model, nn.Module) else loaded.model
-        self._hold(running_of(program, source, mesh, Rng(seed), buckets, checks), buffers, loaded.model)
+        self._register(running_of(program, source, mesh, Rng(seed), buckets, checks), buffers, loaded.model)
 
-    def _hold(self, running: Running, buffers: Mapping[str, Tensor], like: Any) -> None:
+    def _register(self, running: Running, buffers: Mapping[str, Tensor], like: Any) -> None:
         """Register parameters and buffers under the model's names. like: a module with the model's submodules."""
         program = running.program
         self._parts = parts = Parts(self, like)
-        entries: list[user_changes.Held] = []
+        entries: list[user_changes.ModuleParam] = []
         for x in program.params:
             for fqn in (x.fqn, *x.aliases):
-                parent, name = parts.home(fqn)
+                parent, name = parts.parent_of(fqn)
                 p = running.buckets.owned[x.name]
                 parent._parameters[name] = p
                 entries.append(
-                    user_changes.Held(
+                    user_changes.ModuleParam(
                         parent._parameters, name, p, p.data_ptr() * (x.name in running.buckets.runs), p.dtype, fqn
                     )
                 )
         self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
         for b in program.buffers:
             for fqn in (b.fqn, *b.aliases) if b.fqn else ():
-                parent, name = parts.home(fqn)
+                parent, name = parts.parent_of(fqn)
                 parent._buffers[name] = buffers[b.name]
                 if not b.persistent:
                     parent._non_persistent_buffers_set.add(name)
         for name in program.still:  # also modules without parameters, such as dropout: user code may read their mode
-            parts.home(f"{name}.")[0].eval()
+            parts.parent_of(f"{name}.")[0].eval()
         parts.seal()
         self.register_state_dict_post_hook(mark)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(check_marks)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(running.updates.note)  # type: ignore[no-untyped-call]
         self._running = running
         running.read_buffers = WeakMethod(self._buffers_by_name)
-        running.checks.made(running)
-        running.checks.held(running.model, parts, entries, running.updates)
+        running.checks.new_model(running)
+        running.checks.watch_module(running.model, parts, entries, running.updates)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """Copy the module with new parameters and buffers, on the same mesh, as weight averages need.
@@ -144,7 +144,7 @@ class ShardedModule(ModuleState):
         """
         r = self._running
         r.updates.carry_out()
-        r.updates.settle()
+        r.updates.finish_gather()
         owned = r.buckets.owned
         parts = (
             (name, nn.Parameter(whole.clone(), requires_grad=owned[name].requires_grad))
@@ -155,7 +155,7 @@ class ShardedModule(ModuleState):
         result = ShardedModule.__new__(ShardedModule)
         nn.Module.__init__(result)
         buffers = {name: b.clone() for name, b in self._buffers_by_name().items()}
-        result._hold(running_of(r.program, r.model, r.mesh, rng, buckets, r.checks.copy(r.model)), buffers, self)
+        result._register(running_of(r.program, r.model, r.mesh, rng, buckets, r.checks.copy(r.model)), buffers, self)
         memo[id(self)] = result
         memo.update({id(p): buckets.owned[name] for name, p in owned.items()})
         for copied, m in zip(result.modules(), self.modules(), strict=True):
@@ -237,7 +237,7 @@ class ShardedModule(ModuleState):
         else:
             with op_errors.named(stage.graph):
                 loss, news = stage.run(*arguments.values())
-        r.updates.settle()
+        r.updates.finish_gather()
         if self.training:
             r.rng.step += 1
             for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=False):
@@ -260,16 +260,17 @@ class ShardedModule(ModuleState):
         make: params -> torch optimizer, or a list of them; params are (name, parameter) pairs (shardc.groups and
         shardc.matrices take them). Where the spec says `optimizer: {matrices: ...}`, those are whole matrices. Their
         owners step an optimizer that needs them whole: `step()` is then collective, too. Clip, schedule and save it as
-        any other.
-        Raises ShardcError for an optimizer that would train otherwise than on one device.
+        any other. Raises ShardcError for an optimizer that would train otherwise than on one device.
         """
         r = self._running
         with r.mesh.together("making an optimizer"):
             engine_options.check_trains(r.program)
             r.updates.carry_out()
-            r.updates.settle()
+            r.updates.finish_gather()
             check, offload = engine_optimizer.check_parts(r.program, r.buckets), Offload(r.program.offload, r.mesh)
-            optimizer, matrices = engine_optimizer.made(make, r.program, r.buckets, r.mesh, check, r.mesh.note, offload)
+            optimizer, matrices = engine_optimizer.create_optimizer(
+                make, r.program, r.buckets, r.mesh, check, r.mesh.note, offload
+            )
         assert optimizer is not None, "a module has all parameters"
         if matrices is None:
             return optimizer
@@ -279,7 +280,7 @@ class ShardedModule(ModuleState):
     def _agree_on_step(self, optimizer: Optimizer, written: bool) -> None:
         """Compare what ranks are about to step: a rank may own nothing of a group and never read its rate."""
         r = self._running
-        r.updates.settle()
+        r.updates.finish_gather()
         r.checks.owners_step(optimizer, written=written)
 
     @torch.no_grad()
@@ -304,7 +305,7 @@ class ShardedModule(ModuleState):
         # alias a parameter or the batch
         b = next(b for b in self._running.program.buffers if b.name == name)
         for fqn in (b.fqn, *b.aliases):
-            parent, last = self._parts.home(fqn)
+            parent, last = self._parts.parent_of(fqn)
             parent._buffers[last] = new
 
     def extra_repr(self) -> str:

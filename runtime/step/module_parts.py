@@ -72,7 +72,7 @@ class Parts:
                 if m is not model:
                     _describe(m, parts[id(m)], parts)
 
-    def home(self, fqn: str) -> tuple[nn.Module, str]:
+    def parent_of(self, fqn: str) -> tuple[nn.Module, str]:
         """Return the module that holds `fqn` (made if necessary), and the last part of the name."""
         *path, name = fqn.split(".")
         module: Any = self._root()
@@ -157,11 +157,11 @@ def _describe(module: nn.Module, part: nn.Module, parts: dict[int, nn.Module]) -
     for name, value in vars(module).items():
         if name in _INTERNALS or name in part.__dict__:
             continue
-        if (kept := _kept(value, parts)) is not _LEFT_OUT:
+        if (kept := _part_value(value, parts)) is not _LEFT_OUT:
             part.__dict__[name] = kept
 
 
-def _kept(value: Any, parts: dict[int, nn.Module], depth: int = 0) -> Any:
+def _part_value(value: Any, parts: dict[int, nn.Module], depth: int = 0) -> Any:
     """Return a value for a part; _LEFT_OUT for tensors, and for objects that hold any."""
     if isinstance(value, nn.Module):
         return parts.get(id(value), _LEFT_OUT)
@@ -170,7 +170,7 @@ def _kept(value: Any, parts: dict[int, nn.Module], depth: int = 0) -> Any:
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)):
         return value
     if isinstance(value, (list, tuple, dict, set)):
-        items = [_kept(x, parts, depth + 1) for x in (value.values() if isinstance(value, dict) else value)]
+        items = [_part_value(x, parts, depth + 1) for x in (value.values() if isinstance(value, dict) else value)]
         if any(x is _LEFT_OUT for x in items):
             return _LEFT_OUT
         if all(x is y for x, y in zip(items, value.values() if isinstance(value, dict) else value, strict=True)):
@@ -180,4 +180,4 @@ def _kept(value: Any, parts: dict[int, nn.Module], depth: int = 0) -> Any:
         return list(items) if isinstance(value, list) else tuple(items)
     inside = vars(value).values() if hasattr(value, "__dict__") else ()
     # the object itself is kept, so it must hold no modules, which would be the model's
-    return value if all(_kept(x, parts, depth + 1) is x for x in inside) else _LEFT_OUT
+    return value if all(_part_value(x, parts, depth + 1) is x for x in inside) else _LEFT_OUT

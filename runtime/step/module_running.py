@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardc.ir.program import Program
 from shardc.runtime import state
 from shardc.runtime.checks import state_dict_marks, tensor_parts
-from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.reshard.between import End
@@ -41,7 +41,7 @@ class Running:
     updates: Updates
     norm: GradNorm
     summed: tuple[str, ...]  # names of those whose gradient is not yet whole and final after the graph's backward
-    checks: Moments
+    checks: CheckHooks
     slices: dict[str, str]
     saves: state.Saves
     #: Reads the module's buffers: a weak reference, because the module holds this object.
@@ -70,10 +70,10 @@ class Running:
         """Return what runs a forward in eval mode, and its extra constants: see step.batch_sizes."""
         if self.eval is None:
             program, constants = self.program, dict[str, Tensor]()
-            if not batch_sizes.switched(program, self.mesh.note):
+            if not batch_sizes.step_can_evaluate(program, self.mesh.note):
                 shapes = tuple(x.shape for x in program.inputs)
                 self.mesh.barrier()  # if ranks are threads of one process, none may run during compilation
-                program = batch_sizes.compiled(program, batch, shapes, self.mesh, use="evaluate", note=self.mesh.note)
+                program = batch_sizes.recompile(program, batch, shapes, self.mesh, use="evaluate", note=self.mesh.note)
                 self.mesh.barrier()
                 if isinstance(self.mesh, TorchMesh):
                     self.mesh.add_groups(groups_of(program))
@@ -101,7 +101,7 @@ class Running:
             self.checks.gradients()
 
 
-def running_of(program: Program, model: Any, mesh: Any, rng: Rng, buckets: Buckets, checks: Moments) -> Running:
+def running_of(program: Program, model: Any, mesh: Any, rng: Rng, buckets: Buckets, checks: CheckHooks) -> Running:
     """Build the state of a module. model: source of the weights."""
     split = {p.name for p in program.params if norm_axes(program, p.name)}
     return Running(
@@ -124,8 +124,8 @@ class Updates:
     """Tracks whether parameters may have changed since they were last gathered.
 
     They change by a backward and the step after it, by loading weights, or by user code, such as an average of weights.
-    Use: `carry_out()` begins to gather, and `settle()` ends it. Until then nobody else may write: at ZeRO 1 and 2 the
-    background gather writes to the parameters' memory when its bytes arrive.
+    Use: `carry_out()` starts to gather, and `finish_gather()` ends it. Until then nobody else writes: at ZeRO 1 and 2
+    the background gather writes to the parameters' memory when its bytes arrive.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -142,7 +142,7 @@ class Updates:
     @property
     def written(self) -> bool:
         """Whether user code wrote to parameters. Waits for a running gather, which writes to them too."""
-        self.settle()
+        self.finish_gather()
         return self._versions != self._now()
 
     def note(self, *_: Any) -> None:
@@ -154,7 +154,7 @@ class Updates:
             self.buckets.publish()
             self._noted = self._settled = False
 
-    def settle(self) -> None:
+    def finish_gather(self) -> None:
         if not self._settled:
             self.buckets.wait_for_gathers()
             self._settled, self._versions = True, self._now()

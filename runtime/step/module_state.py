@@ -108,7 +108,7 @@ class ModuleState(nn.Module):
         r = self._running
         loaded, matrices = _parts_of(optimizer)
         r.buckets.reset(forward=True)
-        r.updates.settle()
+        r.updates.finish_gather()
         with r.mesh.together("loading a checkpoint"):
             r.checks.call("loading a checkpoint")
             extra = state.load(
@@ -156,8 +156,8 @@ class ModuleState(nn.Module):
         with r.mesh.together("full_state_dict"):
             r.checks.last("full_state_dict", stated("whether parameters changed", r.updates.due))
             r.updates.carry_out()
-            r.updates.settle()
-            r.checks.handed_out()
+            r.updates.finish_gather()
+            r.checks.note_weights_read()
             return state.full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
 
 
@@ -215,14 +215,14 @@ class _End:
     @contextmanager
     def sending(self) -> Iterator[None]:
         self._running.updates.carry_out()
-        self._running.updates.settle()
+        self._running.updates.finish_gather()
         self.buckets.follow()
         yield
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
         self.buckets.reset(forward=True)
-        self._running.updates.settle()
+        self._running.updates.finish_gather()
         self.buckets.follow()
         yield
         self._running.updates.note()

@@ -25,7 +25,7 @@ from shardc.runtime.zero.optimizer_list import OptimizerList, as_one, members_of
 
 #: How similar an unknown setting must be to one of the optimizer's to count as a misspelling: optimizers may have group
 #: settings that are not among their defaults.
-_ALIKE = 0.88
+_CUTOFF = 0.88
 
 
 def groups(
@@ -118,7 +118,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             raise ShardcError(fault, where="optimizer", fix=fix)
         for i, group in enumerate(m.param_groups):
             for key in group.keys() - m.defaults.keys() - {"params", "param_names"}:
-                if near := patterns.nearest(key, m.defaults, alike=_ALIKE):
+                if near := patterns.nearest(key, m.defaults, cutoff=_CUTOFF):
                     fault = f"{type(m).__name__} has no setting {key!r}, and would ignore it"
                     errors.add(fault, where=f"parameter group {i}", fix=f"did you mean {near!r}?")
             names = group.get("param_names", [])
@@ -144,7 +144,7 @@ def trains_any(optimizer: torch.optim.Optimizer, params: NamedParameters) -> boo
     return any(id(p) in trained for _, p in params)
 
 
-def strangers(optimizer: torch.optim.Optimizer, params: NamedParameters) -> str:
+def describe_foreign_params(optimizer: torch.optim.Optimizer, params: NamedParameters) -> str:
     """Describe parameters of an optimizer that it did not receive from the engine; "" if there are none."""
     known = {id(p) for _, p in params}
     shapes = [str(list(p.shape)) for group in optimizer.param_groups for p in group["params"] if id(p) not in known]

@@ -26,7 +26,7 @@ def settings(optimizer: torch.optim.Optimizer | None, schedulers: Schedulers | N
     """Return the settings of an optimizer and its schedulers, without those that they change themselves."""
     values: Settings = {}
     groups = optimizer.param_groups if optimizer is not None else []
-    moved = _moved(schedulers)
+    moved = _scheduled(schedulers)
     for i, group in enumerate(groups):
         of = f" of group {i}" if len(groups) > 1 else ""
         values |= {f"{name}{of}": _value(x) for name, x in group.items() if name not in ("params", *moved)}
@@ -36,7 +36,7 @@ def settings(optimizer: torch.optim.Optimizer | None, schedulers: Schedulers | N
     return values
 
 
-def _moved(schedulers: Schedulers | None) -> tuple[str, ...]:
+def _scheduled(schedulers: Schedulers | None) -> tuple[str, ...]:
     """Return the group settings that schedulers move: learning rates, and momentum if they cycle it."""
     if schedulers is None:
         return ("initial_lr",)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardc.runtime import state
 from shardc.runtime.checks import shared_facts
-from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data.loader import Loaders
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.mesh.agreement import stated
@@ -38,7 +38,7 @@ class Saver:
     """
 
     def __init__(
-        self, model: LocalModel, update: Update, loaders: Loaders, checks: Moments, like: Any, folder: Any
+        self, model: LocalModel, update: Update, loaders: Loaders, checks: CheckHooks, like: Any, folder: Any
     ) -> None:
         self._model, self._update, self._loaders, self._checks = model, update, loaders, checks
         self.like, self.folder = like, folder
@@ -57,10 +57,10 @@ class Saver:
     def save(self, folder: str | Path, *, wait: bool, keep: int | None, overwrite: bool) -> None:
         self._update.check_whole()
         model = self._model
-        extra = self._beside_tensors()
+        extra = self._extra_state()
         if not wait and isinstance(self.mesh, TorchMesh):
             self.saves.finish_at_exit()
-        with self.mesh.together(f"saving step {model.rng.step}"), model.offload.at_home():
+        with self.mesh.together(f"saving step {model.rng.step}"), model.offload.params_on_host():
             self._checks.saving(self._update.optimizer)
             state.save(
                 folder,
@@ -78,7 +78,7 @@ class Saver:
                 overwrite=overwrite,
             )
 
-    def _beside_tensors(self) -> dict[str, Any]:
+    def _extra_state(self) -> dict[str, Any]:
         """Return what a checkpoint has apart from tensors and the optimizer's settings."""
         rng, scaler, schedulers = self._model.rng, self._update.scaler, self._update.schedulers
         extra: dict[str, Any] = {"step": rng.step, "seed": rng.seed, **resumed.record(self.program)}
@@ -96,7 +96,7 @@ class Saver:
         model, update = self._model, self._update
         before, seed = resumed.settings(update.optimizer, update.schedulers), model.rng.seed
         self._make_ready()
-        with self.mesh.together("loading a checkpoint"), model.offload.at_home():
+        with self.mesh.together("loading a checkpoint"), model.offload.params_on_host():
             self._checks.call("loading a checkpoint")
             extra = state.load(
                 folder,
@@ -169,7 +169,7 @@ class Saver:
         self._update.whole = False  # stays so if the load fails
 
     def full_state_dict(self, *, rank0_only: bool) -> dict[str, Tensor]:
-        self._checks.handed_out()
+        self._checks.note_weights_read()
         model = self._model
         with self.mesh.together("full_state_dict"):
             written = shared_facts.written(self.program, model.written)
@@ -179,7 +179,7 @@ class Saver:
     def export(self, folder: str | Path, **options: Any) -> list[Path]:
         self._update.check_whole()
         model = self._model
-        with self.mesh.together("exporting"), model.offload.at_home():
+        with self.mesh.together("exporting"), model.offload.params_on_host():
             self._checks.call("exporting")
             model.gather_written()
             self.buckets.wait_for_gathers()
@@ -210,16 +210,16 @@ class Saver:
         self._update.check_whole()
         self._model.gather_written()
         self.buckets.wait_for_gathers()
-        with self._model.offload.at_home():
+        with self._model.offload.params_on_host():
             yield
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
         """Prepare weights for receiving: see shardc.runtime.reshard.between.End."""
         self._make_ready()
-        with self._model.offload.at_home():
+        with self._model.offload.params_on_host():
             yield
-        self.buckets.filled()
+        self.buckets.mark_gathered()
         self._filled()
 
     def move_to(self, other: Saver) -> None:
@@ -230,12 +230,12 @@ class Saver:
         old, new, mesh = Plan(self.program), Plan(other.program), self.mesh
         with mesh.together("moving to another plan"), self.sending(), other.receiving():
             have, settings = self._optimizer_parts()
-            facts = {"optimizer": settings, "extra": self._beside_tensors()}
-            senders = training.told(mesh, self.program, self.owned, have, **facts)
+            facts = {"optimizer": settings, "extra": self._extra_state()}
+            senders = training.gather_reports(mesh, self.program, self.owned, have, **facts)
             index, need = training.index_of(self.program, senders), dict[str, Part]()
             rooms = other._room_for(index, need)
             other._accept(index.extra, new_schedule=False, new_data=False)
-            receivers = training.told(mesh, other.program, other.owned, need)
+            receivers = training.gather_reports(mesh, other.program, other.owned, need)
             tensors_of = ([each["tensors"] for each in ranks] for ranks in (senders, receivers))
             more = training.states(old, new, *tensors_of)
             tensors: dict[Key, Tensor] = {("from", "state", k): part.local.detach() for k, part in have.items()}

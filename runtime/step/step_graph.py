@@ -235,7 +235,7 @@ def requested(program: Program) -> bool:
     return program.spec is not None and program.spec.execution.graphs
 
 
-def of(program: Program, mesh: Any, rng: Rng, buckets: Buckets, note: Callable[[str], None]) -> StepGraphs | None:
+def recorder(program: Program, mesh: Any, rng: Rng, buckets: Buckets, note: Callable[[str], None]) -> StepGraphs | None:
     """Return the recorded steps if the spec requests them; None: steps run op by op."""
     if not requested(program):
         return None

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
-from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.stage import not_finite
 from shardc.runtime.stage.clip_grad_norm import GradNorm
 from shardc.runtime.stage.interpreter import Interpreter
@@ -36,7 +36,7 @@ class Update:
         model: LocalModel,
         optimizer: Optimizer | None,
         scheduler: SchedulerOf | None,
-        checks: Moments,
+        checks: CheckHooks,
         options: Mapping[str, Any],
         *,
         trains: bool,
@@ -57,9 +57,9 @@ class Update:
         self.whole, self._skipping, self._updated = True, False, False
         self._steps_early = self._sends_early = False
         self._buffers_before = model.buffers
-        self.settle(**options)
+        self.set_options(**options)
 
-    def settle(
+    def set_options(
         self, *, clip_norm: float | None, norm: bool, nonfinite: not_finite.Action, check_every: int, **_: Any
     ) -> None:
         """Apply the options that `engine.set` may change."""
@@ -73,7 +73,7 @@ class Update:
             if self.optimizer is not None
             and self._may_begin_early
             and self.model.matrices is None
-            and self.model.buckets.arrive_apart
+            and self.model.buckets.sums_outlast_backward
             else None
         )
         self._checks.options(check_every=check_every)
@@ -100,7 +100,7 @@ class Update:
     def begin(self, *, early: bool) -> None:
         """Clear the last step's gradients. early: this step may step or send a bucket while others are summed."""
         model = self.model
-        self._steps_early = early and self._overlapped is not None and self._overlapped.possible()
+        self._steps_early = early and self._overlapped is not None and self._overlapped.begin_if_possible()
         self._sends_early = early and self._may_begin_early and model.matrices is not None
         for p in model.owned.values():
             p.grad = None

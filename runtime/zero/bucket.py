@@ -38,7 +38,7 @@ from shardc.runtime.zero.trained_params import trained_params
 class Bucket:
     """A bucket of parameters. Call `adopt` for each parameter, then `ready`; after an update `publish`.
 
-    In each step: `start`, `put` for each gradient (ZeRO 3: `arrived`), `launch`, `settle`, `close`, `finish`.
+    In each step: `start`, `put` for each gradient (ZeRO 3: `arrived`), `launch`, `advance_sum`, `close`, `finish`.
     last: whether this is the step's last backward that reaches the bucket. launched: called when ZeRO 3 starts a sum.
     aliased: for a custom loop, whose loss may have other terms, such as `0.1 * w.norm()`. At ZeRO 0 the graph gets
     separate leaves on the parameters' memory, so ranks do not sum the gradient of such a term: it is whole on every
@@ -72,13 +72,13 @@ class Bucket:
         self._kept: dict[str, Tensor] = {}  # gradients from before this step
         self._buffer: Tensor | None = None
         self._views: dict[str, Tensor] = {}
-        self._there: set[str] = set()  # gradients that are in the buffer (its other elements are not written yet)
+        self._in_buffer: set[str] = set()  # gradients that are in the buffer (its other elements are not written yet)
         self._work, self._rest_work, self._gather = Work(), Work(), Work()
-        self._rest_begun = False  # whether the sum over the other axes has started
+        self._rest_started = False  # whether the sum over the other axes has started
         self._final = False  # the running sum is the step's last
         self._sum: Tensor | None = None  # this rank's part of the gradients
-        self._coming: Tensor | None = None  # the result of the running sum, to add to earlier ones
-        self._keep_alive: Tensor | None = None  # the buffer that the running sum reads: not freed before
+        self._sum_output: Tensor | None = None  # the result of the running sum, to add to earlier ones
+        self._sum_input: Tensor | None = None  # the buffer that the running sum reads: not freed before
         # parameters
         self.rank = mesh.coordinate(self.spec.shard) if self.sharded else 0
         self.runs: dict[str, FlatShard] = self.flat.runs(self.rank) if self.sharded else {}
@@ -188,7 +188,7 @@ class Bucket:
         """Wait for the gather of `publish`."""
         self._gather.wait()
 
-    def filled(self) -> None:
+    def mark_gathered(self) -> None:
         """Note that parts and whole parameters hold new values, so nothing has to be gathered."""
         self._versions = self._version()
 
@@ -259,9 +259,9 @@ class Bucket:
             return
         self._work.wait()  # it may remain from a step that failed halfway
         self._rest_work.wait()
-        self._rest_begun = self._final = False
-        self.seen, self._there, self.sums = set(), set(), {}
-        self._sum = self._coming = self._keep_alive = None
+        self._rest_started = self._final = False
+        self.seen, self._in_buffer, self.sums = set(), set(), {}
+        self._sum = self._sum_output = self._sum_input = None
         if self.scatters:
             self._free()
         self._kept = {n: p.grad for n, p in self.owned.items() if p.grad is not None}
@@ -279,7 +279,7 @@ class Bucket:
             self._buffer = torch.empty(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
             for start, stop in self.flat.gaps:
                 self._buffer[start:stop].zero_()
-            self._views, self._there = self._named(self._buffer), set()
+            self._views, self._in_buffer = self._named(self._buffer), set()
         return self._buffer
 
     def put(self, name: str) -> None:
@@ -302,11 +302,11 @@ class Bucket:
 
     def _add(self, name: str, grad: Tensor) -> None:
         self._flat()
-        if name in self._there:
+        if name in self._in_buffer:
             self._views[name].add_(grad)
         else:
             self._views[name].copy_(grad)
-        self._there.add(name)
+        self._in_buffer.add(name)
         self.missing.discard(name)
         self.seen.add(name)
 
@@ -314,7 +314,7 @@ class Bucket:
         """Return the buffer, with zeros for the gradients that did not arrive."""
         buffer = self._flat()
         for name in self.spec.params:
-            if name not in self._there:
+            if name not in self._in_buffer:
                 self._views[name].zero_()
         return buffer
 
@@ -327,15 +327,15 @@ class Bucket:
         if not self.scatters:
             self._sum = flat[self.low : self.high]
             self._reduce(flat, self._sum)
-            self._start_rest(self._sum, at_once=True)
+            self._sum_rest(self._sum, at_once=True)
             return
-        self.settle()
-        self._keep_alive, self._coming = flat, torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
+        self.advance_sum()
+        self._sum_input, self._sum_output = flat, torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
         self._free()
-        self._reduce(flat, self._coming)
+        self._reduce(flat, self._sum_output)
         self._final = not self.spec.late and self._last(self)  # others may have the last of a late one
         if self._final and self._sum is None:
-            self._start_rest(self._coming, at_once=True)
+            self._sum_rest(self._sum_output, at_once=True)
 
     def _reduce(self, flat: Tensor, part: Tensor) -> None:
         """Start to sum flat into part."""
@@ -347,9 +347,9 @@ class Bucket:
     @property
     def _rest_due(self) -> bool:
         """Whether a sum over the other axes has still to start."""
-        return not self._rest_begun and bool(self.rest) and self.mesh.members(self.rest) > 1
+        return not self._rest_started and bool(self.rest) and self.mesh.members(self.rest) > 1
 
-    def _start_rest(self, part: Tensor, *, at_once: bool = False) -> None:
+    def _sum_rest(self, part: Tensor, *, at_once: bool = False) -> None:
         """Start the sum over the other axes, once a step.
 
         at_once: queue it behind the sum over the first axis, without waiting for that here; only on meshes with
@@ -359,19 +359,19 @@ class Bucket:
             return
         with self.mesh.after(self._work) if at_once else nullcontext():
             self._rest_work = self.mesh.start_all_reduce(part, self.rest, direction="backward", tag=self.tag)
-        self._rest_begun = True
+        self._rest_started = True
 
-    def settle(self) -> None:
+    def advance_sum(self) -> None:
         """Wait for the running sum; start that over the other axes. ZeRO 0, ZeRO 1 on a GPU: do nothing."""
-        if self._coming is not None:
+        if self._sum_output is not None:
             self._work.wait()
-            self._sum = self._coming if self._sum is None else self._sum.add_(self._coming)
-            self._coming = self._keep_alive = None
+            self._sum = self._sum_output if self._sum is None else self._sum.add_(self._sum_output)
+            self._sum_output = self._sum_input = None
             if self._final:
-                self._start_rest(self._sum)
+                self._sum_rest(self._sum)
         elif not self.scatters and self._sum is not None and (self._rest_due or not self.mesh.streams):
             self._work.wait()
-            self._start_rest(self._sum)
+            self._sum_rest(self._sum)
 
     @property
     def final(self) -> bool:
@@ -384,31 +384,31 @@ class Bucket:
             return
         if self._buffer is not None:  # the last backward did not reach this bucket
             self.launch()
-        self.settle()
+        self.advance_sum()
         if self._sum is None and self.elsewhere:  # ranks of other stages sum with this one
             self._sum = torch.zeros(self.flat.part, dtype=self.spec.dtype, device=self.mesh.device)
         if self._sum is not None:
-            self._start_rest(self._sum)
+            self._sum_rest(self._sum)
 
     def finish(self) -> None:
         """Wait for the sums, and put the gradients into `.owned`, which then holds the only references."""
         self._kept_whole = None
         self._work.wait()
-        self.settle()
+        self.advance_sum()
         self._rest_work.wait()
         part, self._sum = self._sum, None
         if not self.sharded:
-            self._give(self._views)
+            self._set_grads(self._views)
         elif part is None:
-            self._give({})
+            self._set_grads({})
         else:
-            self._give({n: x for n, x in self._slices(part).items() if self.runs[n].size or self._aliased})
+            self._set_grads({n: x for n, x in self._slices(part).items() if self.runs[n].size or self._aliased})
         self._free()
 
     def _free(self) -> None:
         self._buffer, self._views = None, {}
 
-    def _give(self, sums: dict[str, Tensor]) -> None:
+    def _set_grads(self, sums: dict[str, Tensor]) -> None:
         for name, p in self.owned.items():
             # the new sum, plus gradients from before the step, plus those of loss terms outside of the graph (aliased)
             others = [g for g in (self._kept.get(name), p.grad) if g is not None]

@@ -5,7 +5,7 @@ is summed in the background (Li et al. 2020, "PyTorch Distributed"). The pass sh
 which parameters share a bucket, in the order of backward: it reads this from the graph, so no warm-up step is needed
 and all ranks agree. Each bucket shards itself for ZeRO (shardc.runtime.zero.bucket).
 
-When a sum starts, and when a rank waits for it (`Bucket.launch`, `settle`):
+When a sum starts, and when a rank waits for it (`Bucket.launch`, `advance_sum`):
 
     zero  starts                          sum                                waits
     0     last backward of the step*      all_reduce                         `finish`: all may run at once
@@ -96,7 +96,7 @@ class Buckets:
         self._each = [b for b in self._all if b.scatters and b.whole]
         self._due: deque[Bucket] = deque()
         self._active = False
-        self._running: list[Bucket] = []
+        self._in_flight: list[Bucket] = []
         #: Called during backward with the parameters of a bucket whose sum is ready; None: `finish` reports all.
         self.early: Reduced | None = None
         self._done: set[Bucket] = set()
@@ -134,7 +134,7 @@ class Buckets:
         return [b.spec.params for b in self._all]
 
     @property
-    def arrive_apart(self) -> bool:
+    def sums_outlast_backward(self) -> bool:
         """Whether sums end one by one after backward, so that updating the first buckets hides later sums.
 
         Not with ZeRO, where one sum runs at a time; nor on a GPU, which queues updates behind backward anyway.
@@ -156,7 +156,7 @@ class Buckets:
     def start(self, stage: int = 0, first: bool = True, last: bool = True) -> None:
         """Prepare for a backward. first: of the step on this rank; last: of the step, of this pipeline stage."""
         if first:
-            self._next, self._active, self._running, self._done = 0, True, [], set()
+            self._next, self._active, self._in_flight, self._done = 0, True, [], set()
             self._left = {b: set(stages) for b, stages in self._stages.items()}
         for b in self._all:
             if first or stage in self._stages[b]:
@@ -216,13 +216,13 @@ class Buckets:
 
     def _launched(self, bucket: Bucket) -> None:
         """Wait for the sums that started before that of `bucket`, to free their buffers."""
-        for other in (b for b in self._running if b is not bucket):
-            other.settle()
+        for other in (b for b in self._in_flight if b is not bucket):
+            other.advance_sum()
             if self.early is not None and other.final and other not in self._done:
                 self._done.add(other)
                 other.finish()
                 self.early(other.spec.params)
-        self._running = [bucket]
+        self._in_flight = [bucket]
 
     def finish(self, reduced: Reduced | None = None) -> None:
         """Wait for all sums, after backward. reduced: called for each bucket while later sums still run."""
@@ -234,7 +234,7 @@ class Buckets:
         for b in left:
             b.close()
         for b in left:
-            b.settle()
+            b.advance_sum()
         for b in left:
             b.finish()
             if reduced is not None:
@@ -295,10 +295,10 @@ class Buckets:
         bucket = self._of[name]
         return bucket.params[name].detach() if name in bucket.params else None
 
-    def filled(self) -> None:
+    def mark_gathered(self) -> None:
         """Note that all forms of the parameters were written on all ranks, so nothing has to be gathered."""
         for b in self._all:
-            b.filled()
+            b.mark_gathered()
 
     def wholes(self) -> Mapping[str, Tensor]:
         """Return {name: whole local part, as stored, detached}.
@@ -312,15 +312,15 @@ class _Wholes(Mapping[str, Tensor]):
     def __init__(self, owned: Mapping[str, nn.Parameter], of: Mapping[str, Bucket]) -> None:
         self._owned, self._of = owned, of
         self._bucket: Bucket | None = None
-        self._there: dict[str, Tensor] = {}
+        self._wholes: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._of:
             return self._owned[name].detach()
         if self._bucket is not self._of[name]:
-            self._there = {}  # one bucket at a time
-            self._bucket, self._there = self._of[name], self._of[name].wholes()
-        return self._there[name]
+            self._wholes = {}  # one bucket at a time
+            self._bucket, self._wholes = self._of[name], self._of[name].wholes()
+        return self._wholes[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._owned)

@@ -20,7 +20,7 @@ from shardc.torch_private import step_hooks
 class OverlappedStep:
     """Steps a bucket's parameters when their gradients arrive. params: of the optimizer, by name.
 
-    In every step: call `possible()`; if it is, call `step` with each parameter's name once.
+    In every step: call `begin_if_possible()`; if it is, call `step` with each parameter's name once.
     """
 
     def __init__(self, optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> None:
@@ -28,7 +28,7 @@ class OverlappedStep:
         self._separable = why_all_at_once(optimizer) is None
         self._settings: list[dict[str, Any]] = []
 
-    def possible(self) -> bool:
+    def begin_if_possible(self) -> bool:
         """Return whether this step may run in parts; if so, begin it.
 
         Not where the optimizer has hooks: they run once a step, with all parameters.

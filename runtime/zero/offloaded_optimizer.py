@@ -32,7 +32,7 @@ class Paged:
     """
 
     def __init__(self, optimizer: Optimizer, offload: Offload) -> None:
-        prove_apart(optimizer)
+        check_separable(optimizer)
         self.optimizer, self._offload = optimizer, offload
         self._state: dict[nn.Parameter, dict[str, Home]] = {}
         self._here: set[nn.Parameter] = set()  # offloaded parameters that are on the device now
@@ -53,7 +53,7 @@ class Paged:
                     with only_params(self.optimizer, page, before):
                         self.optimizer.step()
                 finally:
-                    self._leave(page)
+                    self._put_page(page)
         finally:
             self._offload.mover.drain()
             self._offload.changed()
@@ -61,7 +61,7 @@ class Paged:
     def rest(self) -> None:
         """Offload all state that a constructor or a checkpoint has made."""
         for page in self._pages(every=True):
-            self._leave(page)
+            self._put_page(page)
             self._offload.mover.drain()
 
     def room(self, p: nn.Parameter, name: str, like: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Paged:
         for p in page:
             stored = {"": self._offload.homes[p]} if p in self._offload.homes else {}
             state = self.optimizer.state.get(p, {})
-            stored |= {k: h for k, h in self._state.get(p, {}).items() if self._is_home(p, k, state.get(k))}
+            stored |= {k: h for k, h in self._state.get(p, {}).items() if self._is_stored(p, k, state.get(k))}
             moving += [(p, k) for k in stored]
             homes += list(stored.values())
         return moving, self._offload.mover.fetch(homes)
@@ -106,7 +106,7 @@ class Paged:
                 p.data = x
                 self._here.add(p)
 
-    def _leave(self, page: Sequence[nn.Parameter]) -> None:
+    def _put_page(self, page: Sequence[nn.Parameter]) -> None:
         """Start to put a page back. State that is new, or has changed its form, gets new room."""
         moves = [(p.data, self._offload.homes[p]) for p in page if p in self._here]
         for p in self._here.intersection(page):
@@ -119,7 +119,7 @@ class Paged:
             (p, key, x)
             for p in page
             for key, x in self.optimizer.state.get(p, {}).items()
-            if isinstance(x, Tensor) and (_moves(x, self._offload.device) or self._is_home(p, key, x))
+            if isinstance(x, Tensor) and (_moves(x, self._offload.device) or self._is_stored(p, key, x))
         ]
         forms = {(p, key): torch.empty_like(x, device="meta") for p, key, x in away}  # dense strides
         new = [slot_of for slot_of, form in forms.items() if not self._fits(*slot_of, form)]
@@ -131,7 +131,7 @@ class Paged:
         for p, key, _ in away:
             self.optimizer.state[p][key] = self._state[p][key].tensor
 
-    def _is_home(self, p: nn.Parameter, key: str, x: Any) -> bool:
+    def _is_stored(self, p: nn.Parameter, key: str, x: Any) -> bool:
         home = self._state.get(p, {}).get(key)
         return home is not None and home.tensor is x
 
@@ -149,7 +149,7 @@ def _same_form(a: Tensor, b: Tensor) -> bool:
     return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
 
 
-def prove_apart(optimizer: Optimizer) -> None:
+def check_separable(optimizer: Optimizer) -> None:
     """Raise ShardcError for an optimizer whose update of a parameter depends on other parameters."""
     why = why_all_at_once(optimizer)
     if why is not None:

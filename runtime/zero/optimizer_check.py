@@ -97,7 +97,7 @@ def _check_sharded(
         else "make it by module.optimizer(lambda params: ...), which gives each matrix to one rank"
     )
     fix = f"use an optimizer that updates every element by itself (SGD, Adam, AdamW, ...), or {how}, or {first.instead}"
-    samples, grads, one = _check_apart(optimizer, shardings, first, fix)
+    samples, grads, one = _try_steps(optimizer, shardings, first, fix)
     whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
     if runs:
         _check_skips(optimizer, shardings, first, samples, grads)
@@ -143,14 +143,14 @@ def _closure_of(optimizer: Optimizer) -> str:
     return ""
 
 
-def check_apart(optimizer: Optimizer) -> None:
+def check_matrices(optimizer: Optimizer) -> None:
     """Raise ShardcError if whole matrices are updated depending on others, which other ranks own."""
     first = ParamSharding((), "other ranks own the others", "optimizer", "")
     fix = "use an optimizer that updates each parameter by itself, or leave optimizer: {matrices: ...} out"
-    _check_apart(optimizer, {}, first, fix)
+    _try_steps(optimizer, {}, first, fix)
 
 
-def _check_apart(
+def _try_steps(
     optimizer: Optimizer, shardings: Mapping[Tensor, ParamSharding], first: ParamSharding, fix: str
 ) -> tuple[list[Tensor], list[list[Tensor]], list[list[Tensor]]]:
     """Try an optimizer; return (values, gradients by step, values after the steps).
@@ -210,7 +210,7 @@ def needs_whole(optimizer: Optimizer) -> bool:
             whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
             samples, grads = whole.data()
             one, two = whole.run(samples, grads), pieces.run(samples, grads, cut=True)
-        except Exception:  # `check_apart` reports what is wrong
+        except Exception:  # `check_matrices` reports what is wrong
             return True
         every = zip(samples, one, two, strict=True)
         return not all(_same(stretch.parts(x), stretch.parts(after), parts, _SLACK) for x, (after,), parts in every)

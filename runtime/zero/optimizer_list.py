@@ -29,7 +29,7 @@ class OptimizerList(Optimizer):
         # without Optimizer.__init__, which would make new groups
         self.members, self.returned = tuple(members), returned
         self._empty = [
-            m for m in members if not _holds(m)
+            m for m in members if not _has_params(m)
         ]  # without parameters on this rank; they still count their steps
         self.read_groups()
 
@@ -42,7 +42,7 @@ class OptimizerList(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step the members. closure: not used; it is in the signature of torch's optimizers."""
         for m in self.members:
-            if m in self._empty or _holds(m):  # else only other members' parameters step now
+            if m in self._empty or _has_params(m):  # else only other members' parameters step now
                 m.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class _States(MutableMapping[Tensor, State]):
         return sum(len(m.state) for m in self._members)
 
 
-def _holds(optimizer: Optimizer) -> bool:
+def _has_params(optimizer: Optimizer) -> bool:
     return any(group["params"] for group in optimizer.param_groups)
 
 

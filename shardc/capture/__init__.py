@@ -39,7 +39,7 @@ from shardc.capture.layer_copies import UnlikeError
 from shardc.capture.lift import lift
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf, check_loss
 from shardc.capture.loss import default_loss as default_loss
-from shardc.capture.masked_rows.rows import DrawnError, because
+from shardc.capture.masked_rows.rows import DrawnError, add_reason
 from shardc.capture.rewrite import attention_sinks, flex_attention
 from shardc.errors import ShardcError
 from shardc.ir.forward_record import ForwardRecord
@@ -104,7 +104,7 @@ def capture(
             pass
         except ShardcError as e:
             if rows or (sizes and not refusals.of_values(e)):
-                raise (because(refused, e) if rows and refused and not isinstance(e, DrawnError) else e) from None
+                raise (add_reason(refused, e) if rows and refused and not isinstance(e, DrawnError) else e) from None
             refused = None if fold else e
         del ways[0]
     changes.refuse_created()

@@ -119,7 +119,7 @@ def prove(
         warnings.simplefilter("always")  # the model's own, which are read below
         torch.manual_seed(0)
         try:
-            with patches.swapped(model, tensors):  # backward too: a reentrant checkpoint runs the model again
+            with patches.replaced_tensors(model, tensors):  # backward too: a reentrant checkpoint runs the model again
                 want, *beside = eager(whole)
                 forwarded = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
                 want_grads = _grads(want, trained)
@@ -129,7 +129,7 @@ def prove(
             changed = {**written, **changed}
             if changed:
                 torch.manual_seed(0)
-                with patches.swapped(model, tensors):
+                with patches.replaced_tensors(model, tensors):
                     again = eager(whole)
                     grads_again = _grads(again[0], trained)
         except ShardcError:
@@ -172,7 +172,7 @@ def prove(
     if errors.found and (
         of_batch := {i.name: i.path for i in program.inputs if inputs[i.name]._version != versions[i.name]}
     ):
-        with torch.random.fork_rng(devices=[]), patches.swapped(model, tensors):
+        with torch.random.fork_rng(devices=[]), patches.replaced_tensors(model, tensors):
             raise _changes_batch(of_batch, inputs, lambda: eager(whole))
     errors.raise_any()  # gradients that also differ add no information
     # a gradient that is zero in exact arithmetic (an attention key's bias) is rounding on both sides: measured against
@@ -221,7 +221,7 @@ def prove(
             evaluating = interpret(program, params, after, inputs, graph=_evaluating(program.graph))
         except RuntimeError:  # a norm that returns its statistics then has none: evaluating reports it
             return Proof(notes, evaluates="otherwise")
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), patches.swapped(model, tensors):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), patches.replaced_tensors(model, tensors):
         warnings.simplefilter("ignore")
         proof = _evaluates(
             model, lambda: eager(whole), (evaluating[0], *evaluating[2].values()), program.graph, branches
@@ -256,19 +256,19 @@ def _evaluates(
     without: Sequence[Tensor] | None = None
     try:
         without = run(0, grad=False)
-        if _alike(without, ours, EVALUATED):
+        if _all_close(without, ours, EVALUATED):
             return Proof(evaluates="alike")
     except Exception:  # such as a forward that differentiates: its result with gradients counts
         pass
     try:
         expected = run(0, grad=True)
-        draws = not _alike(run(1, grad=True), expected, EVALUATED)
+        draws = not _all_close(run(1, grad=True), expected, EVALUATED)
     except Exception:  # in eval mode it may have no loss: evaluating reports it
         return Proof(evaluates="otherwise")
-    notes = () if without is None or draws or _alike(without, expected) else (_without_gradients(model),)
-    if _alike(expected, ours, EVALUATED):
+    notes = () if without is None or draws or _all_close(without, expected) else (_without_gradients(model),)
+    if _all_close(expected, ours, EVALUATED):
         return Proof(notes, evaluates="alike")
-    if draws and not branches and any(map(_drops, calls(graph))):
+    if draws and not branches and any(map(_is_dropout, calls(graph))):
         return Proof((KEEPS_DROPOUT,), evaluates="alike")
     return Proof(notes, evaluates="otherwise")
 
@@ -292,7 +292,7 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _drops(node: fx.Node) -> bool:
+def _is_dropout(node: fx.Node) -> bool:
     """Return whether a node is a dropout."""
     return SWITCHED.get(op_name(node.target)) == "train" and "dropout" in op_name(node.target)
 
@@ -316,7 +316,7 @@ def _set(node: fx.Node, index: int, name: str, value: float | bool) -> None:
         node.kwargs = {**node.kwargs, name: value}
 
 
-def _alike(plain: Sequence[Tensor], ours: Sequence[Tensor], tighter: float = 1.0) -> bool:
+def _all_close(plain: Sequence[Tensor], ours: Sequence[Tensor], tighter: float = 1.0) -> bool:
     errors = Errors()
     if [x.shape for x in plain] != [x.shape for x in ours]:
         return False

@@ -105,7 +105,7 @@ def _unlike(a: _Layer, b: _Layer) -> set[tuple[int, str]] | None:
         children = zip(one["_modules"].values(), other["_modules"].values(), strict=True)
         if any(twins.get(id(m)) is not n for m, n in children if m is not None):
             return None
-        if not all(_alike(one[table][n], other[table][n]) for table in ("_parameters", "_buffers") for n in one[table]):
+        if not all(_equal(one[table][n], other[table][n]) for table in ("_parameters", "_buffers") for n in one[table]):
             return None
         if one["_non_persistent_buffers_set"] != other["_non_persistent_buffers_set"]:
             return None
@@ -113,7 +113,7 @@ def _unlike(a: _Layer, b: _Layer) -> set[tuple[int, str]] | None:
     return differing if _ties(a.tensors()) == _ties(b.tensors()) else None
 
 
-def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return _type(a) == _type(b)
@@ -186,7 +186,7 @@ class _First:
     copied: bool = False
 
     @property
-    def made(self) -> list[Tensor]:
+    def fresh(self) -> list[Tensor]:
         """The results that are tensors, and no operands."""
         return [x for x, i in zip(self.results, self.at, strict=True) if isinstance(x, Tensor) and i < 0]
 
@@ -226,7 +226,7 @@ class Folding:
                     known = [("tensor", *_type(x)) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
                     key = (structure, known, _ties(operands), _places(operands, layer.tensors()), modes)
                     for first in self._firsts.get(layer.kind, ()):
-                        if first.key == key and _read_alike(first, layer) and _is_as_then(first):
+                        if first.key == key and _reads_same(first, layer) and _is_as_then(first):
                             return self._copy(first, layer, operands)
             if not plain:
                 return original(*args, **kwargs)
@@ -251,16 +251,16 @@ class Folding:
         results, structure = pytree.tree_flatten(result)
         tensors = [x for x in results if isinstance(x, Tensor)]
         at = _places(results, operands)
-        first = _First(layer, key, operands, _own(layer, touched), _elsewhere(layer, touched), results, structure, at)
+        first = _First(layer, key, operands, _inside(layer, touched), _outside(layer, touched), results, structure, at)
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*operands, *layer.tensors()))
         added = traced_so_far()
         if (
-            all(map(_is_made_here, added[: len(added) - nodes]))
+            all(map(_is_fresh, added[: len(added) - nodes]))
             and self._state(layer, operands) == before
             and all(isinstance(x, (FakeTensor, *_PLAIN)) for x in results)
-            and first.made
+            and first.fresh
             and all(i < 0 for i in _places(tensors, layer.tensors()))
-            and all(x.requires_grad == (grad and (x.is_floating_point() or x.is_complex())) for x in first.made)
+            and all(x.requires_grad == (grad and (x.is_floating_point() or x.is_complex())) for x in first.fresh)
         ):
             self._firsts.setdefault(layer.kind, []).append(first)
         return result
@@ -277,7 +277,7 @@ class Folding:
     def _copy(self, first: _First, layer: _Layer, operands: list[Tensor]) -> Any:
         self.calls.append(Copied(first.layer.path, layer.path))
         others, first.copied = [] if first.copied else first.operands, True
-        outputs = iter(traced_call(EQUAL_LAYER, (len(self.calls) - 1, operands, others, first.made), first.made))
+        outputs = iter(traced_call(EQUAL_LAYER, (len(self.calls) - 1, operands, others, first.fresh), first.fresh))
         results = [
             (operands[i] if i >= 0 else next(outputs)) if isinstance(x, Tensor) else x
             for x, i in zip(first.results, first.at, strict=True)
@@ -295,7 +295,7 @@ def _places(each: Sequence[Any], among: Sequence[Tensor]) -> list[int]:
     return [places.get(id(x), -1) for x in each]
 
 
-def _read_alike(first: _First, layer: _Layer) -> bool:
+def _reads_same(first: _First, layer: _Layer) -> bool:
     """Return whether all attributes that were read of the first layer are the same in this one."""
     perhaps = first.touched & (first.layer.unlike | layer.unlike)
     twins = {id(x): y for x, y in zip(first.layer.modules, layer.modules, strict=True)} if perhaps else {}
@@ -307,26 +307,26 @@ def _read_alike(first: _First, layer: _Layer) -> bool:
 
 def _is_as_then(first: _First) -> bool:
     """Return whether outside values that the layer read are unchanged; forward may set them in between."""
-    return all(_contents(_held(x).get(name)) == then for x, name, then in first.outside)
+    return all(_contents(_attributes_of(x).get(name)) == then for x, name, then in first.outside)
 
 
-def _held(x: Any) -> dict[str, Any]:
+def _attributes_of(x: Any) -> dict[str, Any]:
     return _attributes(x) if isinstance(x, nn.Module) else vars(x)
 
 
-def _elsewhere(layer: _Layer, touched: Mapping[tuple[int, str], Any]) -> list[tuple[Any, str, Any]]:
+def _outside(layer: _Layer, touched: Mapping[tuple[int, str], Any]) -> list[tuple[Any, str, Any]]:
     """Return attributes that were read outside the layer: owner, name, and contents."""
     inside = {identity(m) for m in layer.modules}
-    reads = ((x, name, _held(x)) for (number, name), x in touched.items() if number not in inside)
+    reads = ((x, name, _attributes_of(x)) for (number, name), x in touched.items() if number not in inside)
     return [(x, name, _contents(attributes[name])) for x, name, attributes in reads if name in attributes]
 
 
-def _is_made_here(n: fx.Node) -> bool:
+def _is_fresh(n: fx.Node) -> bool:
     """Return whether no one holds the tensor, as with `torch.tensor(...)`: equal layers make equal ones."""
     return n.op != "get_attr" or all(u.target in FRESH for u in n.users)
 
 
-def _own(layer: _Layer, touched: Mapping[tuple[int, str], Any]) -> set[tuple[int, str]]:
+def _inside(layer: _Layer, touched: Mapping[tuple[int, str], Any]) -> set[tuple[int, str]]:
     """Return attributes that were read, by the number of their module in the layer."""
     number = {identity(m): i for i, m in enumerate(layer.modules)}
     reads = {(number[m], name) for m, name in touched if m in number}

@@ -107,7 +107,7 @@ def export(
         traced_with(source.trace_of_call),
         without_code(),
         silent(),
-        _folded(model, fold, partial(_noted, wrapper, reads)) as folding,
+        _folded(model, fold, partial(_records_of, wrapper, reads)) as folding,
     ):
         warnings.simplefilter("ignore")  # warnings of export; the model's appear whenever it runs
         inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # separate ones: export merges identical inputs
@@ -181,7 +181,7 @@ def _folded(
     return equal_layers.folded(model, fold.reads, fold.changes, effects)
 
 
-def _noted(wrapper: LossOf, reads: ValueReads, path: str) -> object:
+def _records_of(wrapper: LossOf, reads: ValueReads, path: str) -> object:
     """Return capture's records that a layer of this name must not add to, if it represents others."""
     values = [n for n in reads.buffers if n.startswith(f"{path}.")]
     return len(wrapper.side), len(reads.sources), len(reads.inputs), values

@@ -35,7 +35,7 @@ class ForeignParameters(TorchFunctionMode):
             for x in (*args, *kwargs.values()):
                 if type(x) in (nn.Parameter, Tensor) and x.requires_grad and x.is_leaf:
                     if (name := self.own.get(id(x))) is not None:
-                        raise _held_elsewhere(name)
+                        raise _closure_error(name)
                     self.found.setdefault(id(x), (x, source.of_call().line))
         return func(*args, **kwargs)
 
@@ -45,13 +45,13 @@ class ForeignParameters(TorchFunctionMode):
         for x, line in self.found.values():
             lines.setdefault(line, []).append(x)
         return tuple(
-            f"{line}: {_said(every)} no parameter of the model that is compiled: a constant of the program, which"
+            f"{line}: {_describe(every)} no parameter of the model that is compiled: a constant of the program, which"
             " nothing trains. If it is to be trained make it a part of the model, else requires_grad_(False)"
             for line, every in lines.items()
         )
 
 
-def _held_elsewhere(name: str) -> ShardcError:
+def _closure_error(name: str) -> ShardcError:
     place = source.of_call()
     return ShardcError(
         f"forward reads the parameter {name!r} from something that holds it beside its module, such as a closure"
@@ -61,7 +61,7 @@ def _held_elsewhere(name: str) -> ShardcError:
     )
 
 
-def _said(every: list[Tensor]) -> str:
+def _describe(every: list[Tensor]) -> str:
     shapes = ", ".join(str(list(x.shape)) for x in every[:3]) + (", ..." if len(every) > 3 else "")
     if len(every) == 1:
         return f"a tensor of shape {shapes} wants a gradient and is"

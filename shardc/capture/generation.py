@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.capture.batch_leaves import Leaves
-from shardc.capture.generation_cache import Now, apart, begun, together, unchanged
+from shardc.capture.generation_cache import Now, checked_states, join_cache, new_cache, split_cache
 from shardc.capture.loss import ValuesOf, tensors_in
 from shardc.errors import ShardcError
 from shardc.ir.generation import AT, ENCODER, IDS, LOGITS, PLACE, Decode, Prefill, State, Step, Whole
@@ -45,9 +45,9 @@ class GenerationOf(ValuesOf):
         return tuple(self._flat(values, ""))
 
     def _prefill(self, batch: dict[str, Any], step: Prefill) -> dict[str, Tensor]:
-        cache = begun(self.model, Now(step.length, batch["attention_mask"] == 0, moves=step.moves))
+        cache = new_cache(self.model, Now(step.length, batch["attention_mask"] == 0, moves=step.moves))
         output = self._output(batch, cache, batch.get(ENCODER, {}))
-        states, form = apart(cache)
+        states, form = split_cache(cache)
         step.form.cache, step.form.slots = form.cache, form.slots
         if ENCODER in batch:
             step.form.encoder = tuple(output.encoder_last_hidden_state.shape)
@@ -56,7 +56,7 @@ class GenerationOf(ValuesOf):
 
     def _decode(self, batch: dict[str, Any], step: Decode) -> dict[str, Tensor]:
         place, buffers = batch.pop(PLACE, None), {s.path: getattr(self, s.buffer) for s in step.states}
-        cache = together(step.form, buffers, Now(batch["attention_mask"].shape[1], place=place))
+        cache = join_cache(step.form, buffers, Now(batch["attention_mask"].shape[1], place=place))
         decoders = getattr(cache, "self_attention_cache", cache)  # in 5.17 a pair of caches has no such property
         if all(decoders.is_linear):  # padding is in the past, and a recurrence takes a mask of the current tokens
             batch.pop("attention_mask")
@@ -65,7 +65,7 @@ class GenerationOf(ValuesOf):
             dtype = next(x.dtype for x in self.model.parameters() if x.is_floating_point())
             of_encoder = torch.zeros(step.form.encoder, dtype=dtype, device=batch["input_ids"].device)
             encoder["encoder_outputs"] = _types("modeling_outputs").BaseModelOutput(of_encoder)
-        output, after = self._output(batch, cache, encoder), unchanged(step.form, cache)
+        output, after = self._output(batch, cache, encoder), checked_states(step.form, cache)
         for path, buffer in buffers.items():
             if after[path].shape != buffer.shape or after[path].dtype != buffer.dtype:
                 sizes = f"from {list(buffer.shape)} to {list(after[path].shape)}"

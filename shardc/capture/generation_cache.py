@@ -4,8 +4,8 @@ Its keys and values have a fixed number of places, as do any other tensors in it
 token to token are found by inspection: all tensors in it are states; the rest (which layers have begun, sizes) is its
 form, which must not change.
 
-    prompts   cache = begun(model, ...); model(..., cache)       states, form = apart(cache)
-    a token   cache = together(form, states); model(..., cache)  states = unchanged(form, cache)
+    prompts   cache = new_cache(model, ...); model(..., cache)       states, form = split_cache(cache)
+    a token   cache = join_cache(form, states); model(..., cache)  states = checked_states(form, cache)
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Slot:
     """A placeholder for one tensor in the form of a cache."""
 
 
-def begun(model: nn.Module, now: Now) -> Any:
+def new_cache(model: nn.Module, now: Now) -> Any:
     """Make the cache that the model begins to generate with."""
     types = importlib.import_module("transformers.cache_utils")
     config: Any = model.config
@@ -60,14 +60,14 @@ def begun(model: nn.Module, now: Now) -> Any:
             for name in [n for n, x in vars(layer).items() if isinstance(x, Tensor)]:
                 delattr(layer, name)  # copies of its window, for methods that are replaced: no state
     if config.is_encoder_decoder:
-        once = [_once()() for _ in cache.layers]
+        once = [_encoder_layer()() for _ in cache.layers]
         cache = types.EncoderDecoderCache(cache, types.Cache(layers=once))
     cache.now = now
     return cache
 
 
 @functools.cache
-def _once() -> type:
+def _encoder_layer() -> type:
     """Make the class of a layer with an encoder's keys and values, which are written only once."""
 
     def update(self: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def _once() -> type:
     return type("EncoderLayer", (kind,), {"update": update})
 
 
-def apart(cache: Any) -> tuple[dict[str, Tensor], Form]:
+def split_cache(cache: Any) -> tuple[dict[str, Tensor], Form]:
     """Split a cache into its states, by path, and its form."""
     states = {path: x for path, x in _leaves(cache) if isinstance(x, Tensor)}
     slots: dict[str, object] = {path: _Slot() for path in (*states, _NOW)}
@@ -86,13 +86,13 @@ def apart(cache: Any) -> tuple[dict[str, Tensor], Form]:
     return states, Form(copy.deepcopy(cache, memo), slots)  # deepcopy uses these as copies that already exist
 
 
-def together(form: Form, states: Mapping[str, Tensor], now: Now) -> Any:
+def join_cache(form: Form, states: Mapping[str, Tensor], now: Now) -> Any:
     """Build a cache of this form with these states."""
     values = {**states, _NOW: now}
     return copy.deepcopy(form.cache, {id(slot): values[path] for path, slot in form.slots.items()})
 
 
-def unchanged(form: Form, cache: Any) -> dict[str, Tensor]:
+def checked_states(form: Form, cache: Any) -> dict[str, Tensor]:
     """Return the states in a cache after a token. Raises ShardcError if it changed anything else."""
     before, after = dict(_leaves(form.cache)), dict(_leaves(cache))
     states = {path: x for path, x in after.items() if isinstance(x, Tensor)}
@@ -153,7 +153,7 @@ def _fixed(kind: type) -> type:
             self.keys, self.values = (_written(self, *x) for x in ((self.keys, keys), (self.values, values)))
             return self.keys, self.values
         keys, values = (x.masked_fill(now.padding[:, None, :, None], 0) for x in (keys, values))
-        self.keys, self.values = (_placed(x, self.room, now.moves) for x in (keys, values))
+        self.keys, self.values = (_write_entries(x, self.room, now.moves) for x in (keys, values))
         self.is_initialized = True
         return keys, values
 
@@ -197,7 +197,7 @@ def _written(layer: Any, kept: Tensor, new: Tensor) -> Tensor:
     return kept.index_copy(2, at % layer.room if layer.room < layer.now.length else at, new)
 
 
-def _placed(x: Tensor, room: int, moves: bool) -> Tensor:
+def _write_entries(x: Tensor, room: int, moves: bool) -> Tensor:
     """Write the last entries of prompts, [rows, heads, places, size], to a layer's `room` places."""
     length = x.shape[2]
     if length <= room:

@@ -55,13 +55,13 @@ def lift(
     buffers: list[Buffer] = []
     inputs: list[Input] = []
     by_fqn: dict[str, fx.Node] = {}
-    for names, p in _tied(model.named_parameters(remove_duplicate=False)):
+    for names, p in _group_ties(model.named_parameters(remove_duplicate=False)):
         node = place(names[0], values.of_tensor(p, p.requires_grad))
         node.meta["stored"] = True
         params.append(Param(node.name, names[0], tuple(p.shape), p.dtype, p.requires_grad, tuple(names[1:])))
         by_fqn.update(dict.fromkeys(names, node))
     persistent = {n for path, m in model.named_modules(remove_duplicate=False) for n in _persistent(path, m)}
-    for names, b in _tied(model.named_buffers(remove_duplicate=False)):
+    for names, b in _group_ties(model.named_buffers(remove_duplicate=False)):
         node = place(names[0], values.of_tensor(b))
         node.meta["stored"] = True
         buffers.append(
@@ -155,7 +155,7 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return cut
 
 
-def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[list[str], Any]]:
+def _group_ties(named: Iterable[tuple[str, Tensor]]) -> list[tuple[list[str], Any]]:
     """Group names by the identity of their tensors, not by address: that is 0 for those without storage."""
     by_id: dict[int, tuple[list[str], Tensor]] = {}
     for name, x in named:

@@ -56,7 +56,7 @@ def check_loss(loss: object, name: str = "loss") -> None:
         return
     names = tuple(signature.parameters)[:2]
     if len(names) == 2 and names[0] in _BATCH_NAMES and names[1] in _OUTPUT_NAMES:
-        raise swapped(name, function, names)
+        raise swapped_arguments_error(name, function, names)
 
 
 #: Usual names of the two arguments of a loss. With names in the wrong order it may still run: a loss
@@ -65,7 +65,7 @@ _BATCH_NAMES = ("batch", "data", "inputs", "target", "targets", "label", "labels
 _OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "y_pred")
 
 
-def swapped(name: str, function: Any, names: Sequence[str] = ()) -> ShardcError:
+def swapped_arguments_error(name: str, function: Any, names: Sequence[str] = ()) -> ShardcError:
     """Return the error for a loss whose two arguments are in the wrong order."""
     shown = f"({', '.join(names)})" if names else "(batch, output)"
     return ShardcError(
@@ -145,7 +145,7 @@ class LossOf(nn.Module):
         except Exception as e:  # any kind; raised again
             name = "loss" if self.loss is not None else "forward"
             if _runs_swapped(function, output, batch):
-                raise swapped(name, function) from e
+                raise swapped_arguments_error(name, function) from e
             if not isinstance(e, KeyError):
                 raise
             if not isinstance(batch, Mapping) or not e.args or e.args[0] in batch:

@@ -54,7 +54,7 @@ def check_hooks(model: nn.Module) -> None:
         if hooks := [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]:
             errors.add(
                 "the module has a backward hook, which a captured graph cannot keep",
-                where=_at(name or type(module).__name__, hooks),
+                where=_name_with_line(name or type(module).__name__, hooks),
                 fix="remove the hook, or compute what it does in forward",
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
@@ -73,7 +73,7 @@ def check_hooks(model: nn.Module) -> None:
         if hooks := [hook for table in tables if table for hook in table.values()]:
             errors.add(
                 "the parameter has a gradient hook, which a captured graph cannot keep",
-                where=_at(name, hooks),
+                where=_name_with_line(name, hooks),
                 fix="remove the hook; gradient clipping and the like belong to the optimizer step",
             )
         if isinstance(p, nn.parameter.UninitializedParameter):
@@ -132,7 +132,7 @@ def _is_dtensor(p: object) -> bool:
     return tensor is not None and isinstance(p, tensor.DTensor)
 
 
-def _at(name: str, hooks: list[Callable[..., Any]]) -> str:
+def _name_with_line(name: str, hooks: list[Callable[..., Any]]) -> str:
     """Return a name with the line at which the first of its hooks is defined: "fc.weight (model.py:12)"."""
     line = source.of_function(hooks[0]).line
     return f"{name} ({line})" if line else name
@@ -237,7 +237,7 @@ def _counting(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @contextmanager
-def swapped(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
+def replaced_tensors(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
     """Replace the model's parameters and buffers in the block: {id of the original: new}. Ties stay ties."""
     saved: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
@@ -258,7 +258,7 @@ def swapped(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
 def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
     """Make the model's parameters and buffers fake tensors inside the block; yield their mode."""
     mode = fake_mode()
-    with swapped(model, {id(x): fake_tensor(mode, x) for x in (*model.parameters(), *model.buffers())}):
+    with replaced_tensors(model, {id(x): fake_tensor(mode, x) for x in (*model.parameters(), *model.buffers())}):
         yield mode
 
 

@@ -136,7 +136,7 @@ def export(
     from shardc.runtime.state.torch_format import export_checkpoint
 
     with reporting(debug, as_json) as show:
-        _said(show, export_checkpoint(_one(folder), new), new, as_json=as_json)
+        _report(show, export_checkpoint(_one(folder), new), new, as_json=as_json)
 
 
 @app.command("import")
@@ -145,10 +145,10 @@ def import_(old: Folder, new: NewFolder, as_json: JsonOption = False, debug: Deb
     from shardc.runtime.state.torch_format import import_checkpoint
 
     with reporting(debug, as_json) as show:
-        _said(show, import_checkpoint(old, new), new, as_json=as_json)
+        _report(show, import_checkpoint(old, new), new, as_json=as_json)
 
 
-def _said(show: Show, what: str, new: Path, *, as_json: bool) -> None:
+def _report(show: Show, what: str, new: Path, *, as_json: bool) -> None:
     show(json.dumps({"what": what, "written": str(new)}) if as_json else f"{what}\nwritten to {new}")
 
 

@@ -279,7 +279,7 @@ def model_of(facts: Mapping[str, Any]) -> str:
     return ref if os.path.isabs(file) else ""
 
 
-def say_whose(folder: str, ref: str, writes: Mapping[str, str]) -> None:
+def print_model_file(folder: str, ref: str, writes: Mapping[str, str]) -> None:
     """Print which model file a compiled folder imports, and where its spec writes. writes: {what: folder}."""
     from shardc.cli import model_file
 

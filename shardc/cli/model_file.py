@@ -279,7 +279,7 @@ def _function(
     function = getattr(module, name, None)
     if function is None and needed:
         makers = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-        near = nearest(name, makers, alike=0.5)
+        near = nearest(name, makers, cutoff=0.5)
         fix = f"define {name}(): it {needed}"
         if near:
             fix += f"; there is {near}()"

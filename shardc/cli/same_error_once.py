@@ -36,7 +36,7 @@ def for_this_rank(text: str, *, alone: bool = True) -> str:
         return text
     try:
         with silenced_stderr():  # torch writes 30 lines of frames if a store is missing or is lost
-            return _told(text, rank, world)
+            return _first_report(text, rank, world)
     except (RuntimeError, OSError, ValueError):  # from the store: no other rank is there
         return text if alone else ""
 
@@ -55,7 +55,7 @@ def silenced_stderr() -> Iterator[TextIO]:
             os.close(kept)
 
 
-def _told(text: str, rank: int, world: int) -> str:
+def _first_report(text: str, rank: int, world: int) -> str:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent; else by the first rank

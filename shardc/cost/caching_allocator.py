@@ -60,7 +60,7 @@ class CachingAllocator:
         small = size <= _SMALL
         free = self._free[small]
         if (i := bisect_left(free, (size, 0))) < len(free):
-            block = self._taken(self._at[free[i][1]])
+            block = self._remove_free(self._at[free[i][1]])
         else:
             block = self._segment(size, small)
         if block.size - size >= (_ROUND if small else _SMALL + 1):
@@ -68,18 +68,18 @@ class CachingAllocator:
             if rest.after is not None:
                 rest.after.before = rest
             block.after, block.size = rest, size
-            self._give(rest)
+            self._free_block(rest)
         return block
 
     def free(self, block: Block) -> None:
         if (after := block.after) is not None and after.free:
-            self._taken(after)
+            self._remove_free(after)
             self._merge(block, after)
         if (before := block.before) is not None and before.free:
-            self._taken(before)
+            self._remove_free(before)
             self._merge(before, block)
             block = before
-        self._give(block)
+        self._free_block(block)
 
     def _segment(self, size: int, small: bool) -> Block:
         if small:
@@ -89,24 +89,24 @@ class CachingAllocator:
         else:
             segment = -(-size // _ROUND_LARGE) * _ROUND_LARGE
         if self.reserved + segment > self.limit:
-            self._give_back()
+            self._release_free()
         self.reserved += segment
         self.peak = max(self.peak, self.reserved)
         self._address += segment
         return Block(self._address - segment, segment, small)
 
-    def _give_back(self) -> None:
+    def _release_free(self) -> None:
         """Return segments that are entirely free."""
         for block in [b for b in self._at.values() if b.before is None and b.after is None]:
-            self._taken(block)
+            self._remove_free(block)
             self.reserved -= block.size
 
-    def _give(self, block: Block) -> None:
+    def _free_block(self, block: Block) -> None:
         block.free = True
         self._at[block.address] = block
         insort(self._free[block.small], (block.size, block.address))
 
-    def _taken(self, block: Block) -> Block:
+    def _remove_free(self, block: Block) -> Block:
         block.free = False
         del self._at[block.address]
         free = self._free[block.small]

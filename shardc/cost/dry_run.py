@@ -171,9 +171,9 @@ def _with_reports(graph: fx.Graph, names: _OpNames, program: Program, ops: Colle
     for region in regions:
         _, traffic = moved(region, fuses, size, shares_memory)
         with copy.inserting_before(region.lines[0]):
-            copy.call_function(_told(names.ledger.fuse))
+            copy.call_function(_as_function(names.ledger.fuse))
         with copy.inserting_after(region.lines[-1]):
-            copy.call_function(_told(partial(names.ledger.fused, traffic)))
+            copy.call_function(_as_function(partial(names.ledger.fused, traffic)))
     return copy
 
 
@@ -189,14 +189,14 @@ def _belongs_to(n: fx.Node, ops: Collection[str]) -> str:
     return n.name
 
 
-def _told(call: Callable[[], None]) -> Callable[[], None]:
+def _as_function(call: Callable[[], None]) -> Callable[[], None]:
     """Wrap a call in a function of this module, as generated code needs it."""
 
-    def tell() -> None:
+    def wrapped() -> None:
         call()
 
-    tell.__module__ = __name__
-    return tell
+    wrapped.__module__ = __name__
+    return wrapped
 
 
 def _weights(program: Program) -> dict[str, Tensor]:
@@ -211,7 +211,7 @@ def _as_on_gpu(program: Program, make: OptimizerOf) -> OptimizerOf:
     foreach is for optimizers without such kernels or with offloaded state. A CPU updates one parameter after the other.
     """
 
-    def made(params: NamedParameters) -> Any:
+    def make_optimizer(params: NamedParameters) -> Any:
         optimizer = make(params)
         if not program.offload.used:
             choose_as_on_gpu(as_one(optimizer))
@@ -220,7 +220,7 @@ def _as_on_gpu(program: Program, make: OptimizerOf) -> OptimizerOf:
                 group["foreach"] = True
         return optimizer
 
-    return made
+    return make_optimizer
 
 
 def _batch(program: Program) -> Any:
@@ -253,7 +253,7 @@ class _Recorded(Interpreter):
         if not self.computes:
             backwards = {a.stage: a for a in computed(self.actions) if a.kind in ("B", "W")}  # the last of each stage
             _mark_rest(self.ledger, "activations")  # as after a forward
-            first_step.give_gradients(self.program, list(backwards.values()), self.buckets.given, hooks)
+            first_step.deliver_gradients(self.program, list(backwards.values()), self.buckets.given, hooks)
             return self.zero(), {}, {}
         losses, new_values, outputs = self._recorded(values, hooks)
         return self._total(losses), self._spread(new_values), self._outputs(outputs)
@@ -269,13 +269,13 @@ class _Recorded(Interpreter):
         self.ledger.mark((x for microbatch in values for name, x in microbatch.items() if name in names), "inputs")
         last = max((a.microbatch for a in computed(self.actions)), default=0)
 
-        def there(m: int) -> bool:
+        def is_run(m: int) -> bool:
             return m < self.microbatches - 1 or m == last
 
         run = _Run(
             self,
             values,
-            [x for a in self.actions for x in a.among(there)],
+            [x for a in self.actions for x in a.among(is_run)],
             hooks,
         )
         run.run_all()
@@ -317,7 +317,7 @@ class _Run(Run):
         ledger.mark((x for copies in self.weight_copies.values() for x in copies.values()), "parameters")
         grads = [p.grad for p in self.interpreter.buckets.given.values() if isinstance(p, Tensor)]
         ledger.mark(grads, "gradients")
-        ledger.stay([*grads, *self.interpreter.buckets.sums])
+        ledger.mark_fixed_size([*grads, *self.interpreter.buckets.sums])
         if action.kind == "F":
             _mark_rest(ledger, "activations")
             return

@@ -35,7 +35,7 @@ def leaves_more(program: Program, mine: list[Stage]) -> bool:
     return bool(returns_more or random or gathered or on_host or program.matrices is not None)
 
 
-def give_gradients(program: Program, backwards: list[Action], given: Any, hooks: StepHooks) -> None:
+def deliver_gradients(program: Program, backwards: list[Action], given: Any, hooks: StepHooks) -> None:
     """Deliver empty gradients of the parameters that these backwards reach.
 
     given: the graphs' arguments by name: parameters, or the objects that represent those in a bucket.

@@ -35,14 +35,14 @@ class KnownOps:
 
     def __init__(self) -> None:
         self._of: dict[Any, tuple[type | None, tuple[_Output, ...], Any]] = {}
-        self._fit: dict[Any, bool] = {}
+        self._cacheable: dict[Any, bool] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Tensor]] | None:
         """Return (a value that is equal for calls with equal results, the call's tensors); None for others."""
-        fit = self._fit.get(func)
+        fit = self._cacheable.get(func)
         if fit is None:
             builtin = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
-            fit = self._fit[func] = builtin and not any(tag in func.tags for tag in _UNKNOWN)
+            fit = self._cacheable[func] = builtin and not any(tag in func.tags for tag in _UNKNOWN)
         if not fit:
             return None
         parts: list[Any] = [func]

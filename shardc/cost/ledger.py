@@ -117,7 +117,7 @@ class Ledger(TorchDispatchMode):
                 if storage.kind in over:
                     storage.kind = kind
 
-    def stay(self, tensors: Iterable[Tensor | None]) -> None:
+    def mark_fixed_size(self, tensors: Iterable[Tensor | None]) -> None:
         """Mark tensors whose size does not grow with a batch's rows, such as gradients of parameters."""
         for x in tensors:
             if x is not None:

@@ -47,7 +47,7 @@ class Adapter:
         return (self.a, self.b, *([self.magnitude] if self.magnitude else []))
 
 
-def name_beside(weight: str, part: str) -> str:
+def adapter_fqn(weight: str, part: str) -> str:
     """Return the name of an adapter's part beside a weight."""
     return f"{whole_name(weight).removesuffix('.weight')}.{part}"
 

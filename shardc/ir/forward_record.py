@@ -110,7 +110,7 @@ def _spelled(node: fx.Node) -> str:
     schema = getattr(node.target, "_schema", None)
     named = [a.name for a in schema.arguments] if schema is not None else []
     values = {named[i] if i < len(named) else f"arg{i}": x for i, x in enumerate(node.args)} | dict(node.kwargs)
-    shown = ", ".join(f"{n}={_said(x)}" for n, x in values.items() if n not in _DEVICES and not isinstance(x, fx.Node))
+    shown = ", ".join(f"{n}={_text(x)}" for n, x in values.items() if n not in _DEVICES and not isinstance(x, fx.Node))
     text = f"{name}({shown})"
     if len(text) > _LONGEST:  # a long list of sizes
         text = f"{text[:_LONGEST]}... #{hashlib.sha256(text.encode()).hexdigest()[:8]})"
@@ -124,9 +124,9 @@ def _tensors(arguments: Any) -> list[fx.Node]:
     return nodes
 
 
-def _said(x: Any) -> str:
+def _text(x: Any) -> str:
     if isinstance(x, (list, tuple)):
-        return f"[{', '.join(map(_said, x))}]"
+        return f"[{', '.join(map(_text, x))}]"
     if isinstance(x, torch.dtype):
         return str(x).removeprefix("torch.")
     return "tensor" if isinstance(x, fx.Node) else str(x) if isinstance(x, (bool, int, float)) else ascii(x)

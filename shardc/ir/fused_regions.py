@@ -22,13 +22,13 @@ from shardc.ir.stage import Joint
 class FusedRegion:
     """Lines that are compiled together, in order.
 
-    takes: values of other lines, in the order of first use. gives: values of these lines that others use.
+    takes: values of other lines, in the order of first use. outputs: values of these lines that others use.
     """
 
     number: int
     lines: tuple[fx.Node, ...]
     takes: tuple[fx.Node, ...]
-    gives: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
 
     def __repr__(self) -> str:
         return f"<FusedRegion {self.number}: {len(self.lines)} lines>"
@@ -39,8 +39,8 @@ def region_of(number: int, lines: Iterable[fx.Node]) -> FusedRegion:
     lines = tuple(lines)
     inside = set(lines)
     inputs = dict.fromkeys(x for n in lines for x in n.all_input_nodes if x not in inside)
-    gives = (n for n in lines if any(u not in inside for u in n.users))
-    return FusedRegion(number, lines, tuple(inputs), tuple(gives))
+    outputs = (n for n in lines if any(u not in inside for u in n.users))
+    return FusedRegion(number, lines, tuple(inputs), tuple(outputs))
 
 
 def fused_regions(graph: fx.Graph) -> list[FusedRegion]:

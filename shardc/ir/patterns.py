@@ -81,10 +81,10 @@ def expand(pattern: str) -> list[str]:
     return ["".join(p) for p in itertools.product(*(p.split(",") if i % 2 else [p] for i, p in enumerate(parts)))]
 
 
-def nearest(name: str, candidates: Iterable[str], *, alike: float = 0.6) -> str:
+def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return the candidate most similar to `name`, ignoring case; "" if none is similar.
 
-    alike: least similarity, from 0 to 1 (difflib). A pattern is compared by its text after the last `*`, and the
+    cutoff: least similarity, from 0 to 1 (difflib). A pattern is compared by its text after the last `*`, and the
     repaired pattern is returned: `*.q_prj` among `model.layers.0.q_proj` becomes `*.q_proj`.
     """
     names, name = list(dict.fromkeys(candidates)), str(name)
@@ -93,7 +93,7 @@ def nearest(name: str, candidates: Iterable[str], *, alike: float = 0.6) -> str:
     folded: dict[str, str] = {}
     for n in names:
         folded.setdefault(n.lower(), n)
-    close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=alike)
+    close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=cutoff)
     return folded[close[0]] if close else ""
 
 

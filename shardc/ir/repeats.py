@@ -32,12 +32,12 @@ _NOWHERE = Source()
 class Repeats:
     """Equal layers. first: for each layer that is equal to an earlier one of its list, that one.
 
-    alike: for each first layer, the numbers of all layers equal to it, its own included. ops: for each layer, its ops
+    same_layers: for each first layer, the numbers of all equal layers, its own included. ops: for each layer, its ops
     in the order in which they run. names: for each parameter's placeholder, the model's name of it.
     """
 
     first: Mapping[str, str] = field(default_factory=dict)
-    alike: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    same_layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ops: Mapping[str, Sequence[fx.Node]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
 

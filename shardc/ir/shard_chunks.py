@@ -50,7 +50,7 @@ def chunks(x: torch.Tensor, shard: Shard, n: int) -> list[torch.Tensor]:
     shape, size = x.shape, x.shape[d]
     seen = x.reshape(*shape[:d], shard.split, n, size // (shard.split * n), *shape[d + 1 :])
     if shard.mirrored:
-        seen = turned(seen, d)
+        seen = flip_odd_blocks(seen, d)
     return [seen.select(d + 1, i).reshape(*shape[:d], size // n, *shape[d + 1 :]) for i in range(n)]
 
 
@@ -68,11 +68,11 @@ def unchunk(parts: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
     seen = [p.reshape(*shape[:d], shard.split, shape[d] // shard.split, *shape[d + 1 :]) for p in parts]
     if shard.mirrored:
         whole = torch.stack([p.reshape(*shape[:d], shard.split, -1, *shape[d + 1 :]) for p in parts], d + 1)
-        return turned(whole, d).reshape(*shape[:d], shape[d] * n, *shape[d + 1 :])
+        return flip_odd_blocks(whole, d).reshape(*shape[:d], shape[d] * n, *shape[d + 1 :])
     return torch.cat(seen, d + 1).reshape(*shape[:d], shape[d] * n, *shape[d + 1 :])
 
 
-def turned(x: torch.Tensor, d: int) -> torch.Tensor:
+def flip_odd_blocks(x: torch.Tensor, d: int) -> torch.Tensor:
     """Reverse dim n of x [..., split, n, rest, ...] in every second block; d is the dim of split.
 
     It is its own inverse. This is the order of a zigzag, as shardc.ir.placement.runs computes it in numbers.

@@ -95,7 +95,7 @@ class Clock:
 
     def compute(self, seconds: float) -> None:
         """Run something that takes this many seconds alone."""
-        self.now += self._beside_collectives(seconds)
+        self.now += self._slowed_seconds(seconds)
 
     def _after_host(self, seconds: float) -> None:
         """Wait until the host, after this many more seconds of its work, has started the next op."""
@@ -110,7 +110,7 @@ class Clock:
         """Return the seconds of an op alone."""
         return self.device.op_seconds(w)
 
-    def _beside_collectives(self, seconds: float) -> float:
+    def _slowed_seconds(self, seconds: float) -> float:
         """Return the seconds of work beside running collectives, which slow the device. seconds: alone."""
         rate = self.device.reaches.computing
         if rate == 1.0:

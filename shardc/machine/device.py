@@ -216,14 +216,14 @@ class Device(_Section):
 
     def launch_seconds(self, op: Op) -> float:
         """Return the least seconds of an op."""
-        listed = self._own(op, "launch")
+        listed = self._op_rate(op, "launch")
         return self.launch if listed is None else listed
 
     def each_seconds(self, op: Op) -> float:
         """Return the additional seconds that a CPU takes for an op's products, beside their work."""
-        return ((self._own(op, "each") or 0.0) * op.matrices[0]) if op.matrices else 0.0
+        return ((self._op_rate(op, "each") or 0.0) * op.matrices[0]) if op.matrices else 0.0
 
-    def _own(self, op: Op, what: Literal["launch", "bandwidth", "flops", "each"]) -> float | None:
+    def _op_rate(self, op: Op, what: Literal["launch", "bandwidth", "flops", "each"]) -> float | None:
         """Return a rate from `ops` for the op in its dtype, or else for the op; None if there is none."""
         for key in dict.fromkeys((own_rates(op), op.name)) if self.ops else ():
             if key in self.ops and (rate := getattr(self.ops[key], what)) is not None:
@@ -235,7 +235,7 @@ class Device(_Section):
         if not op.flops:
             return 0.0
         peak = self.flops_per_second(op.dtype)
-        share = self._own(op, "flops") or 1.0
+        share = self._op_rate(op, "flops") or 1.0
         if op.attention:
             peak *= self.reaches.attention or self.reaches.flops
             return op.computed(self._left_out(op)) / (peak * share)
@@ -254,7 +254,7 @@ class Device(_Section):
 
     def traffic_seconds(self, op: Op) -> float:
         """Return the seconds of the bytes that an op reads and writes."""
-        return op.traffic / (self._own(op, "bandwidth") or self.bandwidth * self.reaches.bandwidth)
+        return op.traffic / (self._op_rate(op, "bandwidth") or self.bandwidth * self.reaches.bandwidth)
 
     def copy_seconds(self, nbytes: int) -> float:
         """Return the seconds of a copy between the device's memory and the host's."""

@@ -74,7 +74,7 @@ class Flights:
         queue.append(new)
         self._ends[new.record.axes] = new
         if new.link >= 0 and any(f.link == new.link for q in self.queues.values() if q is not queue for f in q):
-            return self._foresee(new)
+            return self._predict(new)
         ends = [x.end for x in (first, new.after) if x is not None]
         new.begin = max([new.ready, *ends])
         new.end = new.begin + new.alone
@@ -95,7 +95,7 @@ class Flights:
             self._last[but] = max((flight.end for axes, flight in self._ends.items() if axes != but), default=0.0)
         return self._last[but]
 
-    def _foresee(self, new: Flight) -> list[Flight]:
+    def _predict(self, new: Flight) -> list[Flight]:
         """Compute the begin and end of each flight if no other one starts; return those that change."""
         now, queues = self.now, {axes: deque(q) for axes, q in self.queues.items()}
         state = [(f, f.left, f.begun, f.begin, f.end) for q in queues.values() for f in q]

@@ -36,14 +36,14 @@ def table(cost: Cost) -> str:
         for line in lines
     ]
     where = [f"{_name(cost, r)}: the peak is at {peak_place(cost, r.memory)}" for r in cost.ranks]
-    where = [_held(cost), *where] if cost.device.kind == "gpu" else where
+    where = [_gpu_memory_text(cost), *where] if cost.device.kind == "gpu" else where
     where += [exposed] if (exposed := _exposed(cost)) else []
     return "\n".join(
         [f"live memory of one step on {cost.device.name}, at the peak", text[0], "-" * len(text[0]), *text[1:], *where]
     )
 
 
-def _held(cost: Cost) -> str:
+def _gpu_memory_text(cost: Cost) -> str:
     """Say how many bytes torch's allocator and libraries take on a GPU, and whether that fits."""
     verdict = "fits" if cost.fits else "does not fit"
     shares = f"{size(cost.reserved)} and {size(cost.outside)} of {size(cost.device.memory)}: {verdict}"

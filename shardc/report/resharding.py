@@ -28,7 +28,7 @@ from shardc.ir.units import plural, seconds, size
 from shardc.machine.collectives import collective_seconds
 from shardc.machine.device import Device
 from shardc.runtime.reshard.moves import BUCKET, Kept, Wanted
-from shardc.runtime.reshard.places import Lying, Plan
+from shardc.runtime.reshard.places import InPlan, Plan
 from shardc.runtime.reshard.routes import messages
 from shardc.runtime.reshard.wanted import weights
 
@@ -137,13 +137,13 @@ def resharding(old: Program, new: Program, moments: int = 0) -> Resharding:
 
 def _moments(old: Plan, new: Plan) -> list[Wanted]:
     """Return one optimizer tensor for each trained parameter, split as ZeRO splits the parameter."""
-    moments = []
+    wanted = []
     for name, p in new.params.items():
         q = old.params[name]
         if p.requires_grad:
-            have = Kept(("from", "state", name), q.dtype, Lying(old, q.name, name, cut=True))
-            moments.append(Wanted(name, have, Kept(("to", "state", name), p.dtype, Lying(new, p.name, name, cut=True))))
-    return moments
+            have = Kept(("from", "state", name), q.dtype, InPlan(old, q.name, name, cut=True))
+            wanted.append(Wanted(name, have, Kept(("to", "state", name), p.dtype, InPlan(new, p.name, name, cut=True))))
+    return wanted
 
 
 def _range(n: tuple[int, ...]) -> str:

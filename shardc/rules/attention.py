@@ -19,7 +19,7 @@ from shardc.rules.core.notation import Dim, Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import LocalCall, rule
 from shardc.rules.core.strategy import Strategy, needs_sum_grad
-from shardc.rules.random import part_held
+from shardc.rules.random import local_part
 from shardc.runtime import ops
 from shardc.runtime.ops.attention.held import Held
 from shardc.runtime.ops.attention.spans import ALL, CAUSAL, Band, Span, seen
@@ -128,7 +128,7 @@ def local_attention(call: LocalCall) -> fx.Node:
 
     Attention weights are split as the result is, except for the last dim: every rank has, or receives, all keys.
     """
-    digits, paddings = part_held(call)
+    digits, paddings = local_part(call)
     weights = (*call.call.results[0].shape[:-1], call.call.operands[1].shape[-2])
     last, t = len(weights) - 1, len(call.call.operands[1].shape) - 2
     digits = tuple(d for d in digits if d[0] != last)

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 def stacked(call: Call) -> Signature:
     """Split the leading dims of f[..., m, n] operands and of the results; `...` broadcasts."""
-    return _stacked(call, [2] * len(call.operands))
+    return _batched(call, [2] * len(call.operands))
 
 
 def solve(call: Call) -> Signature:
@@ -27,7 +27,7 @@ def solve(call: Call) -> Signature:
     """
     a, b = (v.shape for v in call.operands[:2])
     if len(b) == 1 or b == a[:-1]:
-        return _stacked(call, [2, 1])
+        return _batched(call, [2, 1])
     return _columns(stacked(call), 1)
 
 
@@ -46,7 +46,7 @@ def own_dims(*own: int) -> SignatureOf:
 
     def stacked_each(call: Call) -> Signature:
         """Split leading dims, which broadcast; keep a matrix, its pivots and a tolerance whole."""
-        return _stacked(call, list(own[: len(call.operands)]))
+        return _batched(call, list(own[: len(call.operands)]))
 
     return stacked_each
 
@@ -70,7 +70,7 @@ def _columns(sig: Signature, operand: int) -> Signature:
     return replace(sig, outputs=(out, *sig.outputs[1:]), sizes=sizes, whole=(sig.whole & set(sizes)) - {old})
 
 
-def _stacked(call: Call, own: list[int]) -> Signature:
+def _batched(call: Call, own: list[int]) -> Signature:
     lead = [v.shape[: len(v.shape) - k] for v, k in zip(call.operands, own, strict=True)]
     batch: tuple[int, ...] = torch.broadcast_shapes(*lead)  # type: ignore[no-untyped-call]
     sizes = {f"e{i}": s for i, s in enumerate(batch)}

@@ -12,7 +12,7 @@ from shardc.runtime import ops
 from shardc.runtime.rng import Digits, Paddings
 
 
-def part_held(call: LocalCall) -> tuple[Digits, Paddings]:
+def local_part(call: LocalCall) -> tuple[Digits, Paddings]:
     """Return which part of its result a rank has."""
     layout = call.outputs[0]
     digits = tuple((s.dim, axis, s.signed, s.sections) for axis, s in layout.shards())
@@ -20,7 +20,7 @@ def part_held(call: LocalCall) -> tuple[Digits, Paddings]:
 
 
 def local_dropout(call: LocalCall) -> fx.Node:
-    digits, paddings = part_held(call)
+    digits, paddings = local_part(call)
     args = (*call.args[:4], call.mesh_node, call.call.results[0].shape, digits, *((paddings,) if paddings else ()))
     return call.emit(call.call.target, args, {}) if digits else call.same()
 
@@ -42,7 +42,7 @@ def drawn(call: Call) -> Signature:
 
 
 def local_random(call: LocalCall) -> fx.Node:
-    digits, paddings = part_held(call)
+    digits, paddings = local_part(call)
     args = (*call.args[:6], call.mesh_node, digits, *((paddings,) if paddings else ()))
     return call.emit(call.call.target, args, {}) if digits else call.same()
 

@@ -139,7 +139,7 @@ class RuleForm(Section):
     dims: Dims | None = Field(default=None, validation_alias=" dims")
 
     @model_validator(mode="after")
-    def _something(self) -> RuleForm:
+    def _check_not_empty(self) -> RuleForm:
         if self.style is None and self.dims is None:
             raise wrong_here("names neither a style nor a dim", "e.g. {style: column, axis: tp}, or {0: tp}")
         return self

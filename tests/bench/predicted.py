@@ -186,7 +186,7 @@ def _steps(rank: int, cases: Sequence[tuple[str, str]], world: int, folder: str,
     take turns.
     """
     torch.set_num_threads(1)
-    own_cores.use(rank, world)
+    own_cores.pin_process(rank, world)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     found: list[Took | None] = []
     for begin in range(0, len(cases), TOGETHER):

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 import shardc
 from shardc.cli.ranks import training_loop
-from shardc.cli.ranks.training_data import Batches, _taken_over, batches, example, tell_the_same
+from shardc.cli.ranks.training_data import Batches, _taken_over, batches, example, note_same_data
 from shardc.cli.ranks.training_loop import Training
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
@@ -204,7 +204,7 @@ def test_held_out_data_that_are_the_training_data_are_told(data: Any, told: bool
     train, valid = batches(engine, file, "train", 3), batches(engine, file, "valid", 3)
     assert train is not None
     assert valid is not None
-    tell_the_same(train, valid)
+    note_same_data(train, valid)
     assert ("(the training data: data('valid') gives what" in valid.description) == told
     assert "(the training" not in train.description
     assert repr(engine) == "<Engine of Linear: rank 0 of one device, AdamW, 0 steps done>"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shardc.cli.ranks.user_frames import place, print_error, said
+from shardc.cli.ranks.user_frames import one_line, place, print_error
 
 
 def test_a_schedule_that_raises_is_shown_without_torchs_frames(
@@ -25,10 +25,10 @@ def test_a_schedule_that_raises_is_shown_without_torchs_frames(
         scope["scheduler"](torch.optim.SGD([torch.zeros(1, requires_grad=True)]))  # type: ignore[operator]
     error = e.value.with_traceback(e.value.__traceback__.tb_next if e.value.__traceback__ else None)  # not this test's
     print_error(error, debug=False)
-    said = capsys.readouterr().err
-    assert said.startswith("Traceback of your code (--debug shows all of it):\n")
-    assert said.count("  File ") == said.count(f'  File "{file}", line 3') == 2
-    assert said.endswith("ZeroDivisionError: division by zero\n")
+    one_line = capsys.readouterr().err
+    assert one_line.startswith("Traceback of your code (--debug shows all of it):\n")
+    assert one_line.count("  File ") == one_line.count(f'  File "{file}", line 3') == 2
+    assert one_line.endswith("ZeroDivisionError: division by zero\n")
     assert place(error) == "model.py:3"
     print_error(error, debug=True)
     assert "lr_scheduler.py" in capsys.readouterr().err
@@ -48,7 +48,7 @@ def test_an_error_in_a_dataloader_of_ones_own_names_its_line(capsys: pytest.Capt
         list(DataLoader(Rows(), num_workers=1))
     line = f"test_user_frames.py:{inspect.getsourcelines(Rows.__getitem__)[1] + 1}"
     assert place(e.value) == line
-    assert said(e.value) == "ZeroDivisionError: division by zero (in DataLoader worker process 0)"
+    assert one_line(e.value) == "ZeroDivisionError: division by zero (in DataLoader worker process 0)"
     print_error(e.value.with_traceback(None), debug=False)
     text = capsys.readouterr().err
     assert text.count("  File ") == 1

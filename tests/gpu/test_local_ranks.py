@@ -111,7 +111,7 @@ def trained(name: str, mesh: TwinMesh, watched: Any = None) -> dict[str, Tensor]
         tensors = [*engine.params.values(), *(p.grad for p in engine.params.values()), *engine.buffers.values()]
         tensors += [x for s in state for x in s.values() if isinstance(x, Tensor) and x.dim()]
         assert {x.device.type for x in tensors if x is not None} == {mesh.device.type}
-    with engine._model.offload.at_home():
+    with engine._model.offload.params_on_host():
         found = {"loss": plain(loss)} | {n: plain(p).clone() for n, p in engine.params.items()}
     engine.close()
     return found

@@ -38,9 +38,9 @@ def opaque(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -
 
     Operands are counted by place. One with two places has both gradients at the first, added in autograd's order.
     """
-    apart, places = call.apart()
+    template, places = call.split_operands()
     needs = tuple(k for k, i in enumerate(places) if ask.wanted[i] and i not in places[:k])
-    saved = _saved(rank, apart, places, needs, ask)
+    saved = _saved(rank, template, places, needs, ask)
     w = Lines(rank, call, ask)
     args = (target_text(call.target), needs, saved.again, *call.args)
     first = w.put(Line(0, ops.opaque, args, tuple(call.kwargs.items())))

@@ -48,7 +48,7 @@ class Template(NamedTuple):
 
         return self.target(*map_refs(self.args, put), **{k: map_refs(a, put) for k, a in self.kwargs.items()})
 
-    def apart(self) -> tuple[Template, list[int]]:
+    def split_operands(self) -> tuple[Template, list[int]]:
         """Return (the call with one operand per place of a tensor in its arguments, which operand each was)."""
         places: list[int] = []
 

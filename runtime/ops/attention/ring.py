@@ -132,7 +132,7 @@ def _travel(ring: Ring, own: _Part, i: int, way: str) -> _Arriving:
     return _exchange(ring, own, ring.sees(to, r), to, ring.sees(r, source), source, way)
 
 
-def _home(ring: Ring, grads: _Part, i: int, dtype: torch.dtype) -> _Arriving:
+def _send_back(ring: Ring, grads: _Part, i: int, dtype: torch.dtype) -> _Arriving:
     """Start to send the gradients of step i's keys and values to the ranks that own these."""
     r, n = ring.here, ring.ranks
     to, source = (r - i) % n, (r + i) % n
@@ -189,7 +189,7 @@ def _ring_backward(
                 total[:, :, where] += grad
         if home is not None:
             _add(dk, dv, home)
-        home = _home(ring, grads, step, k.dtype) if step else None
+        home = _send_back(ring, grads, step, k.dtype) if step else None
         if arriving is not None:
             part, step = arriving.wait(), steps[at]
     if home is not None:

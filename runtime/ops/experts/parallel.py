@@ -210,7 +210,7 @@ def _sorted(rows: Tensor, received: Tensor, *, back: bool) -> Tensor:
     return rows.index_select(0, place) if back else torch.empty_like(rows).index_copy_(0, place, rows)
 
 
-def _there(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Tensor:
+def _route(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Tensor:
     """Send rows to the ranks that have the experts; return the received ones sorted by expert."""
     if not axes:
         return rows
@@ -231,7 +231,7 @@ def _back(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direc
     return result
 
 
-def _start_there(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Started:
+def _start_route(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Started:
     if not axes:
         return Started(Work(), lambda: rows)
     sent, received = _by_rank(rows, counts)
@@ -274,7 +274,7 @@ def experts_send(
     axes, tokens = tuple(axes), x.shape[0]
 
     def forward(x: Tensor, order: Tensor, counts: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        return _there(_chosen(x, order, k), counts, mesh, axes, "forward", tag), (order, counts)
+        return _route(_chosen(x, order, k), counts, mesh, axes, "forward", tag), (order, counts)
 
     def backward(needs: Any, g: Tensor, order: Tensor, counts: Tensor) -> tuple[Tensor]:
         return (experts_send_transposed(g, order, counts, mesh, axes, k, tokens=tokens, tag=tag),)
@@ -303,7 +303,7 @@ def experts_send_start(
     x: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], k: int, *, tag: str = ""
 ) -> Started:
     """Start `experts_send`."""
-    return _start_there(_chosen(x, order, k), counts, mesh, tuple(axes), "forward", tag)
+    return _start_route(_chosen(x, order, k), counts, mesh, tuple(axes), "forward", tag)
 
 
 def experts_send_transposed(
@@ -328,14 +328,14 @@ def experts_return_start(rows: Tensor, counts: Tensor, mesh: Mesh, axes: Sequenc
 
 def experts_return_transposed(g: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], *, tag: str = "") -> Tensor:
     """Compute the backward of `experts_return`."""
-    return _there(g, counts, mesh, tuple(axes), "backward", tag)
+    return _route(g, counts, mesh, tuple(axes), "backward", tag)
 
 
 def experts_return_transposed_start(
     g: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], *, tag: str = ""
 ) -> Started:
     """Start the backward of `experts_return`."""
-    return _start_there(g, counts, mesh, tuple(axes), "backward", tag)
+    return _start_route(g, counts, mesh, tuple(axes), "backward", tag)
 
 
 def weighted_sum(each: Tensor, weights: Tensor) -> Tensor:

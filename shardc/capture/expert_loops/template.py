@@ -188,7 +188,7 @@ class Unifier:
             self.known[nodes] = self._unified(nodes)
         return self.known[nodes]
 
-    def _mine(self, node: fx.Node) -> bool:
+    def _has_masks(self, node: fx.Node) -> bool:
         return node in self.sums and self.sums[node][0] == self.masks
 
     def _unified(self, nodes: tuple[Any, ...]) -> Any:
@@ -196,9 +196,9 @@ class Unifier:
         if not isinstance(first, fx.Node):
             return first if all(type(n) is type(first) and n == first for n in nodes) else None
         if all(n is first for n in nodes):
-            if self._mine(first):
+            if self._has_masks(first):
                 return self.unified(self.sums[first][1])
-            if not any(map(self._mine, values.behind([first]))):
+            if not any(map(self._has_masks, values.behind([first]))):
                 return Same(first)
         if not all(isinstance(n, fx.Node) and n.meta["value"] == first.meta["value"] for n in nodes):
             return None

@@ -163,7 +163,7 @@ def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
             span, outcomes, statements = node.iter, {True}, node.body
         elif not loop and isinstance(node, ast.If) and not node.orelse:
             skips = len(node.body) == 1 and isinstance(node.body[0], ast.Continue)
-            statements = _rest(tree, node) if skips else node.body
+            statements = _after_branch(tree, node) if skips else node.body
             span, outcomes = node.test, needed(node.test, not skips)
         else:
             continue
@@ -199,7 +199,7 @@ def _some(test: ast.expr) -> bool | None:
     return None
 
 
-def _rest(tree: ast.AST, branch: ast.If) -> list[ast.stmt]:
+def _after_branch(tree: ast.AST, branch: ast.If) -> list[ast.stmt]:
     """Return the statements after a branch that ends this turn of a loop."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.For, ast.While)) and branch in node.body:

@@ -56,7 +56,7 @@ class Unfit(ShardcError):
         super().__init__(f"rows chosen by a mask: {what}", where=self.at.line)
 
 
-def because(refused: ShardcError, error: ShardcError) -> ShardcError:
+def add_reason(refused: ShardcError, error: ShardcError) -> ShardcError:
     """Extend a refusal of value-dependent code by the line that selected rows cannot pass either."""
     if not isinstance(error, Unfit) or not error.at.line or error.at.line == refused.where:
         return refused

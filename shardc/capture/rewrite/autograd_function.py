@@ -36,7 +36,7 @@ from shardc.ir.graph import operands_of
 from shardc.rules.core import registry
 from shardc.rules.core.op_call import call_of
 from shardc.runtime.ops.torch_library import with_gradient_of
-from shardc.runtime.state.quantized import consists, inner, put_together
+from shardc.runtime.state.quantized import consists, from_inner_tensors, inner
 from shardc.torch_private import FakeTensor, pytree, traced_on
 
 #: Most elements of a call that is run to test whether its backward is the derivative of its forward.
@@ -126,7 +126,7 @@ def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[S
     the trace. Raises ShardcError, with the model's line, for a backward that is not linear, or cannot be traced.
     """
     if any(isinstance(a, Tensor) and consists(a) for a in args):
-        cls, args = _taken_apart(cls, args)
+        cls, args = _on_inner_tensors(cls, args)
     call = _Call(cls, args)
     if not torch.is_grad_enabled() or not any(call.needs):
         with torch.no_grad():
@@ -162,7 +162,7 @@ def _with_gradient(y: Tensor, path: Tensor | None, missing: Sequence[Tensor]) ->
     return y.detach() if path is None else with_gradient_of(y.detach(), path)
 
 
-def _taken_apart(
+def _on_inner_tensors(
     cls: type[torch.autograd.Function], args: tuple[Any, ...]
 ) -> tuple[type[torch.autograd.Function], tuple[Any, ...]]:
     """Return the same Function on the tensors inside quantised arguments, which get no gradient.
@@ -175,7 +175,7 @@ def _taken_apart(
         rest, result = list(parts), list[Any]()
         for a, flat in zip(args, tensors, strict=True):
             some, rest = rest[: len(flat)], rest[len(flat) :]
-            result += some if flat[0] is a else [put_together(a, some)]
+            result += some if flat[0] is a else [from_inner_tensors(a, some)]
         return result
 
     def as_given(ctx: Any) -> None:
@@ -282,7 +282,7 @@ class _Call:
         linear = linear and not any(t is not None and uses(t, gs) for t in paths)
         zero = Zeros(module, gs)
         constants = [g if g is not None and not zero(g) else None for g in grads]
-        heavy = any(map(works, made_only_for(paths, ys)))
+        heavy = any(map(works, only_for_paths(paths, ys)))
         missing = self.missing(paths, module.graph.find_nodes(op="placeholder")[n : 2 * n])
         if (not linear or heavy) and self.is_derivative():
             return Study(module, outputs, True, missing)
@@ -340,7 +340,7 @@ class _Call:
             return False
         for near in (False, True):
             generator = torch.Generator().manual_seed(0)
-            xs = [_some(x, generator, near) for x in self.tensors]
+            xs = [_random_values(x, generator, near) for x in self.tensors]
             try:
                 with torch.random.fork_rng(devices=[]):
                     written, derived = self.both_gradients(xs, generator)
@@ -357,7 +357,7 @@ class _Call:
         torch.manual_seed(0)  # forward may draw numbers
         ctx, outputs = self.run(xs)
         ys = _tensors(outputs)
-        gs = [_some(y, generator).to(y.dtype) if _differentiable(y) else y for y in ys]
+        gs = [_random_values(y, generator).to(y.dtype) if _differentiable(y) else y for y in ys]
         with torch.no_grad():
             written = self.back(ctx, gs)
         torch.manual_seed(0)
@@ -383,7 +383,7 @@ def _differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _some(x: Tensor, generator: torch.Generator, near: bool = False) -> Tensor:
+def _random_values(x: Tensor, generator: torch.Generator, near: bool = False) -> Tensor:
     """Make random float64 or complex128 numbers, random bools, zeros for indices.
 
     near: small and positive numbers, and ones.
@@ -460,6 +460,6 @@ def works(node: fx.Node) -> bool:
     return rule is not None and rule.flops is not None
 
 
-def made_only_for(paths: Sequence[fx.Node | None], ys: Sequence[fx.Node]) -> set[fx.Node]:
+def only_for_paths(paths: Sequence[fx.Node | None], ys: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the nodes that the paths need and the results do not."""
     return values.behind(n for n in paths if n is not None) - values.behind(ys)

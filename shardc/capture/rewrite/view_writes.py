@@ -78,7 +78,7 @@ def write(
 
     root, value = x, new
     while (whole := aliased(root)) is not None:
-        root, value = whole, _put_back(graph, root, whole, value, writer, now)
+        root, value = whole, _replaced(graph, root, whole, value, writer, now)
     fresh = {root: value}
 
     def renewed(view: fx.Node) -> fx.Node:
@@ -107,11 +107,11 @@ def _family(root: fx.Node, aliased: Aliased) -> Iterator[fx.Node]:
             yield from _family(user, aliased)
 
 
-def _put_back(graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, writer: fx.Node, like: Like) -> fx.Node:
+def _replaced(graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, writer: fx.Node, like: Like) -> fx.Node:
     """Return the whole with a part of it replaced."""
     val = whole.meta["val"]
     if view.target in _PARTS and val.is_complex():
-        return _put_back_complex(graph, view, whole, part, writer, like)
+        return _replaced_complex(graph, view, whole, part, writer, like)
     if view.target in _PARTS:
         return like(graph, _PARTS[view.target], (whole, part, *view.args[1:]), dict(view.kwargs), writer, val=val)
     if (order := _transposed(view)) is not None:
@@ -121,7 +121,7 @@ def _put_back(graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, wri
     return like(graph, aten.reshape.default, (part, list(val.shape)), {}, writer, val=val)
 
 
-def _put_back_complex(
+def _replaced_complex(
     graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, writer: fx.Node, like: Like
 ) -> fx.Node:
     """Put back complex parts as pairs of reals: torch cannot differentiate those ops on complex numbers."""

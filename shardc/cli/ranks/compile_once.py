@@ -59,7 +59,7 @@ def once(
 
     folder: the shared one, which exists inside the `with`; None: compile in each process.
     """
-    if folder is None or (first and not _made(folder)):
+    if folder is None or (first and not _make_folder(folder)):
         yield compiled()
     elif first:
         try:
@@ -67,17 +67,17 @@ def once(
             program.save(folder / _PROGRAM)  # visible only when it is complete
             yield program
         except BaseException as e:
-            _leave(folder, e)
+            _store_error(folder, e)
             raise
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        saved = _awaited(folder)
+        saved = _wait_for_program(folder)
         if saved is None:
             check(folder)
         yield _read(saved, compiled, read)
 
 
-def _leave(folder: Path, error: BaseException) -> None:
+def _store_error(folder: Path, error: BaseException) -> None:
     """Store the error of the first process for processes that come later; the last one removes the folder."""
     shutil.rmtree(folder / _PROGRAM, ignore_errors=True)
     with suppress(OSError):
@@ -105,7 +105,7 @@ def check(folder: Path | None) -> None:
 def _failed(folder: Path) -> bool:
     """Return whether the first process of this run has failed."""
     try:
-        return _ours(folder) and (folder / _FAILED).stat().st_mtime > _BEGAN
+        return _is_private(folder) and (folder / _FAILED).stat().st_mtime > _BEGAN
     except OSError:
         return False
 
@@ -122,10 +122,10 @@ def _read(found: Path | None, compiled: Callable[[], Program], read: Callable[[P
         return compiled()
 
 
-def _made(folder: Path) -> bool:
+def _make_folder(folder: Path) -> bool:
     """Make the folder, and return whether that worked. It replaces only a folder of the same user."""
     try:
-        if _ours(folder):
+        if _is_private(folder):
             shutil.rmtree(folder)
         folder.mkdir(mode=0o700)
     except OSError:
@@ -133,7 +133,7 @@ def _made(folder: Path) -> bool:
     return True
 
 
-def _ours(folder: Path) -> bool:
+def _is_private(folder: Path) -> bool:
     """Return whether only this user can write to the folder: a program is Python code, which is run."""
     try:
         info = folder.lstat()
@@ -142,7 +142,7 @@ def _ours(folder: Path) -> bool:
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & 0o077
 
 
-def _awaited(folder: Path) -> Path | None:
+def _wait_for_program(folder: Path) -> Path | None:
     """Wait for the program of the first process, and return its folder; None: it will not come."""
     from shardc.runtime.mesh.activity import waiting
 
@@ -152,11 +152,11 @@ def _awaited(folder: Path) -> Path | None:
 
 def _program(folder: Path) -> Path | None:
     until = time.monotonic() + APPEARS
-    while not _ours(folder):
+    while not _is_private(folder):
         if time.monotonic() > until:
             return None
         time.sleep(POLL)
-    while _ours(folder) and not _failed(folder):
+    while _is_private(folder) and not _failed(folder):
         if (folder / _PROGRAM).is_dir():
             return folder / _PROGRAM
         time.sleep(POLL)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardc.runtime.step.forward import Forward
 
 
-def _begun(job: Job) -> tuple[ModelFile, Program, TorchMesh, Forward]:
+def _open_job(job: Job) -> tuple[ModelFile, Program, TorchMesh, Forward]:
     """Return the model file, the program, this rank's mesh, and the program with weights. Collective."""
     file, program, mesh = joined(job)
     with mesh.together("taking the weights"):
@@ -31,7 +31,7 @@ def _begun(job: Job) -> tuple[ModelFile, Program, TorchMesh, Forward]:
 
 def generate(job: Job) -> dict[str, Any]:
     """Generate; return a summary with the new tokens of each prompt, and seconds. Collective."""
-    file, program, mesh, forward = _begun(job)
+    file, program, mesh, forward = _open_job(job)
     if mesh.rank == 0 and not job.quiet:
         print("\n".join(forward.engine.weight_notes or [file.note] * bool(file.note)), flush=True)
     with mesh.together("generating"):
@@ -46,7 +46,7 @@ def score(job: Job) -> dict[str, Any]:
     """Score data and write a line for each row; return tokens, log-probability, perplexity. Collective."""
     from shardc.cli.ranks import training_data
 
-    file, program, mesh, scorer = _begun(job)
+    file, program, mesh, scorer = _open_job(job)
     with mesh.together("opening the data"):
         seed = job.settings.seed
         if file.data is None:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 class _Lasting(io.RawIOBase):
     """A file descriptor to write to. After an error it drops text; the first error goes to a callback."""
 
-    def __init__(self, descriptor: int, told: Callable[[OSError], None]) -> None:
-        self._descriptor, self._told, self._failed = descriptor, told, False
+    def __init__(self, descriptor: int, on_error: Callable[[OSError], None]) -> None:
+        self._descriptor, self._on_error, self._failed = descriptor, on_error, False
 
     def writable(self) -> bool:
         return True
@@ -37,38 +37,38 @@ class _Lasting(io.RawIOBase):
             except OSError as e:
                 if not self._failed:
                     self._failed = True
-                    self._told(e)
+                    self._on_error(e)
                 return len(data)
 
 
-def install(*, tell: bool = True) -> None:
-    """Protect `sys.stdout` and `sys.stderr` unless Python code replaced them. tell: report a lost stdout."""
+def install(*, report_loss: bool = True) -> None:
+    """Protect `sys.stdout` and `sys.stderr` unless Python code replaced them. report_loss: report a lost stdout."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None and not isinstance(_raw(sys.stdout), _Lasting):
-        sys.stdout = sys.__stdout__ = _lasting(sys.stdout, _say if tell else _nothing)  # type: ignore[misc]
+        sys.stdout = sys.__stdout__ = _lasting(sys.stdout, _report_loss if report_loss else _ignore)  # type: ignore[misc]
     if sys.stderr is sys.__stderr__ and sys.stderr is not None and not isinstance(_raw(sys.stderr), _Lasting):
-        sys.stderr = sys.__stderr__ = _lasting(sys.stderr, _nothing)  # type: ignore[misc]
+        sys.stderr = sys.__stderr__ = _lasting(sys.stderr, _ignore)  # type: ignore[misc]
 
 
 def _raw(stream: object) -> object:
     return getattr(getattr(stream, "buffer", None), "raw", None)
 
 
-def _lasting(stream: io.TextIOWrapper | object, told: Callable[[OSError], None]) -> io.TextIOWrapper:
+def _lasting(stream: io.TextIOWrapper | object, on_error: Callable[[OSError], None]) -> io.TextIOWrapper:
     assert isinstance(stream, io.TextIOWrapper)
     try:
         stream.flush()
     except OSError as e:
-        told(e)
-    raw = io.BufferedWriter(_Lasting(stream.fileno(), told))  # type: ignore[type-var]
+        on_error(e)
+    raw = io.BufferedWriter(_Lasting(stream.fileno(), on_error))  # type: ignore[type-var]
     lines = stream.line_buffering or stream.isatty()
     return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=lines)
 
 
-def _nothing(_: OSError) -> None:
+def _ignore(_: OSError) -> None:
     """Ignore the error: there is no place to report it."""
 
 
-def _say(error: OSError) -> None:
+def _report_loss(error: OSError) -> None:
     print(
         f"note: standard output cannot be written to any more ({error.strerror}): the run goes on without its lines"
         " (--log DIR keeps every step in a file)",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shardc.cli.common import Show, is_artifact, model_of, program_of, reporting, say_whose
+from shardc.cli.common import Show, is_artifact, model_of, print_model_file, program_of, reporting
 from shardc.cli.options import Named
 from shardc.cli.ranks import compile_once, lasting_output
 from shardc.cli.ranks.run_folder import run_folder
@@ -31,14 +31,14 @@ SAVING = 120.0  # seconds that ranks have for a save when a signal stops the run
 def ranks(named: Named, nproc: int | None, weights: Path | None) -> Iterator[Ranks]:
     """Yield the ranks of a command; then exit with their status. Raises ShardcError for wrong `weights`."""
     one_rank = any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
-    lasting_output.install(tell=named.as_json or one_rank)  # else rank 0, which writes the lines, reports it
+    lasting_output.install(report_loss=named.as_json or one_rank)  # else rank 0, which writes the lines, reports it
     with reporting(named.debug, named.as_json) as show, ExitStack() as stack:
         all_ranks = Ranks(named, nproc, weights, show, stack)
         yield all_ranks
     if all_ranks.joined:
         from shardc.cli.ranks import worker
 
-        worker.leave(all_ranks.status)
+        worker.end_rank(all_ranks.status)
     raise typer.Exit(all_ranks.status)
 
 
@@ -104,7 +104,7 @@ class Ranks:
             artifact = self.folder / "program"
             self._program.save(artifact)
         elif os.environ.get("LOCAL_RANK", "0") == "0":
-            say_whose(self.named.model, "" if self.named.model_file else self._ref, writes or {})
+            print_model_file(self.named.model, "" if self.named.model_file else self._ref, writes or {})
         example = self._program.meta.get("example", {})
         return Job(
             program=str(artifact),

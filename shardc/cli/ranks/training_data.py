@@ -133,10 +133,10 @@ def _check_kind(source: Any) -> None:
         )
 
 
-def tell_the_same(train: Batches, valid: Batches) -> None:
+def note_same_data(train: Batches, valid: Batches) -> None:
     """Note in the description of held-out data if they are the training data (data() ignores its split)."""
     loaders = train._source, valid._source
-    if all(isinstance(x, Loader) for x in loaders) and same_samples.alike(*loaders):
+    if all(isinstance(x, Loader) for x in loaders) and same_samples.is_same_data(*loaders):
         valid.description += " (the training data: data('valid') gives what data('train') gives)"
 
 

@@ -73,7 +73,7 @@ class Training:
     waited: float = 0.0  # seconds for the batch of this step
     wrote: bool = False  # whether a checkpoint was written into --save
     empty: bool = False  # there was no held-out batch, and that was reported
-    asked: bool = False  # SIGUSR1 requested a checkpoint after this step
+    save_requested: bool = False  # SIGUSR1 requested a checkpoint after this step
     losses: list[float] = dataclasses.field(default_factory=list)  # of the steps whose numbers were read
     unread: list[Unread] = dataclasses.field(default_factory=list)
 
@@ -109,7 +109,7 @@ class Training:
             evaluated = self._due(self.settings.eval_every)
             if evaluated or self._due(self.settings.log_every) or self.engine.step_count == self.settings.steps:
                 self._read(evaluated=evaluated)
-            if self.settings.save and (self._due(self.settings.save_every) or self.asked):
+            if self.settings.save and (self._due(self.settings.save_every) or self.save_requested):
                 self._save_in_background()
 
     def _due(self, every: int) -> bool:
@@ -150,9 +150,9 @@ class Training:
                     self._not_saved(e)
                     result = self.engine.step(batch, local=self.train.local)
         except NotFiniteError as e:
-            saved = self._save_state_beside(f"step-{number}-not-finite")
+            saved = self._save_separately(f"step-{number}-not-finite")
             raise ShardcError(e.what, where=e.where, fix=f"{e.fix}; {saved}") from e
-        self._tell_saved()
+        self._report_saved()
         return result
 
     @contextmanager
@@ -187,20 +187,20 @@ class Training:
             whole, total, squares = engine.mesh.sum_on_host([int(engine.whole), n, n * n])
             if whole < world or world * squares != total * total:
                 self._finish_save()  # the save of an earlier step
-                return f"some ranks had updated already, so nothing was saved; {self._last()}"
+                return f"some ranks had updated already, so nothing was saved; {self._last_checkpoint()}"
             return f"after step {n}: {self._save_and_describe()}"
         except Exception as e:  # a process is gone, or the disk failed: the first failure matters more
             why = e.what if isinstance(e, ShardcError) else f"{type(e).__name__}: {e}"
-            return f"what there was could not be saved ({why}); {self._last()}"
+            return f"what there was could not be saved ({why}); {self._last_checkpoint()}"
 
-    def _last(self) -> str:
+    def _last_checkpoint(self) -> str:
         """Return a phrase that says where the last checkpoint is."""
         saves = generations(Path(self.settings.save) / "checkpoint")
         return (
             f"the last checkpoint is in {self.settings.save}" if saves else "there is no checkpoint (see --save-every)"
         )
 
-    def _tell_saved(self) -> None:
+    def _report_saved(self) -> None:
         if self.writing is not None and self.engine.saving is None:
             self.lines.say(f"saved step {self.writing}")
             self.writing = None
@@ -211,7 +211,7 @@ class Training:
         try:
             with self._save_on_failure(f"saving step {self.engine.step_count}"):
                 self.engine.finish_save()  # the previous one
-                self._tell_saved()
+                self._report_saved()
                 self._write(wait=False)
             self.saved = self.writing = self.engine.step_count
         except SavingError as e:
@@ -238,7 +238,7 @@ class Training:
         with self._save_on_failure(f"the meeting before step {self.engine.step_count + 1}"):
             signals = [self.signals.seen, int(self.signals.save)]
             *failed, signalled, save = self.engine.mesh.sum_on_host([*states, *signals])
-        self.asked, self.signals.save = bool(save), False
+        self.save_requested, self.signals.save = bool(save), False
         if signalled or any(failed):
             self._read()  # before a rank ends, and the launcher ends all others
         if signalled:
@@ -331,19 +331,19 @@ class Training:
 
         A long evaluation reports its progress: data without end would be read forever.
         """
-        began = last_told = time.perf_counter()
-        for number, batch in enumerate(self._alike(batches)):
+        began = last_report = time.perf_counter()
+        for number, batch in enumerate(self._on_all_ranks(batches)):
             if number and number % ASK_EVERY == 0 and any(self.engine.mesh.sum_on_host([self.signals.seen])):
                 return
-            if (now := time.perf_counter()) - last_told > SAY_AFTER:
-                last_told = now
+            if (now := time.perf_counter()) - last_report > SAY_AFTER:
+                last_report = now
                 self.lines.say(
                     f"held-out data: {number} batches in {now - began:.0f} s, and it has not ended (--eval-batches N"
                     " reads the first N)"
                 )
             yield batch
 
-    def _alike(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _on_all_ranks(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield held-out batches. If each rank reads its own part, all ranks check first that all have one.
 
         A rank that ends alone would leave the others in the collectives of a batch that it does not have.
@@ -390,7 +390,7 @@ class Training:
             self.engine.finish_save()
         except SavingError as e:
             self._not_saved(e)
-        self._tell_saved()
+        self._report_saved()
 
     def export(self) -> None:
         """Export the weights to --save. `shardc run` has checked that they replace nobody's."""
@@ -403,7 +403,7 @@ class Training:
         self.save()
         return f"saved to {self.settings.save}; go on with --resume {self.settings.save}"
 
-    def _save_state_beside(self, name: str) -> str:
+    def _save_separately(self, name: str) -> str:
         """Save in a separate folder, so that no good checkpoint is replaced."""
         if not self.settings.save:
             return "nothing was saved (no --save)"
@@ -437,9 +437,9 @@ class Signals:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if not ignored_hangup(number):
                     signal.signal(number, self._note)
-            signal.signal(signal.SIGUSR1, self._ask)
+            signal.signal(signal.SIGUSR1, self._request_save)
 
-    def _ask(self, number: int, _: object) -> None:
+    def _request_save(self, number: int, _: object) -> None:
         self.save = True
 
     def _note(self, number: int, _: object) -> None:

@@ -42,7 +42,7 @@ def place(error: BaseException) -> str:
     return f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else ""
 
 
-def said(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Return an exception in one line: type, message and notes; those of the worker process if it has one."""
     text = f"{type(error).__name__}: {error}"
     if of_worker := _OF_WORKER.match(message := _message(error)):

@@ -24,7 +24,7 @@ from shardc.cli.ranks import forward_jobs, lasting_output
 from shardc.cli.ranks.job import Job, collect_as_usual, joined, weights_of
 from shardc.cli.ranks.save_lock import SaveLock
 from shardc.cli.ranks.training_loop import FIRST_WORD, Interrupted, Signals, Training, checkpoints, peak_memory
-from shardc.cli.ranks.user_frames import place, print_error, said
+from shardc.cli.ranks.user_frames import one_line, place, print_error
 from shardc.cli.same_error_once import for_this_rank
 from shardc.errors import ShardcError
 from shardc.runtime.launch import last_words
@@ -144,7 +144,7 @@ def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches |
         raise ShardcError(fault, where=job.model, fix=fix)
     valid = training_data.batches(engine, file, "valid", seed)
     if valid is not None and engine.mesh.rank == 0:  # which prints it
-        training_data.tell_the_same(train, valid)
+        training_data.note_same_data(train, valid)
     return train, valid
 
 
@@ -158,7 +158,7 @@ def main(file: str) -> None:
     lasting_output.install()
     job = Job(**json.loads(Path(file).read_text()))
     if not job.joined and not torch.cuda.is_available():
-        own_cores.use(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        own_cores.pin_process(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     # DataLoaders make their files in the folder of the run, which is removed with it, also if this process is killed
     multiprocessing.current_process()._config["tempdir"] = job.folder  # type: ignore[attr-defined]
     try:
@@ -172,15 +172,15 @@ def main(file: str) -> None:
     except Interrupted as e:
         print(e, file=sys.stderr, flush=True)
         _report_errors(job, [{"where": "signal", "what": str(e), "fix": ""}])
-        leave(128 + e.number)
+        end_rank(128 + e.number)
     except BaseException as e:
         if no_memory(e):
             _refuse(job, out_of_memory(e, "weights, gradients and the optimizer's state, before or after a step"))
         with _last_words(job):
             print_error(e, debug=job.debug)
         where = place(e) or f"rank {os.environ.get('RANK', '0')}"
-        _report_errors(job, [{"where": where, "what": said(e), "fix": "correct what raises it"}])
-        _quit(job, 1)
+        _report_errors(job, [{"where": where, "what": one_line(e), "fix": "correct what raises it"}])
+        _end_process(job, 1)
     if int(os.environ.get("RANK", "0")) == 0:
         job.result.write_text(json.dumps(summary))
     if torch.distributed.is_initialized():
@@ -195,7 +195,7 @@ def _refuse(job: Job, error: ShardcError, status: int = 2) -> NoReturn:
     with _last_words(job):
         print(for_this_rank(error.text()) if job.joined else error.text(), file=sys.stderr, flush=True)
     _report_errors(job, error.to_json())
-    _quit(job, status)
+    _end_process(job, status)
 
 
 @contextmanager
@@ -212,7 +212,7 @@ def _last_words(job: Job) -> Iterator[None]:
         yield
 
 
-def _quit(job: Job, status: int) -> NoReturn:
+def _end_process(job: Job, status: int) -> NoReturn:
     """End the process at once. A rank of torchrun or Slurm removes its own run folder first."""
     if job.joined:
         shutil.rmtree(job.folder, ignore_errors=True)
@@ -248,7 +248,7 @@ def _report_errors(job: Job, errors: list[dict[str, str]]) -> None:
         print(json.dumps({"errors": errors}), file=sys.__stdout__, flush=True)
 
 
-def leave(status: int = 0) -> NoReturn:
+def end_rank(status: int = 0) -> NoReturn:
     """End a process of a world that has done its work, without the shutdown of the interpreter.
 
     gloo's threads may still hold a tensor then, and releasing it without an interpreter aborts the process
@@ -262,4 +262,4 @@ def leave(status: int = 0) -> NoReturn:
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    leave()
+    end_rank()

@@ -321,7 +321,7 @@ def _process(rank: int, count: int, backend: str, threads: int, folder: str, set
     globals().update(settings)
     torch.set_num_threads(threads)
     if backend == "gloo":
-        own_cores.use(rank, count)
+        own_cores.pin_process(rank, count)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count)}
     if device.type == "cuda":
@@ -330,7 +330,7 @@ def _process(rank: int, count: int, backend: str, threads: int, folder: str, set
     ops, host = _ops(device, SIZES["cpu"], OP_ROUNDS) if device.type == "cpu" else ([], 0.0)
     dist.barrier()
     mesh = TorchMesh(Mesh((("ranks", count),)), device=device, watch=0)
-    links, computing = _links(mesh, device), _computing_beside(mesh, device)
+    links, computing = _links(mesh, device), _overlapped_rate(mesh, device)
     dist.destroy_process_group()
     return Measured(ops, host, links, computing)
 
@@ -370,7 +370,7 @@ def _copies(device: torch.device) -> list[Sample]:
     ]
 
 
-def _computing_beside(mesh: TorchMesh, device: torch.device) -> float:
+def _overlapped_rate(mesh: TorchMesh, device: torch.device) -> float:
     """Return the share of its rate at which a device computes beside collectives.
 
     If collectives take a seconds alone, ops b, and both together c, then a + b - c seconds' worth of ops ran in the a.

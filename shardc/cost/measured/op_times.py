@@ -143,7 +143,7 @@ class OpTimes(Ledger):
         name = f"cpu, {torch.get_num_threads()} threads" if cpu else torch.cuda.get_device_name(self.device)
         waits: list[Wait] = []
         if self.mesh is not None:
-            self.mesh.waits.settle()
+            self.mesh.waits.read_times()
             waits, self.mesh.waits.kept = self.mesh.waits.kept or [], None
         rank, mesh = (self.mesh.rank, dict(self.mesh.layout.axes)) if self.mesh is not None else (0, {})
         ops = list(self._found.values())
@@ -155,7 +155,7 @@ class OpTimes(Ledger):
         if x.layout is torch.strided and x.untyped_storage()._cdata not in self._before:
             super().observe(x)
 
-    def _was_there(self, x: Tensor) -> None:
+    def _note_operand(self, x: Tensor) -> None:
         """Remember an operand that no op of this step has made."""
         if x.layout is not torch.strided or x.device.type == "meta":
             return
@@ -167,7 +167,7 @@ class OpTimes(Ledger):
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         for x in pytree.tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
-                self._was_there(x)
+                self._note_operand(x)
         if self.device.type == "cpu":
             begin = time.perf_counter()
             result = func(*args, **kwargs)

@@ -169,7 +169,7 @@ def _modules(program: Program, layers: Repeats) -> list[Module]:
             if path in known:
                 continue
             known[path] = len(modules)
-            numbers = layers.alike.get(path, ())
+            numbers = layers.same_layers.get(path, ())
             label = parts[depth - 1]
             modules.append(Module(path, known[".".join(parts[: depth - 1])], label))
             if len(numbers) > 1:

@@ -215,9 +215,9 @@ def _of_elements(call: Call, known: dict[int, float]) -> _Table | None:
     points = list(itertools.product(*domains))
     columns = [torch.tensor(x, dtype=v.dtype) for x, v in zip(zip(*points, strict=True), call.operands, strict=True)]
     run = _called(call)
-    good = _good(run, call, columns)
+    good = _is_finite(run, call, columns)
     if good is None or good.shape != (len(points),):
-        return _Table.of(domains, [_good(run, call, [c[k] for c in columns]) for k in range(len(points))])
+        return _Table.of(domains, [_is_finite(run, call, [c[k] for c in columns]) for k in range(len(points))])
     return _Table(domains, good.view([len(d) for d in domains]))
 
 
@@ -250,7 +250,7 @@ def _of_rows(choices: Choices, padded: Group) -> _Table | None:
             results.append(None)  # not run: kernels do not check indices
         else:
             tensors = [_filled(v, s, x) for v, s, x in zip(call.operands, shapes, point, strict=True)]
-            results.append(_good(run, call, tensors))
+            results.append(_is_finite(run, call, tensors))
     return _Table.of(domains, results)
 
 
@@ -308,7 +308,7 @@ def _filled(v: Value, shape: tuple[int, ...], number: float | None) -> Tensor:
     return ((torch.arange(1, n + 1, dtype=torch.float64) * 0.618034) % 1).view(shape).to(v.dtype)
 
 
-def _good(run: Run, call: Call, tensors: list[Tensor]) -> Tensor | None:
+def _is_finite(run: Run, call: Call, tensors: list[Tensor]) -> Tensor | None:
     """Return whether results and gradients are finite (per element if elementwise); None if it raises."""
     leaves = [x.clone().requires_grad_(v.requires_grad) for x, v in zip(tensors, call.operands, strict=True)]
     try:

@@ -43,7 +43,7 @@ def test_no_subset_has_fewer(seed: int) -> None:
     for v, (nbytes, operands) in graph.items():
         cut.value(v, nbytes, operands)
     for v in wanted:
-        cut.want(v)
+        cut.require(v)
     kept = set(cut.cut())
     assert follows(graph, kept, wanted)
     subsets = itertools.chain.from_iterable(itertools.combinations(graph, n) for n in range(len(graph) + 1))
@@ -58,14 +58,14 @@ def test_of_equal_cuts_the_last_is_taken() -> None:
     cut.value("wide", 4, ["x"])
     cut.value("y", 2, ["wide"])
     cut.value("view", None, ["y"])
-    cut.want("view")
+    cut.require("view")
     assert cut.cut() == ["y"]
 
 
 def test_what_is_there_anyway_costs_nothing() -> None:
     cut = MinCut()
     cut.value("scaled", 8, [])  # of a weight
-    cut.want("scaled")
+    cut.require("scaled")
     assert cut.cut() == []
 
 

@@ -162,7 +162,7 @@ def test_equal_layers_are_shown_once() -> None:
     layers = repeats(program())
     assert layers.first["h.1"] == "h.0"
     assert layers.shown("h.1.qkv.weight") == "h.0.qkv.weight"
-    assert sum(map(len, layers.alike.values())) == LAYERS
+    assert sum(map(len, layers.same_layers.values())) == LAYERS
     found = shown()
     assert sum(w.get("count", 1) for w in found["weights"]) == len(program().params)
     whole = json.loads(json.dumps(data(program(), None, None, full=True)))

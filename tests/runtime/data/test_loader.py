@@ -21,7 +21,7 @@ from shardc.api import Program
 from shardc.cli import model_file
 from shardc.cli.ranks import worker
 from shardc.cli.ranks.job import Job
-from shardc.cli.ranks.user_frames import place, said
+from shardc.cli.ranks.user_frames import one_line, place
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
@@ -764,7 +764,7 @@ def test_what_a_dataset_raises_comes_as_it_is_and_names_the_sample(workers: int)
     if workers:
         assert "raise self.error" in str(error.__cause__)
         assert place(error).startswith("test_loader.py:")
-        assert said(error) == "BadSampleError: torn; in dataset[3]; in DataLoader worker process 0"
+        assert one_line(error) == "BadSampleError: torn; in dataset[3]; in DataLoader worker process 0"
     error, notes = failure(FaultyStream(KeyError("x")), workers)
     assert (error.args, notes) == (("x",), ["in the iterable dataset's sample 3", *here])
     error, notes = failure(Numbers(8), workers, collate_fn=collate_none, shuffle=False)

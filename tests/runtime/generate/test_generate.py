@@ -338,16 +338,16 @@ def test_a_model_that_is_another_with_padding_runs_whole_sequences(capsys: pytes
 def test_a_cache_that_is_no_longer_the_same_kind_of_thing_is_no_cache() -> None:
     """What counts in Python would count once, while a token is traced; what grows has another size each time."""
     model, _ = hf.build(hf.FAMILIES["qwen3"])
-    cache = generation_cache.begun(model, generation_cache.Now(4, torch.zeros(1, 2, dtype=torch.bool)))
+    cache = generation_cache.new_cache(model, generation_cache.Now(4, torch.zeros(1, 2, dtype=torch.bool)))
     for i in (0, 1):
         cache.update(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8), i)
-    states, form = generation_cache.apart(cache)
+    states, form = generation_cache.split_cache(cache)
     assert list(states) == ["0.keys", "0.values", "1.keys", "1.values"]
-    again = generation_cache.together(form, states, generation_cache.Now(4))
-    assert generation_cache.unchanged(form, again).keys() == states.keys()
+    again = generation_cache.join_cache(form, states, generation_cache.Now(4))
+    assert generation_cache.checked_states(form, again).keys() == states.keys()
     again.layers[1].seen = 3
     with pytest.raises(ShardcError, match="a token changes what '1\\.seen' of its cache is, from None to 3"):
-        generation_cache.unchanged(form, again)
+        generation_cache.checked_states(form, again)
 
 
 class Own(nn.Module):

@@ -83,7 +83,7 @@ def test_a_process_that_has_not_said_a_word_is_known_by_what_its_launcher_told_i
         for p in (beside, other):
             p.send_signal(signal.SIGSTOP)
             os.waitpid(p.pid, os.WUNTRACED)
-        assert (mine.stopped(), mine.ended(), mine.came(2)) == ([2], [], False)
+        assert (mine.stopped(), mine.ended(), mine.has_registered(2)) == ([2], [], False)
         mine.end(2)
         other.kill()
     assert beside.returncode == -signal.SIGKILL

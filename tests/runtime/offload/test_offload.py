@@ -32,7 +32,7 @@ from shardc.runtime.offload import storage
 from shardc.runtime.offload.copies import Mover
 from shardc.runtime.offload.storage import Files
 from shardc.runtime.step.engine import Engine
-from shardc.runtime.zero.offloaded_optimizer import prove_apart
+from shardc.runtime.zero.offloaded_optimizer import check_separable
 from tests import warm
 from tests.bench import offload as bench
 
@@ -215,13 +215,13 @@ def test_optimizers_that_cannot_step_in_pages_are_refused() -> None:
     with pytest.raises(
         ShardcError, match="the optimizer Normalised updates parameters together, not each by itself"
     ) as e:
-        prove_apart(Normalised([w]))
+        check_separable(Normalised([w]))
     assert (e.value.errors[0].where, "data.offload" in e.value.errors[0].fix) == ("data.offload", True)
     with pytest.raises(
         ShardcError,
         match=r"LBFGS cannot be tried on a small sample \(.*\), so nothing shows that it may step some parameters",
     ):
-        prove_apart(torch.optim.LBFGS([w]))
+        check_separable(torch.optim.LBFGS([w]))
     assert torch.equal(w, torch.ones(4))
 
 

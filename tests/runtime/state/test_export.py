@@ -176,7 +176,7 @@ def test_a_rank_that_cannot_write_still_gathers(tmp_path: Path, monkeypatch: pyt
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(export, "_put", full)
+    monkeypatch.setattr(export, "_write_slice", full)
     with pytest.raises(ShardcError, match="the weights cannot be written: No space left on device"):
         trained(program, model, steps=0, then=lambda engine: engine.export(tmp_path))
     assert not [*tmp_path.glob("*.safetensors")]

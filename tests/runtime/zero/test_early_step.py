@@ -146,11 +146,11 @@ def test_hooks_run_once_a_step() -> None:
     w = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizer = torch.optim.SGD(w, lr=1.0)
     stepper = OverlappedStep(optimizer, {"a": w[0], "b": w[1]})
-    assert stepper.possible()
+    assert stepper.begin_if_possible()
     hook = optimizer.register_step_post_hook(lambda *_: None)
-    assert not stepper.possible()
+    assert not stepper.begin_if_possible()
     hook.remove()
-    assert stepper.possible()
+    assert stepper.begin_if_possible()
 
 
 def test_groups_hold_all_parameters_again_after_a_step_that_fails() -> None:
@@ -164,7 +164,7 @@ def test_groups_hold_all_parameters_again_after_a_step_that_fails() -> None:
     w = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizer = Failing(w, lr=1.0)
     stepper = OverlappedStep(optimizer, {"a": w[0], "b": w[1]})
-    optimizer.failing = stepper.possible()
+    optimizer.failing = stepper.begin_if_possible()
     with pytest.raises(ValueError, match="the culprit"):
         stepper.step(["a"])
     assert [p is q for p, q in zip(optimizer.param_groups[0]["params"], w, strict=True)] == [True, True]
