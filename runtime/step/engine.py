@@ -91,6 +91,10 @@ class Engine:
     .params: this rank's shards of parameters, by the model's names. At ZeRO >= 1 a shard is a flat range of the
     parameter, perhaps empty. Gradients are in `.grad`; after the update they have the dtype of their sum. .owned and
     .buffers: by the program's placeholder names. .interpreter: runs the program's stages.
+    .buckets: holds parameters and sums gradients (shardc.runtime.zero.buckets).
+    .clip_norm: the norm that gradients are clipped to; `set` changes it.
+    .grad_norm: 2-norm of the whole gradient of the last step, before clipping; 0-dim, on every rank; None before the
+    first step, and if nothing needs it (`norm`, `clip_norm`, `nonfinite`).
     .scaler: the loss scaling of `precision.loss_scale` (shardc.runtime.step.loss_scale), or None. If gradients are not
     finite on some rank, the step leaves parameters and optimizer unchanged on every rank.
 
@@ -99,9 +103,8 @@ class Engine:
     may need all gradients first (clip_norm, nonfinite, loss scaling, offload). If nothing needs them, gradients of
     matrices are also sent to their owners while backward runs, at every ZeRO stage and on every device.
 
-    An error in forward or backward (a wrong batch, a failing op, Ctrl-C) leaves the engine unchanged if all ranks meet
-    it: the next step starts fresh. (While the last sums are waited for, buffers are new already.) After an error in the
-    update, as in a custom optimizer, the engine must load a checkpoint.
+    An error in forward or backward (a wrong batch, a failing op, Ctrl-C) on all ranks leaves the engine unchanged,
+    except perhaps buffers: the next step starts fresh. After one in the update (a custom optimizer) load a checkpoint.
     """
 
     def __init__(
@@ -615,10 +618,7 @@ class Engine:
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """2-norm of the last step's whole gradient, before clipping; 0-dim, on every rank.
-
-        None before the first step, and if nothing needs it (`norm`, `clip_norm`, `nonfinite`).
-        """
+        """2-norm of the last step's whole gradient, before clipping; None if nothing needs it."""
         return self._updating.norm
 
     @property
