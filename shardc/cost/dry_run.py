@@ -256,7 +256,7 @@ class _Recorded(Interpreter):
             first_step.deliver_gradients(self.program, list(backwards.values()), self.buckets.given, hooks)
             return self.zero(), {}, {}
         losses, news, outputs = self._recorded(values, hooks)
-        return self._total(losses), self._spread(news), self._outputs(outputs)
+        return self._total(losses), self._share_buffers(news), self._outputs(outputs)
 
     def evaluate(self, values: Values) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Run the step of a forward-only program."""
