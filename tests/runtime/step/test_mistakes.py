@@ -558,11 +558,11 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "too few labels": (
         lambda: shardc.compile(nn.Linear(8, 4), LABELS | {"y": torch.ones(6).long()}, ONE, loss=classes),
-        r"the loss failed(.|\n)*fix: logits and labels need as many rows",
+        r"the loss failed(.|\n)*fix: logits and labels need the same number of rows",
     ),
     "a model of another dtype": (
         lambda: shardc.compile(nn.Linear(8, 4).double(), ROWS, ONE, loss=distance),
-        r"the model's forward failed: .*dtype(.|\n)*fix: give the model and what goes into it one dtype",
+        r"the model's forward failed: .*dtype(.|\n)*fix: give the model and its inputs one dtype",
     ),
     "a loss that is a number": (
         lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, loss=lambda o, b: distance(o, b).item()),
