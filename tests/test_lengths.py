@@ -199,7 +199,7 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         one({"batch": BUCKETS}, batch_of(40))
     with pytest.raises(ShardcError, match=r"labels: its dim 1 has the batch's length, 10, .* no number to pad it"):
         one({"batch": {"lengths": [16], "pad": {"ids": 0}}}, batch_of(10))
-    with pytest.raises(ShardcError, match="cannot be padded to these lengths without the numbers"):
+    with pytest.raises(ShardcError, match="padding batches to these lengths needs the numbers"):
         one({"batch": {"lengths": [16]}})
     with pytest.raises(ShardcError, match=r"compiling it for ids \[8, 10\] fails: "):
         one({}, {"ids": STEPS[1]["ids"], "labels": STEPS[0]["labels"]})

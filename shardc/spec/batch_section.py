@@ -47,7 +47,7 @@ class Batch(Section):
     microbatches: Count = Field(default=1, description="microbatches per step", examples=[8])
     rows: Count | None = Field(
         default=None,
-        description="rows that a rank has in a microbatch: there are as many microbatches as the ranks need",
+        description="rows of one rank in a microbatch; the number of microbatches follows from it",
         examples=[4],
     )
     lengths: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
@@ -81,7 +81,7 @@ class Sequence(Section):
     """
 
     axis: Annotated[Axes, Field(min_length=1), ONE_OR_MANY] = Field(
-        description="mesh axis that splits the sequence; [outer, inner] = both, each by a method of its own",
+        description="mesh axis that splits the sequence; [outer, inner] = both, each with its own method",
         examples=["cp"],
     )
     dims: BatchDims = Field(default={"*": 1}, description="each input's sequence dim; null = none", examples=[{"*": 1}])
@@ -91,12 +91,12 @@ class Sequence(Section):
         WithJsonSchema({"anyOf": [*_METHODS["anyOf"], {"type": "object", "additionalProperties": _METHODS}]}),
     ] = Field(
         default={"*": ("auto",)},
-        description="how queries meet the keys of other ranks, [ring, ulysses] of two axes; or {module: method}, the"
-        " first that matches counts",
+        description="how queries reach the keys of other ranks; [ring, ulysses] for two axes; or {module: method}: the "
+        "first match wins",
         examples=["ring"],
     )
     balance: Literal["auto", "zigzag", "none"] = Field(
         default="auto",
-        description="tokens of a rank: zigzag = two stretches, whose causal work is even; none = one; auto = zigzag"
-        " where attention is causal and the sequence divides",
+        description="tokens of a rank: zigzag = two stretches, so that causal work is equal; none = one; auto = "
+        "zigzag if attention is causal and the sequence divides",
     )

@@ -498,7 +498,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "the text of a spec": (
         lambda: shardc.compile(nn.Linear(8, 4), ROWS, "shardc: 1\nmesh: {dp: 2}", loss=distance),
-        r"spec: this is the text of a spec, where its path is expected\n  fix: .*yaml.safe_load",
+        r"spec: this is the text of a spec, not its path\n  fix: .*yaml.safe_load",
     ),
     "spec and batch swapped": (
         lambda: shardc.compile(nn.Linear(8, 4), "spec.yaml", ROWS, loss=distance),
