@@ -25,7 +25,7 @@ DATA = "data-dependent"  # in `Cause.raised`: any error of tracing that means th
 MASK = "keep the size and mask instead: torch.where(mask, x, 0), and divide sums by mask.sum()"
 MASKED_MEAN = (
     "take a sum, a mean or a loss of x[mask], or keep the size: x[mask].max() is x.masked_fill(~mask, -inf).max(), with"
-    " mask of x's shape; of a cross entropy, give what is not to count the label -100 (its ignore_index)"
+    " mask of x's shape; for a cross entropy, set ignored labels to -100 (its ignore_index)"
 )
 
 
@@ -66,8 +66,8 @@ TEXT, PRINT = (
 )
 COLUMNS = (
     "choose them where the batch is made, so that their number does not depend on values here (self loops, padding);"
-    " what is the same in every step may be a buffer with persistent=False, whose values are known; or keep all, and"
-    " give those that are not to count a weight of 0: torch.where(mask, weight, 0)"
+    " values that are the same in every step may be a buffer with persistent=False, whose values are known; or "
+    "keep all, and give ignored ones a weight of 0: torch.where(mask, weight, 0)"
 )
 ONE_OP = "shardc.nn.experts(x, index, weights, up, down)"
 EXPERTS = (
@@ -229,7 +229,7 @@ REFUSALS = (
         raised=r"PendingUnbackedSymbolNotFound",
     ),
     Cause(
-        f"a tensor's size {DEPENDS} (x[mask], masked_select), and it meets one of a known size",
+        f"a tensor's size {DEPENDS} (x[mask], masked_select), and it is combined with a tensor of known size",
         MASKED_MEAN,
         raised=r"size of tensor \w \(u\d+\) must match|must match the size of tensor \w \(u\d+\)",
     ),
@@ -301,13 +301,13 @@ _ADVICE = (
     ),
     (
         r"Expected input batch_size .* to match target batch_size",
-        "logits and labels need as many rows: of sequences logits.flatten(0, 1) and labels.flatten(), and labels that"
-        " are shifted where logits are",
+        "logits and labels need the same number of rows: for sequences logits.flatten(0, 1) and labels.flatten(), "
+        "and shift the labels if the logits are shifted",
     ),
     (
         r"Target size .* must be the same as input size|size of tensor a .* must match the size of tensor b",
-        "print both shapes: output.squeeze(-1), or target.unsqueeze(-1), make them one; an element-wise loss of classes"
-        " wants F.one_hot(labels, classes).float()",
+        "print both shapes: output.squeeze(-1), or target.unsqueeze(-1), make them equal; an element-wise loss of "
+        "classes needs F.one_hot(labels, classes).float()",
     ),
     (
         r"mat1 and mat2 shapes cannot be multiplied|Given groups=|expected input\[|running_mean should contain",
@@ -320,8 +320,8 @@ _ADVICE = (
     ),
     (
         r"got an unexpected keyword argument",
-        "a forward with **keywords is given every key of the batch: let it name its arguments (what it does not"
-        " name is for the loss alone), or leave that key out",
+        "a forward with **keywords gets every key of the batch: name its arguments (other keys go only to the "
+        "loss), or leave that key out",
     ),
     (r"no fake impl", "give the op a shape function, @OP.register_fake (docs/explanation/rules.md)"),
 )
@@ -331,7 +331,7 @@ def advice(error: BaseException, *, of_loss: bool = False) -> str:
     """Return the fix for an error of the user's code, from torch or Python. of_loss: of the loss function."""
     said = next((fix for text, fix in _ADVICE if re.search(text, str(error))), "")
     if of_loss and not said:
-        return "it is given the model's output and the whole batch: loss=lambda output, batch: f(output, batch['y'])"
+        return "it gets the model's output and the whole batch: loss=lambda output, batch: f(output, batch['y'])"
     return said or (
         "check that model and batch run together in plain PyTorch; if they do, torch cannot trace this line: write it"
         " with other ops"
@@ -393,9 +393,9 @@ def torch_errors(graph: fx.Graph | None = None) -> Iterator[None]:
         at = source.of_exception(e) if node is None else source_of(node)
         code, said = f" ({at.shown})" if at.code else "", (str(e).strip().splitlines() or [""])[0]
         raise ShardcError(
-            f"torch cannot run what capture made of this: {type(e).__name__}: {said}{code}",
+            f"torch cannot run the graph that capture made of this: {type(e).__name__}: {said}{code}",
             where=source.where(at),
-            fix="write it with other ops; as plain PyTorch runs it, capture has a fault: report it, with the model",
+            fix="write it with other ops; plain PyTorch runs it, so capture is at fault: report it with the model",
         ) from e
 
 

@@ -307,8 +307,8 @@ WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
         "batch without tensors",
         net("        return x").replace("torch.ones(4, 8)", "3"),
         "",
-        "no tensor in it",
-        "give a dict",
+        "contains no tensor",
+        "pass a dict",
     ),
     ("loss is no scalar", net("        return self.a(x)"), "model.py:7", "no scalar loss", "pass loss="),
     (
@@ -623,7 +623,7 @@ HINTS = [
         "model.py",
         "return self.down(torch.relu(self.up(x))).square().mean()",
         "return self.up(x)\n\ndef loss(output, batch): return (output - batch['labels']).mean()",
-        "the loss asks for 'labels', and the batch has 'x'",
+        "the loss reads 'labels', but the batch has 'x'",
     ),
     (
         "a metric as a number",

@@ -68,7 +68,7 @@ class LocalCall:
         has = parse(rule.notation).factors() if rule is not None and isinstance(rule.notation, str) else {factor}
         if rule is not None and factor not in has and not re.fullmatch(r"e\d+", factor):  # e0, e1: the dims of "..."
             fault = (
-                f"`local` of the rule {rule.text!r} of {rule.op} asks for a factor {factor!r}, which the rule does not"
+                f"`local` of the rule {rule.text!r} of {rule.op} needs a factor {factor!r}, which the rule does not"
                 " have"
             )
             raise ShardcError(fault, where=rule.where, fix=f"one of {', '.join(sorted(has))}")

@@ -292,11 +292,11 @@ def test_what_a_model_returns(form: str, names: list[str]) -> None:
     [
         (
             lambda out, b: (out.mean(), {"rate": 0.1}),
-            r"the output 'rate' is the Python number 0.1, and no tensor\n  fix: write torch.tensor\(0.1\)",
+            r"the output 'rate' is the Python number 0.1, not a tensor\n  fix: write torch.tensor\(0.1\)",
         ),
         (
             lambda out, b: (out.mean(), {"rate": out.mean().item()}),
-            "the output 'rate' is a Python number, of .item.*\n  fix: leave that out",
+            "the output 'rate' is a Python number, from .item.*\n  fix: remove that call",
         ),
         (lambda out, b: (out.mean(), {"z": out.to(torch.complex64)}), "the output 'z' is a tensor of shape"),
         (lambda out, b: (out, {"z": out}), "the loss is a tuple, not a scalar"),

@@ -125,7 +125,7 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
     ),
     "a module of a program, compiled again": (
         lambda m: shardc.compile(m, BATCH, ONE),
-        r"the model: it is compiled already, and has this rank's part\n  fix: pass the plain model",
+        r"the model: the module is already compiled and has only this rank's part\n  fix: pass the plain model",
     ),
     "a name of a module": (lambda m: m.get_submodule("upp"), r"no submodule 'upp'\n  fix: did you mean 'up'\?"),
     "a name of a buffer": (lambda m: m.get_buffer("mean"), r"no buffer 'mean'\n  fix: it has no buffer"),
@@ -486,11 +486,11 @@ ONE = {"shardc": 1}
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a wrapped model": (
         lambda: shardc.compile(nn.DataParallel(nn.Linear(8, 4)), ROWS, ONE, loss=distance),
-        r"the model: it is wrapped in DataParallel, .*\n  fix: pass what it holds: model.module;",
+        r"the model: the model is wrapped in DataParallel, .*\n  fix: pass the wrapped model.module:",
     ),
     "a forward that takes all": (
         lambda: shardc.compile(Keywords(), ROWS, ONE, loss=distance),
-        r"unexpected keyword argument 'y'(.|\n)*fix: a forward with \*\*keywords is given every key of the batch",
+        r"unexpected keyword argument 'y'(.|\n)*fix: a forward with \*\*keywords gets every key of the batch",
     ),
     "a loss of a library": (
         lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, loss=nn.MSELoss()),
@@ -534,7 +534,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "what is compiled": (
         lambda: shardc.compile(PROGRAM, BATCH, ONE),  # type: ignore[arg-type]
-        r"shardc.compile: this is compiled already: <Program Net .*\n  fix: pass the plain model",
+        r"shardc.compile: this is already compiled: <Program Net .*\n  fix: pass the plain model",
     ),
     "no number of steps": (
         lambda: shardc.simulate(PROGRAM, MODEL, BATCH, steps=0),
@@ -558,7 +558,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "too few labels": (
         lambda: shardc.compile(nn.Linear(8, 4), LABELS | {"y": torch.ones(6).long()}, ONE, loss=classes),
-        r"the loss failed(.|\n)*fix: logits and labels need as many rows",
+        r"the loss failed(.|\n)*fix: logits and labels need the same number of rows",
     ),
     "a model of another dtype": (
         lambda: shardc.compile(nn.Linear(8, 4).double(), ROWS, ONE, loss=distance),
@@ -566,7 +566,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a loss that is a number": (
         lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, loss=lambda o, b: distance(o, b).item()),
-        r"the loss is a Python number, of .item\(\), .*\n  fix: leave that out",
+        r"the loss is a Python number, from .item\(\), .*\n  fix: remove that call",
     ),
 }
 
@@ -690,7 +690,7 @@ class Large(nn.Module):
 
 def test_a_model_that_one_device_has_no_room_for_is_checked_statically() -> None:
     program = shardc.compile(Large(), {"x": torch.randn(8, 8)}, ONE)
-    note = "capture was checked statically only: this machine's memory has no room for a forward"
+    note = "capture was checked statically only: this machine has too little memory for a forward"
     assert note in program.notes
 
 
