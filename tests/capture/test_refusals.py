@@ -640,7 +640,7 @@ def test_numbers_that_only_python_sees_are_noted() -> None:
     [
         ({"y": X}, "missing a required argument: 'x' (its keys are y)", "rename the batch's key 'y' to 'x'"),
         ({"x": X, "z": X}, "got an unexpected keyword argument 'z' (its keys are x, z)", "leave 'z' out of the batch"),
-        ((X, X), "too many positional arguments", "pass forward only the arguments x only"),
+        ((X, X), "too many positional arguments", "pass forward only the arguments x;"),
     ],
 )
 def test_a_batch_that_does_not_fit_forward(batch: Any, what: str, fix: str) -> None:

@@ -301,7 +301,7 @@ def _(r: Rank) -> None:
 
 @case(
     "parameters beside a module, trained on one's own rows",
-    "the optimizer SGD: it also steps parameters that are not the module's (1), and nobody sums their gradients",
+    "the optimizer SGD: it also steps parameters that are not the module's (1), and their gradients are not summed",
 )
 def _(r: Rank) -> None:
     steps(r, probe=True)

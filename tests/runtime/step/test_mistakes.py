@@ -81,7 +81,7 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
     ),
     "another dtype, told once": (
         lambda m: m.half()(**m.local(BATCH)),
-        r"was replaced: the program has the one that it was made with \(4 such\)\n  fix: [^\n]*$",
+        r"was replaced: the program still uses the old one \(4 such\)\n  fix: [^\n]*$",
     ),
     "torch.compile": (
         lambda m: torch.compile(m, backend="eager"),
@@ -113,7 +113,7 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
     ),
     "gradients that are summed again": (
         summed_again,
-        r"torch.distributed.all_reduce of up.weight.grad: ranks have different parts (.|\n)*leave it out: backward has",
+        r"torch.distributed.all_reduce of up.weight.grad: ranks have different parts (.|\n)*remove it: backward",
     ),
     "weights of the first rank": (
         lambda m: torch.distributed.broadcast(m.get_parameter("up.weight").data, 0),
@@ -139,15 +139,15 @@ if torch.__version__ < "2.13":  # in 2.11 a class of tensors is not told of it
 ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     "an optimizer": (
         lambda mesh: Engine(PROGRAM, MODEL, SGD, mesh=mesh),  # type: ignore[arg-type]
-        r"optimizer: a SGD is no function: .*\n  fix: pass a function: optimizer=lambda params",
+        r"optimizer: a SGD is not a function: .*\n  fix: pass a function: optimizer=lambda params",
     ),
     "a scheduler": (
         lambda mesh: Engine(PROGRAM, MODEL, scheduler=torch.optim.lr_scheduler.StepLR(SGD, 1), mesh=mesh),  # type: ignore[arg-type]
-        r"scheduler: a StepLR is no function: .*\n  fix: pass a function: scheduler=lambda optimizer",
+        r"scheduler: a StepLR is not a function: .*\n  fix: pass a function: scheduler=lambda optimizer",
     ),
     "a scheduler's class": (
         lambda mesh: Engine(PROGRAM, MODEL, scheduler=torch.optim.lr_scheduler.StepLR, mesh=mesh),
-        r"scheduler: StepLR is called with the optimizer alone, and wants step_size as well\n  fix: pass a function",
+        r"scheduler: StepLR is called with optimizer only, but also needs step_size\n  fix: pass a function",
     ),
     "an option that there is not": (
         lambda mesh: PROGRAM.engine(MODEL, mesh=mesh, grad_clip=1.0),
@@ -155,7 +155,8 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "an option of optimizers": (
         lambda mesh: PROGRAM.engine(MODEL, mesh=mesh, lr=1e-3),
-        r"program.engine\(lr=...\): there is no such option\n  fix: it is the optimizer's: optimizer=lambda params",
+        r"program.engine\(lr=...\): there is no such option\n  fix: it is an option of the optimizer: "
+        r"optimizer=lambda params",
     ),
     "a key of another name": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({"images": BATCH["x"], "strength": 2.0}),
@@ -163,7 +164,7 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "a device": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).to("cuda"),  # type: ignore[arg-type]
-        r"engine.to: 'cuda' is neither a program nor a spec: this moves .*\n  fix: devices are those of the ranks",
+        r"engine.to: 'cuda' is neither a program nor a spec: this moves .*\n  fix: ranks choose their devices",
     ),
     "a number of a device": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).to(0),  # type: ignore[arg-type]
@@ -171,11 +172,11 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "a dtype of a program": (
         lambda mesh: PROGRAM.to(torch.float64),  # type: ignore[arg-type]
-        r"program.to: torch.float64 is neither a program nor a spec(.|\n)*the dtype is `precision` of the spec",
+        r"program.to: torch.float64 is neither a program nor a spec(.|\n)*`precision` of the spec sets the dtype",
     ),
     "a part of what a step returns": (
         lambda mesh: (Engine(PROGRAM, MODEL, mesh=mesh).step(BATCH) / 4).backward(),
-        r"loss.backward\(\): the engine has run backward(.|\n)*leave .backward\(\) out",
+        r"loss.backward\(\): the engine has already run backward(.|\n)*remove .backward\(\)",
     ),
     "no batches": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).evaluate_all(iter(())),
@@ -195,11 +196,11 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "the norm of a gradient after a step": (
         lambda mesh: looked_at(Engine(PROGRAM, MODEL, mesh=mesh)),
-        r"norm of up.weight.grad: this would take the part of the gradient(.|\n)*norms\(grad=True\)",
+        r"norm of up.weight.grad: this would use this rank's part of the gradient(.|\n)*norms\(grad=True\)",
     ),
     "a group that is added": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).optimizer.add_param_group({"params": []}),  # type: ignore[union-attr]
-        r"engine.optimizer.add_param_group: an engine's optimizer has the groups (.|\n)*fix: make all",
+        r"engine.optimizer.add_param_group: the groups of an engine's optimizer (.|\n)*fix: make all",
     ),
     "Muon of all parameters": (
         lambda mesh: Engine(PROGRAM, MODEL, lambda params: torch.optim.Muon(params), mesh=mesh),
@@ -227,7 +228,7 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "backward of what a step returns": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step(BATCH).backward(),
-        r"loss.backward\(\): the engine has run backward(.|\n)*leave .backward\(\) out",
+        r"loss.backward\(\): the engine has already run backward(.|\n)*remove .backward\(\)",
     ),
     "a call": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh)(BATCH),
@@ -343,7 +344,7 @@ def test_methods_of_other_trainers_are_named() -> None:
         engine: Any = Engine(PROGRAM, MODEL, mesh=mesh)
         with pytest.raises(AttributeError, match=r"no 'train': step\(batch\) trains, evaluate\(batch\) evaluates"):
             engine.train()
-        with pytest.raises(AttributeError, match=r"no 'cuda': devices are those of the ranks"):
+        with pytest.raises(AttributeError, match=r"no 'cuda': ranks choose their devices"):
             engine.cuda()
         assert not hasattr(engine, "weights")
 

@@ -247,4 +247,4 @@ def test_two_copies_of_a_model_are_told(made: Any, alive: bool, capfd: pytest.Ca
         second(**second.local(batch))
 
     loopback(program.mesh, rank)
-    assert capfd.readouterr().err.count("the model: another engine or module was made of it") == alive
+    assert capfd.readouterr().err.count("the model: another engine or module was made from it") == alive
