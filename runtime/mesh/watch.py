@@ -43,7 +43,7 @@ _SHOWN = 8  # ranks that a message lists
 STOPPED = "does not answer for SECONDS s: it is stopped (SIGSTOP)"
 SILENT = "does not answer for SECONDS s: it is stopped, or its machine is gone"
 ABSENT = "has not come for SECONDS s: it starts slowly, is stopped, or its machine is gone"
-KILLED = "was killed, or ended without a word,"
+KILLED = "was killed, or ended without an error,"
 _PLURAL = {"does": "do", "has": "have", "was": "were"}
 
 

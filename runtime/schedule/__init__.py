@@ -146,7 +146,7 @@ def make(
     if min(stages, ranks, microbatches) < 1 or stages % ranks:
         fault = f"{stages} stages on {ranks} ranks with {microbatches} microbatches"
         raise ShardcError(
-            fault, where=where, fix="give every rank as many stages as the others, and at least one microbatch"
+            fault, where=where, fix="give every rank the same number of stages, and at least one microbatch"
         )
     maker = SCHEDULES[name]
     if maker.only and stages // ranks not in maker.per_rank:

@@ -73,7 +73,7 @@ def no_memory(error: BaseException) -> bool:
 def out_of_memory(error: BaseException, where: str, fix: str = LESS_MEMORY) -> OutOfMemoryError:
     """Build the error for the user. where: what was running."""
     tried = _TRIED.search(str(error))
-    size = f": {tried[1]} {tried[2]} more were asked for" if tried else ""
+    size = f": {tried[1]} {tried[2]} more were requested" if tried else ""
     return OutOfMemoryError(f"out of memory{size}", where=where, fix=fix)
 
 
@@ -158,7 +158,7 @@ def _are(ids: Tensor, given: Tensor) -> bool:
 
 def label_error(what: str, where: str) -> OutOfRangeError:
     """Build the error for labels that are no classes. what: from `outside`."""
-    fix = "labels are classes, counted from 0; one that is not to count has the ignore_index, -100"
+    fix = "labels are classes, counted from 0; an ignored one has the ignore_index, -100"
     return OutOfRangeError(f"a label is not a class: {what}", where=where, fix=fix)
 
 

@@ -171,7 +171,7 @@ def test_a_rank_that_ended_before_all_have_met_ends_those_that_wait(monkeypatch:
     watch = Watch(World(2), 0, Activity(), store, known, named=0.4, met=False)
     watch._thread.join(30)
     assert ended == [GAVE_UP]
-    assert said == ["rank 1 was killed, or ended without a word, in compiling; this rank has ended"]
+    assert said == ["rank 1 was killed, or ended without an error, in compiling; this rank has ended"]
 
 
 def within(seconds: float, true: Callable[[], object]) -> None:

@@ -112,7 +112,7 @@ def test_what_is_known_of_a_process() -> None:
 
 def test_a_rank_that_was_killed_is_named_by_those_it_cut_off() -> None:
     """At once; and one that comes later does not take the first, which has ended because of it, for the cause."""
-    store, said = dist.HashStore(), "rank 2 (dp=1, tp=0) was killed, or ended without a word, in step 5"
+    store, said = dist.HashStore(), "rank 2 (dp=1, tp=0) was killed, or ended without an error, in step 5"
     gone = RuntimeError("Connection closed by peer")
     for rank, ended in ((0, [2]), (1, [0, 2])):
         known = mock.Mock(**{"ended.return_value": ended, "doing.return_value": ""})

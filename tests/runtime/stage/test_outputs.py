@@ -257,7 +257,7 @@ def test_the_mean_over_batches_is_that_of_all_rows(name: str) -> None:
 def test_a_loss_without_a_divisor_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     program = compiled({"mesh": {"dp": 2}}, function=lambda o, b: masked(o, b).sum())
     loopback(program.mesh, lambda mesh: program.engine(NET, None, mesh=mesh).evaluate_all([batch_of(2), batch_of(3)]))
-    assert capsys.readouterr().err.count("the loss is no mean of which the batch decides the divisor") == 1
+    assert capsys.readouterr().err.count("the loss is not a mean with a divisor from the batch") == 1
 
 
 class Returns(nn.Module):

@@ -143,7 +143,7 @@ def test_the_users_batch_gets_no_gradients_and_may_not_want_any() -> None:
     on_ranks(program, Mlp(), lambda engine: engine.step(given))
     assert not given["x"].requires_grad
     made = {"x": given["x"] * nn.Parameter(torch.ones(()))}
-    with pytest.raises(ShardcError, match="x: it comes from other parameters, which would get no gradient"):
+    with pytest.raises(ShardcError, match="x: it depends on other parameters, which would get no gradient"):
         on_ranks(program, Mlp(), lambda engine: engine.step(made))
     on_ranks(program, Mlp(), lambda engine: engine.evaluate(made))
 
@@ -322,13 +322,13 @@ def test_a_backward_that_failed_leaves_nothing_to_replace(
             engine.backward(batch())
             engine.update()
         engine.mesh.barrier()
-        assert "came twice" not in capfd.readouterr().err
+        assert "called twice" not in capfd.readouterr().err
         engine.mesh.barrier()
         for _ in range(3):
             engine.backward(batch())
 
     on_ranks(program, Mlp(), work)
-    assert capfd.readouterr().err.count("engine.backward came twice without engine.update") == 1
+    assert capfd.readouterr().err.count("engine.backward was called twice without engine.update") == 1
 
 
 def test_an_optimizer_may_have_a_rate_of_its_own(tmp_path: Path) -> None:

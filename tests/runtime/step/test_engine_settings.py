@@ -127,7 +127,7 @@ def test_options_that_are_set_on_some_ranks_or_mean_nothing_are_refused() -> Non
                 engine.set(**options)
         assert engine.clip_norm is None
         engine.backward(BATCH)
-        with pytest.raises(ShardcError, match=r"gradients of engine.backward wait for an update"):
+        with pytest.raises(ShardcError, match=r"gradients of engine.backward need an update"):
             engine.set(clip_norm=1.0)
 
     loopback(program.mesh, work)
@@ -147,7 +147,7 @@ def test_an_update_of_one_rank_alone_is_an_error_on_all(spec: str) -> None:
     def work(mesh: LoopbackMesh) -> None:
         engine = Engine(compiled(spec), NET, sgd, mesh=mesh)
         engine.backward(BATCH)
-        with pytest.raises(ShardcError, match=r"what this rank does differs .*: an update on rank 0, a step on rank 1"):
+        with pytest.raises(ShardcError, match=r"call of this rank differs .*: an update on rank 0, a step on rank 1"):
             engine.update() if mesh.rank == 0 else engine.step(BATCH)
 
     loopback(compiled(spec).mesh, work)
@@ -162,7 +162,9 @@ def test_an_update_without_a_backward_is_refused() -> None:
             act(BATCH)
             if act == engine.backward:
                 engine.update()
-            with pytest.raises(ShardcError, match=r"engine.update: no backward came since(.|\n)*fix: engine.backward"):
+            with pytest.raises(
+                ShardcError, match=r"engine.update: no backward was called since(.|\n)*fix: engine.backward"
+            ):
                 engine.update()
 
     loopback(compiled("zero 1").mesh, work)

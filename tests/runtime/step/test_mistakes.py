@@ -89,7 +89,7 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
     ),
     "a part by itself": (
         lambda m: m.get_submodule("up")(BATCH["x"]),
-        r"a submodule of program.module\(...\): a part of the module cannot run by itself(.|\n)*loss function return",
+        r"a submodule of program.module\(...\): a part of the module cannot run separately(.|\n)*loss function return",
     ),
     "a batch as one argument": (
         lambda m: m(m.local(BATCH)),
@@ -97,15 +97,15 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
     ),
     "a part of a part": (
         lambda m: m.local(m.local(BATCH)),
-        r"if this is a rank's part already, as local\(batch\) gives it: take it as it is",
+        r"if this is a rank's part already, as local\(batch\) returns it: pass it directly",
     ),
     "a smaller last batch": (
         lambda m: m(x=m.local(BATCH)["x"][:2], strength=2.0),
-        r"leave the last, smaller batch of an epoch out \(drop_last=True\), or use engine.step",
+        r"drop the last, smaller batch of an epoch \(drop_last=True\), or use engine.step",
     ),
     "an input that waits for a gradient": (
         lambda m: m(x=m.local(BATCH)["x"].clone().requires_grad_() * 1, strength=2.0),
-        r"x: it comes from other parameters, which would get no gradient(.|\n)*detach it",
+        r"x: it depends on other parameters, which would get no gradient(.|\n)*detach it",
     ),
     "a gradient scaler": (
         scaled,
@@ -188,11 +188,12 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "a number of batches": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).evaluate_all(3),  # type: ignore[arg-type]
-        r"engine.evaluate_all: 3 is no iterable of batches\n  fix: engine.evaluate_all\(\[batch\]\), or a DataLoader",
+        r"engine.evaluate_all: 3 is not an iterable of batches\n  fix: engine.evaluate_all\(\[batch\]\), or a "
+        r"DataLoader",
     ),
     "a scheduler of another optimizer": (
         lambda mesh: Engine(PROGRAM, MODEL, scheduler=lambda _: torch.optim.lr_scheduler.StepLR(SGD, 1), mesh=mesh),
-        r"scheduler: StepLR was made of another optimizer than the engine's(.|\n)*lambda optimizer: StepLR\(optimizer",
+        r"scheduler: StepLR was made from another optimizer(.|\n)*lambda optimizer: StepLR\(optimizer",
     ),
     "the norm of a gradient after a step": (
         lambda mesh: looked_at(Engine(PROGRAM, MODEL, mesh=mesh)),
@@ -204,7 +205,7 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "Muon of all parameters": (
         lambda mesh: Engine(PROGRAM, MODEL, lambda params: torch.optim.Muon(params), mesh=mesh),
-        r"optimizer: an optimizer takes matrices alone, (.|\n)*fix: .*matrices, rest = shardc.matrices\(params\)",
+        r"optimizer: an optimizer takes only matrices, (.|\n)*fix: .*matrices, rest = shardc.matrices\(params\)",
     ),
     "another model": (
         lambda mesh: Engine(PROGRAM, torch.nn.Linear(3, 3), mesh=mesh),
@@ -216,7 +217,7 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "an input of an encoder that trains": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({**BATCH, "x": nn.Linear(8, 8)(BATCH["x"])}),
-        r"x: it comes from other parameters, which would get no gradient(.|\n)*or make what comes before a part",
+        r"x: it depends on other parameters, which would get no gradient(.|\n)*or include the earlier computation",
     ),
     "another number": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({**BATCH, "strength": 1.0}),
@@ -224,7 +225,7 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "a batch without data": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({**BATCH, "x": BATCH["x"].to("meta")}),  # type: ignore[attr-defined]
-        r"x: f32\[8, 8\] is on the device 'meta', so it has no numbers\n  fix: give a tensor with data",
+        r"x: f32\[8, 8\] is on the device 'meta', so it has no numbers\n  fix: pass a tensor with data",
     ),
     "backward of what a step returns": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step(BATCH).backward(),
@@ -232,7 +233,7 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "a call": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh)(BATCH),
-        r"engine\(...\): an engine is not called\n  fix: engine.step\(batch\) trains",
+        r"engine\(...\): an engine cannot be called\n  fix: engine.step\(batch\) trains",
     ),
     "a pickle": (
         lambda mesh: pickle.dumps(Engine(PROGRAM, MODEL, mesh=mesh)),
@@ -253,7 +254,7 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "samples of several sizes": (
         lambda mesh: list(Engine(PROGRAM, MODEL, mesh=mesh).loader(SAMPLES, shuffle=False)),
-        r"engine.loader: the samples of a batch have several sizes, and nothing pads them (.|\n)*  fix: pad them",
+        r"engine.loader: the samples of a batch have several sizes, and are not padded (.|\n)*  fix: pad them",
     ),
     "a rank that there is not": (
         lambda mesh: PROGRAM.local(BATCH, 9),
@@ -703,7 +704,7 @@ class Clips(torch.optim.SGD):
 
 def test_an_optimizer_that_clips_is_told_where_clipping_is() -> None:
     def work(mesh: LoopbackMesh) -> None:
-        with pytest.raises(ShardcError, match=r"fix: if it clips gradients, that is the engine's: clip_norm=1.0"):
+        with pytest.raises(ShardcError, match=r"fix: if it clips gradients, use the engine's option: clip_norm=1.0"):
             Engine(PROGRAM, MODEL, lambda params: Clips(params, lr=0.1), mesh=mesh)
 
     loopback(PROGRAM.mesh, work)

@@ -506,7 +506,7 @@ def test_parameters_that_are_replaced_are_refused_or_used(spec: str, replace: Ca
     def work(mesh: LoopbackMesh) -> None:
         module = ShardedModule(program, NET, mesh=mesh)
         if replace is assign:
-            with pytest.raises(ShardcError, match=r"assign=True.*: the program has the parameters that"):
+            with pytest.raises(ShardcError, match=r"assign=True.*: the program uses its own parameters"):
                 replace(module)
             return
         replace(module)

@@ -205,7 +205,7 @@ def test_an_engine_notices_what_was_frozen_since() -> None:
         ({"clip_norm": 0.0}, "clip_norm: must be a positive number or None, not 0.0"),
         ({"clip_norm": float("nan")}, "clip_norm: must be a positive number or None, not nan"),
         ({"clip_norm": "0.1"}, "clip_norm: must be a positive number or None, not '0.1'"),
-        ({"nonfinite": "Stop"}, "nonfinite: 'Stop' is none of 'ignore', 'stop', 'skip'"),
+        ({"nonfinite": "Stop"}, "nonfinite: must be one of 'ignore', 'stop', 'skip', not 'Stop'"),
         ({"nonfinite": True}, "nonfinite: must be one of .*, not True"),
         ({"seed": "a"}, "seed: must be a whole number, not 'a'"),
         ({"optimizer": lambda _: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)}, "none of the parameters"),

@@ -249,6 +249,6 @@ def test_an_optimizer_that_wants_every_gradient_is_told_before_the_first_step() 
     def work(mesh: LoopbackMesh) -> None:
         with pytest.raises(ShardcError, match=r"Careless fails where a parameter has no gradient .*NoneType") as caught:
             Engine(program, model, Careless, mesh=mesh)
-        assert "leave out a parameter whose .grad is None" in str(caught.value.fix)
+        assert "skip a parameter whose .grad is None" in str(caught.value.fix)
 
     loopback(program.mesh, work)
