@@ -984,7 +984,7 @@ def test_from_a_file_to_a_verified_spec(folder: Path) -> None:
         (("--devices", "0"), "0 devices"),
         (("--devices", "2", "--device", "h1"), "there is no device 'h1'"),
         (("--devices", "2", "--precision", "bf16"), "unknown precision 'bf16'"),
-        (("--devices", "2", "--price", "much"), "'much' is no price"),
+        (("--devices", "2", "--price", "much"), "must be NAME=PRICE, not 'much'"),
         (("--devices", "2", "--device", "b200", "--device", "l40s", "--price", "h=1"), "a price of 'h'"),
         (("--devices", "2", "--headroom", "2"), "headroom 2.0 is not a share"),
         (("--devices", "2", "--global-batch", "0"), "a global batch of 0 rows"),
