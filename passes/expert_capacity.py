@@ -78,12 +78,12 @@ class ExpertCapacity(Pass):
             return keep(index, t)
         if entry.per == "batch":
             raise ShardcError(
-                f"capacity {entry.capacity} is a share of the global batch, of which microbatches see a part each: what"
-                " an expert takes of the first ones hangs on what it took of other ranks' rows",
+                f"capacity {entry.capacity} is a share of the global batch, of which microbatches see a part each: the "
+                "tokens that an expert accepts from the first ones depend on rows of other ranks",
                 where=where,
                 fix=(
-                    "write per: microbatch (each microbatch drops by itself, as other frameworks do), microbatches: 1,"
-                    " or capacity: none"
+                    "write per: microbatch (each microbatch drops tokens separately, as in other frameworks), "
+                    "microbatches: 1, or capacity: none"
                 ),
             )
         if t % (ranks * chunks):

@@ -109,7 +109,7 @@ class Weights:
                 errors.add(
                     f"{n} and {m} are one shared weight, which the spec splits two ways: {ways}",
                     where=self.spec.where(("shard", rules[max(i, j)].pattern)),
-                    fix="split it once; a tied weight answers to all of its names",
+                    fix="split it once; each name of a tied weight means the same weight",
                 )
             elif chosen:
                 layout, (i, _) = next(iter(chosen.items()))

@@ -363,7 +363,7 @@ def index_put(emit: Emit, a: Args, out: Value) -> Result:
         n = shape(values)[-behind - 1] if len(shape(values)) > behind else 1
         if mask is None or (n > 1 and indexed[0] > 0):
             raise emit.refuse(
-                "an assignment through a mask has a value of its own for each masked position",
+                "an assignment through a mask has a separate value for each masked position",
                 "use torch.where with values in x's shape",
             )
         mask = emit.reshape(mask, (*shape(mask), *[1] * behind))

@@ -59,11 +59,11 @@ class JointGraphs(Pass):
     def _check_overlap(self, program: Program, how: str) -> None:
         where = self.spec.where(("execution", "overlap"))
         if program.schedule is not None:
-            fault = f"`overlap: {how}` is without a pipeline, whose schedule says what runs beside what"
+            fault = f"`overlap: {how}` needs a pipeline, whose schedule says which work runs side by side"
             fix = "`pipeline: {schedule: dualpipe-v}`, and leave `overlap` out"
             raise ShardcError(fault, where=where, fix=fix)
         if program.microbatches == 1:
-            fault = f"`overlap: {how}` with one microbatch: there is none to run beside it"
+            fault = f"`overlap: {how}` with one microbatch: there is no other to run beside it"
             raise ShardcError(fault, where=where, fix="`batch: {microbatches: 2}`, or leave `overlap` out")
 
 

@@ -286,7 +286,7 @@ class Loader:
         elif not drop_last and (size is None or (size % self.batch_size and self.program.resize is None)):
             rest = f"{size % self.batch_size} samples" if size is not None else "the rest of the samples"
             fault = (
-                f"the last batch of an epoch would be {rest} not {self.batch_size}, for which the program was compiled"
+                f"the last batch of an epoch would be {rest}, not {self.batch_size}, for which the program was compiled"
             )
             errors.add(fault, where=self.where, fix="leave drop_last out: each epoch's order drops other samples")
         errors.raise_any()

@@ -124,4 +124,4 @@ def _look_at_parameters(
             raise ShardcError(fault, where="optimizer", fix=fix)
         note(f"the optimizer has none of {left}: nothing updates them")
     if others := param_groups.strangers(optimizer, trained):
-        note(f"the optimizer has {others} that were not passed to it: no step computes a gradient for them")
+        note(f"the optimizer has {others} not passed to it: no step computes a gradient for that")

@@ -1,4 +1,4 @@
-"""`shardc cost`: what a step's time goes to; and of a real run on two processes, compare with prediction."""
+"""`shardc cost`: what a step's time goes to; and of a real run on two processes, what of it was predicted."""
 
 from __future__ import annotations
 

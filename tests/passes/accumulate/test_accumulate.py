@@ -315,7 +315,7 @@ def whitened(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def test_what_follows_from_the_batch_can_be_computed_before() -> None:
     y = torch.arange(ROWS)
-    with pytest.raises(shardc.ShardcError, match="a sum of what takes such a sum itself") as e:
+    with pytest.raises(shardc.ShardcError, match="a sum over values that depend on such a sum") as e:
         shardc.compile(Model(whitened), {"x": rows(6), "y": y}, spec("", {"dp": 2}, 2), prove=False)
     assert "compute it where the batch is made" in str(e.value)
     assert "gradient" not in str(e.value)

@@ -590,7 +590,7 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
         "too short",
         Numbers(5),
         {},
-        r"loader 'train': the dataset has 5 samples, fewer than one global batch of 8\n  fix: give it more",
+        r"loader 'train': the dataset has 5 samples, fewer than one global batch of 8\n  fix: use more",
     ),
     (
         "batch size",
@@ -602,7 +602,7 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
         "a stream's rest",
         Endless(21),
         {"drop_last": False},
-        r"the last batch of an epoch would be the rest of the samples and not 8",
+        r"the last batch of an epoch would be the rest of the samples, not 8",
     ),
     (
         "shuffled stream",

@@ -160,7 +160,7 @@ def test_a_spec_without_a_model_to_compile() -> None:
     gc.collect()
     with pytest.raises(ShardcError, match="the model that was compiled no longer exists"):
         program.to({"shardc": 1, "mesh": {"dp": 2}})
-    with pytest.raises(ShardcError, match="a program that was loaded has no model to compile"):
+    with pytest.raises(ShardcError, match="a loaded program has no model to compile"):
         replace(program, resize=None).to({"shardc": 1, "mesh": {"dp": 2}})
 
 

@@ -235,7 +235,7 @@ WRONG: list[tuple[str, Any, str]] = [
     (
         "another name",
         {"x": example_program.batch()["x"], "label": example_program.batch()["y"]},
-        r"y: the batch has 'label' in its place, f64\[8, 4\]\n  fix: rename 'label' to 'y'",
+        r"y: the batch has 'label' instead, f64\[8, 4\]\n  fix: rename 'label' to 'y'",
     ),
     (
         "one sample",

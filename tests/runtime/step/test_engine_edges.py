@@ -230,7 +230,7 @@ def test_groups_that_stages_have_alone_are_saved_as_they_are(tmp_path: Path) -> 
     frozen = shardc.compile(model, batch(), {"shardc": 1, "mesh": {"dp": 1}})
     with pytest.raises(
         ShardcError,
-        match=r"optimizer has layers\.0\.weight, layers\.0\.bias, and this one has not\n  fix: train the same",
+        match=r"optimizer has layers\.0\.weight, layers\.0\.bias, but this one does not\n  fix: train the same",
     ):
         on_ranks(frozen, model, resumed, optimizer=by_layer)
     on_ranks(frozen, model, lambda engine: engine.load(tmp_path / "saved"), optimizer=None)

@@ -76,7 +76,7 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
     ),
     "another number": (
         lambda m: m(**(m.local(BATCH) | {"strength": 3.0})),
-        r"strength: the batch gives the number 3.0, but the program was compiled with 2.0 in its place\n"
+        r"strength: the batch gives the number 3.0, but the program was compiled with 2.0 there\n"
         r"  fix: pass it as a tensor, also to compile: torch.tensor\(3.0\)",
     ),
     "another dtype, told once": (
@@ -160,7 +160,7 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "a key of another name": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({"images": BATCH["x"], "strength": 2.0}),
-        r"x: the batch has 'images' in its place, f32\[8, 8\]\n  fix: rename 'images' to 'x'",
+        r"x: the batch has 'images' instead, f32\[8, 8\]\n  fix: rename 'images' to 'x'",
     ),
     "a device": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).to("cuda"),  # type: ignore[arg-type]
@@ -317,7 +317,7 @@ def test_the_loss_of_a_step_is_a_number_as_any() -> None:
 
 def test_a_whole_model_in_a_file_is_told_in_plain_words(tmp_path: Path) -> None:
     torch.save(MODEL, tmp_path / "whole.pt")
-    with pytest.raises(ShardcError, match=r"it holds other objects than tensors, such as a whole model") as e:
+    with pytest.raises(ShardcError, match=r"it contains objects other than tensors, such as a whole model") as e:
         open_weights(tmp_path / "whole.pt")
     assert "\x1b" not in str(e.value)
 

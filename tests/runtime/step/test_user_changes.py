@@ -208,7 +208,10 @@ def test_an_engine_notices_what_was_frozen_since() -> None:
         ({"nonfinite": "Stop"}, "nonfinite: must be one of 'ignore', 'stop', 'skip', not 'Stop'"),
         ({"nonfinite": True}, "nonfinite: must be one of .*, not True"),
         ({"seed": "a"}, "seed: must be a whole number, not 'a'"),
-        ({"optimizer": lambda _: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)}, "none of the parameters"),
+        (
+            {"optimizer": lambda _: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)},
+            "none of the passed parameters",
+        ),
     ],
 )
 def test_options_that_would_train_otherwise_than_meant(options: dict[str, Any], what: str) -> None:

@@ -201,7 +201,7 @@ def test_a_parameter_in_two_or_in_none(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(ShardcError, match=r"a parameter of shape \[.*\] is in SGD twice"):
         loopback(p.mesh, lambda mesh: p.engine(NET, twice, mesh=mesh))
     loopback(p.mesh, lambda mesh: p.engine(NET, with_a_stranger, mesh=mesh))
-    told = "the optimizer has 1 parameter of shape [3] that were not passed to it: no step computes a gradient for them"
+    told = "the optimizer has 1 parameter of shape [3] not passed to it: no step computes a gradient for that"
     assert told in capsys.readouterr().err
 
 
