@@ -129,8 +129,9 @@ class OneMicrobatch:
         """A note on the extra forward that a step needs, and for which values."""
         places = dict.fromkeys(str(source_of(x)) or x.name for x in self.sums)
         twice = (
-            f"{self.where}: a step runs forward of all microbatches once more before, for what is made of sums over the"
-            " whole batch:"
+            f"{self.where}: a step first runs forward of all microbatches once more, for values made from sums "
+            f"over the "
+            "whole batch:"
         )
         return (f"{twice} {', '.join(places)}",) if places else ()
 

@@ -116,7 +116,7 @@ class LowRank:
         if grouped and (entry.dropout or entry.kind == "dora"):
             said = "dropout" if entry.dropout else "kind: dora"
             fault = f"{said} of adapters of experts ({p.fqn}): what an expert takes is only known inside of its op"
-            self.errors.add(fault, where=where, fix=f"an entry of its own for experts, without {said}")
+            self.errors.add(fault, where=where, fix=f"a separate entry for experts, without {said}")
             return
         if entry.kind == "dora" and _quantised(p):
             fault = f"kind: dora of {whole_name(p.fqn)}: it is quantised, and has no rows whose lengths are known"

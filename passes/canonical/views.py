@@ -326,7 +326,7 @@ def index(emit: Emit, a: Args, out: Value) -> Result:
     indices = list(a.indices)
     if any(i is not None and value_of(i).dtype == torch.bool for i in indices):
         raise emit.refuse(
-            "indexing with a mask gives a shape that depends on values", "use torch.where, or multiply by the mask"
+            "indexing with a mask returns a shape that depends on values", "use torch.where, or multiply by the mask"
         )
     known = [emit.constant(i) if i is not None else None for i in indices]
     if _keeps_order(shape(x), out.shape, indices, known):

@@ -119,7 +119,7 @@ def check_program(given: Any, call: str) -> None:
     """Raise ShardcError if `call` (engine.to, program.to) gets neither program nor spec, but a device."""
     spec = isinstance(given, (Mapping, Path)) or hasattr(given, "shard_use")  # a Spec, which this layer cannot import
     if not isinstance(given, Program) and not spec and not (isinstance(given, str) and not _device(given)):
-        fault, fix = f"{given!r} is neither a program nor a spec: this moves to another plan", f"{call}('spec.yaml')"
+        fault, fix = f"{given!r} is neither a program nor a spec: this call moves to a plan", f"{call}('spec.yaml')"
         if isinstance(given, (str, torch.device, torch.dtype)):
             fix = _NOT_MOVED
         raise ShardcError(fault, where=call, fix=fix)
@@ -187,7 +187,7 @@ def _options(made: type) -> frozenset[str]:
 
 #: Attributes that a finished engine keeps, and how to change them instead.
 _HELD = {
-    "lr": "write it into the optimizer, for g in engine.optimizer.param_groups: g['lr'] = ...; or give a scheduler",
+    "lr": "write it into the optimizer, for g in engine.optimizer.param_groups: g['lr'] = ...; or pass a scheduler",
     "step_count": "engine.load(folder) continues from a checkpoint",
     "program": "engine.to(program) is an engine under another plan",
     **dict.fromkeys(

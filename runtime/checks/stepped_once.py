@@ -89,8 +89,8 @@ def keep_groups(optimizer: Optimizer) -> None:
         raise ShardcError(
             "the groups of an engine's optimizer cannot change",
             where="engine.optimizer.add_param_group",
-            fix="make all groups in the function passed as optimizer=, with lr=0.0 for what trains later, and"
-            " set that group's lr then; what is frozen (requires_grad=False) trains after compiling again",
+            fix="make all groups in the function passed as optimizer=, with lr=0.0 for parameters that train "
+            "later, and set that group's lr then; frozen parameters (requires_grad=False) train after compiling again",
         )
 
     for member in (optimizer, *members_of(optimizer)):

@@ -419,8 +419,8 @@ def _refuse_scaler() -> NoReturn:
 
 def _refuse_draw(name: str, origin: Origin) -> NoReturn:
     raise ShardcError(
-        f"{name} would draw for this rank's part alone: other ranks draw the same numbers for theirs, or others than"
-        " one device",
+        f"{name} would draw only for this rank's part: other ranks draw the same numbers, or numbers that differ from "
+        "one device",
         where=str(origin),
         fix="fill it where the model is built (given the function that builds it, each rank computes its part);"
         " or p.copy_() this rank's part of what you draw, under torch.no_grad()",

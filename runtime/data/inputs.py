@@ -159,7 +159,7 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     parts = {}
     for x in program.inputs:
         if wanted_local and (x.layout.paddings() or (x.microbatch is not None and x.microbatch.padding)):
-            fault = f"its size {list(x.shape)} does not divide over the ranks, so a part does not tell the whole size"
+            fault = f"its size {list(x.shape)} does not divide over ranks: the whole size is unknown from a part"
             errors.add(
                 fault, where=name_of(x.path), fix="pass the whole batch, without local=True, or make the size divide"
             )

@@ -177,7 +177,7 @@ def load(schedule: str, *, stages: int, ranks: int, microbatches: int, edges: Ed
         ):
             if has != wants:
                 raise ShardcError(
-                    f"{schedule} has {has} {kind}, and the spec {wants}",
+                    f"{schedule} has {has} {kind}, but the spec needs {wants}",
                     where=where,
                     fix=f"change the number of {kind} in the file or in the spec",
                 )

@@ -85,7 +85,7 @@ def _groups(
             if id(x) not in known:
                 raise ShardcError(
                     f"the optimizer holds a tensor of shape {list(x.shape)} that is not a parameter of the program",
-                    fix="make the optimizer from the parameters that shardc gives it",
+                    fix="make the optimizer from the parameters that shardc passes to it",
                 )
     return [[known[id(x)] for x in group["params"]] for group in groups]
 

@@ -118,7 +118,7 @@ class _Unpickler(pickle.Unpickler):
             return PurePosixPath  # a path on the machine that wrote it
         kind = getattr(torch_metadata, name, None) if module == torch_metadata.__name__ else None
         if not isinstance(kind, type) or kind.__module__ != module:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+            raise pickle.UnpicklingError(f"it needs {module}.{name}")
         return kind
 
 

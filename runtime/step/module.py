@@ -79,7 +79,7 @@ class ShardedModule(ModuleState):
             )
         if program.loss_scale is not None:
             raise ShardcError(
-                "the engine scales the loss, and leaves out updates whose gradients are not finite: a module does not "
+                "the engine scales the loss, and skips updates with gradients that are not finite: a module does not "
                 "step an optimizer, so nothing would be scaled",
                 where="precision.loss_scale",
                 fix="use program.engine(...); or leave loss_scale out, multiply the loss by a number before backward,"

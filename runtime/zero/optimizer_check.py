@@ -162,7 +162,7 @@ def _check_apart(
         fault = (
             f"the optimizer {kind} needs whole parameters: its step({closure}) evaluates the loss of all of them again"
         )
-        fix = f"use an optimizer whose step takes no {closure}, as all of torch's but LBFGS"
+        fix = f"use an optimizer whose step takes no {closure}, such as any optimizer of torch except LBFGS"
         raise ShardcError(f"{fault}, and {first.why}", where=first.where, fix=fix)
     try:
         whole, more = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings, copies=2)

@@ -201,7 +201,7 @@ class ValuesOf(LossOf):
             single = isinstance(returned, Tensor)
             values = returned if isinstance(returned, Mapping) else {OUTPUT: returned} if single else {}
         if not values:
-            fault = f"it gives {_described(output if self.values is True else returned)}: there is no tensor in it"
+            fault = f"it returns {_described(output if self.values is True else returned)}: there is no tensor in it"
             raise ShardcError(fault, where=line, fix="return a tensor, or {name: tensor}")
         return tuple(self._flat(values, line))
 

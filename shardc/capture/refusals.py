@@ -192,7 +192,7 @@ REFUSALS = (
     ),
     Cause(
         "repeat_interleave has a result whose size depends on a tensor's values",
-        "state the size: repeat_interleave(x, n, output_size=total)",
+        "pass the size: repeat_interleave(x, n, output_size=total)",
         op=r"repeat_interleave",
     ),
     Cause(
@@ -268,7 +268,7 @@ REFUSALS = (
         raised=r"ScriptModule|RecursiveScriptModule|torch\.jit",
     ),
     Cause(
-        "a module holds something under the name of a method that each nn.Module has (such as `parameters`)",
+        "a module has an attribute with the name of a method of nn.Module (such as `parameters`)",
         "give that attribute another name",
         raised=r"submodule `[^`]*`: <bound method",
     ),
@@ -284,7 +284,7 @@ REFUSALS = (
 _ADVICE = (
     (
         r"must have the same dtype|to have the same dtype|should be the same|expected scalar type \w+ but found",
-        "give the model and what goes into it one dtype: x.to(model.weight.dtype), or model.float(); to compute in"
+        "use one dtype for the model and its inputs: x.to(model.weight.dtype), or model.float(); to compute in"
         " fewer bits, `precision: {compute: bfloat16}`",
     ),
     (
@@ -311,8 +311,8 @@ _ADVICE = (
     ),
     (
         r"mat1 and mat2 shapes cannot be multiplied|Given groups=|expected input\[|running_mean should contain",
-        "print the shape of what goes into this layer: its last dim (channels, of a convolution) has to be the layer's"
-        " in_features",
+        "print the shape of this layer's input: its last dim (channels, of a convolution) must be the layer's "
+        "in_features",
     ),
     (
         r"Expected all tensors to be on the same device|not on the expected device",

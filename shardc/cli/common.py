@@ -199,7 +199,7 @@ def program_of(
         return program
     if spec is None and not Path(source.partition(":")[0]).exists() and not source.startswith("hf:"):
         raise ShardcError(
-            "there is no such file or compiled DIR",
+            "this file or compiled DIR does not exist",
             where=source,
             fix="make one with `shardc compile model.py spec.yaml -o DIR`",
         )

@@ -445,4 +445,4 @@ def _text(source: object) -> str:
         return text_file.read(file, "spec", fix="give the path of a YAML file")
     near = nearest(file.name, [p.name for p in file.parent.glob("*.y*ml")]) if os.path.isdir(file.parent) else ""
     fix = f"did you mean {str(file.with_name(near))!r}?" if near else "give the path of a YAML file"
-    raise ShardcError("there is no such spec file", where=str(source), fix=fix)
+    raise ShardcError("this spec file does not exist", where=str(source), fix=fix)

@@ -281,7 +281,7 @@ LEAVING: list[tuple[Function, str, str]] = [
     (penalty, "a gradient inside forward goes through aten.dropout.default", "under detach()"),
     (switched, "the forward pass turns a parameter's gradient off", "torch.func.functional_call(m, {n: p.detach()"),
     (backward, "backward() is called inside forward", "torch.autograd.grad(y, x, create_graph=True)"),
-    (unused, "a gradient is taken with respect to a tensor that the result does not depend on", "allow_unused=True"),
+    (unused, "the result does not depend on the tensor with respect to which a gradient is taken", "allow_unused=True"),
     (
         lambda s, y: torch.sparse.mm(y.to_sparse(), s.fc.weight).sum(),
         "to_sparse) cannot be split",

@@ -979,7 +979,7 @@ def test_from_a_file_to_a_verified_spec(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "what"),
     [
-        (("--given", "none.yaml"), "there is no such spec file"),
+        (("--given", "none.yaml"), "this spec file does not exist"),
         ((), "the number of devices is missing"),
         (("--devices", "0"), "0 devices"),
         (("--devices", "2", "--device", "h1"), "there is no device 'h1'"),

@@ -345,7 +345,7 @@ def test_wrong_file(tmp_path: Path) -> None:
     with pytest.raises(ShardcError, match="the spec is not UTF-8 text") as e:
         Spec.load(file)
     assert (e.value.where, e.value.fix) == (f"{file}:3:3", "save it as UTF-8")
-    with pytest.raises(ShardcError, match="there is no such spec file") as e:
+    with pytest.raises(ShardcError, match="this spec file does not exist") as e:
         Spec.load(tmp_path / "spce.yaml")
     assert e.value.fix == f"did you mean {str(file)!r}?"
     with pytest.raises(ShardcError, match="this is a folder, not the path of a spec") as e:
@@ -425,12 +425,12 @@ def test_an_alternative_that_matches_nothing_is_noted() -> None:
     batch, head = {"x": torch.ones(4, 8)}, {"shardc": 1, "mesh": {"tp": 2}}
     both = shardc.compile(Adapted(), batch, {**head, "shard": {"*.{q,k,w}_proj": "column"}})
     first, second = [n for n in both.notes if "alternative" in n]
-    assert "of '*.{q,k,w}_proj' the alternative '*.q_proj' matches layers.0.q_proj, which has no weight of" in first
+    assert "of '*.{q,k,w}_proj' the alternative '*.q_proj' matches layers.0.q_proj, which has no weight itself" in first
     assert first.endswith("name the layer in it: '*.q_proj.base_layer'")
     assert "the alternative '*.w_proj' matches no parameter and no module of the model" in second
     with pytest.raises(ShardcError) as e:
         shardc.compile(Adapted(), batch, {**head, "shard": {"*.q_proj": "column"}})
-    assert e.value.what == "pattern '*.q_proj' matches layers.0.q_proj, which has no weight of its own"
+    assert e.value.what == "pattern '*.q_proj' matches layers.0.q_proj, which has no weight itself"
     assert e.value.fix == "name the layer in it: '*.q_proj.base_layer'"
 
 

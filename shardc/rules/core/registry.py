@@ -137,8 +137,8 @@ class Rule:
             types = f"{', '.join(map(str, call.operands))} -> {', '.join(map(str, call.results))}"
             fault = f"the rule {self.text!r} of {self.op} does not fit a call ({types}): {e}"
             fix = (
-                "every tensor operand and result has one part of the notation, every dim one factor; or give a function"
-                " of the call"
+                "every tensor operand and result has one part of the notation, every dim one factor; or pass a "
+                "function of the call"
             )
             raise ShardcError(fault, where=self.where, fix=fix) from None
 

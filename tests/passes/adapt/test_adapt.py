@@ -220,5 +220,5 @@ def test_freezing_everything_is_told_with_its_line() -> None:
 
 def test_experts_take_no_dropout() -> None:
     adapters = [{"match": "*.experts.*", "rank": 2, "dropout": 0.1}]
-    with pytest.raises(ShardcError, match="an entry of its own for experts, without dropout"):
+    with pytest.raises(ShardcError, match="a separate entry for experts, without dropout"):
         compiled("mixtral", mesh={"dp": 2}, adapters=adapters)

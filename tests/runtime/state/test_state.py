@@ -227,7 +227,7 @@ def test_missing_and_unexpected_names_are_all_told_with_the_nearest() -> None:
         "qkv.wieght in the state_dict is unknown to the program",
     ]
     assert error.errors[0].fix == "did you mean qkv.wieght, which it has?"
-    assert error.errors[2].fix == "is it qkv.weight?"
+    assert error.errors[2].fix == "did you mean qkv.weight?"
     error = _fails(
         {n: x for n, x in model.state_dict().items() if n != "gqa.bias"}, program_of(model, {"dp": 1}), model
     )

@@ -110,7 +110,7 @@ def test_options_that_are_set_on_some_ranks_or_mean_nothing_are_refused() -> Non
 
     def work(mesh: LoopbackMesh) -> None:
         engine = Engine(program, NET, sgd, mesh=mesh)
-        said = r"engine.set: clip_norm differs on rank 3 \(dp=3\): 0.5 on rank 0, 0.1 on rank 3\n  fix: set the same value on all"
+        said = r"engine.set: clip_norm differs on rank 3 \(dp=3\): 0.5 on rank 0, 0.1 on rank 3\n  fix: set the same"
         with pytest.raises(ShardcError, match=said):
             engine.set(clip_norm=0.1 if mesh.rank == 3 else 0.5)
         for options, text in (

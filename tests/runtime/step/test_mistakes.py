@@ -164,7 +164,7 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "a device": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).to("cuda"),  # type: ignore[arg-type]
-        r"engine.to: 'cuda' is neither a program nor a spec: this moves .*\n  fix: ranks choose their devices",
+        r"engine.to: 'cuda' is neither a program nor a spec: this call moves .*\n  fix: ranks choose their devices",
     ),
     "a number of a device": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).to(0),  # type: ignore[arg-type]
@@ -564,7 +564,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a model of another dtype": (
         lambda: shardc.compile(nn.Linear(8, 4).double(), ROWS, ONE, loss=distance),
-        r"the model's forward failed: .*dtype(.|\n)*fix: give the model and what goes into it one dtype",
+        r"the model's forward failed: .*dtype(.|\n)*fix: use one dtype for the model and its inputs",
     ),
     "a loss that is a number": (
         lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, loss=lambda o, b: distance(o, b).item()),
