@@ -215,7 +215,7 @@ def test_what_is_refused(spec: dict[str, Any], message: str) -> None:
 
 def test_freezing_everything_is_told_with_its_line() -> None:
     (note,) = compiled("gpt", mesh={"dp": 2}, freeze=["*"]).notes
-    assert note == "spec: freeze: no parameter is left to train, and steps will be refused"
+    assert note == "spec: freeze: no trainable parameter remains, so steps will be refused"
 
 
 def test_experts_take_no_dropout() -> None:

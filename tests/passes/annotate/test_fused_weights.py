@@ -62,7 +62,7 @@ def test_implicit_gathers_name_what_to_write(how: str, kv: int, tp: int, written
     program = compiled(how, kv, tp, asked)
     assert "needs it whole there, which no annotation implies" in program.notes[0]
     found = re.fullmatch(
-        "fused weights can be split by their parts: write (.*) before the entries that split them otherwise",
+        "fused weights can be split by their parts: write (.*) before the entries that split them in another way",
         program.notes[1],
     )
     assert found is not None
