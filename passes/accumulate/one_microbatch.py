@@ -130,8 +130,7 @@ class OneMicrobatch:
         places = dict.fromkeys(str(source_of(x)) or x.name for x in self.sums)
         twice = (
             f"{self.where}: a step first runs forward of all microbatches once more, for values made from sums "
-            f"over the "
-            "whole batch:"
+            "over the whole batch:"
         )
         return (f"{twice} {', '.join(places)}",) if places else ()
 

@@ -49,7 +49,7 @@ def check_settable(made: type, options: Mapping[str, Any]) -> None:
         elif name in _OF_OPTIMIZERS:
             fix = (
                 f"it is an option of the optimizer: for g in engine.optimizer.param_groups: g[{name!r}] = ..., on "
-                f"all ranks"
+                "all ranks"
             )
             errors.add("there is no such option", where=where, fix=fix)
         else:

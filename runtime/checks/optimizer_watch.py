@@ -82,7 +82,7 @@ class OptimizerWatch:
             zero = max(b.zero for b in self._program.buckets)
             raise ShardcError(
                 f"one group has all parameters, and another has none: at ZeRO {zero} those of a module are flat "
-                f"stretches,"
+                "stretches,"
                 " whose `p.ndim` is 1 whatever the model's is",
                 where="the optimizer's groups",
                 fix='group by name: shardc.groups(module.named_parameters(), {"*.bias": {"weight_decay": 0.0}})',

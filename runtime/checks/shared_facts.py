@@ -137,7 +137,7 @@ class SameRows:
         if same and not self._left:
             note(
                 f"{self.RUNNING} times in a row all ranks got the same rows: a step then has fewer rows. Pass "
-                f"each rank "
+                "each rank "
                 "its own: .local(batch) of a global batch, engine.loader(dataset), or your own sampler"
             )
 

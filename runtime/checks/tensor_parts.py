@@ -401,7 +401,7 @@ def _refuse_selection(bare: str, origin: Origin) -> NoReturn:
     shown = {"getitem": "x[...]", "setitem": "x[...] = ...", "iter": "a loop over x"}.get(bare, f"x.{bare}(...)")
     raise ShardcError(
         f"{shown} selects entries by index in a dim of which this rank has only a part: each rank would select "
-        f"different ones",
+        "different ones",
         where=str(origin),
         fix="choose entries in the model's forward or in the loss function, where the parameter is whole: to train some"
         " rows alone, w * mask + (w * (1 - mask)).detach() there; to set values, do it in the plain model before"

@@ -350,7 +350,7 @@ def _fix(x: Input, by_path: Mapping[Path, Any], local: bool, part: Sequence[int]
             if path != x.path and isinstance(y, Tensor) and y.ndim and y.shape[0] == compiled != rows
         }
         if others and leaf.shape[1:] == x.shape[1:]:
-            return f"make its number of rows that of {', '.join(others)}: {compiled}"
+            return f"use as many rows as {', '.join(others)}: {compiled}"
         if rows > compiled and leaf.shape[1:] == x.shape[1:]:
             return f"compile again with a batch of {rows} rows, or cut it into batches of at most {compiled}"
     return "pass a batch of the compiled shapes and dtypes, or compile again for this one"

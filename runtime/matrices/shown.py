@@ -58,7 +58,7 @@ class Shown:
             for x in group["params"]:
                 if id(x) not in self.matrices:
                     raise ShardcError(
-                        f"the optimizer holds a tensor of shape {list(x.shape)} that is not a parameter of it",
+                        f"the optimizer holds a tensor of shape {list(x.shape)} that is not one of its parameters",
                         where="optimizer",
                         fix="make the optimizer from the parameters that shardc passes to it",
                     )

@@ -124,7 +124,7 @@ class _Prover:
                 self._link(a, between)
             elif a.kind in ("B", "I") and self.training:
                 if (other := self.backward.setdefault((a.stage, a.microbatch), a)) != a:
-                    self.add("twice", s.place(rank, i), f"{a} repeats {other}", f"take {a} or {other} out")
+                    self.add("twice", s.place(rank, i), f"{a} repeats {other}", f"remove {a} or {other}")
             elif a.kind in ("B", "I", "W", "REDUCE") and not self.training:
                 self.add("evaluation", s.place(rank, i), f"{a} in a schedule that only runs forward", "take it out")
 

@@ -40,7 +40,7 @@ def damage(file: Path, key: str, s: Slice) -> DamagedError:
 
 
 def read_whole(descriptor: int, stored: Stored, s: Slice) -> Tensor | None:
-    """Read one slice; None: it differs from the saved data."""
+    """Read one slice; None: it is not what was saved."""
     x = torch.empty(s.shape, dtype=stored.dtype)
     return x if _read_into(descriptor, x, s) else None
 
@@ -58,7 +58,7 @@ def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
 
 
 def read_slice(descriptor: int, stored: Stored, s: Slice, boxes: list[tuple[Box, Tensor]]) -> bool:
-    """Read one slice, and copy its overlap with each box into place. False: it differs from the saved data."""
+    """Read one slice, and copy its overlap with each box into place. False: it is not what was saved."""
     (box, target), *others = boxes
     direct = (
         not others

@@ -89,7 +89,7 @@ def _padded(
         if x.path not in fill and isinstance(leaf, Tensor) and leaf.dim() > d and leaf.shape[d] == length != size:
             fault = (
                 f"its dim {d} has the batch's length, {length}, which is padded to {size}, but it has no number "
-                f"to pad with"
+                "to pad with"
             )
             raise ShardcError(fault, where=name_of(x.path), fix=f"write batch: {{pad: {{{name_of(x.path)}: ...}}}}")
 

@@ -55,7 +55,7 @@ class Schedulers:
             if id(getattr(m, "optimizer", optimizer)) not in ids:
                 raise ShardcError(
                     f"{type(m).__name__} was made from another optimizer than the engine's: it would have no "
-                    f"effect here",
+                    "effect here",
                     where="scheduler",
                     fix="make it from the function's argument: scheduler=lambda optimizer:"
                     f" {type(m).__name__}(optimizer, ...)",

@@ -96,7 +96,7 @@ def matrices(
     if not isinstance(params, NamedParameters):
         raise ShardcError(
             f"matrices() needs what `optimizer=` receives, not a {type(params).__name__}: it must know tables and "
-            f"the head",
+            "the head",
             fix="call it in the function that you pass as optimizer=, with its argument",
         )
     inner = [(n, p) for n, p in params if n in params.inner]
@@ -112,7 +112,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for m in members_of(optimizer):
         closure = inspect.signature(m.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            fault = f"{type(m).__name__} computes the loss several times in a step, and but the engine computes it once"
+            fault = f"{type(m).__name__} computes the loss several times in a step, but the engine computes it once"
             fix = "use program.module(model) in your own loop, and optimizer.step(closure)"
             raise ShardcError(fault, where="optimizer", fix=fix)
         for i, group in enumerate(m.param_groups):

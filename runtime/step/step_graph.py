@@ -123,7 +123,7 @@ class StepGraphs:
     def __post_init__(self) -> None:
         self._inputs = [x.name for x in self.program.inputs]
         self._make = graphs_of(self.mesh.device)
-        reason = "" if self._make is not None else f"no CUDA graphs on a device of kind {self.mesh.device.type}"
+        reason = "" if self._make is not None else f"a device of kind {self.mesh.device.type} has no CUDA graphs"
         self._refuse(reason or why_not(self.program))
         self.rng.in_place = self.records
 

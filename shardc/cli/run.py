@@ -171,7 +171,7 @@ def _check_new_data(save: Path | None, resume: Path | None) -> None:
     if save is not None and save.resolve() in (resume.resolve(), *resume.resolve().parents):
         fault = (
             f"--save names {save}, which it also resumes from: a restart could not tell which data its "
-            f"checkpoints are of"
+            "checkpoints are of"
         )
         raise ShardcError(fault, where="--new-data", fix="save to another folder")
 

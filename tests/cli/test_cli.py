@@ -271,7 +271,7 @@ WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
         "data takes no split",
         HEAD + "def model():\n    pass\n" + BATCH + "def data():\n    pass\n",
         "model.py:7",
-        "data() is called as data(split): too many positional arguments",
+        "data() cannot be called as data(split): too many positional arguments",
         "write `def data(split)`",
     ),
     ("model is no function", HEAD + "model = 3\n" + BATCH, "model.py", "model is a int, not a function", "def model"),

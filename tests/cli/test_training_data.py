@@ -228,7 +228,7 @@ def test_data_that_nobody_means_are_refused(source: Any, said: str) -> None:
         batches(SimpleNamespace(), SimpleNamespace(data=lambda split: source), "train", 0)
 
 
-@pytest.mark.parametrize(("ref", "said"), [("m.py", "of batch(), repeated"), ("hf:x", "random ids, again and")])
+@pytest.mark.parametrize(("ref", "said"), [("m.py", "of batch(), repeated"), ("hf:x", "random ids, repeated")])
 def test_a_run_without_data_says_what_it_trains_on(ref: str, said: str) -> None:
     assert said in example(SimpleNamespace(ref=ref, batch=torch.zeros(2)), 0).description
 

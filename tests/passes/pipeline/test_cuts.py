@@ -180,7 +180,7 @@ def _shared(program: Program, names: tuple[str, ...]) -> list[str]:
         (
             "cut: [h.1, h.2, h.2]",
             4,
-            [("5:19", "'h.2' is listed twice: the stage between would be empty", "leave it out")],
+            [("5:19", "'h.2' is listed twice: the stage between would be empty", "remove it")],
         ),
         (
             "cut: [h.1, h.2, h.2.ln_1]",

@@ -416,7 +416,7 @@ def test_pickles_that_torch_would_not_write_are_not_run(tmp_path: Path) -> None:
     for name in (".metadata", "manifest.json"):
         (tmp_path / "old").mkdir(exist_ok=True)
         (tmp_path / "old" / name).write_bytes(pickle.dumps(Trap()))
-        with pytest.raises(ShardcError, match=r"it is not a file of torch: it asks for posix\.mkdir"):
+        with pytest.raises(ShardcError, match=r"it is not a file of torch: it needs posix\.mkdir"):
             import_checkpoint(tmp_path / "old", tmp_path / "new")
     assert not (tmp_path / "ran").exists()
 
