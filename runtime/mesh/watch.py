@@ -250,7 +250,7 @@ class Watch:
 
 
 #: The fix where busy ranks are not in the call that the others are in.
-_EVERY_RANK = "if it never gets there: a step, a backward, an evaluation and a save are calls that every rank makes"
+_EVERY_RANK = "if it never gets there: every rank must call each step, backward, evaluation and save"
 
 
 def verdict(

@@ -55,7 +55,7 @@ class Batch(Section):
     )
     pad: dict[Pattern, float] = Field(
         default={},
-        description="number that pads an input to the batch's length (the dim beside the batch's)",
+        description="number that pads an input to the batch's length (the dim after the batch dim)",
         examples=[{"input_ids": 0, "labels": -100}],
     )
 

@@ -190,7 +190,7 @@ def test_an_error_in_an_update_on_one_rank_ends_all(folder: Path) -> None:
     done = run(folder, "optimizer raises", "--steps", "9", "--save", "out", "--save-every", "2")
     assert done.returncode == 1, done.stderr
     assert "rank 1 (dp=0, tp=1) failed with exit status 1 in step 3, at " in done.stderr
-    assert "step 3 failed: some ranks had updated already, so nothing was saved" in done.stderr
+    assert "step 3 failed: some ranks had already updated, so nothing was saved" in done.stderr
     assert "the last checkpoint is in out" in done.stderr
     assert "OSError: no room for its state" in done.stderr
     assert [p.name for p in (folder / "out" / "checkpoint").iterdir() if p.is_dir()] == ["step-000002"]

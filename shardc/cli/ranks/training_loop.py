@@ -187,7 +187,7 @@ class Training:
             whole, total, squares = engine.mesh.sum_on_host([int(engine.whole), n, n * n])
             if whole < world or world * squares != total * total:
                 self._finish_save()  # the save of an earlier step
-                return f"some ranks had updated already, so nothing was saved; {self._last()}"
+                return f"some ranks had already updated, so nothing was saved; {self._last()}"
             return f"after step {n}: {self._save_and_describe()}"
         except Exception as e:  # a process is gone, or the disk failed: the first failure matters more
             why = e.what if isinstance(e, ShardcError) else f"{type(e).__name__}: {e}"

@@ -199,7 +199,7 @@ def test_adapters_come_back_from_a_folder(tmp_path: Any) -> None:
     ("spec", "message"),
     [
         ({"adapters": [{"match": "*.qvk", "rank": 2}]}, "did you mean"),
-        ({"adapters": [{"match": "wpe", "rank": 2}]}, "names no weight of a product that takes an adapter"),
+        ({"adapters": [{"match": "wpe", "rank": 2}]}, "names no weight of a product that supports an adapter"),
         ({"adapters": [*LORA, {"match": "h.0.fc", "rank": 4}]}, "never wins"),
         ({"adapters": [{"match": "*.fc", "rank": 0}]}, "rank"),
         ({"adapters": [{"match": "*.fc", "kind": "lorax", "rank": 1}]}, "lora, rslora"),
