@@ -55,7 +55,7 @@ class Batch(Section):
     )
     pad: dict[Pattern, float] = Field(
         default={},
-        description="number that pads an input to the batch's length (the dim after the batch dim)",
+        description="number that pads an input to the batch's length (dim 1, or dim 0 if dim 1 is the batch's)",
         examples=[{"input_ids": 0, "labels": -100}],
     )
 
