@@ -55,7 +55,7 @@ def spec_of(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
         "data: {offload: {optimizer: ...}}": data.offload.optimizer != "none",
         "precision: {loss_scale: ...}": spec.precision.loss_scale is not None,
     }
-    names = [name for name, there in left.items() if there]
+    names = [name for name, present in left.items() if present]
     offload = data.offload.model_copy(update={"optimizer": "none"})
     used = replace(
         spec,
@@ -80,12 +80,12 @@ class ForwardOnly(Pass):
         graph = copy_graph(program.graph)
         outputs = program.outputs
         if self.options.forward == "score":
-            made = _score(graph)
+            scores = _score(graph)
             outputs = tuple(
                 Output(name, value_of(n).shape, value_of(n).dtype, divisor=SCORED if name == MEAN_SCORE else "")
-                for name, n in made.items()
+                for name, n in scores.items()
             )
-            graph.output_node().args = ((None, tuple(made.values())),)
+            graph.output_node().args = ((None, tuple(scores.values())),)
         for node in list(graph.nodes):
             if node.target is aten.detach.default:
                 node.replace_all_uses_with(node.args[0])
@@ -109,32 +109,32 @@ def _score(graph: fx.Graph) -> dict[str, fx.Node]:
     They have the targets' shape in the batch. Also returns their sum, and how many targets count.
     """
     returned: Any = graph.output_node().args[0]
-    made = behind([returned[0]])
-    found = [n for n in calls(graph) if n.target is ops.nll and n in made]
-    if len(found) != 1:
-        where = ", ".join(dict.fromkeys(str(source_of(n)) for n in found))
+    of_loss = behind([returned[0]])
+    losses = [n for n in calls(graph) if n.target is ops.nll and n in of_loss]
+    if len(losses) != 1:
+        where = ", ".join(dict.fromkeys(str(source_of(n)) for n in losses))
         raise ShardcError(
-            f"the loss has {len(found)} cross entropies of class indices ({where})"
-            if found
+            f"the loss has {len(losses)} cross entropies of class indices ({where})"
+            if losses
             else "there is no cross entropy of class indices in the loss: it does not say what to score",
             where="score",
             fix="say which log-probabilities to return: forward=lambda output, batch:"
             " -F.cross_entropy(output.logits.flatten(0, -2), batch['labels'].flatten(), reduction='none')",
         )
-    (nll,) = found
+    (nll,) = losses
     _, target, *ignore = nll.args
     assert isinstance(target, fx.Node)
-    each, shape = value_of(nll), _unflattened(target)
+    per_target, shape = value_of(nll), _unflattened(target)
     with graph.inserting_before(graph.output_node()):
-        score = _node(graph, aten.neg.default, (nll,), SCORE, each, nll)
-        wide = replace(each, dtype=torch.float64)
+        score = _node(graph, aten.neg.default, (nll,), SCORE, per_target, nll)
+        wide = replace(per_target, dtype=torch.float64)
         summed = _node(graph, aten._to_copy.default, (score,), "score_wide", wide, nll, dtype=wide.dtype)
         summed = _node(graph, aten.sum.default, (summed,), "score_sum", replace(wide, shape=()), nll)
         counted = Value(value_of(target).shape, torch.bool)
         count = _node(graph, aten.ne.Scalar, (target, *(ignore or (-100,))), "scored", counted, nll)
         count = _node(graph, aten.sum.default, (count,), "score_count", Value((), torch.int64), nll)
-        if shape != each.shape:
-            rows = replace(each, shape=shape)
+        if shape != per_target.shape:
+            rows = replace(per_target, shape=shape)
             score = _node(graph, aten.reshape.default, (score, list(shape)), "score_rows", rows, nll)
     return {SCORE: score, MEAN_SCORE: summed, SCORED: count}
 

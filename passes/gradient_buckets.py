@@ -262,15 +262,15 @@ def _types(program: Program, b: Bucket) -> tuple[Value, ...]:
 
 def _rounding(param: Sequence[fx.Node]) -> Rounded | None:
     """Return how all readers of a parameter, or of its casts, round it; None if they do not agree."""
-    found: set[Rounded | None] = set()
+    roundings: set[Rounded | None] = set()
     dtypes: set[Any] = set()
     for node in param:
         readers = list(node.users)
         casts = [r for r in readers if r.target is _CAST]
         dtypes |= {r.kwargs.get("dtype") if r in casts else None for r in readers}
         pairs = [(r, node) for r in readers if r.target is not _CAST] + [(u, c) for c in casts for u in c.users]
-        found |= {how_rounded(r, x) for r, x in pairs}
-    return next(iter(found)) if len(found) == 1 == len(dtypes) else None
+        roundings |= {how_rounded(r, x) for r, x in pairs}
+    return next(iter(roundings)) if len(roundings) == 1 == len(dtypes) else None
 
 
 def how_rounded(reader: fx.Node, x: fx.Node | None) -> Rounded | None:
@@ -339,8 +339,8 @@ class _Uses:
         Then the gather sends this dtype.
         """
         dtypes = self._casts.get(p.name, {None})
-        found = next(iter(dtypes)) if len(dtypes) == 1 else None
-        return found if found is not None and found.itemsize <= p.dtype.itemsize else None
+        common = next(iter(dtypes)) if len(dtypes) == 1 else None
+        return common if common is not None and common.itemsize <= p.dtype.itemsize else None
 
     def rounded(self, param: str) -> Rounded | None:
         """Return how a parameter, or its cast, is rounded to float8, if nothing else reads it."""

@@ -49,10 +49,10 @@ class LossChunks(Pass):
         return self.spec.loss.chunks > 1 or self.options.forward == "score"
 
     def run(self, program: Program) -> Program:
-        stages, notes, found = [], [], False
-        said = self.spec.loss.chunks > 1
+        stages, notes, reached = [], [], False
+        asked = self.spec.loss.chunks > 1
         where = f"{self.spec.where(('loss', 'chunks'))}: loss: {{chunks: {self.spec.loss.chunks}}}"
-        where = where if said else "score: the computation of a few rows of logits at a time"
+        where = where if asked else "score: the computation of a few rows of logits at a time"
         for stage in program.stages:
             graph = copy_graph(stage.graph)
             for node in [n for n in calls(graph) if n.target in (ops.nll, ops.nll_parts)]:
@@ -60,12 +60,12 @@ class LossChunks(Pass):
                 if chain.why:
                     notes.append(f"{where} does not reach {source_of(node)}: {chain.why}")
                 else:
-                    found = True
-                    chunks = self.spec.loss.chunks if said else _chunks(value_of(chain.linear), program.mesh)
+                    reached = True
+                    chunks = self.spec.loss.chunks if asked else _chunks(value_of(chain.linear), program.mesh)
                     _Writer(graph, chain, program.mesh, chunks).run()
             graph.lint()
             stages.append(replace(stage, graph=graph))
-        if said and not found and not notes:
+        if asked and not reached and not notes:
             notes.append(f"{where} finds no cross entropy of class indices: nothing is computed in chunks")
         return replace(program, stages=tuple(stages), notes=(*program.notes, *notes))
 

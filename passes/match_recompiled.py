@@ -41,15 +41,15 @@ class MatchRecompiled(Pass):
         assert other is not None
         program = replace(program, stages=tuple(replace(s, graph=copy_graph(s.graph)) for s in program.stages))
         errors = Errors()
-        theirs = _named(other)
+        others = _named(other)
         for name, x in _named(program).items():
             if self.options.forward:  # it may use a parameter on fewer stages, or on none
                 used = tuple(i for i, stage in enumerate(program.stages) if x.name in stage.takes)
-                x = replace(x, stages=theirs[name].stages) if set(used) <= set(theirs[name].stages) else x
-            if not _fits(x, theirs[name]):
+                x = replace(x, stages=others[name].stages) if set(used) <= set(others[name].stages) else x
+            if not _fits(x, others[name]):
                 errors.add(
                     f"for a batch of these sizes {name} would be {_shown(x)}, but in the running program it is"
-                    f" {_shown(theirs[name])}",
+                    f" {_shown(others[name])}",
                     where="engine.step",
                     fix=f"name {name} in the spec's `shard`, and the modules that begin a stage in `pipeline.cut`",
                 )
@@ -58,7 +58,7 @@ class MatchRecompiled(Pass):
             nodes = {n.name: n for n in stage.graph.find_nodes(op="placeholder")}
             for p in program.params:
                 if p.name in nodes and p.requires_grad:
-                    _bring(stage.graph, nodes[p.name], nodes["mesh"], p, theirs[p.fqn].layout, mesh)
+                    _bring(stage.graph, nodes[p.name], nodes["mesh"], p, others[p.fqn].layout, mesh)
             stage.graph.lint()
         return replace(program, params=other.params, buckets=other.buckets)
 
@@ -100,19 +100,19 @@ def _bring(graph: fx.Graph, node: fx.Node, mesh_node: fx.Node, p: Param, layout:
         if not users:
             continue
         first = next(n for n in graph.nodes if n in users)
-        mine = replace(value, dtype=x.meta["value"].dtype)
+        typed = replace(value, dtype=x.meta["value"].dtype)
         if x is not node:
-            x.meta["value"] = replace(mine, layout=layout)
+            x.meta["value"] = replace(typed, layout=layout)
         with graph.inserting_before(first):
             new, now = x, layout
             for axis in missing:
                 now = Layout(tuple((a, q) for a, q in now.items if a != axis))
-                new = _node(graph, ops.first_grad, (new, mesh_node, axis), f"{x.name}_once", replace(mine, layout=now))
+                new = _node(graph, ops.first_grad, (new, mesh_node, axis), f"{x.name}_once", replace(typed, layout=now))
             if extra:
                 now = Layout.of({**dict(now.items), **dict.fromkeys(extra, PARTIAL_GRAD)}, mesh)
-                new = _node(graph, ops.sum_grad, (new, mesh_node, extra), f"{x.name}_each", replace(mine, layout=now))
+                new = _node(graph, ops.sum_grad, (new, mesh_node, extra), f"{x.name}_each", replace(typed, layout=now))
                 new.meta["collective"] = Collective(
-                    "none", "all_reduce", extra, mine.nbytes(mesh), "gradients, as of the compiled batch"
+                    "none", "all_reduce", extra, typed.nbytes(mesh), "gradients, as of the compiled batch"
                 )
         for u in users:
             u.replace_input_with(x, new)

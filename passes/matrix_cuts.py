@@ -58,7 +58,7 @@ def cuts_of(spec: Spec, program: Program) -> dict[str, tuple[Cut, ...]] | None:
         if not known.has_weights(pattern):
             what, fix = known.without_weights(pattern)
             errors.add(f"pattern {pattern!r} {what}", where=spec.where(("optimizer", "matrices", pattern)), fix=fix)
-    found: dict[str, tuple[Cut, ...]] = {}
+    by_param: dict[str, tuple[Cut, ...]] = {}
     for p in program.params:
         matching = [g for g in rules if any(names_weight(g, n) for n in (p.fqn, *p.names))]
         if not matching or not p.requires_grad:
@@ -73,9 +73,9 @@ def cuts_of(spec: Spec, program: Program) -> dict[str, tuple[Cut, ...]] | None:
             what = f"{p.fqn} does not compute queries, keys or values of heads"
             errors.add(what, where=where, fix="name the number of its matrices, e.g. {0: 12}, or write whole")
         elif cuts:
-            found[p.name] = cuts
+            by_param[p.name] = cuts
     errors.raise_any()
-    return found
+    return by_param
 
 
 def _cuts(
@@ -100,7 +100,7 @@ def _sizes(parts: int | tuple[int, ...], size: int) -> tuple[int, ...]:
 
 def head_sizes(graph: fx.Graph) -> dict[str, tuple[int, int]]:
     """Return {weight: (dim, rows of a head in it)} for the weights that make queries, keys or values."""
-    found: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in attention.OPS:
             continue
@@ -111,8 +111,8 @@ def head_sizes(graph: fx.Graph) -> dict[str, tuple[int, int]]:
                 if weight.meta["value"].requires_grad and dim is not None:
                     shape = weight.meta["value"].shape
                     if shape[dim] % rows == 0 and shape[dim] > rows:
-                        found[weight.name] = dim, rows
-    return found
+                        sizes[weight.name] = dim, rows
+    return sizes
 
 
 def _out_dim(weight: fx.Node) -> int | None:

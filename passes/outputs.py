@@ -38,5 +38,5 @@ def layout_of(
             return p.op == "sum" and (small or axis == MICROBATCH)
         return isinstance(p, Shard) and (axis in batch or (output.as_made and not p.padding))
 
-    own = {a: p if kept(a, p) else REPLICATE for a, p in placements.items()}
-    return Layout.of({**own, **dict(wanted.items if wanted is not None else ())}, mesh)
+    placed = {a: p if kept(a, p) else REPLICATE for a, p in placements.items()}
+    return Layout.of({**placed, **dict(wanted.items if wanted is not None else ())}, mesh)

@@ -67,11 +67,11 @@ def _pack(n: fx.Node, packed: dict[Any, fx.Node], program: Program) -> None:
             args: tuple[Any, ...] = (x, "e4m3", granule)
             if _here_alone(x):
                 args = (x.args[0], "e4m3", granule, x.args[1])
-            made = n.graph.create_node("call_function", ops.fp8_pack, args, {}, name=f"{x.name}_8")
+            node = n.graph.create_node("call_function", ops.fp8_pack, args, {}, name=f"{x.name}_8")
         nbytes = message_bytes(v.local_shape(program.mesh), granule)
         value = Value((nbytes,), torch.uint8, False, Layout())
-        made.meta |= {"value": value, "source": source_of(n)}
-        packed[x, granule] = made
+        node.meta |= {"value": value, "source": source_of(n)}
+        packed[x, granule] = node
     through = packed[x, granule].args[0]
     n.args = (through, weight, amax, recipe, bool(rest and rest[0]), packed[x, granule])
 

@@ -136,14 +136,14 @@ class _Chosen:
 
     def unfit_experts(self, node: fx.Node, recipe: str) -> str:
         """Return why chosen experts are not computed in 8 bits; "" if they are, or are not chosen."""
-        many = len(self.experts(node))
-        if not many:
+        count = len(self.experts(node))
+        if not count:
             return ""
         if recipe != "fp8-rowwise":
             return f"products of experts are not implemented for {recipe}"
         if node.args[UP_BIAS] is not None or node.args[DOWN_BIAS] is not None:
             return "experts with biases are not implemented in 8 bits"
-        if many < 2:
+        if count < 2:
             return "both weights of experts must be rounded, or none"
         sizes = (n for at in (UP, DOWN) for n in value_of(node.args[at]).shape[1:])  # type: ignore[arg-type]
         if value_of(node.args[0]).dtype == torch.float16:  # type: ignore[arg-type]
@@ -176,11 +176,11 @@ def _unfit(product: fx.Node, multiple: int) -> str:
 
 def _of_batch(program: Program, graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that depend on the batch."""
-    inputs, found = {i.name for i in program.inputs}, set[fx.Node]()
+    inputs, dependent = {i.name for i in program.inputs}, set[fx.Node]()
     for n in graph.nodes:
-        if n.name in inputs if n.op == "placeholder" else not found.isdisjoint(n.all_input_nodes):
-            found.add(n)
-    return found
+        if n.name in inputs if n.op == "placeholder" else not dependent.isdisjoint(n.all_input_nodes):
+            dependent.add(n)
+    return dependent
 
 
 def _some(names: list[str]) -> str:

@@ -53,9 +53,9 @@ def _stacked(program: Program, stack: fx.Node) -> Program:
     members = [by_name.get(n.name) for n in nodes]
     params = [p for p in members if p is not None]
     alone = all(len(n.users) == 1 for n in (*nodes, *entries)) and len(set(nodes)) == len(nodes)
-    alike = len({(p.dtype, p.requires_grad) for p in params}) == 1 and not any(p.aliases for p in params)
+    uniform = len({(p.dtype, p.requires_grad) for p in params}) == 1 and not any(p.aliases for p in params)
     dim = stack.args[1] if len(stack.args) > 1 else stack.kwargs.get("dim", 0)
-    if len(params) != len(nodes) or not alone or not alike or dim != 0:
+    if len(params) != len(nodes) or not alone or not uniform or dim != 0:
         return program
     graph, first = program.graph, nodes[0]
     with graph.inserting_before(first):

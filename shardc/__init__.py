@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # the same table as _MODULES, for type checkers and editors
     from shardc.runtime.step.param_groups import groups as groups
     from shardc.runtime.step.param_groups import matrices as matrices
     from shardc.spec import Spec as Spec
-    from shardc.verify.rules.user_op import check_rule as check_rule
+    from shardc.verify.rules.check import check_rule as check_rule
     from shardc.verify.simulate import Simulation as Simulation
     from shardc.verify.simulate import simulate as simulate
 
@@ -53,7 +53,7 @@ _MODULES = {
     "ShardcError": "shardc.errors",
     "Simulation": "shardc.verify.simulate",
     "Spec": "shardc.spec",
-    "check_rule": "shardc.verify.rules.user_op",
+    "check_rule": "shardc.verify.rules.check",
     "compile": "shardc.compile",
     "coverage": "shardc.report.coverage",
     "groups": "shardc.runtime.step.param_groups",
@@ -76,8 +76,8 @@ _INSTEAD = dict.fromkeys(
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
-        said = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise AttributeError(f"module 'shardc' has no attribute {name!r}{said}")
+        hint = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module 'shardc' has no attribute {name!r}{hint}")
     value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -101,8 +101,8 @@ class Program(ir.Program):
     if not TYPE_CHECKING:  # checkers would let any name pass
 
         def __getattr__(self, name: str) -> Any:
-            said = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise AttributeError(f"a program has no {name!r}{said}", name=name, obj=self)
+            hint = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise AttributeError(f"a program has no {name!r}{hint}", name=name, obj=self)
 
     def __call__(self, *_: Any, **__: Any) -> None:
         fix = "program.engine(model).step(batch) trains; program.module(model) is called as a model is"

@@ -71,13 +71,13 @@ def _refuse(
 ) -> None:
     """Raise ShardcError for unknown names, for unnamed arguments that need a name, and for missing ones."""
     errors = Errors()
-    for given in (n for n in kwargs if n not in signature.parameters):
-        near = nearest(given, signature.parameters)
-        if given in elsewhere:
-            fix = elsewhere[given].format(name=given)
+    for keyword in (n for n in kwargs if n not in signature.parameters):
+        near = nearest(keyword, signature.parameters)
+        if keyword in elsewhere:
+            fix = elsewhere[keyword].format(name=keyword)
         else:
             fix = f"did you mean {near!r}?" if near else f"it takes {', '.join(signature.parameters)}"
-        errors.add("there is no such argument", where=f"{name}({given}=...)", fix=fix)
+        errors.add("there is no such argument", where=f"{name}({keyword}=...)", fix=fix)
     plain = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(plain):
         named = _example(signature)

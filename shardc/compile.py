@@ -96,8 +96,8 @@ def compile(
     with recompile.in_eval_mode(model) if forward else nullcontext():
         program = passes.run(CAPTURE, lambda: captured or capture(model, batch, loss=loss, forward=values, prove=prove))
     spec = with_microbatches(model_plan.with_experts(spec, model, program), program)
-    asked: Any = forward if isinstance(forward, Step) or forward == "score" else bool(forward)
-    options = Options(plan, compatible_with, asked)
+    mode: Any = forward if isinstance(forward, Step) or forward == "score" else bool(forward)
+    options = Options(plan, compatible_with, mode)
     if forward:
         spec, notes = forward_only.spec_of(spec)
         # no record of what a checkpoint trained: it was captured with the loss, in training mode

@@ -64,8 +64,8 @@ def of_every_outer_layer(name: str) -> str:
     >>> of_every_outer_layer("blocks.3.0")
     'blocks.*.0'
     """
-    of = enclosing_layers(name)[-1].rpartition(".")[0] if layer_of(name) else name
-    return of_every_layer(of) + name[len(of) :]
+    outer = enclosing_layers(name)[-1].rpartition(".")[0] if layer_of(name) else name
+    return of_every_layer(outer) + name[len(outer) :]
 
 
 def ranges(numbers: Iterable[str]) -> str:
@@ -108,7 +108,7 @@ def fold(texts: Iterable[str]) -> list[str]:
         numbers: list[str] = []
         pattern = blank(text, numbers)
         kinds.setdefault(pattern, []).append(tuple(numbers))
-    return [_joined(pattern, list(dict.fromkeys(alike))) for pattern, alike in kinds.items()]
+    return [_joined(pattern, list(dict.fromkeys(names))) for pattern, names in kinds.items()]
 
 
 def note_lines(notes: Iterable[str]) -> list[str]:
@@ -123,8 +123,8 @@ def _joined(pattern: str, alike: Sequence[tuple[str, ...]]) -> str:
     columns = [list(dict.fromkeys(column)) for column in zip(*alike, strict=True)]
     varied = {tuple(column) for column in columns if len(column) > 1}
     together = len(varied) == 1 and len(alike) == len(next(iter(varied)))  # the same layer everywhere in each text
-    every = together or len(alike) == math.prod(map(len, columns))
-    numbers = [c[0] if len(c) == 1 else "{" + ranges(c) + "}" for c in columns] if every else list(alike[0])
+    is_grid = together or len(alike) == math.prod(map(len, columns))
+    numbers = [c[0] if len(c) == 1 else "{" + ranges(c) + "}" for c in columns] if is_grid else list(alike[0])
     parts = pattern.split(_HOLE)
     text = parts[0] + "".join(n + part for n, part in zip(numbers, parts[1:], strict=True))
     if len(alike) == 1:

@@ -189,10 +189,10 @@ def _traced(activation: Callable[[Tensor], Tensor], m: int, i: int) -> str:
             and node.target.namespace == "aten"
             and _pointwise(node.target)
         ):
-            mine = next(letters)
+            letter = next(letters)
             text = ", ".join([*map(written, node.args), *(f"{k}={written(v)}" for k, v in node.kwargs.items())])
-            steps.append(f"{mine} = {node.target.overloadpacket.__name__}({text})")
-            names[node] = mine
+            steps.append(f"{letter} = {node.target.overloadpacket.__name__}({text})")
+            names[node] = letter
         elif node.op == "call_function" and node.all_input_nodes and all(n in columns for n in node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: columns[n])
             try:

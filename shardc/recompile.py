@@ -104,9 +104,9 @@ class Resizer:
                 if known == loaded:
                     return program
             with _modes(model, self.modes):
-                made = self.compile(model, self.batch, loaded, loss=self.loss, forward=self.forward, prove=False)
-            self._specs.append((loaded, made))
-            return made
+                resized = self.compile(model, self.batch, loaded, loss=self.loss, forward=self.forward, prove=False)
+            self._specs.append((loaded, resized))
+            return resized
 
     def begins(self) -> Begins:
         """Read how generation begins and ends from the model's config. Raises ShardcError without a model."""
@@ -177,8 +177,8 @@ class Resizer:
 
         form = Form()
         captured = capture(model, prompts(sizes.prompt), forward=Prefill(sizes.length, form, sizes.moves))
-        found = (State.of_output(o.name, o.shape, o.dtype) for o in captured.outputs)
-        states = tuple(s for s in found if s is not None)
+        per_output = (State.of_output(o.name, o.shape, o.dtype) for o in captured.outputs)
+        states = tuple(s for s in per_output if s is not None)
         if not states:
             raise ShardcError("it puts nothing into its cache", where="generate")
         make = functools.partial(self.compile, model, spec=program.spec, prove=False, compatible_with=program)
@@ -202,19 +202,19 @@ class Resizer:
 
     def _recompile(self, program: Program, batch: Any, shapes: Shapes, use: Use) -> Program:
         again = use == "as compiled"
-        model, given = self.build(), batch_sizes.described(program, shapes)
+        model, changed = self.build(), batch_sizes.described(program, shapes)
         if model is None or program.spec is None:
-            sizes = f"the batch has other sizes than the program was compiled for ({given})"
-            why = SCORES if use == "score" else sizes if given else OTHERWISE
+            sizes = f"the batch has other sizes than the program was compiled for ({changed})"
+            why = SCORES if use == "score" else sizes if changed else OTHERWISE
             raise ShardcError(
                 f"{why}, and the model that would have to be compiled for it no longer exists",
                 where="engine.step" if again else "evaluating",
                 fix="keep the model that was compiled: `net = model(); program = shardc.compile(net, ...)`"
-                + ", or leave such batches out (drop_last)" * bool(given),
+                + ", or leave such batches out (drop_last)" * bool(changed),
             )
         if sum(u == use for _, u in self._programs) >= MOST_SIZES and not program.spec.batch.lengths:
             raise ShardcError(
-                f"batches of {MOST_SIZES} other sizes than the program's have been compiled, and now comes {given}",
+                f"batches of {MOST_SIZES} other sizes than the program's have been compiled, and now comes {changed}",
                 where="engine.step",
                 fix="name a few in the spec, with what to pad by: batch: {lengths: [128, 256], pad: {input_ids: 0}}",
             )
@@ -236,7 +236,7 @@ class Resizer:
             except ShardcError as e:
                 if use == "score":
                     raise
-                sizes = f"the program was compiled for other sizes, and compiling it for {given} fails"
+                sizes = f"the program was compiled for other sizes, and compiling it for {changed} fails"
                 fault = f"{sizes if again else f'{OTHERWISE}, and compiling it in that mode fails'}: {e.what}"
                 then = ", ".join(f"{name_of(x.path)} {list(x.shape)}" for x in program.inputs)
                 fix = (
@@ -263,8 +263,8 @@ def _encoder(sizes: Sizes) -> dict[str, torch.Tensor]:
 def _of_config(model: nn.Module, name: str) -> tuple[int, ...]:
     """Return the token ids under a name in the model's generation_config or config."""
     configs = (getattr(model, of, None) for of in ("generation_config", "config"))
-    found = (getattr(c, name, None) for c in configs if c is not None)
-    ids = next((x for x in found if x is not None), ())
+    values = (getattr(c, name, None) for c in configs if c is not None)
+    ids = next((x for x in values if x is not None), ())
     return (ids,) if isinstance(ids, int) else tuple(ids)
 
 

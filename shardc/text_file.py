@@ -42,7 +42,7 @@ def read(path: str | os.PathLike[str], kind: str, *, where: str = "", fix: str =
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a table for json.loads; raise ValueError if a key repeats."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    table = dict(pairs)
+    if len(table) != len(pairs):
         raise ValueError("a key stands twice in one table")
-    return found
+    return table

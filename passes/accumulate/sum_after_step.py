@@ -67,10 +67,10 @@ def sum_after_step(graph: fx.Graph, summands: set[fx.Node], mesh_node: fx.Node, 
     for x in others:
         brought = x
         for a in parts:
-            one = ops.to_partial if x.meta["value"].layout[a] == REPLICATE else ops.partial_grad_to_partial
+            op = ops.to_partial if x.meta["value"].layout[a] == REPLICATE else ops.partial_grad_to_partial
             value = brought.meta["value"]
             with graph.inserting_after(brought):
-                brought = graph.create_node("call_function", one, (brought, mesh_node, a), {}, name=f"{x.name}_once")
+                brought = graph.create_node("call_function", op, (brought, mesh_node, a), {}, name=f"{x.name}_once")
             brought.meta = {"value": value, "source": source_of(x)}
             _mark_partial(brought, [a])
         for n in (n for n in linear if x in n.all_input_nodes):

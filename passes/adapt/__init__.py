@@ -51,13 +51,13 @@ class Adapt(Pass):
         errors = Errors()
         freeze = self.spec.freeze or (("*",) if self.spec.adapters else ())
         self._check(program, errors)
-        own = {p.name for p in program.params}
+        names = {p.name for p in program.params}
         if self.spec.adapters:
             program = LowRank(self.spec, program, errors).run()
         errors.raise_any()
 
         def put(p: Param) -> Param:
-            now = frozen(freeze, p.names) if p.name in own else False
+            now = frozen(freeze, p.names) if p.name in names else False
             return replace(p, requires_grad=False, frozen=True) if now else p
 
         program = replace(program, params=tuple(map(put, program.params)))
@@ -114,13 +114,13 @@ def _type_gradients(program: Program, before: Mapping[fx.Node, _Before]) -> None
         was = before.get(node)
         if was is None:
             reached = carries_gradient(node.target, node.args, node.kwargs)
-            each = [reached] * len(values_of(node))
+            carries = [reached] * len(values_of(node))
         elif was.operands:
             reached = any(map(requires_grad, operands_of(node)))
-            each = [reached and x for x in was.results]
+            carries = [reached and x for x in was.results]
         else:
-            each = [carries_gradient(node.target, node.args, node.kwargs)] * len(was.results)
-        flags = iter(each)
+            carries = [carries_gradient(node.target, node.args, node.kwargs)] * len(was.results)
+        flags = iter(carries)
 
         def put(v: Any, flags: Any = flags) -> Any:
             floating = v.dtype.is_floating_point or v.dtype.is_complex
@@ -139,8 +139,8 @@ def _stored_narrow(program: Program) -> Program:
     params: list[Param] = []
     for p in program.params:
         users = list(nodes[p.name].users)
-        found: set[Any] = {u.kwargs.get("dtype") if u.target is _CAST else None for u in users}
-        dtype = found.pop() if len(found) == 1 else None
+        dtypes: set[Any] = {u.kwargs.get("dtype") if u.target is _CAST else None for u in users}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
         if not p.frozen or dtype is None or dtype.itemsize >= p.dtype.itemsize:
             params.append(p)
             continue

@@ -77,14 +77,14 @@ class LowRank:
         parts = sorted(filter(_quantised, program.params), key=lambda p: math.prod(p.shape))
         largest = {whole_name(p.fqn): p.name for p in parts}.values()  # the part with the numbers, not the scales
         for p in program.params:
-            found = next((i for i, e in enumerate(self.spec.adapters) if _names(e, p)), None)
+            index = next((i for i, e in enumerate(self.spec.adapters) if _names(e, p)), None)
             quantised = _quantised(p)
-            if found is None or (len(p.shape) < 2 and not quantised) or (quantised and p.name not in largest):
+            if index is None or (len(p.shape) < 2 and not quantised) or (quantised and p.name not in largest):
                 continue
             uses = list((_made if quantised else _uses)(nodes[p.name]))
             if uses:
-                adapted.add(found)
-                self._adapt(p, self.spec.adapters[found], found, uses)
+                adapted.add(index)
+                self._adapt(p, self.spec.adapters[index], index, uses)
         for i, e in enumerate(self.spec.adapters):
             if i in adapted:
                 continue
@@ -114,9 +114,9 @@ class LowRank:
             self.errors.add(fault, where=where, fix="leave it out of `match`")
             return
         if grouped and (entry.dropout or entry.kind == "dora"):
-            said = "dropout" if entry.dropout else "kind: dora"
-            fault = f"{said} of adapters of experts ({p.fqn}): the input of an expert is known only inside its op"
-            self.errors.add(fault, where=where, fix=f"a separate entry for experts, without {said}")
+            option = "dropout" if entry.dropout else "kind: dora"
+            fault = f"{option} of adapters of experts ({p.fqn}): the input of an expert is known only inside its op"
+            self.errors.add(fault, where=where, fix=f"a separate entry for experts, without {option}")
             return
         if entry.kind == "dora" and _quantised(p):
             fault = f"kind: dora of {whole_name(p.fqn)}: it is quantised, and has no rows whose lengths are known"
@@ -160,11 +160,11 @@ class LowRank:
         self, base: Param, dtype: torch.dtype, part: str, shape: tuple[int, ...], dims: dict[int, int]
     ) -> fx.Node:
         """Add a parameter of an adapter, and return its node. dims: {dim of the weight: dim split like it}."""
-        own = {
+        shards = {
             axis: replace(s, dim=dims[s.dim]) if isinstance(s, Shard) and s.dim in dims else None
             for axis, s in (base.layout.items if len(base.shape) > 1 else ())  # nothing is known of blocks in a row
         }
-        layout = Layout(tuple((axis, s) for axis, s in own.items() if s is not None))
+        layout = Layout(tuple((axis, s) for axis, s in shards.items() if s is not None))
         fqn = name_beside(base.fqn, part)
         graph = self.program.graph
         with graph.inserting_after(self.last):
@@ -173,7 +173,7 @@ class LowRank:
         members = tuple(name_beside(n, part) for n in base.members)
         p = Param(node.name, fqn, shape, dtype, True, layout=layout, members=members)
         beside = placeholders(graph)[base.name].meta
-        cause = {axis: text for axis, text in beside.get("cause", {}).items() if own.get(axis) is not None}
+        cause = {axis: text for axis, text in beside.get("cause", {}).items() if shards.get(axis) is not None}
         node.meta = {**beside, "value": replace(p.value, layout=Layout()), "cause": cause}
         self.made.append(p)
         self.last = node
@@ -226,11 +226,11 @@ class LowRank:
         emit, dims = self.emit, len(value_of(w).shape)
         product = aten.bmm.default if dims == 3 else aten.mm.default
         if use.flipped:
-            made = emit(product, *(emit(aten.transpose.int, x, dims - 2, dims - 1) for x in factors))
+            delta = emit(product, *(emit(aten.transpose.int, x, dims - 2, dims - 1) for x in factors))
         else:
-            made = emit(product, *reversed(factors))
-        made = emit(aten.mul.Tensor, made, adapter.scale) if adapter.scale != 1 else made
-        return emit(aten.add.Tensor, w, made)
+            delta = emit(product, *reversed(factors))
+        delta = emit(aten.mul.Tensor, delta, adapter.scale) if adapter.scale != 1 else delta
+        return emit(aten.add.Tensor, w, delta)
 
 
 def _names(entry: Entry, p: Param) -> bool:
@@ -318,12 +318,12 @@ _MOVES = {_CAST, aten.cat.default, aten.stack.default, aten.transpose.int}
 def _of_experts(user: fx.Node, node: fx.Node) -> bool | None:
     """Return whether experts use a node as [experts, in, out]; False: [experts, out, in]; None: no use."""
     if user.target is ops.experts and node in (user.args[UP], user.args[DOWN]):
-        given = user.args[TRANSPOSED] if len(user.args) > TRANSPOSED else user.kwargs.get("transposed")
-        return bool(given)
+        transposed = user.args[TRANSPOSED] if len(user.args) > TRANSPOSED else user.kwargs.get("transposed")
+        return bool(transposed)
     if user.target not in _MOVES or len(value_of(node).shape) not in (2, 3):
         return None
-    found = {_of_experts(u, user) for u in user.users}
-    if len(found) != 1 or (flipped := found.pop()) is None:
+    ways = {_of_experts(u, user) for u in user.users}
+    if len(ways) != 1 or (flipped := ways.pop()) is None:
         return None
     if user.target is aten.transpose.int:
         dims = len(value_of(node).shape)

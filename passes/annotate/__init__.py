@@ -99,9 +99,9 @@ class Annotate(Pass):
         split_ids(spec, program, mesh, layouts)
         errors.raise_any()
         if running is not None:
-            theirs = _running(running, mesh)
-            layouts = {name: x for name, x in layouts.items() if name not in theirs} | {
-                name: x for name, x in theirs.items() if x.items
+            fixed = _running(running, mesh)
+            layouts = {name: x for name, x in layouts.items() if name not in fixed} | {
+                name: x for name, x in fixed.items() if x.items
             }
         program = program.with_layouts(layouts)
         return replace(program, mesh=mesh, outputs=outputs, notes=(*program.notes, *notes))

@@ -46,8 +46,8 @@ def pin_activations(spec: Spec, program: Program, mesh: Mesh) -> None:
         batch = {x.name for x in program.inputs}
         ends = [(module, end) for module in modules for end in _boundary(nodes, module, rule.at, _flows)]
         if not ends:  # values of the batch alone, as an encoder's pixels, have no gradient
-            given = partial(_single, batch=batch)
-            ends = [(module, end) for module in modules for end in _boundary(nodes, module, rule.at, given)]
+            single = partial(_single, batch=batch)
+            ends = [(module, end) for module in modules for end in _boundary(nodes, module, rule.at, single)]
         if modules and not ends:
             errors.add(
                 f"the entry has no effect: no tensor {'enters' if rule.at == 'input' else 'leaves'}"

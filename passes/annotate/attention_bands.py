@@ -88,13 +88,13 @@ def _use(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, _Known | None], ca
         return
     window: dict[str, Any] = {} if causal else {"window": (seen.low, seen.high)}
     with graph.inserting_before(node):
-        given = (*args[:3], None if whole else mask, p, causal)
+        operands = (*args[:3], None if whole else mask, p, causal)
         if causal_only:
             new = graph.call_function(
-                aten.scaled_dot_product_attention.default, given, {"scale": scale, "enable_gqa": grouped}
+                aten.scaled_dot_product_attention.default, operands, {"scale": scale, "enable_gqa": grouped}
             )
         else:
-            new = graph.call_function(ops.attention, (*given, scale, grouped, rng, index), window)
+            new = graph.call_function(ops.attention, (*operands, scale, grouped, rng, index), window)
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
@@ -104,9 +104,9 @@ def _known(node: fx.Node, known: dict[fx.Node, _Known | None]) -> _Known | None:
     value = node.meta.get("value")
     if not isinstance(value, Value) or value.dtype.is_floating_point or value.dtype.is_complex:
         return None
-    made = _MAKE.get(node.target)
+    make = _MAKE.get(node.target)
     xs = [known.get(a) if isinstance(a, fx.Node) else a for a in node.args]
-    return made(node, xs) if made is not None else None
+    return make(node, xs) if make is not None else None
 
 
 def _arange(node: fx.Node, xs: list[Any]) -> _Known | None:

@@ -114,8 +114,8 @@ def report(program: Program, mesh: Mesh, weights: Iterable[tuple[Param, Layout, 
             group = followed if isinstance(followed, SplitGroup) else None
         key = where if group is None else frozenset(n.name for n in group.params)
         shared.setdefault((key, dim.axes), _Weights(dim, group, where)).params.append(p)
-    for each in shared.values():
-        each.report(follower, mesh, errors)
+    for sharing in shared.values():
+        sharing.report(follower, mesh, errors)
 
 
 @dataclass(frozen=True)

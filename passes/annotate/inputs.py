@@ -44,15 +44,15 @@ def widened(spec: Spec) -> Spec:
 def batch_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], list[str]]:
     """Return the axes that split the batch, and notes. Axes for experts only do if the batch divides."""
     axes = [a for a in spec.data_axes if mesh.size(a) > 1]
-    own = [a for a in axes if a in spec.expert_axes] if spec.batch.axes is None and spec.uneven != "pad" else []
+    of_experts = [a for a in axes if a in spec.expert_axes] if spec.batch.axes is None and spec.uneven != "pad" else []
     ranks = math.prod(mesh.size(a) for a in axes)
     dims = [(x.shape, _batch_dim(spec, program, x)) for x in program.inputs]
     odd = [shape[d] for shape, d in dims if d is not None and d < len(shape) and shape[d] % ranks]
-    if not own or not odd:
+    if not of_experts or not odd:
         return axes, []
-    same = f"outside of experts the ranks of {', '.join(own)} do the same"
-    return [a for a in axes if a not in own], [
-        f"{spec.where(('experts',))}: the batch of {odd[0]} does not divide by {ranks} ranks: {same}"
+    note = f"outside of experts the ranks of {', '.join(of_experts)} do the same"
+    return [a for a in axes if a not in of_experts], [
+        f"{spec.where(('experts',))}: the batch of {odd[0]} does not divide by {ranks} ranks: {note}"
     ]
 
 
@@ -129,10 +129,10 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
             layouts[x.name] = layout
             nodes[x.name].meta["cause"] = {a: f"{_axis_place(spec, a)} batch dim {dim} of {name!r}" for a in axes}
     disagree = disagreements(spec, program)
-    for (fault, place, fix), alike in wrong.items():
-        for each in (disagree[name] for name in alike if name in disagree):
-            fault, fix = f"{fault}: {each.what}", each.fix
-        errors.add(f"input {', '.join(map(repr, alike))}: {fault}", where=place, fix=fix)
+    for (fault, place, fix), group in wrong.items():
+        for error in (disagree[name] for name in group if name in disagree):
+            fault, fix = f"{fault}: {error.what}", error.fix
+        errors.add(f"input {', '.join(map(repr, group))}: {fault}", where=place, fix=fix)
     by_name = {x.name: name for x, name in zip(program.inputs, names, strict=True)}
     for placeholder, why in split_sequence(spec, program, mesh, by_name, layouts, errors).items():
         assert spec.sequence is not None

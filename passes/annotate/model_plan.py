@@ -231,8 +231,8 @@ def _keys(entries: _Entries, p: Param) -> list[str]:
     keys: list[str] = []
     for name in (p.fqn, *p.names):
         parts = name.split(".")
-        for wanted in (parts, parts[:-1] or [""]):
-            if hit := entries.of(wanted):
+        for path in (parts, parts[:-1] or [""]):
+            if hit := entries.of(path):
                 keys.append(hit)
                 break
     return keys
@@ -252,10 +252,10 @@ def _wrapped(entries: _Entries, program: Program) -> dict[str, dict[str, Param]]
                 within.setdefault((hit, ".".join(parts[:n])), []).append(p)
     by_param: dict[str, dict[str, Param]] = {}
     for (key, module), params in within.items():
-        own = max(params, key=lambda p: (len(p.shape) > 1, math.prod(p.shape)))
-        if len(own.shape) > 1 and own.fqn.rpartition(".")[0] != module:  # else the module is the layer itself
+        weight = max(params, key=lambda p: (len(p.shape) > 1, math.prod(p.shape)))
+        if len(weight.shape) > 1 and weight.fqn.rpartition(".")[0] != module:  # else the module is the layer itself
             for p in params:
-                by_param.setdefault(p.name, {})[key] = own
+                by_param.setdefault(p.name, {})[key] = weight
     return by_param
 
 

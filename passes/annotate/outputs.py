@@ -23,24 +23,24 @@ def wanted_outputs(
 
     Adds an error for an entry that does not fit, and, if all_named, for one that matches no output.
     """
-    found = list(outputs)
+    result = list(outputs)
     for rule in reversed(spec.outputs):  # the first match wins
         where, named = spec.where(("outputs", rule.pattern)), False
-        for i, o in enumerate(found):
+        for i, o in enumerate(result):
             if not match(rule.pattern, o.name):
                 continue
-            named, wanted = True, Layout()
+            named, layout = True, Layout()
             if rule.dims is not None:
-                wanted = layout_of(rule.dims, mesh)
-                wanted = padded(wanted, o.shape, mesh) if spec.uneven == "pad" else wanted
-                check_fits(wanted, o.shape, mesh, f"output {o.name}", where, errors)
+                layout = layout_of(rule.dims, mesh)
+                layout = padded(layout, o.shape, mesh) if spec.uneven == "pad" else layout
+                check_fits(layout, o.shape, mesh, f"output {o.name}", where, errors)
             cause = quote(spec, "outputs", rule.pattern, dims_text(rule.dims) if rule.dims is not None else "whole")
-            asked = None if rule.dims is not None and not wanted.items else wanted  # its axes have one rank
-            found[i] = replace(o, wanted=asked, cause=cause)
+            asked = None if rule.dims is not None and not layout.items else layout  # its axes have one rank
+            result[i] = replace(o, wanted=asked, cause=cause)
         if not named and all_named:
             known = f"the outputs are {', '.join(o.name for o in outputs)}"
             errors.add(f"pattern {rule.pattern!r} matches no output", where=where, fix=known)
-    return tuple(found)
+    return tuple(result)
 
 
 def generated(step: Step, outputs: Sequence[Output]) -> tuple[Output, ...]:

@@ -86,12 +86,12 @@ class Follower:
     def follow(self, start: Key, placement: Shard) -> SplitGroup | Blocked:
         """Return the group of a value with this split, or why there is none."""
         group, todo = SplitGroup(), [(start, placement)]
-        held: dict[fx.Node, None] = {}
+        postponed: dict[fx.Node, None] = {}
         stopped = None
-        while (todo or held) and stopped is None:
+        while (todo or postponed) and stopped is None:
             if not todo:
-                node = max(held)
-                del held[node]
+                node = max(postponed)
+                del postponed[node]
                 stopped = self._run_by_sections(node, group, todo)
                 continue
             key, p = todo.pop()
@@ -103,7 +103,7 @@ class Follower:
                 stopped = self.blocked[key, p]
             else:
                 group.values[key] = p
-                stopped = self._around(key, p, group, todo, held)
+                stopped = self._around(key, p, group, todo, postponed)
         if stopped is None:
             clash = next((k for k in (*group.entries, *group.exits) if k in group.values), None)
             stopped = Blocked(clash[0], "is needed both whole and split") if clash else None

@@ -184,14 +184,14 @@ def mark_methods(spec: Spec, program: Program, mesh: Mesh, weight_axes: set[str]
         return
     weights = math.prod(mesh.size(a) for a in weight_axes if a not in sequence.axis)
     params = {p.name for p in program.params}
-    found = [n for n in program.graph.nodes if n.target in OPS or _attends(n, params)]
-    modules = sorted({source_of(n).module for n in found})
+    attentions = [n for n in program.graph.nodes if n.target in OPS or _attends(n, params)]
+    modules = sorted({source_of(n).module for n in attentions})
     for pattern in sequence.method:
         if pattern != "*" and not any(_within(pattern, m) for m in modules):
             close = did_you_mean(pattern, modules, f"attention is in {', '.join(modules[:8]) or 'no module'}")
             where = spec.where(("sequence", "method", pattern))
             errors.add(f"pattern {pattern!r} matches no module that attends", where=where, fix=close)
-    for node in found:
+    for node in attentions:
         module = source_of(node).module
         names = next((m for p, m in sequence.method.items() if p == "*" or _within(p, module)), ())
         inner, node.meta["method"] = weights, {}

@@ -45,9 +45,9 @@ def entries(program: Program, splits: Mapping[str, Shard], axis: str, named: Ite
     for entry in _units(free, splits, nodes, says):
         groups.setdefault((of_every_layer(entry.name), entry.style, entry.shard), []).append(entry)
     patterns: list[tuple[str, Style | None, Shard | None]] = []
-    for (pattern, style, shard), some in groups.items():
-        inner = dict.fromkeys(of_every_outer_layer(e.name) for e in some)  # Sequentials of layers: "blocks.*.0"
-        for way in ([pattern], inner, [e.name for e in some]):
+    for (pattern, style, shard), members in groups.items():
+        inner = dict.fromkeys(of_every_outer_layer(e.name) for e in members)  # Sequentials of layers: "blocks.*.0"
+        for way in ([pattern], inner, [e.name for e in members]):
             if all(_means(w, style, shard, p, splits.get(p.name), nodes[p.name], says) for w in way for p in free):
                 patterns += [(w, style, shard) for w in way]
                 break
@@ -65,15 +65,15 @@ def _units(
     modules: dict[str, list[Param]] = {}
     for p in params:
         modules.setdefault(p.fqn.rpartition(".")[0], []).append(p)
-    for module, own in modules.items():
-        split = [p for p in own if p.name in splits]
+    for module, members in modules.items():
+        split = [p for p in members if p.name in splits]
         if not split:
             continue
         words: list[Style] = ["vocab", "column", "row"]
-        fits = (w for w in words if all(says(w, splits.get(p.name), nodes[p.name], module) for p in own))
+        fits = (w for w in words if all(says(w, splits.get(p.name), nodes[p.name], module) for p in members))
         style = next((w for w in fits if any(says.usually(w, nodes[p.name], splits[p.name].dim) for p in split)), None)
         if style and module:
-            yield _Entry(module, style, None, tuple(own))
+            yield _Entry(module, style, None, tuple(members))
         else:
             yield from (_Entry(p.fqn, None, splits[p.name], (p,)) for p in split)
 

@@ -130,10 +130,10 @@ class Weights:
         """Add an error for an entry that names only some of a stack of experts: all have the same split."""
         for i in entries if p.members else ():
             pattern = self.spec.shard[i].pattern
-            some = [m for m in p.members if names_weight(pattern, m)]
-            if 0 < len(some) < len(p.members):
+            named = [m for m in p.members if names_weight(pattern, m)]
+            if 0 < len(named) < len(p.members):
                 errors.add(
-                    f"{pattern!r} names {some[0]}, one of {len(p.members)} experts that are one weight, {p.fqn}",
+                    f"{pattern!r} names {named[0]}, one of {len(p.members)} experts that are one weight, {p.fqn}",
                     where=self.spec.where(("shard", pattern)),
                     fix=f"name all of them: {p.fqn!r}",
                 )

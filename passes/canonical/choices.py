@@ -94,8 +94,8 @@ def draws(nodes: Sequence[fx.Node], count: int = 2) -> Iterator[dict[fx.Node, An
 
 def _draw(node: fx.Node, count: int, generator: torch.Generator, seed: int) -> Tensor:
     v, limit = typed(node), _limit(node) or count
-    shape, alike = tuple(v.shape), seed % 3 == 2
-    drawn = (1,) * max(len(shape) - 1, 0) + shape[-1:] if alike else shape
+    shape, equal_rows = tuple(v.shape), seed % 3 == 2
+    drawn = (1,) * max(len(shape) - 1, 0) + shape[-1:] if equal_rows else shape
     if v.dtype == torch.bool:
         return (torch.rand(drawn, generator=generator) < (0.5, 0.1, 0.0)[seed % 3]).expand(shape).clone()
     if v.dtype.is_floating_point:
@@ -105,7 +105,7 @@ def _draw(node: fx.Node, count: int, generator: torch.Generator, seed: int) -> T
         if seed % 3 == 1:
             scores[..., : shape[-1]] += 0.9
         return scores.topk(shape[-1], -1).indices.to(v.dtype).expand(shape).clone()
-    if alike:
+    if equal_rows:
         return torch.full(shape, int(torch.randint(limit, (), generator=generator)), dtype=v.dtype)
     numbers = torch.randint(limit, shape, generator=generator)
     return (numbers.clamp(max=1) if seed % 3 == 1 else numbers).to(v.dtype)

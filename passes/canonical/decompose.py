@@ -129,8 +129,8 @@ def _copy(module: fx.GraphModule, operands: list[fx.Node], add: Add) -> Result:
         elif node.op == "get_attr":
             env[node] = _constant(getattr(module, node.target), add)
         elif node.op == "call_function":
-            if node.target is operator.getitem and isinstance(many := env[node.args[0]], tuple):
-                env[node] = many[node.args[1]]
+            if node.target is operator.getitem and isinstance(results := env[node.args[0]], tuple):
+                env[node] = results[node.args[1]]
             elif node.target is operator.getitem or isinstance(node.target, OpOverload):
                 if node.target is not operator.getitem and not node.users:
                     continue  # checks for errors
@@ -175,7 +175,7 @@ def _proven(
     try:
         with torch.enable_grad():
             whole = _tensors(op(*leaves))
-            wanted = _gradients(whole, leaves)
+            expected = _gradients(whole, leaves)
     except values.OUTSIDE_DOMAIN:
         return True  # the op is not defined on these numbers
     try:
@@ -184,7 +184,7 @@ def _proven(
             grads = _gradients(parts, leaves)
     except values.OUTSIDE_DOMAIN:
         return False
-    pairs = [*zip(parts, whole, strict=False), *zip(grads, wanted, strict=True)]
+    pairs = [*zip(parts, whole, strict=False), *zip(grads, expected, strict=True)]
     return len(parts) == len(whole) and all(_close(a, b) for a, b in pairs)
 
 
@@ -212,19 +212,19 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    wanted = [x for x in leaves if x.requires_grad]
+    inputs = [x for x in leaves if x.requires_grad]
     terms = [y for y in results if y.requires_grad]
-    if not terms or not wanted:
-        return [None] * len(wanted)
+    if not terms or not inputs:
+        return [None] * len(inputs)
     # different weights for all elements: a plain sum would not notice results in another order
     weights = [torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float64).reshape(y.shape).to(y.dtype) for y in terms]
-    return list(torch.autograd.grad(terms, wanted, weights, allow_unused=True))
+    return list(torch.autograd.grad(terms, inputs, weights, allow_unused=True))
 
 
 def _close(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
-        there = a if a is not None else b
-        return there is None or not bool(there.any())
+        only = a if a is not None else b
+        return only is None or not bool(only.any())
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not (a.is_floating_point() or a.is_complex()):

@@ -172,8 +172,8 @@ class _Writer:
         if torch.Tag.pointwise not in node.target.tags and node.target not in _ELEMENTWISE:
             return False
         for x in node.all_input_nodes:
-            theirs = value_of(x).shape
-            rows = len(theirs) == len(shape) and theirs[0] == self.n
+            x_shape = value_of(x).shape
+            rows = len(x_shape) == len(shape) and x_shape[0] == self.n
             if rows != (x in self.plain or x in self.numbers):
                 return False
         return True
@@ -204,11 +204,11 @@ class _Writer:
             per_token = self._put(
                 aten.reshape.default, (x, [shape[0], 1, *rest]), replace(dtype, shape=(shape[0], 1, *rest))
             )
-            each = self._put(
+            repeated = self._put(
                 aten.expand.default, (per_token, [shape[0], k, *rest]), replace(dtype, shape=(shape[0], k, *rest))
             )
             self.plain[node] = self._put(
-                aten.reshape.default, (each, [self.n, *rest]), replace(dtype, shape=(self.n, *rest))
+                aten.reshape.default, (repeated, [self.n, *rest]), replace(dtype, shape=(self.n, *rest))
             )
 
     def _summed(self, node: fx.Node, base: fx.Node, index: Any, rows: fx.Node) -> None:
@@ -217,8 +217,8 @@ class _Writer:
         k = self._times(_column(numbers), to.shape[0]) if numbers is not None else 0
         if k and value_of(rows).shape[1:] == to.shape[1:]:
             value = replace(value_of(rows), shape=(to.shape[0], k, *to.shape[1:]))
-            each = self._put(aten.reshape.default, (rows, list(value.shape)), value)
-            total = self._put(aten.sum.dim_IntList, (each, [1]), replace(value, shape=to.shape))
+            terms = self._put(aten.reshape.default, (rows, list(value.shape)), value)
+            total = self._put(aten.sum.dim_IntList, (terms, [1]), replace(value, shape=to.shape))
             node.replace_all_uses_with(self._put(aten.add.Tensor, (base, total), to))
 
     def _times(self, index: Tensor | None, rows: int) -> int:
@@ -250,11 +250,11 @@ class _Writer:
             return
         self.here = down
         (x,) = rows
-        typed, held, index = value_of(x), value_of(weights[0]), self.index
+        typed, weight, index = value_of(x), value_of(weights[0]), self.index
         assert index is not None
         up = weights[0]
         if len(weights) > 1:
-            up = self._put(aten.cat.default, (weights, 2), replace(held, shape=(*first[:2], m)))
+            up = self._put(aten.cat.default, (weights, 2), replace(weight, shape=(*first[:2], m)))
         choice = self._put(aten.reshape.default, (index, [self.n, 1]), replace(value_of(index), shape=(self.n, 1)))
         ones = replace(typed, shape=(self.n, 1), requires_grad=False)
         share = self._put(aten.full.default, ([self.n, 1], 1.0), ones, dtype=ones.dtype)
@@ -263,13 +263,13 @@ class _Writer:
 
     def _products(self, node: Any) -> list[fx.Node]:
         """Return the products that make up a value, in order; [] if it depends on anything else."""
-        mine, reached = set(self.plain.values()), dict[fx.Node, None]()
+        plain, reached = set(self.plain.values()), dict[fx.Node, None]()
 
         def visit(n: fx.Node) -> bool:
             if (
                 n not in reached
                 and n.target is not product
-                and not (n in mine and n.op == "call_function" and all(map(visit, n.all_input_nodes)))
+                and not (n in plain and n.op == "call_function" and all(map(visit, n.all_input_nodes)))
             ):
                 return False
             reached[n] = None

@@ -55,9 +55,9 @@ def embedding_bag(emit: Emit, a: Args, out: Any) -> Result:
     if a.mode == 2:
         if kept is not None:
             rows = emit(aten.masked_fill.Scalar, rows, emit(aten.logical_not.default, kept), -torch.inf)
-            some = emit(aten.any.dim, kept, 1)
+            any_row = emit(aten.any.dim, kept, 1)
             most = emit(aten.amax.default, rows, [1])
-            return (emit(aten.masked_fill.Scalar, most, emit(aten.logical_not.default, some), 0.0), None, None, None)
+            return (emit(aten.masked_fill.Scalar, most, emit(aten.logical_not.default, any_row), 0.0), None, None, None)
         # max.dim, as in embedding_bag: one of several equal elements gets the gradient
         node = emit(aten.max.dim, rows, 1)
         return (emit.typed(node.meta["value"][0], operator.getitem, node, 0), None, None, None)

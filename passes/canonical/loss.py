@@ -134,8 +134,8 @@ def linear_cross_entropy(emit: Emit, a: Args, out: Value | tuple[Value | None, .
 )
 def elementwise(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite as the op per element (or row), then its weight (a factor), then the reduction."""
-    arguments, own = a.op._schema.arguments, {"reduction": 0, "weight": None}
-    positional = [own.get(s.name, a[s.name]) for s in arguments if not s.kwarg_only]
+    arguments, overrides = a.op._schema.arguments, {"reduction": 0, "weight": None}
+    positional = [overrides.get(s.name, a[s.name]) for s in arguments if not s.kwarg_only]
     keywords = {s.name: a[s.name] for s in arguments if s.kwarg_only}
     per = emit(a.op, *positional, **keywords)
     if a.get("weight") is not None:

@@ -27,11 +27,11 @@ def masked_scatter(emit: Emit, a: Args, out: Value) -> Result:
     while mask.target is aten.expand.default and isinstance(mask.args[0], fx.Node):
         mask = mask.args[0]
     x = emit.expand(a.self, out.shape)
-    own = (1,) * (len(out.shape) - len(shape(mask))) + shape(mask)
-    k = max((d + 1 for d, s in enumerate(own) if s != 1), default=0)
+    aligned = (1,) * (len(out.shape) - len(shape(mask))) + shape(mask)
+    k = max((d + 1 for d, s in enumerate(aligned) if s != 1), default=0)
     if math.prod(shape(a.source)) % math.prod(out.shape[k:]):
-        k = len(own)  # values that are not whole rows
-    mask = emit.expand(emit.reshape(mask, own), (*out.shape[:k], *own[k:]))
+        k = len(aligned)  # values that are not whole rows
+    mask = emit.expand(emit.reshape(mask, aligned), (*out.shape[:k], *aligned[k:]))
     return emit(aten.where.self, mask, in_order(emit, mask, a.source, out.shape), x)
 
 

@@ -119,13 +119,13 @@ def multinomial(emit: Emit, a: Args, out: Value) -> Result:
     """
     p, n = emit.detach(a.first), int(a.num_samples)
     size = shape(p)
-    many = n > 1 and bool(a.get("replacement", False))
-    if many:
+    several = n > 1 and bool(a.get("replacement", False))
+    if several:
         p, size = emit(aten.unsqueeze.default, p, len(size) - 1), (*size[:-1], n, size[-1])
     wide = value_of(p).dtype if value_of(p).dtype.itemsize >= 4 else torch.float32
     race = emit(aten.div.Tensor, p, _random(emit, a, Value(size, wide), "exponential", 1.0))
-    if many or n == 1:
-        return emit(aten.argmax.default, race, len(size) - 1, not many)
+    if several or n == 1:
+        return emit(aten.argmax.default, race, len(size) - 1, not several)
     best = emit(aten.topk.default, race, n, len(size) - 1)
     return emit.typed(best.meta["value"][1], operator.getitem, best, 1)
 

@@ -43,8 +43,8 @@ def recurrent(emit: Emit, a: Args, out: Any) -> Result:
         return run(a.input, states, a.params, layers)
     per, x, last = len(a.params) // layers, a.input, []
     for layer in range(layers):
-        own = [emit(aten.slice.Tensor, s, 0, directions * layer, directions * (layer + 1)) for s in states]
-        x, *ends = run(x, own, a.params[per * layer : per * (layer + 1)], 1)
+        initial = [emit(aten.slice.Tensor, s, 0, directions * layer, directions * (layer + 1)) for s in states]
+        x, *ends = run(x, initial, a.params[per * layer : per * (layer + 1)], 1)
         last.append(ends)
         if layer < layers - 1:
             x = emit.dropout(x, float(a.dropout))

@@ -407,13 +407,13 @@ def _per_row(emit: Emit, x: fx.Node, indices: list[Any], known: list[Tensor | No
         ):
             return None
     before, rows, rest = shape(x)[: indexed[0]], shape(x)[indexed[0] : d], shape(x)[d + 1 :]
-    own = ((1,) * (ndim - len(picked)) + picked)[len(counted) :]
+    inner = ((1,) * (ndim - len(picked)) + picked)[len(counted) :]
     index, where = indices[d], known[d]
     if where is None or bool((where < 0).any()):
         index = emit(aten.remainder.Scalar, index, shape(x)[d])  # negative indices count from the end
-    index = emit.expand(emit.reshape(index, (1,) * (ndim - len(picked)) + picked), (*rows, *own))
-    index = emit.reshape(index, (*[1] * len(before), *rows, math.prod(own), *[1] * len(rest)))
-    return d, emit.expand(index, (*before, *rows, math.prod(own), *rest))
+    index = emit.expand(emit.reshape(index, (1,) * (ndim - len(picked)) + picked), (*rows, *inner))
+    index = emit.reshape(index, (*[1] * len(before), *rows, math.prod(inner), *[1] * len(rest)))
+    return d, emit.expand(index, (*before, *rows, math.prod(inner), *rest))
 
 
 def _keeps_order(old: tuple[int, ...], new: tuple[int, ...], indices: list[Any], known: list[Tensor | None]) -> bool:

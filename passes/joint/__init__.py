@@ -71,12 +71,12 @@ def with_joint_graphs(program: Program, how: Execution) -> Program:
     """Add forward and backward graphs to each stage, written on first access. how: the spec's section."""
     graphs, lock = Graphs(program, how), RLock()
     joint = (DeferredJoint(partial(_now, graphs.of, i), lock) for i in range(len(program.stages)))
-    made = replace(program, stages=tuple(replace(s, joint=x) for s, x in zip(program.stages, joint, strict=True)))
-    pairs = pairs_of(made, graphs.seconds, graphs.sizes, _wanted_pairs(made, how))
+    result = replace(program, stages=tuple(replace(s, joint=x) for s, x in zip(program.stages, joint, strict=True)))
+    pairs = pairs_of(result, graphs.seconds, graphs.sizes, _wanted_pairs(result, how))
     for p in pairs:
         if how.compile == "layers":
             mark_fused_regions(p.graph, graphs.sizes)
-    return replace(made, pairs=pairs)
+    return replace(result, pairs=pairs)
 
 
 def _now(write: Callable[[int], Joint], stage: int) -> Joint:
@@ -126,9 +126,9 @@ class Graphs:
         """
         if not any(r.offload for r in self._program.regions):
             return 0
-        every = [self._with_backward(i) for i in range(len(self._program.stages))]
-        leaving = any(n.target is ops.offload_start for joint, _ in every for n in joint.forward.nodes)
-        return min(peak for _, peak in every) if leaving else 0
+        joints = [self._with_backward(i) for i in range(len(self._program.stages))]
+        leaving = any(n.target is ops.offload_start for joint, _ in joints for n in joint.forward.nodes)
+        return min(peak for _, peak in joints) if leaving else 0
 
     def _with_backward(self, stage: int) -> tuple[Joint, int]:
         """Return a stage's joint graph with backward's lines moved, and the least peak of its backward graphs."""
@@ -151,7 +151,7 @@ class Graphs:
         roots += [loss] if loss is not None else []
         backward = Backward(stage.graph, program, rules, types)
         begin = backward.run([n for n in roots if (t := types[producer_of(n)]) is not None and t.grad])
-        actions = [a for each in program.schedule.actions for a in each] if program.schedule is not None else []
+        actions = [a for row in program.schedule.actions for a in row] if program.schedule is not None else []
         divided = any(a.kind == "I" and program.stages[a.stage] is stage for a in actions)
         writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left)
         joint = writer.joint((lambda n: sizes.bytes_of(n) + seconds.held(n)) if divided else None)

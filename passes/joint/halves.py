@@ -18,28 +18,28 @@ from shardc.runtime import ops
 
 def _of_received(graph: fx.Graph) -> set[fx.Node]:
     """Return the lines on which the gradients of received values depend."""
-    found: set[fx.Node] = set()
+    lines: set[fx.Node] = set()
     todo = list(graph.output_node().all_input_nodes)
     while todo:
         n = todo.pop()
-        if n not in found:
-            found.add(n)
+        if n not in lines:
+            lines.add(n)
             todo += n.all_input_nodes
-    return found
+    return lines
 
 
 def _reload_in_each_half(graph: fx.Graph) -> None:
     """Reload host values separately in each half of backward, so that nothing holds them in between."""
     first = _of_received(graph)
-    for there in [n for n in graph.nodes if n.target is ops.reload_wait and n in first]:
-        later = [u for u in there.users if u not in first]
+    for wait in [n for n in graph.nodes if n.target is ops.reload_wait and n in first]:
+        later = [u for u in wait.users if u not in first]
         if later:
-            begun: Any = there.args[0]
+            begun: Any = wait.args[0]
             with graph.inserting_before(begun):
                 again = graph.node_copy(begun, lambda x: x)
-                other = graph.node_copy(there, lambda _, again=again: again)  # type: ignore[misc]
+                other = graph.node_copy(wait, lambda _, again=again: again)  # type: ignore[misc]
             for u in later:
-                u.replace_input_with(there, other)
+                u.replace_input_with(wait, other)
 
 
 def _untape_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> None:
@@ -61,8 +61,8 @@ def _untape_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> N
             own = tuple(x if k in wanted else None for k, x in enumerate(before))
             line.args = (*line.args[:2], own, *line.args[3:])
             line.kwargs = {**line.kwargs, "only": wanted, **({"keep": True} if line is n else {})}
-            made: Any = line.meta["value"]
-            line.meta["value"] = tuple(v if k in wanted else None for k, v in enumerate(made))
+            values: Any = line.meta["value"]
+            line.meta["value"] = tuple(v if k in wanted else None for k, v in enumerate(values))
 
 
 def halves_of(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> list[fx.Graph]:

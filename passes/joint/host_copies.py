@@ -74,12 +74,12 @@ def _leave(graph: fx.Graph, lines: Sequence[fx.Node], begun: Sequence[fx.Node], 
         for owner in uses.of[n]:
             last[owner] = place.get(n, len(lines) - 1)
     value: dict[fx.Node, Any] = {n: n.args[0] for n in begun}
-    made = {n: place.get(value[n], -1) for n in begun}
-    until = {n: max(last.get(uses.owner[value[n]], -1), made[n]) for n in begun}
+    made_at = {n: place.get(value[n], -1) for n in begun}
+    until = {n: max(last.get(uses.owner[value[n]], -1), made_at[n]) for n in begun}
     placed: dict[fx.Node, _Place] = {}
     earliest = 0
-    for i, n in enumerate(sorted(begun, key=lambda n: (until[n], made[n]))):
-        earliest = max(earliest, made[n] + 1)
+    for i, n in enumerate(sorted(begun, key=lambda n: (until[n], made_at[n]))):
+        earliest = max(earliest, made_at[n] + 1)
         placed[n], placed[_wait_of(n)] = (earliest, i, 0), (until[n] + 1, i, 1)
     _put(graph, lines, placed)
 
@@ -134,10 +134,10 @@ class _Back:
         self._arrange()
 
     def _one_ahead(self, begun: Sequence[fx.Node]) -> list[_Reload]:
-        found = [
+        reloads = [
             _Reload(n, 0, min(self._place.get(u, len(self._lines) - 1) for u in _wait_of(n).users), 0, 0) for n in begun
         ]
-        self._reloads = sorted(found, key=lambda r: r.first)
+        self._reloads = sorted(reloads, key=lambda r: r.first)
         for i, r in enumerate(self._reloads):
             r.begin = self._reloads[max(i - 1, 0)].first
         self._arrange()
@@ -160,18 +160,18 @@ class _Back:
             by_handle[r.start.args[0]].append(r)
         gone: set[int] = set()
         for several in by_handle.values():
-            held = several[0]
+            earlier = several[0]
             for r in several[1:]:
-                if not self._fits(held.last + 1, r.begin, r.nbytes).all():
-                    held = r
+                if not self._fits(earlier.last + 1, r.begin, r.nbytes).all():
+                    earlier = r
                     continue
-                self._live[:, held.last + 1 : r.begin] += r.nbytes
-                self._live[:, r.begin : min(held.last, r.last) + 1] -= r.nbytes  # two copies of it were alive
+                self._live[:, earlier.last + 1 : r.begin] += r.nbytes
+                self._live[:, r.begin : min(earlier.last, r.last) + 1] -= r.nbytes  # two copies of it were alive
                 wait = _wait_of(r.start)
-                wait.replace_all_uses_with(_wait_of(held.start))
+                wait.replace_all_uses_with(_wait_of(earlier.start))
                 self._graph.erase_node(wait)
                 self._graph.erase_node(r.start)
-                held.last = max(held.last, r.last)
+                earlier.last = max(earlier.last, r.last)
                 gone.add(id(r))
         self._reloads = [r for r in self._reloads if id(r) not in gone]
 
@@ -183,8 +183,8 @@ class _Back:
             begin = min(float(done[r.first]), begin) - takes(r.start)
             due.append(max(int(np.searchsorted(done, begin, "right")) - 1, 0))
         earliest = 0
-        for r, wanted in zip(self._reloads, reversed(due), strict=True):
-            to = max(wanted, earliest)
+        for r, due_at in zip(self._reloads, reversed(due), strict=True):
+            to = max(due_at, earliest)
             if to < r.begin:
                 over = np.flatnonzero(~self._fits(to, r.begin, r.nbytes))
                 to += int(over[-1]) + 1 if len(over) else 0

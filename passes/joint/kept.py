@@ -82,13 +82,13 @@ class Recomputed:
                 if n in together:
                     continue
                 together[n] = [n]
-                for made in dict.fromkeys(map(producer_of, operands_of(n))):
-                    w = Wanted(made[0], "y", made[1])
+                for producer in dict.fromkeys(map(producer_of, operands_of(n))):
+                    w = Wanted(producer[0], "y", producer[1])
                     if self._recomputes(w, region) and w not in self.held:
-                        todo.append(made[0])
-                        edges.append((n, made[0]))
+                        todo.append(producer[0])
+                        edges.append((n, producer[0]))
                     else:
-                        for x in through(made):
+                        for x in through(producer):
                             chain = self._chain_of(region)
                             self._ask(chain[1:], chain, x, asked)
             for a, b in edges:
@@ -104,9 +104,9 @@ class Recomputed:
 
     def _ask(self, askable: list[str], chain: list[str], w: Wanted, asked: dict[str, set[Wanted]]) -> None:
         """Let the innermost region of `askable` recompute it, else hold it. chain: regions around its reader."""
-        own = w.kind == "t" and w.node.target in _BY_RANK  # its code may differ from rank to rank
+        by_rank = w.kind == "t" and w.node.target in _BY_RANK  # its code may differ from rank to rank
         region = next((r for r in askable if self._recomputes(w, r)), None)
-        if region is None or own:
+        if region is None or by_rank:
             self.held.add(w)
             offloads = next((r for r in chain if r in self._offloads), None)
             if offloads is None:

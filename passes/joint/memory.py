@@ -160,29 +160,29 @@ class Uses:
 
     def _own(self, n: fx.Node) -> None:
         """Find the owner of the memory of a line's result, and the bytes that the line makes."""
-        apart = n.op == "call_function" and self._apart(n)
-        shares = n.op == "call_function" and not apart and _shares(n.target)
+        separate = n.op == "call_function" and self._apart(n)
+        shares = n.op == "call_function" and not separate and _shares(n.target)
         base = n.args[0] if shares else None
         self.owner[n] = self.owner[base] if isinstance(base, fx.Node) else n
         self._added[n] = self.bytes[n] if self.owner[n] is n else 0
-        if apart:
+        if separate:
             self._picked(n)
 
     @staticmethod
     def _apart(n: fx.Node) -> bool:
         """Return whether it is one of an op's several results, each with its own memory."""
-        of: Any = n.args[0] if n.target is operator.getitem else None
-        return of is not None and (
-            of.target in (ops.opaque, ops.opaque_backward)
-            or (isinstance(of.target, OpOverload) and not is_view(of.target))
+        source: Any = n.args[0] if n.target is operator.getitem else None
+        return source is not None and (
+            source.target in (ops.opaque, ops.opaque_backward)
+            or (isinstance(source.target, OpOverload) and not is_view(source.target))
         )
 
     def _picked(self, n: fx.Node) -> None:
         """Move the bytes of this result from the op that made it to the result."""
-        of: Any = n.args[0]
-        tape = self._work[of].tape if of.target is ops.opaque and n.meta["value"] is None else 0
+        source: Any = n.args[0]
+        tape = self._work[source].tape if source.target is ops.opaque and n.meta["value"] is None else 0
         self.bytes[n] += tape
-        self.bytes[of] = max(self.bytes[of] - self.bytes[n], 0)
+        self.bytes[source] = max(self.bytes[source] - self.bytes[n], 0)
         self._added[n] = 0
 
     def _used(self, n: fx.Node) -> set[fx.Node]:

@@ -110,11 +110,11 @@ class Backward:
 
     def run(self, roots: Sequence[fx.Node]) -> dict[Made, Gradient]:
         """Fill `events` from the values `roots`. Return the gradients that backward begins with."""
-        types = {made: self._type(made) for made in map(producer_of, dict.fromkeys(roots))}
+        types = {maker: self._type(maker) for maker in map(producer_of, dict.fromkeys(roots))}
         # stages pass gradients on contiguously, independent of the strides of the values
         begin = {m: Gradient(replace(Type.contiguous(t.shape, t.dtype), ragged=t.ragged)) for m, t in types.items()}
         self._overlapped = {n for n in self._nodes if self._overlaps(n)}
-        self._reached = self._reach({made for made, _ in begin})
+        self._reached = self._reach({maker for maker, _ in begin})
         self._gradients: dict[Made, Gradient | None] = dict(begin)
         self._waiting: Counter[Made] = Counter()
         for n in self._reached:
@@ -125,9 +125,9 @@ class Backward:
         self._missing = Counter(i for m in self._waiting if (i := self._bucket(m)) is not None)
         self._heap: list[tuple[float, int, _Task]] = []
         self._count = itertools.count()  # for equal numbers, the first one pushed comes first
-        for made in dict.fromkeys(n for n, _ in begin):  # once, however many of its results are roots
-            if made.op != "placeholder" and not self._left[made]:
-                self._ready(made)
+        for maker in dict.fromkeys(n for n, _ in begin):  # once, however many of its results are roots
+            if maker.op != "placeholder" and not self._left[maker]:
+                self._ready(maker)
         while self._heap:
             self._do(heapq.heappop(self._heap)[2])
         self.left = {m: g for m, g in self._gradients.items() if g is not None and m[0].op == "placeholder"}
@@ -136,9 +136,9 @@ class Backward:
     # --- the tasks and what they wait for
 
     def _type(self, made: Made) -> Type:
-        found = self.types[made]
-        assert found is not None
-        return found
+        result = self.types[made]
+        assert result is not None
+        return result
 
     def _results(self, n: fx.Node) -> list[Made]:
         count = len(n.meta["value"]) if isinstance(n.meta["value"], tuple) else 1

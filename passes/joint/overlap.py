@@ -81,11 +81,11 @@ def fitting(ordered: OrderedGraph, reserve: int, most: tuple[int, int]) -> tuple
     """
     meets: set[fx.Node] = set()
     for _ in range(ROUNDS):
-        made = Scheduler(ordered, reserve, most, meets)
-        order = [ordered.nodes[at] for at in made.order()]
-        over = {n for n, alive in zip(order, made.alive, strict=True) if not within(alive, most)}
+        scheduler = Scheduler(ordered, reserve, most, meets)
+        order = [ordered.nodes[at] for at in scheduler.order()]
+        over = {n for n, alive in zip(order, scheduler.alive, strict=True) if not within(alive, most)}
         if not over:
-            return order, made.clock
+            return order, scheduler.clock
         meets |= over
     return ordered.nodes, ordered.timed(ordered.nodes)
 
@@ -185,7 +185,7 @@ class OrderedGraph:
         A gather of a bucket and a reload from the host begin no earlier than their passes decided.
         """
         pairs = [(n, x) for x, n in itertools.pairwise(self.nodes) if n.target is ops.reload_start]
-        there: dict[bool, fx.Node] = {}  # by half of an overlapped pair
+        latest: dict[bool, fx.Node] = {}  # by half of an overlapped pair
         under_way: dict[Any, fx.Node] = {}  # by bucket that forward gathers: the last line that waited for it
         tapes: dict[Any, fx.Node] = {}
         effect: fx.Node | None = None
@@ -197,10 +197,10 @@ class OrderedGraph:
                 pairs.append((n, under_way[n.args[1]]))  # a bucket's gather of the other half has ended
             if n.target is ops.gather_wait:
                 under_way[n.args[0].args[1]] = n  # type: ignore[union-attr]
-            if n.target in GATHERS and half in there:
-                pairs.append((n, there[half]))
+            if n.target in GATHERS and half in latest:
+                pairs.append((n, latest[half]))
             elif n.target in GATHERS.values():
-                there[half] = n
+                latest[half] = n
             elif n.target is ops.opaque_backward:
                 if (tape := n.args[0]) in tapes:
                     pairs.append((n, tapes[tape]))
@@ -213,14 +213,14 @@ class OrderedGraph:
 
     def ancestors(self, places: Sequence[int], done: bytearray) -> set[int]:
         """Return these lines and all that they take, directly or not, without those that are `done`."""
-        found: set[int] = set()
+        reached: set[int] = set()
         todo = list(places)
         while todo:
             at = todo.pop()
-            if at not in found and not done[at]:
-                found.add(at)
+            if at not in reached and not done[at]:
+                reached.add(at)
                 todo += self.lines[at].before
-        return found
+        return reached
 
     def simulate(self, order: Sequence[fx.Node]) -> float:
         """Return the seconds of the graph on the assumed machine."""

@@ -47,7 +47,7 @@ def pairs_of(
     program: Program, seconds: Seconds, sizes: Sizes, wanted: Sequence[tuple[str, int, int]]
 ) -> tuple[Pair, ...]:
     """Return a graph for each (kind, stage of the first half, of the second) whose stages are here."""
-    found = []
+    pairs = []
     for kind, f, t in wanted:
         forward, other = program.stages[f].joint, program.stages[t].joint
         if forward is not None and other is not None:
@@ -55,8 +55,8 @@ def pairs_of(
             second = _whole(other, seconds, sizes) if kind == "FB" else other.forward
             graph = _joined(program, forward.forward, second, prefix)
             _overlap(kind, graph, seconds, sizes)
-            found.append(Pair(kind, f, t, graph))
-    return tuple(found)
+            pairs.append(Pair(kind, f, t, graph))
+    return tuple(pairs)
 
 
 def _joined(program: Program, first: fx.Graph, then: fx.Graph, prefix: str) -> fx.Graph:
@@ -64,32 +64,32 @@ def _joined(program: Program, first: fx.Graph, then: fx.Graph, prefix: str) -> f
     then = copy_graph(then) if then is first else then
     same = shared(program)
     stored = {name: i for i, name in enumerate(("mesh", "rng", *(x.name for x in program.stored)))}
-    given: dict[str, tuple[fx.Node, fx.Graph]] = {}
+    inputs: dict[str, tuple[fx.Node, fx.Graph]] = {}
     for graph in (first, then):
         for n in graph.find_nodes(op="placeholder"):
-            given.setdefault(n.name if graph is first or n.name in same else prefix + n.name, (n, graph))
-    made = fx.Graph()
+            inputs.setdefault(n.name if graph is first or n.name in same else prefix + n.name, (n, graph))
+    joined = fx.Graph()
     env: dict[fx.Graph, dict[fx.Node, fx.Node]] = {first: {}, then: {}}
     placed: dict[str, fx.Node] = {}
-    for name in sorted(given, key=lambda name: stored.get(name, len(stored))):
-        n, graph = given[name]
-        placed[name] = _named(made.placeholder(name), name)
+    for name in sorted(inputs, key=lambda name: stored.get(name, len(stored))):
+        n, graph = inputs[name]
+        placed[name] = _named(joined.placeholder(name), name)
         placed[name].meta = {**n.meta, **({"value": None, "named": n.name} | n.meta if name != n.name else {})}
     for graph in (first, then):
-        own = "" if graph is first else prefix
+        mark = "" if graph is first else prefix
         for n in graph.nodes:
             if n.op == "placeholder":
-                env[graph][n] = placed[n.name if not own or n.name in same else own + n.name]
+                env[graph][n] = placed[n.name if not mark or n.name in same else mark + n.name]
             elif n.op == "call_function":
                 args, kwargs = (fx.map_arg(a, env[graph].__getitem__) for a in (n.args, n.kwargs))
                 meta = {k: v for k, v in n.meta.items() if k != "fused"}
-                meta |= {"named": n.name, "back": True} if own else {}
-                node = add_node(made, "call_function", n.target, args, kwargs, name=own + n.name, meta=meta)
-                env[graph][n] = _named(node, own + n.name)
+                meta |= {"named": n.name, "back": True} if mark else {}
+                node = add_node(joined, "call_function", n.target, args, kwargs, name=mark + n.name, meta=meta)
+                env[graph][n] = _named(node, mark + n.name)
     returned = (fx.map_arg(graph.output_node().args[0], env[graph].__getitem__) for graph in (first, then))
-    made.output(tuple(returned))
-    made.lint()
-    return made
+    joined.output(tuple(returned))
+    joined.lint()
+    return joined
 
 
 def _named(node: fx.Node, name: str) -> fx.Node:
@@ -101,10 +101,10 @@ def _whole(joint: Joint, seconds: Seconds, sizes: Sizes) -> fx.Graph:
     """Return backward as one graph: halves in turn, or interleaved as under autograd if memory needs it."""
     if joint.weights is None:
         return joint.backward
-    as_autograd, apart = (_of_halves(joint, joint.weights, early=early) for early in (True, False))
-    ordered_graphs = [OrderedGraph(graph, seconds, sizes) for graph in (as_autograd, apart)]
-    least, held = (ordered.uses.peak(ordered.nodes) for ordered in ordered_graphs)
-    return apart if within(held, least) else as_autograd
+    as_autograd, separate = (_of_halves(joint, joint.weights, early=early) for early in (True, False))
+    ordered_graphs = [OrderedGraph(graph, seconds, sizes) for graph in (as_autograd, separate)]
+    least, peak = (ordered.uses.peak(ordered.nodes) for ordered in ordered_graphs)
+    return separate if within(peak, least) else as_autograd
 
 
 def _of_halves(joint: Joint, weights: fx.Graph, *, early: bool) -> fx.Graph:
@@ -122,11 +122,11 @@ def _of_halves(joint: Joint, weights: fx.Graph, *, early: bool) -> fx.Graph:
                 by_name[n.name] = graph.node_copy(n)
     rest = deque(n for n in weights.nodes if n.op == "call_function")
     of_first = [n for n in joint.backward.nodes if n.op == "call_function"]
-    wanted = Counter(n.args[0].name for n in of_first if n.target is ops.opaque_backward)
+    uses = Counter(n.args[0].name for n in of_first if n.target is ops.opaque_backward)
 
     def ready(n: fx.Node) -> bool:
         """Return whether a line can run. A tape is empty after the last line that takes it."""
-        shared_tape = n.target is ops.opaque_backward and wanted[n.args[0].name] > 0  # type: ignore[union-attr]
+        shared_tape = n.target is ops.opaque_backward and uses[n.args[0].name] > 0  # type: ignore[union-attr]
         return not shared_tape and all(x in env or x.name in by_name for x in n.all_input_nodes)
 
     def add(n: fx.Node) -> None:
@@ -137,7 +137,7 @@ def _of_halves(joint: Joint, weights: fx.Graph, *, early: bool) -> fx.Graph:
     for n in of_first:
         add(n)
         if n.target is ops.opaque_backward:
-            wanted[n.args[0].name] -= 1
+            uses[n.args[0].name] -= 1
         while early and rest and ready(rest[0]):
             add(rest.popleft())
     for n in rest:
@@ -161,16 +161,16 @@ def _overlap(kind: str, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None
     """Move the lines into the fastest order found, with no more memory than one half and then the other."""
     ordered = OrderedGraph(graph, seconds, sizes)
     most = ordered.uses.peak(ordered.nodes)
-    if kind == "FB" and (apart := _one_by_one(ordered, graph)) != most:
-        most = apart
+    if kind == "FB" and (peak := _one_by_one(ordered, graph)) != most:
+        most = peak
         _arrange(graph, sorted(ordered.nodes, key=lambda n: not n.meta.get("back")))
         ordered = OrderedGraph(graph, seconds, sizes)
-    found = [ordered.nodes, best_order(ordered, most)]
+    orders = [ordered.nodes, best_order(ordered, most)]
     beside = [order for lead in LEADS if (order := _side_by_side(ordered, most, lead)) is not None]
     if beside:
         _arrange(graph, best := min(beside, key=ordered.simulate))
-        found += [best, best_order(OrderedGraph(graph, seconds, sizes), most)]
-    _arrange(graph, min(found, key=ordered.simulate))
+        orders += [best, best_order(OrderedGraph(graph, seconds, sizes), most)]
+    _arrange(graph, min(orders, key=ordered.simulate))
 
 
 def _one_by_one(ordered: OrderedGraph, graph: fx.Graph) -> tuple[int, int]:

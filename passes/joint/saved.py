@@ -72,7 +72,7 @@ def types_of(program: Program, graph: fx.Graph, rules: Rules) -> tuple[dict[Made
                 grad = n.name in trained or ("collective" in n.meta and v.requires_grad)
                 types[n, 0] = Type.contiguous(v.shape, v.dtype, grad)
         elif is_call(n):
-            operands = [t for made in rules.template(n).operands if (t := types[made]) is not None]
+            operands = [t for key in rules.template(n).operands if (t := types[key]) is not None]
             facts[n] = rules.facts(n, operands)
             types.update({(n, i): t for i, t in enumerate(facts[n].types)})
     return types, facts
@@ -89,11 +89,11 @@ def _saved(n: fx.Node, types: Mapping[Made, Type | None], facts: Facts, rules: R
     views = tuple(operands[i] if i >= 0 else None for i in facts.views)
     taken = tuple(t for x in operands if (t := types[producer_of(x)]) is not None)
     tangents = tuple(replace(t, grad=False) if t is not None and t.grad else None for t in facts.types)
-    wanted = tuple(t.grad for t in taken)
-    if not any(wanted) or not any(tangents) or n.target in (ops.gather_wait, ops.updated):
+    needs = tuple(t.grad for t in taken)
+    if not any(needs) or not any(tangents) or n.target in (ops.gather_wait, ops.updated):
         return Saved(views=views)
-    rule = rules.rule(n, Ask(taken, tangents, (None,) * len(taken), wanted))
-    of = {kind: [r.index for r in rule.wants if r.kind == kind] for kind in ("x", "y", "t")}
-    made = [rule.forward[i].types for i in of["t"]] if rule.forward is not None else []
-    own = rule.own + sum(t.nbytes for t in made if isinstance(t, Type))
-    return Saved(tuple(operands[i] for i in of["x"]), tuple(of["y"]), own, views)
+    rule = rules.rule(n, Ask(taken, tangents, (None,) * len(taken), needs))
+    by_kind = {kind: [r.index for r in rule.wants if r.kind == kind] for kind in ("x", "y", "t")}
+    kept = [rule.forward[i].types for i in by_kind["t"]] if rule.forward is not None else []
+    nbytes = rule.own + sum(t.nbytes for t in kept if isinstance(t, Type))
+    return Saved(tuple(operands[i] for i in by_kind["x"]), tuple(by_kind["y"]), nbytes, views)

@@ -122,9 +122,9 @@ class Seconds:
 
     def held(self, n: fx.Node) -> int:
         """Return the bytes that a tape holds, in an unfinished graph; 0 for other values."""
-        of: Any = n.args[0] if n.target is operator.getitem else None
-        made = of is not None and of.target is ops.opaque and n.meta.get("value") is None
-        return self.of(of if made else n).tape
+        source: Any = n.args[0] if n.target is operator.getitem else None
+        is_result = source is not None and source.target is ops.opaque and n.meta.get("value") is None
+        return self.of(source if is_result else n).tape
 
     def _of_tape(self, n: fx.Node) -> Work:
         return self._found[self._tapes[n.meta.get("tape", _name(n))]]
@@ -158,11 +158,11 @@ class Seconds:
         args, kwargs = fx.map_arg(n.args, operand), fx.map_arg(dict(n.kwargs), operand)
         try:
             with _Count() as count, torch.no_grad():
-                made = target(*args, **kwargs)
+                result = target(*args, **kwargs)
         except Exception:  # it has no kernel for that device: fake tensors may know more
             return None
         inside = count.most - count.live
-        del made  # it was alive until here
+        del result  # it was alive until here
         return Work(count.seconds, inside)
 
     def _run(self, n: fx.Node, key: str) -> Work:
@@ -175,7 +175,7 @@ class Seconds:
                 if any(map(role, n.all_input_nodes)):  # values that a rank makes once are no line's work
                     target(*args, **kwargs)
                 with _Count() as count:
-                    made = target(*args, **kwargs)
+                    outputs = target(*args, **kwargs)
             except Exception:  # code not written for tensors without data: guess that it moves operands and results
                 values = [v for x in (*n.all_input_nodes, n) for v in values_of(x) if v is not None]
                 guess = ASSUMED.op_seconds(Op(0, sum(v.nbytes(self._layout) for v in values), ""))
@@ -184,11 +184,11 @@ class Seconds:
             inside = count.most - count.live
             if target is not ops.opaque:
                 return Work(count.seconds, inside)
-            results = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors_in(made)}
-            own = {x.untyped_storage()._cdata: x for p in made[-1].own() if (x := p.tensor) is not None}
-            moved = sum(x.numel() * x.element_size() for x in own.values())
+            results = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors_in(outputs)}
+            saved = {x.untyped_storage()._cdata: x for p in outputs[-1].own() if (x := p.tensor) is not None}
+            moved = sum(x.numel() * x.element_size() for x in saved.values())
             work = Work(count.seconds, inside, max(count.live - sum(results.values()), 0), moved)
-            self._back[key] = self._run_back(args, kwargs, made, work)
+            self._back[key] = self._run_back(args, kwargs, outputs, work)
             return work
 
     def _run_back(self, args: Any, kwargs: Any, made: Any, forward: Work) -> Work:
@@ -196,10 +196,10 @@ class Seconds:
         *results, tape = made
         operands = list(tensors_in((args[3:], kwargs)))
         grads = [torch.empty_like(y) if isinstance(y, Tensor) else None for y in results]
-        given = [g if begin is not None else None for g, begin in zip(grads, tape.begins, strict=True)]
+        tangents = [g if begin is not None else None for g, begin in zip(grads, tape.begins, strict=True)]
         try:
             with _Count() as count:
-                ops.opaque_backward(tape, given, [None] * len(args[1]), [operands[i] for i in args[2]])
+                ops.opaque_backward(tape, tangents, [None] * len(args[1]), [operands[i] for i in args[2]])
         except Exception:  # as above: two products for each of forward's
             return Work(2 * forward.seconds, forward.inside)
         return Work(count.seconds, count.most - count.live)

@@ -30,8 +30,8 @@ def take_over_memory(graph: fx.Graph) -> None:
         if n.target is not aten.add.Tensor or len(n.args) != 2 or n.kwargs:
             continue
         x, y = n.args
-        alike = isinstance(x, fx.Node) and isinstance(y, fx.Node)
-        if alike and x.meta["value"] == y.meta["value"] == n.meta["value"] and _nobody_elses(x):
+        both = isinstance(x, fx.Node) and isinstance(y, fx.Node)
+        if both and x.meta["value"] == y.meta["value"] == n.meta["value"] and _nobody_elses(x):
             n.target = ops.add_into
 
 
@@ -49,6 +49,6 @@ def _nobody_elses(x: fx.Node | None) -> bool:
 
 def _fresh(n: fx.Node) -> bool:
     """Return whether an op makes new memory that nothing else has. Each of several results has its own."""
-    of: Any = n.args[0] if n.target is operator.getitem else n
-    makes = isinstance(of.target, OpOverload) and not is_view(of.target)
-    return makes and not of.meta.get("repeats") and isinstance(n.meta["value"], Value)
+    maker: Any = n.args[0] if n.target is operator.getitem else n
+    makes = isinstance(maker.target, OpOverload) and not is_view(maker.target)
+    return makes and not maker.meta.get("repeats") and isinstance(n.meta["value"], Value)

@@ -91,8 +91,8 @@ class Writer:
             take_over_memory(graph)
             graph.lint()
         output = forward.output_node()
-        given: Any = output.args[0]
-        *returned, kept = given
+        results: Any = output.args[0]
+        *returned, kept = results
         taken = {n.name for n in self._back.find_nodes(op="placeholder")}
         output.args = ((*returned, tuple(n for n in kept if n.name in taken)),)
         _drop_unused(forward)
@@ -125,8 +125,8 @@ class Writer:
                 if r.kind == "t":
                     yield e.node, Wanted(e.node, "t", r.index)
                 else:
-                    made = operands[r.index] if r.kind == "x" else (e.node, r.index)
-                    yield from ((e.node, w) for w in self._through(made))
+                    producer = operands[r.index] if r.kind == "x" else (e.node, r.index)
+                    yield from ((e.node, w) for w in self._through(producer))
 
     def _through(self, made: Made) -> Iterator[Wanted]:
         """Yield a value, or for a view of a gathered bucket its sources: the view is made again."""
@@ -150,8 +150,8 @@ class Writer:
 
     def _nbytes(self, made: Made) -> int:
         value: Any = made[0].meta["value"]
-        of: Value = value[made[1]] if isinstance(value, tuple) else value
-        return of.nbytes(self._program.mesh)
+        typed: Value = value[made[1]] if isinstance(value, tuple) else value
+        return typed.nbytes(self._program.mesh)
 
     # --- calls
 
@@ -166,32 +166,32 @@ class Writer:
             node = _add(graph, n.target, args, kwargs, name=n.name)
             value = n.meta["value"] if n.target is ops.gather_start else _value(types[0])
             node.meta.update(meta, value=tuple(map(_value, types)) if several else value, like=self._facts[n])
-            found = self._items(graph, n, node, meta) if several else {Wanted(n): node}
-            for w, value in found.items():
+            results = self._items(graph, n, node, meta) if several else {Wanted(n): node}
+            for w, value in results.items():
                 if (view := self._facts[n].views[w.index]) >= 0:
                     self._memory[value] = look(self._template(n).operands[view])
-            return found
+            return results
         assert rule.forward is not None
         operands = self._template(n).operands
         names = self._template(n).names
-        made: dict[int, fx.Node] = {}
+        nodes: dict[int, fx.Node] = {}
 
         def at(r: Ref) -> Any:
             if r.kind == "x":
                 return look(operands[r.index])
             if r.kind == "n":
                 return names[r.index]
-            return made[r.index] if r.kind == "t" else look((self._given[r.kind], 0))
+            return nodes[r.index] if r.kind == "t" else look((self._given[r.kind], 0))
 
         named = {r.index: item_name(n, i) for i, r in enumerate(rule.results) if r.kind == "t"}
         if rule.kind == "opaque":
             named |= {0: f"{n.name}_opaque", len(rule.results) + 1: f"{n.name}_tape"}
         for line in rule.forward:
-            made[line.number] = self._line(graph, line, at, named.get(line.number), meta)
+            nodes[line.number] = self._line(graph, line, at, named.get(line.number), meta)
         if rule.kind == "opaque":
-            self._tapes.add(made[len(rule.results) + 1])
-        found = {Wanted(n, "t", k): node for k, node in made.items()}
-        return found | {Wanted(n, "y", i): at(r) for i, r in enumerate(rule.results) if r.kind != "none"}
+            self._tapes.add(nodes[len(rule.results) + 1])
+        results = {Wanted(n, "t", k): node for k, node in nodes.items()}
+        return results | {Wanted(n, "y", i): at(r) for i, r in enumerate(rule.results) if r.kind != "none"}
 
     def _items(self, graph: fx.Graph, n: fx.Node, node: fx.Node, meta: dict[str, Any]) -> Found:
         """Write and return the results of a call that has several."""
@@ -231,20 +231,20 @@ class Writer:
 
     def _write_forward(self) -> tuple[fx.Graph, dict[Wanted, fx.Node]]:
         graph = fx.Graph()
-        found: Found = {}
+        nodes: Found = {}
 
         def look(made: Made) -> fx.Node:
-            return found[Wanted(made[0], "y", made[1])]
+            return nodes[Wanted(made[0], "y", made[1])]
 
         for n in self._graph.nodes:
             if n.op == "placeholder":
-                found[Wanted(n)] = add_node(graph, "placeholder", n.name, (), name=n.name, meta=n.meta)
+                nodes[Wanted(n)] = add_node(graph, "placeholder", n.name, (), name=n.name, meta=n.meta)
             elif is_call(n):
                 meta = {k: v for k, v in n.meta.items() if k in ("source", "collective", "region", "kept", "again")}
                 if (c := meta.get("collective")) is not None:
                     meta["collective"] = replace(c, backward="none")
-                found |= self._call(graph, n, look, meta)
-        saved = {w: node for w, node in found.items() if w in self._recomputed.held and not self._stored(w.node)}
+                nodes |= self._call(graph, n, look, meta)
+        saved = {w: node for w, node in nodes.items() if w in self._recomputed.held and not self._stored(w.node)}
         returned: Any = self._graph.output_node().args[0]
         loss, news, *sent = fx.map_arg(returned, lambda x: self._operand(x, look))
         handles = self._leave(graph, saved)
@@ -278,8 +278,8 @@ class Writer:
 
     @staticmethod
     def _given_node(graph: fx.Graph, name: str) -> fx.Node:
-        found: fx.Node = next(n for n in graph.find_nodes(op="placeholder") if n.name == name)
-        return found
+        node: fx.Node = next(n for n in graph.find_nodes(op="placeholder") if n.name == name)
+        return node
 
     def _owner(self, node: fx.Node) -> fx.Node:
         """Return the owner of the memory that a value is in."""
@@ -299,8 +299,8 @@ class Writer:
             if self._stored(n):
                 self._found[Wanted(n)] = self._placeholder(n.name, n.meta)
         for w, node in saved.items():
-            given = self._placeholders.get(node.name) or self._placeholder(node.name, node.meta)
-            (self._handles if node.target is ops.offload_wait else self._found)[w] = given
+            placeholder = self._placeholders.get(node.name) or self._placeholder(node.name, node.meta)
+            (self._handles if node.target is ops.offload_wait else self._found)[w] = placeholder
         self._leaving = {node.name: node for node in saved.values() if node.target is ops.offload_wait}
         for (n, i), gradient in self._begin.items():
             meta = {"value": _value(gradient.type), "source": source_of(n)}
@@ -373,8 +373,8 @@ class Writer:
             if r is not None and r.kind == "t" and rule.kind != "begun"
         }
         for ref in rule.wants if self._gathered else ():
-            made = operands[ref.index] if ref.kind == "x" else (n, ref.index)
-            if ref.kind != "t" and made in self._gathered:
+            producer = operands[ref.index] if ref.kind == "x" else (n, ref.index)
+            if ref.kind != "t" and producer in self._gathered:
                 at(ref)  # as under autograd: wait for a gather, and begin the next one, before anything else
         for line in rule.backward:
             local[line.number] = self._line(self._back, line, at, named.get(line.number), meta)
@@ -389,8 +389,8 @@ class Writer:
         if isinstance(e, Complete):
             param = self._look(e.param)
             node = _add(self._back, ops.accumulate, (param, self._gradients[e.gradient]), name=f"{param.name}_put")
-            given: Any = e.param[0]
-            meta["param"] = given.args[0][e.param[1]].name if given.target is ops.updated else given.name
+            source: Any = e.param[0]
+            meta["param"] = source.args[0][e.param[1]].name if source.target is ops.updated else source.name
         elif isinstance(e, BucketComplete):
             name = f"bucket{e.bucket}"
             node = _add(self._back, ops.launch, (self._placeholders["mesh"], name), name=f"{name}_launch")
@@ -435,10 +435,10 @@ class Writer:
             value: Any = left.args[0]
             meta = {**self._reloading, "value": value.meta["value"]}
             start = _add(self._back, ops.reload_start, (handle,), dict(left.kwargs), name=f"{value.name}_coming")
-            there = _add(self._back, ops.reload_wait, (start,), name=value.name)
+            wait = _add(self._back, ops.reload_wait, (start,), name=value.name)
             tape = {"tape": value.name} if value in self._tapes else {}
-            start.meta, there.meta = {**meta, **tape, "copy": left.meta["copy"]}, {**meta, **tape}
-            self._reloaded[handle] = there
+            start.meta, wait.meta = {**meta, **tape, "copy": left.meta["copy"]}, {**meta, **tape}
+            self._reloaded[handle] = wait
         return self._reloaded[handle]
 
     def _recompute(self, plan: KeptValues) -> None:
@@ -468,23 +468,23 @@ class Writer:
         first.meta.update(self._meta(start, repeats=True, value=tuple(map(_value, self._facts[n].types))))
         if (c := start.meta.get("collective")) is not None:
             first.meta["collective"] = replace(c, backward="none")
-        there = _add(self._back, ops.regather_wait, (first,), name=n.name)
-        there.meta.update(self._meta(n, repeats=True, value=first.meta["value"]))
+        wait = _add(self._back, ops.regather_wait, (first,), name=n.name)
+        wait.meta.update(self._meta(n, repeats=True, value=first.meta["value"]))
         for i, t in enumerate(self._facts[n].types):
-            item = _add(self._back, operator.getitem, (there, i), name=item_name(n, i))
+            item = _add(self._back, operator.getitem, (wait, i), name=item_name(n, i))
             item.meta.update(self._meta(n, repeats=True, value=_value(t)))
             self._found[Wanted(n, "y", i)] = item
-        self._gathers.append((n, first, there))
+        self._gathers.append((n, first, wait))
 
     def _begin_gathers_early(self) -> None:
         """Gather the next buckets while one is used, together with a few small ones, such as those of biases."""
         buckets = {f"bucket{i}": b for i, b in enumerate(self._program.buckets)}
         sizes = [sum(v.nbytes() for v in first.meta["value"]) for _, first, _ in self._gathers]
         started: set[int] = set()
-        for k, (n, _, there) in enumerate(self._gathers):
+        for k, (n, _, wait) in enumerate(self._gathers):
             start: Any = n.args[0]
             prefetch, room = buckets[start.args[1]].prefetch, sizes[k] // _SMALL
-            counted, after = 0, there
+            counted, after = 0, wait
             for j in range(k + 1, len(self._gathers)) if prefetch else ():
                 if sizes[j] <= room:
                     room -= sizes[j]

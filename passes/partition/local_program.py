@@ -118,9 +118,9 @@ class LocalProgram:
         out = [self._layout({a: s.outputs[i] for a, s in strategies.items()}) for i in range(len(values_of(node)))]
         if len(operands) == 1 and not any(map(needs_sum_grad, values_of(node))):
             need = [self._as_it_is(operands[0], need[0])]
-        held = [self._get(n, layout, node) for n, layout in zip(operands, need, strict=True)]
-        held = [self._summable(operands, x, i, need[i], strategies) for i, x in enumerate(held)]
-        order = iter(self._finite(node, held, need))
+        converted = [self._get(n, layout, node) for n, layout in zip(operands, need, strict=True)]
+        converted = [self._summable(operands, x, i, need[i], strategies) for i, x in enumerate(converted)]
+        order = iter(self._finite(node, converted, need))
 
         def local_operand(n: fx.Node) -> fx.Node:
             if n.meta.get("value") is None:  # mesh or rng

@@ -177,8 +177,8 @@ class _Cut:
             spent[n] = flops[n] + sum(spent[x] for x in n.all_input_nodes if x in light)
             sends = n.meta.get("collective") is not None and "weights" not in depends[n] and not _counts(n)
             again = all(x in light or x.op == "placeholder" for x in n.all_input_nodes)
-            here = n.target is ops.attention_reach  # its result is on the host, so no stage can send it
-            if here or (
+            on_host = n.target is ops.attention_reach  # its result is on the host, so no stage can send it
+            if on_host or (
                 n.op == "call_function" and len(depends[n]) < 2 and again and not sends and spent[n] <= allowed
             ):
                 light.add(n)
@@ -264,21 +264,21 @@ class _Cut:
             roots[home].append(new)
         needs = [self._behind(r, s) for s, r in enumerate(roots)]
         writers = [_Writer(self, s, needs[s]) for s in range(self.count)]
-        found: list[Stage] = []
+        stages: list[Stage] = []
         # values whose gradients come back: known from later stages first
         differentiated = {loss} if loss is not None else set[fx.Node]()
         for s, writer in reversed(list(enumerate(writers))):
-            mine = [i for i, home in enumerate(homes) if home == s]
+            indices = [i for i, home in enumerate(homes) if home == s]
             sent = [n for n in self.main if self.stage[n] == s and any(n in other.received for other in writers)]
             returned = [n for n in (loss, *sent) if n is not None and self.stage.get(n, at_end) == s]
             trained = self._trained([n for n in returned if n in differentiated], s)
             differentiated |= trained.intersection(writer.received)
-            graph = writer.write(loss if s == at_end else None, [news[i] for i in mine], sent, trained)
+            graph = writer.write(loss if s == at_end else None, [news[i] for i in indices], sent, trained)
             updates, outputs = (
-                tuple(names[i] for i in mine if (i < len(updated)) == buffers) for buffers in (True, False)
+                tuple(names[i] for i in indices if (i < len(updated)) == buffers) for buffers in (True, False)
             )
-            found.append(Stage(graph, f"stage{s}", updates, outputs))
-        return found[::-1]
+            stages.append(Stage(graph, f"stage{s}", updates, outputs))
+        return stages[::-1]
 
     def _trained(self, roots: list[fx.Node], stage: int) -> set[fx.Node]:
         """Return the nodes that gradients of these reach in a stage, and on its edge."""

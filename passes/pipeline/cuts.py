@@ -113,7 +113,7 @@ def _weights(node: fx.Node, main: dict[fx.Node, int]) -> list[fx.Node]:
 def homes(node: fx.Node, position: dict[fx.Node, int], running: Mapping[str, tuple[int, ...]]) -> set[int]:
     """Return the stages that have a main op's weights, of the weights that only one stage has."""
     stages = (running.get(x.name, ()) for x in _weights(node, position))
-    return {found[0] for found in stages if len(found) == 1}
+    return {numbers[0] for numbers in stages if len(numbers) == 1}
 
 
 def positions(
@@ -139,10 +139,10 @@ def positions(
     whole, starts = Ops.of(main, mesh, spec.batch.microbatches).joined()
     if running is not None:
         position = {op: i for i, op in enumerate(main)}
-        each = [homes(op, position, running) for op in main]
-        joined = [set[int]().union(*each[a:b]) for a, b in pairwise([*starts, len(main)])]
-        if (found := _beside(whole, n, joined)) is not None:
-            return [starts[start] for start in found]
+        per_op = [homes(op, position, running) for op in main]
+        joined = [set[int]().union(*per_op[a:b]) for a, b in pairwise([*starts, len(main)])]
+        if (begins := _beside(whole, n, joined)) is not None:
+            return [starts[start] for start in begins]
     return [starts[start] for start in even(whole, n)]
 
 
@@ -151,7 +151,7 @@ def positions(
 
 def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[int]:
     errors = Errors()
-    every = dict.fromkeys(m for n in main for m in enclosing(source_of(n).module))
+    modules = dict.fromkeys(m for n in main for m in enclosing(source_of(n).module))
     starts = []
     for i, name in enumerate(names):
         where = spec.where(("pipeline", "cut", i))
@@ -160,7 +160,7 @@ def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[i
         ]
         if not inside:
             otherwise = "name a module as model.named_modules() does; one whose ops depend on its input"
-            fix = did_you_mean(name, every, otherwise)
+            fix = did_you_mean(name, modules, otherwise)
             errors.add(f"no op of the model runs in a module {name!r}", where=where, fix=fix)
         elif inside[0] == 0:
             errors.add(
@@ -195,29 +195,29 @@ def layers(main: Sequence[fx.Node]) -> dict[str, list[tuple[str, int]]]:
         if layer := layer_of(source_of(n).module):
             name, number = layer
             starts.setdefault(name, {}).setdefault(f"{name}.{number}" if name else number, position)
-    return {name: sorted(each.items(), key=lambda item: item[1]) for name, each in starts.items()}
+    return {name: sorted(begins.items(), key=lambda item: item[1]) for name, begins in starts.items()}
 
 
 def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list[int]:
-    lists_of_layers = {name: each for name, each in layers(main).items() if len(each) > 1}
+    lists_of_layers = {name: items for name, items in layers(main).items() if len(items) > 1}
     lists = {
         ", ".join(lists_of_layers): sorted(
-            (layer for each in lists_of_layers.values() for layer in each), key=lambda item: item[1]
+            (layer for items in lists_of_layers.values() for layer in items), key=lambda item: item[1]
         )
     } | lists_of_layers
-    fitting = {name: each for name, each in lists.items() if len(each) == sum(counts)}
+    fitting = {name: items for name, items in lists.items() if len(items) == sum(counts)}
     if len(fitting) != 1:
         has = (
-            ", ".join(f"{name or 'the model'} ({len(each)})" for name, each in lists_of_layers.items())
+            ", ".join(f"{name or 'the model'} ({len(items)})" for name, items in lists_of_layers.items())
             or "no lists of layers"
         )
         fault = f"balance counts {sum(counts)} layers, and the model has {has}"
-        many = len(lists[", ".join(lists_of_layers)])
-        fix = f"make the counts add up to {many}" if many else "write stages: N, or cut: [modules]"
+        total = len(lists[", ".join(lists_of_layers)])
+        fix = f"make the counts add up to {total}" if total else "write stages: N, or cut: [modules]"
         raise ShardcError(fault, where=spec.where(("pipeline", "balance")), fix=fix)
-    (each,) = fitting.values()
+    (items,) = fitting.values()
     starts = list(accumulate(counts))[:-1]
-    return [each[i][1] for i in starts]
+    return [items[i][1] for i in starts]
 
 
 # --- by cost ----------------------------------------------------------------------------------------------------------

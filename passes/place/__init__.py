@@ -57,15 +57,15 @@ class Place(Pass):
         for axis, n in sorted(mesh.axes, key=lambda a: (a[0] not in batch, a[0] in tokens)):
             if n == 1:
                 continue
-            held = {p.name: p.layout[axis] for p in other.params} if other is not None else {}
-            one = Axis(program, axis, n, mesh, choices, operands, axis in splits_batch, held).choose()
+            fixed = {p.name: p.layout[axis] for p in other.params} if other is not None else {}
+            chosen = Axis(program, axis, n, mesh, choices, operands, axis in splits_batch, fixed).choose()
             if axis in tokens:
-                one, notes = scans.split_otherwise(one, tokens)
+                chosen, notes = scans.split_otherwise(chosen, tokens)
                 program = replace(program, notes=(*program.notes, *notes))
-            storing.write(one)
+            storing.write(chosen)
             layouts = {p.name: p.layout for p in program.stored}
             program = program.with_layouts(
-                {node.name: layouts[node.name].replace(axis, p, mesh) for node, p in one.stored.items()}
+                {node.name: layouts[node.name].replace(axis, p, mesh) for node, p in chosen.stored.items()}
             )
         refuse_pins(program, mesh)
         refuse_uneven(program, mesh, choices, tokens)

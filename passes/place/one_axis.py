@@ -269,11 +269,11 @@ class Axis:
         """
         if not isinstance(pin, Shard) or pin.sections:
             return pin
-        own = {a for a, _ in node.meta["pin"].shards(pin.dim)}
+        axes = {a for a, _ in node.meta["pin"].shards(pin.dim)}
         others = [
             p.split * self.mesh.size(a)
             for a, s in node.meta["strategies"].items()
-            if isinstance(p := s.outputs[0], Shard) and p.dim == pin.dim and a not in own
+            if isinstance(p := s.outputs[0], Shard) and p.dim == pin.dim and a not in axes
         ]
         return replace(pin, split=pin.split * max(others, default=1))
 
@@ -286,12 +286,12 @@ class Axis:
         for side, placements, vals in ((0, strategy.inputs, call.operands), (1, strategy.outputs, call.results)):
             for i, (placement, v) in enumerate(zip(placements, vals, strict=True)):
                 if isinstance(placement, Shard):
-                    theirs = {
+                    beside = {
                         a: p
                         for a, s in others.items()
                         if isinstance(p := (s.inputs, s.outputs)[side][i], Shard) and p.dim == placement.dim
                     }
-                    if theirs and Layout.of({**theirs, self.name: placement}, self.mesh).fits(v.shape, self.mesh):
+                    if beside and Layout.of({**beside, self.name: placement}, self.mesh).fits(v.shape, self.mesh):
                         return False
         return True
 
@@ -398,8 +398,8 @@ class Axis:
         choices = self.choices[node]
         if strategy.kind == softmax.PARTS:  # the largest element and the sum, of each softmax
             v = choices.call.operands[0]
-            each = self.size(operands[0]) / softmax.elements(choices.call)
-            return 2 * self.prices.transfer(v, PARTIAL, REPLICATE, each)
+            nbytes = self.size(operands[0]) / softmax.elements(choices.call)
+            return 2 * self.prices.transfer(v, PARTIAL, REPLICATE, nbytes)
         if strategy.kind == reduce_parts.PARTS:  # one number of each rank, or two, per number of the result
             return 2 * self.prices.transfer(choices.call.results[0], PARTIAL, REPLICATE, self.size((node, 0)))
         if strategy.kind in ("replicate", "partial_grad", "partial"):
@@ -418,9 +418,9 @@ class Axis:
                 total += self._own_cost(node, self.operands[node], strategy)
                 for operand, need in zip(self.operands[node], strategy.inputs, strict=True):
                     needs.setdefault(operand, {})[need] = None
-        for operand, wanted in needs.items():
+        for operand, placements in needs.items():
             forms = self.available[operand][:1]
-            for need in sorted(wanted, key=lambda p: p != REPLICATE):
+            for need in sorted(placements, key=lambda p: p != REPLICATE):
                 if need not in forms:
                     sent = self._nearest(operand, forms, need)
                     total += sent + (MESSAGE if sent else 0.0)
@@ -438,9 +438,9 @@ class Axis:
             if user.op != "call_function" or user not in self.choices:
                 return False
             operands = self.operands[user]
-            mine = {i for i, (op, _) in enumerate(operands) if op is node}
+            reads = {i for i, (op, _) in enumerate(operands) if op is node}
             groups = map(set, self.choices[user].rule.groups(self.choices[user].call))
-            return any(mine < group and any(only_summed(operands[i], user) for i in group - mine) for group in groups)
+            return any(reads < group and any(only_summed(operands[i], user) for i in group - reads) for group in groups)
 
         return all(joint(user) for user in node.users)
 
@@ -459,9 +459,9 @@ class Axis:
             self.demands.setdefault(value, {}).setdefault(need, set()).add(output)
         for node in reversed(list(self.nodes())):
             strategy = self.chosen[node]
-            wanted = self.demands.get((node, 0), {})
-            if len(strategy.outputs) == 1 and len(wanted) == 1:
-                strategy = self._serving(node, strategy, next(iter(wanted)))
+            demands = self.demands.get((node, 0), {})
+            if len(strategy.outputs) == 1 and len(demands) == 1:
+                strategy = self._serving(node, strategy, next(iter(demands)))
             for operand, need in zip(self.operands[node], strategy.inputs, strict=True):
                 self.demands.setdefault(operand, {}).setdefault(need, set()).add(node)
 
@@ -473,8 +473,8 @@ class Axis:
         """Return the strategy that makes what users need if it costs no more than a conversion, else `chosen`."""
         if wanted == chosen.outputs[0] or (other := self._alternative(node, wanted)) is None:
             return chosen
-        made = node, 0
-        size, packed = self.size(made), self._packed(made)
+        key = node, 0
+        size, packed = self.size(key), self._packed(key)
         now = self.prices.transfer(values_of(node)[0], chosen.outputs[0], wanted, size, packed)
         return other if self._extra_cost(node, other, chosen, depth=8) <= now * (1 + 1e-9) else chosen
 

@@ -71,10 +71,10 @@ def split_otherwise(axis: Axis, tokens: set[str]) -> tuple[Axis, list[str]]:
         best, lowest, taken = axis, axis.price(), None
         if sum(axis.price(set(region.nodes)) for region in regions) < _LEAST * lowest:
             continue
-        every = [dict(_ways(axis, region, inner)) for region in regions]
-        for name in every[0]:
-            if all(name in ways for ways in every):
-                ops = {node: s for ways in every for node, s in ways[name].items()}
+        per_region = [dict(_ways(axis, region, inner)) for region in regions]
+        for name in per_region[0]:
+            if all(name in ways for ways in per_region):
+                ops = {node: s for ways in per_region for node, s in ways[name].items()}
                 tried = axis.choose_with({**axis.decided, **ops})
                 if (price := tried.price()) < lowest * (1 - 1e-9):
                     best, lowest, taken = tried, price, name
@@ -121,11 +121,11 @@ def _regions(axis: Axis) -> list[Region]:
             group[node], reads[node] = node, begins
             for other in within:
                 group[root(other)] = node
-    found: dict[fx.Node, list[fx.Node]] = {}
+    by_root: dict[fx.Node, list[fx.Node]] = {}
     for node in group:
-        found.setdefault(root(node), []).append(node)
+        by_root.setdefault(root(node), []).append(node)
     regions = []
-    for nodes in found.values():
+    for nodes in by_root.values():
         first = {o: split[o] for node in nodes for o in reads[node]}
         ordered = sorted(first.items(), key=lambda read: -axis.size(read[0]))
         regions.append(Region(tuple(nodes), tuple(ordered)))
@@ -135,21 +135,21 @@ def _regions(axis: Axis) -> list[Region]:
 def _leaves(operand: Key, split: dict[Key, Shard], need: Placement, strategy: Strategy) -> bool:
     """Return whether a split float value is read whole, or one entry of it; ids are only a few bytes."""
     node, i = operand
-    made = split.get(operand)
+    placement = split.get(operand)
     numbers = values_of(node)[i].dtype.is_floating_point
-    return made is not None and numbers and (need != made or strategy.kind in _ONE_BY_ONE)
+    return placement is not None and numbers and (need != placement or strategy.kind in _ONE_BY_ONE)
 
 
 def _keeps(axis: Axis, node: fx.Node, split: dict[Key, Shard]) -> Strategy | None:
     """Return the strategy by which an op keeps the split of tokens; None if it has none."""
     choices, operands = axis.choices[node], axis.operands[node]
-    found = [s for i, o in enumerate(operands) if o in split and (s := choices.from_operand(i, split[o], axis.n))]
+    strategies = [s for i, o in enumerate(operands) if o in split and (s := choices.from_operand(i, split[o], axis.n))]
     if choices.rule.extra is not None:
         available: list[frozenset[Placement]] = [frozenset({split.get(o, REPLICATE)}) for o in operands]
-        found += [s for s in choices.rule.extra(choices.call, axis.n, available) if s.kind == STRETCHES]
-    for s in found:
-        so = all(split.get(o, need) == need for o, need in zip(operands, s.inputs, strict=True))
-        if so and all(isinstance(p, Shard) for p in s.outputs) and axis.fits(node, s):
+        strategies += [s for s in choices.rule.extra(choices.call, axis.n, available) if s.kind == STRETCHES]
+    for s in strategies:
+        matches = all(split.get(o, need) == need for o, need in zip(operands, s.inputs, strict=True))
+        if matches and all(isinstance(p, Shard) for p in s.outputs) and axis.fits(node, s):
             return s
     return None
 
@@ -158,12 +158,12 @@ def _ways(axis: Axis, region: Region, inner: tuple[int, ...]) -> Iterator[tuple[
     """Yield the other ways to run a region: a name for each, and the strategies of its ops."""
     now = axis.price(set(region.nodes))
     known: list[dict[fx.Node, Strategy]] = []
-    for number, (seed, made) in enumerate(region.reads[:_SEEDS]):
+    for number, (seed, seed_shard) in enumerate(region.reads[:_SEEDS]):
         v = values_of(seed[0])[seed[1]]
-        dims = [d for d in range(len(v.shape)) if d != made.dim]
+        dims = [d for d in range(len(v.shape)) if d != seed_shard.dim]
         for shard in (Shard(d, digit) for d in dims for digit in _digits(axis, seed, d, inner)):
             # fewer bytes may be sent if other values are turned instead, but not by that much
-            if axis.prices.transfer(v, made, shard, axis.size(seed)) > 2 * now:
+            if axis.prices.transfer(v, seed_shard, shard, axis.size(seed)) > 2 * now:
                 continue
             ops = _follow(axis, region, seed, shard)
             if ops and ops not in known:
@@ -183,8 +183,8 @@ def _digits(axis: Axis, operand: Key, dim: int, inner: tuple[int, ...]) -> list[
         for a, s in placed
         if a != axis.name and isinstance(p := s.outputs[i], Shard) and p.dim == dim
     ]
-    every = (max(taken),) if taken else inner
-    return [digit for digit in every if size % (digit * axis.n) == 0]
+    candidates = (max(taken),) if taken else inner
+    return [digit for digit in candidates if size % (digit * axis.n) == 0]
 
 
 def _ranks_beside(axis: Axis, tokens: set[str]) -> tuple[int, ...]:
@@ -219,17 +219,17 @@ def _follow(axis: Axis, region: Region, seed: Key, shard: Shard) -> dict[fx.Node
             if any(source in left for source, _ in operands):
                 left.add(node)
                 continue
-            found = _reached(axis, node, placed, wanted)
-            if found is None and any(isinstance(placed.get(o), Shard) for o in operands):
+            strategy = _reached(axis, node, placed, wanted)
+            if strategy is None and any(isinstance(placed.get(o), Shard) for o in operands):
                 left.add(node)
-            if found is None:
+            if strategy is None:
                 continue
-            for o, need in zip(operands, found.inputs, strict=True):
+            for o, need in zip(operands, strategy.inputs, strict=True):
                 if isinstance(need, Shard):
-                    made = o[0] in split or o in reads or o[0] not in within
-                    (placed if made else wanted)[o] = need
-            placed |= {(node, i): p for i, p in enumerate(found.outputs)}
-            split[node] = found
+                    known = o[0] in split or o in reads or o[0] not in within
+                    (placed if known else wanted)[o] = need
+            placed |= {(node, i): p for i, p in enumerate(strategy.outputs)}
+            split[node] = strategy
     rest = {n: axis.choices[n].partial_grad for n in region.nodes if n not in split and n not in left}
     return {**split, **rest} if split else {}
 
@@ -239,11 +239,11 @@ def _reached(axis: Axis, node: fx.Node, placed: dict[Key, Placement], wanted: di
     choices, operands = axis.choices[node], axis.operands[node]
     split = [(i, p) for i, o in enumerate(operands) if isinstance(p := placed.get(o), Shard)]
     if split:
-        every = [choices.from_operand(*split[0], axis.n)]
+        strategies = [choices.from_operand(*split[0], axis.n)]
     else:
         results = range(len(choices.call.results))
-        every = [choices.from_result(i, p, axis.n) for i in results if (p := wanted.get((node, i))) is not None]
-    for s in every:
+        strategies = [choices.from_result(i, p, axis.n) for i in results if (p := wanted.get((node, i))) is not None]
+    for s in strategies:
         if s is None or any(isinstance(p, Partial) for p in s.outputs) or not axis.fits(node, s):
             continue
         if all(

@@ -37,11 +37,11 @@ def _hoist(axis: Axis) -> None:
         if node in axis.from_parameters and placement == REPLICATE:
             needs = _needs(axis, node)
             v = values_of(node)[0]
-            one = next(iter(needs)) if len(needs) == 1 else None
-            whole = axis.running.get(node.name, one) != one
-            if isinstance(one, Shard) and not (one.mirrored or axis.of_time or whole or _collides(axis, node, one)):
-                axis.stored[node] = one
-            elif needs_sum_grad(v) and (PARTIAL_GRAD in needs or (isinstance(one, Shard) and one.mirrored)):
+            only = next(iter(needs)) if len(needs) == 1 else None
+            whole = axis.running.get(node.name, only) != only
+            if isinstance(only, Shard) and not (only.mirrored or axis.of_time or whole or _collides(axis, node, only)):
+                axis.stored[node] = only
+            elif needs_sum_grad(v) and (PARTIAL_GRAD in needs or (isinstance(only, Shard) and only.mirrored)):
                 axis.stored[node] = PARTIAL_GRAD
     # statistics of split channels are stored split if they are produced and used so; read-only caches, as used
     for node, p in (*_updated_buffers(axis), *_read_caches(axis)):
@@ -64,8 +64,8 @@ def _needs(axis: Axis, node: fx.Node, i: int = 0) -> set[Placement]:
         for u in x.users
         if u in axis.operands
     }
-    every = ((o, need) for u in users for o, need in zip(axis.operands[u], _inputs(axis, u), strict=True))
-    return {need for o, need in every if o == (node, i)}
+    reads = ((o, need) for u in users for o, need in zip(axis.operands[u], _inputs(axis, u), strict=True))
+    return {need for o, need in reads if o == (node, i)}
 
 
 def _inputs(axis: Axis, user: fx.Node) -> tuple[Placement, ...]:
@@ -105,8 +105,8 @@ def _explain(axis: Axis) -> None:
             if axis.chosen[node].kind == "pin":
                 why[axis.name] = node.meta["cause"].get(axis.name, "")
                 continue
-            every = zip(axis.operands[node], axis.chosen[node].inputs, strict=True)
-            sharded = [source for (source, _), need in every if isinstance(need, Shard | Partial)]
+            reads = zip(axis.operands[node], axis.chosen[node].inputs, strict=True)
+            sharded = [source for (source, _), need in reads if isinstance(need, Shard | Partial)]
             causes = [
                 s.meta["why"][axis.name]
                 for s in sorted(sharded, key=lambda s: s not in axis.from_parameters)

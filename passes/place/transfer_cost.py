@@ -40,8 +40,8 @@ class Prices:
     def among(ranks: tuple[int, ...]) -> Prices:
         n = len(ranks)
         byte = byte_seconds("all_gather", ranks) * n / (n - 1)
-        each = {kind: byte_seconds(kind, ranks) / byte for kind in COLLECTIVES}
-        return Prices(each | {"all_to_all": each["all_to_all"] / n}, byte)  # of a rank's own part
+        by_kind = {kind: byte_seconds(kind, ranks) / byte for kind in COLLECTIVES}
+        return Prices(by_kind | {"all_to_all": by_kind["all_to_all"] / n}, byte)  # of a rank's own part
 
     def transfer(self, v: Value, old: Placement, new: Placement, nbytes: float, packed: float = 1.0) -> float:
         """Return the price of a conversion, forward and backward. packed: see `Conversion.price`."""

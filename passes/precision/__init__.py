@@ -145,10 +145,10 @@ class _Writer:
 
     def _number(self, old: fx.Node) -> fx.Node:
         """Return a result of the step; a scalar that the compute dtype reaches becomes float32 or wider."""
-        held = self.held[old]
-        v = value_of(held.node)
-        narrow = held.live and math.prod(v.shape) == 1 and v.dtype.is_floating_point
-        return self._as(held.node, torch.promote_types(v.dtype, torch.float32)) if narrow else held.node
+        entry = self.held[old]
+        v = value_of(entry.node)
+        narrow = entry.live and math.prod(v.shape) == 1 and v.dtype.is_floating_point
+        return self._as(entry.node, torch.promote_types(v.dtype, torch.float32)) if narrow else entry.node
 
     # --- one op
 
@@ -240,8 +240,8 @@ class _Writer:
         (operand, *_), h = node.all_input_nodes, used[node.all_input_nodes[0]]
         was, now = value_of(operand), value_of(node)
         if not h.floats or was.dtype != now.dtype:
-            same = value_of(h.node).dtype == now.dtype
-            return _Held(h.node if same else self._emit(now, aten._to_copy.default, h.node, dtype=now.dtype), True)
+            fits = value_of(h.node).dtype == now.dtype
+            return _Held(h.node if fits else self._emit(now, aten._to_copy.default, h.node, dtype=now.dtype), True)
         return replace(h, scoped=(node.meta["source"].module, now.dtype))
 
     def _following(self, node: fx.Node, used: dict[fx.Node, _Held], name: str) -> _Held:
@@ -275,12 +275,12 @@ class _Writer:
             shaped = {
                 value_of(read[n]).dtype for n in floats if value_of(read[n]).shape
             }  # the dtypes of tensors come before those of numbers, as in torch
-            one = (
+            dtype = (
                 self.compute
                 if narrow and node in self.body
                 else _widest(shaped or {value_of(read[n]).dtype for n in floats})
             )
-            read |= {n: self._as(read[n], one) for n in floats}
+            read |= {n: self._as(read[n], dtype) for n in floats}
         new = self._copy(node, read)
         wider = _floating(new) and not isinstance(new.meta["value"], tuple) and value_of(new).dtype != self.compute
         return _Held(new, True, lean=wider and node in self.body and (narrow or any(h.lean for h in acts)))

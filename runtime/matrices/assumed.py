@@ -19,6 +19,9 @@ from shardc.runtime.matrices.shown import matrices_here
 from shardc.runtime.matrices.whole import routes_of
 from shardc.runtime.zero.trained_params import trained_params
 
+#: Of every default optimizer.
+LEARNING_RATE = 3e-4
+
 
 def muon_and_adamw(params: Any) -> list[torch.optim.Optimizer]:
     """Make the optimizers. params: the argument of `optimizer=`."""
@@ -26,7 +29,7 @@ def muon_and_adamw(params: Any) -> list[torch.optim.Optimizer]:
     for name, p in params:
         kinds[name in params.inner and p.dim() == 2].append((name, p))
     makes = {True: torch.optim.Muon, False: torch.optim.AdamW}
-    return [makes[kind](some, lr=3e-4) for kind, some in kinds.items() if some]
+    return [makes[kind](some, lr=LEARNING_RATE) for kind, some in kinds.items() if some]
 
 
 def costs_of(program: Program, coords: dict[str, int]) -> dict[Matrix, float]:

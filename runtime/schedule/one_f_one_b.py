@@ -24,7 +24,7 @@ def one_f_one_b(stages: int, ranks: int, microbatches: int) -> list[list[Action]
     whole = -(-microbatches // ranks) * ranks if v > 1 else microbatches
     orders = []
     for rank in range(ranks):
-        warm = (v - 1) * ranks + 2 * (ranks - 1 - rank) if v > 1 else ranks - 1 - rank
+        warm = _warm_up(ranks, v, rank)
         chunks = range(rank, stages, ranks)
         forward = [Action("F", s, m) for s, m in _rounds(chunks, ranks, whole)]
         backward = [Action("B", s, m) for s, m in _rounds(chunks[::-1], ranks, whole)]
@@ -35,12 +35,18 @@ def one_f_one_b(stages: int, ranks: int, microbatches: int) -> list[list[Action]
     return orders
 
 
+def _warm_up(ranks: int, per_rank: int, rank: int) -> int:
+    """Return the forwards of a rank before its first backward."""
+    behind = ranks - 1 - rank
+    return (per_rank - 1) * ranks + 2 * behind if per_rank > 1 else behind
+
+
 def one_f_one_b_kept(ranks: int, per_rank: int, microbatches: int, first: bool) -> float:
     """Estimate the kept microbatches. See Maker.kept."""
     p, v, m = ranks, per_rank, microbatches
     if not first:
         return float(min(((v - 1) * p + 1) / v, m))
-    return float(min(p, m)) if v == 1 else min((v - 1) * p + 2 * (p - 1) + 1, m * v) / v
+    return min(_warm_up(p, v, 0) + 1, m * v) / v
 
 
 def one_f_one_b_idle(

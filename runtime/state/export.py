@@ -39,7 +39,7 @@ from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
 from shardc.runtime.state.sliced_tensors import Ranges, index, stretches, whole
-from shardc.runtime.state.tensor_file import NAMES, Entry, bytes_of, header, opened
+from shardc.runtime.state.tensor_file import MAX_FILE_BYTES, NAMES, Entry, bytes_of, header, opened
 from shardc.runtime.state.weight_files import weight_files
 from shardc.torch_private import pytree
 
@@ -129,7 +129,7 @@ def export_safetensors(
     model: nn.Module | None = None,
     carried: Path | None = None,
     dtype: torch.dtype | None = None,
-    max_file_bytes: int = 5_000_000_000,
+    max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
     merge: bool = False,
 ) -> list[Path]:
@@ -348,7 +348,7 @@ def write(
     held: Held,
     gathered: Callable[[str], Tensor],
     mesh: Any,
-    max_bytes: int = 5_000_000_000,
+    max_bytes: int = MAX_FILE_BYTES,
     single: Path | None = None,
 ) -> None:
     """Write a folder's files; each rank writes what it holds. They appear when complete. Collective.

@@ -14,7 +14,7 @@ loss_scale            loss scaling for float16, the same on all ranks
 means                 exact means of losses and outputs over batches
 batch_sizes           programs for batches of other sizes than the compiled ones, and for evaluation
 param_groups          the optimizer's parameter groups by name, and by the shapes of whole parameters
-lr                    learning-rate schedulers, and new ones in place of a checkpoint's
+schedulers            step torch's learning-rate schedulers, which the model file makes; those of a checkpoint
 resumed               settings of an engine that a checkpoint replaced
 expert_load           how tokens were spread over experts
 """

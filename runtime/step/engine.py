@@ -40,13 +40,15 @@ from shardc.runtime.stage.communicators import runtime_mesh, seen_as
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import StepHooks, Values
 from shardc.runtime.state.checkpoint_folder import KEEP
-from shardc.runtime.step import engine_optimizer, lr, step_graph
+from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
+from shardc.runtime.step import engine_optimizer, step_graph
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
 from shardc.runtime.step.evaluation import Evaluation
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.saver import Saver
+from shardc.runtime.step.schedulers import SchedulerOf
 from shardc.runtime.step.update import Update
 from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.optimizer_list import class_of, lr_rates
@@ -114,7 +116,7 @@ class Engine:
         seed: int = 0,
         *,
         weights: Any = None,
-        scheduler: lr.SchedulerOf | None = None,
+        scheduler: SchedulerOf | None = None,
         clip_norm: float | None = None,
         norm: bool = False,
         routing: bool = False,
@@ -417,7 +419,7 @@ class Engine:
         folder: str | Path,
         *,
         dtype: torch.dtype | None = None,
-        max_file_bytes: int = 5_000_000_000,
+        max_file_bytes: int = MAX_FILE_BYTES,
         overwrite: bool = False,
         merge: bool = False,
     ) -> list[Path]:

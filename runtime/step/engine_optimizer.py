@@ -10,7 +10,7 @@ from torch import nn
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
-from shardc.runtime.matrices.assumed import muon_and_adamw
+from shardc.runtime.matrices.assumed import LEARNING_RATE, muon_and_adamw
 from shardc.runtime.matrices.shown import Shown
 from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.offload import Offload
@@ -31,7 +31,7 @@ Check = Callable[[torch.optim.Optimizer, Mapping[str, nn.Parameter], Sequence[to
 
 def adamw(params: NamedParameters) -> torch.optim.Optimizer:
     """Return the default optimizer: AdamW(3e-4)."""
-    return torch.optim.AdamW(params, lr=3e-4)
+    return torch.optim.AdamW(params, lr=LEARNING_RATE)
 
 
 def assumed(program: Program) -> OptimizerOf:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.program import Program
-from shardc.runtime.step.lr import MOVED, Schedulers, with_inner
+from shardc.runtime.step.schedulers import MOVED, Schedulers, with_inner
 
 #: Settings by what has them: {"lr of group 1": 0.1, "T_max of CosineAnnealingLR": 100}.
 Settings = dict[str, Any]

@@ -26,7 +26,7 @@ from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.saving_optimizer import fill, room_for, state_parts
 from shardc.runtime.step import resumed
 from shardc.runtime.step.local_model import LocalModel
-from shardc.runtime.step.lr import steps_of
+from shardc.runtime.step.schedulers import steps_of
 from shardc.runtime.step.update import Update
 
 

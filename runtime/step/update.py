@@ -14,9 +14,9 @@ from shardc.runtime.stage import not_finite
 from shardc.runtime.stage.clip_grad_norm import GradNorm
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import Values
-from shardc.runtime.step import lr
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.loss_scale import LossScaler
+from shardc.runtime.step.schedulers import NewSchedule, SchedulerOf, Schedulers
 from shardc.runtime.zero.early_step import OverlappedStep
 from shardc.runtime.zero.offloaded_optimizer import Paged
 from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
@@ -35,7 +35,7 @@ class Update:
         self,
         model: LocalModel,
         optimizer: Optimizer | None,
-        scheduler: lr.SchedulerOf | None,
+        scheduler: SchedulerOf | None,
         checks: Moments,
         options: Mapping[str, Any],
         *,
@@ -45,10 +45,10 @@ class Update:
         program = model.program
         if optimizer is not None and model.mesh.device.type == "cuda" and not model.offload.places:
             choose_as_on_gpu(optimizer)  # not with offload, where a page's state moves
-        self.new_schedule = lr.NewSchedule(optimizer, scheduler) if optimizer is not None else None
+        self.new_schedule = NewSchedule(optimizer, scheduler) if optimizer is not None else None
         checks.optimizer(optimizer)  # before schedulers are made, which read its method `step`
         self.paged = Paged(optimizer, model.offload) if optimizer is not None and model.offload.places else None
-        schedule = lr.Schedulers.make(scheduler, optimizer) if scheduler is not None and optimizer is not None else None
+        schedule = Schedulers.make(scheduler, optimizer) if scheduler is not None and optimizer is not None else None
         self.schedule(schedule)
         self.scaler = LossScaler(program.loss_scale, model.mesh) if program.loss_scale is not None else None
         self._norm = GradNorm(program, model.owned, model.mesh)
@@ -77,7 +77,7 @@ class Update:
         )
         self._checks.options(check_every=check_every)
 
-    def schedule(self, schedulers: lr.Schedulers | None) -> None:
+    def schedule(self, schedulers: Schedulers | None) -> None:
         """Set the engine's schedulers."""
         self.schedulers = schedulers
         self._checks.schedule(schedulers)

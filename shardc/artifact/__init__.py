@@ -1,8 +1,9 @@
 """A compiled program on disk: readable Python, layouts, a manifest. No pickle.
 
-manifest.json           format, versions, mesh, hashes of the other files, notes, facts
+manifest.json           format, versions, mesh, hashes of the other files, facts
 spec.yaml               the spec that it was compiled from
-layouts.json            parameters, buffers, inputs, buckets, in the notation of shardc.ir.placement
+layouts.json            parameters, buffers, inputs, buckets, in the notation of shardc.ir.placement, and all else that
+                        a Program has beside its graphs
 single.py               the model as one device runs it
 stage0.py               what every rank runs: `forward` in it is exactly what runs after loading
 stage1.py, ...          of a pipeline: what the ranks of the other stages run
@@ -20,11 +21,10 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -33,25 +33,20 @@ from torch import Tensor, fx
 from shardc.artifact import emit, model_source
 from shardc.artifact.folder_files import CONSTANTS, LAYOUTS, MANIFEST, SCHEDULE, SPEC, FolderFiles, digest
 from shardc.artifact.parser import graph_of
-from shardc.artifact.rows import of_row, row
-from shardc.artifact.tables import Checked, Facts, Layouts, Manifest, of_form
+from shardc.artifact.rows import form, row
+from shardc.artifact.tables import Facts, Manifest, check, of_form
 from shardc.errors import Errors, ShardcError
-from shardc.ir.adapters import Adapter
-from shardc.ir.buckets import Bucket
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.metadata import Value
-from shardc.ir.offload import OffloadPlaces
-from shardc.ir.outputs import Output
 from shardc.ir.pairs import Pair
 from shardc.ir.program import Program
-from shardc.ir.stage import Joint, Region, Stage
-from shardc.ir.stored import Buffer, Input, Param
+from shardc.ir.stage import Joint, Stage
+from shardc.ir.stored import Buffer
 from shardc.runtime import schedule
 from shardc.spec import Spec
 from shardc.version import VERSION
 
 FORMAT = 2
-T = TypeVar("T")
 
 
 def write(program: Program, folder: str | Path) -> None:
@@ -96,25 +91,10 @@ def check_free(folder: Path, shown: str) -> None:
 
 
 def _write(program: Program, folder: Path) -> None:
-    files = {"single.py": emit.module(program.graph, program, "The model as one device runs it.")}
-    for i, stage in enumerate(program.stages):
-        files[f"stage{i}.py"] = emit.module(
-            stage.graph, program, f"{stage.name}: what {emit.who(program, i)} of {program.mesh} runs."
-        )
-        if stage.joint is not None:
-            for way, graph in stage.joint.graphs.items():
-                doc = f"{stage.name}, {way} of a training step. Types are those of one rank."
-                files[f"stage{i}_{way}.py"] = emit.module(graph, program, doc)
-    for p in program.pairs:
-        doc = f"Forward of stage {p.first} beside {emit.SECOND[p.kind]} of stage {p.then}, of two microbatches."
-        files[f"{emit.pair_name(p)}.py"] = emit.module(p.graph, program, doc)
-    if program.prologue is not None:
-        files["counts.py"] = emit.module(
-            program.prologue.graph, program, "Sums over all microbatches that a step needs before they run."
-        )
+    files = {f"{name}.py": emit.module(graph, program, f"{what}.") for name, graph, what, _ in emit.graphs(program)}
     if program.schedule is not None:
         files[SCHEDULE] = f"{program.schedule}\n"
-    files[LAYOUTS] = json.dumps(_layouts(program), indent=1, ensure_ascii=False)
+    files[LAYOUTS] = json.dumps(row(program), indent=1, ensure_ascii=False)
     if program.spec is not None:
         files[SPEC] = str(program.spec)
     for name, content in files.items():
@@ -127,42 +107,32 @@ def _write(program: Program, folder: Path) -> None:
     }
     if constants:
         save_file(constants, folder / CONSTANTS)
-    cuts = program.matrices
     manifest = {
         "format": FORMAT,
         "shardc": VERSION,
         "torch": str(torch.__version__),
         "mesh": dict(program.mesh.axes),
-        "stages": [{"name": s.name, "updates": s.updates, "outputs": s.outputs} for s in program.stages],
-        "axis": program.axis,
-        "notes": list(program.notes),
-        "shared_modules": program.shared_modules,
-        "loss_scale": program.loss_scale,
-        "evaluates": program.evaluates,
-        "eval_mode": program.eval_mode,
-        "still": program.still,
-        "baked": program.baked,
         "record": program.record.to_json() if program.record is not None else None,
-        "offload": row(program.offload),
-        "matrices": None if cuts is None else {name: [row(c) for c in each] for name, each in cuts.items()},
         "meta": program.meta | model_source.record(program.origins),
         "sha256": {f.name: digest(f) for f in sorted(folder.iterdir())},
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def _layouts(program: Program) -> dict[str, Any]:
-    rows = ("params", "buffers", "inputs", "outputs", "buckets", "regions", "adapters")
-    return {"microbatches": program.microbatches} | {name: [row(x) for x in getattr(program, name)] for name in rows}
-
-
 def read(folder: str | Path, *, trust: bool = False) -> Program:
     """Read a program that `write` wrote: see shardc.api.load."""
     files = FolderFiles(Path(folder), trust=trust)
     manifest = _manifest(files)
-    tables = Checked(manifest, of_form(Layouts, files.table(LAYOUTS), files.path(LAYOUTS)), str(folder))
-    tables.run()
-    return _with_texts(_program(tables, files), manifest, files)
+    where = files.path(LAYOUTS)
+    program: Program = of_form(form(Program), files.table(LAYOUTS), where, context=manifest.mesh)
+    check(program, where)
+    program = replace(
+        program,
+        buffers=_with_constants(program, files),
+        meta=manifest.meta,
+        recorded=partial(ForwardRecord.read, manifest.record),
+    )
+    return _with_texts(program, files)
 
 
 def read_facts(folder: str | Path, *, trust: bool = False) -> dict[str, Any]:
@@ -183,7 +153,7 @@ def _manifest(files: FolderFiles) -> Manifest:
     if found["format"] != FORMAT:
         fault = f"artifact of format {str(found['format'])[:20]}, this shardc reads {FORMAT}"
         raise ShardcError(fault, where=folder, fix="compile again")
-    manifest = of_form(Manifest, found, where)
+    manifest: Manifest = of_form(Manifest, found, where)
     of_form(Facts, manifest.meta, where, "meta")
     errors = Errors()
     then, here = (".".join(str(v).split(".")[:2]) for v in (manifest.torch, torch.__version__))
@@ -195,54 +165,19 @@ def _manifest(files: FolderFiles) -> Manifest:
     return manifest
 
 
-def _program(tables: Checked, files: FolderFiles) -> Program:
-    """The program without its graphs and its spec."""
-    manifest, layouts = tables.manifest, tables.layouts
-    constants = files.constants()
-
-    def constant(row: Any) -> Tensor | None:
-        """The tensor of a constant. Raises ShardcError for one that is not of its type."""
-        if not row.constant:
-            return None
-        shape, dtype, _ = tables.typed(row.type)
-        held = constants.get(row.name)
-        held = None if held is None else _as(held, dtype)
-        if held is None or tuple(held.shape) != shape or held.dtype != dtype:
-            fault = f"the constant {row.name} is {'missing' if held is None else f'not {row.type}'}"
+def _with_constants(program: Program, files: FolderFiles) -> tuple[Buffer, ...]:
+    """The buffers with the tensors of constants. Raises ShardcError for one that is not of its type."""
+    constants, buffers = files.constants(), []
+    for b in program.buffers:
+        x = _as(constants[b.name], b.dtype) if b.constant and b.name in constants else None
+        if b.constant and (x is None or tuple(x.shape) != b.shape or x.dtype != b.dtype):
+            fault = f"the constant {b.name} is {'missing' if x is None else f'not {b.value}'}"
             raise ShardcError(fault, where=files.path(CONSTANTS), fix="compile again")
-        return held
-
-    def read_rows(kind: Callable[..., T], rows: Any) -> tuple[T, ...]:
-        return tuple(of_row(kind, x, tables.typed) for x in rows)
-
-    return Program(
-        tables.mesh,
-        fx.Graph(),
-        read_rows(Param, layouts.params),
-        tuple(of_row(Buffer, b, tables.typed, constant=constant(b)) for b in layouts.buffers),
-        read_rows(Input, layouts.inputs),
-        (),
-        read_rows(Bucket, layouts.buckets),
-        layouts.microbatches,
-        outputs=read_rows(Output, layouts.outputs),
-        notes=tuple(manifest.notes),
-        meta=manifest.meta,
-        axis=manifest.axis,
-        regions=read_rows(Region, layouts.regions),
-        adapters=read_rows(Adapter, layouts.adapters),
-        shared_modules=tuple(map(tuple, manifest.shared_modules)),
-        loss_scale=manifest.loss_scale,
-        offload=of_row(OffloadPlaces, manifest.offload, tables.typed),
-        matrices=tables.matrices(),
-        evaluates=manifest.evaluates,
-        eval_mode=manifest.eval_mode,
-        still=tuple(manifest.still),
-        baked=tuple((tuple(path), value) for path, value in manifest.baked),
-        recorded=partial(ForwardRecord.read, manifest.record),
-    )
+        buffers.append(replace(b, constant=x))
+    return tuple(buffers)
 
 
-def _with_texts(program: Program, manifest: Manifest, files: FolderFiles) -> Program:
+def _with_texts(program: Program, files: FolderFiles) -> Program:
     """The program with its graphs, schedule and spec, which are read."""
     local = {x.name: x.value for x in program.stored}
     whole = {n: Value(v.shape, v.dtype, v.requires_grad) for n, v in local.items()}
@@ -250,8 +185,9 @@ def _with_texts(program: Program, manifest: Manifest, files: FolderFiles) -> Pro
     regions = {r.name for r in program.regions}
     unknown = spec is not None and spec.unknown_ops == "replicate"
 
-    def graph(name: str, types: dict[str, Value], *, piped: bool = False, joint: bool = False) -> fx.Graph:
-        return graph_of(
+    def graph(name: str, types: dict[str, Value], form: Any, *, piped: bool = False, joint: bool = False) -> fx.Graph:
+        """Reads a text. form: of what it returns."""
+        made = graph_of(
             files.text(name),
             program.mesh,
             types,
@@ -261,8 +197,12 @@ def _with_texts(program: Program, manifest: Manifest, files: FolderFiles) -> Pro
             regions=regions,
             unknown_ops=unknown,
         )
+        if not _has_form(made.output_node().args[0], form):
+            fault = "it does not return the loss, and what the tables list beside it"
+            raise ShardcError(fault, where=files.path(name), fix="compile again")
+        return made
 
-    def joint_of(stage: str) -> Joint | None:
+    def joint_of(stage: str, forward: Any) -> Joint | None:
         if f"{stage}_forward.py" not in files:
             return None
         halves = [f"{stage}_{way}.py" for way in ("forward", "backward", "weights")]
@@ -272,39 +212,18 @@ def _with_texts(program: Program, manifest: Manifest, files: FolderFiles) -> Pro
                 where=files.path(f"{stage}.py"),
                 fix="edit all of them, or compile again",
             )
-        return Joint(*(graph(f, local, joint=True) for f in halves if f in files or f.endswith("backward.py")))
-
-    def returns(name: str, graph: fx.Graph, counts: tuple[int, ...]) -> fx.Graph:
-        """Checks that a text returns so many values: see the conventions of shardc.ir.program."""
-        returned: Any = graph.output_node().args[0]
-        ok = isinstance(returned, tuple) and len(returned) == 1 + len(counts)
-        parts = returned[1:] if ok else ()
-        ok = ok and (returned[0] is None or isinstance(returned[0], fx.Node))
-        if not all(isinstance(x, tuple) and n in (-1, len(x)) for x, n in zip(parts, counts, strict=ok)):
-            ok = False
-        if not ok or not all(isinstance(x, fx.Node) for part in parts for x in part):
-            fault = "it does not return the loss, and what the tables list beside it"
-            raise ShardcError(fault, where=files.path(name), fix="compile again")
-        return graph
-
-    def paired(name: str, kind: str, graph: fx.Graph) -> fx.Graph:
-        """Checks that a pair's text returns what its two halves do."""
-        returned: Any = graph.output_node().args[0]
-        both = isinstance(returned, tuple) and len(returned) == 2 and all(isinstance(x, tuple) for x in returned)
-        forwards = returned[: kind.count("F")] if both else ()
-        if not both or any(len(half) != 4 or not isinstance(half[3], tuple) for half in forwards):
-            fault = f"it does not return what a forward and a {emit.SECOND[kind]} do"
-            raise ShardcError(fault, where=files.path(name), fix="compile again")
-        return graph
+        forms = [forward, ((), ANY), None] if halves[2] in files else [forward, ()]
+        return Joint(*(graph(f, local, form, joint=True) for f, form in zip(halves, forms, strict=False)))
 
     beside = sum(b.updated for b in program.buffers) + len(program.outputs)
-    program = replace(program, spec=spec, graph=returns("single.py", graph("single.py", whole), (beside,)))
-    stages = []
-    for i, listed in enumerate(manifest.stages):
-        name, own = f"stage{i}.py", len(listed.updates) + len(listed.outputs)
-        code = graph(name, local, piped=bool(program.axis))
-        returns(name, code, (own, -1) if program.axis else (beside,))
-        stages.append(Stage(code, listed.name, tuple(listed.updates), tuple(listed.outputs), joint_of(f"stage{i}")))
+    program = replace(program, spec=spec, graph=graph("single.py", whole, (OPTIONAL, beside)))
+    stages, forwards = [], []
+    for i, stage in enumerate(program.stages):
+        own = len(stage.updates) + len(stage.outputs) if program.axis else beside
+        forwards.append((OPTIONAL, own, ANY, ANY))
+        form_of_stage = (OPTIONAL, own, ANY) if program.axis else (OPTIONAL, own)
+        code = graph(f"stage{i}.py", local, form_of_stage, piped=bool(program.axis))
+        stages.append(replace(stage, graph=code, joint=joint_of(f"stage{i}", forwards[-1])))
     program = replace(program, stages=tuple(stages))
     giving = [s.name for s in stages if s.graph.output_node().args[0][0] is not None]  # type: ignore[index]
     if len(giving) != (not program.forward_only):
@@ -328,15 +247,29 @@ def _with_texts(program: Program, manifest: Manifest, files: FolderFiles) -> Pro
         if (file := f"{emit.pair_name(p)}.py") in files:
             if any(stages[s].joint is None for s in (p.first, p.then)):
                 raise ShardcError("its stages have no backward graph", where=files.path(file), fix="compile again")
-            pairs.append(replace(p, graph=paired(file, p.kind, graph(file, local, joint=True))))
+            both = forwards[p.first], forwards[p.then] if p.kind == "FF" else ()
+            pairs.append(replace(p, graph=graph(file, local, both, joint=True)))
     program = replace(program, pairs=tuple(pairs))
     if "counts.py" in files:
-        counts = graph("counts.py", local)
-        returned: Any = counts.output_node().args[0]
-        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], tuple):
-            raise ShardcError("it does not return the summands", where=files.path("counts.py"), fix="compile again")
-        program = replace(program, prologue=Stage(counts, "counts"))
+        program = replace(program, prologue=Stage(graph("counts.py", local, ((), None)), "counts"))
     return program
+
+
+#: In the form of what a text returns: a value or None; any number of values.
+OPTIONAL, ANY = "optional", -1
+
+
+def _has_form(x: Any, form: Any) -> bool:
+    """Whether what a text returns has a form: a tuple of forms; (): any tuple; a number: so many values; None: all."""
+    if form is None:
+        return True
+    if form == OPTIONAL:
+        return x is None or isinstance(x, fx.Node)
+    if not isinstance(x, tuple):
+        return False
+    if isinstance(form, int):
+        return form in (ANY, len(x)) and all(isinstance(y, fx.Node) for y in x)
+    return not form or (len(x) == len(form) and all(map(_has_form, x, form)))
 
 
 def _reals(x: Tensor) -> Tensor:

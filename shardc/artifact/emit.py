@@ -146,20 +146,27 @@ def module(graph: fx.Graph, program: Program, doc: str) -> str:
     return f'"""{doc}"""\n\n{HEADER}\n\n{function(graph, program)}'
 
 
+def graphs(program: Program) -> Iterator[tuple[str, fx.Graph, str, tuple[int, ...]]]:
+    """Yield every graph with its name, what it is, and of graphs of a step the stages."""
+    yield "single", program.graph, "the model as one device runs it", ()
+    if program.prologue is not None:
+        counts = f"what every rank adds up over the {program.microbatches} microbatches first"
+        yield "counts", program.prologue.graph, f"counts: {counts}", ()
+    for i, s in enumerate(program.stages):
+        yield f"stage{i}", s.graph, f"{s.name}: what {who(program, i)} runs", ()
+        for way, graph in s.joint.graphs.items() if s.joint is not None else ():
+            what = f"{s.name}, {way}: what {who(program, i)} runs; types are those of one rank"
+            yield f"stage{i}_{way}", graph, what, (i,)
+    for p in program.pairs:
+        first, then = (program.stages[i].name for i in (p.first, p.then))
+        what = f"forward of {first} beside {SECOND[p.kind]} of {then}, of another microbatch"
+        yield pair_name(p), p.graph, what, (p.first, p.then)
+
+
 def joint(program: Program, stage: int | None = None) -> str:
     """The forward and backward texts of the stages that are joint, or of one."""
-    parts = []
-    for i, s in enumerate(program.stages):
-        if stage in (None, i) and s.joint is not None:
-            for way, graph in s.joint.graphs.items():
-                head = f"# {s.name}, {way}: what {who(program, i)} runs; types are those of one rank"
-                parts.append(f"{head}\n{function(graph, program, f'{s.name}_{way}')}")
-    for p in program.pairs:
-        if stage in (None, p.first, p.then):
-            first, then = (program.stages[i].name for i in (p.first, p.then))
-            head = f"# forward of {first} beside {SECOND[p.kind]} of {then}, of another microbatch"
-            parts.append(f"{head}\n{function(p.graph, program, pair_name(p))}")
-    return "\n".join(parts)
+    every = (each for each in graphs(program) if each[3] and (stage is None or stage in each[3]))
+    return "\n".join(f"# {what}\n{function(graph, program, name)}" for name, graph, what, _ in every)
 
 
 #: What runs beside a forward, by kind of pair.

@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import os
 import stat
+import symtable
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -32,8 +33,6 @@ WHOLE = "*"
 Origin = tuple[Path, str]
 #: {path from the main file's folder, "" for that file itself: {name of a definition: digest}}
 Digests = dict[str, dict[str, str]]
-
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def origins(model: nn.Module, loss: Any = None) -> tuple[Origin, ...]:
@@ -145,18 +144,19 @@ class _File:
         self.path, self.text = path, path.read_bytes()
         self.bound: dict[str, list[ast.stmt]] = {}
         self.statements: list[ast.stmt] = []
+        self.reads: dict[ast.stmt, set[str]] = {}
         if path.suffix != ".py":
             return
         self.statements = [x for x in ast.parse(self.text).body if not _is_script(x)]
         loose = []
         for statement in self.statements:
-            names = set(_binds(statement))
-            for name in names:
+            binds, self.reads[statement] = _symbols(statement)
+            for name in binds:
                 self.bound.setdefault(name, []).append(statement)
-            if not names and not _of_builtin(statement):
+            if not binds and not _of_builtin(statement):
                 loose.append(statement)
         for statement in loose:  # Net.forward = other, torch.set_default_dtype(...): of all that they name
-            for name in set(_names(statement)) & self.bound.keys():
+            for name in self.reads[statement] & self.bound.keys():
                 self.bound[name].append(statement)
 
     def digest(self, name: str) -> str | None:
@@ -170,7 +170,7 @@ class _File:
     def reached(self, name: str) -> Iterator[tuple[Path, str]]:
         """What the definition of a name uses, in this file and others of the user's."""
         for statement in self._of(name):
-            yield from ((self.path, x) for x in set(_names(statement)) if x in self.bound)
+            yield from ((self.path, x) for x in self.reads[statement] if x in self.bound)
             yield from self._through_modules(statement)
             for node in ast.walk(statement):
                 if isinstance(node, ast.Import):
@@ -229,34 +229,16 @@ def _loaded(path: Path) -> list[object]:
     return [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == str(path)]
 
 
-def _binds(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement at top level gives a value, also inside of `if`, `try` and loops."""
-    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        yield statement.name
-    elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-        for x in statement.names:
-            yield x.asname or (x.name.partition(".")[0] if isinstance(statement, ast.Import) else x.name)
-    else:
-        for field in ast.iter_child_nodes(statement):
-            if isinstance(field, ast.stmt):
-                yield from _binds(field)
-            elif isinstance(field, ast.ExceptHandler):
-                for inner in field.body:
-                    yield from _binds(inner)
-            else:
-                yield from (x.id for x in ast.walk(field) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
-
-
-def _names(node: ast.AST, local: frozenset[str] = frozenset()) -> Iterator[str]:
-    """The names that code reads and that are not a function's own."""
-    if isinstance(node, _FUNCTIONS):
-        arguments = {x.arg for x in ast.walk(node.args) if isinstance(x, ast.arg)}
-        stored = {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-        local |= arguments | stored
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in local:
-        yield node.id
-    for child in ast.iter_child_nodes(node):
-        yield from _names(child, local)
+def _symbols(code: ast.AST) -> tuple[set[str], set[str]]:
+    """The names that code at top level gives a value, and those that it reads, in functions too, and are not theirs."""
+    top = symtable.symtable(ast.unparse(code), "source", "exec")
+    binds = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    reads, tables = set(), [top]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        reads |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (table is top or s.is_global())}
+    return binds, reads
 
 
 def _of_builtin(statement: ast.stmt) -> bool:
@@ -268,7 +250,7 @@ def _of_builtin(statement: ast.stmt) -> bool:
 
 def _is_script(statement: ast.stmt) -> bool:
     """`if __name__ == "__main__":`"""
-    return isinstance(statement, ast.If) and "__name__" in set(_names(statement.test))
+    return isinstance(statement, ast.If) and "__name__" in _symbols(statement.test)[1]
 
 
 class _Undocumented(ast.NodeTransformer):

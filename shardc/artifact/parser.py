@@ -15,14 +15,14 @@ from torch import fx
 
 from shardc.artifact.emit import HEADER, NO_TENSOR, value_text
 from shardc.artifact.program_ops import refusal
-from shardc.artifact.tables import axis_fault, layout_of
+from shardc.artifact.rows import typed
+from shardc.artifact.tables import axis_fault
 from shardc.errors import ShardcError
 from shardc.ir.conversions import COLLECTIVES
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.offload import HostCopy
 from shardc.ir.source import Source
-from shardc.ir.type_text import parse as parse_type
 from shardc.runtime import ops
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers torch.ops.shardc.*)
 from shardc.torch_private import OpOverload
@@ -321,8 +321,8 @@ class _Reader:
         if text == NO_TENSOR and self.joint:
             return None
         bare = text.removesuffix(" grad")
-        shape, dtype, placements = parse_type(bare)
-        return Value(shape, dtype, bare != text, layout_of(shape, placements, self.mesh))
+        shape, dtype, layout = typed(bare, self.mesh)
+        return Value(shape, dtype, bare != text, layout)
 
     def _target(self, func: ast.expr, line: int) -> Any:
         """The op that `aten.add.Tensor`, `torch.ops.lib.op.default` or `ops.all_reduce` names, and nothing else."""

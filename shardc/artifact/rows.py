@@ -1,44 +1,54 @@
-"""Rows of layouts.json and manifest.json: dataclasses of the IR as JSON objects, by the types of their fields.
+"""Write and read layouts.json: the program, and the dataclasses in it, as JSON objects by the types of their fields.
 
     str, int, float, bool      themselves; an int counts from 0, unless BOUNDS says otherwise
     tuple[X, ...]              a list
     shape, dtype, layout       one entry `type`: "f32[8, 16@tp]"
     torch.dtype                its name; of a Shard its fields
-    Tensor                     whether there is one: constants are in a file of their own
+    Tensor                     true, if there is one: constants are in a file of their own
 
-So a field is declared once, in its dataclass. NOT_WRITTEN are those that a compiled program does not need.
+So a field is declared once, in its dataclass. NOT_WRITTEN are those that the file does not have: the graphs and what is
+made of them have their own files, the rest is not needed to run a compiled program.
 """
 
 from __future__ import annotations
 
 import functools
+import keyword
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
-from torch import Tensor
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, create_model
+from torch import Tensor, fx
 
 from shardc.artifact.folder_files import dtype
 from shardc.ir.adapters import Adapter
 from shardc.ir.buckets import Bucket, Rounded
 from shardc.ir.matrices import Cut
+from shardc.ir.mesh import Mesh
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.outputs import Output
 from shardc.ir.placement import Layout, Shard
-from shardc.ir.stored import Buffer, Param
-from shardc.ir.type_text import show
+from shardc.ir.program import Program
+from shardc.ir.stage import Stage
+from shardc.ir.stored import Buffer, Input, Param
+from shardc.ir.type_text import parse, show
 
-T = TypeVar("T")
-#: Of a tensor: shape, dtype, layout.
-Typed = tuple[tuple[int, ...], torch.dtype, Layout]
 _TYPE = ("shape", "dtype", "layout")
 NOT_WRITTEN: dict[type, frozenset[str]] = {
     Buffer: frozenset(("members", "cache")),
     Output: frozenset(("wanted", "cause", "as_made")),
+    Stage: frozenset(("graph", "joint")),
+    Program: frozenset(("mesh", "graph", "prologue", "schedule", "pairs", "spec", "meta", "recorded"))
+    | {"resize", "check_attributes", "origins"},
 }
+#: Names in annotations of fields that are not written, which their modules import for type checkers only.
+_UNSEEN = dict.fromkeys(("ForwardRecord", "Pair", "Schedule", "Spec"), object)
+_NO_GRAPH = fx.Graph()
+#: Names that the texts use themselves.
+_TAKEN = {"mesh", "rng", "ops", "aten", "torch"}
 
 
 class Form(BaseModel):
@@ -47,8 +57,10 @@ class Form(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def _dtype(text: str) -> str:
-    dtype(text)
+def _name(text: str) -> str:
+    """A name in the texts: of a placeholder."""
+    if not text.isascii() or not text.isidentifier() or keyword.iskeyword(text) or text in _TAKEN or "__" in text[:2]:
+        raise ValueError(f"{text[:40]!r} cannot be a name in a program")
     return text
 
 
@@ -60,62 +72,81 @@ def _place(text: str) -> str:
 
 Number = Annotated[int, Field(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Field(ge=1, lt=1 << 62)]
-_Index = Annotated[int, Field(ge=-1, lt=1 << 31)]
+Name = Annotated[str, AfterValidator(_name)]
 _Place = Annotated[str, AfterValidator(_place)]
+_Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 #: What a field may be, where its type allows more.
 BOUNDS: dict[tuple[type, str], Any] = {
+    (Param, "name"): Name,
+    (Buffer, "name"): Name,
+    (Input, "name"): Name,
+    (Stage, "name"): Name,
+    (Program, "microbatches"): Annotated[int, Field(ge=1, lt=1 << 31)],
+    (Program, "loss_scale"): Union[_Amount, Literal["dynamic"], None],  # noqa: UP007 (a value)
     (Param, "order"): Annotated[int, Field(ge=-1, lt=1 << 62)],
-    (Param, "bucket"): _Index,
+    (Param, "bucket"): Annotated[int, Field(ge=-1, lt=1 << 31)],
     (Bucket, "zero"): Annotated[int, Field(ge=0, le=3)],
     (Rounded, "format"): Literal["e4m3", "e5m2"],
     (Adapter, "kind"): Literal["lora", "rslora", "dora"],
     (Adapter, "rank"): Positive,
-    (Adapter, "alpha"): Annotated[float, Field(gt=0, allow_inf_nan=False)],
+    (Adapter, "alpha"): _Amount,
     (Adapter, "dropout"): Annotated[float, Field(ge=0, lt=1)],
     (OffloadPlaces, "optimizer"): _Place,
     (OffloadPlaces, "parameters"): _Place,
-    (OffloadPlaces, "page_mb"): Annotated[float, Field(gt=0, allow_inf_nan=False)],
-    (Cut, "sizes"): Annotated[list[Positive], Field(min_length=1)],
+    (OffloadPlaces, "page_mb"): _Amount,
+    (Cut, "sizes"): Annotated[list[Positive], Field(min_length=1), AfterValidator(tuple)],
     (Shard, "split"): Positive,
     (Shard, "blocks"): Positive,
 }
 
 
-@functools.cache
-def form(kind: type, name: Any = str) -> Any:
-    """The form of a dataclass's rows. name: what its field `name` may be."""
-    entries: dict[str, Any] = {"type": (str, ...)} if _has_type(kind) else {}
-    for field_name, annotation in _written(kind).items():
-        entry = name if field_name == "name" else BOUNDS.get((kind, field_name)) or _form_of(annotation)
-        entries[field_name] = (entry, ...)
-    return create_model(kind.__name__, __base__=Form, **entries)
-
-
-def row(x: Any) -> dict[str, Any]:
-    """A dataclass of the IR as a row."""
+def row(x: Any) -> Any:
+    """A field's value, or a dataclass of the IR, as JSON."""
+    if isinstance(x, Mapping):
+        return {name: row(y) for name, y in x.items()}
+    if isinstance(x, (tuple, list)):
+        return [row(y) for y in x]
+    if isinstance(x, Tensor):
+        return True
+    if isinstance(x, torch.dtype):
+        return str(x)
     kind: Any = type(x)
+    if not _is_dataclass(kind):
+        return x
     head = {"type": show(x.shape, x.dtype, x.layout)} if _has_type(kind) else {}
-    return head | {name: _plain(annotation, getattr(x, name)) for name, annotation in _written(kind).items()}
+    return head | {name: row(getattr(x, name)) for name in _written(kind)}
 
 
-def of_row(kind: Callable[..., T], row: Any, typed: Callable[[str], Typed], **others: Any) -> T:
-    """A dataclass of the IR from its row, which has its form. typed: reads a type. others: fields that no row has."""
-    values: dict[str, Any] = {
-        name: _value(annotation, getattr(row, name), typed) for name, annotation in _written(kind).items()
-    }
+@functools.cache
+def form(kind: Any) -> Any:
+    """The type by which pydantic reads rows of a dataclass and makes it, with an empty graph, and True where it has a
+    constant. The validation's context is the mesh.
+    """
+    entries = {name: BOUNDS.get((kind, name)) or _form_of(hint) for name, hint in _written(kind).items()}
     if _has_type(kind):
-        values |= dict(zip(_TYPE, typed(row.type), strict=True))
-    return kind(**values | others)
+        entries |= {"type": Annotated[str, AfterValidator(_typed)]}
+    required: dict[str, Any] = {name: (entry, ...) for name, entry in entries.items()}
+    model = create_model(kind.__name__, __base__=Form, **required)
+    missing = {f.name for f in fields(kind)} & {"mesh", "graph"}
+
+    def made(row: Any, info: ValidationInfo) -> Any:
+        values = {name: getattr(row, name) for name in entries}
+        if "type" in values:
+            values |= dict(zip(_TYPE, values.pop("type"), strict=True))
+        return kind(**values, **{name: info.context if name == "mesh" else _NO_GRAPH for name in missing})
+
+    return Annotated[model, AfterValidator(made)]
 
 
 @functools.cache
 def _written(kind: Any) -> Mapping[str, Any]:
     """The annotations of the fields that are entries of a row, by name."""
-    hints, left_out = get_type_hints(kind), {*NOT_WRITTEN.get(kind, ()), *(_TYPE if _has_type(kind) else ())}
+    left_out = {name for k in kind.__mro__ for name in NOT_WRITTEN.get(k, ())} | {*(_TYPE if _has_type(kind) else ())}
+    hints = get_type_hints(kind, localns=_UNSEEN | {"Cut": Cut, "Mapping": Mapping})
     return {f.name: hints[f.name] for f in fields(kind) if f.name not in left_out}
 
 
-def _is_dataclass(kind: Any) -> bool:
+def _is_dataclass(kind: Any) -> bool:  # mypy would narrow the type
     return is_dataclass(kind)
 
 
@@ -124,34 +155,38 @@ def _has_type(kind: Any) -> bool:
 
 
 def _form_of(annotation: Any) -> Any:
-    if get_origin(annotation) is tuple:
-        return list[_form_of(get_args(annotation)[0])]  # type: ignore[misc]
-    if get_origin(annotation) in (Union, types.UnionType):
-        kinds = get_args(annotation)
-        return bool if Tensor in kinds else Union[tuple(_form_of(k) for k in kinds)]  # noqa: UP007 (of a tuple)
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is tuple and args[1:] == (...,):
+        return Annotated[types.GenericAlias(list, (_form_of(args[0]),)), AfterValidator(tuple)]
+    if origin is tuple:  # JSON has lists
+        return Annotated[types.GenericAlias(tuple, tuple(map(_form_of, args))), Field(strict=False)]
+    if origin is Mapping:
+        return types.GenericAlias(dict, tuple(map(_form_of, args)))
+    if origin in (Union, types.UnionType):
+        return Literal[True] | None if Tensor in args else Union[tuple(map(_form_of, args))]  # noqa: UP007 (of a tuple)
     if annotation is torch.dtype:
-        return Annotated[str, AfterValidator(_dtype)]
+        return Annotated[str, AfterValidator(dtype)]
     if annotation is int:
         return Number
     return form(annotation) if _is_dataclass(annotation) else annotation
 
 
-def _plain(annotation: Any, x: Any) -> Any:
-    if Tensor in get_args(annotation):
-        return x is not None
-    if isinstance(x, (tuple, list)):
-        return [_plain(None, y) for y in x]
-    if isinstance(x, torch.dtype):
-        return str(x)
-    return row(x) if _is_dataclass(x) else x
+def _typed(text: str, info: ValidationInfo) -> tuple[tuple[int, ...], torch.dtype, Layout]:
+    return typed(text, info.context)
 
 
-def _value(annotation: Any, x: Any, typed: Callable[[str], Typed]) -> Any:
-    if get_origin(annotation) is tuple:
-        return tuple(_value(get_args(annotation)[0], y, typed) for y in x)
-    if get_origin(annotation) in (Union, types.UnionType):
-        kinds = [k for k in get_args(annotation) if k is not type(None)]
-        return x if x is None or len(kinds) > 1 else _value(kinds[0], x, typed)
-    if annotation is torch.dtype:
-        return dtype(x)
-    return of_row(annotation, x, typed) if _is_dataclass(annotation) else x
+@functools.lru_cache(4096)
+def typed(text: str, mesh: Mesh) -> tuple[tuple[int, ...], torch.dtype, Layout]:
+    """Shape, dtype and layout of a type. Raises ValueError for what is none, where the mesh has no such axis, or where
+    the parts do not fit the shape.
+    """
+    shape, kind, placements = parse(text)
+    for axis in placements:
+        try:
+            mesh.parts(axis)
+        except KeyError:
+            raise ValueError(f"the mesh has no axis {axis}") from None
+    layout = Layout.of(placements, mesh)
+    if why := layout.fits(shape, mesh):
+        raise ValueError(f"{list(shape)} cannot be laid out so: {why}")
+    return shape, kind, layout

@@ -1,4 +1,4 @@
-"""The tables of a compiled folder, manifest.json and layouts.json: their form, and what has to agree in them.
+"""Read the tables of a compiled folder, manifest.json and layouts.json: their form, and what has to agree in them.
 
 The folder may be anybody's. Every entry is checked before anything is made of it: its type, its size, and that the
 names and numbers in it are those of something. An error says which entry it is: `layouts.json: params[3].bucket`.
@@ -6,40 +6,21 @@ names and numbers in it are those of something. An error says which entry it is:
 
 from __future__ import annotations
 
-import keyword
 import re
-import types
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, Optional, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from shardc.artifact.folder_files import AGAIN, LAYOUTS, MANIFEST
-from shardc.artifact.rows import Form, Number, Positive, form, of_row
+from shardc.artifact.folder_files import AGAIN
+from shardc.artifact.rows import Form, Positive
 from shardc.errors import Errors
 from shardc.ir import matrices
-from shardc.ir.adapters import Adapter
-from shardc.ir.buckets import Bucket
-from shardc.ir.matrices import Cut
 from shardc.ir.mesh import MAX_RANKS, MICROBATCH, Mesh
-from shardc.ir.offload import OffloadPlaces
-from shardc.ir.outputs import Output
-from shardc.ir.placement import Layout
-from shardc.ir.stage import Region
-from shardc.ir.stored import Buffer, Input, Param
-from shardc.ir.type_text import parse
+from shardc.ir.program import Program
 
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.\d{1,3})*", re.ASCII)
-#: Names that the texts use themselves.
-_TAKEN = {"mesh", "rng", "ops", "aten", "torch"}
-
-
-def _name(text: str) -> str:
-    """A name in the texts: of a placeholder."""
-    if not text.isascii() or not text.isidentifier() or keyword.iskeyword(text) or text in _TAKEN or "__" in text[:2]:
-        raise ValueError(f"{text[:40]!r} cannot be a name in a program")
-    return text
 
 
 def _axis(text: str) -> str:
@@ -48,28 +29,14 @@ def _axis(text: str) -> str:
     return text
 
 
-Name = Annotated[str, AfterValidator(_name)]
+def _mesh(axes: dict[str, int]) -> Mesh:
+    mesh = Mesh.of(axes)
+    if mesh.world > MAX_RANKS:
+        raise ValueError(f"{mesh.world:,} ranks, more than {MAX_RANKS:,}")
+    return mesh
+
+
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-#: layouts.json.
-_ROWS: dict[str, Any] = {
-    "params": form(Param, Name),
-    "buffers": form(Buffer, Name),
-    "inputs": form(Input, Name),
-    "outputs": form(Output),
-    "buckets": form(Bucket),
-    "regions": form(Region),
-    "adapters": form(Adapter),
-}
-_LAYOUTS: dict[str, Any] = {name: (types.GenericAlias(list, (each,)), ...) for name, each in _ROWS.items()}
-Layouts: Any = create_model(
-    "Layouts", __base__=Form, microbatches=(Annotated[int, Field(ge=1, lt=1 << 31)], ...), **_LAYOUTS
-)
-
-
-class StageRow(Form):
-    name: Name
-    updates: list[str]
-    outputs: list[str]
 
 
 class Example(Form):
@@ -101,43 +68,26 @@ class Facts(BaseModel):
         return self
 
 
-class _Manifest(Form):
+class Manifest(Form):
+    """manifest.json: which shardc and torch wrote the folder, what is in it, and on which mesh it runs."""
+
     format: int
     shardc: str
     torch: str
     sha256: dict[str, str]
-    mesh: Annotated[dict[Annotated[str, AfterValidator(_axis)], Positive], Field(max_length=1000)]
-    stages: Annotated[list[StageRow], Field(max_length=4096)]
-    axis: str
-    notes: list[str]
+    mesh: Annotated[
+        dict[Annotated[str, AfterValidator(_axis)], Positive], Field(max_length=1000), AfterValidator(_mesh)
+    ]
     meta: dict[str, Any]
-    shared_modules: list[list[str]]
-    loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["dynamic"] | None
-    evaluates: Literal["alike", "otherwise", "untried"]
-    eval_mode: bool
-    still: list[str]
     record: dict[str, Any] | None  # shardc.ir.forward_record reads what anybody may have written
-    baked: list[Annotated[tuple[list[str | Number], float | str], Field(strict=False)]]  # JSON has lists
 
 
-#: manifest.json, but for what says which shardc and torch wrote it, which is checked first.
-_MATRICES: Any = form(Cut)
-Manifest: Any = create_model(
-    "Manifest",
-    __base__=_Manifest,
-    offload=(form(OffloadPlaces), ...),
-    matrices=(Optional[dict[str, list[_MATRICES]]], ...),  # noqa: UP045 (a value)
-)
-
-FormT = TypeVar("FormT", bound=BaseModel)
-
-
-def of_form(kind: type[FormT], values: Any, where: str, at: str = "") -> FormT:
-    """The table in its form. where: its file; at: the entry in it that `values` are. Raises ShardcError with all
+def of_form(kind: Any, values: Any, where: str, at: str = "", context: Any = None) -> Any:
+    """The values in their form. where: their file; at: the entry in it that they are. Raises ShardcError with all
     entries that are otherwise.
     """
     try:
-        return kind.model_validate(values)
+        return TypeAdapter(kind).validate_python(values, context=context)
     except ValidationError as e:
         errors = Errors()
         for wrong in e.errors(include_url=False, include_context=False):
@@ -153,152 +103,84 @@ def _short(text: str) -> str:
     return text if len(text) < 60 else f"{text[:56]} ..."
 
 
-class Checked:
-    """What the rows of both tables stand for, after everything that they name was found."""
-
-    def __init__(self, manifest: Any, layouts: Any, folder: str) -> None:
-        self.manifest, self.layouts, self.folder = manifest, layouts, folder
-        self.mesh = Mesh.of(manifest.mesh)
-        self.errors = Errors()
-        self._seen: dict[str, tuple[tuple[int, ...], Any, Layout]] = {}
-
-    def run(self) -> None:
-        """Raises ShardcError with every entry that does not agree with others."""
-        manifest, layouts = self.manifest, self.layouts
-        if self.mesh.world > MAX_RANKS:
-            self._wrong(MANIFEST, "mesh", f"{self.mesh.world:,} ranks, more than {MAX_RANKS:,}")
-        if manifest.axis and manifest.axis not in self.mesh.names:
-            self._wrong(MANIFEST, "axis", f"the mesh has no axis {manifest.axis!r}")
-        if not manifest.stages or (len(manifest.stages) > 1 and not manifest.axis):
-            self._wrong(MANIFEST, "stages", f"{len(manifest.stages)} stages, and an axis {manifest.axis!r}")
-        self.errors.raise_any()
-        rows = [*layouts.params, *layouts.buffers, *layouts.inputs]
-        self._once(LAYOUTS, "params, buffers and inputs", [x.name for x in rows])
-        self._once(MANIFEST, "stages", [s.name for s in manifest.stages])
-        params, buckets = {p.name for p in layouts.params}, len(layouts.buckets)
-        updated, outputs = {b.name for b in layouts.buffers if b.updated}, {o.name for o in layouts.outputs}
-        for i, stage in enumerate(manifest.stages):
-            self._known(MANIFEST, f"stages[{i}].updates", stage.updates, updated)
-            self._known(MANIFEST, f"stages[{i}].outputs", stage.outputs, outputs)
-        for key in ("params", "buffers", "inputs"):
-            for i, x in enumerate(getattr(layouts, key)):
-                self._typed(f"{key}[{i}].type", x.type)
-                self._stages(f"{key}[{i}]", getattr(x, "stages", []))
-        for i, p in enumerate(layouts.params):
-            self._axes(f"params[{i}].reduce", p.reduce)
-            if p.bucket >= buckets:
-                self._wrong(LAYOUTS, f"params[{i}].bucket", f"there are {buckets} buckets, and it is {p.bucket}")
-            elif p.bucket >= 0 and p.name not in layouts.buckets[p.bucket].params:
-                self._wrong(LAYOUTS, f"params[{i}].bucket", f"bucket {p.bucket} does not list {p.name}")
-        for i, b in enumerate(layouts.buckets):
-            self._known(LAYOUTS, f"buckets[{i}].params", b.params, params)
-            self._axes(f"buckets[{i}].axes", b.axes)
-            self._axes(f"buckets[{i}].shard", [b.shard] if b.shard else [])
-            self._stages(f"buckets[{i}]", b.stages)
-            if b.rounded and not self.errors.found:
-                shapes = {p.name: p.type for p in layouts.params}
-                if len(b.rounded) != len(b.params) or b.zero != 3:
-                    self._wrong(LAYOUTS, f"buckets[{i}].rounded", "it says of other parameters how they are rounded")
-                for how, name in zip(b.rounded, b.params, strict=False):
-                    self._axes(f"buckets[{i}].rounded", how.axes)
-                    if name in shapes and len(how.granule) != len(self.typed(shapes[name])[0]):
-                        self._wrong(LAYOUTS, f"buckets[{i}].rounded", f"{name} has not {len(how.granule)} dims")
-            if not b.params or (b.zero and not b.shard):
-                self._wrong(LAYOUTS, f"buckets[{i}]", "it has no parameters, or no axis over which it is cut")
-        self._once(LAYOUTS, "buckets", [n for b in layouts.buckets for n in b.params])
-        for i, o in enumerate(layouts.outputs):
-            self._typed(f"outputs[{i}].type", o.type)
-            self._stages(f"outputs[{i}]", [o.stage] if manifest.axis else [])
-            self._known(LAYOUTS, f"outputs[{i}].divisor", [o.divisor] if o.divisor else [], outputs)
-        cuts = {"inputs": layouts.inputs, "outputs": layouts.outputs}
-        for key, each in cuts.items():
-            for i, cut in enumerate(each):
-                if cut.microbatch is not None:
-                    self._cut(f"{key}[{i}].microbatch", cut)
-        self._cuts()
-        for i, a in enumerate(layouts.adapters):
-            self._known(LAYOUTS, f"adapters[{i}]", [x for x in (a.base, a.a, a.b, a.magnitude) if x], params)
-        before = {""}
-        for i, r in enumerate(layouts.regions):
-            self._known(LAYOUTS, f"regions[{i}].parent", [r.parent], before)
-            before.add(r.name)
-        self.errors.raise_any()
-
-    def _cuts(self) -> None:
-        """Cuts of parameters, and what they cut."""
-        rows = {p.name: p for p in self.layouts.params}
-        self._known(MANIFEST, "matrices", self.manifest.matrices or (), rows)
-        for name, cuts in (self.matrices() or {}).items():
-            try:
-                shape = self.typed(rows[name].type)[0] if name in rows else ()
-            except ValueError:
-                continue  # told already
-            if name in rows and (why := matrices.fault(shape[1:] if rows[name].members else shape, cuts)):
-                self._wrong(MANIFEST, f"matrices[{name}]", why)
-
-    def matrices(self) -> dict[str, tuple[Cut, ...]] | None:
-        """Of which matrices parameters consist."""
-        if self.manifest.matrices is None:
-            return None
-        return {name: tuple(of_row(Cut, c, self.typed) for c in cuts) for name, cuts in self.manifest.matrices.items()}
-
-    def typed(self, text: str) -> tuple[tuple[int, ...], Any, Layout]:
-        """Shape, dtype and layout of a type. Raises ValueError for what is none on this mesh."""
-        if text not in self._seen:
-            shape, dtype, placements = parse(text)
-            self._seen[text] = shape, dtype, layout_of(shape, placements, self.mesh)
-        return self._seen[text]
-
-    def _typed(self, at: str, text: str) -> None:
-        try:
-            self.typed(text)
-        except ValueError as e:
-            self._wrong(LAYOUTS, at, str(e))
-
-    def _cut(self, at: str, x: Any) -> None:
-        """The microbatches' cut has to divide the dim, of the global tensor or of a rank's part."""
-        try:
-            shape, _, _ = self.typed(x.type)
-        except ValueError:
-            return  # told already
-        cut = x.microbatch
-        assert cut is not None
-        if cut.dim >= len(shape) or cut.split > max(shape[cut.dim], 1) << 20 or cut.blocks > cut.split:
-            self._wrong(LAYOUTS, at, f"{cut} does not fit a tensor {x.type}")
-
-    def _axes(self, at: str, axes: Iterable[str]) -> None:
-        for axis in axes:
-            if why := axis_fault(axis, self.mesh):
-                self._wrong(LAYOUTS, at, why)
-
-    def _stages(self, at: str, stages: Iterable[int]) -> None:
-        if any(s >= len(self.manifest.stages) for s in stages):
-            self._wrong(LAYOUTS, at, f"there are {len(self.manifest.stages)} stages, and it is of {max(stages)}")
-
-    def _known(self, file: str, at: str, names: Iterable[str], known: Iterable[str]) -> None:
-        for name in names:
-            if name not in known:
-                self._wrong(file, at, f"there is no {_short(repr(name))}")
-
-    def _once(self, file: str, at: str, names: list[str]) -> None:
-        if twice := [n for n, count in Counter(names).items() if count > 1]:
-            self._wrong(file, at, f"{_short(twice[0])!r} stands twice")
-
-    def _wrong(self, file: str, at: str, what: str) -> None:
-        self.errors.add(f"{at}: {what}", where=f"{self.folder}/{file}", fix=AGAIN)
+def check(program: Program, where: str) -> None:
+    """Raises ShardcError with every entry of layouts.json that does not agree with others. where: the file."""
+    errors = Errors()
+    for at, fault in _wrong(program):
+        errors.add(f"{at}: {fault}", where=where, fix=AGAIN)
+    errors.raise_any()
 
 
-def layout_of(shape: tuple[int, ...], placements: Mapping[str, Any], mesh: Mesh) -> Layout:
-    """The layout of a value. Raises ValueError where the mesh has no such axis, or the parts do not fit the shape."""
-    for axis in placements:
-        try:
-            mesh.parts(axis)
-        except KeyError:
-            raise ValueError(f"the mesh has no axis {axis}") from None
-    layout = Layout.of(placements, mesh)
-    if why := layout.fits(shape, mesh):
-        raise ValueError(f"{list(shape)} cannot be laid out so: {why}")
-    return layout
+def _wrong(program: Program) -> Iterator[tuple[str, str]]:
+    """The entries that do not agree with others, and why."""
+    mesh, buckets, params = program.mesh, program.buckets, {p.name: p for p in program.params}
+    updated, outputs = {b.name for b in program.buffers if b.updated}, {o.name for o in program.outputs}
+
+    def axes(at: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        yield from ((at, why) for axis in names if (why := axis_fault(axis, mesh)))
+
+    def known(at: str, names: Iterable[str], there: Iterable[str]) -> Iterator[tuple[str, str]]:
+        yield from ((at, f"there is no {_short(repr(name))}") for name in names if name not in there)
+
+    def once(at: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        yield from ((at, f"{_short(name)!r} stands twice") for name, n in Counter(names).items() if n > 1)
+
+    def stages(at: str, numbers: Iterable[int]) -> Iterator[tuple[str, str]]:
+        if high := [s for s in numbers if s >= len(program.stages)]:
+            yield at, f"there are {len(program.stages)} stages, and it is of {max(high)}"
+
+    if program.axis and program.axis not in mesh.names:
+        yield "axis", f"the mesh has no axis {program.axis!r}"
+    if not program.stages or (len(program.stages) > 1 and not program.axis):
+        yield "stages", f"{len(program.stages)} stages, and an axis {program.axis!r}"
+    yield from once("params, buffers and inputs", (x.name for x in program.stored))
+    yield from once("stages", (s.name for s in program.stages))
+    yield from once("buckets", (n for b in buckets for n in b.params))
+    for i, s in enumerate(program.stages):
+        yield from known(f"stages[{i}].updates", s.updates, updated)
+        yield from known(f"stages[{i}].outputs", s.outputs, outputs)
+    for i, p in enumerate(program.params):
+        yield from stages(f"params[{i}]", p.stages)
+        yield from axes(f"params[{i}].reduce", p.reduce)
+        if p.bucket >= len(buckets):
+            yield f"params[{i}].bucket", f"there are {len(buckets)} buckets, and it is {p.bucket}"
+        elif p.bucket >= 0 and p.name not in buckets[p.bucket].params:
+            yield f"params[{i}].bucket", f"bucket {p.bucket} does not list {p.name}"
+    for i, buffer in enumerate(program.buffers):
+        yield from stages(f"buffers[{i}]", buffer.stages)
+    for i, b in enumerate(buckets):
+        yield from known(f"buckets[{i}].params", b.params, params)
+        yield from axes(f"buckets[{i}].axes", (*b.axes, *(a for how in b.rounded for a in how.axes)))
+        yield from axes(f"buckets[{i}].shard", [b.shard] if b.shard else [])
+        yield from stages(f"buckets[{i}]", b.stages)
+        if b.rounded and (len(b.rounded) != len(b.params) or b.zero != 3):
+            yield f"buckets[{i}].rounded", "it says of other parameters how they are rounded"
+        for how, name in zip(b.rounded, b.params, strict=False):
+            if name in params and len(how.granule) != len(params[name].shape):
+                yield f"buckets[{i}].rounded", f"{name} has not {len(how.granule)} dims"
+        if not b.params or (b.zero and not b.shard):
+            yield f"buckets[{i}]", "it has no parameters, or no axis over which it is cut"
+    for i, o in enumerate(program.outputs):
+        yield from stages(f"outputs[{i}]", [o.stage] if program.axis else [])
+        yield from known(f"outputs[{i}].divisor", [o.divisor] if o.divisor else [], outputs)
+    for key in ("inputs", "outputs"):  # the microbatches' cut has to divide the dim, of all or of a rank's part
+        for i, x in enumerate(getattr(program, key)):
+            cut = x.microbatch
+            if cut and (
+                cut.dim >= len(x.shape) or cut.split > max(x.shape[cut.dim], 1) << 20 or cut.blocks > cut.split
+            ):
+                yield f"{key}[{i}].microbatch", f"{cut} does not fit a tensor {list(x.shape)}"
+    yield from known("matrices", program.matrices or (), params)
+    for name, cuts in (program.matrices or {}).items():
+        of = params.get(name)
+        if of is not None and (why := matrices.fault(of.shape[1:] if of.members else of.shape, cuts)):
+            yield f"matrices[{name}]", why
+    for i, a in enumerate(program.adapters):
+        yield from known(f"adapters[{i}]", (a.base, *a.names), params)
+    before = {""}
+    for i, r in enumerate(program.regions):
+        yield from known(f"regions[{i}].parent", [r.parent], before)
+        before.add(r.name)
 
 
 def axis_fault(axis: str, mesh: Mesh) -> str:

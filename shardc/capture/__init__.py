@@ -97,8 +97,8 @@ def capture(
                 side_effects.unchanged(model) as changes,
                 attribute_reads.recorded(model, changes, function) as reads,
             ):
-                given = Fold(reads, changes) if fold else None
-                exported = export(model, leaves, loss, forward, sizes=sizes, rows=rows, fold=given)
+                folding = Fold(reads, changes) if fold else None
+                exported = export(model, leaves, loss, forward, sizes=sizes, rows=rows, fold=folding)
             break
         except UnlikeError:
             pass
@@ -112,7 +112,7 @@ def capture(
         kept = {n: x for n, x in exported.updated.items() if n in exported.caches}
         exported = exported._replace(updated=kept)
     program = lift(model, leaves, exported, with_loss=forward is None)
-    counts = tuple(_counts(*each) for each in reads.set_too(changes).items())
+    counts = tuple(_counts(*item) for item in reads.set_too(changes).items())
     of_loss = attribute_reads.loss_object(function), reads.of_loss
     eval_mode = forward is None and not model.training and reads.acts_otherwise(model)
     branches = bool(reads.training) and any(m.training for m in model.modules())

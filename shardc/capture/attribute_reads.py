@@ -67,8 +67,8 @@ class Reads:
 
     def again(self, module: nn.Module, name: str) -> None:
         """Record a plain attribute as if forward had read it; no property runs."""
-        held = object.__getattribute__(module, "__dict__")
-        if name in held or any(type(vars(c).get(name)) in PLAIN for c in type(module).__mro__ if name in vars(c)):
+        attributes = object.__getattribute__(module, "__dict__")
+        if name in attributes or any(type(vars(c).get(name)) in PLAIN for c in type(module).__mro__ if name in vars(c)):
             getattr(module, name)
 
     def acts_otherwise(self, model: nn.Module) -> bool:
@@ -92,13 +92,13 @@ class Reads:
 
     def set_too(self, changes: Changes) -> dict[str, Source]:
         """Return the numbers that forward reads and then changes, with the line; remove these from `values`."""
-        found = {}
+        sources = {}
         for path, values in self.values.items():
             for name in [n for n in values if (f"{path}.{n}" if path else n) in changes.set]:
                 full = f"{path}.{name}" if path else name
                 if type(values.pop(name)) in (int, float):
-                    found[full] = changes.set[full]
-        return found
+                    sources[full] = changes.set[full]
+        return sources
 
 
 def _switched(m: nn.Module) -> bool:
@@ -122,9 +122,9 @@ def recorded(model: nn.Module, changes: Changes, loss: Any = None) -> Iterator[R
     reads = Reads()
     names = {identity(m): name for name, m in model.named_modules()}
     held_objects = _HeldObjects(reads, changes)
-    if (thing := loss_object(loss)) is not None:
+    if (owner := loss_object(loss)) is not None:
         reads.values[LOSS] = reads.of_loss
-        held_objects.watch(thing, LOSS, "")
+        held_objects.watch(owner, LOSS, "")
 
     def read(self: nn.Module, name: str) -> Any:
         value = super(nn.Module, self).__getattribute__(name)
@@ -145,8 +145,8 @@ def recorded(model: nn.Module, changes: Changes, loss: Any = None) -> Iterator[R
                         reads.own = True
                         reads.reading.add(path)
             elif name not in _OF_EVERY_MODULE and (f"{path}.{name}" if path else name) not in changes.written:
-                held = super(nn.Module, self).__getattribute__("__dict__")
-                if name in held or any(vars(c).get(name) is value for c in type(self).__mro__ if name in vars(c)):
+                attributes = super(nn.Module, self).__getattribute__("__dict__")
+                if name in attributes or any(vars(c).get(name) is value for c in type(self).__mro__ if name in vars(c)):
                     reads.values.setdefault(path, {}).setdefault(name, value)
         elif identity(self) in names and name not in _OF_EVERY_MODULE:
             held_objects.watch(value, names[identity(self)], name)
@@ -158,8 +158,8 @@ def recorded(model: nn.Module, changes: Changes, loss: Any = None) -> Iterator[R
 
 def loss_object(loss: Any) -> Any:
     """Return the object whose settings a loss may read, such as a method's object; None for a function."""
-    thing = getattr(loss, "__self__", loss)
-    return thing if hasattr(thing, "__dict__") and not isinstance(thing, (FunctionType, ModuleType)) else None
+    owner = getattr(loss, "__self__", loss)
+    return owner if hasattr(owner, "__dict__") and not isinstance(owner, (FunctionType, ModuleType)) else None
 
 
 class _HeldObjects:
@@ -192,19 +192,19 @@ class _HeldObjects:
             value = get(this, name)
             known = self._names.get(id(this))
             if known is not None and type(value) in PLAIN and not name.startswith("__"):
-                path, held = known
+                path, attribute = known
                 self._reads.touched[id(this), name] = this
                 if (id(this), name) not in self._set:
-                    self._reads.values.setdefault(path, {}).setdefault(f"{held}.{name}".lstrip("."), value)
+                    self._reads.values.setdefault(path, {}).setdefault(f"{attribute}.{name}".lstrip("."), value)
             return value
 
         def write(this: Any, name: str, value: Any) -> None:
             known = self._names.get(id(this))
             if known is not None:
-                path, held = known
+                path, attribute = known
                 self._changes.assigned += 1
                 self._set.add((id(this), name))
-                self._reads.values.get(path, {}).pop(f"{held}.{name}".lstrip("."), None)
+                self._reads.values.get(path, {}).pop(f"{attribute}.{name}".lstrip("."), None)
             put(this, name, value)
 
         with contextlib.suppress(TypeError, AttributeError):  # a metaclass may refuse: the class is not watched

@@ -32,7 +32,7 @@ from shardc.passes.canonical.norm import BATCH_NORMS
 from shardc.runtime.data.inputs import name_of
 from shardc.runtime.stage import op_errors
 from shardc.torch_private import FakeTensor, OpOverload, pytree
-from shardc.verify.reference import interpret_all, reach
+from shardc.verify.reference import interpret, reach
 
 #: Models up to so many multiply-adds (parameters × tokens) are run; larger ones only pass the static checks.
 LIMIT_WORK = 2e11
@@ -112,7 +112,7 @@ def prove(
         named(model.named_buffers(remove_duplicate=False)),
     )
     before = {name: b.clone() for name, b in buffers.items()}
-    given = {name: _version(x) for name, x in inputs.items()}
+    versions = {name: _version(x) for name, x in inputs.items()}
     plain = {name: (x, _version(x)) for name, x in _plain_tensors(model)}
     trained = {p.name: params[p.fqn] for p in program.params if p.requires_grad}
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings(record=True) as warned:
@@ -153,11 +153,11 @@ def prove(
             ) from e
         torch.manual_seed(0)
         with refusals.torch_errors(program.graph):
-            got, news, outputs = interpret_all(program, params, before, inputs)
+            got, news, outputs = interpret(program, params, before, inputs)
             got_grads = _grads(got, trained)
             if changed:
                 torch.manual_seed(0)
-                second, _, values = interpret_all(program, params, after, inputs)
+                second, _, values = interpret(program, params, after, inputs)
                 grads_of_second = _grads(second, trained)
                 zeros = {n: torch.zeros_like(trained[n]) for n in grads_again.keys() ^ grads_of_second.keys()}
                 either = sorted(grads_again.keys() | grads_of_second.keys())
@@ -170,7 +170,7 @@ def prove(
     if want is not None:
         _compare(errors, "the loss", "", want, got)
     if errors.found and (
-        of_batch := {i.name: i.path for i in program.inputs if inputs[i.name]._version != given[i.name]}
+        of_batch := {i.name: i.path for i in program.inputs if inputs[i.name]._version != versions[i.name]}
     ):
         with torch.random.fork_rng(devices=[]), patches.swapped(model, tensors):
             raise _changes_batch(of_batch, inputs, lambda: eager(whole))
@@ -207,9 +207,9 @@ def prove(
     for o, value in zip(program.outputs, beside, strict=True):
         _compare(errors, "the output", o.name, value, outputs[o.name])
     errors.raise_any()
-    said = _warnings(warned)
+    notes = _warnings(warned)
     if want is None or not (branches or model.training):
-        return Proof(said, evaluates="alike")
+        return Proof(notes, evaluates="alike")
     # with other buffers: fresh statistics, of 0 and 1, and vectors that converged hide differences
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for name, buffer in buffers.items():
@@ -218,25 +218,25 @@ def prove(
             buffer.copy_(after[name])
         torch.manual_seed(0)  # forward may draw in eval mode too, such as the noise of a VAE
         try:
-            evaluating = interpret_all(program, params, after, inputs, graph=_evaluating(program.graph))
+            evaluating = interpret(program, params, after, inputs, graph=_evaluating(program.graph))
         except RuntimeError:  # a norm that returns its statistics then has none: evaluating reports it
-            return Proof(said, evaluates="otherwise")
+            return Proof(notes, evaluates="otherwise")
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), patches.swapped(model, tensors):
         warnings.simplefilter("ignore")
-        found = _evaluates(
+        proof = _evaluates(
             model, lambda: eager(whole), (evaluating[0], *evaluating[2].values()), program.graph, branches
         )
-        return replace(found, notes=(*said, *found.notes))
+        return replace(proof, notes=(*notes, *proof.notes))
 
 
 def _warnings(warned: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
     """Return torch's warnings at lines of the user's model or loss: the model itself never runs again."""
-    found = {
+    texts = {
         f"{Path(w.filename).name}:{w.lineno}: torch warns: {' '.join(str(w.message).split())}"
         for w in warned
         if w.category is UserWarning and source.is_users(w.filename) and _NO_GRADIENTS not in str(w.message)
     }
-    return tuple(sorted(found))
+    return tuple(sorted(texts))
 
 
 def _evaluates(
@@ -261,12 +261,12 @@ def _evaluates(
     except Exception:  # such as a forward that differentiates: its result with gradients counts
         pass
     try:
-        wanted = run(0, grad=True)
-        draws = not _alike(run(1, grad=True), wanted, EVALUATED)
+        expected = run(0, grad=True)
+        draws = not _alike(run(1, grad=True), expected, EVALUATED)
     except Exception:  # in eval mode it may have no loss: evaluating reports it
         return Proof(evaluates="otherwise")
-    notes = () if without is None or draws or _alike(without, wanted) else (_without_gradients(model),)
-    if _alike(wanted, ours, EVALUATED):
+    notes = () if without is None or draws or _alike(without, expected) else (_without_gradients(model),)
+    if _alike(expected, ours, EVALUATED):
         return Proof(notes, evaluates="alike")
     if draws and not branches and any(map(_drops, calls(graph))):
         return Proof((KEEPS_DROPOUT,), evaluates="alike")

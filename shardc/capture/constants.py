@@ -17,8 +17,8 @@ FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.defau
 
 def contents(x: Tensor) -> bytes:
     """Return bytes that are equal for tensors with bitwise equal contents."""
-    held = x.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"{x.dtype} {tuple(x.shape)} {x.device} ".encode() + held
+    data = x.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{x.dtype} {tuple(x.shape)} {x.device} ".encode() + data
 
 
 def constant(x: Tensor) -> Tensor | None:

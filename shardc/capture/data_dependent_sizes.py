@@ -29,8 +29,8 @@ def _cov(
         return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
     rows = input if input.dim() == 2 else input.reshape(1, -1)
     n = rows.shape[1]
-    apart = rows - rows.sum(1, keepdim=True) / n
-    return (apart @ apart.mH / max(n - correction, 0)).squeeze()
+    centered = rows - rows.sum(1, keepdim=True) / n
+    return (centered @ centered.mH / max(n - correction, 0)).squeeze()
 
 
 def _corrcoef(input: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from shardc.capture.data_dependent_sizes import KnownSizes
 from shardc.capture.masked_rows import ChosenRows
 from shardc.capture.masked_rows.branches import needed, parsed
 from shardc.capture.masked_rows.rows import seen_by_the_model
+from shardc.capture.refusals import BRANCH
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.source import Source
@@ -60,7 +61,7 @@ class ValueReads:
             raise ShardcError(
                 f"the program depends on the value of the buffer {name!r}, which it changes ({place.shown})",
                 where=place.line,
-                fix="compute both branches and choose with torch.where(condition, a, b)",
+                fix=BRANCH,
             )
 
 
@@ -81,10 +82,10 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
         if not _saved(model, n) and b.device.type != "meta" and not isinstance(b, FakeTensor)
     }
 
-    held = {n: model.get_submodule(n.rpartition(".")[0])._buffers for n in kept}
+    buffers = {n: model.get_submodule(n.rpartition(".")[0])._buffers for n in kept}
 
     def known(x: Tensor) -> Tensor | None:
-        now = ((n, b) for n in kept if (b := held[n].get(n.rpartition(".")[2])) is not None)
+        now = ((n, b) for n in kept if (b := buffers[n].get(n.rpartition(".")[2])) is not None)
         names = {node: n for n, b in now if (node := traced_node(b)) is not None}
         value, used = constant_value(x, {node: kept[n] for node, n in names.items()})
         reads.buffers.update(dict.fromkeys((names[node] for node in used), source.of_call()) if used else {})
@@ -108,8 +109,8 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
 
 def _saved(model: nn.Module, name: str) -> bool:
     """Return whether a buffer is in the model's state_dict."""
-    path, _, own = name.rpartition(".")
-    return own not in model.get_submodule(path)._non_persistent_buffers_set
+    path, _, attribute = name.rpartition(".")
+    return attribute not in model.get_submodule(path)._non_persistent_buffers_set
 
 
 def _reading(
@@ -280,14 +281,14 @@ def ctc_loss(
     batched = log_probs.dim() == 3
     x = log_probs if batched else log_probs.unsqueeze(1)
     ins, outs = (torch.as_tensor(ls, dtype=torch.int64).reshape(-1) for ls in (input_lengths, target_lengths))
-    each: Tensor = torch.ops.shardc.ctc_loss.default(
+    losses: Tensor = torch.ops.shardc.ctc_loss.default(
         x, targets if batched else targets.reshape(1, -1), ins, outs, blank, zero_infinity
     )
     if zero_infinity:
-        each = torch.where(each == torch.inf, 0.0, each)
+        losses = torch.where(losses == torch.inf, 0.0, losses)
     if reduction == 1:
-        return (each / outs.clamp(min=1).to(each.dtype)).mean()
-    return each.sum() if reduction == 2 else each if batched else each.squeeze(0)
+        return (losses / outs.clamp(min=1).to(losses.dtype)).mean()
+    return losses.sum() if reduction == 2 else losses if batched else losses.squeeze(0)
 
 
 #: Ops that only check values.

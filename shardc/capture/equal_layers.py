@@ -71,14 +71,14 @@ class _Layer:
 
     def tensors(self) -> list[Tensor]:
         """Return parameters and buffers, in order; one that has several names occurs several times."""
-        held = (_attributes(m)[h] for m in self.modules for h in ("_parameters", "_buffers"))
-        return [x for each in held for x in dict.values(each) if x is not None]
+        tables = (_attributes(m)[h] for m in self.modules for h in ("_parameters", "_buffers"))
+        return [x for table in tables for x in dict.values(table) if x is not None]
 
 
 def _attributes(m: nn.Module) -> dict[str, Any]:
     """Return a module's attributes without a recorded read (shardc.capture.attribute_reads)."""
-    found: dict[str, Any] = object.__getattribute__(m, "__dict__")
-    return found
+    attributes: dict[str, Any] = object.__getattribute__(m, "__dict__")
+    return attributes
 
 
 def _lists(model: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
@@ -94,23 +94,23 @@ def _unlike(a: _Layer, b: _Layer) -> set[tuple[int, str]] | None:
     if len(a.modules) != len(b.modules):
         return None
     twins = {id(x): y for x, y in zip(a.modules, b.modules, strict=True)}
-    found: set[tuple[int, str]] = set()
+    differing: set[tuple[int, str]] = set()
     for i, (x, y) in enumerate(zip(a.modules, b.modules, strict=True)):
-        mine, other = _attributes(x), _attributes(y)
-        if type(x) is not type(y) or mine.keys() != other.keys() or mine["training"] != other["training"]:
+        one, other = _attributes(x), _attributes(y)
+        if type(x) is not type(y) or one.keys() != other.keys() or one["training"] != other["training"]:
             return None
-        for held in ("_parameters", "_buffers", "_modules"):
-            if list(mine[held]) != list(other[held]):
+        for table in ("_parameters", "_buffers", "_modules"):
+            if list(one[table]) != list(other[table]):
                 return None
-        children = zip(mine["_modules"].values(), other["_modules"].values(), strict=True)
+        children = zip(one["_modules"].values(), other["_modules"].values(), strict=True)
         if any(twins.get(id(m)) is not n for m, n in children if m is not None):
             return None
-        if not all(_alike(mine[held][n], other[held][n]) for held in ("_parameters", "_buffers") for n in mine[held]):
+        if not all(_alike(one[table][n], other[table][n]) for table in ("_parameters", "_buffers") for n in one[table]):
             return None
-        if mine["_non_persistent_buffers_set"] != other["_non_persistent_buffers_set"]:
+        if one["_non_persistent_buffers_set"] != other["_non_persistent_buffers_set"]:
             return None
-        found |= {(i, k) for k in mine if k not in _OF_EVERY_MODULE and not _same(mine[k], other[k], twins, _DEEP)}
-    return found if _ties(a.tensors()) == _ties(b.tensors()) else None
+        differing |= {(i, k) for k in one if k not in _OF_EVERY_MODULE and not _same(one[k], other[k], twins, _DEEP)}
+    return differing if _ties(a.tensors()) == _ties(b.tensors()) else None
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
@@ -267,9 +267,9 @@ class Folding:
 
     def _state(self, layer: _Layer, operands: list[Tensor]) -> Any:
         """Return what must be the same before and after a layer: its contents, modes, and capture's records."""
-        held = [_contents(v) for m in layer.modules for k, v in _attributes(m).items() if k not in _OF_EVERY_MODULE]
+        values = [_contents(v) for m in layer.modules for k, v in _attributes(m).items() if k not in _OF_EVERY_MODULE]
         return (
-            *(held, call_modes(), self._changes.assigned),
+            *(values, call_modes(), self._changes.assigned),
             [x.requires_grad for x in (*operands, *layer.tensors())],
             self._effects(layer.path),
         )
@@ -277,9 +277,9 @@ class Folding:
     def _copy(self, first: _First, layer: _Layer, operands: list[Tensor]) -> Any:
         self.calls.append(Copied(first.layer.path, layer.path))
         others, first.copied = [] if first.copied else first.operands, True
-        each = iter(traced_call(EQUAL_LAYER, (len(self.calls) - 1, operands, others, first.made), first.made))
+        outputs = iter(traced_call(EQUAL_LAYER, (len(self.calls) - 1, operands, others, first.made), first.made))
         results = [
-            (operands[i] if i >= 0 else next(each)) if isinstance(x, Tensor) else x
+            (operands[i] if i >= 0 else next(outputs)) if isinstance(x, Tensor) else x
             for x, i in zip(first.results, first.at, strict=True)
         ]
         for i, name in first.touched:  # so that later changes of this layer's attributes are detected, too
@@ -317,8 +317,8 @@ def _held(x: Any) -> dict[str, Any]:
 def _elsewhere(layer: _Layer, touched: Mapping[tuple[int, str], Any]) -> list[tuple[Any, str, Any]]:
     """Return attributes that were read outside the layer: owner, name, and contents."""
     inside = {identity(m) for m in layer.modules}
-    each = ((x, name, _held(x)) for (number, name), x in touched.items() if number not in inside)
-    return [(x, name, _contents(held[name])) for x, name, held in each if name in held]
+    reads = ((x, name, _held(x)) for (number, name), x in touched.items() if number not in inside)
+    return [(x, name, _contents(attributes[name])) for x, name, attributes in reads if name in attributes]
 
 
 def _is_made_here(n: fx.Node) -> bool:
@@ -329,10 +329,10 @@ def _is_made_here(n: fx.Node) -> bool:
 def _own(layer: _Layer, touched: Mapping[tuple[int, str], Any]) -> set[tuple[int, str]]:
     """Return attributes that were read, by the number of their module in the layer."""
     number = {identity(m): i for i, m in enumerate(layer.modules)}
-    found = {(number[m], name) for m, name in touched if m in number}
-    for i in [i for i, name in found if name == "__dict__"]:
-        found |= {(i, name) for name in _attributes(layer.modules[i])}
-    return found
+    reads = {(number[m], name) for m, name in touched if m in number}
+    for i in [i for i, name in reads if name == "__dict__"]:
+        reads |= {(i, name) for name in _attributes(layer.modules[i])}
+    return reads
 
 
 def _contents(x: Any) -> Any:
@@ -403,8 +403,8 @@ def unfold(model: nn.Module, exported: ExportedProgram, folding: Folding | None,
     }
     by_tensor: dict[int, fx.Node] = {}
     for name, node in ((n, by_name[n]) for n in tensors if n in by_name):  # one of two names has two placeholders
-        if (one := by_tensor.setdefault(id(tensors[name]), node)) is not node:
-            node.replace_all_uses_with(one)
+        if (first := by_tensor.setdefault(id(tensors[name]), node)) is not node:
+            node.replace_all_uses_with(first)
     stored = {name: by_tensor[id(x)] for name, x in tensors.items() if id(x) in by_tensor}
     constants = {nodes[s.arg.name] for s in exported.graph_signature.input_specs if s.kind == InputKind.CONSTANT_TENSOR}
     layer_copies.unfold(graph, folding.calls, stored, constants, cut)

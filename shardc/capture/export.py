@@ -90,7 +90,7 @@ def export(
     forward: replaces the loss. sizes, rows: see known_values. fold: raises UnlikeError if layers are not equal.
     """
     wrapper = _wrapper(model, leaves, loss, forward)
-    own = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in model.named_parameters()}
     beside = loss is not None or forward is not None
     wrapper.training = model.training
     with (
@@ -112,7 +112,7 @@ def export(
         warnings.simplefilter("ignore")  # warnings of export; the model's appear whenever it runs
         inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # separate ones: export merges identical inputs
         numbers = side_effects.random_state()
-        foreign = ForeignParameters(own)
+        foreign = ForeignParameters(names)
         try:
             with foreign:
                 exported = torch.export.export(wrapper, inputs, strict=False)

@@ -28,8 +28,8 @@ def keys_of_loss(model: nn.Module, batch: Any) -> set[Any]:
 def arguments(model: nn.Module, batch: Any, own_loss: bool) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return a batch as forward's arguments. own_loss: without keys that only the loss function needs."""
     if isinstance(batch, Mapping):
-        own = keys_of_loss(model, batch) if own_loss else set()
-        return (), {key: x for key, x in batch.items() if key not in own}
+        loss_keys = keys_of_loss(model, batch) if own_loss else set()
+        return (), {key: x for key, x in batch.items() if key not in loss_keys}
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 

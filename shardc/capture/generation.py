@@ -55,8 +55,8 @@ class GenerationOf(ValuesOf):
         return {LOGITS: output.logits[:, -1], **values}
 
     def _decode(self, batch: dict[str, Any], step: Decode) -> dict[str, Tensor]:
-        place, held = batch.pop(PLACE, None), {s.path: getattr(self, s.buffer) for s in step.states}
-        cache = together(step.form, held, Now(batch["attention_mask"].shape[1], place=place))
+        place, buffers = batch.pop(PLACE, None), {s.path: getattr(self, s.buffer) for s in step.states}
+        cache = together(step.form, buffers, Now(batch["attention_mask"].shape[1], place=place))
         decoders = getattr(cache, "self_attention_cache", cache)  # in 5.17 a pair of caches has no such property
         if all(decoders.is_linear):  # padding is in the past, and a recurrence takes a mask of the current tokens
             batch.pop("attention_mask")
@@ -66,7 +66,7 @@ class GenerationOf(ValuesOf):
             of_encoder = torch.zeros(step.form.encoder, dtype=dtype, device=batch["input_ids"].device)
             encoder["encoder_outputs"] = _types("modeling_outputs").BaseModelOutput(of_encoder)
         output, after = self._output(batch, cache, encoder), unchanged(step.form, cache)
-        for path, buffer in held.items():
+        for path, buffer in buffers.items():
             if after[path].shape != buffer.shape or after[path].dtype != buffer.dtype:
                 sizes = f"from {list(buffer.shape)} to {list(after[path].shape)}"
                 raise ShardcError(f"{path!r} of its cache grows with a token, {sizes}", where="generate")
@@ -83,21 +83,21 @@ class GenerationOf(ValuesOf):
         if encoder:
             names = {"input_ids": "decoder_input_ids", "position_ids": "decoder_position_ids"}
             batch = {new: batch[old] for old, new in names.items()}
-        given = {name: x for name, x in batch.items() if name in parameters}
-        given |= {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        return self.model(**given, **encoder, **{cache_argument(self.model): cache}, use_cache=True)
+        inputs = {name: x for name, x in batch.items() if name in parameters}
+        inputs |= {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        return self.model(**inputs, **encoder, **{cache_argument(self.model): cache}, use_cache=True)
 
     def _whole(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         ids, at = batch[IDS], batch[AT]
         encoder = batch.get(ENCODER)
         output = self.model(ids) if encoder is None else self.model(**encoder, decoder_input_ids=ids).logits
         rows, length = ids.shape
-        found = [x for x in tensors_in(output).values() if x.dim() == 3 and x.shape[:2] == (rows, length)]
-        if not found:
+        candidates = [x for x in tensors_in(output).values() if x.dim() == 3 and x.shape[:2] == (rows, length)]
+        if not candidates:
             fault = f"of ids [{rows}, {length}] the model returns no logits [{rows}, {length}, vocabulary]"
             fix = 'return logits of every position, as a tensor, .logits or "logits"'
             raise ShardcError(fault, where=of_function(self.model.forward).line, fix=fix)
-        logits = found[0]
+        logits = candidates[0]
         return {LOGITS: logits.gather(1, at[:, None, None].expand(rows, 1, logits.shape[-1]))[:, 0]}
 
 

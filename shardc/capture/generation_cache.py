@@ -82,14 +82,14 @@ def apart(cache: Any) -> tuple[dict[str, Tensor], Form]:
     """Split a cache into its states, by path, and its form."""
     states = {path: x for path, x in _leaves(cache) if isinstance(x, Tensor)}
     slots: dict[str, object] = {path: _Slot() for path in (*states, _NOW)}
-    found = {id(x): slots[path] for path, x in (*states.items(), (_NOW, cache.now))}
-    return states, Form(copy.deepcopy(cache, found), slots)  # deepcopy uses these as copies that already exist
+    memo = {id(x): slots[path] for path, x in (*states.items(), (_NOW, cache.now))}
+    return states, Form(copy.deepcopy(cache, memo), slots)  # deepcopy uses these as copies that already exist
 
 
 def together(form: Form, states: Mapping[str, Tensor], now: Now) -> Any:
     """Build a cache of this form with these states."""
-    given = {**states, _NOW: now}
-    return copy.deepcopy(form.cache, {id(slot): given[path] for path, slot in form.slots.items()})
+    values = {**states, _NOW: now}
+    return copy.deepcopy(form.cache, {id(slot): values[path] for path, slot in form.slots.items()})
 
 
 def unchanged(form: Form, cache: Any) -> dict[str, Tensor]:
@@ -99,8 +99,8 @@ def unchanged(form: Form, cache: Any) -> dict[str, Tensor]:
     for path in {**before, **after}:
         one, other = before.get(path), after.get(path)
         if path not in form.slots and (one != other or type(one) is not type(other)):
-            said = f"a tensor {list(other.shape)}" if isinstance(other, Tensor) else repr(other)
-            fault = f"a token changes what {path!r} of its cache is, from {one!r} to {said}"
+            shown = f"a tensor {list(other.shape)}" if isinstance(other, Tensor) else repr(other)
+            fault = f"a token changes what {path!r} of its cache is, from {one!r} to {shown}"
             raise ShardcError(fault, where="generate")
     return states
 

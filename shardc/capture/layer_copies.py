@@ -66,13 +66,13 @@ def unfold(
         raise UnlikeError("a gradient inside of forward looks at the graph while it is made")
     firsts: dict[str, _First] = {}
     for call in graph.find_nodes(op="call_function", target=EQUAL_LAYER):  # in the order of the graph
-        number, own, others, like = call.args
+        number, inputs, others, like = call.args
         name, layer = calls[number]
         if name not in firsts:
             firsts[name] = _first(graph, name, others, like, stored, set(constants))
         first = firsts[name]
         env = {x: x for x in constants} | {n: stored[layer + end] for end, n in first.weights.items()}
-        for x, y in zip(first.operands, own, strict=True):
+        for x, y in zip(first.operands, inputs, strict=True):
             if env.setdefault(x, y) is not y:
                 raise UnlikeError("one operand of a layer is two of another")
         renamed = _renamer(f"model.{name}", f"model.{layer}")
@@ -100,18 +100,18 @@ def _first(
 ) -> _First:
     inside = dict.fromkeys(_segment(graph, name))
     taken = [_same_tensor(x, lambda n: n not in inside) for x in operands]
-    given = [_same_tensor(x, inside.__contains__) for x in results]
+    outputs = [_same_tensor(x, inside.__contains__) for x in results]
     weights = {k.removeprefix(name): n for k, n in stored.items() if k.startswith(f"{name}.")}
     if set(taken) & set(weights.values()):
         raise UnlikeError("a layer gets one of its own weights as an argument")
     known = {*taken, *constants, *weights.values()}
     for n in inside:
         leaves = any(u not in inside and (u.target is not EQUAL_LAYER or n in u.args[1]) for u in n.users)  # type: ignore[operator]
-        if n.op != "call_function" or isinstance(n.target, HigherOrderOperator) or (leaves and n not in given):
+        if n.op != "call_function" or isinstance(n.target, HigherOrderOperator) or (leaves and n not in outputs):
             raise UnlikeError("a layer returns more than its results")
         if any(x not in inside and x not in known for x in n.all_input_nodes):
             raise UnlikeError("a layer takes more than its arguments and weights")
-    return _First(list(inside), taken, given, weights)
+    return _First(list(inside), taken, outputs, weights)
 
 
 def _segment(graph: fx.Graph, path: str) -> list[fx.Node]:
@@ -131,8 +131,8 @@ def _same_tensor(node: fx.Node, fits: Callable[[fx.Node], bool]) -> fx.Node:
         before = before.args[0] if writes else unchanged(before) if before.op == "call_function" else None
         if before is None:
             raise UnlikeError("operands or results of a layer are none in the graph")
-    found: fx.Node = before
-    return found
+    result: fx.Node = before
+    return result
 
 
 def _renamer(first: str, layer: str) -> Callable[[str], str]:

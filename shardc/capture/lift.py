@@ -88,7 +88,7 @@ def lift(
     constants: dict[bytes | str, fx.Node] = {}
     for spec in specs:
         if spec.kind == InputKind.CONSTANT_TENSOR:
-            given, constant = exported_nodes[spec.arg.name], exported.constants[str(spec.target)].detach()
+            placeholder, constant = exported_nodes[spec.arg.name], exported.constants[str(spec.target)].detach()
             made_here = str(spec.target) in made.fresh
             key = contents(constant) if made_here else str(spec.target)
             if key not in constants:  # equal constants are merged, so that equal layers have the same
@@ -97,13 +97,13 @@ def lift(
                 node.meta["stored"] = True
                 shape, dtype = tuple(constant.shape), constant.dtype
                 buffers.append(Buffer(node.name, "", shape, dtype, persistent=False, constant=constant))
-            env[given] = constants[key]
+            env[placeholder] = constants[key]
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             env[exported_nodes[spec.arg.name]] = by_fqn[str(spec.target).removeprefix("model.")]
-    each = iter(zip(leaves.paths, leaves.tensors, strict=True))
+    pairs = iter(zip(leaves.paths, leaves.tensors, strict=True))
     for spec in specs:
         if spec.kind == InputKind.USER_INPUT:
-            path, x = next(each)
+            path, x = next(pairs)
             named = path if path and isinstance(path[0], str) else ("input", *path)
             node = place("_".join(map(str, named)), values.of_tensor(x))
             inputs.append(Input(node.name, path, tuple(x.shape), x.dtype))

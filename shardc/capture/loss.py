@@ -67,9 +67,9 @@ _OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "predict
 
 def swapped(name: str, function: Any, names: Sequence[str] = ()) -> ShardcError:
     """Return the error for a loss whose two arguments are in the wrong order."""
-    given = f"({', '.join(names)})" if names else "(batch, output)"
+    shown = f"({', '.join(names)})" if names else "(batch, output)"
     return ShardcError(
-        f"{name} takes {given}, and is called with (output, batch): the model's output comes first",
+        f"{name} takes {shown}, and is called with (output, batch): the model's output comes first",
         where=of_function(function).line or name,
         fix=f"write def {name}(output, batch), or {name}=lambda output, batch: ...",
     )
@@ -215,10 +215,10 @@ def tensors_in(output: Any, name: str = "") -> dict[str, Tensor]:
         items = ((k, x) for k, x in output.items() if k != "past_key_values")
     elif isinstance(output, (tuple, list)):
         items = enumerate(output)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, x in items:
-        found |= tensors_in(x, f"{name}.{key}" if name else str(key))
-    return found
+        tensors |= tensors_in(x, f"{name}.{key}" if name else str(key))
+    return tensors
 
 
 def _runs_swapped(function: Loss, output: Any, batch: Any) -> bool:

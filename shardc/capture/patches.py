@@ -69,8 +69,8 @@ def check_hooks(model: nn.Module) -> None:
                 ),
             )
     for name, p in model.named_parameters():
-        held = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)
-        if hooks := [hook for each in held if each for hook in each.values()]:
+        tables = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)
+        if hooks := [hook for table in tables if table for hook in table.values()]:
             errors.add(
                 "the parameter has a gradient hook, which a captured graph cannot keep",
                 where=_at(name, hooks),
@@ -99,8 +99,8 @@ def check_wrapped(model: nn.Module) -> None:
         where = name or "the model"
         if isinstance(module, (DataParallel, DistributedDataParallel)):
             fault = f"the model is wrapped in {type(module).__name__}, which splits the batch and sums gradients itself"
-            held = f"{name}.module" if name else "model.module"
-            errors.add(fault, where=where, fix=f"pass the wrapped {held}: `mesh: {{dp: ...}}` of the spec does that")
+            path = f"{name}.module" if name else "model.module"
+            errors.add(fault, where=where, fix=f"pass the wrapped {path}: `mesh: {{dp: ...}}` of the spec does that")
             break
         if kind := _sharded_by_fsdp(module):
             fault = f"{kind} has already sharded its parameters over the ranks"
@@ -121,9 +121,9 @@ def check_wrapped(model: nn.Module) -> None:
 
 def _sharded_by_fsdp(module: nn.Module) -> str:
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    for name, said in (("FSDPModule", "fully_shard"), ("FullyShardedDataParallel", "FullyShardedDataParallel")):
+    for name, text in (("FSDPModule", "fully_shard"), ("FullyShardedDataParallel", "FullyShardedDataParallel")):
         if (kind := getattr(fsdp, name, None)) is not None and isinstance(module, kind):
-            return said
+            return text
     return ""
 
 
@@ -182,8 +182,8 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
 
     def moved(self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Skip a move in forward, such as `self.router.to(dtype)`, if nothing would change."""
-        held = (*self.parameters(recurse), *self.buffers(recurse))
-        unchanged = all(change(x) is x for x in held)
+        tensors = (*self.parameters(recurse), *self.buffers(recurse))
+        unchanged = all(change(x) is x for x in tensors)
         return self if unchanged else put(self, change, recurse)  # type: ignore[no-untyped-call]
 
     def without_gradients(self: torch.no_grad) -> None:
@@ -243,15 +243,15 @@ def swapped(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
     try:
         for module in model.modules():
             holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for held in holders:
-                for name, x in list(held.items()):
+            for holder in holders:
+                for name, x in list(holder.items()):
                     if x is not None and id(x) in tensors:
-                        saved.append((held, name, x))
-                        held[name] = tensors[id(x)]
+                        saved.append((holder, name, x))
+                        holder[name] = tensors[id(x)]
         yield
     finally:
-        for held, name, x in saved:
-            held[name] = x
+        for holder, name, x in saved:
+            holder[name] = x
 
 
 @contextmanager
@@ -308,9 +308,9 @@ def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if device.type not in (self.device.type, "cpu", "meta") and not torch.get_device_module(device).is_available():
             raise RuntimeError(f"Invalid device {device}: not linked with support for it")  # as .cuda() does
     if consists(self):  # torch would pass this patch to the tensor's own method, which knows only torch's
-        own: Any = type(self)
-        made: Tensor = own.__torch_function__(_TO, (type(self),), (self, *args), kwargs)
-        return made
+        cls: Any = type(self)
+        result: Tensor = cls.__torch_function__(_TO, (type(self),), (self, *args), kwargs)
+        return result
     return _TO(self, *args, **kwargs)
 
 

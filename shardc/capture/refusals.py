@@ -56,6 +56,7 @@ NUMBER = (
     "a tensor becomes a Python number (.item(), int(), float(), tolist(), an index of one element): the program"
     f" {DEPENDS}"
 )
+BRANCH = "compute both branches and choose with torch.where(condition, a, b)"
 KEEP = (
     "keep it a tensor: x * n.detach(), not x * n.item(), as no gradient goes through a number; pick rows with"
     " index_select(0, i.view(1)) or gather"
@@ -148,7 +149,7 @@ REFUSALS = (
     ),
     Cause(
         f"a branch {DEPENDS}",
-        "compute both branches and choose with torch.where(condition, a, b)",
+        BRANCH,
         raised=DATA,
         code=r"^\s*(if|elif|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b",
     ),
@@ -329,10 +330,10 @@ _ADVICE = (
 
 def advice(error: BaseException, *, of_loss: bool = False) -> str:
     """Return the fix for an error of the user's code, from torch or Python. of_loss: of the loss function."""
-    said = next((fix for text, fix in _ADVICE if re.search(text, str(error))), "")
-    if of_loss and not said:
+    known = next((fix for text, fix in _ADVICE if re.search(text, str(error))), "")
+    if of_loss and not known:
         return "it gets the model's output and the whole batch: loss=lambda output, batch: f(output, batch['y'])"
-    return said or (
+    return known or (
         "check that model and batch run together in plain PyTorch; if they do, torch cannot trace this line: write it"
         " with other ops"
     )
@@ -391,9 +392,9 @@ def torch_errors(graph: fx.Graph | None = None) -> Iterator[None]:
             raise named from e
         node = None if graph is None else op_errors.failed_in(e, graph)
         at = source.of_exception(e) if node is None else source_of(node)
-        code, said = f" ({at.shown})" if at.code else "", (str(e).strip().splitlines() or [""])[0]
+        code, message = f" ({at.shown})" if at.code else "", (str(e).strip().splitlines() or [""])[0]
         raise ShardcError(
-            f"torch cannot run the graph that capture made of this: {type(e).__name__}: {said}{code}",
+            f"torch cannot run the graph that capture made of this: {type(e).__name__}: {message}{code}",
             where=source.where(at),
             fix="write it with other ops; plain PyTorch runs it, so capture is at fault: report it with the model",
         ) from e

@@ -78,12 +78,12 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
             old.copy_(value)  # a traced `self.mean = 0.9 * self.mean + m`, which export would drop
             return
         place = lines[identity(self), name] = source.of_call()
-        held = any(name in self.__dict__.get(h, ()) for h in _HELD)
+        registered = any(name in self.__dict__.get(h, ()) for h in _HELD)
         if identity(self) in names:
             changes.assigned += 1
             changes.written.add(_join(names[identity(self)], name))
         if (
-            identity(self) in names and not held and self.__dict__.get(name, changes) is not value
+            identity(self) in names and not registered and self.__dict__.get(name, changes) is not value
         ):  # export itself may set it back
             changes.set[_join(names[identity(self)], name)] = place
         original(self, name, value)
@@ -128,8 +128,8 @@ def _join(path: str, name: str) -> str:
 
 def _contents(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Copy the lists, dicts and sets among a module's attributes, shallowly, to read. Most are empty."""
-    held = ((name, x) for name, x in attributes.items() if isinstance(x, (list, dict, set)))
-    return {name: x.copy() if x or type(x) not in _EMPTY else _EMPTY[type(x)] for name, x in held}
+    containers = ((name, x) for name, x in attributes.items() if isinstance(x, (list, dict, set)))
+    return {name: x.copy() if x or type(x) not in _EMPTY else _EMPTY[type(x)] for name, x in containers}
 
 
 def _same_items(now: Any, then: Any) -> bool:

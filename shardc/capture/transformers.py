@@ -46,22 +46,22 @@ def as_one_op() -> Iterator[None]:
 
 def _forward(chosen: Callable[..., Any], module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Any:
     """Compute what transformers' implementations do, as one op; call the chosen one if the op cannot."""
-    has: Any = module
-    up, act = ("gate_up_proj", has._apply_gate) if has.has_gate else ("up_proj", has.act_fn)
-    bias = (getattr(has, f"{up}_bias"), has.down_proj_bias) if has.has_bias else (None, None)
-    if getattr(has, "has_post_expert_norm", False):  # earlier versions have no such norm
+    block: Any = module
+    up, act = ("gate_up_proj", block._apply_gate) if block.has_gate else ("up_proj", block.act_fn)
+    bias = (getattr(block, f"{up}_bias"), block.down_proj_bias) if block.has_bias else (None, None)
+    if getattr(block, "has_post_expert_norm", False):  # earlier versions have no such norm
         return chosen(module, x, index, weights)
     try:
         return experts(
             x,
             index,
             weights,
-            getattr(has, up),
-            has.down_proj,
+            getattr(block, up),
+            block.down_proj,
             activation=act,
             up_bias=bias[0],
             down_bias=bias[1],
-            transposed=has.is_transposed,
+            transposed=block.is_transposed,
         )
     except ShardcError:  # an activation with parameters, or matrices of another form
         return chosen(module, x, index, weights)

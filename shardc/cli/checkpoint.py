@@ -69,19 +69,19 @@ def verify(folder: Folder, as_json: JsonOption = False, debug: DebugOption = Fal
     from shardc.runtime.state import checkpoint_folder
 
     with reporting(debug, as_json) as show:
-        found = {}
+        by_name = {}
         for g in _all(folder):
             with console.status(f"reading {g.path.name}"):
-                found[g.path.name] = problems = [
+                by_name[g.path.name] = problems = [
                     e for error in checkpoint_folder.verify(g.path) for e in error.to_json()
                 ]
             if not as_json:
                 show(f"{g.path.name}  {'whole' if not problems else f'{len(problems)} problems'}")
                 for p in problems:
                     show(f"  {p['where']}: {p['what']}")
-        whole = not any(found.values())
+        whole = not any(by_name.values())
         if as_json:
-            show(json.dumps({"ok": whole, "checkpoints": found}))
+            show(json.dumps({"ok": whole, "checkpoints": by_name}))
         raise typer.Exit(0 if whole else 1)
 
 
@@ -91,14 +91,14 @@ def diff(a: Folder, b: Folder, as_json: JsonOption = False, debug: DebugOption =
     from shardc.runtime.state import checkpoint_folder
 
     with reporting(debug, as_json) as show:
-        found = list(checkpoint_folder.diff(_one(a), _one(b)))
+        differences = list(checkpoint_folder.diff(_one(a), _one(b)))
         if as_json:
-            show(json.dumps({"differences": [vars(d) for d in found]}))
+            show(json.dumps({"differences": [vars(d) for d in differences]}))
         else:
-            for d in found:
+            for d in differences:
                 show(f"{d.what}: {d.a or 'missing'}" + (f" | {d.b or 'missing'}" if d.a != d.b else ""))
-            show("the checkpoints are the same" if not found else f"{len(found)} differences")
-        raise typer.Exit(1 if found else 0)
+            show("the checkpoints are the same" if not differences else f"{len(differences)} differences")
+        raise typer.Exit(1 if differences else 0)
 
 
 @app.command()
@@ -158,10 +158,10 @@ def _all(folder: Path) -> list[Generation]:
 
     if is_one(folder):
         return [g for g in generations(folder.parent) if g.path.name == folder.name] or [_alone(folder)]
-    found = generations(folder) or generations(folder / "checkpoint")
-    if not found:
+    checkpoints = generations(folder) or generations(folder / "checkpoint")
+    if not checkpoints:
         raise none_in(folder)
-    return found
+    return checkpoints
 
 
 def _alone(folder: Path) -> Generation:

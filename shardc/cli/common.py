@@ -74,9 +74,9 @@ def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
 def _end(error: ShardcError, show_json: Show | None) -> NoReturn:
     """Print an error, unless another rank prints the same one, and end the process with exit status 2."""
     quiet = isinstance(error, FirstFailedError)  # the first process of this machine prints it
-    told = for_this_rank(error.text(), alone=not quiet)
-    print_error(told)
-    if show_json is not None and told:
+    text = for_this_rank(error.text(), alone=not quiet)
+    print_error(text)
+    if show_json is not None and text:
         show_json(json.dumps({"errors": error.to_json()}))
     raise typer.Exit(2) from None
 
@@ -144,10 +144,10 @@ def check_outputs(
     for option, path in (folders or {}).items():
         if path is None:
             continue
-        there = next(p for p in (path, *path.absolute().parents) if p.exists())
-        if not there.is_dir():
-            raise ShardcError(f"{there} is a file, not a folder", where=option, fix="name a new or empty folder")
-        _try(there, path, option)
+        existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+        if not existing.is_dir():
+            raise ShardcError(f"{existing} is a file, not a folder", where=option, fix="name a new or empty folder")
+        _try(existing, path, option)
 
 
 def _try(folder: Path, path: Path, option: str) -> None:

@@ -60,13 +60,13 @@ def _summary(program: Program) -> str:
     from shardc.verify.static import prove_within
 
     total = sum(p.value.nbytes() for p in program.params)
-    mine, sent = program.parameter_bytes(), bytes_sent(program)
+    local, sent = program.parameter_bytes(), bytes_sent(program)
     a_rank = "on the rank with most" if program.axis else "a rank"
     step = "a step on the rank with most" if program.axis else "a step and rank"
     lines = [
         f"{program.meta.get('model')} on {program.mesh}: {program.mesh.world} ranks, compiled in"
         f" {program.meta.get('compile_seconds')} s",
-        f"parameters {size(total)}, {size(mine)} {a_rank}; collectives of {size(sent)} {step}",
+        f"parameters {size(total)}, {size(local)} {a_rank}; collectives of {size(sent)} {step}",
     ]
     proof = prove_within(program, PROOF_SECONDS)
     verdict = str(proof) if proof is None or not proof.ok else str(proof).partition("\n")[0]

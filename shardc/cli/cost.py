@@ -44,11 +44,11 @@ def command(
             device = run.timed[0].kind
         cost = _cost(program, chosen(device, program.spec), compiled=common.is_artifact(named.model))
         if run is not None:
-            found = waterfall.compare(cost, run)
-            show(json.dumps(comparison.comparison_json(found)) if named.as_json else comparison.comparison_table(found))
+            rows = waterfall.compare(cost, run)
+            show(json.dumps(comparison.comparison_json(rows)) if named.as_json else comparison.comparison_table(rows))
         elif named.as_json:
-            each = [{"at": r.at, "lines": waterfall.predicted(cost, i)} for i, r in enumerate(cost.ranks)]
-            show(json.dumps({"device": cost.device.name, "step_seconds": cost.step_seconds, "ranks": each}))
+            ranks = [{"at": r.at, "lines": waterfall.predicted(cost, i)} for i, r in enumerate(cost.ranks)]
+            show(json.dumps({"device": cost.device.name, "step_seconds": cost.step_seconds, "ranks": ranks}))
         else:
             show(comparison.waterfall_table(cost))
 

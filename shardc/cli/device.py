@@ -41,8 +41,8 @@ def command(
         name: str | Path | None = which
         if measure:
             check_outputs(folders={"--output": output.parent if output else None})
-            with progress("measuring", quiet=as_json) as told:
-                name = _measure(which, output, processes, lambda subject: told(f"measuring {subject}", 0, 0))
+            with progress("measuring", quiet=as_json) as report:
+                name = _measure(which, output, processes, lambda subject: report(f"measuring {subject}", 0, 0))
             console.print(f"written to {name}")
         elif output:
             raise ShardcError("-o names the file that --measure writes", where="-o", fix="add --measure")

@@ -35,7 +35,7 @@ def command(
     merge: Annotated[
         bool, typer.Option("--merge", help="write the whole model, with adapters merged into their weights")
     ] = False,
-    max_file_gb: Annotated[float, typer.Option(min=0.001, help="maximum size of a file in GB")] = 5.0,
+    max_file_gb: Annotated[float | None, typer.Option(min=0.001, help="maximum size of a file in GB (5)")] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace weights in OUT that shardc did not write")
     ] = False,
@@ -52,6 +52,7 @@ def command(
         from shardc.runtime.state.export import foreign_weights, plan, refused, skeleton, write
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
+        from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
         from shardc.runtime.state.weight_files import is_checkpoint, open_weights
 
         check_outputs(folders={"OUT": out.parent if out.suffix == ".safetensors" else out})
@@ -64,14 +65,14 @@ def command(
         built, recipe = record(file.build)
         stored = open_weights(checkpoint).tensors
         adapters = _adapters(file, spec, stored, merge=merge)
-        own = named_state(built)
-        first = {id(x): n for n, x in reversed(own.items())}
-        ties = {n: first[id(x)] for n, x in own.items() if first[id(x)] != n}
-        lacking = [n for n in own if n not in ties and n not in stored]
+        state = named_state(built)
+        first = {id(x): n for n, x in reversed(state.items())}
+        ties = {n: first[id(x)] for n, x in state.items() if first[id(x)] != n}
+        lacking = [n for n in state if n not in ties and n not in stored]
         if lacking:
-            fault = f"the checkpoint lacks {len(lacking)} of the model's {len(own)} tensors, such as {lacking[0]}"
+            fault = f"the checkpoint lacks {len(lacking)} of the model's {len(state)} tensors, such as {lacking[0]}"
             raise ShardcError(fault, where=str(checkpoint), fix="name the model file of the training")
-        tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in own if n not in ties}
+        tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in state if n not in ties}
         carried = file.weights if file.weights is not None and file.weights.is_dir() else recipe.folder
         chosen = getattr(torch, dtype.value) if dtype is not None else None
         if adapters is not None:
@@ -88,7 +89,7 @@ def command(
         def run(mesh: Any) -> None:
             for layout in layouts:
                 single = out if out.suffix == ".safetensors" else None
-                write(layout, held, gathered, mesh, int(max_file_gb * 1e9), single)
+                write(layout, held, gathered, mesh, int(max_file_gb * 1e9) if max_file_gb else MAX_FILE_BYTES, single)
 
         loopback(Mesh.of({"dp": 1}), run)
         show(f"written to {out}: {', '.join(sorted({f'{x.stem}.safetensors' for x in layouts}))}")
@@ -100,15 +101,15 @@ def _adapters(file: ModelFile, spec: Path | None, stored: Mapping[str, Any], *, 
     from shardc.ir.adapters import A
     from shardc.runtime.state.adapters import OfSpec, parts
 
-    own = file.on_meta()
-    there = [n for n in stored if n.endswith(A) and n not in own.state_dict()]
+    model = file.on_meta()
+    names = [n for n in stored if n.endswith(A) and n not in model.state_dict()]
     if spec is None:
-        if there or merge:
-            fault = f"the checkpoint has adapters, such as {there[0]}" if there else "there is no spec with adapters"
+        if names or merge:
+            fault = f"the checkpoint has adapters, such as {names[0]}" if names else "there is no spec with adapters"
             raise ShardcError(fault, where="--spec", fix="name the spec that they were trained with: --spec spec.yaml")
         return None
     overrides = ("data.zero=0",)
-    program = compile(own, file.batch, spec, loss=file.loss, prove=False, overrides=overrides)
+    program = compile(model, file.batch, spec, loss=file.loss, prove=False, overrides=overrides)
     lost = [n for n in parts(program) if n not in stored]
     if lost or not program.adapters:
         fault = f"the checkpoint has no {lost[0]}" if lost else "the spec has no `adapters`"

@@ -41,28 +41,28 @@ def command(
     """Generate: continue texts with the model's tokens, greedily or drawn, the same on every mesh."""
     from shardc.spec import Run
 
-    with ranks(dataclasses.replace(named, forward=True), nproc, weights) as here:
+    with ranks(dataclasses.replace(named, forward=True), nproc, weights) as all_ranks:
         words = Words(named.model)
         prompts = words.prompts(prompt or [], ids or [])
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
         options |= {"top_k": top_k, "top_p": top_p, "stop": words.stop(stop)}
         _check(options)
-        here.program()
-        job = here.job(Run(seed=seed), prompts=prompts, generate=options)
-        here.start(job)
-        if (found := here.result(job)) is not None:
-            found["texts"] = words.texts(prompts, found["tokens"])
-            new = sum(map(len, found["tokens"]))
-            text = "\n".join([*found["texts"], f"{new} tokens in {found['seconds']:.1f} s, compilation included"])
-            here.show(json.dumps(found) if named.as_json else text)
+        all_ranks.program()
+        job = all_ranks.job(Run(seed=seed), prompts=prompts, generate=options)
+        all_ranks.start(job)
+        if (output := all_ranks.result(job)) is not None:
+            output["texts"] = words.texts(prompts, output["tokens"])
+            new = sum(map(len, output["tokens"]))
+            text = "\n".join([*output["texts"], f"{new} tokens in {output['seconds']:.1f} s, compilation included"])
+            all_ranks.show(json.dumps(output) if named.as_json else text)
 
 
 def _check(options: dict[str, Any]) -> None:
     """Check the options of generation before any process is started."""
     from shardc.runtime.generate import Options
 
-    given = {"tokens" if name == "max_new_tokens" else name: x for name, x in options.items()}
-    Options(**given | {"stop": tuple(options["stop"]) if options["stop"] is not None else None})
+    values = {"tokens" if name == "max_new_tokens" else name: x for name, x in options.items()}
+    Options(**values | {"stop": tuple(options["stop"]) if options["stop"] is not None else None})
 
 
 class Words:
@@ -90,18 +90,18 @@ class Words:
 
     def prompts(self, texts: list[str], ids: list[str]) -> list[list[int]]:
         """Return the token ids of each prompt. Raises ShardcError for wrong ids, or without any prompt."""
-        errors, found = Errors(), [list(self.tokenizer("--prompt")(text)["input_ids"]) for text in texts]
-        for given in ids:
+        errors, result = Errors(), [list(self.tokenizer("--prompt")(text)["input_ids"]) for text in texts]
+        for written in ids:
             try:
-                found.append([int(i) for i in given.replace(",", " ").split()])
+                result.append([int(i) for i in written.replace(",", " ").split()])
             except ValueError:
-                errors.add(f"{given!r} are not token ids", where="--ids", fix="write numbers: --ids 1,15,7")
-        if not found and not errors.found:
+                errors.add(f"{written!r} are not token ids", where="--ids", fix="write numbers: --ids 1,15,7")
+        if not result and not errors.found:
             errors.add(
                 "there is no prompt", where="generate", fix='pass one: --prompt "Once upon a time", or --ids 1,15,7'
             )
         errors.raise_any()
-        return found
+        return result
 
     def stop(self, given: list[str] | None) -> list[int] | None:
         """Return the ids that end a text: those given, else those of the model's generation_config.json."""
@@ -109,18 +109,18 @@ class Words:
             file = self.folder / "generation_config.json" if self.folder is not None else None
             ends = json.loads(file.read_text()).get("eos_token_id") if file is not None and file.is_file() else None
             return ends if ends is None or isinstance(ends, list) else [ends]
-        found = []
+        stops = []
         for text in given:
-            made = [int(text)] if text.isdecimal() else self._token(text)
-            if len(made) != 1:
-                fault = f"{text!r} is {len(made)} tokens, but exactly one token ends a text"
+            tokens = [int(text)] if text.isdecimal() else self._token(text)
+            if len(tokens) != 1:
+                fault = f"{text!r} is {len(tokens)} tokens, but exactly one token ends a text"
                 raise ShardcError(fault, where="--stop", fix="name one token, or its id")
-            found += made
-        return found
+            stops += tokens
+        return stops
 
     def _token(self, text: str) -> list[int]:
-        made: list[int] = self.tokenizer("--stop")(text, add_special_tokens=False)["input_ids"]
-        return made
+        ids: list[int] = self.tokenizer("--stop")(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def texts(self, prompts: list[list[int]], tokens: list[list[int]]) -> list[str]:
         """Return prompts with the generated texts; ids without a tokenizer. An encoder's prompt is left out."""
@@ -132,8 +132,8 @@ class Words:
 
     def _encodes(self) -> bool:
         file = self.folder / "config.json" if self.folder is not None else None
-        there = file is not None and file.is_file()
-        return bool(there and file is not None and json.loads(file.read_text()).get("is_encoder_decoder"))
+        exists = file is not None and file.is_file()
+        return bool(exists and file is not None and json.loads(file.read_text()).get("is_encoder_decoder"))
 
 
 def _ids(ids: list[int]) -> str:

@@ -23,10 +23,10 @@ def check(files: Iterable[Path]) -> None:
     for path in files:
         name = path.stem
         loaded = getattr(sys.modules.get(name), "__file__", None)
-        mine = path / "__init__.py" if path.is_dir() else path
-        if loaded is None or is_users(loaded) or mine.resolve() == Path(loaded).resolve():
+        source = path / "__init__.py" if path.is_dir() else path
+        if loaded is None or is_users(loaded) or source.resolve() == Path(loaded).resolve():
             continue
-        if mine.is_file() and mine.suffix == ".py":
+        if source.is_file() and source.suffix == ".py":
             kind = "folder" if path.is_dir() else "file"
             fault = f"a {kind} of this name hides the module {name!r} that shardc imports ({loaded})"
             errors.add(fault, where=str(path), fix=f"rename the {kind}, such as to my_{path.name}")

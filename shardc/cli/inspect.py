@@ -138,9 +138,9 @@ def command(
         elif comm:
             show(report.comm_table(program, cost()))
         elif stage is not None:
-            one = program.stages[stage]
-            left_out = {} if full else fold(program).nodes[one.name]
-            show(emit.function(one.graph, program, one.name, left_out))
+            chosen = program.stages[stage]
+            left_out = {} if full else fold(program).nodes[chosen.name]
+            show(emit.function(chosen.graph, program, chosen.name, left_out))
         elif written:
             show(f"written to {' and '.join(written)}")
         else:
@@ -164,9 +164,9 @@ def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:
 
 
 def _cost(program: Program, device: str | None, *, quiet: bool) -> Cost:
-    with common.progress("running a step without data", quiet=quiet) as told:
+    with common.progress("running a step without data", quiet=quiet) as report:
         return program.cost(
-            device, on=lambda rank, done, total: told(f"running a step of {rank} without data", done, total)
+            device, on=lambda rank, done, total: report(f"running a step of {rank} without data", done, total)
         )
 
 

@@ -137,9 +137,9 @@ def _weights(named: Any, path: Path) -> Path | None:
         raise ShardcError("weights is a state_dict, not the path of one", where=str(path), fix=fix)
     if not isinstance(named, (str, Path)):
         return None
-    there = disk_calls.named(named)
-    beside = path.resolve().parent / there
-    return beside if beside.exists() else there.resolve()
+    file = disk_calls.named(named)
+    beside = path.resolve().parent / file
+    return beside if beside.exists() else file.resolve()
 
 
 def imported(ref: str) -> ModuleType:
@@ -278,13 +278,13 @@ def _function(
     """Return a function of the file that takes these arguments, or None if it is missing and not `needed`."""
     function = getattr(module, name, None)
     if function is None and needed:
-        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-        near = nearest(name, own, alike=0.5)
+        makers = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        near = nearest(name, makers, alike=0.5)
         fix = f"define {name}(): it {needed}"
         if near:
             fix += f"; there is {near}()"
-        elif own and name != "batch":
-            fix += f"; or name the function that makes it, {path}:NAME, of {', '.join(own[:8])}"
+        elif makers and name != "batch":
+            fix += f"; or name the function that makes it, {path}:NAME, of {', '.join(makers[:8])}"
         raise ShardcError(f"the file has no {name}()", where=str(path), fix=fix)
     if isinstance(function, nn.Module) and name not in OPTIONAL:
         fault, kind = f"{name} is a model, not a function that makes one", type(function).__name__

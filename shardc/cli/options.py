@@ -87,7 +87,7 @@ def names_program(*without: str, model: Any = Source) -> Callable[[Callable[...,
         _, *parameters = inspect.signature(command).parameters.values()
         kind = inspect.Parameter.KEYWORD_ONLY
         settings = Run.model_fields if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD else {}
-        own = [p.replace(kind=kind, annotation=types[p.name]) for p in parameters[: -1 if settings else None]]
+        others = [p.replace(kind=kind, annotation=types[p.name]) for p in parameters[: -1 if settings else None]]
         fields = {
             f.name: inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name])
             for f in dataclasses.fields(Named)
@@ -102,7 +102,7 @@ def names_program(*without: str, model: Any = Source) -> Callable[[Callable[...,
             named = Named(**{name: given.pop(name) for name in (*first, *fields)})
             command(named, **given)
 
-        ordered = [*first.values(), *run, *own, *fields.values()]
+        ordered = [*first.values(), *run, *others, *fields.values()]
         with_options.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
         return with_options
 

@@ -81,15 +81,15 @@ def command(
         if is_artifact(model):
             fix = "name a model file; `shardc inspect DIR --memory` prices a compiled one"
             raise ShardcError("a compiled DIR already has its spec", where=model, fix=fix)
-        with progress(PREPARING[0], quiet=as_json) as told:
+        with progress(PREPARING[0], quiet=as_json) as report:
 
             def on(subject: str, done: int, total: int) -> None:
-                told(subject if subject in PREPARING else f"pricing {subject}", done, total)
+                report(subject if subject in PREPARING else f"pricing {subject}", done, total)
 
             from shardc.plan import planned
             from shardc.plan.planner import HEADROOM
 
-            found = planned(
+            plan = planned(
                 _subject(model, batch, seq, on),
                 model,
                 devices=devices,
@@ -105,17 +105,17 @@ def command(
                 tokens=tokens,
                 on=on,
             )
-        fits = bool(found.candidates) and found.candidates[0].fits
-        failure = found.lacking() if not fits and not given else None
+        fits = bool(plan.candidates) and plan.candidates[0].fits
+        failure = plan.lacking() if not fits and not given else None
         if output and fits:
-            found.save(output)
+            plan.save(output)
         if html:
-            html.write_text(found.html(), encoding="utf-8")
+            html.write_text(plan.html(), encoding="utf-8")
         if as_json:
             errors = {"errors": failure.to_json()} if failure else {}
-            show(json.dumps({**found.to_json(), "output": str(output) if output and fits else None, **errors}))
+            show(json.dumps({**plan.to_json(), "output": str(output) if output and fits else None, **errors}))
         else:
-            _print(found, given=len(given or ()) == 1)
+            _print(plan, given=len(given or ()) == 1)
             if output and fits:
                 show(f"written to {output}")
             if html:
@@ -140,16 +140,16 @@ def _subject(model: str, batch: int | None, seq: int | None, on: Callable[[str, 
 
 def _prices(said: list[str]) -> dict[str, float]:
     """Parse the --price options: h100-80g=2.5 becomes {"h100-80g": 2.5}."""
-    found = {}
+    prices = {}
     for text in said:
         name, _, number = text.partition("=")
         try:
-            found[name] = float(number)
+            prices[name] = float(number)
         except ValueError:
             raise ShardcError(
                 f"must be NAME=PRICE, not {text!r}", where="--price", fix="--price h100-80g=2.5"
             ) from None
-    return found
+    return prices
 
 
 def _print(plan: Plan, *, given: bool) -> None:
@@ -171,8 +171,8 @@ def _print(plan: Plan, *, given: bool) -> None:
         out.print(helpful(plan))
     for name, answer in plan.answers.items():
         if name == "duration":
-            hours, every = answer["value"], answer["device_hours"]
-            out.print(f"{answer['tokens']:.3g} tokens: {hours:,.1f} hours, {every:,.0f} device-hours")
+            hours, device_hours = answer["value"], answer["device_hours"]
+            out.print(f"{answer['tokens']:.3g} tokens: {hours:,.1f} hours, {device_hours:,.0f} device-hours")
         elif name == "clusters":
             out.print(of_clusters(answer))
         elif answer["value"] is None:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from shardc.cli.common import reporting
 from shardc.cli.options import DebugOption, JsonOption
-from shardc.cli.same_error_once import silenced_stderr
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 
 if TYPE_CHECKING:
     from shardc.rules.core.registry import Rule
-    from shardc.verify.rules import OpReport
 
 
 def command(
@@ -44,7 +40,9 @@ def command(
     with reporting(debug, as_json) as show:
         from shardc.report.rule_table import TAGGED, check_text, row, rule_table
         from shardc.rules.core.sample_calls import SAMPLES
-        from shardc.verify.rules import name_of
+        from shardc.verify.rules.case import name_of
+        from shardc.verify.rules.check import check_op
+        from shardc.verify.rules.too_strict import too_strict
 
         rules = _rules(ops or [], file)
         rows = [row(op, r) for op, r in rules.items()]
@@ -59,22 +57,18 @@ def command(
                 fix="name a file that registers rules with samples (--file); those of shardc's own rules are in its"
                 " tests: pytest tests/rules",
             )
-        started = time.perf_counter()
-        reports = _check(list(rules))
-        seconds = time.perf_counter() - started
+        reports = [check_op(op, SAMPLES[op]) for op in rules]
         wrong = any(r.wrong for r in reports)
-        if as_json:
-            show(json.dumps({"ok": not wrong, "seconds": round(seconds, 1), "ops": [r.to_json() for r in reports]}))
-        else:
-            show(check_text(reports, {r.op: r.where for r in rows}, seconds))
+        strict = [] if wrong else [f for op in rules for f in too_strict(op, SAMPLES[op])]
+        result = {"ok": not wrong, "ops": [asdict(r) for r in reports], "too_strict": [asdict(f) for f in strict]}
+        show(json.dumps(result) if as_json else check_text(reports, strict, {r.op: r.where for r in rows}))
         raise typer.Exit(int(wrong))
 
 
 def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
     """Return the rules that the command names: those that match, else those of the file, else all."""
     from shardc.rules import RULES
-    from shardc.rules.core.sample_calls import SAMPLES
-    from shardc.verify.rules import name_of
+    from shardc.verify.rules.case import name_of
 
     before = set(RULES)
     if file:
@@ -83,7 +77,7 @@ def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
         model_file.imported(file)
     rules, unmatched = _select(patterns)
     if unmatched:
-        names = [name_of(op) for op in {**RULES, **SAMPLES}]
+        names = list(map(name_of, RULES))
         stems = dict.fromkeys(n.rpartition(".")[0] for n in names)
         near = nearest(unmatched[0], names if unmatched[0].count(".") > 1 else stems)
         fix = f"did you mean {near}?" if near else "`shardc rules` lists all; --file loads yours"
@@ -100,19 +94,17 @@ def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
 def _select(patterns: Sequence[str]) -> tuple[dict[Any, Rule], list[str]]:
     """Return the ops that match one of the globs, with their rules, and the patterns that match no op.
 
-    Without patterns: all ops with a registered rule, and those with samples.
+    Without patterns: all ops with a registered rule.
     """
     from shardc.rules import RULES
     from shardc.rules.core.registry import find
-    from shardc.rules.core.sample_calls import SAMPLES
 
-    listed: dict[Any, Rule] = {op: r for op in {**RULES, **SAMPLES} if (r := find(op)) is not None}
     if not patterns:
-        return listed, []
+        return dict(RULES), []
     selected: dict[Any, Rule] = {}
     unmatched = []
     for pattern in patterns:
-        matches = _matching(pattern, listed)
+        matches = _matching(pattern, RULES)
         if not matches and (op := _op(pattern)) is not None and (rule := find(op)) is not None:
             matches = {op: rule}
         if not matches:
@@ -122,7 +114,7 @@ def _select(patterns: Sequence[str]) -> tuple[dict[Any, Rule], list[str]]:
 
 
 def _matching(pattern: str, rules: Mapping[Any, Rule]) -> dict[Any, Rule]:
-    from shardc.verify.rules import name_of
+    from shardc.verify.rules.case import name_of
 
     globs = (pattern, f"{pattern}.*")
     return {op: r for op, r in rules.items() if any(fnmatch.fnmatchcase(name_of(op), g) for g in globs)}
@@ -136,29 +128,3 @@ def _op(name: str) -> Any:
     for part in (*name.split("."), "default")[:3]:
         op = getattr(op, part, None)
     return op if hasattr(op, "_schema") else None
-
-
-def _check(ops: Sequence[Any]) -> list[OpReport]:
-    """Check the rules of ops on one thread, with a progress bar on stderr if that is a terminal."""
-    import torch
-    from rich.progress import Progress
-
-    from shardc.verify.rules import check_ops
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors are tiny: threads inside ops only cost
-    try:
-        with (
-            silenced_stderr() as screen,  # the check makes odd calls on purpose, and torch warns of them
-            Progress(
-                *Progress.get_default_columns(), console=Console(file=screen, highlight=False), transient=True
-            ) as bar,
-        ):
-            task = bar.add_task("", total=len(ops))
-            reports = []
-            for report in check_ops(ops, lambda name: bar.update(task, description=name)):
-                reports.append(report)
-                bar.advance(task)
-            return reports
-    finally:
-        torch.set_num_threads(threads)

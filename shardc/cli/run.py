@@ -64,11 +64,11 @@ def command(
     resume = resume.expanduser() if resume else None
     options = given(settings)
     save, log = (Path(options[name]) if name in options else None for name in ("save", "log"))
-    with ranks(named, nproc, weights) as here:
+    with ranks(named, nproc, weights) as all_ranks:
         first = os.environ.get("RANK", "0") == "0"  # only rank 0 writes lines, on its machine
         check_outputs(folders={"--save": save, "--log": log if first else None})
         _check_options(options)
-        program = here.program(watch=options.get("watch"), as_compiled=as_compiled)
+        program = all_ranks.program(watch=options.get("watch"), as_compiled=as_compiled)
         run = _settings(program.spec.run if program.spec is not None else Run(), **options)
         save, log = (Path(x) if x else None for x in (run.save, run.log))
         if new_schedule and resume is None and not run.auto_resume:
@@ -86,7 +86,7 @@ def command(
         _check_folders(save, log, resume, overwrite=overwrite)
         writes = {n: str(getattr(run, n)) for n in ("save", "log") if n not in options and getattr(run, n)}
         writes |= {f"offload: {n}": x for n, x in program.offload.used.items() if x != "cpu"}
-        job = here.job(
+        job = all_ranks.job(
             run,
             writes,
             overwrite=overwrite and not resume,
@@ -95,9 +95,9 @@ def command(
             new_schedule=new_schedule,
             new_data=new_data,
         )
-        status = here.start(job)
+        status = all_ranks.start(job)
         for restart in range(1, run.max_restarts + 1):
-            if here.joined or status != FAILED:
+            if all_ranks.joined or status != FAILED:
                 break
             own = _checkpoint(save)
             again = own or resume
@@ -105,15 +105,15 @@ def command(
             print(f"restart {restart} of {run.max_restarts}, from {where}", file=sys.stderr, flush=True)
             overwrite, new_data = overwrite and not again, new_data and not own  # its own has the data position
             job = dataclasses.replace(job, resume=str(again or ""), overwrite=overwrite, new_data=new_data)
-            status = here.start(job)
-        summary = here.result(job)
-        if summary is None and status == 0 and not here.joined:
+            status = all_ranks.start(job)
+        summary = all_ranks.result(job)
+        if summary is None and status == 0 and not all_ranks.joined:
             fault = "rank 0 ended with status 0 before the last step, and nothing was saved then"
             fix = "the model file ends the process (os._exit): raise an error instead, which saves first"
             raise ShardcError(fault, where="run", fix=fix)
         if summary is not None:
             tied = any(p.aliases for p in program.params)
-            here.show(json.dumps(summary) if named.as_json else _summary(summary, tied=tied))
+            all_ranks.show(json.dumps(summary) if named.as_json else _summary(summary, tied=tied))
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -128,8 +128,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
         errors = []
         for wrong in e.errors():
             name = str(wrong["loc"][0])
-            like = Run.model_fields[name].examples or [Run.model_fields[name].default]
-            fix = f"e.g. --{name} {like[0]}, or leave it out"
+            examples = Run.model_fields[name].examples or [Run.model_fields[name].default]
+            fix = f"e.g. --{name} {examples[0]}, or leave it out"
             errors.append(ShardcError(wrong["msg"], where=f"--{name.replace('_', '-')}", fix=fix))
         raise ShardcError("wrong options", errors=errors) from None
 
@@ -139,13 +139,13 @@ def _settings(run: Run, **options: Any) -> Run:
     run = run.model_copy(update=options)
     paths = {name: str(Path(x).expanduser()) for name in ("save", "log") if (x := getattr(run, name))}
     run = run.model_copy(update=paths)
-    for name, wanted in (
+    for name, asked in (
         ("tensorboard", run.tensorboard),
         ("trace", run.trace),
         ("breakdown", run.breakdown),
         ("memory-snapshot", run.memory_snapshot),
     ):
-        if wanted and not run.log:
+        if asked and not run.log:
             fix = "name a folder, --log DIR or `run: {log: DIR}`"
             raise ShardcError(f"{name} needs a folder to write to", where=f"--{name}", fix=fix)
     if run.save_every and not run.save:

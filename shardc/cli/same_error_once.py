@@ -70,13 +70,13 @@ def _told(text: str, rank: int, world: int) -> str:
     )
     store.set(_key(rank), text)
     if rank:
-        told = json.loads(store.get(_DONE))
+        ranks = json.loads(store.get(_DONE))
         store.add(_READ, 1)
-        return "" if rank in told else text
+        return "" if rank in ranks else text
     texts = {0: text, **_collected(store, world)}
     store.set(_DONE, json.dumps(list(texts)))
     _wait(lambda: store.add(_READ, 0) >= len(texts) - 1, 1.0)
-    return "\n".join(_with_ranks(said, [r for r, t in texts.items() if t == said], world) for said in _kinds(texts))
+    return "\n".join(_with_ranks(kind, [r for r, t in texts.items() if t == kind], world) for kind in _kinds(texts))
 
 
 def _key(rank: int) -> str:

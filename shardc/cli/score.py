@@ -39,17 +39,17 @@ def command(
     from shardc.spec import Run
 
     rows = rows.expanduser() if rows else None
-    with ranks(dataclasses.replace(named, score=not is_artifact(named.model)), nproc, weights) as here:
+    with ranks(dataclasses.replace(named, score=not is_artifact(named.model)), nproc, weights) as all_ranks:
         check_outputs(files={"--rows": rows})
-        if not here.program(as_compiled=True).scores:
+        if not all_ranks.program(as_compiled=True).scores:
             fault, fix = (
                 "this program has no scores",
                 "compile it for them: shardc compile --score -o DIR",
             )
             raise ShardcError(fault, where=named.model, fix=fix)
-        job = here.job(Run(seed=seed), split=split.value, rows=str(rows.resolve() if rows else ""))
-        here.start(job)
-        if (found := here.result(job)) is not None:
+        job = all_ranks.job(Run(seed=seed), split=split.value, rows=str(rows.resolve() if rows else ""))
+        all_ranks.start(job)
+        if (scores := all_ranks.result(job)) is not None:
             at = f"; scores of each row in {rows}" if rows else ""
-            text = f"{found['tokens']:,.0f} targets: log-probability {found['logprob']:.4f}, perplexity"
-            here.show(json.dumps(found) if named.as_json else f"{text} {found['perplexity']:.4f}{at}")
+            text = f"{scores['tokens']:,.0f} targets: log-probability {scores['logprob']:.4f}, perplexity"
+            all_ranks.show(json.dumps(scores) if named.as_json else f"{text} {scores['perplexity']:.4f}{at}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -36,8 +35,8 @@ def command(
             with common.console.status(f"proving the program of {program.mesh.world} ranks"):
                 proof = program.prove()
             gaps = [{"where": g.where, "what": g.what, "line": g.line, "model": g.source} for g in proof.gaps]
-            said = {"ok": proof.ok, "lines": proof.lines, "seconds": proof.seconds, "gaps": gaps}
-            show(json.dumps({**said, "assumed": [a.name for a in ASSUMPTIONS]}) if named.as_json else str(proof))
+            summary = {"ok": proof.ok, "lines": proof.lines, "seconds": proof.seconds, "gaps": gaps}
+            show(json.dumps({**summary, "assumed": [a.name for a in ASSUMPTIONS]}) if named.as_json else str(proof))
             raise typer.Exit(0 if proof.ok else 1)
         with common.console.status(f"running {program.mesh.world} ranks in float64"):
             report = program.verify(seed=seed, compiled=compiled)
@@ -47,7 +46,7 @@ def command(
                 "checked": report.checked,
                 "worst": report.worst,
                 "seconds": report.seconds,
-                "compiled": asdict(report.compiled) if report.compiled is not None else None,
+                "compiled": report.compiled,
                 "findings": [{"where": f.where, "what": f.what, "fix": f.fix} for f in report.findings],
             }
             show(json.dumps(document))

@@ -83,17 +83,17 @@ class CachingAllocator:
 
     def _segment(self, size: int, small: bool) -> Block:
         if small:
-            asked = _SMALL_SEGMENT
+            segment = _SMALL_SEGMENT
         elif size < _MIDDLE:
-            asked = _MIDDLE_SEGMENT
+            segment = _MIDDLE_SEGMENT
         else:
-            asked = -(-size // _ROUND_LARGE) * _ROUND_LARGE
-        if self.reserved + asked > self.limit:
+            segment = -(-size // _ROUND_LARGE) * _ROUND_LARGE
+        if self.reserved + segment > self.limit:
             self._give_back()
-        self.reserved += asked
+        self.reserved += segment
         self.peak = max(self.peak, self.reserved)
-        self._address += asked
-        return Block(self._address - asked, asked, small)
+        self._address += segment
+        return Block(self._address - segment, segment, small)
 
     def _give_back(self) -> None:
         """Return segments that are entirely free."""

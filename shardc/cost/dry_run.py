@@ -65,7 +65,7 @@ def dry_run(
     known: results of ops from other dry runs. growth: finds the part of ops that grows with rows. options: of Engine.
     """
     placement = schedules.of(program).placement
-    mine = [s for s, where in enumerate(placement) if where == coordinate]
+    stages = [s for s, where in enumerate(placement) if where == coordinate]
     ledger = Ledger(known=known, growth=growth)
     with fake_mode(of_gpu=not cpu), ledger:
         names = _OpNames(ledger)
@@ -77,7 +77,7 @@ def dry_run(
         make = optimizer if cpu or optimizer is None else _as_on_gpu(program, optimizer)
         offloaded = OffloadedTensors if cpu else host_memory.offloaded_tensors(ledger.host, ledger)
         engine = _Engine(
-            _reporting(program, names, mine),
+            _reporting(program, names, stages),
             _weights(program),
             make,
             mesh=mesh,
@@ -95,7 +95,7 @@ def dry_run(
         ledger.mark(engine.buffers.values(), "buffers")
         _mark_rest(ledger, "parameters")
         batch = _batch(program)
-        recorded.computes = first_step.leaves_more(program, [program.stages[s] for s in mine])
+        recorded.computes = first_step.leaves_more(program, [program.stages[s] for s in stages])
         *_, first = _step(engine, recorded, batch, 1)
         recorded.computes = True
         ledger.mark([p.grad for p in engine.owned.values()], "gradients")
@@ -179,12 +179,12 @@ def _with_reports(graph: fx.Graph, names: _OpNames, program: Program, ops: Colle
 
 def _belongs_to(n: fx.Node, ops: Collection[str]) -> str:
     """Return the op that a line of forward belongs to: of several lines, the last one has its name."""
-    found, seen = [n], {n}
-    for x in found:
+    queue, seen = [n], {n}
+    for x in queue:
         if x.name in ops:
             return x.name
         new = [u for u in x.users if u.op == "call_function" and u not in seen]
-        found += new
+        queue += new
         seen.update(new)
     return n.name
 
@@ -309,9 +309,9 @@ class _Run(Run):
     def _sort(self, action: Action) -> None:
         """Set the kind of all storages that an action leaves: they are kept for a purpose."""
         ledger = self.on.ledger
-        passing: list[Tensor] = [x for each in self.inbox.values() for x in each.values()]
-        passing += [x for each in self.grads.values() for x in each.values()]
-        passing += [x for each in self.outbox.values() for x in each]
+        passing: list[Tensor] = [x for box in self.inbox.values() for x in box.values()]
+        passing += [x for box in self.grads.values() for x in box.values()]
+        passing += [x for box in self.outbox.values() for x in box]
         passing += [x for posted in self.posted.values() for _, into, _ in posted for x in into.values()]
         ledger.mark(self.on.rng.tensors(), "buffers")  # later steps use them too
         ledger.mark((x for copies in self.weight_copies.values() for x in copies.values()), "parameters")

@@ -78,18 +78,18 @@ def forwards(r: DryRun) -> Iterator[tuple[int, Part]]:
 def kept(program: Program, r: DryRun) -> list[Kept]:
     """Return the tensors that one microbatch keeps on the dry run's rank, in the order of creation."""
     types, rules = LocalTypes(program), Rules(program)
-    made = storages(r)
-    graphs = [_Graph(saved_of(program, stage.graph, rules), {x.op for x in made}) for stage in program.stages]
+    stored = storages(r)
+    graphs = [_Graph(saved_of(program, stage.graph, rules), {x.op for x in stored}) for stage in program.stages]
     nodes = {n.name: (n, graph) for graph in graphs for n in graph.saved}
-    found = []
-    for x in made:
+    items = []
+    for x in stored:
         if x.op not in nodes or x.dtype is None:
             continue
         node, graph = nodes[x.op]
         result = any(v.nbytes() == x.nbytes for v in types.of(node))
         wants = tuple(graph.wants(node)) if result else ()
-        found.append(Kept(x.op, op_name(node.target), source_of(node), x.nbytes, x.shape, x.dtype, not result, wants))
-    return found
+        items.append(Kept(x.op, op_name(node.target), source_of(node), x.nbytes, x.shape, x.dtype, not result, wants))
+    return items
 
 
 class _Graph:
@@ -99,12 +99,12 @@ class _Graph:
         self.saved = saved
         self.again: set[fx.Node] = set()
         for n in reversed(list(self.saved)):
-            of = self.saved[n]
-            if "region" in n.meta and (n in self.again or ((of.own or of.results) and n.name not in held)):
+            record = self.saved[n]
+            if "region" in n.meta and (n in self.again or ((record.own or record.results) and n.name not in held)):
                 self.again.add(n)
                 taken = n.all_input_nodes
             else:
-                taken = list(of.operands)
+                taken = list(record.operands)
             for x in taken:  # values of a region that are not kept are recomputed
                 while (viewed := self._viewed(x)) is not None:
                     x = viewed
@@ -115,8 +115,8 @@ class _Graph:
         """Return the operand that a result is a part, or a view, of."""
         if x.target is operator.getitem:
             return x.all_input_nodes[0]
-        of = self.saved.get(x)
-        return of.views[0] if of is not None and len(of.views) == 1 else None
+        record = self.saved.get(x)
+        return record.views[0] if record is not None and len(record.views) == 1 else None
 
     def wants(self, node: fx.Node) -> list[Want]:
         """Return the ops that need a node's result, directly or through views and recomputed ops."""

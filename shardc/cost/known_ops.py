@@ -59,9 +59,9 @@ class KnownOps:
 
     def result(self, key: Any, tensors: Sequence[Tensor]) -> tuple[Any, Any] | None:
         """Return (the result, `more`) of a known call; None for an unknown one."""
-        if (found := self._of.get(key)) is None:
+        if (known := self._of.get(key)) is None:
             return None
-        several, outputs, more = found
+        several, outputs, more = known
         mode = fake_mode_of(tensors[0]) if tensors else fake_mode_on()
         results = [_made(output, tensors, mode) for output in outputs]
         return (results[0] if several is None else several(results)), more
@@ -121,5 +121,5 @@ def _made(output: _Output, tensors: Sequence[Tensor], mode: FakeTensorMode) -> T
         return None
     if output[0] == "same":
         return tensors[output[1]]
-    _, of, shape, strides, dtype, place, device = output
-    return fake_result(shape, strides, dtype, device, mode, (tensors[of], place) if of >= 0 else None)
+    _, operand, shape, strides, dtype, place, device = output
+    return fake_result(shape, strides, dtype, device, mode, (tensors[operand], place) if operand >= 0 else None)

@@ -137,9 +137,9 @@ def allocations(
     numbers = count()
 
     def leave(storages: Mapping[Storage, int], at_least: int, part: str) -> Iterator[tuple[int, Storage, int, str]]:
-        for storage, some in live.items():
-            while len(some) > max(storages.get(storage, 0), at_least):
-                yield -1, storage, some.pop(), part
+        for storage, allocated in live.items():
+            while len(allocated) > max(storages.get(storage, 0), at_least):
+                yield -1, storage, allocated.pop(), part
 
     for _ in range(times):
         for storage in stays:

@@ -56,14 +56,14 @@ def parts(r: DryRun, actions: tuple[Action, ...]) -> Iterator[tuple[Action | Non
     ran = dict(r.actions)
     microbatches = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
     middle = microbatches[len(microbatches) // 2]  # neither the first one, which makes gradients, nor the last
-    alike: dict[tuple[str, int, int, int], Part] = {}
+    by_kind: dict[tuple[str, int, int, int], Part] = {}
     for a, part in r.actions:
         of_pair = a.kind in PAIRS and microbatches[-1] not in (a.microbatch, a.other[1])
-        if _kind(a) not in alike or a.microbatch == middle or of_pair:
-            alike[_kind(a)] = part
+        if _kind(a) not in by_kind or a.microbatch == middle or of_pair:
+            by_kind[_kind(a)] = part
     yield None, r.before
     for a in actions:
-        yield a, ran[a] if a in ran else alike[_kind(a)]
+        yield a, ran[a] if a in ran else by_kind[_kind(a)]
     yield None, r.after
     yield None, r.update
 

@@ -110,7 +110,7 @@ class Cost:
 
     def spans(self) -> list[list[Span]]:
         """Return when each collective runs, behind what, and how long it is waited for; per rank of `ranks`."""
-        return [each.spans for each in self.streams()]
+        return [streams.spans for streams in self.streams()]
 
     def streams(self) -> list[Streams]:
         """Return when each rank of `ranks` computes, and when its collectives run, by the clock of that rank."""
@@ -118,12 +118,12 @@ class Cost:
 
     @cached_property
     def _streams(self) -> list[Streams]:
-        schedule, found = schedules.of(self.program), []
+        schedule, streams = schedules.of(self.program), []
         for r in self.dry_runs:
-            found.append(Streams(started_by(self.device, self.program), self.program.mesh, r.rank))
+            streams.append(Streams(started_by(self.device, self.program), self.program.mesh, r.rank))
             for _, part in parts(r, schedule.actions[r.at]):
-                found[-1].run(part)
-        return found
+                streams[-1].run(part)
+        return streams
 
     def kept(self) -> list[list[Kept]]:
         """Return the tensors that a forward keeps, and the ops that need them; per rank of `ranks`."""
@@ -215,7 +215,7 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
         transfer[e.source, e.target] = collective_seconds(
             device, "send_recv", float(sum(v.nbytes(program.mesh) for v in e.values)), pair
         )
-    pairs = {stages: sorted(each)[len(each) // 2] for stages, each in of_pair.items()}
+    pairs = {stages: sorted(times)[len(times) // 2] for stages, times in of_pair.items()}
     timeline = schedules.timeline(schedule, _costs(of_action, schedule, transfer, pairs, begin), program.edges)
     seconds = timeline.end + max(ends)
     return Cost(device, tuple(ranks), seconds, timeline.bubble(), program, tuple(dry_runs), timeline)

@@ -95,8 +95,8 @@ def measured(run: RunLog, cost: Cost, at: int) -> dict[str, float]:
     spent: defaultdict[str, float] = defaultdict(float)
     for step in steps:
         for x in step.ops:
-            each = lines_of(cost.device, x.op, x.seconds / x.count, updating=x.part == "update")
-            for name, seconds in each.items():
+            lines = lines_of(cost.device, x.op, x.seconds / x.count, updating=x.part == "update")
+            for name, seconds in lines.items():
                 spent[name] += seconds * x.count / len(steps)
     waited = run.waited if at == 0 else _waited(steps)
     for axes, seconds in waited.items():
@@ -108,12 +108,12 @@ def measured(run: RunLog, cost: Cost, at: int) -> dict[str, float]:
 
 def _waited(steps: Sequence[MeasuredStep]) -> dict[str, float]:
     """Return the waits of a rank that writes no log lines, in the steps whose ops were timed."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for step in steps:
         for wait in step.waits:
             axes = "+".join(wait.axes)
-            found[axes] = found.get(axes, 0.0) + wait.seconds / len(steps)
-    return found
+            seconds[axes] = seconds.get(axes, 0.0) + wait.seconds / len(steps)
+    return seconds
 
 
 def _at(cost: Cost, step: MeasuredStep) -> int:
@@ -175,18 +175,18 @@ def compare(cost: Cost, run: RunLog) -> list[Comparison]:
         if (step.kind == "cpu") != (cost.device.kind == "cpu"):
             fault = f"the run was on {step.device}, and {cost.device.name} is not a {step.kind} device"
             raise ShardcError(fault, where=str(run.folder), fix=f"shardc device --measure, then --device {step.kind}")
-    found = []
+    comparisons = []
     for at in sorted({_at(cost, x) for x in run.timed}):
-        ours, theirs = predicted(cost, at), measured(run, cost, at)
-        lines = {name: (ours.get(name, 0.0), theirs.get(name, 0.0)) for name in ordered({**ours, **theirs})}
+        expected, actual = predicted(cost, at), measured(run, cost, at)
+        lines = {name: (expected.get(name, 0.0), actual.get(name, 0.0)) for name in ordered({**expected, **actual})}
         steps = [x for x in run.timed if _at(cost, x) == at]
         memory = cost.ranks[at].memory
         made = memory.peak - sum(memory.resident.values()), max(x.made for x in steps)
-        had = run.memory if cost.device.kind == "gpu" and at == 0 else {}
-        live = (memory.peak, had["memory"]) if "memory" in had else None
-        reserved = (cost.reserved, had["reserved"]) if "reserved" in had else None
-        found.append(Comparison(cost, run, at, lines, made, live, reserved, _differences(cost.device, steps)))
-    return found
+        peaks = run.memory if cost.device.kind == "gpu" and at == 0 else {}
+        live = (memory.peak, peaks["memory"]) if "memory" in peaks else None
+        reserved = (cost.reserved, peaks["reserved"]) if "reserved" in peaks else None
+        comparisons.append(Comparison(cost, run, at, lines, made, live, reserved, _differences(cost.device, steps)))
+    return comparisons
 
 
 def _differences(device: Device, steps: list[MeasuredStep]) -> tuple[Difference, ...]:
@@ -196,5 +196,5 @@ def _differences(device: Device, steps: list[MeasuredStep]) -> tuple[Difference,
         for x in step.ops:
             spent[x.part, x.op] += x.seconds / len(steps)
             count[x.part, x.op] += x.count / len(steps)
-    every = [Difference(op, part, n, spent[part, op], n * device.op_seconds(op)) for (part, op), n in count.items()]
-    return tuple(sorted(every, key=lambda x: -abs(x.measured - x.predicted)))
+    rows = [Difference(op, part, n, spent[part, op], n * device.op_seconds(op)) for (part, op), n in count.items()]
+    return tuple(sorted(rows, key=lambda x: -abs(x.measured - x.predicted)))

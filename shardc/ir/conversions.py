@@ -149,9 +149,9 @@ def steps(paths: Mapping[str, tuple[Conversion, ...]]) -> list[tuple[Conversion,
     """
     order = {row.op: i for i, row in enumerate(CONVERSIONS)}
     axes: dict[tuple[int, int], list[str]] = {}
-    for axis, each in paths.items():
-        for k, row in enumerate(each):
-            place = max(order[before.op] for before in each[: k + 1])
+    for axis, path in paths.items():
+        for k, row in enumerate(path):
+            place = max(order[before.op] for before in path[: k + 1])
             axes.setdefault((place, -order[row.op]), []).append(axis)
     return [(CONVERSIONS[-row], axes[place, row]) for place, row in sorted(axes)]
 

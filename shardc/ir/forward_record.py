@@ -109,9 +109,9 @@ def _spelled(node: fx.Node) -> str:
     name = re.sub(r"[^\w.]", "_", name, flags=re.ASCII)
     schema = getattr(node.target, "_schema", None)
     named = [a.name for a in schema.arguments] if schema is not None else []
-    given = {named[i] if i < len(named) else f"arg{i}": x for i, x in enumerate(node.args)} | dict(node.kwargs)
-    said = ", ".join(f"{n}={_said(x)}" for n, x in given.items() if n not in _DEVICES and not isinstance(x, fx.Node))
-    text = f"{name}({said})"
+    values = {named[i] if i < len(named) else f"arg{i}": x for i, x in enumerate(node.args)} | dict(node.kwargs)
+    shown = ", ".join(f"{n}={_said(x)}" for n, x in values.items() if n not in _DEVICES and not isinstance(x, fx.Node))
+    text = f"{name}({shown})"
     if len(text) > _LONGEST:  # a long list of sizes
         text = f"{text[:_LONGEST]}... #{hashlib.sha256(text.encode()).hexdigest()[:8]})"
     return text

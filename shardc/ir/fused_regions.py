@@ -38,9 +38,9 @@ def region_of(number: int, lines: Iterable[fx.Node]) -> FusedRegion:
     """Return the region of these lines."""
     lines = tuple(lines)
     inside = set(lines)
-    takes = dict.fromkeys(x for n in lines for x in n.all_input_nodes if x not in inside)
+    inputs = dict.fromkeys(x for n in lines for x in n.all_input_nodes if x not in inside)
     gives = (n for n in lines if any(u not in inside for u in n.users))
-    return FusedRegion(number, lines, tuple(takes), tuple(gives))
+    return FusedRegion(number, lines, tuple(inputs), tuple(gives))
 
 
 def fused_regions(graph: fx.Graph) -> list[FusedRegion]:

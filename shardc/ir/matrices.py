@@ -65,15 +65,15 @@ def matrices_of(p: Param, cuts: Sequence[Cut] = ()) -> tuple[Matrix, ...]:
         at[0] = Cut(0, (1,) * p.shape[0], alone=True)
     parts = [_stretches(at[d].sizes) if d in at else [(0, n)] for d, n in enumerate(p.shape)]
     kept = [d for d in range(len(p.shape)) if d not in at or not at[d].alone]
-    found = []
-    for numbers in itertools.product(*(range(len(each)) for each in parts)):
-        box = [each[i] for each, i in zip(parts, numbers, strict=True)]
+    matrices = []
+    for numbers in itertools.product(*(range(len(stretches)) for stretches in parts)):
+        box = [stretches[i] for stretches, i in zip(parts, numbers, strict=True)]
         size = tuple(n for _, n in box)
         behind = [numbers[d] for d in sorted(at) if d >= ahead]
         name = p.members[numbers[0]] if p.members else p.fqn
         name += f"[{','.join(map(str, behind))}]" if behind else ""
-        found.append(Matrix(name, p.name, tuple(a for a, _ in box), size, tuple(size[d] for d in kept)))
-    return tuple(found)
+        matrices.append(Matrix(name, p.name, tuple(a for a, _ in box), size, tuple(size[d] for d in kept)))
+    return tuple(matrices)
 
 
 def inner(program: Program) -> frozenset[str]:
@@ -84,26 +84,26 @@ def inner(program: Program) -> frozenset[str]:
     """
     wide = {p.name for p in program.params if len(p.shape) - bool(p.members) > 1}
     bits = {name: 1 << i for i, name in enumerate(sorted(wide))}
-    of: dict[fx.Node, int] = {}  # the bit of each parameter, and of values computed from it alone
+    bit_of: dict[fx.Node, int] = {}  # the bit of each parameter, and of values computed from it alone
     taken: dict[str, list[fx.Node]] = {name: [] for name in wide}
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            of[node] = bits.get(node.name, 0)
+            bit_of[node] = bits.get(node.name, 0)
         elif len(node.all_input_nodes) == 1:  # a cast, a view
-            of[node] = of.get(node.all_input_nodes[0], 0)
+            bit_of[node] = bit_of.get(node.all_input_nodes[0], 0)
     # for each op: the bits that it or any later op takes (proofs leave users that are not in the graph)
     behind: dict[fx.Node, int] = {}
     for node in reversed(program.graph.nodes):
-        takes = [of.get(x, 0) for x in node.all_input_nodes] if not of.get(node) else []
-        behind[node] = functools.reduce(operator.or_, [*takes, *(behind.get(user, 0) for user in node.users)], 0)
-        for name in (n for n, bit in bits.items() if bit in takes):
+        taken_bits = [bit_of.get(x, 0) for x in node.all_input_nodes] if not bit_of.get(node) else []
+        behind[node] = functools.reduce(operator.or_, [*taken_bits, *(behind.get(user, 0) for user in node.users)], 0)
+        for name in (n for n, bit in bits.items() if bit in taken_bits):
             taken[name].append(node)
-    found = set()
+    names = set()
     for name, users in taken.items():
         others = functools.reduce(operator.or_, (behind[user] for user in users), 0) & ~bits[name]
         if others and not any(user.target in _LOOKUPS for user in users):
-            found.add(name)
-    return frozenset(found)
+            names.add(name)
+    return frozenset(names)
 
 
 def fault(shape: Sequence[int], cuts: Sequence[Cut]) -> str:

@@ -130,9 +130,9 @@ class Mesh:
         >>> Mesh.of({"dp": 2, "tp": 2}).named(1), Mesh.of({"dp": 4}).named(0, 2, 3, shown=2)
         ('rank 1 (dp=0, tp=1)', 'ranks 0 (dp=0), 2 (dp=2) and 1 more')
         """
-        each = [f"{r} ({', '.join(f'{a}={c}' for a, c in self.coords(r).items())})" for r in ranks[:shown]]
+        texts = [f"{r} ({', '.join(f'{a}={c}' for a, c in self.coords(r).items())})" for r in ranks[:shown]]
         more = f" and {len(ranks) - shown} more" if len(ranks) > shown else ""
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(each)}{more}"
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}{more}"
 
     def rank(self, coords: Mapping[str, int]) -> int:
         return sum(coords[name] * self.stride(name) for name in self.names)
@@ -147,10 +147,10 @@ class Mesh:
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """Return `rank` and the ranks that differ from it only in `axes`, in the mesh's order of axes."""
-        wanted = dict(self.coords_of(part) for a in axes for part in self.parts(a))
-        mine = self.coords(rank)
-        first = rank - sum(mine[a] * self.stride(a) for a in wanted)
-        return tuple(first + offset for offset in self._offsets(wanted))
+        ranges = dict(self.coords_of(part) for a in axes for part in self.parts(a))
+        coords = self.coords(rank)
+        first = rank - sum(coords[a] * self.stride(a) for a in ranges)
+        return tuple(first + offset for offset in self._offsets(ranges))
 
     def groups(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
         """Return every group over `axes`, in the order of their first ranks.
@@ -161,9 +161,9 @@ class Mesh:
         >>> mesh.groups(("tp",)), mesh.groups(("dp",)), mesh.groups(("tp[0,2]",))
         ([(0, 1, 2), (3, 4, 5)], [(0, 3), (1, 4), (2, 5)], [(0, 2), (3, 5)])
         """
-        wanted = dict(self.coords_of(part) for a in axes for part in self.parts(a))
-        offsets = self._offsets(wanted)
-        firsts = self._offsets({name: range(size) for name, size in self.axes if name not in wanted})
+        ranges = dict(self.coords_of(part) for a in axes for part in self.parts(a))
+        offsets = self._offsets(ranges)
+        firsts = self._offsets({name: range(size) for name, size in self.axes if name not in ranges})
         return [tuple(first + offset for offset in offsets) for first in firsts]
 
     def _offsets(self, coordinates: Mapping[str, Iterable[int]]) -> list[int]:

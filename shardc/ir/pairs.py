@@ -43,8 +43,8 @@ def role(n: fx.Node) -> str:
     """Return "mesh" or "rng" if a placeholder is one (of either half); "" for anything else."""
     if n.name in ("mesh", "rng"):
         return n.name
-    given = n.op == "placeholder" and n.meta.get("value") is None
-    return "mesh" if given and re.fullmatch("(back|next)_+mesh", n.name) else ""
+    no_value = n.op == "placeholder" and n.meta.get("value") is None
+    return "mesh" if no_value and re.fullmatch("(back|next)_+mesh", n.name) else ""
 
 
 def shared(program: Program) -> frozenset[str]:

@@ -36,8 +36,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         first, *rest = map(re.escape, re.sub(r"\*+", "*", text).split("*"))
         if not rest:
             return first
-        found = "".join(f"(?=(?P<g{(n := next(group))}>.*?{part}))(?P=g{n})" for part in rest[:-1])
-        return f"{first}{found}.*{rest[-1]}"
+        middle = "".join(f"(?=(?P<g{(n := next(group))}>.*?{part}))(?P=g{n})" for part in rest[:-1])
+        return f"{first}{middle}.*{rest[-1]}"
 
     return re.compile("|".join(f"(?:{literal(p)})" for p in expand(pattern)), re.DOTALL)
 
@@ -99,8 +99,8 @@ def nearest(name: str, candidates: Iterable[str], *, alike: float = 0.6) -> str:
 
 def _nearest_pattern(pattern: str, names: Sequence[str]) -> str:
     tried = []
-    for one in expand(pattern)[:_TRIED]:
-        head, star, tail = one.rpartition("*")
+    for option in expand(pattern)[:_TRIED]:
+        head, star, tail = option.rpartition("*")
         dots = tail.count(".")
         ends = dict.fromkeys(end for n in names if (end := _end(n, dots, tail.startswith("."))))
         begin = head.partition("*")[0]
@@ -112,7 +112,7 @@ def _nearest_pattern(pattern: str, names: Sequence[str]) -> str:
         ):
             repaired = start + middle + star + end
             if any(match(repaired, n) for n in names):
-                tried.append((difflib.SequenceMatcher(None, one, repaired).ratio(), repaired))
+                tried.append((difflib.SequenceMatcher(None, option, repaired).ratio(), repaired))
     if not tried and pattern.startswith("*.") and not any(c in pattern[2:] for c in "*{"):
         return nearest(pattern[2:], names)  # a child of the model itself: `*.up` does not match `up`
     return max(tried, key=lambda t: t[0])[1] if tried else ""

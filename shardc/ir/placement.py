@@ -99,8 +99,8 @@ class Layout:
     @classmethod
     def of(cls, placements: Mapping[str, Placement], mesh: Mesh) -> Layout:
         """Return the layout with these placements. On an axis made of several digits, each digit gets its own."""
-        every = {part: p for a, placed in placements.items() for part, p in _digits(a, placed, mesh)}
-        return cls(tuple((a, every[a]) for a in mesh.names if a in every and every[a] != REPLICATE))
+        by_part = {part: p for a, placed in placements.items() for part, p in _digits(a, placed, mesh)}
+        return cls(tuple((a, by_part[a]) for a in mesh.names if a in by_part and by_part[a] != REPLICATE))
 
     def __getitem__(self, axis: str) -> Placement:
         return dict(self.items).get(axis, REPLICATE)
@@ -197,11 +197,11 @@ class Layout:
         self, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int]
     ) -> Iterator[tuple[tuple[int, int, int], ...]]:
         """Yield this rank's part as boxes: a (local start, global start, length) per dim. Padding is in none."""
-        every: list[list[tuple[int, int, int]]] = []
+        per_dim: list[list[tuple[int, int, int]]] = []
         for dim, size in enumerate(shape):
             digits = [(s, mesh.size(axis), coords[axis]) for axis, s in self.shards(dim) if mesh.size(axis) > 1]
-            every.append(runs(size, digits))
-        yield from _product(every)
+            per_dim.append(runs(size, digits))
+        yield from _product(per_dim)
 
     def __str__(self) -> str:
         return " ".join(f"{a}:{p}" for a, p in self.items)
@@ -250,17 +250,17 @@ def runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int
             before = s.split * n
     merged: list[tuple[int, int, int]] = []
     local = 0
-    for padded_start, held in stretches:
+    for padded_start, real in stretches:
         inside = padded_start % block  # a stretch lies within one block
         start, length = (
             padded_start - padded_start // block * pad.padding,
-            max(0, min(held, block - pad.padding - inside)),
+            max(0, min(real, block - pad.padding - inside)),
         )
         if merged and merged[-1][1] + merged[-1][2] == start and merged[-1][0] + merged[-1][2] == local:
             merged[-1] = (merged[-1][0], merged[-1][1], merged[-1][2] + length)
         elif length:
             merged.append((local, start, length))
-        local += held
+        local += real
     return merged
 
 

@@ -188,7 +188,7 @@ class Program:
         for i, stage in enumerate(self.stages):
             for name, value in stage.receives.items():
                 crossing.setdefault((maker[name], i), {})[name] = value
-        return tuple(Edge(*pair, tuple(each), tuple(each.values())) for pair, each in sorted(crossing.items()))
+        return tuple(Edge(*pair, tuple(values), tuple(values.values())) for pair, values in sorted(crossing.items()))
 
     def holders(self, x: Param | Buffer) -> tuple[int, ...]:
         """Return the sorted coordinates on the pipeline's axis that hold a tensor; () without a pipeline."""

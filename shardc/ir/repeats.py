@@ -58,8 +58,8 @@ class Repeats:
     def same(self, node: fx.Node) -> fx.Node:
         """Return the shown op that represents an op of a layer that is not shown; else the op itself."""
         while layer := self.left_out(source_of(node).module):
-            mine = self.ops[layer]
-            node = self.ops[self.first[layer]][mine.index(node)]
+            ops = self.ops[layer]
+            node = self.ops[self.first[layer]][ops.index(node)]
         return node
 
     def modules(self, node: fx.Node) -> list[str]:
@@ -68,8 +68,8 @@ class Repeats:
             return [self.names.get(node.name, "")]
         if source_of(node) != _NOWHERE:
             return [source_of(node).module]
-        every = [m for x in node.all_input_nodes for m in self.modules(x)]
-        return [every[node.args[1]]] if node.target is operator.getitem else every  # type: ignore[index]
+        names = [m for x in node.all_input_nodes for m in self.modules(x)]
+        return [names[node.args[1]]] if node.target is operator.getitem else names  # type: ignore[index]
 
 
 def repeats(program: Program) -> Repeats:
@@ -86,14 +86,14 @@ def repeats(program: Program) -> Repeats:
             keys[layer].append((p.fqn[len(layer) :], aliases, str(p.value), p.reduce, p.requires_grad, p.bucket < 0))
     first: dict[str, str] = {}
     of_key: dict[Hashable, str] = {}
-    alike: defaultdict[str, list[str]] = defaultdict(list)
+    groups: defaultdict[str, list[str]] = defaultdict(list)
     for layer in sorted(keys, key=in_order):
         of, _, number = layer.rpartition(".")
-        one = of_key.setdefault((of, tuple(keys[layer])), layer)
-        alike[one].append(number)
-        if one != layer:
-            first[layer] = one
-    return Repeats(first, {k: tuple(v) for k, v in alike.items()}, ops, {name: of[0] for name, of in names.items()})
+        twin = of_key.setdefault((of, tuple(keys[layer])), layer)
+        groups[twin].append(number)
+        if twin != layer:
+            first[layer] = twin
+    return Repeats(first, {k: tuple(v) for k, v in groups.items()}, ops, {name: of[0] for name, of in names.items()})
 
 
 def _add_ops(
@@ -113,8 +113,8 @@ def _add_ops(
         if a in places[layer]:
             return places[layer][a]
         if a.name in names:
-            own = next((n[len(layer) :] for n in names[a.name] if n.startswith(f"{layer}.")), None)
-            return own or (names[a.name][0], *map(str, values_of(a)))
+            path = next((n[len(layer) :] for n in names[a.name] if n.startswith(f"{layer}.")), None)
+            return path or (names[a.name][0], *map(str, values_of(a)))
         of = layer.rpartition(".")[0]
         carried = any(each.rpartition(".")[0] == of for each in inside.get(a, ()))
         several = not carried and len(taking[a.name, of]) > 1

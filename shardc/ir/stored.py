@@ -32,8 +32,8 @@ class UnknownParameterError(ShardcError, KeyError):
         """Build the error for a name, with the nearest known one. where: the call that failed."""
         names = list(known)
         near = nearest(str(name), names)
-        some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
-        fix = f"did you mean {near!r}?" if near else f"names are the model's, such as {some}"
+        examples = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+        fix = f"did you mean {near!r}?" if near else f"names are the model's, such as {examples}"
         return cls(f"the model has no parameter {name!r}", where=where, fix=fix)
 
 
@@ -51,8 +51,8 @@ def named_nearest(call: str, kind: str, name: str, known: Callable[[], Iterable[
     except AttributeError:
         names = [n for n in known() if n]
         near = nearest(str(name), names)
-        some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
-        fix = f"did you mean {near!r}?" if near else f"there are {some}" if names else f"it has no {kind}"
+        examples = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+        fix = f"did you mean {near!r}?" if near else f"there are {examples}" if names else f"it has no {kind}"
         fault = f"the module has no {kind} {name!r}"
         raise UnknownNameError(fault, where=f"module.{call}({name!r})", fix=fix) from None
 

@@ -87,9 +87,9 @@ def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]
         pad = (int(dim[5]), split) if dim[5] else ()
         for i, axis in enumerate(dim[6].split("@")[1:]):
             name, _, written = axis.partition("/")
-            own = split if i == 0 and not written else int(written or 1)
+            parts = split if i == 0 and not written else int(written or 1)
             mirrored, name = name.endswith(MIRRORED), name.removesuffix(MIRRORED)
-            shard = Shard(d, own, sections if i == 0 else (), *pad)
+            shard = Shard(d, parts, sections if i == 0 else (), *pad)
             placements.append((name, replace(shard, mirrored=True) if mirrored else shard))
     for mark in match[3].split():
         op, _, axis = mark[1:].rpartition(":")

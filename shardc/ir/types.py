@@ -94,8 +94,8 @@ def infer(target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None
     if target is operator.getitem:
         return typed(None, target, args, kwargs)
     if op_name(target) in _QUANTISED:
-        same: Value = args[0].meta["value"]
-        return replace(same, requires_grad=carries_gradient(target, args, kwargs))
+        operand: Value = args[0].meta["value"]
+        return replace(operand, requires_grad=carries_gradient(target, args, kwargs))
     with torch.no_grad(), unintercepted():
         if (value := _pointwise(target, args, kwargs)) is not None:
             return value

@@ -29,8 +29,8 @@ def si(n: float, unit: str) -> str:
     >>> si(989e12, "FLOP/s"), si(1.5e9, "FLOP"), si(12, "FLOP")
     ('989 TFLOP/s', '1.5 GFLOP', '12 FLOP')
     """
-    prefix, each = next(((p, s) for p, s in _PREFIXES if abs(n) >= s), ("", 1.0))
-    return f"{_three(n / each)} {prefix}{unit}"
+    prefix, scale = next(((p, s) for p, s in _PREFIXES if abs(n) >= s), ("", 1.0))
+    return f"{_three(n / scale)} {prefix}{unit}"
 
 
 def count(n: float) -> str:
@@ -39,8 +39,8 @@ def count(n: float) -> str:
     >>> count(950), count(33088), count(7.2e9)
     ('950', '33.1 k', '7.2 B')
     """
-    unit, each = next(((u, s) for u, s in _COUNTS if abs(n) >= s), ("", 1.0))
-    return f"{n / each:.1f} {unit}" if unit else f"{n:.4g}"
+    unit, scale = next(((u, s) for u, s in _COUNTS if abs(n) >= s), ("", 1.0))
+    return f"{n / scale:.1f} {unit}" if unit else f"{n:.4g}"
 
 
 def seconds(s: float) -> str:

@@ -42,12 +42,12 @@ def collective_seconds(device: Device, kind: str, nbytes: float, ranks: tuple[in
     if kind == "all_to_all":
         sent = max(nbytes * peers / n / _rate(device, link, peers, kind) for link, peers, _ in hops)
         return last.start + _rounds(hops) + sent
-    each = 0.0  # seconds per byte of a ring
+    per_byte = 0.0  # seconds per byte of a ring
     for link, peers, near in hops:
         # the other messages leave the node over its links to others, also those that leave a pod
         stays = peers / (near + peers) if link is device.within and link is not last else 1.0
-        each = max(each, stays / (_rate(device, link, peers, kind) * near))
-    around = nbytes * (n - 1) / n * each
+        per_byte = max(per_byte, stays / (_rate(device, link, peers, kind) * near))
+    around = nbytes * (n - 1) / n * per_byte
     if kind == "all_reduce":
         there_and_back = 2 * around
         if len(hops) == 1 and last.adds:
@@ -79,14 +79,14 @@ def _hops(device: Device, ranks: tuple[int, ...]) -> list[tuple[Link, int, int]]
     peers: other ranks that one rank reaches over it. near: ranks whose links of that kind a ring's byte may take to
     leave the domain that they share.
     """
-    found = []
+    hops = []
     near = 1  # ranks that share all smaller domains with a rank, itself included
     for link, size in zip(_links(device), [*_domains(device), math.inf], strict=True):
         shared = max(Counter(r // size for r in ranks).values())
         if shared > near:
-            found.append((link, shared - near, near))
+            hops.append((link, shared - near, near))
             near = shared
-    return found
+    return hops
 
 
 def _links(device: Device) -> list[Link]:

@@ -187,8 +187,8 @@ class Device(_Section):
         """Raise ShardcError if there are more ranks than devices."""
         if self.nodes is None or ranks <= self.nodes * self.node:
             return
-        there = f"{plural(self.nodes, 'node')} of {plural(self.node, 'device')}"
-        fault = f"{ranks:,} ranks have no room on {there}, which are {self.nodes * self.node:,}"
+        machine = f"{plural(self.nodes, 'node')} of {plural(self.node, 'device')}"
+        fault = f"{ranks:,} ranks have no room on {machine}, which are {self.nodes * self.node:,}"
         fix = f"make it at most {self.nodes * self.node:,} ranks, or write nodes: {-(-ranks // self.node)}"
         raise ShardcError(fault, where=where, fix=fix)
 
@@ -216,8 +216,8 @@ class Device(_Section):
 
     def launch_seconds(self, op: Op) -> float:
         """Return the least seconds of an op."""
-        own = self._own(op, "launch")
-        return self.launch if own is None else own
+        listed = self._own(op, "launch")
+        return self.launch if listed is None else listed
 
     def each_seconds(self, op: Op) -> float:
         """Return the additional seconds that a CPU takes for an op's products, beside their work."""
@@ -226,8 +226,8 @@ class Device(_Section):
     def _own(self, op: Op, what: Literal["launch", "bandwidth", "flops", "each"]) -> float | None:
         """Return a rate from `ops` for the op in its dtype, or else for the op; None if there is none."""
         for key in dict.fromkeys((own_rates(op), op.name)) if self.ops else ():
-            if key in self.ops and (found := getattr(self.ops[key], what)) is not None:
-                return float(found)
+            if key in self.ops and (rate := getattr(self.ops[key], what)) is not None:
+                return float(rate)
         return None
 
     def product_seconds(self, op: Op) -> float:
@@ -240,10 +240,10 @@ class Device(_Section):
             peak *= self.reaches.attention or self.reaches.flops
             return op.computed(self._left_out(op)) / (peak * share)
         if self.products is not None and op.matrices and min(op.matrices[1:]) > 1:  # a matrix by a vector has no tiles
-            many, m, n = op.matrices
+            count, m, n = op.matrices
             # a ramp takes the same seconds in any dtype; 8 bits do more steps of k in them
             faster = peak / self.flops_per_second("bfloat16") if op.dtype in NARROW else 1.0
-            share *= self.products.share(m, n, op.flops / (2 * many * m * n), many, faster)
+            share *= self.products.share(m, n, op.flops / (2 * count * m * n), count, faster)
             if op.dtype in ("bfloat16", "float16", *NARROW):
                 share *= self.products.unaligned.get(op.aligned, 1.0)
         return op.flops / (peak * self.reaches.flops * share)

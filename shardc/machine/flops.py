@@ -105,8 +105,8 @@ def matrices_of(op: Any, args: Sequence[Any], result: Any) -> tuple[int, int, in
         return math.prod(q.shape[:-2]), int(q.shape[-2]), int(k.shape[-2])
     x = result[0] if isinstance(result, (tuple, list)) else result
     if op.overloadpacket in _GROUPED and x.dim() == 2:
-        many = int(args[1].shape[0])
-        return many, -(-int(x.shape[0]) // many), int(x.shape[1])
+        count = int(args[1].shape[0])
+        return count, -(-int(x.shape[0]) // count), int(x.shape[1])
     if op.overloadpacket in _PRODUCTS:
         return math.prod(x.shape[:-2]), int(x.shape[-2]), int(x.shape[-1])
     if op.overloadpacket in _CONVOLUTIONS and x.dim() > 2:
@@ -150,8 +150,8 @@ _MOVES_NOTHING = {
 
 def traffic_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int | None:
     """Return the bytes that a call reads and writes; None for views, allocations and ops without tensors."""
-    found = moved_by(op, args, kwargs, result)
-    return None if found is None else sum(nbytes for _, nbytes in found)
+    traffic = moved_by(op, args, kwargs, result)
+    return None if traffic is None else sum(nbytes for _, nbytes in traffic)
 
 
 def moved_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[tuple[Tensor, int]] | None:

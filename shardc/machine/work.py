@@ -70,8 +70,8 @@ class Op(NamedTuple):
         flops, traffic, masked = self.flops * times, self.still + moved * times, self.masked * times
         matrices = self.matrices
         if matrices and self.grows is not None:
-            many, m, n = matrices
-            matrices = (many * times, m, n) if self.grows == 0 else (many, m * times, n)
+            count, m, n = matrices
+            matrices = (count * times, m, n) if self.grows == 0 else (count, m * times, n)
         return self._replace(flops=flops, traffic=traffic, matrices=matrices, masked=masked)
 
 

@@ -83,8 +83,8 @@ def comm_rows(program: Program, at: int | None = None, moved: Sequence[int] | No
 
 def sent(program: Program, at: int | None = None, moved: Sequence[int] | None = None) -> Iterator[Sent]:
     """Yield all collectives of a step that `comm_rows` counts: of stages, of buckets, then all others."""
-    every = chain(_of_stages(program, at), _of_buckets(program, at), _of_step(program, at, moved))
-    return (s for s in every if s.kind != "none" and s.times)
+    all_sent = chain(_of_stages(program, at), _of_buckets(program, at), _of_step(program, at, moved))
+    return (s for s in all_sent if s.kind != "none" and s.times)
 
 
 def _placement(program: Program) -> Sequence[int]:
@@ -131,10 +131,10 @@ def _of_buckets(program: Program, at: int | None) -> Iterator[Sent]:
     for i, b in enumerate(program.buckets):
         flat = Flat.of(program, b)
         rest = tuple(a for a in b.axes if a != b.shard) if b.zero else b.axes
-        mine = [s for s in b.stages if at in (None, rank_of[s])]
-        ranks = len({rank_of[s] for s in mine})
+        stages = [s for s in b.stages if at in (None, rank_of[s])]
+        ranks = len({rank_of[s] for s in stages})
         if b.zero and b.shard in b.axes:
-            times = program.microbatches * len(mine) if b.each else ranks
+            times = program.microbatches * len(stages) if b.each else ranks
             yield Sent((b.shard,), "reduce_scatter", "backward", gradients, flat.padded * b.dtype.itemsize, times, i)
         if rest:
             yield Sent(rest, "all_reduce", "backward", gradients, flat.part * b.dtype.itemsize, ranks, i)
@@ -146,10 +146,10 @@ def _of_buckets(program: Program, at: int | None) -> Iterator[Sent]:
 def _of_step(program: Program, at: int | None, moved: Sequence[int] | None) -> Iterator[Sent]:
     """Yield the collectives of the loss, values beside it, buffers, and matrices of the optimizer."""
     rank_of, stages = _placement(program), program.mesh.size(program.axis) if program.axis else 1
-    each = stages if at is None else 1
+    count = stages if at is None else 1
     if axes := sum_axes(program.outputs, program.mesh, program.axis):
         nbytes = 8 * sum(math.prod(o.shape) for o in summed(program.outputs, program.axis))
-        yield Sent(axes, "all_reduce", "forward", "outputs beside the loss", nbytes, each)
+        yield Sent(axes, "all_reduce", "forward", "outputs beside the loss", nbytes, count)
     for o in program.outputs if program.axis else ():
         if not o.small:
             nbytes = Value(o.shape, o.dtype, False, o.layout).nbytes(program.mesh)
@@ -158,7 +158,7 @@ def _of_step(program: Program, at: int | None, moved: Sequence[int] | None) -> I
             yield Sent((program.axis,), "send_recv", "forward", cause, nbytes, len(receivers))
     loss = loss_value(program)
     if loss is not None and (axes := loss_axes(program)):
-        yield Sent(axes, "all_reduce", "forward", "the loss, to every rank", loss.dtype.itemsize, each)
+        yield Sent(axes, "all_reduce", "forward", "the loss, to every rank", loss.dtype.itemsize, count)
     if stages > 1:
         for x in program.buffers:
             receivers = [to for to in program.broadcast_of(x)[1] if at in (None, to)]
@@ -184,7 +184,7 @@ def host_rows(cost: Cost) -> list[Row]:
     for r in (s.record for of_rank in cost.spans() for s in of_rank if s.record.axes == HOST_LINK):
         sizes[r.direction, r.kind, cause_of(r)].append(r.bytes)
     axes = "+".join(HOST_LINK)
-    rows = [Row(axes, kind, way, cause, len(each), sum(each)) for (way, kind, cause), each in sizes.items()]
+    rows = [Row(axes, kind, way, cause, len(nbytes), sum(nbytes)) for (way, kind, cause), nbytes in sizes.items()]
     return sorted(rows, key=lambda r: r.direction != "forward")
 
 
@@ -206,18 +206,18 @@ def timed(cost: Cost) -> dict[tuple[str, str, str, str], Timed]:
     Messages between stages are not in it: `--schedule` shows which stage waits.
     """
     cause_of = _causes(cost.program)
-    takes: defaultdict[Any, float] = defaultdict(float)
+    spent: defaultdict[Any, float] = defaultdict(float)
     exposed: defaultdict[Any, float] = defaultdict(float)
     behind: dict[Any, defaultdict[str, float]] = {}
     for span in (s for of_rank in cost.spans() for s in of_rank if s.record.kind != "send_recv"):
         r = span.record
         key = (r.axis, r.direction, r.kind, cause_of(r))
-        takes[key] += span.seconds
+        spent[key] += span.seconds
         exposed[key] += span.exposed
         for (way, op), together in span.behind.items():
             behind.setdefault(key, defaultdict(float))[_work(cost, way, op)] += together
     most = {key: max(beside, key=beside.__getitem__) for key, beside in behind.items()}
-    return {key: Timed(takes[key], exposed[key], most.get(key, "")) for key in takes}
+    return {key: Timed(spent[key], exposed[key], most.get(key, "")) for key in spent}
 
 
 def _work(cost: Cost, way: str, op: str) -> str:
@@ -264,14 +264,14 @@ def comm_table(program: Program, cost: Cost | None = None) -> str:
     for r in rows:
         t = times.get((r.axes, r.direction, r.kind, r.cause))
         cells = [seconds(t.seconds), seconds(t.exposed), t.behind] if t is not None else [""] * 3
-        each = [r.axes, r.direction, r.kind, str(r.count), size(r.bytes)]
-        lines.append([*each, *(cells if cost is not None else []), r.cause])
+        row = [r.axes, r.direction, r.kind, str(r.count), size(r.bytes)]
+        lines.append([*row, *(cells if cost is not None else []), r.cause])
     for axes in dict.fromkeys(r.axes for r in rows):
-        same = [r for r in rows if r.axes == axes]
-        mine = [t for key, t in times.items() if key[0] == axes]
-        cells = [seconds(sum(t.seconds for t in mine)), seconds(sum(t.exposed for t in mine)), ""]
-        each = [axes, "", "in all", str(sum(r.count for r in same)), size(sum(r.bytes for r in same))]
-        lines.append([*each, *(cells if cost is not None else []), ""])
+        its_rows = [r for r in rows if r.axes == axes]
+        of_axes = [t for key, t in times.items() if key[0] == axes]
+        cells = [seconds(sum(t.seconds for t in of_axes)), seconds(sum(t.exposed for t in of_axes)), ""]
+        row = [axes, "", "in all", str(sum(r.count for r in its_rows)), size(sum(r.bytes for r in its_rows))]
+        lines.append([*row, *(cells if cost is not None else []), ""])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]
     text = []
     for line in lines:

@@ -15,11 +15,11 @@ SHOWN = 8
 
 def waterfall_table(cost: Cost) -> str:
     """Format the predicted seconds of a step by cause, one column for each rank that differs."""
-    each = [predicted(cost, at) for at in range(len(cost.ranks))]
-    names = list({name: None for lines in each for name in lines})
+    places = [predicted(cost, at) for at in range(len(cost.ranks))]
+    names = list({name: None for lines in places for name in lines})
     head = ["", *(f"rank {r.rank}" if len(cost.ranks) > 1 else "each rank" for r in cost.ranks)]
-    rows = [[name, *(_short(lines.get(name, 0.0)) for lines in each)] for name in names]
-    rows.append(["step", *(_short(sum(lines.values())) for lines in each)])
+    rows = [[name, *(_short(lines.get(name, 0.0)) for lines in places)] for name in names]
+    rows.append(["step", *(_short(sum(lines.values())) for lines in places)])
     return "\n".join([f"on {cost.device.name}: {cost.step_words}, by what its seconds go to", *_aligned([head, *rows])])
 
 
@@ -27,16 +27,16 @@ def comparison_table(found: Sequence[Comparison]) -> str:
     """Compare predicted and measured seconds by cause, memory, and the ops that differ most."""
     texts = []
     for c in found:
-        whose = f", {c.cost.program.axis}={c.cost.ranks[c.at].at}" if c.cost.program.axis else ""
+        place = f", {c.cost.program.axis}={c.cost.ranks[c.at].at}" if c.cost.program.axis else ""
         steps = f"{len(c.run.quiet)} steps, and {len({x.step for x in c.run.timed})} whose ops were timed"
         rows = [["", "predicted", "measured", "difference"]]
         rows += [[name, *map(_short, pair), _signed(pair[0] - pair[1])] for name, pair in c.lines.items()]
-        ours, theirs = c.seconds
-        rows.append(["step", _short(ours), _short(theirs), f"{ours / theirs - 1:+.1%}"])
+        expected, actual = c.seconds
+        rows.append(["step", _short(expected), _short(actual), f"{expected / actual - 1:+.1%}"])
         for name, pair in (("a step's own", c.made), ("memory", c.memory), ("reserved", c.reserved)):
             if pair is not None:
                 rows.append([name, *map(size, pair), f"{pair[0] / max(pair[1], 1) - 1:+.1%}"])
-        texts.append("\n".join([f"{c.run.folder} on {c.cost.device.name}{whose}: {steps}", *_aligned(rows)]))
+        texts.append("\n".join([f"{c.run.folder} on {c.cost.device.name}{place}: {steps}", *_aligned(rows)]))
         texts.append("\n".join(["ops that differ most", *_aligned([_HEAD, *map(_op, c.ops[:SHOWN])])]))
     return "\n\n".join(texts)
 
@@ -60,15 +60,15 @@ def comparison_json(found: Iterable[Comparison]) -> list[dict[str, Any]]:
 
 
 def _pairs(lines: Mapping[str, tuple[float, float]]) -> dict[str, dict[str, float]]:
-    return {name: {"predicted": ours, "measured": theirs} for name, (ours, theirs) in lines.items()}
+    return {name: {"predicted": expected, "measured": actual} for name, (expected, actual) in lines.items()}
 
 
 _HEAD = ["op", "of", "times", "predicted", "measured"]
 
 
 def _op(x: Difference) -> list[str]:
-    many, *shape = x.op.matrices or (1,)
-    sizes = "×".join(map(str, ([many] if many > 1 else []) + shape))
+    count, *shape = x.op.matrices or (1,)
+    sizes = "×".join(map(str, ([count] if count > 1 else []) + shape))
     moved = f"[{sizes}]" if sizes else size(x.op.traffic)
     name = f"{x.op.name} {moved} {x.op.dtype}"
     return [name, x.part, f"{x.count:.0f}", seconds(x.predicted), seconds(x.measured)]

@@ -46,14 +46,14 @@ def table(cost: Cost) -> str:
 def _held(cost: Cost) -> str:
     """Say how many bytes torch's allocator and libraries take on a GPU, and whether that fits."""
     verdict = "fits" if cost.fits else "does not fit"
-    held = f"{size(cost.reserved)} and {size(cost.outside)} of {size(cost.device.memory)}: {verdict}"
-    return f"torch's allocator reserves, and libraries take beside it, {held}"
+    shares = f"{size(cost.reserved)} and {size(cost.outside)} of {size(cost.device.memory)}: {verdict}"
+    return f"torch's allocator reserves, and libraries take beside it, {shares}"
 
 
 def _exposed(cost: Cost) -> str:
     """Return how long a step waits for collectives, by axis; "" if it never waits."""
-    each = [f"{axes} {seconds(s)}" for axes, s in sorted(cost.exposed.items(), key=lambda item: -item[1]) if s > 0]
-    return f"{cost.step_words}, waits for collectives over {', '.join(each)}" if each else ""
+    texts = [f"{axes} {seconds(s)}" for axes, s in sorted(cost.exposed.items(), key=lambda item: -item[1]) if s > 0]
+    return f"{cost.step_words}, waits for collectives over {', '.join(texts)}" if texts else ""
 
 
 def peak_place(cost: Cost, m: Memory) -> str:
@@ -85,9 +85,9 @@ def part_name(part: str, cost: Cost) -> str:
     if action is None:
         return "optimizer" if part == "STEP" else part
     stage, kind, microbatch = action.groups()
-    of = [f"microbatch {microbatch}"] if microbatch and cost.program.microbatches > 1 else []
-    of += [f"stage {stage}"] if len(cost.program.stages) > 1 else []
-    return _WORDS[kind] + (f" of {', '.join(of)}" if of else "")
+    details = [f"microbatch {microbatch}"] if microbatch and cost.program.microbatches > 1 else []
+    details += [f"stage {stage}"] if len(cost.program.stages) > 1 else []
+    return _WORDS[kind] + (f" of {', '.join(details)}" if details else "")
 
 
 def op_place(cost: Cost, op: str) -> str:

@@ -36,16 +36,16 @@ class _Line:
 def table(cost: Cost) -> str:
     """Format the kept tensors of each layer, equal layers once, then those outside of layers."""
     layers: dict[str, list[_Line]] = {}
-    for x in (x for each in cost.kept() for x in each):
+    for x in (x for items in cost.kept() for x in items):
         layer = layer_of(x.source.module)
         name = ".".join(filter(None, layer)) if layer else ""
         layers.setdefault(name, []).append(_line(x, name))
-    alike: dict[tuple[_Line, ...], list[str]] = {}
+    groups: dict[tuple[_Line, ...], list[str]] = {}
     for name, lines in layers.items():
-        alike.setdefault(tuple(lines), []).append(name)
+        groups.setdefault(tuple(lines), []).append(name)
     text = [f"kept from forward to backward, {'of a microbatch, ' if cost.program.microbatches > 1 else ''}by layer"]
-    for each, same in sorted(alike.items(), key=lambda item: not item[1][0]):
-        text += ["", _head(same, sum(x.nbytes for x in each)), *_rows(each)]
+    for items, names in sorted(groups.items(), key=lambda item: not item[1][0]):
+        text += ["", _head(names, sum(x.nbytes for x in items)), *_rows(items)]
     return "\n".join(text)
 
 
@@ -90,9 +90,9 @@ def _want(w: Want, layer: str) -> str:
 
 def _op(module: str, name: str, layer: str) -> str:
     """Return an op with its module: `mlp.gate_proj linear`, or `the next layer's norm mul`."""
-    if layer and (of := layer_of(module)) is not None:
-        number = int(of[1]) - int(layer.rpartition(".")[2])
-        if of[0] == layer.rpartition(".")[0] and number in (0, 1):
-            inside = module.removeprefix(".".join(filter(None, of))).removeprefix(".")
+    if layer and (parts := layer_of(module)) is not None:
+        number = int(parts[1]) - int(layer.rpartition(".")[2])
+        if parts[0] == layer.rpartition(".")[0] and number in (0, 1):
+            inside = module.removeprefix(".".join(filter(None, parts))).removeprefix(".")
             return " ".join(filter(None, ("the next layer's" if number else "", inside, name)))
     return f"{module} {name}".strip()

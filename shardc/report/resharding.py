@@ -80,8 +80,8 @@ class Resharding:
         most, world = max(self.sends + self.receives), self.new.world
         if not most:
             return 0.0
-        each = most * world / (world - 1) / self.rounds  # of an all_to_all, with a rank's own part
-        return self.rounds * collective_seconds(device(on), "all_to_all", each, tuple(range(world)))
+        nbytes = most * world / (world - 1) / self.rounds  # of an all_to_all, with a rank's own part
+        return self.rounds * collective_seconds(device(on), "all_to_all", nbytes, tuple(range(world)))
 
     def __str__(self) -> str:
         more = f", and {plural(self.moments, 'tensor')} for each trained one" if self.moments else ""
@@ -114,7 +114,7 @@ def resharding(old: Program, new: Program, moments: int = 0) -> Resharding:
     a, b = Plan(old), Plan(new)
     first, second = weights(a, b, all_buffers=False)
     phases = [[*((w, 1) for w in first), *((w, moments) for w in _moments(a, b) if moments)], [(w, 1) for w in second]]
-    world, held, rounds = new.mesh.world, 0, 0
+    world, nbytes, rounds = new.mesh.world, 0, 0
     sent = [[0] * world for _ in range(world)]
     known: dict[Any, list[tuple[int, int, int]]] = {}
     for phase in phases:
@@ -122,28 +122,28 @@ def resharding(old: Program, new: Program, moments: int = 0) -> Resharding:
         for turn, (w, times) in enumerate(phase):
             have, need, beside = w.places
             if w.places not in known:
-                found = messages(have, need, world, beside=beside, turn=turn)
-                known[w.places] = [(m.source, m.target, m.elements) for m in found if m.source != m.target]
+                moves = messages(have, need, world, beside=beside, turn=turn)
+                known[w.places] = [(m.source, m.target, m.elements) for m in moves if m.source != m.target]
             for source, target, elements in known[w.places]:
                 n = elements * w.wire.itemsize * times
                 sent[source][target] += n
                 for way, r in enumerate((source, target)):
                     sizes[w.wire.itemsize][way][r] += n
             boxes = (x for r in range(world) for x in need.boxes(r))
-            held += sum(math.prod(x.shape) for x in boxes) * w.need.dtype.itemsize * times
+            nbytes += sum(math.prod(x.shape) for x in boxes) * w.need.dtype.itemsize * times
         rounds += sum(math.ceil(max(map(max, ways)) / BUCKET) for ways in sizes.values())
-    return Resharding(old.mesh, new.mesh, moments, tuple(map(tuple, sent)), held, rounds)
+    return Resharding(old.mesh, new.mesh, moments, tuple(map(tuple, sent)), nbytes, rounds)
 
 
 def _moments(old: Plan, new: Plan) -> list[Wanted]:
     """Return one optimizer tensor for each trained parameter, split as ZeRO splits the parameter."""
-    found = []
+    moments = []
     for name, p in new.params.items():
         q = old.params[name]
         if p.requires_grad:
             have = Kept(("from", "state", name), q.dtype, Lying(old, q.name, name, cut=True))
-            found.append(Wanted(name, have, Kept(("to", "state", name), p.dtype, Lying(new, p.name, name, cut=True))))
-    return found
+            moments.append(Wanted(name, have, Kept(("to", "state", name), p.dtype, Lying(new, p.name, name, cut=True))))
+    return moments
 
 
 def _range(n: tuple[int, ...]) -> str:

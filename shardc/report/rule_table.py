@@ -13,7 +13,8 @@ from typing import Any
 
 from shardc import errors
 from shardc.rules.core.registry import Rule
-from shardc.verify.rules import OpReport, name_of
+from shardc.verify.rules.case import Finding, name_of
+from shardc.verify.rules.check import OpReport
 
 #: Number of findings of one op that are printed; the rest is counted.
 SHOWN = 4
@@ -50,11 +51,11 @@ def row(op: Any, rule: Rule) -> RuleRow:
     if not where:  # found by torch's tag
         where = f"{inspect.getfile(functions[0])}:{functions[0].__code__.co_firstlineno}"
     path = Path(where.rpartition(":")[0])
-    own = path.parent != Path(errors.__file__).parent / "rules"
+    foreign = path.parent != Path(errors.__file__).parent / "rules"
     linear = named(rule.linear_of) if rule.linear_of else " | ".join(" ".join(map(str, g)) for g in rule.linear)
     extras = tuple(n for n in ("local", "extra", "flops") if getattr(rule, n) is not None)
     text = rule.text if isinstance(rule.notation, str) else named(rule.notation)
-    return RuleRow(name_of(op), text, linear, about, "own" if own else path.stem, extras, where)
+    return RuleRow(name_of(op), text, linear, about, "own" if foreign else path.stem, extras, where)
 
 
 def rule_table(rows: Iterable[RuleRow]) -> str:
@@ -63,12 +64,12 @@ def rule_table(rows: Iterable[RuleRow]) -> str:
     by_family = {
         f: list(g) for f, g in groupby(sorted(rows, key=lambda r: (r.family == "own", r.family)), lambda r: r.family)
     }
-    for family, mine in by_family.items():
-        about = {name: text for r in mine for name, text in r.about.items() if text}
+    for family, members in by_family.items():
+        about = {name: text for r in members for name, text in r.about.items() if text}
         lines += [("",), (f"# {family}",)]
         for name, text in about.items():
             lines += [(x,) for x in wrap(f"{name}: {text}", 118, initial_indent="#   ", subsequent_indent="#     ")]
-        lines += [(r.op, r.notation, r.linear, ", ".join(r.extras), short(r.where)) for r in mine]
+        lines += [(r.op, r.notation, r.linear, ", ".join(r.extras), short(r.where)) for r in members]
     widths = [max(len(line[i]) for line in lines if len(line) > 1) for i in range(5)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)
 
@@ -83,31 +84,19 @@ def short(where: str) -> str:
     return f"{path if relative.startswith('..') else relative}:{line}"
 
 
-def check_text(reports: Sequence[OpReport], places: dict[str, str], seconds: float) -> str:
-    """Format the results of a check: wrong rules, too strict ones, known strict ones, counts, the slowest.
+def check_text(reports: Sequence[OpReport], strict: Sequence[Finding], places: dict[str, str]) -> str:
+    """Format a check: wrong rules, rules that are too strict, ops without gradients, the counts.
 
     places: op -> where its rule was registered.
     """
     lines: list[str] = []
     for r in reports:
-        for f in r.wrong[:SHOWN]:
-            lines += [f"WRONG {f.op}, {f.strategy}, {f.ranks} ranks: {f.what}", f"      call: {f.call}"]
+        lines += [f"WRONG {f}" for f in r.wrong[:SHOWN]]
         if r.wrong:
             more = f"and {len(r.wrong) - SHOWN} more; " if len(r.wrong) > SHOWN else ""
             lines.append(f"      {more}its rule: {short(places[r.op])}")
-    for r in reports:
-        lines += [f"too strict: {f.op}, {f.strategy}: {f.what}; call: {f.call}" for f in r.strict if not f.why]
-    known = [f for r in reports for f in r.strict if f.why]
-    if known:
-        lines += ["strict for a reason:", *(f"  {f.op}, {f.strategy}: {f.why}" for f in known)]
-    forward = [r for r in reports if r.forward_only]
-    lines += [f"forward only: {r.op}: {r.forward_only}" for r in forward]
-    wrong = [r.op for r in reports if r.wrong]
-    strict = sum(not f.why for r in reports for f in r.strict)
-    slow = sorted(reports, key=lambda r: -r.seconds)[:3] if len(reports) > SHOWN else []
-    lines += [f"slowest: {', '.join(f'{r.op} {r.seconds:.1f} s' for r in slow)}"] if slow else []
-    lines.append(
-        f"{len(reports)} rules on {sum(r.calls for r in reports)} calls in {seconds:.0f} s: "
-        f"{len(wrong)} wrong, {strict} too strict, {len(known)} strict for a reason"
-    )
+    lines += [f"too strict: {f}" for f in strict]
+    lines += [f"forward only: {r.op}: {r.forward_only}" for r in reports if r.forward_only]
+    calls, wrong = sum(r.calls for r in reports), sum(bool(r.wrong) for r in reports)
+    lines.append(f"{len(reports)} rules on {calls} calls: {wrong} wrong, {len(strict)} too strict")
     return "\n".join(lines)

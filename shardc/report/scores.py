@@ -78,13 +78,13 @@ class Square:
 
 def squares(program: Program) -> list[Square]:
     """Return each kind of attention that is one op, of torch or shardc, in the order of the program."""
-    found: dict[Any, tuple[list[str], tuple[Any, ...]]] = {}
+    by_square: dict[Any, tuple[list[str], tuple[Any, ...]]] = {}
     for stage in program.stages:
         for node in calls(stage.graph):
             if node.target in OPS:
                 square = _square(node, program.mesh)
-                found.setdefault(square, ([], square))[0].append(of_every_layer(source_of(node).module) or ".")
-    return [Square(tuple(dict.fromkeys(modules)), *square) for modules, square in found.values()]
+                by_square.setdefault(square, ([], square))[0].append(of_every_layer(source_of(node).module) or ".")
+    return [Square(tuple(dict.fromkeys(modules)), *square) for modules, square in by_square.values()]
 
 
 def _square(node: fx.Node, mesh: Mesh) -> tuple[Any, ...]:
@@ -92,16 +92,16 @@ def _square(node: fx.Node, mesh: Mesh) -> tuple[Any, ...]:
     q, k = call.operands[:2]
     dim, out = len(q.shape) - 2, values_of(node)[0]
     heads = out.shape[-3] if len(out.shape) > 2 else 1
-    own = out.layout.local_shape(out.shape, mesh)[-3] if len(out.shape) > 2 else 1
+    local_heads = out.layout.local_shape(out.shape, mesh)[-3] if len(out.shape) > 2 else 1
     over = tuple((a, mesh.size(a)) for a, _ in q.layout.shards(dim) if mesh.size(a) > 1)
     window = dict(call.kwargs).get("window")
     band = CAUSAL if call.arg(5, "is_causal", False) else Band(*window) if window else ALL
     masked = len(call.operands) > 3
     ring: Collective | None = node.meta.get("collective")
-    method = "ring" if ring else "keys of all ranks" if over else "heads split" if own < heads else "whole"
-    held = tuple(_rows(q.layout, q.shape[dim], dim, mesh, rank) for rank in range(_ranks(over)))
-    sizes = (own, heads), q.shape[-2], k.shape[-2]
-    return *sizes, band, masked, over, method, ring.bytes if ring else 0, held
+    method = "ring" if ring else "keys of all ranks" if over else "heads split" if local_heads < heads else "whole"
+    rows = tuple(_rows(q.layout, q.shape[dim], dim, mesh, rank) for rank in range(_ranks(over)))
+    sizes = (local_heads, heads), q.shape[-2], k.shape[-2]
+    return *sizes, band, masked, over, method, ring.bytes if ring else 0, rows
 
 
 def _ranks(over: tuple[tuple[str, int], ...]) -> int:

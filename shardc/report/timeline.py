@@ -51,7 +51,7 @@ def text(t: Timeline, *, width: int | None = None) -> Text:
     heads = [f"rank {r}  {_stages(s, r)}" for r in range(s.ranks)]
     tails = [f"{100 * t.bubble(r):5.1f} %  {live:5}" for r, live in enumerate(t.live)]
     margin = max(map(len, heads)) + 2
-    every = [slot for each in t.slots for slot in each]
+    every = [slot for row in t.slots for slot in row]
     short = 0.1 * max((slot.end - slot.start for slot in every), default=0.0)  # whose names need not fit
     columns = ((len(_name(s, x)) + 1) / (x.end - x.start) for x in every if x.end - x.start > short)
     scale = max(columns, default=1.0)
@@ -73,7 +73,7 @@ def text(t: Timeline, *, width: int | None = None) -> Text:
     out.append(
         f"\n{stage}kind, microbatch: {', '.join(f'{_LETTERS.get(k, k)} {_NAMES[k]}' for k in _kinds(t))}\n", "dim"
     )
-    if any((slot.end - slot.start) * scale < 1 for each in t.slots for slot in each):
+    if any((slot.end - slot.start) * scale < 1 for row in t.slots for slot in row):
         out.append("some take less than a column: --html FILE draws them all\n", "dim")
     return out
 
@@ -87,12 +87,12 @@ def to_json(t: Timeline) -> dict[str, Any]:
         "ranks": s.ranks,
         "microbatches": s.microbatches,
         "placement": list(s.placement),
-        "actions": [[str(a) for a in each] for each in s.actions],
+        "actions": [[str(a) for a in row] for row in s.actions],
         "live": list(t.live),
         "bubble": t.bubble(),
         "bubbles": [t.bubble(r) for r in range(s.ranks)],
         "end": t.end,
-        "slots": [[[str(slot.action), slot.start, slot.end] for slot in each] for each in t.slots],
+        "slots": [[[str(slot.action), slot.start, slot.end] for slot in row] for row in t.slots],
     }
 
 
@@ -101,13 +101,13 @@ def _title(t: Timeline) -> str:
 
 
 def _stages(s: Schedule, rank: int) -> str:
-    mine = s.stages_of(rank)
-    return f"stage{'s' if len(mine) != 1 else ''} {', '.join(map(str, mine))}"
+    stages = s.stages_of(rank)
+    return f"stage{'s' if len(stages) != 1 else ''} {', '.join(map(str, stages))}"
 
 
 def _kinds(t: Timeline) -> list[str]:
     """Return the kinds of actions that occur, forward first."""
-    present = {slot.action.kind for each in t.slots for slot in each}
+    present = {slot.action.kind for row in t.slots for slot in row}
     return [k for k in _NAMES if k in present]
 
 

@@ -94,8 +94,8 @@ def by_ring(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> It
 
     def fits(x: Value, placements: frozenset[Placement]) -> list[Shard]:
         plain = Shard(len(x.shape) - 2)
-        found = (p for p in placements if isinstance(p, Shard) and p.dim == plain.dim and not p.sections)
-        return sorted((p for p in found if p.padded(x.shape[p.dim]) % (p.split * n) == 0), key=repr)
+        shards = (p for p in placements if isinstance(p, Shard) and p.dim == plain.dim and not p.sections)
+        return sorted((p for p in shards if p.padded(x.shape[p.dim]) % (p.split * n) == 0), key=repr)
 
     for rows in fits(q, available[0]):
         for keys in fits(k, available[1]):
@@ -117,9 +117,9 @@ def sent_by_ring(call: Call, rows: Shard, keys: Shard, n: int) -> float:
         return [Span(start, local, length) for local, start, length in runs(size, [(p, n, rank)])]
 
     band = CAUSAL if call.arg(5, "is_causal", False) else Band(*(dict(call.kwargs).get("window") or ALL))
-    held = [spans(keys, k.shape[-2], r) for r in range(n)]
+    owned = [spans(keys, k.shape[-2], r) for r in range(n)]
     asked = [spans(rows, q.shape[-2], r) for r in range(n)]
-    sent = sum(s.length for r in range(n) for o in range(n) if o != r for s in seen(asked[r], held[o], band))
+    sent = sum(s.length for r in range(n) for o in range(n) if o != r for s in seen(asked[r], owned[o], band))
     return sent / (keys.padded(k.shape[-2]) or 1)
 
 
@@ -147,10 +147,10 @@ def local_attention(call: LocalCall) -> fx.Node:
     size = sum(
         replace(v, layout=p).nbytes(call.mesh) for v, p in zip(call.call.operands[1:3], call.inputs[1:], strict=False)
     )
-    rows, own = call.inputs[0][axis], keys[axis]
+    rows, key_rows = call.inputs[0][axis], keys[axis]
     assert isinstance(rows, Shard)
-    assert isinstance(own, Shard)
-    size = round(size * sent_by_ring(call.call, rows, own, call.mesh.size(axis)))
+    assert isinstance(key_rows, Shard)
+    size = round(size * sent_by_ring(call.call, rows, key_rows, call.mesh.size(axis)))
     collective = Collective("all_to_all", "all_to_all", (axis,), size)
     return call.emit(call.call.target, args, window | _reach(call, axis, args), collective=collective)
 
@@ -175,10 +175,10 @@ def local_torch(call: LocalCall) -> fx.Node:
     if not (call.axes(RING) or (causal and call.split("s"))):
         return call.same()
     mask = next(iter(call.args[3:4]), call.kwargs.get("attn_mask"))
-    own = (call.call.arg(6, "scale"), call.call.arg(7, "enable_gqa", False))
-    ours = replace(call, args=(*call.args[:3], mask, 0.0, causal, *own, None, 0))
-    ours.call = replace(call.call, target=OPS[1])
-    return local_attention(ours)
+    options = (call.call.arg(6, "scale"), call.call.arg(7, "enable_gqa", False))
+    converted = replace(call, args=(*call.args[:3], mask, 0.0, causal, *options, None, 0))
+    converted.call = replace(call.call, target=OPS[1])
+    return local_attention(converted)
 
 
 rule(OPS[0], attention, linear="2", flops=_flops, local=local_torch, extra=by_ring)

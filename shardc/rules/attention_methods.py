@@ -46,24 +46,24 @@ def candidates(
     method: Method, choices: Choices, n: int, available: Sequence[Sequence[Placement]]
 ) -> Iterator[Strategy]:
     """Yield the strategies that a method allows. Raises ShardcError if there are none."""
-    whole, found = choices.call.target in OPS, False
+    whole, yielded = choices.call.target in OPS, False
     ring = _ring(choices, n, available) if whole and method.ring and method.name in ("ring", "auto") else []
     if method.name == "gather" or (method.name == "auto" and not ring):
         split = (choices.from_operand(0, p, n) for p in available[0])
         ring = [s for s in split if s is not None]
     heads = _by_heads(method, choices, n) if method.name in ("ulysses", "auto") else []
     for s in (*ring, *heads):
-        found = True
+        yielded = True
         yield s
-    if not found:
+    if not yielded:
         fault, fix = _why_not(method, choices, n)
         raise ShardcError(f"{method.module or 'attention'}: {fault}", where=method.where, fix=fix)
 
 
 def _ring(choices: Choices, n: int, available: Sequence[Sequence[Placement]]) -> list[Strategy]:
     assert choices.rule.extra is not None
-    every = choices.rule.extra(choices.call, n, [frozenset(a) for a in available])
-    return [s for s in every if s.kind == RING]
+    strategies = choices.rule.extra(choices.call, n, [frozenset(a) for a in available])
+    return [s for s in strategies if s.kind == RING]
 
 
 def _by_heads(method: Method, choices: Choices, n: int) -> list[Strategy]:

@@ -32,9 +32,9 @@ def convolution(call: Call, groups: int, transposed: bool = False) -> Signature:
     sizes = {"g": groups, "i": x[len(lead)] // groups, "o": y[len(lead)] // groups} | ({"b": x[0]} if lead else {})
     sizes |= {f"{k}{d}": s for k, shape in (("x", x), ("k", w), ("y", y)) for d, s in enumerate(shape[-space:])}
     whole = {f"{k}{d}" for k in "xky" for d in range(space)}
-    many: Dim = ("g",) if groups > 1 else ()
+    group: Dim = ("g",) if groups > 1 else ()
     # depthwise: the dim is one factor, which may be split in sections
-    into, out = (many, many) if groups > 1 and sizes["i"] == sizes["o"] == 1 else ((*many, "i"), (*many, "o"))
+    into, out = (group, group) if groups > 1 and sizes["i"] == sizes["o"] == 1 else ((*group, "i"), (*group, "o"))
     channels: list[Dim] = [into, ("o",)] if transposed else [out, ("i",)]
 
     def at(prefix: str) -> list[Dim]:
@@ -113,11 +113,11 @@ for _op in (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.con
 def pooled(call: Call) -> Signature:
     """Keep space whole on both sides; split the dims before it."""
     x, y = call.operands[0].shape, call.results[0].shape
-    same = max(len(x) - (1 if "1d" in str(call.target) else 2 if "2d" in str(call.target) else 3), 0)
+    lead = max(len(x) - (1 if "1d" in str(call.target) else 2 if "2d" in str(call.target) else 3), 0)
     names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
-    out = [*names[:same], *((f"o{i}",) for i in range(same, len(y)))]
-    sizes = {f"d{i}": s for i, s in enumerate(x)} | {f"o{i}": y[i] for i in range(same, len(y))}
-    whole = {f"{k}{i}" for i in range(same, len(x)) for k in "do"}
+    out = [*names[:lead], *((f"o{i}",) for i in range(lead, len(y)))]
+    sizes = {f"d{i}": s for i, s in enumerate(x)} | {f"o{i}": y[i] for i in range(lead, len(y))}
+    whole = {f"{k}{i}" for i in range(lead, len(x)) for k in "do"}
     return Signature((tuple(names),), tuple(tuple(out) for _ in call.results), sizes, frozenset(), frozenset(whole))
 
 

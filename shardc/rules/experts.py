@@ -76,10 +76,10 @@ def linear(call: Call) -> str:
 def exchange(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Yield strategies that split tokens and experts over the same ranks."""
     tokens = {p for p in available[X] | {Shard(0)} if isinstance(p, Shard) and p.dim == 0 and not p.sections}
-    held = {p for p in available[UP] if isinstance(p, Shard) and p.dim == 0}
+    splits = {p for p in available[UP] if isinstance(p, Shard) and p.dim == 0}
     t, e = call.operands[X].shape[0], call.operands[UP].shape[0]
     for x in sorted(tokens, key=repr):
-        for w in sorted(held, key=repr):
+        for w in sorted(splits, key=repr):
             if x.padded(t) % (x.split * n) == 0 == w.padded(e) % (w.split * n) and not w.sections:
                 yield Strategy("exchange", (x, x, x, *[w] * (len(call.operands) - 3)), (x,))
 
@@ -110,7 +110,7 @@ def local(call: LocalCall) -> fx.Node:
         shards[0][1].padding,
         shards[0][1].blocks,
     )
-    here = call.inputs[UP].local_shape(types[UP].shape, call.mesh)[0]
+    local_count = call.inputs[UP].local_shape(types[UP].shape, call.mesh)[0]
     ranks = math.prod(call.mesh.size(a) for a in axes)
 
     tokens = {a: replace(s, padding=s.padding * k) for a, s in call.inputs[X].shards(0)}
@@ -123,10 +123,10 @@ def local(call: LocalCall) -> fx.Node:
     rows = typed(t * k, h, dtype=types[X].dtype, layout=tokens | every, grad=types[X].requires_grad)
     results = typed(t * k, h, dtype=types[X].dtype, layout=tokens | summed, grad=call.call.results[0].requires_grad)
     pairs = typed(t * k, dtype=torch.int64, layout=dict(tokens))
-    counts = typed(2, ranks, here, dtype=torch.int64, layout={})
+    counts = typed(2, ranks, local_count, dtype=torch.int64, layout={})
 
     def sends(value: Value, kind: str = "all_to_all") -> Collective | None:
-        nbytes = ranks * here * 8 if value is counts else value.nbytes(call.mesh)
+        nbytes = ranks * local_count * 8 if value is counts else value.nbytes(call.mesh)
         return Collective("all_to_all", kind if value.requires_grad else "none", axes, nbytes) if axes else None
 
     def part(node: fx.Node, i: int, value: Value) -> fx.Node:

@@ -44,9 +44,9 @@ def frames(call: Call) -> Signature:
     ins: list[tuple[Dim, ...]] = []
     sizes = {"b": x[0]} if lead else {}
     for j, v in enumerate(call.operands):
-        own = lead if j == 0 else 0
-        ins.append((*[("b",)] * own, *((f"x{j}_{i}",) for i in range(own, len(v.shape)))))
-        sizes |= {f"x{j}_{i}": s for i, s in enumerate(v.shape) if i >= own}
+        front = lead if j == 0 else 0
+        ins.append((*[("b",)] * front, *((f"x{j}_{i}",) for i in range(front, len(v.shape)))))
+        sizes |= {f"x{j}_{i}": s for i, s in enumerate(v.shape) if i >= front}
     out: tuple[Dim, ...] = (*[("b",)] * lead, *((f"y{i}",) for i in range(lead, len(y))))
     sizes |= {f"y{i}": s for i, s in enumerate(y) if i >= lead}
     return Signature(tuple(ins), (out,), sizes, frozenset(), frozenset(sizes) - {"b"})

@@ -75,12 +75,12 @@ def local_amax(call: LocalCall) -> fx.Node:
         return call.same(_0=x)
     value = call.call.results[0]
     items = {a: Partial("max") for a in split}
-    mine = Layout.of({**dict(call.outputs[0].items), **items}, call.mesh)
-    own = call.emit(ops.fp8_amax, (x, granule), {}, value=replace(value, layout=mine))
+    layout = Layout.of({**dict(call.outputs[0].items), **items}, call.mesh)
+    local = call.emit(ops.fp8_amax, (x, granule), {}, value=replace(value, layout=layout))
     axes = call.mesh.merge(split)
     whole = replace(value, layout=call.outputs[0])
     collective = Collective("all_reduce", "none", axes, whole.nbytes(call.mesh), _CAUSE)
-    return call.emit(ops.all_reduce_max, (own, call.mesh_node, axes), {}, value=whole, collective=collective)
+    return call.emit(ops.all_reduce_max, (local, call.mesh_node, axes), {}, value=whole, collective=collective)
 
 
 def rounded(call: Call) -> Signature:

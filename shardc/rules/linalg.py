@@ -84,9 +84,9 @@ def _stacked(call: Call, own: list[int]) -> Signature:
         return (*first, *((f"{mark}{i}",) for i in range(leading, len(shape))))
 
     ins = tuple(dims(v.shape, len(e), f"x{j}_") for j, (v, e) in enumerate(zip(call.operands, lead, strict=True)))
-    wanted = [v.shape[: len(batch)] == batch for v in call.results]  # vectors that were not requested are empty
+    asked = [v.shape[: len(batch)] == batch for v in call.results]  # vectors that were not requested are empty
     outs = tuple(
-        dims(v.shape, len(batch) * full, f"y{j}_") for j, (v, full) in enumerate(zip(call.results, wanted, strict=True))
+        dims(v.shape, len(batch) * full, f"y{j}_") for j, (v, full) in enumerate(zip(call.results, asked, strict=True))
     )
     whole = frozenset(f for f in sizes if not f.startswith("e"))
     return Signature(ins, outs, sizes, frozenset(), whole, frozenset(sizes) - whole)
@@ -179,8 +179,8 @@ def cdist(call: Call) -> Signature:
         skip = len(batch) - len(own)
         return tuple((f"e{skip + i}",) if s == batch[skip + i] and s != 1 else () for i, s in enumerate(own))
 
-    every = tuple((f"e{i}",) for i in range(len(batch)))
-    ins, out_dims = ((*leading(a), ("p",), ("m",)), (*leading(b), ("r",), ("m",))), (*every, ("p",), ("r",))
+    batch_dims = tuple((f"e{i}",) for i in range(len(batch)))
+    ins, out_dims = ((*leading(a), ("p",), ("m",)), (*leading(b), ("r",), ("m",))), (*batch_dims, ("p",), ("r",))
     summed = frozenset({"m"} if call.arg(2, "p", 2) == 1 else ())
     return Signature(ins, (out_dims,), sizes, summed, frozenset({"m"}) - summed)
 

@@ -107,8 +107,8 @@ def by_row(call: Call) -> Signature:
         return all_whole(call)
     x = call.operands[0].shape
     rows: tuple[Dim, ...] = (("n",),) if len(x) == 2 else ()
-    each = (*rows, ("c",))
-    return Signature((each, each), (rows,), {"c": x[-1]} | ({"n": x[0]} if rows else {}), frozenset(), frozenset("c"))
+    dims = (*rows, ("c",))
+    return Signature((dims, dims), (rows,), {"c": x[-1]} | ({"n": x[0]} if rows else {}), frozenset(), frozenset("c"))
 
 
 rule(torch.ops.aten.multilabel_margin_loss.default, by_row)

@@ -33,14 +33,14 @@ rule(aten.outer.default, "m, n -> m n", linear="0 | 1")
 def addmm(call: Call) -> Signature:
     """Split bias + a @ b, with or without a batch dim. The bias broadcasts."""
     bias, out, k = call.operands[0].shape, call.results[0].shape, call.operands[1].shape[-1]
-    every: list[Dim] = [("b",), ("m",), ("n",)]
-    names = every[3 - len(out) :]
+    all_names: list[Dim] = [("b",), ("m",), ("n",)]
+    names = all_names[3 - len(out) :]
     skip = len(out) - len(bias)
-    own = tuple(name if s == size else () for name, s, size in zip(names[skip:], bias, out[skip:], strict=True))
+    of_bias = tuple(name if s == size else () for name, s, size in zip(names[skip:], bias, out[skip:], strict=True))
     *batch, m, n = names
     sizes = {f: s for (f,), s in zip(names, out, strict=True)} | {"k": k}
     return Signature(
-        (own, (*batch, m, ("k",)), (*batch, ("k",), n)), (tuple(names),), sizes, frozenset({"k"}), frozenset()
+        (of_bias, (*batch, m, ("k",)), (*batch, ("k",), n)), (tuple(names),), sizes, frozenset({"k"}), frozenset()
     )
 
 
@@ -90,18 +90,18 @@ def einsum(call: Call) -> Signature:
 
     def dims(term: str, shape: tuple[int, ...]) -> tuple[Dim, ...]:
         head, _, tail = term.partition("...")
-        own = len(shape) - len(head) - len(tail)
+        count = len(shape) - len(head) - len(tail)
         # the dims of an ellipsis broadcast: they are counted from the right
-        names = [*head, *(f"e{i}" for i in range(max(unnamed) - own, max(unnamed))), *tail]
+        names = [*head, *(f"e{i}" for i in range(max(unnamed) - count, max(unnamed))), *tail]
         sizes.update({n: s for n, s in zip(names, shape, strict=True) if s != 1 or n not in sizes})
         return tuple((n,) if s != 1 else () for n, s in zip(names, shape, strict=True))
 
     ins = tuple(dims(t, v.shape) for t, v in zip(terms, call.operands, strict=True))
     out = dims(right, call.results[0].shape)
     kept = {f for d in out for f in d}
-    every = {f for o in ins for d in o for f in d}
+    factors = {f for o in ins for d in o for f in d}
     double = {f for o in ins for d in o for f in d if sum(f in e for e in o) > 1}
-    return Signature(ins, (out,), sizes, frozenset(every - kept), frozenset(double))
+    return Signature(ins, (out,), sizes, frozenset(factors - kept), frozenset(double))
 
 
 def _einsum_linear(call: Call) -> str:

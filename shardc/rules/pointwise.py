@@ -82,9 +82,9 @@ rule(aten.masked_fill.Tensor, broadcast, linear="0 2")
 def first_only(call: Call) -> Signature:
     """Split dims of the first operand elementwise; keep the others whole (type_as, bucketize)."""
     rest = tuple(tuple((f"x{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.operands) if j)
-    one = broadcast(replace(call, operands=call.operands[:1]))
+    first = broadcast(replace(call, operands=call.operands[:1]))
     sizes = {f"x{j}_{i}": s for j, v in enumerate(call.operands) if j for i, s in enumerate(v.shape)}
-    return Signature((*one.inputs, *rest), one.outputs, {**one.sizes, **sizes}, frozenset(), frozenset(sizes))
+    return Signature((*first.inputs, *rest), first.outputs, {**first.sizes, **sizes}, frozenset(), frozenset(sizes))
 
 
 def unreduced(call: Call) -> Signature:
@@ -124,9 +124,9 @@ def per_channel(call: Call) -> Signature:
     """Split fake_quantize(x, scale[c], zero[c], dim): every channel has its own scale and zero."""
     sig = first_only(call)
     dim = sig.inputs[0][int(call.arg(3, "axis"))]
-    mine: tuple[Dim, ...] = (dim,)
+    channel: tuple[Dim, ...] = (dim,)
     sizes = {f: n for f, n in sig.sizes.items() if f[0] == "d"}
-    return replace(sig, inputs=(sig.inputs[0], mine, mine), sizes=sizes, whole=frozenset())
+    return replace(sig, inputs=(sig.inputs[0], channel, channel), sizes=sizes, whole=frozenset())
 
 
 for _op in (aten.fake_quantize_per_tensor_affine.default, aten.fake_quantize_per_tensor_affine.tensor_qparams):

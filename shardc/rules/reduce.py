@@ -137,13 +137,13 @@ def histc(call: Call) -> Signature:
     names, x = tuple((f"d{i}",) for i in range(len(call.operands[0].shape))), call.operands[0].shape
     sizes = {f"d{i}": s for i, s in enumerate(x)} | {"bins": call.results[0].shape[0]}
     ranged = call.arg(2, "min", 0) != call.arg(3, "max", 0)
-    each = frozenset(f for (f,) in names)
+    factors = frozenset(f for (f,) in names)
     return Signature(
         (names,),
         ((("bins",),),),
         sizes,
-        each if ranged else frozenset(),
-        frozenset({"bins"}) | (frozenset() if ranged else each),
+        factors if ranged else frozenset(),
+        frozenset({"bins"}) | (frozenset() if ranged else factors),
     )
 
 
@@ -165,10 +165,10 @@ def diff(call: Call) -> Signature:
     """Keep dim whole in x and in what is put before and behind it; split the other dims."""
     d, ndim = call.dim(call.arg(2, "dim", -1)), len(call.results[0].shape)
     sides = [[(f"x{j}" if i == d else f"d{i}",) for i in range(ndim)] for j in range(len(call.operands) + 1)]
-    every = (*call.operands, *call.results)
-    sizes = {f: s for side, v in zip(sides, every, strict=True) for (f,), s in zip(side, v.shape, strict=True)}
+    values = (*call.operands, *call.results)
+    sizes = {f: s for side, v in zip(sides, values, strict=True) for (f,), s in zip(side, v.shape, strict=True)}
     *ins, out = map(tuple, sides)
-    return Signature(tuple(ins), (out,), sizes, frozenset(), frozenset(f"x{j}" for j in range(len(every))))
+    return Signature(tuple(ins), (out,), sizes, frozenset(), frozenset(f"x{j}" for j in range(len(values))))
 
 
 rule(aten.diff.default, diff, linear=every_operand)

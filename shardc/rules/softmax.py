@@ -61,10 +61,10 @@ def local_softmax(call: LocalCall) -> fx.Node:
 
     def value(p: Placement, *, grad: bool = grad) -> Value:
         """Return the type of one number per softmax, with this placement on the split axes."""
-        own = kept
+        placed = kept
         for a in split:
-            own = own.replace(a, p, call.mesh)
-        return Value(shape, dtype, grad, own)
+            placed = placed.replace(a, p, call.mesh)
+        return Value(shape, dtype, grad, placed)
 
     terms = call.args[0]
     for s in layout.paddings():
@@ -102,16 +102,16 @@ def local_softmax(call: LocalCall) -> fx.Node:
             value=whole,
             collective=Collective("none", "all_reduce", axes, size, "softmax over a split dim: the normaliser"),
         )
-    each = Value(x.shape, dtype, grad, layout)
-    y = call.emit(aten.sub.Tensor, (call.args[0], lse), {}, value=each)
+    typed = Value(x.shape, dtype, grad, layout)
+    y = call.emit(aten.sub.Tensor, (call.args[0], lse), {}, value=typed)
     if "log" not in str(call.call.target):
-        y = call.emit(aten.exp.default, (y,), {}, value=each)
+        y = call.emit(aten.exp.default, (y,), {}, value=typed)
     return _cast(call, y, dtype)
 
 
 def _cast(call: LocalCall, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    wanted = call.call.results[0].dtype
-    return x if wanted == dtype else call.emit(aten._to_copy.default, (x,), {"dtype": wanted})
+    target = call.call.results[0].dtype
+    return x if target == dtype else call.emit(aten._to_copy.default, (x,), {"dtype": target})
 
 
 rule(aten.logsumexp.default, reduced(1, "dim", summed=False), local=local_softmax, extra=by_parts)

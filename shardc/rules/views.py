@@ -176,8 +176,8 @@ def repeat(call: Call) -> Signature:
 def local_repeat(call: LocalCall) -> fx.Node:
     """Repeat as often as this rank needs."""
     x, times = call.call.operands[0].shape, call.call.arg(1, "repeats")
-    own = (1,) * (len(times) - len(x)) + call.inputs[0].local_shape(x, call.mesh)
-    return call.same(_1=[t if not s else o // s for t, s, o in zip(times, own, call.out_shape, strict=True)])
+    local = (1,) * (len(times) - len(x)) + call.inputs[0].local_shape(x, call.mesh)
+    return call.same(_1=[t if not s else o // s for t, s, o in zip(times, local, call.out_shape, strict=True)])
 
 
 rule(aten.repeat.default, repeat, linear="0", local=local_repeat)
@@ -260,10 +260,10 @@ def local_cut(call: LocalCall) -> fx.Node:
     d = _cut_dim(call.call)
     if not call.inputs[0].shards(d):
         return call.same()
-    size, own = call.out_shape[d], call.inputs[0].local_shape(call.call.operands[0].shape, call.mesh)[d]
-    if size in (own, 0):  # an empty part has no rule that splits the dim
+    size, local = call.out_shape[d], call.inputs[0].local_shape(call.call.operands[0].shape, call.mesh)[d]
+    if size in (local, 0):  # an empty part has no rule that splits the dim
         return call.args[0]  # type: ignore[no-any-return]
-    return call.emit(aten.slice.Tensor, (call.args[0], d, *local_range(call.call, size, own)), {})
+    return call.emit(aten.slice.Tensor, (call.args[0], d, *local_range(call.call, size, local)), {})
 
 
 rule(aten.slice.Tensor, cut, linear="0", local=local_cut)
@@ -361,15 +361,15 @@ def by_sections(call: Call, n: int, available: Sequence[frozenset[Placement]]) -
 
 def _in_parts(p: Shard, parts: Sequence[int]) -> tuple[Shard, ...] | None:
     """Return how each part of a dim in sections is split; None if a section is in two parts."""
-    left, found = list(p.sections), []
+    left, shards = list(p.sections), []
     for part in parts:
         inside: list[int] = []
         while left and sum(inside) < part:
             inside.append(left.pop(0))
         if sum(inside) != part:
             return None
-        found.append(Shard(p.dim, len(inside)) if len(set(inside)) <= 1 else Shard(p.dim, 1, tuple(inside)))
-    return tuple(found)
+        shards.append(Shard(p.dim, len(inside)) if len(set(inside)) <= 1 else Shard(p.dim, 1, tuple(inside)))
+    return tuple(shards)
 
 
 def in_sections(p: Shard, size: int) -> tuple[int, ...]:
@@ -401,19 +401,19 @@ def cat(call: Call) -> Signature:
     names = names_of(len(out))
     parts = [v.shape[d] if len(v.shape) == len(out) else 0 for v in call.operands]
     full = [p for p in parts if p]
-    same = len(set(full)) == 1
+    equal = len(set(full)) == 1
     sizes = (
         sizes_of(out)
-        | ({"k": len(full), "c": full[0]} if same else {f"c{i}": p for i, p in enumerate(parts)})
+        | ({"k": len(full), "c": full[0]} if equal else {f"c{i}": p for i, p in enumerate(parts)})
         | {"z": 0}
     )
-    own: list[Dim] = [("z",) if p == 0 else ("c",) if same else (f"c{i}",) for i, p in enumerate(parts)]
+    dim_names: list[Dim] = [("z",) if p == 0 else ("c",) if equal else (f"c{i}",) for i, p in enumerate(parts)]
     ins = [
         [*names[:d], o, *names[d + 1 :]] if len(v.shape) == len(out) else [o]
-        for o, v in zip(own, call.operands, strict=True)
+        for o, v in zip(dim_names, call.operands, strict=True)
     ]
-    result: list[Dim] = [*names[:d], ("k", "c") if same else (f"d{d}",), *names[d + 1 :]]
-    return signature_of(call, ins, [result], sizes, {"k", "z"} if same else {f"d{d}", *(f for (f,) in own)})
+    result: list[Dim] = [*names[:d], ("k", "c") if equal else (f"d{d}",), *names[d + 1 :]]
+    return signature_of(call, ins, [result], sizes, {"k", "z"} if equal else {f"d{d}", *(f for (f,) in dim_names)})
 
 
 def stack(call: Call) -> Signature:

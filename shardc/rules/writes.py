@@ -40,10 +40,10 @@ def local_cut_written(call: LocalCall) -> fx.Node:
     d = call.call.dim(call.call.arg(2, "dim", 0))
     if not call.inputs[0].shards(d):
         return call.same()
-    size, own = call.inputs[1].local_shape(call.call.operands[1].shape, call.mesh)[d], call.out_shape[d]
-    if own == size:
+    size, local = call.inputs[1].local_shape(call.call.operands[1].shape, call.mesh)[d], call.out_shape[d]
+    if local == size:
         return call.args[1]  # type: ignore[no-any-return]
-    return call.emit(call.call.target, (*call.args[:2], d, *local_range(_read(call.call), size, own)), {})
+    return call.emit(call.call.target, (*call.args[:2], d, *local_range(_read(call.call), size, local)), {})
 
 
 rule(aten.slice_scatter.default, into(cut), linear="0 1", local=local_cut_written)

@@ -75,8 +75,8 @@ def data_axes(batch: Batch, data: Data, names: Iterable[str], sequence: Sequence
     """
     if batch.axes is not None:
         return batch.axes
-    own = {a for a in data.axis if sequence is None or a not in sequence.axis}
-    return tuple(n for n in names if n == "dp" or n.startswith("dp_") or n in own)
+    of_data = {a for a in data.axis if sequence is None or a not in sequence.axis}
+    return tuple(n for n in names if n == "dp" or n.startswith("dp_") or n in of_data)
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ class Check:
                 yield ("shard", pattern), rule.dims
         for key, dims in self.form.activations.items():
             yield ("activations", key), dims
-        for name, wanted in self.form.outputs.items():
-            if wanted is not None:
-                yield ("outputs", name), wanted
+        for name, layout in self.form.outputs.items():
+            if layout is not None:
+                yield ("outputs", name), layout
 
     def uses(self) -> Iterator[tuple[str, Path, str]]:
         """Yield every axis that the spec names: (axis, its path, what it splits)."""
@@ -322,11 +322,11 @@ class Check:
                     key = "axes" if section == "batch" else "axis"
                     self.add((section, key, i), f"axis {axis!r} is listed twice", "list it once")
         for i, c in enumerate(self.form.checkpoint):
-            said = [k for k in ("save", "recompute", "budget") if getattr(c, k) is not None]
-            if len(said) > 1:
+            keys = [k for k in ("save", "recompute", "budget") if getattr(c, k) is not None]
+            if len(keys) > 1:
                 self.add(
-                    ("checkpoint", i, said[-1]),
-                    f"{' and '.join(f'`{k}`' for k in said)} {'both' if len(said) == 2 else 'all'} say what is kept",
+                    ("checkpoint", i, keys[-1]),
+                    f"{' and '.join(f'`{k}`' for k in keys)} {'both' if len(keys) == 2 else 'all'} say what is kept",
                     "keep one of them",
                     value=False,
                 )

@@ -150,14 +150,14 @@ def _typed(kind: str, got: Any, field: Field) -> str:
 
 
 def _did_you_mean(got: object, known: list[str], also: str = "", *, key: bool = False) -> str:
-    here = ours(got, key=key)
-    if " " in here:  # more than a word
-        return here if here.startswith("no") else f"here that is {here}"
-    close = here if here in known else nearest(got, known) if isinstance(got, str) else ""
-    every = ", ".join(known) + (f", {also}" if also else "")
+    meant = ours(got, key=key)
+    if " " in meant:  # more than a word
+        return meant if meant.startswith("no") else f"here that is {meant}"
+    close = meant if meant in known else nearest(got, known) if isinstance(got, str) else ""
+    choices = ", ".join(known) + (f", {also}" if also else "")
     if not close:
-        return f"one of {every}"
-    return f"did you mean {close!r}?" + (f" ({every})" if len(known) < 8 else "")
+        return f"one of {choices}"
+    return f"did you mean {close!r}?" + (f" ({choices})" if len(known) < 8 else "")
 
 
 def _example(field: Field) -> str:

@@ -81,10 +81,10 @@ class Names:
         """Yield a note for each alternative of a pattern that matches no weight while another one does."""
         alternatives = expand(pattern)
         if 1 < len(alternatives) <= HELPED:
-            for one in alternatives:
-                if not self.has_weights(one):
-                    fault, fix = self.without_weights(one)
-                    yield f"of {pattern!r} the alternative {one!r} {fault}: {fix}"
+            for option in alternatives:
+                if not self.has_weights(option):
+                    fault, fix = self.without_weights(option)
+                    yield f"of {pattern!r} the alternative {option!r} {fault}: {fix}"
 
     def check(self, form: Form, places: Places, errors: Errors) -> None:
         """Add an error for every pattern of a spec that matches no name of the model."""

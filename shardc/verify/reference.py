@@ -17,25 +17,13 @@ def interpret(
     inputs: Mapping[str, Tensor],
     rng: Any = None,
     graph: fx.Graph | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Run `graph` (default: the program's global graph) with global tensors, without a mesh.
 
-    params, buffers, inputs: tensors by placeholder name or FQN (see `tensors_of`); lifted constants need none.
+    params, buffers, inputs: tensors by placeholder name or FQN; lifted constants need none.
     rng: a shardc.runtime.rng.Rng; needed by graphs with dropout or BatchNorm only.
-    Returns (loss, {name of an updated buffer: its new value}); differentiable.
+    Returns (loss, {name of an updated buffer: its new value}, {name of an output: its value}); differentiable.
     """
-    return interpret_all(program, params, buffers, inputs, rng, graph)[:2]
-
-
-def interpret_all(
-    program: Program,
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    inputs: Mapping[str, Tensor],
-    rng: Any = None,
-    graph: fx.Graph | None = None,
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """As `interpret`; returns {name of an output: its value} as well."""
     arguments: list[Any] = [None, rng]
     arguments += [params[p.name] if p.name in params else p.whole(params) for p in program.params]
     arguments += [
@@ -53,21 +41,6 @@ def _find(tensors: Mapping[str, Tensor], *names: str) -> Tensor:
         if name in tensors:
             return tensors[name]
     raise KeyError(f"no tensor for {names[0]!r}")
-
-
-def tensors_of(
-    program: Program, model: nn.Module, batch: Any
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """(params, buffers, inputs) by placeholder name: the model's own tensors, not copies, and the batch's."""
-    params, buffers = (
-        dict(model.named_parameters(remove_duplicate=False)),
-        dict(model.named_buffers(remove_duplicate=False)),
-    )
-    return (
-        {p.name: p.whole(params) for p in program.params},
-        {b.name: buffers[b.fqn] for b in program.buffers if b.constant is None},
-        {i.name: reach(batch, i.path) for i in program.inputs},
-    )
 
 
 def reach(batch: Any, path: tuple[str | int, ...]) -> Any:

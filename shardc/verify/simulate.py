@@ -22,7 +22,6 @@ from shardc.runtime.checks.engine_options import check_trains
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
-from shardc.verify.not_finite import op_on_ranks
 
 #: How far replicas of one value may differ, relative to its largest element: rounding, if ranks add up in another
 #: order.
@@ -88,7 +87,7 @@ def simulate(
     optimizer: params -> torch optimizer. None: with steps=1 weights stay as they are, with more AdamW(3e-4) trains.
     Of a forward-only program one forward is run.
     Raises ShardcError for a batch or weights that do not fit, and ReplicasDifferError where replicas come out
-    different, which is a bug of shardc or of a rule: it names the op where one of them is not finite.
+    different, which is a bug of shardc or of a rule.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ShardcError(
@@ -121,21 +120,14 @@ def simulate(
         params = {n: p.detach() for n, p in engine.owned.items()}
         return _Rank(loss, grads, params, wholes, engine.buffers, records, outputs)
 
-    ranks = loopback(program.mesh, work)
-    try:
-        return _joined(program, ranks)
-    except ReplicasDifferError as e:
-        op = op_on_ranks(program, model, batch, seed) if e.not_finite else ""
-        raise ReplicasDifferError(f"{e.what}; {op}" if op else e.what, e.where, not_finite=e.not_finite) from None
+    return _joined(program, loopback(program.mesh, work))
 
 
 class ReplicasDifferError(ShardcError):
-    """Ranks hold one value, and not the same numbers of it. not_finite: one of them has nan or inf, another not."""
+    """Ranks hold one value, and not the same numbers of it."""
 
-    def __init__(self, what: str, where: str, *, not_finite: bool) -> None:
-        fix = "a bug in shardc or in a rule of your own: please report it"
-        super().__init__(what, where=where, fix=fix)
-        self.not_finite = not_finite
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(what, where=where, fix="a bug in shardc or in a rule of your own: please report it")
 
 
 def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
@@ -149,7 +141,7 @@ def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
         for rank, g in parts.items():
             if g is None and ranks[rank].params[p.name].numel():
                 fault = f"rank {rank} has no gradient of it, and others have"
-                raise ReplicasDifferError(fault, p.fqn, not_finite=False)
+                raise ReplicasDifferError(fault, p.fqn)
         there = {
             i: ranks[i].params[p.name] if g is None else g for i, g in parts.items()
         }  # without elements, without values
@@ -209,9 +201,9 @@ def _check_replica(expected: Tensor, got: Tensor, name: str) -> None:
     apart = one.isfinite() != other.isfinite()
     if bool(apart.any()):
         here, there = other[apart][0].item(), one[apart][0].item()
-        raise ReplicasDifferError(f"it is {here:.6g}, and {there:.6g} on a replica", name, not_finite=True)
+        raise ReplicasDifferError(f"it is {here:.6g}, and {there:.6g} on a replica", name)
     fault = f"it differs from its replica by {float((one - other).abs().max()):.1e}"
-    raise ReplicasDifferError(fault, name, not_finite=False)
+    raise ReplicasDifferError(fault, name)
 
 
 def _causes(program: Program) -> dict[str, str]:

@@ -310,7 +310,7 @@ def fixed(count_of_stages: int) -> Iterator[tuple[str, Attack]]:
             f"source {path[:20]!r}",
             _table("manifest.json", lambda t, p=path: t["meta"].update(source={p: {"x": "y"}})),
         )
-        yield f"offload {path[:20]!r}", _table("manifest.json", lambda t, p=path: t.update(offload={"optimizer": p}))
+        yield f"offload {path[:20]!r}", _table("layouts.json", lambda t, p=path: t.update(offload={"optimizer": p}))
         yield (
             f"spec's schedule {path[:20]!r}",
             _bytes(
@@ -327,8 +327,8 @@ def fixed(count_of_stages: int) -> Iterator[tuple[str, Attack]]:
             f"a character {text!r}",
             _edited("stage0.py", lambda t, x=text: x + t if x == "\ufeff" else t.replace("aten", f"aten{x}", 1)),
         )
-    yield "no stages", _table("manifest.json", lambda t: t.update(stages=[]))
-    yield "many stages", _table("manifest.json", lambda t: t.update(stages=t["stages"] * 9_999))
+    yield "no stages", _table("layouts.json", lambda t: t.update(stages=[]))
+    yield "many stages", _table("layouts.json", lambda t: t.update(stages=t["stages"] * 9_999))
     yield "a mesh of many", _table("manifest.json", lambda t: t.update(mesh={"dp": 10**9, "tp": 10**9}))
     yield "a mesh of many axes", _table("manifest.json", lambda t: t.update(mesh={f"a{i}": 1 for i in range(9_999)}))
     yield "another mesh", _table("manifest.json", lambda t: t.update(mesh={"dp": 3}))

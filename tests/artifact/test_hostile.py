@@ -163,3 +163,12 @@ def test_every_entry_of_a_table_that_is_otherwise_is_named(originals: list[Path]
         shardc.load(folder)
     assert [e.what.partition(":")[0] for e in caught.value.errors] == ["params[1].order", "params[3].requires_grad"]
     assert {e.where for e in caught.value.errors} == {str(folder / "layouts.json")}
+
+
+def test_a_graph_of_a_step_that_returns_what_a_stage_does(originals: list[Path]) -> None:
+    def attack(folder: Path) -> None:
+        (folder / "stage0_forward.py").write_bytes((folder / "stage0.py").read_bytes())
+
+    with pytest.raises(ShardcError, match="does not return the loss, and what the tables list beside it") as caught:
+        shardc.load(hostile.attacked(attack, originals[2]))
+    assert caught.value.where.endswith("stage0_forward.py")

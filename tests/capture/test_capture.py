@@ -19,8 +19,9 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.types import op_name
 from shardc.runtime.mesh.loopback import loopback
-from shardc.verify.reference import interpret, reach, tensors_of
+from shardc.verify.reference import interpret, reach
 from tests import zoo
+from tests.one_device import tensors_of
 
 torch.set_num_threads(1)
 
@@ -57,7 +58,7 @@ def refused(function: Any, text: str, *, line: str | None = None, batch: Any = X
 
 def grads(program: Program, model: nn.Module, batch: Any) -> dict[str, Tensor]:
     params, buffers, inputs = tensors_of(program, model, batch)
-    loss, _ = interpret(program, params, buffers, inputs)
+    loss, *_ = interpret(program, params, buffers, inputs)
     found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
     return {p.fqn: g for p, g in zip(program.params, found, strict=True) if g is not None}
 
@@ -149,7 +150,7 @@ def test_batches() -> None:
         want = (
             model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, tuple) else model(batch)
         )
-        got, _ = interpret(program, *tensors_of(program, model, batch))
+        got, *_ = interpret(program, *tensors_of(program, model, batch))
         assert torch.equal(got, want)
     assert [i.name for i in capture(Any_(), (X, X)).inputs] == ["input_0", "input_1"]
     with pytest.raises(ShardcError, match="the batch contains no tensor"):
@@ -308,7 +309,7 @@ def test_buffers() -> None:
 
     model = Net(function)
     program = capture(model, X)
-    _, news = interpret(program, *tensors_of(program, model, X))
+    _, news, _ = interpret(program, *tensors_of(program, model, X))
     model(X)
     assert torch.equal(news["seen"], model.seen)
     assert program.buffers[0].updated

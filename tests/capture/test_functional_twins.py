@@ -353,7 +353,7 @@ def test_what_torch_raises_in_capture_has_the_models_line(monkeypatch: pytest.Mo
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("derivative for aten::exp is not implemented")
 
-    monkeypatch.setattr(compare_eager, "interpret_all", broken)
+    monkeypatch.setattr(compare_eager, "interpret", broken)
     wanted = r"(?s)twins.py:\d+: torch cannot run the graph that capture made of this: RuntimeErr.*exp\(\) \+ 1.*report"
     with pytest.raises(ShardcError, match=wanted):
         capture(Net(power), {"x": X})
@@ -363,7 +363,7 @@ def test_a_fault_of_shardc_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise AssertionError("ours")
 
-    monkeypatch.setattr(compare_eager, "interpret_all", broken)
+    monkeypatch.setattr(compare_eager, "interpret", broken)
     with pytest.raises(AssertionError, match="ours"):
         capture(Net(power), {"x": X})
 

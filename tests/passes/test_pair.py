@@ -203,7 +203,7 @@ def test_pairs_come_back_from_disk_and_are_proven(tmp_path: Path) -> None:
     assert there.verify().ok
     file = tmp_path / "out" / "pair_1_2.py"
     file.write_text(re.sub(r"    return .*\n", "    return (None, ())\n", file.read_text()))
-    with pytest.raises(shardc.ShardcError, match="does not return what a forward and a backward do"):
+    with pytest.raises(shardc.ShardcError, match="does not return the loss, and what the tables list"):
         shardc.load(tmp_path / "out", trust=True)
 
 
@@ -228,7 +228,7 @@ def test_two_forwards_come_back_from_disk_and_are_proven(tmp_path: Path) -> None
     assert any("forwards_0_0, pair, second forward" in gap for gap in _broken(there, another_op))
     file = tmp_path / "out" / "forwards_0_0.py"
     file.write_text(re.sub(r"    return .*\n", "    return ((), ())\n", file.read_text()))
-    with pytest.raises(shardc.ShardcError, match="does not return what a forward and a forward do"):
+    with pytest.raises(shardc.ShardcError, match="does not return the loss, and what the tables list"):
         shardc.load(tmp_path / "out", trust=True)
 
 

@@ -37,8 +37,9 @@ from shardc.ir.source import Source
 from shardc.ir.stored import Buffer, Input, Param
 from shardc.ir.types import of_tensor, typed
 from shardc.torch_private import OpOverload
-from shardc.verify.rules.case import MISFIT, TRUSTING, UNDEFINED
+from shardc.verify.rules.case import MISFIT, UNDEFINED
 from tests.rules.samples import RNG, SAMPLES, Sample, Tensors
+from tests.rules.torch_ops import TRUSTING
 
 aten = torch.ops.aten
 RTOL = 1e-11

@@ -118,19 +118,19 @@ class Rules:
     def _by_value(self, node: fx.Node, operands: Sequence[Type]) -> Facts:
         grad = any(t.grad for t in operands) or node.target in (ops.gather_wait, ops.updated)
         shapes = [(v.local_shape(self._program.mesh), v.dtype, grad and v.requires_grad) for v in values_of(node)]
-        return Facts(tuple(Type.contiguous(*each) for each in shapes), (-1,) * len(shapes))
+        return Facts(tuple(Type.contiguous(*pair) for pair in shapes), (-1,) * len(shapes))
 
     def _run(self, call: Template, operands: Sequence[Type]) -> Facts:
         with self.rank.mode, torch.enable_grad():
             xs = [t.empty() for t in operands]
-            made = self.rank.run(call, xs)
+            result = self.rank.run(call, xs)
         ragged = call.target in _RAGGED or (call.target is not ops.experts_combine and any(t.ragged for t in operands))
         passed_on = call.target in CONVERTED and operands[0].grad  # they are functions without autograd
         types = tuple(
-            replace(t, grad=t.grad or passed_on, ragged=ragged) if (t := _type(y)) is not None else None for y in made
+            replace(t, grad=t.grad or passed_on, ragged=ragged) if (t := _type(y)) is not None else None for y in result
         )
         memory = {memory_of(x): i for i, x in reversed(list(enumerate(xs)))}
-        return Facts(types, tuple(memory.get(memory_of(y), -1) if isinstance(y, Tensor) else -1 for y in made))
+        return Facts(types, tuple(memory.get(memory_of(y), -1) if isinstance(y, Tensor) else -1 for y in result))
 
     # --- backward
 

@@ -44,7 +44,7 @@ def opaque(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -
     w = Lines(rank, call, ask)
     args = (target_text(call.target), needs, saved.again, *call.args)
     first = w.put(Line(0, ops.opaque, args, tuple(call.kwargs.items())))
-    made = [w.put(Line(0, operator.getitem, (first, k), (), t)) for k, t in enumerate(types)]
+    outputs = [w.put(Line(0, operator.getitem, (first, k), (), t)) for k, t in enumerate(types)]
     tape = w.put(Line(0, operator.getitem, (first, len(types))))
     split = len(w.lines)
     grads = tuple(Ref("g", i) if t is not None else None for i, t in enumerate(ask.tangents))
@@ -59,7 +59,7 @@ def opaque(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -
         of_operands[i], kinds[i] = w.put(Line(0, operator.getitem, (back, n), (), t)), t
     return Rule(
         tuple(w.lines[:split]),
-        tuple(made),
+        tuple(outputs),
         tuple(w.lines[split:]),
         tuple(of_operands),
         tuple(kinds),
@@ -81,16 +81,16 @@ def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, 
             first = {i: replace(ask.operands[i], grad=k in needs).empty() for k, i in reversed(list(enumerate(places)))}
             xs = [first[i] for i in places]
             with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
-                made = rank.run(call, xs)
+                outputs = rank.run(call, xs)
             gs = [None if t is None else replace(t, grad=False).empty() for t in ask.tangents]
-            pairs = [(y, g) for y, g in zip(made, gs, strict=True) if g is not None]
+            pairs = [(y, g) for y, g in zip(outputs, gs, strict=True) if g is not None]
             gradients = torch.autograd.grad(
                 [y for y, _ in pairs], [xs[k] for k in needs], [g for _, g in pairs], allow_unused=True
             )
         again = tuple(k for k, x in enumerate(xs) if memory_of(x) in packed and places[k] not in places[:k])
-        elsewhere = {memory_of(x) for x in (*xs, *made) if isinstance(x, Tensor)}
-        own = sum(nbytes for memory, nbytes in packed.items() if memory not in elsewhere)
-        return _Saved(again, tuple(None if x is None else Type.of(x) for x in gradients), True, own)
+        elsewhere = {memory_of(x) for x in (*xs, *outputs) if isinstance(x, Tensor)}
+        own_bytes = sum(nbytes for memory, nbytes in packed.items() if memory not in elsewhere)
+        return _Saved(again, tuple(None if x is None else Type.of(x) for x in gradients), True, own_bytes)
     except Exception:  # anything that torch's Python, or a user's op, raises on tensors without data
         like = (ask.operands[places[k]] for k in needs)
         return _Saved(tuple(range(len(places))), tuple(Type.contiguous(t.shape, t.dtype) for t in like), False)

@@ -32,5 +32,5 @@ class Rank:
 
     def run(self, call: Template, operands: Sequence[Any]) -> list[Any]:
         """Run a call and return its result, or results, as a list."""
-        made = call.call(lambda r: self.value(r, operands))
-        return list(made) if isinstance(made, (tuple, list)) else [made]
+        result = call.call(lambda r: self.value(r, operands))
+        return list(result) if isinstance(result, (tuple, list)) else [result]

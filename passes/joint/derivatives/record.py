@@ -106,9 +106,9 @@ class Line:
 
     @cached_property
     def refs(self) -> tuple[Ref, ...]:
-        found: list[Ref] = []
-        map_refs((self.args, tuple(v for _, v in self.kwargs)), found.append)
-        return tuple(found)
+        result: list[Ref] = []
+        map_refs((self.args, tuple(v for _, v in self.kwargs)), result.append)
+        return tuple(result)
 
     @cached_property
     def value(self) -> Any:
@@ -179,8 +179,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add_several(self, func: Any, args: Any, kwargs: Any, out: Sequence[Any]) -> None:
         number = len(self.lines)
-        each = tuple(Type.of(x) if isinstance(x, Tensor) else None for x in out)
-        self.lines.append(Line(number, func, args, kwargs, each))
+        types = tuple(Type.of(x) if isinstance(x, Tensor) else None for x in out)
+        self.lines.append(Line(number, func, args, kwargs, types))
         for k, x in enumerate(out):
             if isinstance(x, Tensor):
                 self._add(operator.getitem, (Ref("t", number), k), (), x)
@@ -202,11 +202,11 @@ def _out_of_place(func: OpOverload) -> OpOverload | None:
     """Return the counterpart of an in-place op that does not write; None if there is none."""
     name = func._schema.name.removeprefix("aten::")
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    takes = [(a.name, str(a.type)) for a in func._schema.arguments]
+    arguments = [(a.name, str(a.type)) for a in func._schema.arguments]
     for overload in packet.overloads() if packet is not None else ():
-        found: OpOverload = getattr(packet, overload)
-        if [(a.name, str(a.type)) for a in found._schema.arguments] == takes:
-            return found
+        candidate: OpOverload = getattr(packet, overload)
+        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == arguments:
+            return candidate
     return None
 
 

@@ -49,6 +49,6 @@ class Rule:
     @cached_property
     def wants(self) -> tuple[Ref, ...]:
         """The Refs that backward takes of forward: operands and results of the call, and results of its lines."""
-        own = len(self.forward or ())
+        count = len(self.forward or ())
         refs = [r for line in self.backward for r in line.refs] + [r for r in self.grads if r is not None]
-        return tuple(r for r in dict.fromkeys(refs) if r.kind in ("x", "y") or (r.kind == "t" and r.index < own))
+        return tuple(r for r in dict.fromkeys(refs) if r.kind in ("x", "y") or (r.kind == "t" and r.index < count))

@@ -95,8 +95,8 @@ def item_name(node: fx.Node, i: int) -> str:
     """Return the name of a call's result in a stage's graph."""
     if not isinstance(node.meta.get("value"), tuple):
         return node.name
-    of = (u.name for u in node.users if u.target is operator.getitem and u.args[1] == i)
-    return next(of, f"{node.name}_{i}")
+    names = (u.name for u in node.users if u.target is operator.getitem and u.args[1] == i)
+    return next(names, f"{node.name}_{i}")
 
 
 @cache

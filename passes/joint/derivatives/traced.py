@@ -30,23 +30,23 @@ def traced(rank: Rank, call: Template, ask: Ask) -> Rule:
                 if x is not None:
                     recorder.name(x, Ref(kind, i))  # type: ignore[arg-type]
         with recorder, torch.enable_grad():
-            made = rank.run(call, xs)
+            outputs = rank.run(call, xs)
             split = len(recorder.lines)
-            results = tuple(recorder.ref(y) if isinstance(y, Tensor) else Ref("none") for y in made)
-            grads = _grad(xs, made, gs, ps)
+            results = tuple(recorder.ref(y) if isinstance(y, Tensor) else Ref("none") for y in outputs)
+            grads = _grad(xs, outputs, gs, ps)
         lines = recorder.lines
-        found = tuple(None if x is None else recorder.ref(x) for x in grads)
+        grad_refs = tuple(None if x is None else recorder.ref(x) for x in grads)
         types = tuple(None if x is None else Type.of(x) for x in grads)
     forward = lines[:split]
     ours = {r: Ref("y", i) for i, r in reversed(list(enumerate(results))) if r.kind == "t"}
     backward = [_renamed(line, ours) for line in lines[split:]]
-    found = tuple(None if r is None else ours.get(r, r) for r in found)
-    moved, own = _moved(forward, backward, found, ours)
-    backward, found = _tidied([*moved, *backward], found, ask)
-    backward = _used(backward, found)
+    grad_refs = tuple(None if r is None else ours.get(r, r) for r in grad_refs)
+    moved, own = _moved(forward, backward, grad_refs, ours)
+    backward, grad_refs = _tidied([*moved, *backward], grad_refs, ask)
+    backward = _used(backward, grad_refs)
     if not own and (len(forward) == 1 or _same_without_autograd(rank, call, ask, forward)):
-        return Rule(None, (), tuple(backward), found, types, "traced")
-    return Rule(tuple(forward), results, tuple(backward), found, types, "traced")
+        return Rule(None, (), tuple(backward), grad_refs, types, "traced")
+    return Rule(tuple(forward), results, tuple(backward), grad_refs, types, "traced")
 
 
 def _grad(xs: list[Tensor], made: list[Any], gs: Sequence[Any], ps: Sequence[Any]) -> list[Tensor | None]:
@@ -54,8 +54,8 @@ def _grad(xs: list[Tensor], made: list[Any], gs: Sequence[Any], ps: Sequence[Any
     begin += [(y, g) for y, g in zip(made, gs, strict=True) if g is not None and y.requires_grad]
     inputs = [x for x in xs if x.requires_grad]
     starts, values = [b for b, _ in begin], [g for _, g in begin]
-    found = iter(torch.autograd.grad(starts, inputs, values, allow_unused=True))
-    return [next(found) if x.requires_grad else None for x in xs]
+    grads = iter(torch.autograd.grad(starts, inputs, values, allow_unused=True))
+    return [next(grads) if x.requires_grad else None for x in xs]
 
 
 def _same_without_autograd(rank: Rank, call: Template, ask: Ask, lines: list[Line]) -> bool:
@@ -114,8 +114,8 @@ def _tidied(lines: list[Line], grads: tuple[Ref | None, ...], ask: Ask) -> tuple
     by_number: dict[int, Line] = {line.number: line for line in lines}
     same: dict[Ref, Ref] = {}
     kept: list[Line] = []
-    for each in lines:
-        line = _renamed(each, same)
+    for old in lines:
+        line = _renamed(old, same)
         by_number[line.number] = line
         kept.append(line)
         if line.target not in (aten.t.default, aten.reshape.default):

@@ -47,8 +47,8 @@ def transposed(rank: Rank, call: Template, ask: Ask) -> Rule:
     elif call.target in EXCHANGES:
         x = ask.operands[0]
         tokens = {"tokens": x.shape[0]} if call.target is ops.experts_send else {}
-        made = replace(Type.contiguous(x.shape, x.dtype), ragged=x.ragged)
-        g = w.call(ops.transpose, EXCHANGES[call.target], g, *behind, type_=made, **tokens, **kwargs)
+        out_type = replace(Type.contiguous(x.shape, x.dtype), ragged=x.ragged)
+        g = w.call(ops.transpose, EXCHANGES[call.target], g, *behind, type_=out_type, **tokens, **kwargs)
     elif call.target in CONVERTED and BY_OP[op := CONVERTED[call.target]].backward != "identity":
         for forwards in ("overlap", "fp8"):
             kwargs.pop(forwards, None)
@@ -79,9 +79,9 @@ def of_data(rank: Rank, call: Template, ask: Ask) -> Rule:
     w = Lines(rank, call, ask)
     rows = w.call(aten.reshape.default, Ref("g"), [-1, g.shape[-1]])
     matrix = w.conj(weight if call.target is aten.linear.default else w.call(aten.t.default, weight))
-    made = w.call(aten.mm.default, rows, matrix)
+    product = w.call(aten.mm.default, rows, matrix)
     grads: list[Ref | None] = [None] * len(ask.operands)
-    grads[x.index] = w.call(aten.reshape.default, made, list(ask.operands[x.index].shape))
+    grads[x.index] = w.call(aten.reshape.default, product, list(ask.operands[x.index].shape))
     return w.rule(grads, "product")
 
 
@@ -118,9 +118,9 @@ class Lines:
 
     def type(self, r: Ref) -> Type | None:
         """Return the type of a tensor."""
-        found = self.lines[r.index].types if r.kind == "t" else self._ask.types(r.kind)[r.index]
-        assert not isinstance(found, tuple)
-        return found
+        result = self.lines[r.index].types if r.kind == "t" else self._ask.types(r.kind)[r.index]
+        assert not isinstance(result, tuple)
+        return result
 
     def call(self, target: Any, *args: Any, type_: Type | None = None, **kwargs: Any) -> Ref:
         """Add a call, except a reshape to the same shape. type_: of its result, if known; else the call runs."""
@@ -130,8 +130,8 @@ class Lines:
                 return args[0]  # type: ignore[no-any-return]
         if type_ is None:
             with self._rank.mode, torch.no_grad():
-                made = target(*map_refs(args, self._empty), **{k: map_refs(v, self._empty) for k, v in kwargs.items()})
-                type_ = Type.of(made) if isinstance(made, Tensor) else None
+                out = target(*map_refs(args, self._empty), **{k: map_refs(v, self._empty) for k, v in kwargs.items()})
+                type_ = Type.of(out) if isinstance(out, Tensor) else None
         return self.put(Line(0, target, args, tuple(kwargs.items()), type_))
 
     def conj(self, r: Ref) -> Ref:
@@ -150,9 +150,9 @@ class Lines:
 
     def rule(self, grads: Sequence[Ref | None], kind: Kind, types: tuple[Type | None, ...] | None = None) -> Rule:
         """Return the rule; gradients are added to those that the operands already have."""
-        found: list[Ref | None] = []
+        totals: list[Ref | None] = []
         for i, g in enumerate(grads):
             before = self._ask.before[i] if types is None else None
-            found.append(g if g is None or before is None else self.call(aten.add.Tensor, Ref("p", i), g))
-        known = types if types is not None else tuple(None if g is None else self.type(g) for g in found)
-        return Rule(None, (), tuple(self.lines), tuple(found), known, kind)
+            totals.append(g if g is None or before is None else self.call(aten.add.Tensor, Ref("p", i), g))
+        known = types if types is not None else tuple(None if g is None else self.type(g) for g in totals)
+        return Rule(None, (), tuple(self.lines), tuple(totals), known, kind)

@@ -114,8 +114,8 @@ class _Writer:
             if first.adds:
                 result = self._call(aten.add.Tensor, base, result)
             else:
-                some = self._call(aten.any.dim, self._call(aten.ge.Scalar, index, 0), -1)
-                result = self._call(aten.where.self, self._shaped(some, *shape[:-1], 1), result, base)
+                routed = self._call(aten.any.dim, self._call(aten.ge.Scalar, index, 0), -1)
+                result = self._call(aten.where.self, self._shaped(routed, *shape[:-1], 1), result, base)
         last.replace_all_uses_with(result)
 
     # --- the expert
@@ -143,8 +143,8 @@ class _Writer:
 
         visit(second.x)
         ups = [p for t in firsts if (p := product_of(t)) is not None]
-        same = {(p.x, p.transposed, p.weight.shape, p.bias is None) for p in ups}
-        if len(same) != 1 or not isinstance(ups[0].x, Same):
+        forms = {(p.x, p.transposed, p.weight.shape, p.bias is None) for p in ups}
+        if len(forms) != 1 or not isinstance(ups[0].x, Same):
             raise _StaysLoop("its experts do not begin with products of the rows")
         out = [rows[1] for t in firsts if (rows := rows_of(t)) is not None]
         m, i = sum(out), second.weight.shape[0 if second.transposed else 1]
@@ -190,8 +190,8 @@ class _Writer:
             t = numel_of(x) // shape_of(x)[-1]
             k = max(n // t, 1)
             ways = (torch.arange(n).view(t, k), torch.arange(n).view(k, t).t()) if n == k * t else ()
-            each = torch.arange(t)[:, None].expand(t, k)
-            fits = next((o for o in ways if torch.equal(to[o], each)), None) if _equal(rows, to) else None
+            row_numbers = torch.arange(t)[:, None].expand(t, k)
+            fits = next((o for o in ways if torch.equal(to[o], row_numbers)), None) if _equal(rows, to) else None
             if fits is None:
                 raise _StaysLoop("rows are not added to the tokens that they come from")
             order = fits
@@ -216,11 +216,11 @@ class _Writer:
         share: Any = 1.0
         for f in factors:
             if isinstance(f, Same):
-                one = numel_of(f.node) == 1
-                origin = f.node if one else _moved(f.node, order)
+                single = numel_of(f.node) == 1
+                origin = f.node if single else _moved(f.node, order)
                 if origin is None:
                     raise _StaysLoop("its weights do not belong to its rows")
-                f = self._shaped(origin, *((1, 1) if one else (t, k)))
+                f = self._shaped(origin, *((1, 1) if single else (t, k)))
             elif not isinstance(f, (int, float)):
                 if len(f.nodes) != len(trial.masks):
                     raise _StaysLoop("its weights are one tensor for all experts")
@@ -291,16 +291,16 @@ class _Trial:
         """Return the leaf that contains, in this order of the masks' rows, the number of the true mask."""
         n = order.numel()
         for leaf in (m for m in self._numbers(n) if numel_of(m) == n):
-            each = zip(self.known, self.chosen, strict=True)
-            if all(torch.equal(self._chosen_by(leaf, k, n)[..., 0], c[:, order.reshape(-1)]) for k, c in each):
+            pairs = zip(self.known, self.chosen, strict=True)
+            if all(torch.equal(self._chosen_by(leaf, k, n)[..., 0], c[:, order.reshape(-1)]) for k, c in pairs):
                 return leaf
         return None
 
     def covering(self, n: int) -> fx.Node | None:
         """Return numbers of experts [n, k], without repeats, that include all whose mask is true."""
         for leaf in self._numbers(n):
-            each = zip(self.known, self.chosen, strict=True)
-            more = any(bool((c & ~self._chosen_by(leaf, k, n).any(-1)).any()) for k, c in each)
+            pairs = zip(self.known, self.chosen, strict=True)
+            more = any(bool((c & ~self._chosen_by(leaf, k, n).any(-1)).any()) for k, c in pairs)
             if not more and unrepeated(leaf) and shape_of(leaf)[-1] == numel_of(leaf) // n:
                 return leaf
         return None

@@ -139,10 +139,10 @@ class ChosenRows(KnownSizes):
     def _chosen(self, x: Any, as_tuple: bool) -> Any:
         if isinstance(x, Rows):
             raise Unfit("some of them are selected again")
-        each = self._coordinates(self.pick(x))
+        columns = self._coordinates(self.pick(x))
         if as_tuple:
-            return tuple(each)
-        return Rows(torch.stack([r.full for r in each], 1), 0, each[0].pick, 0 if len(each) == 1 else None)
+            return tuple(columns)
+        return Rows(torch.stack([r.full for r in columns], 1), 0, columns[0].pick, 0 if len(columns) == 1 else None)
 
     def _bins(self, x: Any, weights: Any = None, minlength: int = 0) -> Tensor:
         if isinstance(x, Rows) or weights is not None or not minlength:
@@ -194,30 +194,30 @@ class ChosenRows(KnownSizes):
 
     def _target(self, x: Any, index: Any) -> Pick | Rows:
         """Return where `x[index] = ...` writes."""
-        each = _as_tuple(index)
+        keys = _as_tuple(index)
         if isinstance(x, Rows):
             raise Unfit("some of them are replaced")
-        if len(each) == 1 and isinstance(each[0], Rows):
-            return each[0]
-        if len(each) == 1 and _bounded(each[0]):
-            return self._stretch(x, each[0].start, each[0].stop).pick
-        if len(each) == 1 and isinstance(each[0], Tensor) and each[0].dtype == torch.bool:
-            return self.pick(each[0])
+        if len(keys) == 1 and isinstance(keys[0], Rows):
+            return keys[0]
+        if len(keys) == 1 and _bounded(keys[0]):
+            return self._stretch(x, keys[0].start, keys[0].stop).pick
+        if len(keys) == 1 and isinstance(keys[0], Tensor) and keys[0].dtype == torch.bool:
+            return self.pick(keys[0])
         raise Unfit("they are written to places of another form")
 
     def _picked(self, x: Any, index: Any) -> Any:
-        each = _as_tuple(index)
-        if isinstance(x, Tensor) and len(each) == 1 and _bounded(each[0]):
-            return self._stretch(x, each[0].start, each[0].stop)
-        masks = [i for i in each if isinstance(i, (Tensor, Rows)) and i.dtype == torch.bool and i.ndim]
+        keys = _as_tuple(index)
+        if isinstance(x, Tensor) and len(keys) == 1 and _bounded(keys[0]):
+            return self._stretch(x, keys[0].start, keys[0].stop)
+        masks = [i for i in keys if isinstance(i, (Tensor, Rows)) and i.dtype == torch.bool and i.ndim]
         if any(isinstance(m, Rows) for m in masks) or (masks and isinstance(x, Rows)):
             raise Unfit("some of them are selected again")
-        if masks and each[0] is masks[0] and len(masks) == 1 and not any(isinstance(i, Rows) for i in each):
+        if masks and keys[0] is masks[0] and len(masks) == 1 and not any(isinstance(i, Rows) for i in keys):
             pick = self.pick(masks[0])
             flat = Rows(x.reshape(pick.n, *x.shape[masks[0].dim() :]).clone(), 0, pick)
-            return flat if len(each) == 1 else self._rowwise(Tensor.__getitem__, (flat, (slice(None), *each[1:])), {})
+            return flat if len(keys) == 1 else self._rowwise(Tensor.__getitem__, (flat, (slice(None), *keys[1:])), {})
         indices: list[Any] = []
-        for i in each:
+        for i in keys:
             indices += self._coordinates(self.pick(i)) if any(i is m for m in masks) else [i]
         return self._rowwise(Tensor.__getitem__, (x, indices[0] if len(indices) == 1 else tuple(indices)), {})
 

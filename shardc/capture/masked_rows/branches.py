@@ -89,9 +89,9 @@ class Guards:
         key = (id(frame), body.lines.start, -1 if loop else frame.f_lasti)
         if not self._unchanged(self.open.pop(key, None)):
             return None
-        held = {name: frame.f_locals.get(name) for name in body.names}
+        values = {name: frame.f_locals.get(name) for name in body.names}
         since = next(iter(reversed(nodes[0].graph.nodes)))
-        self.open[key] = Guard(frame, body, nodes, lambda known: truth(known) == body.wanted, tried, since, held)
+        self.open[key] = Guard(frame, body, nodes, lambda known: truth(known) == body.wanted, tried, since, values)
         return body
 
     def around(self) -> list[Guard]:
@@ -160,18 +160,18 @@ def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
     by_line: dict[int, Body] = {}
     for node in ast.walk(tree):
         if loop and isinstance(node, ast.For) and not node.orelse:
-            span, wanted, statements = node.iter, {True}, node.body
+            span, outcomes, statements = node.iter, {True}, node.body
         elif not loop and isinstance(node, ast.If) and not node.orelse:
             skips = len(node.body) == 1 and isinstance(node.body[0], ast.Continue)
             statements = _rest(tree, node) if skips else node.body
-            span, wanted = node.test, needed(node.test, not skips)
+            span, outcomes = node.test, needed(node.test, not skips)
         else:
             continue
-        if len(wanted) == 1 and statements:
+        if len(outcomes) == 1 and statements:
             names, fits = _effects(tree, statements, node)
             inside = range(statements[0].lineno + shift, (statements[-1].end_lineno or 0) + shift + 1)
             some = _some(node.test) if isinstance(node, ast.If) else None
-            body = Body(wanted.pop(), some, inside, names, fits)
+            body = Body(outcomes.pop(), some, inside, names, fits)
             by_line |= dict.fromkeys(range(span.lineno + shift, (span.end_lineno or span.lineno) + shift + 1), body)
     return by_line
 
@@ -215,13 +215,13 @@ def _effects(tree: ast.AST, statements: Sequence[ast.stmt], branch: ast.stmt) ->
     """Return (names that statements bind and that are used outside, whether all effects can be checked)."""
     nodes = [n for s in statements for n in ast.walk(s)]
     inside = set(map(id, nodes))
-    every = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
-    bound = {n.id for n in every if id(n) in inside and not isinstance(n.ctx, ast.Load)}
-    used = {n.id for n in every if id(n) not in inside and isinstance(n.ctx, ast.Load)}
-    before = {n.id for n in every if id(n) not in inside and not isinstance(n.ctx, ast.Load)}
-    own = {n.id for n in ast.walk(branch.target) if isinstance(n, ast.Name)} if isinstance(branch, ast.For) else set()
+    all_names = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
+    bound = {n.id for n in all_names if id(n) in inside and not isinstance(n.ctx, ast.Load)}
+    used = {n.id for n in all_names if id(n) not in inside and isinstance(n.ctx, ast.Load)}
+    before = {n.id for n in all_names if id(n) not in inside and not isinstance(n.ctx, ast.Load)}
+    names = {n.id for n in ast.walk(branch.target) if isinstance(n, ast.Name)} if isinstance(branch, ast.For) else set()
     added = {n.target.id for n in nodes if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
     fits = all(isinstance(n, _PLAIN) for n in nodes if isinstance(n, ast.stmt)) and not any(
         isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load) for n in nodes
     )
-    return frozenset((bound & used - own) | (added & before)), fits
+    return frozenset((bound & used - names) | (added & before)), fits

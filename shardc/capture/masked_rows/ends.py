@@ -108,8 +108,8 @@ def reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor 
     x, y = args
     if func in _ELEMENTS:
         rows = x if isinstance(x, Rows) else y
-        each = rows.pick.loop.call(func, (x, y), {**kwargs, "reduction": "none"})
-        return _total(how == "mean", each) if isinstance(each, Rows) else None
+        losses = rows.pick.loop.call(func, (x, y), {**kwargs, "reduction": "none"})
+        return _total(how == "mean", losses) if isinstance(losses, Rows) else None
     classes = func in _CLASSES and isinstance(x, Rows) and isinstance(y, Rows) and x.pick.mask is y.pick.mask
     if not classes or x.dim or y.dim or y.dtype != torch.int64:
         return None

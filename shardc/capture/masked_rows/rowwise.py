@@ -76,18 +76,18 @@ def _without_write(call: fx.Node) -> None:
 
 def _through(node: fx.Node, dims: dict[fx.Node, Any]) -> Any:
     operands = operands_of(node)
-    mine = [dims[x] for x in operands]
-    if all(d is None for d in mine):
+    operand_dims = [dims[x] for x in operands]
+    if all(d is None for d in operand_dims):
         return None
     rule = registry.find(node.target)
     if rule is None:
         raise Unfit(f"{node.target} has no rule")
     sig = rule.signature(call_of(node))
-    factors = {sig.inputs[i][d] for i, d in enumerate(mine) if d is not None}
+    factors = {sig.inputs[i][d] for i, d in enumerate(operand_dims) if d is not None}
     rows = next(iter(factors))
     if len(factors) > 1 or not rows or set(rows) & (sig.summed | sig.whole):
         raise Unfit(f"{node.target} mixes them")
-    for i, d in enumerate(mine):
+    for i, d in enumerate(operand_dims):
         if any(set(rows) & set(f) for other, f in enumerate(sig.inputs[i]) if other != d):
             raise Unfit(f"{node.target} mixes them")
     out_dims = []

@@ -120,7 +120,7 @@ def with_one_more_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: flo
     f[b, g, t + 1, d + 8], f[b, g, t + 1, e].
     """
     b, h, s, d = q.shape
-    held = sinks.to(q.dtype).reshape(1, h, 1, 1).expand(b, h, s, 1)
+    sink = sinks.to(q.dtype).reshape(1, h, 1, 1).expand(b, h, s, 1)
     last = F.pad(k.new_full((b, k.shape[1], 1, 1), 1 / scale), (d, DIMS - 1))
-    queries = torch.cat([q, F.pad(held, (0, DIMS - 1))], -1)
+    queries = torch.cat([q, F.pad(sink, (0, DIMS - 1))], -1)
     return queries, torch.cat([F.pad(k, (0, DIMS)), last], 2), F.pad(v, (0, 0, 0, 1))

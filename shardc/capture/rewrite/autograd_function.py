@@ -147,8 +147,8 @@ def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[S
     side += [
         SideTerm((c.detach() * x).sum(), nodes) for x, c in zip(call.tensors, constants, strict=True) if c is not None
     ]
-    each = iter(results)
-    return pytree.tree_map(lambda y: next(each) if isinstance(y, Tensor) else y, study.outputs)
+    values = iter(results)
+    return pytree.tree_map(lambda y: next(values) if isinstance(y, Tensor) else y, study.outputs)
 
 
 def _with_gradient(y: Tensor, path: Tensor | None, missing: Sequence[Tensor]) -> Tensor:
@@ -169,18 +169,18 @@ def _taken_apart(
 
     See shardc.runtime.state.quantized.
     """
-    apart = [inner(a) for a in args]
+    tensors = [inner(a) for a in args]
 
     def whole(parts: Sequence[Any]) -> list[Any]:
-        rest, made = list(parts), list[Any]()
-        for a, own in zip(args, apart, strict=True):
-            some, rest = rest[: len(own)], rest[len(own) :]
-            made += some if own[0] is a else [put_together(a, some)]
-        return made
+        rest, result = list(parts), list[Any]()
+        for a, flat in zip(args, tensors, strict=True):
+            some, rest = rest[: len(flat)], rest[len(flat) :]
+            result += some if flat[0] is a else [put_together(a, some)]
+        return result
 
     def as_given(ctx: Any) -> None:
         needs = tuple(
-            isinstance(a, Tensor) and own[0] is a and a.requires_grad for a, own in zip(args, apart, strict=True)
+            isinstance(a, Tensor) and flat[0] is a and a.requires_grad for a, flat in zip(args, tensors, strict=True)
         )
         ctx.needs_input_grad = needs
 
@@ -193,13 +193,13 @@ def _taken_apart(
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
             as_given(ctx)
-            given = cls.backward(ctx, *gradients)
-            each = given if isinstance(given, tuple) else (given,)
-            found = zip(each, args, apart, strict=True)
-            return tuple(x for g, a, own in found for x in ([g] if own[0] is a else [None] * len(own)))
+            grads = cls.backward(ctx, *gradients)
+            grad_tuple = grads if isinstance(grads, tuple) else (grads,)
+            triples = zip(grad_tuple, args, tensors, strict=True)
+            return tuple(x for g, a, flat in triples for x in ([g] if flat[0] is a else [None] * len(flat)))
 
     Apart.__name__ = cls.__name__
-    return Apart, tuple(x for own in apart for x in own)
+    return Apart, tuple(x for flat in tensors for x in flat)
 
 
 class _Replay(fx.Interpreter):
@@ -320,14 +320,14 @@ class _Call:
             self.given = [g is not None for g in grads]
             self.differentiable = [g is not None and g.requires_grad for g in grads]
             pairs = [(g, dx.to(g.dtype)) for g, dx in zip(grads, dxs, strict=True) if g is not None and g.requires_grad]
-            wanted = [g for g, s in zip(leaves, smooth, strict=True) if s]
+            inputs = [g for g, s in zip(leaves, smooth, strict=True) if s]
             paths_back = (
-                torch.autograd.grad([g for g, _ in pairs], wanted, [d for _, d in pairs], allow_unused=True)
+                torch.autograd.grad([g for g, _ in pairs], inputs, [d for _, d in pairs], allow_unused=True)
                 if pairs
                 else ()
             )
-        each = iter(paths_back)
-        paths = [next(each, None) if s else None for s in smooth]
+        remaining = iter(paths_back)
+        paths = [next(remaining, None) if s else None for s in smooth]
         return ys, paths, [None if g is None else g.detach() for g in grads]
 
     def is_derivative(self) -> bool:
@@ -343,11 +343,11 @@ class _Call:
             xs = [_some(x, generator, near) for x in self.tensors]
             try:
                 with torch.random.fork_rng(devices=[]):
-                    mine, theirs = self.both_gradients(xs, generator)
+                    written, derived = self.both_gradients(xs, generator)
             except Exception:  # the user's code, on random numbers: no result
                 continue
-            if all(bool(g.isfinite().all() and g.any()) for g in (*mine, *theirs) if g is not None):
-                return all(_close(a, b) for a, b in zip(mine, theirs, strict=True))
+            if all(bool(g.isfinite().all() and g.any()) for g in (*written, *derived) if g is not None):
+                return all(_close(a, b) for a, b in zip(written, derived, strict=True))
         return False
 
     def both_gradients(
@@ -359,20 +359,20 @@ class _Call:
         ys = _tensors(outputs)
         gs = [_some(y, generator).to(y.dtype) if _differentiable(y) else y for y in ys]
         with torch.no_grad():
-            mine = self.back(ctx, gs)
+            written = self.back(ctx, gs)
         torch.manual_seed(0)
         with torch.enable_grad():
             leaves = [x.requires_grad_(need) for x, need in zip(xs, self.needs, strict=True)]
             again = _tensors(forward(self.cls, self.fresh(), self.with_tensors(leaves)))
         pairs = [(y, g) for y, g in zip(again, gs, strict=True) if y.requires_grad]
-        wanted = [x for x in leaves if x.requires_grad]
+        inputs = [x for x in leaves if x.requires_grad]
         grads = (
-            torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+            torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
             if pairs
             else ()
         )
-        each = iter(grads)
-        return mine, [next(each, None) if x.requires_grad else None for x in leaves]
+        remaining = iter(grads)
+        return written, [next(remaining, None) if x.requires_grad else None for x in leaves]
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
@@ -392,14 +392,14 @@ def _some(x: Tensor, generator: torch.Generator, near: bool = False) -> Tensor:
         return torch.randint(2, x.shape, generator=generator).bool()
     if not _differentiable(x):
         return torch.full(x.shape, int(near), dtype=x.dtype)
-    found = torch.randn(x.shape, generator=generator, dtype=torch.complex128 if x.is_complex() else torch.float64)
-    return found if not near else 0.1 * (found if x.is_complex() else found.abs())
+    numbers = torch.randn(x.shape, generator=generator, dtype=torch.complex128 if x.is_complex() else torch.float64)
+    return numbers if not near else 0.1 * (numbers if x.is_complex() else numbers.abs())
 
 
 def _close(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
-        there = a if a is not None else b
-        return there is None or not bool(there.any())
+        only = a if a is not None else b
+        return only is None or not bool(only.any())
     scale = float(b.detach().abs().max()) if b.numel() else 0.0
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     return torch.allclose(a.to(wide), b.to(wide), rtol=0, atol=SAME * max(scale, 1.0))

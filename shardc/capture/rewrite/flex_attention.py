@@ -87,13 +87,13 @@ def _written_out(
     aux = options["OUTPUT_LOGSUMEXP"], options["OUTPUT_MAX"]
     out = lse = most = None
     if form == "score" or (form == "sum" and wide == query.dtype):
-        given = mask
+        bias = mask
         if form == "sum":
             zero = torch.zeros((1, 1, 1, 1), dtype=wide, device=query.device)
-            given = _called(score_mod, "score_mod", zero, *_indices(sizes, query))
-            given = given if mask is None else torch.where(mask, given, -math.inf)
-        given = None if given is None else given.expand(*given.shape[:2], *sizes[2:])
-        out = F.scaled_dot_product_attention(query, key, value, given, scale=scale, enable_gqa=grouped)
+            bias = _called(score_mod, "score_mod", zero, *_indices(sizes, query))
+            bias = bias if mask is None else torch.where(mask, bias, -math.inf)
+        bias = None if bias is None else bias.expand(*bias.shape[:2], *sizes[2:])
+        out = F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=grouped)
     if out is None or any(aux):
         if grouped:
             key, value = (_for_each_head(x, query.shape[1]) for x in (key, value))
@@ -122,7 +122,7 @@ def _for_each_head(x: Tensor, heads: int) -> Tensor:
 
 def _indices(sizes: Sequence[int], like: Tensor) -> list[Tensor]:
     """Return four i64 tensors of four dims, each counting along one of them: batch, head, query, key."""
-    shapes = ([n if d == own else 1 for d in range(4)] for own, n in enumerate(sizes))
+    shapes = ([n if d == dim else 1 for d in range(4)] for dim, n in enumerate(sizes))
     return [torch.arange(n, device=like.device).view(shape) for n, shape in zip(sizes, shapes, strict=True)]
 
 
@@ -159,8 +159,8 @@ def _no_mask() -> Mod:
 def _form(score_mod: Mod, sizes: Sequence[int], query: Tensor, dtype: torch.dtype) -> str:
     """Return a score's form: "score" unchanged, "sum" with something independent of it, or "other"."""
     tried, out = _tried(score_mod, sizes, query, "score_mod", dtype)
-    found = tried.form(out)
-    return "other" if found == "sum" and out.dtype != dtype else found
+    form = tried.form(out)
+    return "other" if form == "sum" and out.dtype != dtype else form
 
 
 def _tried(
@@ -290,18 +290,18 @@ class _Ops(TorchDispatchMode):
             at = [x for x in at if x is not base]
             if whole and not at:
                 return
-            said, fix = _FEW
+            fault, fix = _FEW
         elif op._schema.is_mutable:
-            said, fix = "changes a tensor in place", "write x = x + y, and not x += y"
+            fault, fix = "changes a tensor in place", "write x = x + y, and not x += y"
         elif at:
-            said = f"uses a tensor of {at[0].dim()} dims as a whole"
+            fault = f"uses a tensor of {at[0].dim()} dims as a whole"
             fix = "read one element of it for each score: table[h], documents[b, q_idx]"
         elif torch.Tag.pointwise not in op.tags and op not in _ELEMENTWISE | _LIKE:
-            said = f"calls {op.__name__.partition('.')[0]}, which does not work element by element"
+            fault = f"calls {op.__name__.partition('.')[0]}, which does not work element by element"
             fix = "compute it outside, and read one element of the result for each score"
         else:
             return
-        raise _refused(self.kind, said, fix, source.of_call())
+        raise _refused(self.kind, fault, fix, source.of_call())
 
     def _of(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> str:
         """Return the form of a result."""

@@ -74,9 +74,9 @@ def twin_of(op: OpOverload) -> OpOverload | None:
     namespace, _, name = op._schema.name.partition("::")
     name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")  # x &= y is __iand__
     packet = getattr(getattr(torch.ops, namespace), _RENAMED.get(name, name), None)
-    every = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-    alike = [x for x in every if not x._schema.is_mutable and _arguments(x) == _arguments(op)]
-    return next(iter(alike), None)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    twins = [x for x in overloads if not x._schema.is_mutable and _arguments(x) == _arguments(op)]
+    return next(iter(twins), None)
 
 
 def _arguments(op: OpOverload) -> dict[str, str]:
@@ -183,15 +183,15 @@ def _val(node: fx.Node) -> Any:
 def arguments_of(twin: OpOverload, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return an in-place call's arguments for its twin, with another order and fewer defaults if needed."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {a.name: a.default_value for a in schema}
-    given |= {a.name: value for a, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
-    args, kwargs, wanted = list[Any](), dict[str, Any](), twin._schema.arguments
-    for a in wanted:
+    values = {a.name: a.default_value for a in schema}
+    values |= {a.name: value for a, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    args, kwargs, parameters = list[Any](), dict[str, Any](), twin._schema.arguments
+    for a in parameters:
         if not a.kwarg_only:
-            args.append(given[_name(a)])
-        elif given[_name(a)] != a.default_value:
-            kwargs[a.name] = given[_name(a)]
-    while args and (last := wanted[len(args) - 1]).has_default_value() and args[-1] == last.default_value:
+            args.append(values[_name(a)])
+        elif values[_name(a)] != a.default_value:
+            kwargs[a.name] = values[_name(a)]
+    while args and (last := parameters[len(args) - 1]).has_default_value() and args[-1] == last.default_value:
         args.pop()
     return tuple(args), kwargs
 

@@ -93,10 +93,10 @@ def _region(
         return x
 
     env: dict[fx.Node, Any] = {}
-    each = iter(operands)
+    remaining = iter(operands)
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            env[node] = crossing(next(each), inner)
+            env[node] = crossing(next(remaining), inner)
         elif node.op == "get_attr":
             env[node] = node  # a nested region: looked up in its owner by name
         elif node.op == "output":
@@ -191,15 +191,15 @@ class AutocastRegion:
             if dtype is None:
                 return env[n]  # type: ignore[no-any-return]
             key = env[n], dtype
-            made = self._cache.get(key)
-            if made is None:
-                made = call_like(
+            casted = self._cache.get(key)
+            if casted is None:
+                casted = call_like(
                     graph, aten._to_copy.default, (env[n],), {"dtype": dtype}, node, val=operands[n].to(dtype)
                 )
-                casts.append(made)
+                casts.append(casted)
                 if env[n].op == "placeholder" and grad and dtype is self._dtype:
-                    self._cache[key] = made
-            return made
+                    self._cache[key] = casted
+            return casted
 
         copied = graph.node_copy(node, cast)
         if self._result(node, dtypes) != _dtypes_of(node.meta["val"]):

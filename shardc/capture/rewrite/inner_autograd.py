@@ -162,8 +162,8 @@ class _Backward:
             return
         if node.target is operator.getitem:
             parent, i = node.args
-            many = self.parts.setdefault(parent, {})  # type: ignore[arg-type]
-            many[i] = self._sum(many.get(i), self.found[node])  # type: ignore[arg-type,index]
+            parts = self.parts.setdefault(parent, {})  # type: ignore[arg-type]
+            parts[i] = self._sum(parts.get(i), self.found[node])  # type: ignore[arg-type,index]
             return
         seeds = self.parts.get(node) or {0: self.found[node]}
         operands = node.all_input_nodes
@@ -175,11 +175,11 @@ class _Backward:
                 where=source.place(node),
                 fix="compute that part without the op, or under detach()",
             )
-        each = iter([*(seeds[i] for i in sorted(seeds)), *operands])
+        inputs = iter([*(seeds[i] for i in sorted(seeds)), *operands])
         env: dict[fx.Node, Any] = {}
         for n in module.graph.nodes:
             if n.op == "placeholder":
-                env[n] = next(each)
+                env[n] = next(inputs)
             elif n.op == "output":
                 for x, g in zip(wanted, n.args[0], strict=True):
                     if g is not None:
@@ -227,10 +227,10 @@ def _traced(
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: leaves[n])
             with sdpa_kernel(SDPBackend.MATH):
                 output = function(*_plain(args), **_plain(kwargs))
-            many = output if isinstance(output, (tuple, list)) else [output]
+            ys = output if isinstance(output, (tuple, list)) else [output]
             return list(
                 torch.autograd.grad(
-                    [many[i] for i in results], [leaves[x] for x in wanted], seeds, create_graph=True, allow_unused=True
+                    [ys[i] for i in results], [leaves[x] for x in wanted], seeds, create_graph=True, allow_unused=True
                 )
             )
 
@@ -280,14 +280,14 @@ def convolution_backward(
         of_x = aten.convolution.default(grad, w, None, stride, padding, dilation, not transposed, rest, groups)
     if wanted[1]:
         small, large = (x, grad) if transposed else (grad, x)  # w: [channels of small, channels of large / groups, ...]
-        each = zip(large.chunk(groups, 1), small.chunk(groups, 1), strict=True)
-        many = [
+        pairs = zip(large.chunk(groups, 1), small.chunk(groups, 1), strict=True)
+        per_group = [
             aten.convolution.default(
                 a.transpose(0, 1), b.transpose(0, 1), None, dilation, padding, stride, False, [0] * n, 1
             )
-            for a, b in each
+            for a, b in pairs
         ]
-        of_w = torch.cat([m.transpose(0, 1) for m in many])
+        of_w = torch.cat([m.transpose(0, 1) for m in per_group])
         for d, size in enumerate(w.shape[2:], 2):  # the strides left out the rest
             of_w = of_w.narrow(d, 0, size)
     if wanted[2]:

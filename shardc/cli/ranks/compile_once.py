@@ -71,18 +71,18 @@ def once(
             raise
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        found = _awaited(folder)
-        if found is None:
+        saved = _awaited(folder)
+        if saved is None:
             check(folder)
-        yield _read(found, compiled, read)
+        yield _read(saved, compiled, read)
 
 
 def _leave(folder: Path, error: BaseException) -> None:
     """Store the error of the first process for processes that come later; the last one removes the folder."""
     shutil.rmtree(folder / _PROGRAM, ignore_errors=True)
     with suppress(OSError):
-        said = error.to_json() if isinstance(error, ShardcError) else []
-        (folder / ".writing").write_text(json.dumps(said))
+        errors = error.to_json() if isinstance(error, ShardcError) else []
+        (folder / ".writing").write_text(json.dumps(errors))
         (folder / ".writing").rename(folder / _FAILED)
 
 
@@ -91,15 +91,15 @@ def check(folder: Path | None) -> None:
     if folder is None or not _failed(folder):
         return
     try:
-        said = [ShardcError(**error) for error in json.loads((folder / _FAILED).read_text())]
+        errors = [ShardcError(**error) for error in json.loads((folder / _FAILED).read_text())]
         (folder / f"seen{os.environ.get('LOCAL_RANK', '')}").touch()
         if len(list(folder.glob("seen*"))) >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1:
             shutil.rmtree(folder, ignore_errors=True)
     except (OSError, ValueError, TypeError):
         return
-    if said:
-        first = said[0]
-        raise FirstFailedError(first.what, where=first.where, fix=first.fix, errors=said if said[1:] else ())
+    if errors:
+        first = errors[0]
+        raise FirstFailedError(first.what, where=first.where, fix=first.fix, errors=errors if errors[1:] else ())
 
 
 def _failed(folder: Path) -> bool:
@@ -136,10 +136,10 @@ def _made(folder: Path) -> bool:
 def _ours(folder: Path) -> bool:
     """Return whether only this user can write to the folder: a program is Python code, which is run."""
     try:
-        found = folder.lstat()
+        info = folder.lstat()
     except FileNotFoundError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & 0o077
 
 
 def _awaited(folder: Path) -> Path | None:

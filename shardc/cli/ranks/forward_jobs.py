@@ -51,8 +51,8 @@ def score(job: Job) -> dict[str, Any]:
         seed = job.settings.seed
         if file.data is None:
             data = training_data.example(file, seed, often="")
-        elif (found := training_data.batches(scorer.engine, file, job.split, seed, whole=True)) is not None:
-            data = found
+        elif (batches := training_data.batches(scorer.engine, file, job.split, seed, whole=True)) is not None:
+            data = batches
         else:
             fault, fix = f"data({job.split!r}) returns None", "name another --split; or return the data to score"
             raise ShardcError(fault, where=job.model, fix=fix)
@@ -67,8 +67,8 @@ def score(job: Job) -> dict[str, Any]:
         except NoBatchesError:
             fault, fix = f"data({job.split!r}) has no batch", "return the data to score"
             raise ShardcError(fault, where=job.model, fix=fix) from None
-    of = {"model": program.meta.get("model"), "mesh": dict(program.mesh.axes)}
-    return {**of, **scores, "rows": job.rows or None}
+    about = {"model": program.meta.get("model"), "mesh": dict(program.mesh.axes)}
+    return {**about, **scores, "rows": job.rows or None}
 
 
 class Rows:

@@ -22,9 +22,9 @@ def run_folder() -> Iterator[Path]:
             shutil.rmtree(left.parent, ignore_errors=True)
             lock.release()
     with tempfile.TemporaryDirectory(prefix=_NAME) as folder:
-        made = Path(folder) / ".new"
-        lock = Lock(made)  # locked before it gets the name that others look for
-        made.rename(Path(folder) / _LOCK)
+        path = Path(folder) / ".new"
+        lock = Lock(path)  # locked before it gets the name that others look for
+        path.rename(Path(folder) / _LOCK)
         try:
             yield Path(folder)
         finally:

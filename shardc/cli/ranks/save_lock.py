@@ -32,10 +32,10 @@ class SaveLock:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
-            who = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
             if e.errno in (errno.EACCES, errno.EAGAIN):
                 os.close(self._file)
-                fault = f"another run trains into {folder}{f' ({who})' if who else ''}"
+                fault = f"another run trains into {folder}{f' ({holder})' if holder else ''}"
                 fix = "wait for it or end it, or use another folder for this run"
                 raise ShardcError(fault, where=option, fix=fix) from None
         os.ftruncate(self._file, 0)

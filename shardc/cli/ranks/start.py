@@ -33,13 +33,13 @@ def ranks(named: Named, nproc: int | None, weights: Path | None) -> Iterator[Ran
     one_rank = any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
     lasting_output.install(tell=named.as_json or one_rank)  # else rank 0, which writes the lines, reports it
     with reporting(named.debug, named.as_json) as show, ExitStack() as stack:
-        here = Ranks(named, nproc, weights, show, stack)
-        yield here
-    if here.joined:
+        all_ranks = Ranks(named, nproc, weights, show, stack)
+        yield all_ranks
+    if all_ranks.joined:
         from shardc.cli.ranks import worker
 
-        worker.leave(here.status)
-    raise typer.Exit(here.status)
+        worker.leave(all_ranks.status)
+    raise typer.Exit(all_ranks.status)
 
 
 class Ranks:
@@ -67,11 +67,11 @@ class Ranks:
 
         shared = compile_once.meeting() if self.joined and not is_artifact(self.named.model) else None
         compile_once.check(shared)  # else this process would wait for a first one that has ended
-        here = presence.begin(*(() if watch is None else (watch,))) if self.joined else None
+        process = presence.begin(*(() if watch is None else (watch,))) if self.joined else None
         world = int(os.environ["WORLD_SIZE"]) if self.joined else self._nproc
         compiled = functools.partial(program_of, self.named, world=world, as_compiled=as_compiled)
         first = os.environ.get("LOCAL_RANK", "0") == "0"
-        with here.activity.during("compiling") if here is not None else nullcontext():
+        with process.activity.during("compiling") if process is not None else nullcontext():
             once = compile_once.once(shared, first=first, compiled=compiled, read=self._read)
             self._program = program = self._stack.enter_context(once)
         named = self.named.model_file

@@ -28,7 +28,7 @@ def header(program: Program, engine: Any, data: str, held_out: str, steps: int, 
     trained = sum(_count(p.shape) for p in program.params if p.requires_grad)
     frozen = f", {count(numbers - trained)} of them frozen" if trained < numbers else ""
     mesh = " x ".join(f"{a}={n}" for a, n in program.mesh.axes) or "one device"
-    held = sum(p.nbytes for p in engine.owned.values())
+    nbytes = sum(p.nbytes for p in engine.owned.values())
     spec = program.spec
     compute = spec.precision.compute if spec is not None else None
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in program.params})
@@ -38,7 +38,7 @@ def header(program: Program, engine: Any, data: str, held_out: str, steps: int, 
     lines = [
         f"{program.meta.get('model', 'model')}: {count(numbers)} parameters{frozen}, {precision}",
         f"mesh {mesh}: {plural(program.mesh.world, 'rank')} on {engine.mesh.device.type},"
-        f" {size(held)} of parameters on rank 0",
+        f" {size(nbytes)} of parameters on rank 0",
         *weights,
         f"{_optimizer(engine.optimizer)}; {parts}{begun}",
         f"data: {data}",

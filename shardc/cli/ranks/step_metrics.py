@@ -97,8 +97,8 @@ def peak_flops(program: Program, where: torch.device) -> float | None:
     """
     name = where.type if measured_file(where.type).is_file() else ""
     if not name and where.type == "cuda":
-        here = torch.cuda.get_device_name(where).lower()
-        name = next((n for n in names() if n.partition("-")[0] in here), "")
+        gpu = torch.cuda.get_device_name(where).lower()
+        name = next((n for n in names() if n.partition("-")[0] in gpu), "")
     if not name:
         return None
     spec = program.spec

@@ -86,16 +86,16 @@ def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = Fals
     """
     if file.data is None:
         return None
-    apart = takes_parts(file.data)
+    by_parts = takes_parts(file.data)
 
-    part, parts = engine.part if apart else (0, 1)
+    part, parts = engine.part if by_parts else (0, 1)
 
     def make() -> Any:  # also for a later epoch, with that epoch's seed
-        return file.data(split, part=part, parts=parts) if apart else file.data(split)
+        return file.data(split, part=part, parts=parts) if by_parts else file.data(split)
 
     # each part has another seed; the epoch is in the middle, since SeedSequence ignores a 0 at the end
-    seed_everything(seed, 0, *((part,) if apart else ()))
-    ours = torch.initial_seed()
+    seed_everything(seed, 0, *((part,) if by_parts else ()))
+    our_seed = torch.initial_seed()
     try:
         source, train = make(), split == "train" and not whole
     except KeyError as e:
@@ -105,13 +105,13 @@ def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = Fals
         raise
     if source is None:
         return None
-    found = _batches(source, make, engine, file, "" if whole else split, seed, apart=apart)
-    theirs = torch.initial_seed() if torch.initial_seed() != ours else _of_generator(source)
-    if theirs is not None and not isinstance(source, (list, tuple)) and not _in_order(source, train=train):
-        found.description += (
-            f" (drawn from --seed {seed}: the seed {theirs} that data() sets does not reach its epochs)"
+    result = _batches(source, make, engine, file, "" if whole else split, seed, apart=by_parts)
+    their_seed = torch.initial_seed() if torch.initial_seed() != our_seed else _of_generator(source)
+    if their_seed is not None and not isinstance(source, (list, tuple)) and not _in_order(source, train=train):
+        result.description += (
+            f" (drawn from --seed {seed}: the seed {their_seed} that data() sets does not reach its epochs)"
         )
-    return found
+    return result
 
 
 def _check_kind(source: Any) -> None:

@@ -195,9 +195,9 @@ class Training:
 
     def _last(self) -> str:
         """Return a phrase that says where the last checkpoint is."""
-        there = generations(Path(self.settings.save) / "checkpoint")
+        saves = generations(Path(self.settings.save) / "checkpoint")
         return (
-            f"the last checkpoint is in {self.settings.save}" if there else "there is no checkpoint (see --save-every)"
+            f"the last checkpoint is in {self.settings.save}" if saves else "there is no checkpoint (see --save-every)"
         )
 
     def _tell_saved(self) -> None:
@@ -248,9 +248,9 @@ class Training:
         if any(failed):
             saved = self._save_and_describe()
             if problem is not None:
-                here = self.engine.mesh.layout.named(rank)
-                said = f"{here} failed in data(), after step {self.engine.step_count}: {saved}"
-                print(said, file=sys.stderr, flush=True)
+                place = self.engine.mesh.layout.named(rank)
+                message = f"{place} failed in data(), after step {self.engine.step_count}: {saved}"
+                print(message, file=sys.stderr, flush=True)
                 raise problem
             time.sleep(FIRST_WORD)
             ranks = self.engine.mesh.layout.named(*(r for r, n in enumerate(failed) if n))
@@ -268,10 +268,10 @@ class Training:
             return
         begin = time.perf_counter()
         numbers = [float(x.loss) for x in steps]
-        each = (sum(x.seconds for x in steps) + time.perf_counter() - begin) / len(steps)
+        mean = (sum(x.seconds for x in steps) + time.perf_counter() - begin) / len(steps)
         self.losses += numbers
         waited = {axes: round(s / len(steps), 6) for axes, s in self.engine.mesh.waits.take().items()}
-        *earlier, last = (self._line(x, loss, each, waited) for x, loss in zip(steps, numbers, strict=True))
+        *earlier, last = (self._line(x, loss, mean, waited) for x, loss in zip(steps, numbers, strict=True))
         if any(x.step in self.settings.breakdown for x in steps):  # op times slow the step down
             for line in (*earlier, last):
                 line["breakdown"] = True
@@ -329,12 +329,12 @@ class Training:
 
         A long evaluation reports its progress: data without end would be read forever.
         """
-        began = said = time.perf_counter()
+        began = last_told = time.perf_counter()
         for number, batch in enumerate(self._alike(batches)):
             if number and number % ASK_EVERY == 0 and any(self.engine.mesh.sum_on_host([self.signals.seen])):
                 return
-            if (now := time.perf_counter()) - said > SAY_AFTER:
-                said = now
+            if (now := time.perf_counter()) - last_told > SAY_AFTER:
+                last_told = now
                 self.lines.say(
                     f"held-out data: {number} batches in {now - began:.0f} s, and it has not ended (--eval-batches N"
                     " reads the first N)"

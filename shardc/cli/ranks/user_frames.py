@@ -27,8 +27,8 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 def _in_message(error: BaseException) -> list[tuple[str, int]]:
     """Return (file, line) of the user's frames in a message that is the traceback of a worker process."""
     text = _message(error)
-    found = _FRAME.findall(text) if _OF_WORKER.match(text) else []
-    return [(file, int(line)) for file, line in found if is_users(file)]
+    frames = _FRAME.findall(text) if _OF_WORKER.match(text) else []
+    return [(file, int(line)) for file, line in frames if is_users(file)]
 
 
 def _message(error: BaseException) -> str:

@@ -226,8 +226,8 @@ def _expected(job: Job) -> str:
     from shardc.ir.units import size
     from shardc.report.cost import peak_place
 
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    known = here if measured_file(here).is_file() else None
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    known = kind if measured_file(kind).is_file() else None
     try:
         cost = load(job.program, trust=job.trust, as_compiled=True).cost(known)
     except ShardcError as e:

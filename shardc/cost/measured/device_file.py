@@ -66,11 +66,11 @@ def device(name: str | Path | Device) -> Device:
         return Device.model_validate(value)
     except ValidationError as e:
         errors = Errors()
-        for each in e.errors():
-            key = ".".join(map(str, each["loc"]))
-            close = nearest(str(each["loc"][-1]), _keys(each["loc"])) if each["type"] == "extra_forbidden" else ""
+        for detail in e.errors():
+            key = ".".join(map(str, detail["loc"]))
+            close = nearest(str(detail["loc"][-1]), _keys(detail["loc"])) if detail["type"] == "extra_forbidden" else ""
             fix = f"did you mean {close!r}? {example}" if close else example
-            errors.add(f"{key}: {each['msg'][0].lower()}{each['msg'][1:]}", where=where, fix=fix)
+            errors.add(f"{key}: {detail['msg'][0].lower()}{detail['msg'][1:]}", where=where, fix=fix)
         errors.raise_any()
         raise AssertionError from e
 
@@ -86,26 +86,26 @@ def of_spec(spec: Spec | None) -> Device:
     named, where = Path(spec.device.name), spec.where(("device",))
     beside = Path(spec.file).parent / named
     try:
-        found = device(beside if beside.is_file() and not named.exists() else spec.device.name)
+        result = device(beside if beside.is_file() and not named.exists() else spec.device.name)
     except ShardcError as e:
         errors = Errors()
-        for each in e.errors:
-            errors.add(each.what, where=where if each.where == "device" else each.where, fix=each.fix)
+        for error in e.errors:
+            errors.add(error.what, where=where if error.where == "device" else error.where, fix=error.fix)
         errors.raise_any()
         raise
-    found = found.model_copy(update={"nodes": spec.device.nodes or found.nodes})
-    found.check_room(spec.mesh.world, where)
-    return found
+    result = result.model_copy(update={"nodes": spec.device.nodes or result.nodes})
+    result.check_room(spec.mesh.world, where)
+    return result
 
 
 def chosen(named: str | Path | Device | None, spec: Spec | None) -> Device:
     """Return the device that a command names, else the spec's. Raises ShardcError as `of_spec`."""
     if named is None:
         return of_spec(spec)
-    found = device(named)
+    result = device(named)
     if spec is not None:
-        found.check_room(spec.mesh.world)
-    return found
+        result.check_room(spec.mesh.world)
+    return result
 
 
 def _keys(place: tuple[int | str, ...]) -> list[str]:

@@ -105,29 +105,29 @@ def measure(
     devices = torch.cuda.device_count() if device.type == "cuda" else max(_cores() // threads, 1)
     if device.type == "cpu":
         on(f"{count} processes at once")
-        found = _in_processes("gloo", threads, count)
+        measured = _in_processes("gloo", threads, count)
         how = f"gloo between {count} processes of this machine"
     else:
         on("ops")
-        found = Measured(*_ops(device, SIZES["cuda"], OP_ROUNDS))
+        measured = Measured(*_ops(device, SIZES["cuda"], OP_ROUNDS))
         on("links between processes")
         if devices > 1:
             between, how = _in_processes("nccl", 1, 2), "NCCL between two GPUs of this machine"
         else:
             between, how = Measured(links=_copies(device)), "there is only one GPU: copies from the host instead"
-        found = Measured(found.ops, found.host, between.links, between.computing)
-    rates = fit([x for x in found.ops if isinstance(x.of, Op)])
-    link = fit_link(found.links)
+        measured = Measured(measured.ops, measured.host, between.links, between.computing)
+    rates = fit([x for x in measured.ops if isinstance(x.of, Op)])
+    link = fit_link(measured.links)
     return Device(
         name=device.type,
         source=f"{_name(device, threads)}, measured {date.today()}, torch {torch.__version__}; link: {how}",
         kind="gpu" if device.type == "cuda" else "cpu",
         memory=_memory(device) / (1 if device.type == "cuda" else devices),
-        host=found.host,
+        host=measured.host,
         node=processes or devices,
         within=link,
         between=link,
-        reaches=Reaches(attention=rates.pop("attention"), computing=found.computing),
+        reaches=Reaches(attention=rates.pop("attention"), computing=measured.computing),
         **rates,
     )
 
@@ -147,23 +147,23 @@ def fit(samples: Sequence[Sample]) -> dict[str, Any]:
         products = [(op, s) for op, s in plain if op.flops and format_of(op.dtype) == dtype]
         large = statistics.median(op.flops for op, _ in products)
         rest = [(op.flops, max(s - launch - op.traffic * traffic, 0.1 * s)) for op, s in products if op.flops >= large]
-        (each,) = _positive_least_squares([[x] for x, _ in rest], [s for _, s in rest])
-        flops[dtype] = 1 / each
+        (per_flop,) = _positive_least_squares([[x] for x, _ in rest], [s for _, s in rest])
+        flops[dtype] = 1 / per_flop
     rates: dict[str, Any] = {"flops": flops, "bandwidth": 1 / traffic, "launch": launch}
     device = Device(name="", memory=1, kind="cpu", within=_NO_LINK, between=_NO_LINK, **rates)
     shares = [op.computed() / device.flops_per_second(op.dtype) / s for op, s in ops if op.attention]
     by: defaultdict[str, list[float]] = defaultdict(list)
     for op, seconds in plain:
         by[op.name].append(seconds / device.op_seconds(op))
-    own: dict[str, OpRates] = {}
+    by_op: dict[str, OpRates] = {}
     for name, ratios in sorted(by.items()):
         if abs((ratio := statistics.median(ratios)) - 1) > OWN:
             some_flops = any(op.flops for op, _ in plain if op.name == name)
-            own[name] = OpRates(
+            by_op[name] = OpRates(
                 launch=launch * ratio, bandwidth=1 / traffic / ratio, flops=1 / ratio if some_flops else None
             )
     attention = min(statistics.median(shares), 1.0) if shares else None
-    return {**rates, "ops": own, "attention": attention}
+    return {**rates, "ops": by_op, "attention": attention}
 
 
 def fit_link(samples: Sequence[Sample]) -> Link:
@@ -177,18 +177,18 @@ def fit_link(samples: Sequence[Sample]) -> Link:
         return collective_seconds(device, kind, nbytes, tuple(range(count)))
 
     unit_latency, unit_rate = Link(bandwidth=1e30, latency=1.0), Link(bandwidth=1.0, latency=0.0)
-    of = [(x.of[0], float(x.of[1]), x.count) for x in samples if not isinstance(x.of, Op)]
-    columns = [[seconds(*x, unit_latency), seconds(*x, unit_rate)] for x in of]
-    latency, each = _positive_least_squares(columns, [x.seconds for x in samples])
-    link = Link(bandwidth=1 / each, latency=latency)
+    messages = [(x.of[0], float(x.of[1]), x.count) for x in samples if not isinstance(x.of, Op)]
+    columns = [[seconds(*x, unit_latency), seconds(*x, unit_rate)] for x in messages]
+    latency, per_byte = _positive_least_squares(columns, [x.seconds for x in samples])
+    link = Link(bandwidth=1 / per_byte, latency=latency)
     by: defaultdict[str, list[float]] = defaultdict(list)
-    for x, sample in zip(of, samples, strict=True):
+    for x, sample in zip(messages, samples, strict=True):
         if x[1] >= 2**20:
             by[x[0]].append(seconds(*x, link) / sample.seconds)
-    reached = {kind: statistics.median(some) for kind, some in by.items()}
+    reached = {kind: statistics.median(factors) for kind, factors in by.items()}
     most = max(reached.values(), default=1.0)
     kinds = {kind: share / most for kind, share in sorted(reached.items()) if share < (1 - OWN) * most}
-    return link.model_copy(update={"bandwidth": most / each, "kinds": kinds})
+    return link.model_copy(update={"bandwidth": most / per_byte, "kinds": kinds})
 
 
 def _positive_least_squares(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -199,11 +199,11 @@ def _positive_least_squares(columns: Sequence[Sequence[float]], seconds: Sequenc
     table, left = table / scale, list(range(table.shape[1]))
     factors = np.full(table.shape[1], 1e-9)
     while left:
-        found = np.linalg.lstsq(table[:, left], np.ones(len(took)), rcond=None)[0]
-        if (found > 0).all():
-            factors[left] = found
+        solution = np.linalg.lstsq(table[:, left], np.ones(len(took)), rcond=None)[0]
+        if (solution > 0).all():
+            factors[left] = solution
             break
-        left = [i for i, x in zip(left, found, strict=True) if x > 0]
+        left = [i for i, x in zip(left, solution, strict=True) if x > 0]
     return [float(x) for x in factors / scale]
 
 
@@ -230,7 +230,7 @@ def _ops(device: torch.device, sizes: Sequence[tuple[int, int]], rounds: int) ->
                 piece()
         for x in times.measured(0).ops if turn else ():  # the first round allocates
             took[x.op._replace(of="", again=False)].append(x.seconds / x.count)
-    return [Sample(op, statistics.median(each)) for op, each in took.items() if min(each) > 0], _host(device, sizes[0])
+    return [Sample(op, statistics.median(runs)) for op, runs in took.items() if min(runs) > 0], _host(device, sizes[0])
 
 
 def _pieces(tokens: int, hidden: int, device: torch.device, dtype: torch.dtype) -> Iterator[Callable[[], None]]:
@@ -295,9 +295,9 @@ def _host(device: torch.device, size: tuple[int, int]) -> float:
     least = min(_seconds(step, device) for _ in range(ROUNDS))
     with OpTimes(device) as times:
         step()
-    each = times.measured(0).ops
-    count = sum(op.count for op in each)
-    spent = sum(op.count * op.least for op in each) if device.type == "cpu" else 0.0
+    timed = times.measured(0).ops
+    count = sum(op.count for op in timed)
+    spent = sum(op.count * op.least for op in timed) if device.type == "cpu" else 0.0
     return max(least - spent, 0.0) / count
 
 
@@ -352,7 +352,7 @@ def _links(mesh: TorchMesh, device: torch.device) -> list[Sample]:
             for kind in KINDS:
                 dist.barrier()
                 took[kind, nbytes].append(_seconds(ways[kind], device, calls))
-    return [Sample(of, min(each), count) for of, each in took.items()]
+    return [Sample(of, min(seconds), count) for of, seconds in took.items()]
 
 
 def _gathered(mesh: TorchMesh, x: Tensor) -> None:
@@ -362,10 +362,10 @@ def _gathered(mesh: TorchMesh, x: Tensor) -> None:
 
 def _copies(device: torch.device) -> list[Sample]:
     """Return samples of copies from the host to the only GPU, instead of messages."""
-    there = torch.zeros(MESSAGES[-1], dtype=torch.uint8, pin_memory=True)
-    here = torch.zeros_like(there, device=device)
+    host = torch.zeros(MESSAGES[-1], dtype=torch.uint8, pin_memory=True)
+    gpu = torch.zeros_like(host, device=device)
     return [
-        Sample(("send_recv", n), min(_seconds(partial(here[:n].copy_, there[:n]), device) for _ in range(ROUNDS)), 2)
+        Sample(("send_recv", n), min(_seconds(partial(gpu[:n].copy_, host[:n]), device) for _ in range(ROUNDS)), 2)
         for n in MESSAGES
     ]
 

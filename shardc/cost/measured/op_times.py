@@ -84,11 +84,11 @@ def _op_json(op: Op) -> dict[str, Any]:
 
 
 def _op(value: dict[str, Any]) -> Op:
-    said = {k: x for k, x in value.items() if k in Op._fields}
+    fields = {k: x for k, x in value.items() if k in Op._fields}
     for name in ("shape", "matrices"):
-        if name in said:
-            said[name] = tuple(said[name])
-    return Op(**said)
+        if name in fields:
+            fields[name] = tuple(fields[name])
+    return Op(**fields)
 
 
 class OpTimes(Ledger):
@@ -146,8 +146,8 @@ class OpTimes(Ledger):
             self.mesh.waits.settle()
             waits, self.mesh.waits.kept = self.mesh.waits.kept or [], None
         rank, mesh = (self.mesh.rank, dict(self.mesh.layout.axes)) if self.mesh is not None else (0, {})
-        found = list(self._found.values())
-        return MeasuredStep(step, rank, mesh, self.device.type, name, most, self._seconds, found, waits)
+        ops = list(self._found.values())
+        return MeasuredStep(step, rank, mesh, self.device.type, name, most, self._seconds, ops, waits)
 
     # --- what the ledger sees
 
@@ -193,13 +193,13 @@ class OpTimes(Ledger):
             self._waiting.append((part, op._replace(of=""), self._last))
 
     def _note(self, part: str, op: Op, seconds: float) -> None:
-        found = self._found.get((part, op))
-        if found is None:
+        entry = self._found.get((part, op))
+        if entry is None:
             self._found[part, op] = OpTime(part, op, 1, seconds, seconds)
             return
-        found.count += 1
-        found.seconds += seconds
-        found.least = min(found.least, seconds)
+        entry.count += 1
+        entry.seconds += seconds
+        entry.least = min(entry.least, seconds)
 
     def _update(self, *_: Any) -> None:
         self._updates += 1

@@ -184,17 +184,17 @@ def _weights(
     program: Program, layers: Repeats, spec: SpecLines, modules: dict[str, int]
 ) -> tuple[list[Weight], dict[str, int]]:
     """Return the parameters of the shown layers, and by placeholder the number of the one shown for it."""
-    found: list[Weight] = []
+    weights: list[Weight] = []
     at: dict[str, int] = {}
     numbers: dict[str, int] = {}
     for p in program.params:
         name = layers.shown(p.fqn)
         if name in at:
-            found[at[name]].count += 1
+            weights[at[name]].count += 1
         else:
-            at[name] = len(found)
+            at[name] = len(weights)
             split = [(axis, shard.dim) for axis, shard in p.layout.shards()]
-            found.append(
+            weights.append(
                 Weight(
                     name,
                     modules.get(name.rpartition(".")[0], 0),
@@ -211,7 +211,7 @@ def _weights(
                 )
             )
         numbers[p.name] = at[name]
-    return found, numbers
+    return weights, numbers
 
 
 def _axes(layout: Layout) -> tuple[str, ...]:

@@ -101,10 +101,10 @@ class Graph:
         at = self._run.get((stage, layer))
         if at is None:
             at = len(self.ops)
-            of = layer.rpartition(".")[0]
+            parent = layer.rpartition(".")[0]
             numbers = ranges(x.rpartition(".")[2] for x in run)
             like = self._layers.first[layer]
-            self.ops.append(Op(n.name, "layers", of, stage=stage, layers=numbers, like=like))
+            self.ops.append(Op(n.name, "layers", parent, stage=stage, layers=numbers, like=like))
             self._run |= {(stage, x): at for x in run}
         self._box[n] = at
         box = self.ops[at]

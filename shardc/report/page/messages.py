@@ -86,31 +86,31 @@ class Messages:
         self._of_row: defaultdict[tuple[str, str, str, str], dict[int, None]] = defaultdict(dict)
         self._program, self._spec, self._params = program, spec, params
         of: defaultdict[fx.Node | int | None, list[Sent]] = defaultdict(list)
-        for each in sent(program):
-            of[each.of].append(each)
+        for message in sent(program):
+            of[message.of].append(message)
         gathers: dict[fx.Node, int] = {}  # each gather's bucket
         for i, stage in enumerate(program.stages):
             for n in (n for n in stage.graph.nodes if "collective" in n.meta):
                 if n.target is ops.gather_start:
                     gathers[n] = bucket_number(n)
                 elif n.op == "call_function" or n in of:  # a value from another stage of the same rank is no message
-                    one = layers.same(n) if n.op == "call_function" else n
-                    if one in self.of_node:
-                        self.all[self.of_node[one]].layers += 1
+                    shown = layers.same(n) if n.op == "call_function" else n
+                    if shown in self.of_node:
+                        self.all[self.of_node[shown]].layers += 1
                     else:
-                        self.of_node[one] = len(self.all)
+                        self.of_node[shown] = len(self.all)
                         self.all.append(self._of_node(n, i))
-                    self.of_node[n] = self._tags[n.name] = self.of_node[one]
+                    self.of_node[n] = self._tags[n.name] = self.of_node[shown]
                     self._add(self.of_node[n], of[n])
         equal: dict[Hashable, list[int]] = {}
         for i, b in enumerate(program.buckets):
             if of[i]:
                 key = replace(b, params=(), stages=()), tuple(params[n] for n in b.params), Flat.of(program, b).padded
                 equal.setdefault(key, []).append(i)
-        for those in equal.values():
-            self._tags |= {f"bucket{i}": len(self.all) for i in those}
-            self.all.append(self._of_buckets(those))
-            for i in those:
+        for buckets in equal.values():
+            self._tags |= {f"bucket{i}": len(self.all) for i in buckets}
+            self.all.append(self._of_buckets(buckets))
+            for i in buckets:
                 self._add(len(self.all) - 1, of[i])
         self.of_node |= {n: self._tags[f"bucket{i}"] for n, i in gathers.items() if f"bucket{i}" in self._tags}
         self.rows = self._rows(cost)
@@ -123,10 +123,10 @@ class Messages:
             self._of_row[s.row][number] = None
             way = Way(s.direction, s.kind, "+".join(s.axes), 0, s.bytes)
             ways = self.all[number].ways
-            one = next((w for w in ways if replace(w, count=0) == way), way)
-            if one is way:
+            known = next((w for w in ways if replace(w, count=0) == way), way)
+            if known is way:
                 ways.append(way)
-            one.count += s.times
+            known.count += s.times
 
     def _of_node(self, n: fx.Node, stage: int) -> Message:
         source, c = source_of(n), n.meta["collective"]
@@ -171,15 +171,15 @@ class Messages:
 
     def _timed(self, cost: Cost) -> None:
         """Replace the program's collectives of each message by those that a dry run of the step recorded."""
-        found: defaultdict[tuple[int, str, str, str], list[tuple[int, float, float, Mapping[tuple[str, str], float]]]]
-        found = defaultdict(list)
+        by_kind: defaultdict[tuple[int, str, str, str], list[tuple[int, float, float, Mapping[tuple[str, str], float]]]]
+        by_kind = defaultdict(list)
         for span in (s for of_rank in cost.spans() for s in of_rank):
             r = span.record
             number = self.number(r)
             if number is not None and r.kind != "send_recv":
-                found[number, r.direction, r.kind, r.axis].append((r.bytes, span.seconds, span.exposed, span.behind))
+                by_kind[number, r.direction, r.kind, r.axis].append((r.bytes, span.seconds, span.exposed, span.behind))
         ways: defaultdict[int, list[Way]] = defaultdict(list)
-        for (number, direction, kind, axes), spans in found.items():
+        for (number, direction, kind, axes), spans in by_kind.items():
             beside: defaultdict[str, float] = defaultdict(float)
             for _, _, _, behind in spans:
                 for (part, op), together in behind.items():
@@ -188,8 +188,8 @@ class Messages:
             way.exposed = sum(x[2] for x in spans)
             way.behind = max(beside, key=beside.__getitem__) if beside else ""
             ways[number].append(way)
-        for number, those in ways.items():
-            self.all[number].ways = sorted(those, key=lambda w: _ORDER.get(w.direction, 9))
+        for number, its_ways in ways.items():
+            self.all[number].ways = sorted(its_ways, key=lambda w: _ORDER.get(w.direction, 9))
 
     def _rows(self, cost: Cost | None) -> list[dict[str, object]]:
         """Return the table of `inspect --comm`, each row with the messages that it counts."""

@@ -27,9 +27,9 @@ class SpecLines:
 
     def __init__(self, program: Program) -> None:
         self.spec: Spec | None = program.spec
-        said = program.meta.get("spec", {})
-        text = said.get("text") or (str(self.spec) if self.spec is not None else "")
-        self.file: str = said.get("file", "")
+        meta = program.meta.get("spec", {})
+        text = meta.get("text") or (str(self.spec) if self.spec is not None else "")
+        self.file: str = meta.get("file", "")
         self.lines: list[str] = text.rstrip().splitlines()
         self._written = len(self.lines)
         self._cited = re.compile(rf"{re.escape(self.file)}:(\d+):\d+") if self.file else None
@@ -42,17 +42,17 @@ class SpecLines:
     @cached_property
     def _by_path(self) -> list[tuple[str, int]]:
         """("spec: shard.use", its line) for each key, as causes cite a dict, the longest first."""
-        found = [(f"spec: {dotted(path)}", _line(place)) for path, place in self._places.keys.items() if path]
-        return sorted(found, key=lambda x: -len(x[0]))
+        pairs = [(f"spec: {dotted(path)}", _line(place)) for path, place in self._places.keys.items() if path]
+        return sorted(pairs, key=lambda x: -len(x[0]))
 
     def of(self, cause: str) -> list[int]:
         """Return the lines that a cause cites."""
-        found = [self._option(text) for text in _OPTION.findall(cause)]
+        lines = [self._option(text) for text in _OPTION.findall(cause)]
         if self._cited is not None:
-            found += [int(n) for n in self._cited.findall(cause) if int(n) <= self._written]
+            lines += [int(n) for n in self._cited.findall(cause) if int(n) <= self._written]
         elif cause.startswith("spec: "):
-            found += [line for place, line in self._by_path if cause.startswith(place)][:1]
-        return list(dict.fromkeys(found))
+            lines += [line for place, line in self._by_path if cause.startswith(place)][:1]
+        return list(dict.fromkeys(lines))
 
     def _option(self, text: str) -> int:
         if text not in self.lines[self._written :]:
@@ -61,9 +61,9 @@ class SpecLines:
 
     def at(self, *path: str | int) -> list[int]:
         """Return the line of a key, or of the nearest key around it."""
-        own = self.spec.where(path) if self.spec is not None else ""
-        if _OPTION.match(own):
-            return [self._option(own)]
+        place = self.spec.where(path) if self.spec is not None else ""
+        if _OPTION.match(place):
+            return [self._option(place)]
         for n in range(len(path), 0, -1):
             if (key := path[:n]) in self._places.keys:
                 return [_line(self._places.keys[key])]
@@ -75,24 +75,24 @@ class SpecLines:
 
     def of_param(self, p: Param) -> list[int]:
         """Return the lines that split a parameter: an entry with its name, `use`, experts, or the mesh's axes."""
-        found: list[int] = []
+        lines: list[int] = []
         if self.spec is None:
-            return found
+            return lines
         for axis, _ in p.layout.shards():
-            found += self._of_split(p, axis)
-        return list(dict.fromkeys(found))
+            lines += self._of_split(p, axis)
+        return list(dict.fromkeys(lines))
 
     def activations(self, modules: Sequence[str]) -> list[dict[str, Any]]:
         """Return the entries of `activations`, with the outermost modules that each names."""
-        found = []
+        entries = []
         for rule in self.spec.activations if self.spec is not None else ():
             key = f"{rule.pattern}:in" if rule.at == "input" else rule.pattern
             named = [m for m in modules if match(rule.pattern, m)]
             outermost = [m for m in named if not any(m.startswith(f"{other}.") for other in named)]
             dims = ", ".join(f"dim {d} over {'+'.join(s.axis for s in shards)}" for d, shards in rule.dims.items())
             text = f"{rule.at} of {', '.join(outermost) or rule.pattern}: {dims or 'whole'}"
-            found.append({"text": text, "lines": self.at("activations", key), "modules": outermost})
-        return found
+            entries.append({"text": text, "lines": self.at("activations", key), "modules": outermost})
+        return entries
 
     def _of_split(self, p: Param, axis: str) -> list[int]:
         assert self.spec is not None

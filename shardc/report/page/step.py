@@ -65,15 +65,15 @@ def timeline(cost: Cost, number: Number) -> dict[str, Any]:
 
 
 def _streams(clock: Streams, number: Number, at: _Wall) -> dict[str, list[list[Any]]]:
-    found: dict[str, list[list[Any]]] = {}
+    streams: dict[str, list[list[Any]]] = {}
     for span in clock.spans[:SPANS]:
         message = number(span.record)
         begin = at.begin(span.begin)
         end = max(at.end(span.end), begin)
         exposed = min(round(span.exposed * 1e9), end - begin)
-        here = [begin, end, exposed, -1 if message is None else message, span.record.direction, span.record.kind]
-        found.setdefault(span.record.axis, []).append(here)
-    return found
+        bar = [begin, end, exposed, -1 if message is None else message, span.record.direction, span.record.kind]
+        streams.setdefault(span.record.axis, []).append(bar)
+    return streams
 
 
 class _Wall:

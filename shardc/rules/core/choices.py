@@ -153,12 +153,12 @@ class Choices:
         node: the call; copies: operands whose padding copies real entries. Raises ShardcError if no numbers suit all
         dims.
         """
-        found = finite_padding.fills(self, Padded.of(node, strategies, self.signature, copies))
-        if found is None:
+        numbers = finite_padding.fills(self, Padded.of(node, strategies, self.signature, copies))
+        if numbers is None:
             shown = " and ".join(str(s) for s in strategies)
             fault = f"{self.call.target} has no finite gradient in the padding of {shown} at once"
             raise ShardcError(fault, where=self.rule.where, fix="make one of the two sizes divide by its ranks")
-        return found
+        return numbers
 
     def finite(self, node: fx.Node, strategies: Iterable[Strategy], holds: Fills, copies: Group) -> bool:
         """Return whether the op and its derivatives are finite if padding has these numbers (None: any)."""
@@ -166,8 +166,8 @@ class Choices:
 
     def kept_dims(self, strategies: Iterable[Strategy], i: int) -> set[int]:
         """Return the padded dims of operand i that results also have."""
-        found = finite_padding.kept(strategies, self.signature)
-        return {p.dim for s in found if isinstance(p := s.inputs[i], Shard) and p.padding}
+        kept = finite_padding.kept(strategies, self.signature)
+        return {p.dim for s in kept if isinstance(p := s.inputs[i], Shard) and p.padding}
 
     def _having(self, factor: str) -> Group:
         """Return the operands that have a factor."""

@@ -74,11 +74,11 @@ class Padded:
     @classmethod
     def of(cls, node: fx.Node, strategies: Iterable[Strategy], signature: Signature, copies: Group) -> Padded:
         """Find the padded operands. Padding that copies real entries (in `copies`) is as finite as those."""
-        each = {
+        padded = {
             frozenset(i for i, p in enumerate(s.inputs) if isinstance(p, Shard)) - copies
             for s in kept(strategies, signature)
         } - {frozenset()}
-        groups = tuple(sorted({frozenset().union(*some) for some in _subsets(each)}, key=sorted))
+        groups = tuple(sorted({frozenset().union(*subset) for subset in _subsets(padded)}, key=sorted))
         return cls(
             groups, tuple((i, x) for i, n in enumerate(operands_of(node)) if not math.isfinite(x := _constant(n)))
         )
@@ -102,12 +102,12 @@ def fills(choices: Choices, padded: Padded) -> Fills | None:
     if table is None:
         return (None,) * count
     operands = sorted(frozenset().union(*padded.groups))
-    for some in (each for k in range(len(operands) + 1) for each in itertools.combinations(operands, k)):
-        for numbers in itertools.product(*(table.numbers(i) for i in some)):
-            chosen = dict(zip(some, numbers, strict=True))
-            given = tuple(chosen.get(i) for i in range(count))
-            if all(table.finite(group, given) for group in padded.groups):
-                return given
+    for filled in (subset for k in range(len(operands) + 1) for subset in itertools.combinations(operands, k)):
+        for numbers in itertools.product(*(table.numbers(i) for i in filled)):
+            chosen = dict(zip(filled, numbers, strict=True))
+            filling = tuple(chosen.get(i) for i in range(count))
+            if all(table.finite(group, filling) for group in padded.groups):
+                return filling
     return None
 
 
@@ -133,9 +133,9 @@ class _Table:
     @classmethod
     def of(cls, domains: tuple[tuple[float | None, ...], ...], each: list[Tensor | None]) -> _Table | None:
         """Build the table from the result at every point (None: the op raised), or None if it always raised."""
-        if all(found is None for found in each):
+        if all(result is None for result in each):
             return None
-        good = torch.tensor([found is not None and bool(found.all()) for found in each])
+        good = torch.tensor([result is not None and bool(result.all()) for result in each])
         return cls(domains, good.view([len(d) for d in domains]))
 
     def numbers(self, operand: int) -> list[float]:
@@ -147,16 +147,16 @@ class _Table:
         Numbers of other operands count only if some padding would do: one device also divides by their zeros.
         """
         dims = sorted(group)
-        possible, here = self.good, self.good
+        possible, filled = self.good, self.good
         for i in dims:
             possible = possible.any(i, keepdim=True)
             if (number := holds[i]) is None:
-                here = here.all(i, keepdim=True)
+                filled = filled.all(i, keepdim=True)
             elif number in self.domains[i]:
-                here = here.select(i, self.domains[i].index(number)).unsqueeze(i)
+                filled = filled.select(i, self.domains[i].index(number)).unsqueeze(i)
             else:
                 return False
-        return bool((here | ~possible).all())
+        return bool((filled | ~possible).all())
 
 
 _TABLES: dict[Any, _Table | None] = {}
@@ -173,13 +173,13 @@ def _table(choices: Choices, padded: Padded) -> _Table | None:
         or _multilinear(choices, padded)
     ):
         return None
-    one_by_one, some = _elementwise(signature), frozenset().union(*padded.groups)
+    one_by_one, operands = _elementwise(signature), frozenset().union(*padded.groups)
     types = tuple((v.dtype, v.requires_grad, () if one_by_one else v.shape) for v in call.operands)
-    key = (call.target, repr(call.args), repr(call.kwargs), types, one_by_one or some, padded.infinite)
+    key = (call.target, repr(call.args), repr(call.kwargs), types, one_by_one or operands, padded.infinite)
     if key not in _TABLES:
         with unintercepted(), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _TABLES[key] = _of_elements(call, dict(padded.infinite)) if one_by_one else _of_rows(choices, some)
+            _TABLES[key] = _of_elements(call, dict(padded.infinite)) if one_by_one else _of_rows(choices, operands)
     return _TABLES[key]
 
 
@@ -187,11 +187,11 @@ def _multilinear(choices: Choices, padded: Padded) -> bool:
     """Return whether the op is linear in each operand, all finite, and no index operand is padded."""
     linear = {i for group in choices.rule.groups(choices.call) for i in group}
     places = frozenset().union(*padded.groups)
-    each = [
+    checks = [
         i in linear if _continuous(v) else i not in places or v.dtype == torch.bool
         for i, v in enumerate(choices.call.operands)
     ]
-    return bool(linear) and all(each) and not padded.infinite
+    return bool(linear) and all(checks) and not padded.infinite
 
 
 def _continuous(v: Value) -> bool:
@@ -244,14 +244,14 @@ def _of_rows(choices: Choices, padded: Group) -> _Table | None:
         return (0.0, None) if _is_place(call, i) else (*_numbers_of(v, grid), None)
 
     domains = tuple(domain(i, v) for i, v in enumerate(call.operands))
-    each: list[Tensor | None] = []
+    results: list[Tensor | None] = []
     for point in itertools.product(*domains):
         if any(x is None and len(d) == 2 for x, d in zip(point, domains, strict=True)):
-            each.append(None)  # not run: kernels do not check indices
+            results.append(None)  # not run: kernels do not check indices
         else:
             tensors = [_filled(v, s, x) for v, s, x in zip(call.operands, shapes, point, strict=True)]
-            each.append(_good(run, call, tensors))
-    return _Table.of(domains, each)
+            results.append(_good(run, call, tensors))
+    return _Table.of(domains, results)
 
 
 def _is_place(call: Call, i: int) -> bool:
@@ -276,14 +276,14 @@ def _put(arguments: Any, tensors: list[Tensor]) -> Any:
 def _smallest(choices: Choices) -> tuple[list[tuple[int, ...]], Run]:
     """Return operand shapes with each factor split over as many ranks as it has entries, and a rank's op."""
     call, rule, sizes = choices.call, choices.rule, choices.signature.sizes
-    each = {f: s for f in choices.signature.splittable() if (s := choices.split(f, 1, sizes[f])) is not None}
-    mesh = Mesh(tuple((f, sizes[f]) for f in each))
+    cuts = {f: s for f in choices.signature.splittable() if (s := choices.split(f, 1, sizes[f])) is not None}
+    mesh = Mesh(tuple((f, sizes[f]) for f in cuts))
     ins, outs = (
-        tuple(Layout.of({f: (s.inputs, s.outputs)[side][i] for f, s in each.items()}, mesh) for i in range(len(values)))
+        tuple(Layout.of({f: (s.inputs, s.outputs)[side][i] for f, s in cuts.items()}, mesh) for i in range(len(values)))
         for side, values in enumerate((call.operands, call.results))
     )
     shapes = [layout.local_shape(v.shape, mesh) for layout, v in zip(ins, call.operands, strict=True)]
-    if rule.local is None or not each:
+    if rule.local is None or not cuts:
         return shapes, _called(call)
     local = rule.local
 
@@ -293,7 +293,7 @@ def _smallest(choices: Choices) -> tuple[list[tuple[int, ...]], Run]:
     def run(x: list[Tensor]) -> Any:
         no_mesh: Any = None
         args, kwargs = _put(call.args, x), _put(dict(call.kwargs), x)
-        return local(LocalCall(call, mesh, each, ins, outs, tuple(args), dict(kwargs), no_mesh, emit))
+        return local(LocalCall(call, mesh, cuts, ins, outs, tuple(args), dict(kwargs), no_mesh, emit))
 
     return shapes, run
 
@@ -312,18 +312,18 @@ def _good(run: Run, call: Call, tensors: list[Tensor]) -> Tensor | None:
     """Return whether results and gradients are finite (per element if elementwise); None if it raises."""
     leaves = [x.clone().requires_grad_(v.requires_grad) for x, v in zip(tensors, call.operands, strict=True)]
     try:
-        made = run(leaves)
+        output = run(leaves)
     except _RAISED:
         return None
-    results = [y for y in (made if isinstance(made, tuple | list) else [made]) if isinstance(y, Tensor)]
-    each = [y.detach() for y in results]
-    wanted, ends = [x for x in leaves if x.requires_grad], [y for y in results if y.requires_grad]
-    if wanted and ends:
+    results = [y for y in (output if isinstance(output, tuple | list) else [output]) if isinstance(y, Tensor)]
+    values = [y.detach() for y in results]
+    inputs, ends = [x for x in leaves if x.requires_grad], [y for y in results if y.requires_grad]
+    if inputs and ends:
         with suppress(*_RAISED):  # it has no backward for one of them
-            grads = torch.autograd.grad(ends, wanted, [torch.ones_like(y) for y in ends], allow_unused=True)
-            each += [g for g in grads if g is not None]
-    flags = [torch.isfinite(x) for x in each if x.dtype.is_floating_point or x.dtype.is_complex]
+            grads = torch.autograd.grad(ends, inputs, [torch.ones_like(y) for y in ends], allow_unused=True)
+            values += [g for g in grads if g is not None]
+    flags = [torch.isfinite(x) for x in values if x.dtype.is_floating_point or x.dtype.is_complex]
     if not flags:
-        return torch.ones(each[0].shape if each else (), dtype=torch.bool)
-    alike = len({f.shape for f in flags}) == 1
-    return torch.stack(flags).all(0) if alike else torch.stack([f.all() for f in flags]).all()
+        return torch.ones(values[0].shape if values else (), dtype=torch.bool)
+    same_shape = len({f.shape for f in flags}) == 1
+    return torch.stack(flags).all(0) if same_shape else torch.stack([f.all() for f in flags]).all()

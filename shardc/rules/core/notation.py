@@ -87,8 +87,8 @@ class Notation:
         """Fit the notation to shapes. sizes: known sizes of factors. Raises ValueError where they do not fit."""
         bound: dict[str, int] = {**self.literal, **(sizes or {})}
         if len(inputs) > len(self.inputs) or len(outputs) > len(self.outputs):
-            had = f"{len(self.inputs)} and {len(self.outputs)}"
-            raise ValueError(f"{len(inputs)} operands and {len(outputs)} results, but the rule has {had}")
+            counts = f"{len(self.inputs)} and {len(self.outputs)}"
+            raise ValueError(f"{len(inputs)} operands and {len(outputs)} results, but the rule has {counts}")
         pairs = [*zip(self.inputs, inputs, strict=False), *zip(self.outputs, outputs, strict=False)]
         lead = max((len(s) - len(o) + 1 for o, s in pairs if o and o[0] == ("...",)), default=0)
         ops = [_expand(o, len(s), lead) for o, s in pairs]
@@ -127,11 +127,11 @@ def _expand(operand: Operand, ndim: int, lead: int) -> Operand:
         if len(operand) != ndim:
             raise ValueError(f"{len(operand)} dims in the rule, {ndim} in the tensor")
         return operand
-    own = ndim - len(operand) + 1
-    if own < 0:
+    count = ndim - len(operand) + 1
+    if count < 0:
         raise ValueError(f"{len(operand) - 1} dims in the rule, {ndim} in the tensor")
     # right-aligned, so that operands with fewer leading dims broadcast
-    return (*((f"e{lead - own + i}",) for i in range(own)), *operand[1:])
+    return (*((f"e{lead - count + i}",) for i in range(count)), *operand[1:])
 
 
 @lru_cache(maxsize=4096)

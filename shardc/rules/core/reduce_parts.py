@@ -138,7 +138,7 @@ def _extremum(call: LocalCall, split: list[str]) -> fx.Node:
     grad, axes = out.requires_grad, call.mesh.merge(split)
     shape = tuple(1 if d in dims else s for d, s in enumerate(x.shape))
     gone = Layout(tuple((a, p) for a, p in call.inputs[0].items if not isinstance(p, Shard) or p.dim not in dims))
-    each = replace(x, layout=call.inputs[0])
+    typed = replace(x, layout=call.inputs[0])
 
     def value(p: Placement, *, grad: bool = False) -> Value:
         layout = gone
@@ -152,9 +152,9 @@ def _extremum(call: LocalCall, split: list[str]) -> fx.Node:
 
     terms = call.args[0]
     if math.isinf(_order(call.call)):
-        terms = call.emit(aten.abs.default, (terms,), {}, value=each)
+        terms = call.emit(aten.abs.default, (terms,), {}, value=typed)
     if negative:
-        terms = call.emit(aten.neg.default, (terms,), {}, value=each)
+        terms = call.emit(aten.neg.default, (terms,), {}, value=typed)
     terms = _filled(call, terms, -math.inf)
     top = call.emit(ops.top, (terms, dims), {}, value=value(Partial("max")))
     top = over_ranks(ops.all_reduce_max, top, "the largest element")

@@ -65,13 +65,13 @@ class LocalCall:
     def split(self, factor: str) -> list[str]:
         """Return the axes on which a factor is split. Raises ShardcError for a factor not in the notation."""
         rule = find(self.call.target)
-        has = parse(rule.notation).factors() if rule is not None and isinstance(rule.notation, str) else {factor}
-        if rule is not None and factor not in has and not re.fullmatch(r"e\d+", factor):  # e0, e1: the dims of "..."
+        known = parse(rule.notation).factors() if rule is not None and isinstance(rule.notation, str) else {factor}
+        if rule is not None and factor not in known and not re.fullmatch(r"e\d+", factor):  # e0, e1: the dims of "..."
             fault = (
                 f"`local` of the rule {rule.text!r} of {rule.op} needs a factor {factor!r}, which the rule does not"
                 " have"
             )
-            raise ShardcError(fault, where=rule.where, fix=f"one of {', '.join(sorted(has))}")
+            raise ShardcError(fault, where=rule.where, fix=f"one of {', '.join(sorted(known))}")
         return [a for a, s in self.strategies.items() if s.kind == "split" and s.base == factor]
 
     def without_padding(self, x: fx.Node, operand: int, dim: int, fill: float) -> fx.Node:
@@ -207,8 +207,8 @@ def find(op: Any) -> Rule | None:
 
 def flops_of(call: Call) -> int:
     """Count the operations that the call's rule counts; 0 for an op without products."""
-    found = find(call.target)
-    return found.flops(call) if found is not None and found.flops is not None else 0
+    rule = find(call.target)
+    return rule.flops(call) if rule is not None and rule.flops is not None else 0
 
 
 def seconds_of(call: Call) -> float:

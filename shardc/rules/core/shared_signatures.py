@@ -51,10 +51,10 @@ def whole_dims(*dims_of: tuple[int, str, Any]) -> Any:
             d = call.arg(position, name, default)
             whole |= {call.dim(i) for i in ([d] if isinstance(d, int) else d or range(len(x)))}
         names = names_of(len(x))
-        own = [(f"o{i}",) if i in whole else n for i, n in enumerate(names)]
+        out_dims = [(f"o{i}",) if i in whole else n for i, n in enumerate(names)]
         sizes = sizes_of(x) | {f"o{i}": call.results[0].shape[i] for i in whole}
         return signature_of(
-            call, [names], [own for _ in call.results], sizes, {f"d{i}" for i in whole} | {f"o{i}" for i in whole}
+            call, [names], [out_dims for _ in call.results], sizes, {f"d{i}" for i in whole} | {f"o{i}" for i in whole}
         )
 
     return some_dims_whole

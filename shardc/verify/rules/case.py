@@ -27,28 +27,12 @@ from shardc.rules.core.registry import Rule, find
 from shardc.rules.core.sample_calls import RNG, Sample, Tensors
 from shardc.rules.core.strategy import Strategy
 from shardc.runtime.rng import Rng
-from shardc.verify.rules.compare import RTOL, Memo, continuous, differs, dual, gradients, on_ranks, run_nodes
+from shardc.verify.rules.compare import RTOL, continuous, differs, dual, gradients, on_ranks, run_nodes, spread
 
 aten = torch.ops.aten
 
 #: Their elements are not defined: only shapes and dtypes are compared.
 UNDEFINED = {aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default}
-#: They do not check that their operands fit together: run on what does not, they read and write beside them.
-TRUSTING = {
-    "aten.lstm.input",
-    "aten.gru.input",
-    "aten.rnn_tanh.input",
-    "aten.rnn_relu.input",
-    "aten.put.default",
-    "aten._weight_norm.default",
-    "aten._weight_norm_interface.default",
-    "shardc.ctc_loss.default",
-    "experts",
-    "aten.avg_pool2d_backward.default",
-    "aten.avg_pool3d_backward.default",
-    "aten._adaptive_avg_pool2d_backward.default",
-    "aten._adaptive_avg_pool3d_backward.default",
-}
 #: What ops raise for operands that do not fit: a finding, not a fault of the check.
 MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ShardcError)
 AXIS = "ax"
@@ -62,8 +46,7 @@ class Finding:
     allow.
 
     strategy: the factor, partial or extra strategy. ranks: how many ranks (parts). what: which result or gradient
-    differs, by how much.
-    call: types and arguments of the call. why: for what a rule forbids on purpose, the reason.
+    differs, by how much. call: types and arguments of the call.
     """
 
     op: str
@@ -71,7 +54,6 @@ class Finding:
     ranks: int
     what: str
     call: str = ""
-    why: str = ""
 
     def __str__(self) -> str:
         on = f", {self.ranks} ranks" if self.ranks > 1 else ""
@@ -140,7 +122,6 @@ class Case:
     rtol: float | None
     forward_only: str = ""
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
-    memo: Memo = field(default_factory=Memo)
 
     @property
     def name(self) -> str:
@@ -225,11 +206,11 @@ class Case:
                     return f"{side} {i} cannot be laid out: {fault}"
         self.node.meta["strategies"] = strategies
         held = [
-            self.memo.spread(x, layout, mesh, self.generator, padding=padding if continuous(x) else None)
+            spread(x, layout, mesh, self.generator, padding=padding if continuous(x) else None)
             for x, layout in zip(self.tensors, ins, strict=True)
         ]
         weights = [
-            w if w is None else self.memo.spread(w, dual(o), mesh, self.generator, filled=False)
+            w if w is None else spread(w, dual(o), mesh, self.generator, filled=False)
             for w, o in zip(self.weights, outs, strict=True)
         ]
 
@@ -246,13 +227,13 @@ class Case:
         except MISFIT as e:
             return message_of(e)
         for i, (want, layout) in enumerate(zip(self.outputs, outs, strict=True)):
-            if fault := differs([outputs[i] for outputs, _ in ranks], layout, mesh, want, self.rtol, memo=self.memo):
+            if fault := differs([outputs[i] for outputs, _ in ranks], layout, mesh, want, self.rtol):
                 return f"result {i}: {fault}"
         for i, (grad, layout) in enumerate(zip(self.grads, ins, strict=True)):
             if grad is None:
                 continue
             parts, laid = [grads[i] for _, grads in ranks], dual(layout)
-            if fault := differs(parts, laid, mesh, grad, self.rtol, gradient=True, memo=self.memo):
+            if fault := differs(parts, laid, mesh, grad, self.rtol, gradient=True):
                 return f"gradient of operand {i}: {fault}"
         return ""
 

@@ -95,14 +95,10 @@ def differs(
     rtol: float | None,
     *,
     gradient: bool = False,
-    memo: Memo | None = None,
 ) -> str:
-    """What is wrong with parts that should make up `expected`; "" if nothing. rtol None:
-    only shapes and dtypes count. memo: of what was cut before.
-    """
-    memo = memo or Memo()
-    wants = memo.parts(expected, layout, mesh)
-    padded = not gradient and bool(layout.paddings())
+    """What is wrong with parts that should make up `expected`; "" if nothing. rtol None: only types count."""
+    wants = [layout.local(expected, mesh, mesh.coords(r)) if layout.items else expected for r in range(mesh.world)]
+    padding = gaps(expected, layout, mesh) if layout.paddings() and not gradient else None
     axes = partial_axes(layout)
     for rank in range(mesh.world):
         group = mesh.group(rank, axes) if axes else (rank,)
@@ -114,8 +110,8 @@ def differs(
         for term in more:
             value = value + term
         want = wants[rank]
-        if padded:  # a result's padding may be anything finite, a gradient's is zero
-            gap = memo.padding(expected, layout, mesh)[rank]
+        if padding is not None:  # a result's padding may be anything finite, a gradient's is zero
+            gap = padding[rank]
             if rtol is not None and bool(expected.isfinite().all()) and not bool(value[gap].isfinite().all()):
                 return f"rank {rank} has padding that is not finite"
             value = value.masked_fill(gap, 0)
@@ -132,52 +128,6 @@ def differs(
                 f" {float((value - want if continuous(want) else value.double() - want.double()).abs().max()):.1e}"
             )
     return ""
-
-
-class Memo:
-    """Ranks' parts of the tensors of a call. Each is cut once: among pairs of strategies there are few layouts."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[Any, ...], tuple[Tensor, list[Tensor]]] = {}  # the tensor, so that its id stays its own
-
-    def parts(self, x: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
-        """Views; of what is to be summed, the sum."""
-        return self._once(
-            ("parts", layout, mesh),
-            x,
-            lambda: [layout.local(x, mesh, mesh.coords(rank)) if layout.items else x for rank in range(mesh.world)],
-        )
-
-    def padding(self, x: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
-        """Which elements of the parts are padding."""
-        return self._once(
-            ("padding", layout, mesh),
-            x,
-            lambda: gaps(x, layout, mesh),
-        )
-
-    def spread(
-        self,
-        x: Tensor,
-        layout: Layout,
-        mesh: Mesh,
-        generator: torch.Generator,
-        *,
-        filled: bool = True,
-        padding: float | None = None,
-    ) -> list[Tensor]:
-        """As `spread`, with the same summands each time."""
-        return self._once(
-            ("spread", layout, mesh, filled, padding),
-            x,
-            lambda: spread(x, layout, mesh, generator, filled=filled, padding=padding),
-        )
-
-    def _once(self, what: tuple[Any, ...], x: Tensor, make: Callable[[], list[Tensor]]) -> list[Tensor]:
-        key = (*what, id(x))
-        if key not in self._made:
-            self._made[key] = x, make()
-        return self._made[key][1]
 
 
 def gradients(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -12,40 +12,9 @@ from shardc.rules.core.notation import Operand, Signature
 from shardc.rules.core.registry import Rule
 from shardc.rules.core.sample_calls import Sample
 from shardc.rules.core.strategy import Strategy, needs_sum_grad
-from shardc.verify.rules.case import TRUSTING, UNDEFINED, Case, Finding, call_text, name_of
+from shardc.verify.rules.case import Case, Finding, call_text
 from shardc.verify.rules.prove import summable
-
-_HEADS = "fused kernels want q, k and v of one head size"
-_CONSTANT = "a constant: its operand gives only shape or dtype"
-_WEIGHTS = "a norm's weights that are still to be summed over ranks do not occur"
-_EMPTY = "only because the other operands are empty"
-#: (op, what) that a rule forbids though it would be right, and why it stays so.
-KNOWN = {
-    ("aten.scaled_dot_product_attention.default", "split e"): _HEADS,
-    ("attention", "split e"): _HEADS,
-    ("aten.layer_norm.default", "linear in 1 2"): _WEIGHTS,
-    ("aten.layer_norm.default", "linear in 1"): _WEIGHTS,
-    ("aten.rms_norm.default", "linear in 1"): _WEIGHTS,
-    ("aten.group_norm.default", "linear in 1 2"): _WEIGHTS,
-    ("aten.group_norm.default", "linear in 1"): _WEIGHTS,
-    ("aten.type_as.default", "linear in 0 1"): "of the second operand only the dtype counts",
-    ("aten.zeros_like.default", "linear in 0"): _CONSTANT,
-    ("aten.new_zeros.default", "linear in 0"): _CONSTANT,
-    ("aten.new_zeros.default", "split x0_0, sum"): _CONSTANT,
-    (
-        "aten.bucketize.Tensor",
-        "split x1_0, sum",
-    ): "boundaries are few: counting below a part of them and adding up saves nothing",
-    ("aten.cat.default", "linear in 0"): _EMPTY,
-    ("aten.cat.default", "linear in 0 2"): _EMPTY,
-    ("aten.index.Tensor", "split d0 = o0"): "a mask makes sizes that depend on data: such graphs are not captured",
-    ("aten.index_put.default", "split i0, sum"): "one value for all entries would be added for padding too",
-    ("aten.searchsorted.Tensor", "split n, sum"): "padding would stand among the sorted numbers",
-    ("fp8_experts", "split k, sum"): "a token's choices are few, and its row would be sent to all ranks",
-    ("fp8_linear", "linear in 0"): "what is rounded is no sum that is still to be done",
-    ("batch_stat", "linear in 0"): "true in training only; outside it is the running statistic, counted once a rank",
-    ("batch_stat", "linear in 0 1"): "the statistic is used more than once: it is summed before",
-}
+from shardc.verify.rules.variants import exact
 
 
 def loosened(sig: Signature) -> Iterator[tuple[str, str, Signature]]:
@@ -83,33 +52,24 @@ def unlisted(choices: Choices) -> Iterator[tuple[str, Rule]]:
                 yield f"linear in {' '.join(map(str, group))}", replace(choices.rule, linear=(group,), linear_of=None)
 
 
-def too_strict(op: Any, sample: Sample, seed: int = 0, rule: Rule | None = None) -> list[Finding]:
-    """What a rule forbids though it comes out right on two and on three ranks, as far as sizes divide. rule: as in
-    `prove`.
+def too_strict(op: Any, samples: Sequence[Sample], rule: Rule | None = None) -> list[Finding]:
+    """Find what a rule forbids though it comes out right on two and on three ranks, as far as sizes divide: each split
+    or sum once. rule: as in `prove`.
     """
-    if op in UNDEFINED or name_of(op) in TRUSTING:
-        return []
-    case = Case.of(op, sample, seed, rule)
-    call, sig = case.choices.call, case.choices.signature
-    trials: list[tuple[str, list[tuple[int, Strategy | None]]]] = []
-    for label, factor, looser in loosened(sig):
-        choices = Choices(case.choices.rule, call, looser)
-        trials.append((label, [(n, choices.split(factor, 1, n)) for n in (2, 3)]))
-    for label, more in unlisted(case.choices):
-        trials.append((label, [(n, Choices(more, call, sig).partials[0]) for n in (2, 3)]))
-    findings = []
-    for label, each in trials:
-        tried = [(n, s) for n, s in each if s is not None and summable(s, case.choices)]
-        if tried and not any(case.on_axis(n, s) for n, s in tried):
-            why = KNOWN.get((case.name, label), "")
-            findings.append(
-                Finding(
-                    case.name,
-                    label,
-                    max(n for n, _ in tried),
-                    "comes out right, but the rule forbids it",
-                    call_text(call),
-                    why,
-                )
-            )
-    return findings
+    findings: dict[str, Finding] = {}
+    for sample in samples:
+        case = Case.of(op, exact(op, sample), rule=rule)
+        call, sig = case.choices.call, case.choices.signature
+        trials: list[tuple[str, list[tuple[int, Strategy | None]]]] = []
+        for label, factor, looser in loosened(sig):
+            choices = Choices(case.choices.rule, call, looser)
+            trials.append((label, [(n, choices.split(factor, 1, n)) for n in (2, 3)]))
+        for label, more in unlisted(case.choices):
+            trials.append((label, [(n, Choices(more, call, sig).partials[0]) for n in (2, 3)]))
+        for label, each in trials:
+            tried = [(n, s) for n, s in each if s is not None and summable(s, case.choices)]
+            if tried and not any(case.on_axis(n, s) for n, s in tried):
+                right = "comes out right, but the rule forbids it"
+                ranks = max(n for n, _ in tried)
+                findings[label] = Finding(case.name, label, ranks, right, call_text(call))
+    return list(findings.values())

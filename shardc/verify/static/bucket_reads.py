@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 
 def fetch(text: Text, node: fx.Node) -> bool:
-    """The lines that give a bucket's parameters whole on the data axis; anew for each that has a claim. Is it one?"""
-    first: Any = node.args[0]
+    """Read a line that gives a bucket's parameters whole on the data axis. Returns whether it is one."""
+    first, name, *_ = (*node.args, None, None)
     if node.target is ops.gather_wait:
-        if first not in text.fetched:
+        if not isinstance(first, fx.Node) or first not in text.fetched:
             return False
         names = text.fetched[first]
     else:
-        names = tuple(x.name for x in first)
-        bucket = _bucket(text, node.args[1])
+        names = tuple(getattr(x, "name", "") for x in first) if isinstance(first, tuple | list) else ()
+        bucket = _bucket(text, name)
         if bucket is None or bucket.params != names:
             has = ", ".join(bucket.params) if bucket else "none"
-            text.wrong[node] = f"{node.args[1]} has other parameters: {has}"
+            text.wrong[node] = f"{name} has other parameters: {has}"
             return False
         if node.target is not (ops.gather_start if bucket.zero == 3 else ops.updated):
-            text.wrong[node] = f"{node.args[1]} is at zero {bucket.zero}"
+            text.wrong[node] = f"{name} is at zero {bucket.zero}"
             return False
     text.fetched[node] = names
     text.explained.add(node)
@@ -60,7 +60,7 @@ def parameter(text: Text, node: fx.Node) -> None:
     bucket = _bucket(text, started.args[1])
     assert bucket is not None
     source = started.args[0][index]
-    for claim in text.claims.get(source, ()):
+    for claim in text.given.get(source, ()):
         of = claim.of if bucket.compute is None else text.model.cast(claim.of, bucket.compute)
         if of is None:
             text.wrong[node] = f"the model has no cast of {source.name} to {bucket.compute}"

@@ -34,7 +34,7 @@ def follow(text: Text, user: fx.Node, x: fx.Node, claim: Claim | None) -> None:
     """A line that is no op of the model's, but a conversion of a value, or the fetching of a parameter."""
     target = user.target
     if misreads(user):
-        text.unfit[user] = "it reads the bytes of 8-bit numbers as values"
+        text.unfit[user] = "it reads bytes of 8-bit numbers, or statistics of a loss, as values"
     elif target is ops.total:
         _total(text, user)
     elif target in (ops.gather_start, ops.updated, ops.gather_wait):

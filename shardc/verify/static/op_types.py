@@ -14,12 +14,12 @@ from torch import fx
 
 from shardc.ir.graph import operands_of, repeats, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
-from shardc.ir.placement import REPLICATE, Layout, Partial, Placement, Shard
+from shardc.ir.placement import Layout, Partial, Placement, Shard
 from shardc.rules.core import registry
 from shardc.rules.core.choices import Choices
 from shardc.rules.core.registry import LocalCall
 from shardc.rules.core.strategy import Strategy
-from shardc.verify.static.statement import Claim, on_axis
+from shardc.verify.static.statement import WORDS, Claim, on_axis
 
 if TYPE_CHECKING:
     from shardc.verify.static.same_values import Model
@@ -60,10 +60,8 @@ def misfit(choices: Choices, claims: Sequence[Claim], mesh: Mesh) -> str:
 
 def _shown(p: Placement) -> str:
     if isinstance(p, Shard):
-        return f"split by dim {p.dim}" + (f" after {p.split}" if p.split > 1 else "")
-    if isinstance(p, Partial):
-        return "a sum still to be done" if p.op == "sum" else f"a {p.op} still to be done"
-    return "whole" if p == REPLICATE else "whole with a gradient in summands"
+        return f"{WORDS[Shard]} by dim {p.dim}" + (f" after {p.split}" if p.split > 1 else "")
+    return f"a {p.op} still to be done" if isinstance(p, Partial) else WORDS[type(p)]
 
 
 def _possible(choices: Choices, have: Sequence[Placement], hint: Sequence[Placement], n: int) -> Iterator[Strategy]:
@@ -161,31 +159,24 @@ def written(
     return find(choices.call.target, args, kwargs)
 
 
-def hints(call: fx.Node, declared: Sequence[Layout], mesh: Mesh, *, shows: bool = False) -> dict[str, list[Placement]]:
-    """What the result of an op may be on each axis where its operands do not say, as a constant's: split as something
-    else is, or by any dim at any digit that the sizes of axes make, within each part that a view makes. shows: as
-    `declared` is, and not otherwise, but for microbatches, which no text shows.
+def hints(call: fx.Node, shows: Sequence[Layout], mesh: Mesh) -> dict[str, list[Placement]]:
+    """What the result of an op may be on each axis where its operands do not say, as a constant's: as the text shows
+    it; and over microbatches, which no text shows, split by any dim at any digit that the sizes of axes make, within
+    each part that a view makes.
     """
     found: dict[str, dict[Placement, None]] = {a: {} for a in mesh.names}
     microbatches = mesh.size(MICROBATCH) if MICROBATCH in mesh.names else 1
-    for layout in declared:
-        for axis, p in layout.items:
-            if isinstance(p, Shard) and axis in found:
-                found[axis] |= {p: None, replace(p, split=p.split * microbatches): None}  # a text shows one microbatch
-    splits = {p.split for each in found.values() for p in each if isinstance(p, Shard)}
-    paddings = {p.padding for each in found.values() for p in each if isinstance(p, Shard)} | {0}
+    splits = [(axis, p) for layout in shows for axis, p in layout.items if isinstance(p, Shard) and axis in found]
+    for axis, p in splits:
+        found[axis] |= {p: None, replace(p, split=p.split * microbatches): None}  # a text shows one microbatch
     sizes = [n for _, n in mesh.axes if n > 1]
     digits = {math.prod(sizes[i:j]) for i in range(len(sizes)) for j in range(i, len(sizes) + 1)} | {1}
-    for v in values_of(call)[:1]:
-        for (axis, n), (d, size), padding in product(mesh.axes, enumerate(v.shape), paddings):
-            # no layout that a text shows has microbatches, and a view may put them after a part of any size
-            if n == 1 or (shows and axis != MICROBATCH):
-                continue
-            before = range(1, min(size, _PARTS) + 1) if axis == MICROBATCH else splits | {1}
-            found[axis] |= dict.fromkeys(
+    for v in values_of(call)[:1] if microbatches > 1 else ():
+        for (d, size), padding in product(enumerate(v.shape), {p.padding for _, p in splits} | {0}):
+            found[MICROBATCH] |= dict.fromkeys(
                 Shard(d, parts * digit, (), padding, parts if padding else 1)
-                for parts, digit in product(before, sorted(digits))
-                if size % parts == 0 and (size // parts + padding) % (digit * n) == 0
+                for parts, digit in product(range(1, min(size, _PARTS) + 1), sorted(digits))
+                if size % parts == 0 and (size // parts + padding) % (digit * microbatches) == 0
             )
     return {a: list(each) for a, each in found.items()}
 

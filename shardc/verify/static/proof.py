@@ -116,7 +116,6 @@ class _Checker:
         self.model = Model(program)
         nodes = {n.name: n for n in self.model.graph.nodes if n.op == "placeholder"}
         self.stored = {x.name: self._stored(x, nodes[x.name]) for x in program.stored if x.name in nodes}
-        self.model.seen = [c.layout for c in self.stored.values()]
         totals: tuple[tuple[Claim, ...], ...] = ()
         if program.prologue is not None:
             text = yield from self._text(program.prologue, ())
@@ -178,7 +177,6 @@ class _Checker:
             if node in text.explained:
                 yield self._gap(stage, node, why)
         yield from self._declared(stage, text)
-        yield from self._unpublished(stage, text)
         return text
 
     def _declared(self, stage: Stage, text: Text) -> Iterator[Gap]:
@@ -197,16 +195,6 @@ class _Checker:
                 yield self._gap(
                     stage, node, f"its type says ({value.layout or 'whole'}), it is ({claims[0].layout or 'whole'})"
                 )
-
-    def _unpublished(self, stage: Stage, text: Text) -> Iterator[Gap]:
-        """A parameter of a cut bucket is read where its owners have published it."""
-        cut = {n for b in self.program.buckets if b.zero for n in b.params}
-        fetchers = {"gather_start", "updated"}
-        for n in stage.graph.nodes:
-            if n.op == "placeholder" and n.name in cut:
-                for u in n.users:
-                    if getattr(u.target, "__name__", "") not in fetchers and u.op == "call_function":
-                        yield self._gap(stage, u, f"it reads {n.name} before the owners of its parts have sent them")
 
     def _results(self, texts: list[Text]) -> Iterator[Gap]:
         """The loss, new values of buffers and outputs are the model's, and lie as the program says."""

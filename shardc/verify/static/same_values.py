@@ -18,7 +18,6 @@ from torch import fx
 
 from shardc.ir.graph import calls, producer_of, values_of
 from shardc.ir.metadata import Value
-from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.rules.core.choices import Choices, choices_of
 from shardc.runtime import ops
@@ -45,8 +44,6 @@ class Model:
         self.one: dict[fx.Node, fx.Node] = {}
         self.by_call: dict[Any, fx.Node] = {}
         self.items: dict[tuple[fx.Node, int], fx.Node] = {}
-        #: The padded or split layouts that inputs have: hints for what is made without operands.
-        self.seen: list[Layout] = []
         #: Values that are no node of the model's: the number that is added to a sum, truth values as counts.
         self.others: dict[Any, fx.Node] = {}
         self.stand_ins = fx.Graph()
@@ -132,6 +129,7 @@ def packed_input(kept: Any, x: Any, recipe: Any, one: Mapping[fx.Node, fx.Node])
 
 
 def misreads(node: fx.Node) -> bool:
-    """Does an op read bytes of 8-bit numbers as values?"""
+    """Does an op read bytes of 8-bit numbers, or a loss's statistics, as values?"""
     kept = node.args[5:6] if node.target is ops.fp8_linear else ()
-    return any(x.target is ops.fp8_pack and x not in kept for x in node.all_input_nodes)
+    kept = node.args[:1] if node.target in (ops.nll_top, ops.nll_exp, ops.nll_alone) else kept
+    return any(x.target in (ops.fp8_pack, ops.linear_nll) and x not in kept for x in node.all_input_nodes)

@@ -8,10 +8,18 @@ from torch import fx
 
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.metadata import Value
-from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, PartialGrad, Placement, Shard
+from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Placement, Replicate, Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Input
 from shardc.rules.core.strategy import needs_sum_grad
+
+#: Placements in errors.
+WORDS: dict[type, str] = {
+    Replicate: "whole",
+    Shard: "split",
+    Partial: "a sum still to be done",
+    PartialGrad: "whole with a gradient in summands",
+}
 
 
 @dataclass(frozen=True)

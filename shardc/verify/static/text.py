@@ -70,7 +70,8 @@ class Text:
         self.explained: set[fx.Node] = set()
         for node in self.graph.nodes:
             own = node.op != "call_function" or misreads(node)
-            key = node if own else call_key(node.target, node.args, node.kwargs, self.one)
+            key = chunked_loss.as_ops(self, node)
+            key = key or (node if own else call_key(node.target, node.args, node.kwargs, self.one))
             self.one[node] = self.by_call.setdefault(key, node)
             self.twins.setdefault(self.one[node], []).append(node)
         nodes = {n.name: n for n in self.graph.nodes}
@@ -78,21 +79,21 @@ class Text:
         self.no_tensors = {
             n: nodes[n.name] for n in self.model.graph.nodes if n.op == "placeholder" and n.meta.get("value") is None
         }
+        # a parameter of a cut bucket is read where its owners have published it
+        cut = {name for b in self.model.program.buckets if b.zero for name in b.params}
         for node, claims in self.given.items():
-            for claim in list(claims):
+            for claim in list(claims) if node.name not in cut else ():
                 self.claim(node, claim)
-        for node in self.graph.nodes:  # what is made of nothing but the mesh
-            if node.op == "call_function" and node.target in (ops.total, aten.full.default):
+        for node in self.graph.nodes:  # what is made of nothing but the mesh, and of buckets
+            if node.target in (ops.total, aten.full.default, ops.gather_start, ops.updated):
                 follow(self, node, node, None)
-        chunked = {}
-        if any(n.target is ops.linear_nll for n in self.graph.nodes):
-            chunked = {way.loss: way for way in chunked_loss.reordered(self.model)}
+        in_chunks = any(n.target is ops.linear_nll for n in self.graph.nodes)
+        chunked = dict(chunked_loss.reordered(self.model)) if in_chunks else {}
         for call in self.model.calls:
             if time.perf_counter() > self.until:
                 raise TooLongError
-            self.find(call)
-            if call in chunked:
-                chunked_loss.find(self, chunked[call])
+            for each in (call, *chunked.get(call, ())):
+                self.find(each)
 
     def unexplained(self) -> Iterator[fx.Node]:
         """The first lines that hold nothing known: all that they take does."""
@@ -101,17 +102,26 @@ class Text:
             if node.op == "call_function" and node not in self.explained and known:
                 yield node
 
+    def unwritten(self, key: Any) -> fx.Node:
+        """A value that the text has no line for."""
+        node = self.by_call.setdefault(key, fx.Node(fx.Graph(), "unwritten", "call_function", ops.start, (), {}))
+        self.one[node] = node
+        self.twins.setdefault(node, [node])
+        return node
+
     # --- what has a claim
 
     def claim(self, node: fx.Node, claim: Claim) -> None:
         """A line holds this; and what follows of it."""
         one = self.one[node]
-        if claim in self.claims.get(one, ()):
+        forms = self.forms.setdefault(claim.of, [])
+        if (one, claim) in forms:
             return
-        self.forms.setdefault(claim.of, []).append((one, claim))
+        forms.append((one, claim))
         for twin in self.twins[one]:
-            self.claims.setdefault(twin, []).append(claim)
             self.explained.add(twin)
+            if twin.target is not ops.linear_nll:  # its readers read it as logits, and nothing else may
+                self.claims.setdefault(twin, []).append(claim)
         for twin in self.twins[one]:
             for user in list(twin.users):
                 follow(self, user, twin, claim)
@@ -130,19 +140,13 @@ class Text:
         alike = [[by[x] for x in operands] for by in once]
         apart = [list(each) for each in product(*(forms[x] for x in operands))] if len(forms) < len(operands) else []
 
-        def matches(hint: op_types.Hints, *, shown_alone: bool = False) -> bool:
-            """Each way is tried: several lines may be this op."""
-            for ways in (alike, apart):
-                if sum(self._match(call, choices, way, hint, shown_alone=shown_alone) for way in ways):
-                    return True
-            return False
-
-        if not any(all(place is None for place in ins) for ins, _ in choices.places.values()):
-            matches({})
-            return
-        shows = self._shown_of(call)  # what its lines show is tried first: what a constant may be is thousands of ways
-        if not matches(op_types.hints(call, shows, self.mesh, shows=True), shown_alone=True):
-            matches(op_types.hints(call, [*self.model.seen, *shows], self.mesh))
+        free = any(all(place is None for place in ins) for ins, _ in choices.places.values())
+        # what a constant may be is thousands of ways: its lines say which
+        hint = op_types.hints(call, self._shown_of(call), self.mesh) if free else {}
+        for ways in (alike, apart):
+            # each way is tried: several lines may be this op
+            if sum(self._match(call, choices, way, hint) for way in ways):
+                return
 
     def _match(
         self,
@@ -150,10 +154,8 @@ class Text:
         choices: Choices,
         forms: list[tuple[fx.Node, Claim]],
         hint: op_types.Hints,
-        *,
-        shown_alone: bool,
     ) -> bool:
-        """Is there a line that is this op on these forms? It gets its claim. shown_alone: only if the text says so."""
+        """Is there a line that is this op on these forms? It gets its claim; with a hint, only if the text says so."""
         order = iter(line for line, _ in forms)
 
         def local(n: fx.Node) -> fx.Node:
@@ -187,7 +189,7 @@ class Text:
                 continue
             found.append((line, touched, layouts))
         shown = [(line, touched, layouts) for line, touched, layouts in found if self._shows(line, layouts)]
-        if shown_alone:
+        if hint:
             found = shown
         for line, touched, layouts in shown or found:
             for each in touched:
@@ -232,7 +234,7 @@ class Text:
 
     def _result(self, call: fx.Node, line: fx.Node, layouts: tuple[Layout, ...]) -> None:
         if not isinstance(call.meta["value"], tuple):
-            self.claim(line, Claim(call, layouts[0]))
+            self.claim(line, Claim(self.model.one[call], layouts[0]))
             return
         for twin in self.twins[self.one[line]]:
             self.explained.add(twin)

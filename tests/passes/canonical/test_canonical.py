@@ -22,9 +22,10 @@ from shardc.runtime.rng import Rng
 from shardc.runtime.stage.runnable import on_device
 from shardc.spec import Spec
 from shardc.torch_private import OpOverload
-from shardc.verify.reference import interpret, tensors_of
+from shardc.verify.reference import interpret
 from shardc.verify.to_float64 import graph_to_float64
 from tests import zoo
+from tests.one_device import tensors_of
 
 torch.set_num_threads(1)
 aten = torch.ops.aten
@@ -50,7 +51,7 @@ def compiled(function: Any, *xs: Tensor) -> tuple[Case, Program]:
 def check(program: Program, model: nn.Module, batch: Any, want: Tensor, rng: Rng | None = None) -> None:
     """Loss and gradients of the program against `want`, the eager loss."""
     params, buffers, inputs = tensors_of(program, model, batch)
-    got, _ = interpret(program, params, buffers, inputs, rng)
+    got, *_ = interpret(program, params, buffers, inputs, rng)
     assert torch.allclose(got, want, rtol=1e-12, atol=0), f"loss {got} for {want}"
     grads = [torch.autograd.grad(x, list(params.values()), allow_unused=True) for x in (want, got)]
     for name, a, b in zip(params, *grads, strict=True):
@@ -75,7 +76,7 @@ def test_equals_eager(name: str) -> None:
         params, buffers, inputs = tensors_of(program, model, batch)
         before = {n: b.clone() for n, b in buffers.items()}
         want = default_loss(model(**batch) if isinstance(batch, dict) else model(*batch))
-    got, news = interpret(program, params, before, inputs, Rng(0))
+    got, news, _ = interpret(program, params, before, inputs, Rng(0))
     assert abs(got - want) <= 1e-12 * abs(want)
     grads = [torch.autograd.grad(x, list(params.values()), allow_unused=True) for x in (want, got)]
     for p, a, b in zip(program.params, *grads, strict=True):
@@ -157,16 +158,16 @@ def test_dropout_is_off_in_evaluation(build: Any) -> None:
         program = Canonical(Spec(Mesh(()))).run(capture(model, batch, prove=False))
         model.eval()
         want = default_loss(model(**batch) if isinstance(batch, dict) else model(*batch))
-    got, _ = interpret(program, *tensors_of(program, model, batch), Rng(0, training=False))
+    got, *_ = interpret(program, *tensors_of(program, model, batch), Rng(0, training=False))
     assert torch.allclose(got, want, rtol=1e-12)
-    other, _ = interpret(program, *tensors_of(program, model, batch), Rng(0))
+    other, *_ = interpret(program, *tensors_of(program, model, batch), Rng(0))
     assert not torch.allclose(other, want, rtol=1e-3)
 
 
 def test_batch_norm_evaluates_with_running_statistics() -> None:
     model, batch = zoo.resnet_bn()
     program = Canonical(Spec(Mesh(()))).run(capture(model, batch, prove=False))
-    got, _ = interpret(program, *tensors_of(program, model, batch), Rng(0, training=False))
+    got, *_ = interpret(program, *tensors_of(program, model, batch), Rng(0, training=False))
     assert torch.allclose(got, model.eval()(**batch), rtol=1e-12)
     captured = Canonical(Spec(Mesh(()))).run(capture(model, batch))  # captured in evaluation mode
     assert torch.allclose(interpret(captured, *tensors_of(captured, model, batch))[0], got, rtol=1e-12)
@@ -364,7 +365,7 @@ def test_a_float32_program_can_be_run_in_float64() -> None:
     model, batch = zoo.llama(dtype=torch.float32)
     program = Canonical(Spec(Mesh(()))).run(capture(model, batch, prove=False))
     model.double()
-    loss, _ = interpret(program, *tensors_of(program, model, batch), graph=graph_to_float64(program.graph))
+    loss, *_ = interpret(program, *tensors_of(program, model, batch), graph=graph_to_float64(program.graph))
     with zoo.Wide():
         want = model(**batch).loss
     assert loss.dtype == torch.float64

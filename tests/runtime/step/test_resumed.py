@@ -24,7 +24,7 @@ import shardc
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.step import resumed
-from shardc.runtime.step.lr import Schedulers
+from shardc.runtime.step.schedulers import Schedulers
 
 TODAY = "learning rates of today: load(folder, new_schedule=True), run: --new-schedule"
 Schedule = Callable[[Any], Any] | None

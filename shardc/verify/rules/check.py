@@ -1,0 +1,112 @@
+"""Prove the rule of an op on sample calls: for the tests, `shardc rules --check` and `shardc.check_rule`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardc.errors import Errors, ShardcError
+from shardc.rules.core import registry
+from shardc.rules.core.registry import Rule
+from shardc.rules.core.sample_calls import SAMPLES, Sample, as_sample
+from shardc.rules.core.user_ops import resolve_op
+from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, name_of
+from shardc.verify.rules.prove import PARTS, prove, prove_case, prove_pairs
+from shardc.verify.rules.too_strict import too_strict
+from shardc.verify.rules.variants import exact, variants
+
+#: As `variants`: what other calls to make from a sample.
+Variants = Callable[[Any, Sample, Case], Iterator[tuple[str, Sample]]]
+
+
+@dataclass
+class OpReport:
+    """The check of one op. calls: how many were run, variants of samples included. wrong: what does not give what the
+    whole op gives. forward_only: why no gradients were compared, "" if they were.
+    """
+
+    op: str
+    calls: int = 0
+    wrong: list[Finding] = field(default_factory=list)
+    forward_only: str = ""
+
+
+def check_op(op: Any, samples: Sequence[Sample], rule: Rule | None = None, variants: Variants = variants) -> OpReport:
+    """Prove the rule of an op on samples and their variants. rule: instead of the registered one."""
+    report = OpReport(name_of(op))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about odd calls that it takes all the same
+        for i, example in enumerate(samples):
+            report.calls += 1
+            sample = exact(op, example)
+            try:
+                case = Case.of(op, sample, rule=rule)
+            except (NoCallError, UnfitError):
+                report.wrong += prove(op, sample, rule=rule)
+                continue
+            report.forward_only = report.forward_only or case.forward_only
+            report.wrong += prove_case(case, *PARTS)
+            for label, other in variants(op, sample, case):
+                report.wrong += _variant(op, label, other, rule, report)
+            if i < 2:  # every factor with every other; at all digits where a rule has code for them, or the op is large
+                if case.choices.rule.local or case.choices.rule.extra or (case.choices.rule.flops and i == 0):
+                    report.wrong += prove_pairs(op, sample, (2, 2), rule=rule)
+                report.wrong += prove_pairs(op, sample, (2, 3), deep=False, rule=rule)
+    return report
+
+
+def _variant(op: Any, label: str, sample: Sample, rule: Rule | None, report: OpReport) -> list[Finding]:
+    """A variant on two ranks, splits at outer digits only: what inner digits do wrong shows in the sample itself."""
+    try:
+        case = Case.of(op, sample, rule=rule)
+    except NoCallError:
+        return []
+    except UnfitError as e:
+        return [Finding(report.op, label, 1, f"the rule does not fit the call: {e}")]
+    report.calls += 1
+    return [Finding(f.op, f"{f.strategy}, {label}", f.ranks, f.what, f.call) for f in prove_case(case, 2, deep=False)]
+
+
+def check_rule(op: Any, *args: Any, **kwargs: Any) -> list[Finding]:
+    """Prove the rule of an op: on this call (the op's own arguments), or on the samples that the rule was registered
+    with.
+
+    The whole op is compared with 2, 3, 4 and 6 parts at every factor, partial sums, two splits at once: results and
+    gradients, in float64 (1e-10 of the largest number) where the op takes it, in float32 (1e-5) and bfloat16 (5e-2),
+    with operands transposed in memory, with factors of size one. Runs on the CPU in well under a second per call.
+
+    Returns what the rule forbids though it comes out right (a hint, no fault). Raises ShardcError that lists everything
+    that is wrong."""
+    where = registry.caller(__file__)
+    overload = resolve_op(op, where)
+    rule = registry.find(overload)
+    if rule is None:
+        raise ShardcError(
+            f"{overload} has no rule", where=where, fix=f"shardc.rule({overload}, ...) where the op is defined"
+        )
+    samples = [as_sample((args, kwargs), where)] if args or kwargs else SAMPLES.get(overload, [])
+    if not samples:
+        fix = "shardc.check_rule(op, *arguments), or shardc.rule(..., samples=[...])"
+        raise ShardcError(f"there is no call of {overload} to check", where=where, fix=fix)
+    errors = Errors()
+    for f in check_op(overload, samples).wrong:
+        errors.add(str(f), where=rule.where, fix=_fix(f))
+    errors.raise_any()
+    return too_strict(overload, samples)
+
+
+def _fix(finding: Finding) -> str:
+    if finding.strategy.startswith("replicate"):
+        return (
+            "the op gives other results when it is called again: rules are of ops without randomness and without state"
+        )
+    if finding.strategy.startswith("split"):
+        name = finding.strategy.split()[1].partition("/")[0].rstrip(",")
+        return f"mark {name}! (whole), or {name}+ if it is summed; `local` can change a rank's call"
+    if finding.strategy.startswith("partial"):
+        return "take the operands out of `linear`: the op is not linear in them"
+    if "not a call of the op" in finding.what:
+        return "give the op's own arguments, one by one: check_rule(op, x, w)"
+    return "make the notation fit this call"
