@@ -34,7 +34,7 @@ SAME_WEIGHTS = (
     " sends those of rank 0"
 )
 REPAIR = (
-    "go on from the last checkpoint, and test the memory of that machine; if it happens on another machine, some "
+    "continue from the last checkpoint, and test the memory of that machine; if it happens on another machine, some "
     "kernel adds in no fixed order: torch.use_deterministic_algorithms(True)"
 )
 

@@ -42,7 +42,7 @@ _SHOWN = 8  # ranks that a message lists
 #: Reasons why a rank does not answer.
 STOPPED = "does not answer for SECONDS s: it is stopped (SIGSTOP)"
 SILENT = "does not answer for SECONDS s: it is stopped, or its machine is gone"
-ABSENT = "has not come for SECONDS s: it starts slowly, is stopped, or its machine is gone"
+ABSENT = "has not arrived for SECONDS s: it starts slowly, is stopped, or its machine is gone"
 KILLED = "was killed, or ended without an error,"
 _PLURAL = {"does": "do", "has": "have", "was": "were"}
 

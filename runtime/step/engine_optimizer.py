@@ -105,7 +105,7 @@ def _called(make: OptimizerOf, trained: NamedParameters, *, by_shape: bool) -> t
             ) from e
         if "empty parameter list" not in str(e):
             raise
-        fault = "an optimizer got no parameter on this rank: with a pipeline, ranks have those of their stages"
+        fault = "an optimizer got no parameter on this rank: with a pipeline, ranks have only those of their stages"
         fix = "leave an optimizer out of the list if it would have no parameter"
         if by_shape:
             fault = "an optimizer got no parameter on this rank, but would get some of the whole shapes"

@@ -89,7 +89,12 @@ def _check_sharded(
     kind = type(optimizer).__name__
     first = next(
         iter(shardings.values()),
-        ParamSharding((), f"each rank along {program.axis} has those of its stages", "pipeline", "remove the pipeline"),
+        ParamSharding(
+            (),
+            f"each rank along {program.axis} has only those of its stages",
+            "pipeline",
+            "remove the pipeline",
+        ),
     )
     how = (
         "write optimizer: {matrices: whole} in the spec, which gives each matrix to one rank"

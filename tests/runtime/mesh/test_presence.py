@@ -144,7 +144,7 @@ def test_a_rank_that_has_not_come_is_told_and_waited_for(monkeypatch: pytest.Mon
     layout = Mesh.of({"dp": 2})
     first = Watch(layout, 0, Activity(), store, Processes(store, 0, 2), named=0.4, met=False, say=heard.append)
     within(20, lambda: heard)
-    assert heard[0].startswith("rank 1 (dp=1) has not come for 0 s: it starts slowly, is stopped, or its machine is")
+    assert heard[0].startswith("rank 1 (dp=1) has not arrived for 0 s: it starts slowly, is stopped, or its machine is")
     time.sleep(4)  # longer than one that came and does not answer is given
     assert len(heard) == 1
     second = Watch(layout, 1, Activity(), store, Processes(store, 1, 2), named=0.4, met=False, say=heard.append)

@@ -111,7 +111,7 @@ def test_split_parameters_are_refused_to_what_needs_whole_ones(name: str) -> Non
     ("spec", "why"),
     [
         (TP, "b.weight is split over tp"),
-        (PP, "each rank along pp has those of its stages"),
+        (PP, "each rank along pp has only those of its stages"),
         ({"mesh": {"dp": 2}, "data": {"zero": 1}}, "data.zero: 1 gives each rank a part of them"),
     ],
     ids=["tp", "pp", "zero"],
