@@ -226,7 +226,7 @@ def _mark(x: Any) -> Any:
 #: Ops for which the host waits, and why.
 _WAITING = {
     experts_route: "the host must know how many rows experts receive",
-    attention_reach: "the host must know where a mask is nonzero",
+    attention_reach: "the host must know where a mask allows attention",
 }
 
 
