@@ -1,4 +1,4 @@
-# make train | documents | generate | adapters | sequences | libraries | families | test | gpu | fuzz | graphs | hostile | ops | faults | mutants | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+# make train | documents | generate | adapters | sequences | libraries | families | test | gpu | fuzz | graphs | hostile | ops | faults | mutants | lint | bench | table | support | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 # Twice as many as two cores: tests that wait for processes leave time to others.
 JOBS ?= 4
@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train documents generate adapters sequences libraries families test quick test-all gpu fuzz graphs hostile ops faults mutants lint bench table docs types clean
+.PHONY: train documents generate adapters sequences libraries families test quick test-all gpu fuzz graphs hostile ops faults mutants lint bench table support docs types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -106,6 +106,9 @@ table: $(READY)   ## docs/measured/models.md and memory.md, and the generated bl
 	$(BIN)/python tests/bench/models.py
 	$(BIN)/python tests/bench/memory.py
 	$(BIN)/python docs/generate.py
+
+support: $(READY)   ## the table of docs/reference/support.md: a small model compiled and proven for each pair of features, in minutes
+	$(BIN)/python docs/support.py
 
 .venv/.docs: $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'

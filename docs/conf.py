@@ -18,11 +18,11 @@ nitpicky = True
 
 
 #: Pages of the site that are files outside this folder.
-OUTSIDE = {"readme": "README.md", "contributing": "CONTRIBUTING.md"}
+OUTSIDE = {"readme": "README.md", "contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md", "agents": "AGENTS.md"}
 
 
 def _outside(app: Any, name: str, source: list[str]) -> None:
-    """Read README.md and CONTRIBUTING.md as pages of the site; links to and from them lead from page to page."""
+    """Read README.md and others at the top as pages of the site; links to and from them lead from page to page."""
     text = source[0]
     if name in OUTSIDE:
         text = (Path(app.srcdir).parent / OUTSIDE[name]).read_text(encoding="utf-8").replace("](docs/", "](")

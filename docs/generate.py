@@ -46,6 +46,12 @@ def fenced(text: str, language: str) -> str:
     return f"```{language}\n{text.strip(chr(10))}\n```"
 
 
+def lines_of(text: str) -> str:
+    """Lines of a program, fenced; the comment of a long line follows on the next one."""
+    broken = re.sub(r"^(?=.{161})( *)(.*?)  (# .*)$", r"\1\2\n\1    \3", text, flags=re.MULTILINE)
+    return fenced(broken, "python")
+
+
 def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(r) + " |" for r in [head, ["---"] * len(head), *rows])
 
@@ -79,7 +85,7 @@ def example(folder: Path) -> None:
     """Write README's model.py and spec.yaml into a folder."""
     block = re.compile(r"^`(model\.py|spec\.yaml)`[^\n]*\n\n```\w+\n(.*?)```", re.DOTALL | re.MULTILINE)
     blocks = block.findall((ROOT / "README.md").read_text())
-    assert [name for name, _ in blocks] == ["model.py", "spec.yaml"], blocks
+    assert {name for name, _ in blocks} == {"model.py", "spec.yaml"}, blocks
     for name, text in blocks:
         (folder / name).write_text(text)
 
@@ -172,7 +178,7 @@ def mlp(spec: str) -> str:
     begin = next(i for i, line in enumerate(lines) if "# blocks.0.norm2 " in line)
     end = next(i for i, line in enumerate(lines) if "# blocks.1" in line)
     kept = [line.strip() for line in lines[begin:end] if not line.strip().startswith(("#", "del "))]
-    return fenced("\n".join(kept), "python")
+    return lines_of("\n".join(kept))
 
 
 # --- experts.md, from examples/moe.py
@@ -308,7 +314,7 @@ def joint() -> Blocks:
         "overlap": _with(beside[0], r"ops\.(\w*start|wait)\(|aten\.mm\b"),
         "fused": _with(compiled, rf"\| {fused}$"),
     }
-    return {name: fenced(text, "python") for name, text in blocks.items()}
+    return {name: lines_of(text) for name, text in blocks.items()}
 
 
 def _joint(*settings: str) -> str:
@@ -342,6 +348,7 @@ def _of_layer(text: str) -> str:
 
 
 def spec() -> Blocks:
+    from docs.from_code import paragraph
     from shardc.spec import Spec
 
     schema = Spec.json_schema()
@@ -353,7 +360,7 @@ def spec() -> Blocks:
             alone[key] = each
             continue
         many = " (a list)" if "items" in each else ""
-        about = " ".join(inner.get("description", "").split())
+        about = paragraph(inner.get("description", ""), set())
         parts.append(f"## {key}{many}\n\n{about}\n\n{head}{''.join(_rows(inner, defs))}")
     parts.insert(0, f"## Keys without a section of their own\n\n{head}{''.join(_rows({'properties': alone}, defs))}")
     return {"sections": "\n".join(parts)}
@@ -364,7 +371,10 @@ def _kind(form: dict[str, Any]) -> str:
     if "enum" in form:
         return " \\| ".join(f"`{_word(x)}`" for x in form["enum"])
     if "anyOf" in form:
-        return ", or ".join(dict.fromkeys(_kind(f) for f in form["anyOf"] if f.get("type") != "null"))
+        kinds = list(dict.fromkeys(_kind(f) for f in form["anyOf"] if f.get("type") != "null"))
+        return ", or ".join(
+            kind.replace(kinds[0], "these") if i and "|" in kinds[0] else kind for i, kind in enumerate(kinds)
+        )
     if "const" in form:
         return f"`{_word(form['const'])}`"
     if form.get("type") == "array":
@@ -386,7 +396,8 @@ def _rows(form: dict[str, Any], defs: dict[str, Any], under: str = "") -> Iterat
             continue
         default = f"`{_word(each['default'])}`" if "default" in each and each["default"] is not None else ""
         example = ", ".join(f"`{_word(x)}`" for x in each.get("examples", []))
-        yield f"| `{under}{key}` | {_kind(each)} | {default} | {each.get('description', '')} | {example} |\n"
+        row = f"| `{under}{key}` | {_kind(each)} | {default} | {each.get('description', '')} |"
+        yield f"{row} {example} |\n" if len(row) + len(example) < 195 else f"{row} |\n"
 
 
 def _section(form: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any] | None:
@@ -416,19 +427,19 @@ def pictures() -> dict[str, str]:
     return {"layer.svg": Drawing(data(program, None, None)).picture(layer, title)}
 
 
-#: page of docs/ -> what makes its blocks
 def field_bugs() -> Blocks:
     """Bugs of other frameworks, by chapter, and what happens here."""
     from tests.verify.field_bugs import BUGS, CHAPTERS
 
-    found = []
+    chapters = []
     for title, bugs in CHAPTERS.items():
-        rows = [[f"[{b.name}]({b.link})", b.wrong, b.here, b.mutant] for b in bugs]
-        found.append(f"## {title}\n\n" + table(["bug", "what went wrong", "here", "mutant"], rows))
+        rows = [[f"[{b.name}]", b.wrong, b.here, b.mutant] for b in bugs]
+        chapters.append(f"## {title}\n\n" + table(["bug", "what went wrong", "here", "mutant"], rows))
+    links = "\n".join(dict.fromkeys(f"[{b.name}]: {b.link}" for b in BUGS))
     refused = sum(b.here != "equal" for b in BUGS)
     threads, mutants = len({b.thread for b in BUGS}), sum(bool(b.mutant) for b in BUGS)
     said = f"{len(BUGS)} bugs of {threads} threads: {len(BUGS) - refused} equal to one device here, {refused} refused."
-    return {"bugs": f"{said} {mutants} are a kind of mutant, too.\n\n" + "\n\n".join(found)}
+    return {"bugs": f"{said} {mutants} are a kind of mutant, too.\n\n" + "\n\n".join([*chapters, links])}
 
 
 def reshard() -> Blocks:
@@ -445,11 +456,22 @@ def reshard() -> Blocks:
     return {"moves": fenced(str(zero.reshard(split, moments=2)), "text")}
 
 
+def from_code(page: str) -> Blocks:
+    """The blocks of a page that docs/from_code.py makes."""
+    from docs import from_code
+
+    return getattr(from_code, page)()  # type: ignore[no-any-return]
+
+
+#: page of docs/ -> what makes its blocks
 PAGES: dict[str, Callable[[], Blocks]] = {
+    "reference/python.md": lambda: from_code("python"),
+    "reference/cli.md": lambda: from_code("cli"),
+    "reference/errors.md": lambda: from_code("errors"),
     "explanation/architecture.md": architecture,
     "explanation/algebra.md": algebra,
     "how-to/experts.md": experts,
-    "explanation/field-bugs.md": field_bugs,
+    "measured/field-bugs.md": field_bugs,
     "explanation/joint.md": joint,
     "explanation/proof.md": proof,
     "how-to/reshard.md": reshard,

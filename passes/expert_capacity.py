@@ -78,8 +78,8 @@ class ExpertCapacity(Pass):
             return keep(index, t)
         if entry.per == "batch":
             raise ShardcError(
-                f"capacity {entry.capacity} is a share of the global batch, of which microbatches see a part each: the "
-                "tokens that an expert accepts from the first ones depend on rows of other ranks",
+                f"capacity {entry.capacity} is a share of the global batch, of which microbatches see a part each: the"
+                " rows that an expert keeps depend on rows that other ranks have in other microbatches",
                 where=where,
                 fix=(
                     "write per: microbatch (each microbatch drops tokens separately, as in other frameworks), "

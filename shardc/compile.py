@@ -64,7 +64,7 @@ def compile(
     batch: one *global* batch, as a single device would get it: dict (keyword arguments), tuple or tensor, real or fake.
     spec: path, dict or Spec. mesh: sizes that override the spec's; overrides: dotted settings such as "data.zero=0".
     world: number of ranks, if known: it sets an axis of size -1, and must be the number that the mesh needs.
-    loss: (model's output, batch) -> scalar, or (scalar, {name: tensor}) beside it (docs/how-to/training.md);
+    loss: (model's output, batch) -> scalar, or (scalar, {name: tensor}) beside it (docs/how-to/batches.md);
         default: the output itself, its `.loss`, or its first element.
     forward: compile a program that runs only forward, in eval mode (docs/how-to/forward.md). It returns, for True:
         the tensors in the model's output, by name; a function (model's output, batch) -> {name: tensor}: its result;

@@ -1,3 +1,3 @@
 """The version, equal to that in pyproject.toml: of the imported package, installed or not."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"

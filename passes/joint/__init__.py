@@ -59,7 +59,7 @@ class JointGraphs(Pass):
     def _check_overlap(self, program: Program, how: str) -> None:
         where = self.spec.where(("execution", "overlap"))
         if program.schedule is not None:
-            fault = f"`overlap: {how}` needs a pipeline, whose schedule says which work runs side by side"
+            fault = f"`overlap: {how}` needs a program without a pipeline: its schedule says what runs beside what"
             fix = "`pipeline: {schedule: dualpipe-v}`, and leave `overlap` out"
             raise ShardcError(fault, where=where, fix=fix)
         if program.microbatches == 1:

@@ -158,7 +158,7 @@ def _are(ids: Tensor, given: Tensor) -> bool:
 
 def label_error(what: str, where: str) -> OutOfRangeError:
     """Build the error for labels that are no classes. what: from `outside`."""
-    fix = "labels are classes, counted from 0; an ignored one has the ignore_index, -100"
+    fix = "labels are classes, counted from 0; an ignored one is -100, the ignore_index"
     return OutOfRangeError(f"a label is not a class: {what}", where=where, fix=fix)
 
 

@@ -25,7 +25,7 @@ DATA = "data-dependent"  # in `Cause.raised`: any error of tracing that means th
 MASK = "keep the size and mask instead: torch.where(mask, x, 0), and divide sums by mask.sum()"
 MASKED_MEAN = (
     "take a sum, a mean or a loss of x[mask], or keep the size: x[mask].max() is x.masked_fill(~mask, -inf).max(), with"
-    " mask of x's shape; for a cross entropy, set ignored labels to -100 (its ignore_index)"
+    " mask of x's shape; in a cross entropy, set the other labels to -100 (its ignore_index)"
 )
 
 
@@ -66,9 +66,9 @@ TEXT, PRINT = (
     "print it outside of forward: return it from the model",
 )
 COLUMNS = (
-    "choose them where the batch is made, so that their number does not depend on values here (self loops, padding);"
-    " values that are the same in every step may be a buffer with persistent=False, whose values are known; or "
-    "keep all, and give ignored ones a weight of 0: torch.where(mask, weight, 0)"
+    "choose them where the batch is made, so that their number is fixed here (self loops, padding); values that are the"
+    " same in every step may be a buffer with persistent=False; or keep all, and set the weight of the others to 0:"
+    " torch.where(mask, weight, 0)"
 )
 ONE_OP = "shardc.nn.experts(x, index, weights, up, down)"
 EXPERTS = (
@@ -230,7 +230,7 @@ REFUSALS = (
         raised=r"PendingUnbackedSymbolNotFound",
     ),
     Cause(
-        f"a tensor's size {DEPENDS} (x[mask], masked_select), and it is combined with a tensor of known size",
+        f"a tensor's size {DEPENDS} (x[mask], masked_select), and the tensor is combined with one of known size",
         MASKED_MEAN,
         raised=r"size of tensor \w \(u\d+\) must match|must match the size of tensor \w \(u\d+\)",
     ),
@@ -285,7 +285,7 @@ REFUSALS = (
 _ADVICE = (
     (
         r"must have the same dtype|to have the same dtype|should be the same|expected scalar type \w+ but found",
-        "use one dtype for the model and its inputs: x.to(model.weight.dtype), or model.float(); to compute in"
+        "give the model and its inputs one dtype: x.to(model.weight.dtype), or model.float(); to compute in"
         " fewer bits, `precision: {compute: bfloat16}`",
     ),
     (
@@ -302,18 +302,18 @@ _ADVICE = (
     ),
     (
         r"Expected input batch_size .* to match target batch_size",
-        "logits and labels need the same number of rows: for sequences logits.flatten(0, 1) and labels.flatten(), "
-        "and shift the labels if the logits are shifted",
+        "logits and labels need the same number of rows: of sequences logits.flatten(0, 1) and labels.flatten(); shift"
+        " labels where logits are shifted",
     ),
     (
         r"Target size .* must be the same as input size|size of tensor a .* must match the size of tensor b",
-        "print both shapes: output.squeeze(-1), or target.unsqueeze(-1), make them equal; an element-wise loss of "
-        "classes needs F.one_hot(labels, classes).float()",
+        "print both shapes: output.squeeze(-1), or target.unsqueeze(-1), make them equal; an element-wise loss of"
+        " classes needs F.one_hot(labels, classes).float()",
     ),
     (
         r"mat1 and mat2 shapes cannot be multiplied|Given groups=|expected input\[|running_mean should contain",
-        "print the shape of this layer's input: its last dim (channels, of a convolution) must be the layer's "
-        "in_features",
+        "print the shape of this layer's input: its last dim (channels, for a convolution) has to be the layer's"
+        " in_features",
     ),
     (
         r"Expected all tensors to be on the same device|not on the expected device",

@@ -98,8 +98,7 @@ CONVERSIONS = (
     Conversion(Shard,       Replicate,   "all_gather",              "all_gather",     "slice",          "whole",  40,
                "a value in parts is used whole, and the ranks repeat the same work"),
     Conversion(Shard,       PartialGrad, "all_gather_partial_grad", "all_gather",     "reduce_scatter", "whole",  50,
-               "a value in parts is used whole, and each rank does other work: sequence parallelism before a"
-               " column-parallel layer"),
+               "a value in parts is used whole, in other work: sequence parallelism before column parallel"),
     Conversion(Shard,       Partial,     "unshard_partial",         "pad",            "slice",          "padded", 40,
                "parts are added to a sum that is still to be done", deferred=3),
     Conversion(Replicate,   PartialGrad, "sum_grad",                "identity",       "all_reduce",     "each",   20,

@@ -32,12 +32,12 @@ def data(plan: Plan) -> dict[str, Any]:
         "spec": plan.spec() if fits else "",
         "lacking": [] if fits else plan.lacking().texts(),
         "device": a.device.name,
-        "limit": a.usable,
-        "rate": "tokens" if a.sequence else "samples",
+        "limit": a.device.memory,
+        "rate": a.rate,
         "kinds": [*KINDS, "gaps", "outside"],
         "causes": list(table.CAUSES),
         "words": {name: table.cause(name) for name in table.CAUSES},
-        "rows": [_row(c) for c, _ in table.distinct(plan.candidates)],
+        "rows": [_row(c) for c in plan.candidates],
         "waterfall": [
             (table.WATERFALL.get(k, table.cause(k)), k if k in table.CAUSES else "compute", n) for k, n in falls
         ],

@@ -80,16 +80,16 @@ class Largest:
 ALIGNED = "sizes of products that are multiples of 8 (a padded vocabulary)"
 
 
-def what_if(library: Library, spec: Spec, batch: int, usable: float) -> list[dict[str, Any]]:
+def what_if(library: Library, spec: Spec, batch: int) -> list[dict[str, Any]]:
     """[{"what", "step_seconds", "ratio", "fits"}], the most helpful first; ratio: of a step's time to that on this
-    device. usable: bytes of the device's memory that a step may use; of another device, the same share.
+    device.
     """
     now = price(library, spec, batch)
-    share = usable / library.device.memory
 
     def answer(what: str, other: Device, priced: Priced) -> dict[str, Any]:
-        fits = priced.needs <= share * other.memory
-        return {"what": what, "step_seconds": priced.seconds, "ratio": priced.seconds / now.seconds, "fits": fits}
+        fits = priced.needs <= other.memory
+        seconds = priced.step_seconds
+        return {"what": what, "step_seconds": seconds, "ratio": seconds / now.step_seconds, "fits": fits}
 
     found = [answer(what, other, price(library.on(other), spec, batch)) for what, other in _others(library.device)]
     for what, one in _specs(spec):

@@ -18,8 +18,8 @@ from shardc.spec import Spec
 class Target:
     """What is planned for. batch: rows of the global batch; sequence: tokens of a row, None: rows are not sequences.
 
-    flops: of the model and one row, forward and backward, nothing recomputed. dtype: of products. usable: bytes of a
-    device's memory that a step may use. assumed: sentences on what the user left open.
+    flops: of the model and one row, forward and backward, nothing recomputed. dtype: of products. assumed: sentences
+    on what the user left open.
     """
 
     model: str
@@ -29,62 +29,35 @@ class Target:
     sequence: int | None
     flops: float
     dtype: str
-    usable: float
     assumed: tuple[str, ...] = ()
+
+    @property
+    def rate(self) -> str:
+        """What is counted by the second: tokens, where rows are sequences."""
+        return "tokens" if self.sequence else "samples"
 
     def __repr__(self) -> str:
         rows = f"{self.batch} rows" + (f" of {self.sequence} tokens" if self.sequence else "")
         return f"<Target: {self.model} on {self.devices} x {self.device.name}, {rows}>"
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One spec and its price. why: {section of the spec: the reason for it}."""
+@dataclass(frozen=True, repr=False)
+class Candidate(Priced):
+    """One spec and its price."""
 
     spec: Spec
-    priced: Priced
     target: Target
-    why: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         from shardc.plan.table import named
 
-        fits = "fits" if self.fits else f"does not fit into {size(self.target.usable)}"
+        fits = "fits" if self.fits else f"does not fit into {size(self.target.device.memory)}"
         return f"<Candidate {named(self)}: step {seconds(self.step_seconds)}, needs {size(self.needs)}, {fits}>"
 
     @property
     def fits(self) -> bool:
-        """Whether what is reserved, and what is outside of it, is not more than a step may use."""
-        return self.needs <= self.target.usable
-
-    @property
-    def step_seconds(self) -> float:
-        return self.priced.seconds
-
-    @property
-    def memory(self) -> Mapping[str, float]:
-        """Bytes at the peak of the rank that needs most, by kind."""
-        return self.priced.kinds
-
-    @property
-    def peak(self) -> float:
-        """Live bytes."""
-        return self.priced.peak
-
-    @property
-    def reserved(self) -> float:
-        """Bytes that torch's allocator takes for them."""
-        return self.priced.reserved
-
-    @property
-    def outside(self) -> float:
-        """Bytes of a device that are no tensor's and not the allocator's."""
-        return self.priced.outside
-
-    @property
-    def needs(self) -> float:
-        """Bytes that a device has to have: reserved and outside."""
-        return self.priced.needs
+        """Whether what is reserved, and what is outside of it, is not more than a device has."""
+        return self.needs <= self.target.device.memory
 
     @property
     def devices(self) -> int:
@@ -96,7 +69,7 @@ class Candidate:
         is computed again.
         """
         peak = self.target.device.flops_per_second(self.target.dtype) * self.devices
-        return self.target.flops * self.priced.batch / (self.priced.seconds * peak)
+        return self.target.flops * self.batch / (self.step_seconds * peak)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -105,20 +78,13 @@ class Candidate:
 
     @property
     def rows_per_second(self) -> float:
-        return self.priced.batch / self.priced.seconds
-
-    @property
-    def limit(self) -> str:
-        """What most of a step's time goes to: compute, memory, launch, bubble, or the axis whose collectives are waited
-        for.
-        """
-        return self.priced.limit
+        return self.batch / self.step_seconds
 
     @property
     def shares(self) -> dict[str, float]:
         """The parts of a step's time, by what it goes to."""
-        total = sum(self.priced.spent.values()) or 1.0
-        return {k: v / total for k, v in self.priced.spent.items() if v > 0}
+        total = sum(self.spent.values()) or 1.0
+        return {k: v / total for k, v in self.spent.items() if v > 0}
 
     @property
     def waterfall(self) -> dict[str, float]:
@@ -127,9 +93,9 @@ class Candidate:
         peak; and the other causes of `shares`.
         """
         peak = self.target.device.flops_per_second(self.target.dtype)
-        ideal = self.target.flops * self.priced.batch / self.devices / peak
-        spent = dict(self.priced.spent)
-        computed = self.priced.flops / peak
+        ideal = self.target.flops * self.batch / self.devices / peak
+        spent = dict(self.spent)
+        computed = self.flops / peak
         below = spent.pop("compute", 0.0) - computed
         if below < 0 and "launch" in spent:  # of small products, whose time is that of starting them
             spent["launch"], below = max(spent["launch"] + below, 0.0), min(spent["launch"] + below, 0.0)
@@ -141,7 +107,6 @@ class Candidate:
             "spec": self.spec.to_dict(),
             "mesh": dict(self.spec.mesh.axes),
             "fits": self.fits,
-            "exact": self.priced.exact,
             "step_seconds": self.step_seconds,
             "mfu": self.mfu,
             "tokens_per_second": self.tokens_per_second,
@@ -153,8 +118,7 @@ class Candidate:
             "limit": self.limit,
             "shares": self.shares,
             "waterfall": self.waterfall,
-            "layers": list(self.priced.counts),
-            "why": dict(self.why),
+            "layers": list(self.counts),
         }
 
 
@@ -229,8 +193,8 @@ class Plan:
             "gathered": "more tensor parallelism",
         }.get(kind, "more devices, or another --precision")
         fault = (
-            f"nothing fits into {size(a.usable)} of {a.device.name}: the nearest ({named(near)}) needs"
-            f" {size(near.needs)}, {size(near.needs - a.usable)} more than that; {kind} are {size(most)} of it"
+            f"nothing fits into {size(a.device.memory)} of {a.device.name}: the nearest ({named(near)}) needs"
+            f" {size(near.needs)}, {size(near.needs - a.device.memory)} more than that; {kind} are {size(most)} of it"
         )
         return ShardcError(fault, where=a.model, fix=f"{way}; --fewest finds out how many devices it takes")
 
@@ -242,7 +206,7 @@ class Plan:
             "devices": a.devices,
             "global_batch": a.batch,
             "sequence": a.sequence,
-            "usable_bytes": round(a.usable),
+            "device_bytes": round(a.device.memory),
             "flops_per_row": a.flops,
             "assumed": list(a.assumed),
             "considered": self.considered,

@@ -13,14 +13,13 @@ from typing import Any, Literal, NamedTuple
 
 from shardc.runtime.schedule import SCHEDULES
 
-Keep = Literal["none", "cheap", "products", "selective", "sent", "half", "quarter", "eighth", "full", "host"]
+Keep = Literal["none", "cheap", "products", "selective", "half", "quarter", "eighth", "full", "host"]
 #: What is recomputed, from nothing to everything, as an entry of `checkpoint:` beside `match`.
 CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
     "none": None,
     "cheap": {"recompute": "cheap"},
     "products": {"recompute": ["elementwise", "norm", "gather", "attention", "matmul"]},
     "selective": {"save": ["linear", "attention", "collective"]},
-    "sent": {"save": ["linear", "attention"]},
     "half": {"budget": 0.5},
     "quarter": {"budget": 0.25},
     "eighth": {"budget": 0.125},
@@ -37,18 +36,12 @@ OFFLOADS: dict[Offload, dict[str, str]] = {
 }
 
 
-def budget(keep: Keep) -> float | None:
-    """The share of a region's bytes that is kept for backward, where the spec says so."""
-    entry = CHECKPOINTS[keep] or {}
-    return entry.get("budget")
-
-
 def casts_kept(keep: Keep) -> float:
     """The share of weights whose copy in the dtype of products is kept, and not made again in backward: none where only
-    named results are.
+    named results are; of a budget, its share.
     """
-    share = budget(keep)
-    return share if share is not None else 0.0 if "save" in (CHECKPOINTS[keep] or {}) else 1.0
+    entry = CHECKPOINTS[keep] or {}
+    return float(entry.get("budget", 0.0 if "save" in entry else 1.0))
 
 
 @dataclass(frozen=True)
@@ -77,10 +70,9 @@ class Core(NamedTuple):
 class Choice:
     """One way to train. rows: of a microbatch, on one rank. per_rank: stages on each rank of a pipeline.
 
-    outer: of the dp ranks, so many groups are replicas of each other, and ZeRO shards inside of one. kept: at ZeRO 3,
-    parameters stay whole over a step. over_experts: what is not experts' is sharded over the ranks that experts are
-    spread over, and replicated over dp; experts over dp. inside: neighbours in the pipeline share nodes, in place of
-    those in dp. encoder_rows: an encoder splits its rows over tp, too. compiled: element-wise work of layers is.
+    outer: of the dp ranks, so many groups are replicas of each other, and ZeRO shards inside of one. over_experts: what
+    is not experts' is sharded over the ranks that experts are spread over, and replicated over dp; experts over dp.
+    encoder_rows: an encoder splits its rows over tp, too. compiled: element-wise work of layers is.
     """
 
     pp: int = 1
@@ -96,9 +88,7 @@ class Choice:
     rows: int = 1
     microbatches: int = 1
     outer: int = 1
-    kept: bool = False
     over_experts: bool = False
-    inside: bool = False
     offload: Offload = ""
     encoder_rows: bool = False
     compiled: bool = False
@@ -106,9 +96,7 @@ class Choice:
     @property
     def mesh(self) -> dict[str, int]:
         data = {"dp_outer": self.outer, "dp": self.dp // self.outer, "cp": self.cp, "ep": self.ep}
-        stages = {"pp": self.pp}
-        sizes = {**data, **stages, "tp": self.tp} if self.inside else {**stages, **data, "tp": self.tp}
-        return {a: n for a, n in sizes.items() if n > 1} or {"dp": 1}
+        return {a: n for a, n in {"pp": self.pp, **data, "tp": self.tp}.items() if n > 1} or {"dp": 1}
 
     @property
     def batch(self) -> int:
@@ -134,7 +122,7 @@ class Choice:
             axis: Any = ["dp_outer", "dp"] if self.outer > 1 else self.sharding
             if self.over_experts and self.dp > 1:
                 axis = ["dp", "ep"]
-            section = {"axis": axis, "zero": self.zero, **({"keep": True} if self.kept else {})}
+            section = {"axis": axis, "zero": self.zero}
         return section | ({"offload": OFFLOADS[self.offload]} if self.offload else {})
 
     @property
@@ -152,7 +140,7 @@ class Choice:
         said = [f"{a}={n}" for a, n in self.mesh.items()]
         said += ["sp"] if self.sequence_parallel else []
         over = " over ep" if self.over_experts else ""
-        said += [f"zero {self.zero}{over}{', kept' if self.kept else ''}"] if self.sharded > 1 else []
+        said += [f"zero {self.zero}{over}"] if self.sharded > 1 else []
         said += [f"offload {self.offload}"] if self.offload else []
         said += [self.schedule + (f" ×{self.per_rank}" if self.per_rank > 1 else "")] if self.pp > 1 else []
         said += ["encoder's rows over tp"] if self.encoder_rows else []
@@ -161,38 +149,47 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class SpecTemplate:
-    """What specs of one model have in common. shard: the section, where tp > 1; regions: of recomputation, as patterns
-    of modules; sequences: modules whose results may be split by sequence; experts: those that hold experts; encoders:
-    those that run before the model's last layers; dims: of inputs without rows. base: other sections that all have,
-    such as `adapters`.
+class Facts:
+    """Of the example batch: its rows, and tokens of each (None: its inputs have no sequence dim in common).
+
+    Of the model: its list of layers, if it is long enough to be shortened; the dtype of its weights, "float32"; number:
+    of experts; cuts: stages that a pipeline may have.
+
+    For specs: shard: the section, where tp > 1; regions: of recomputation, as patterns of modules; sequences: modules
+    whose results may be split by sequence; experts: those that hold experts; encoders: those that run before the
+    model's last layers; inputs: `batch: {dims: ...}`; precision: the section.
     """
 
+    rows: int
+    sequence: int | None
+    layers: Layers | None
+    dtype: str
+    number: int
+    cuts: int
     shard: Mapping[str, Any]
-    precision: Mapping[str, Any]
     regions: tuple[str, ...] = ()
     sequences: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     encoders: tuple[str, ...] = ()
-    dims: Mapping[str, int | None] | None = None
-    base: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, int | None] = field(default_factory=dict)
+    precision: Mapping[str, Any] = field(default_factory=dict)
 
 
-def spec(choice: Choice, template: SpecTemplate, counts: tuple[int, ...] = ()) -> dict[str, Any]:
+def spec(choice: Choice, facts: Facts, counts: tuple[int, ...] = ()) -> dict[str, Any]:
     """A choice as a spec. counts: layers of each stage."""
-    document: dict[str, Any] = {**template.base, "shardc": 1, "mesh": choice.mesh}
-    batch: dict[str, Any] = {"dims": dict(template.dims)} if template.dims else {}
+    document: dict[str, Any] = {"shardc": 1, "mesh": choice.mesh}
+    batch: dict[str, Any] = {"dims": dict(facts.inputs)} if facts.inputs else {}
     if choice.microbatches > 1:
         batch["microbatches"] = choice.microbatches
     document |= {"batch": batch} if batch else {}
     if choice.cp > 1:
         document["sequence"] = {"axis": "cp"}
     if choice.tp > 1:
-        document["shard"] = dict(template.shard)
+        document["shard"] = dict(facts.shard)
     if choice.sequence_parallel:
-        document["activations"] = {name: {1: "tp"} for name in template.sequences}
-    if choice.encoder_rows and choice.tp > 1 and template.encoders:
-        document["activations"] = {**document.get("activations", {}), **{name: {0: "tp"} for name in template.encoders}}
+        document["activations"] = {name: {1: "tp"} for name in facts.sequences}
+    if choice.encoder_rows and choice.tp > 1 and facts.encoders:
+        document["activations"] = {**document.get("activations", {}), **{name: {0: "tp"} for name in facts.encoders}}
     if choice.compiled:
         document["execution"] = {"compile": "layers"}
     if choice.pp > 1:
@@ -204,10 +201,10 @@ def spec(choice: Choice, template: SpecTemplate, counts: tuple[int, ...] = ()) -
     if choice.data:
         document["data"] = choice.data
     if choice.ep > 1:
-        document["experts"] = [{"match": name, "axis": "ep"} for name in template.experts]
+        document["experts"] = [{"match": name, "axis": "ep"} for name in facts.experts]
     if (how := CHECKPOINTS[choice.checkpoint]) is not None:
-        document["checkpoint"] = [{"match": name, **how} for name in template.regions]
-    document |= {"precision": dict(template.precision)} if template.precision else {}
+        document["checkpoint"] = [{"match": name, **how} for name in facts.regions]
+    document |= {"precision": dict(facts.precision)} if facts.precision else {}
     return document
 
 
@@ -270,34 +267,20 @@ def choices(
                 if each // rows > most or (rows > 1 and pp > 1 and each // rows < pp and each // pp > 0):
                     continue  # too many, or too few to fill the pipeline, as fewer rows would
                 sized = _with(base, rows=rows, microbatches=each // rows)
-                for one in placed(sized, node):
-                    for sharded in sharding(one, node):
-                        yield from scheduled(sharded, layers)
-
-
-def placed(c: Choice, node: int) -> Iterator[Choice]:
-    """With stages in different nodes; and inside of nodes, where then other ranks are in different ones."""
-    yield c
-    neighbours = c.tp * c.cp * c.ep
-    if c.pp > 1 and c.dp > 1 and neighbours < node < neighbours * c.pp * c.dp:
-        yield _with(c, inside=True)
+                for sharded in sharding(sized, node):
+                    yield from scheduled(sharded, layers)
 
 
 def sharding(c: Choice, node: int) -> Iterator[Choice]:
     """With every level of ZeRO: over all ranks of the data's axis, over those in a node where there are more, and over
     the ranks that experts are spread over.
     """
+    near = node // (c.tp * c.cp * c.ep)
+    replicas = [c.dp // near] if 1 < near < c.dp and c.dp % near == 0 else []
     for zero in range(4) if c.sharded > 1 else (0,):
-        one = _with(c, zero=zero)
-        near = node // (c.tp * c.cp * c.ep * (c.pp if c.inside else 1))
-        for outer in (1, *([c.dp // near] if zero and 1 < near < c.dp and c.dp % near == 0 else [])):
-            yield _with(one, outer=outer)
-            if zero == 3 and c.microbatches > 1:
-                yield _with(one, outer=outer, kept=True)
+        yield from (_with(c, zero=zero, outer=outer) for outer in (1, *(replicas if zero else ())))
     for zero in range(1, 4) if c.ep > 1 else ():
         yield _with(c, zero=zero, over_experts=True)
-        if zero == 3 and c.microbatches > 1:
-            yield _with(c, zero=zero, over_experts=True, kept=True)
 
 
 def scheduled(c: Choice, layers: int) -> Iterator[Choice]:

@@ -91,12 +91,11 @@ class Sequence(Section):
         WithJsonSchema({"anyOf": [*_METHODS["anyOf"], {"type": "object", "additionalProperties": _METHODS}]}),
     ] = Field(
         default={"*": ("auto",)},
-        description="how queries reach the keys of other ranks; [ring, ulysses] for two axes; or {module: method}: the "
-        "first match wins",
+        description="how queries meet keys of other ranks; [ring, ulysses] of two axes; or {module: method}",
         examples=["ring"],
     )
     balance: Literal["auto", "zigzag", "none"] = Field(
         default="auto",
-        description="tokens of a rank: zigzag = two stretches, so that causal work is equal; none = one; auto = "
-        "zigzag if attention is causal and the sequence divides",
+        description="tokens of a rank: zigzag = two stretches of even causal work; none = one; auto = zigzag where"
+        " attention is causal",
     )

@@ -102,7 +102,7 @@ class Checkpoint(Section):
         | None
     ) = Field(
         default=None,
-        description="ops that may be recomputed, so that fewest bytes are kept; cheap = [elementwise, norm, gather]",
+        description="ops that may run again; cheap = the first three",
         examples=["cheap", ["elementwise", "norm", "gather", "matmul"]],
     )
     budget: Annotated[float, Field(ge=0, le=1)] | None = Field(

@@ -2,7 +2,7 @@
 against the single-device graph, in float64. By proof, without running: shardc.verify.static.
 
 simulate        all ranks in this process; reference: one device
-equality        the comparison, value by value, and what is said of a difference
+equality        the comparison, value by value; not_finite: the op that makes the first nan or inf
 to_float64      a program in float64; random_batch: weights and a batch that it accepts
 static          every text type-checked against the model's graph, for any number of ranks
 rules           proof of the rules of ops

@@ -24,6 +24,7 @@ from shardc.ir.units import plural, size
 from shardc.runtime.checks.engine_options import check_trains
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage.outputs import divided
+from shardc.verify.not_finite import op_on_ranks
 from shardc.verify.random_batch import random_inputs, random_state
 from shardc.verify.reference import interpret, reach
 from shardc.verify.simulate import ReplicasDifferError, simulate
@@ -147,6 +148,7 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
     off_by += [(f"output {name!r}", _of_output(x, sim.outputs[name])) for name, x in named.items()]
     values = {name: many for name, one, many in pairs if many is not None and one is not None and _all_finite(one)}
     broken = {name: x for name, x in values.items() if not _all_finite(x)}
+    op = op_on_ranks(double, weights, batch, seed) if broken else ""
     for name, off in off_by:
         worst = max(worst, off, key=lambda x: math.inf if math.isnan(x) else x)
         if not off <= TOLERANCE:
@@ -159,7 +161,7 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
             )
             message = f"{fault} differs from one device by {off:.1e} relative"
             if (bad := broken.get(name)) is not None:
-                message = f"{fault} is {bad[~bad.isfinite()][0].item()} on the ranks, and finite on one device"
+                message = f"{fault} is {bad[~bad.isfinite()][0].item()} on the ranks, and finite on one device; {op}"
             findings.append(Finding(name, message, "a bug in shardc or in a rule of your own: please report it"))
     return Report(tuple(findings), len(off_by), worst, time.perf_counter() - start, of_compiled)
 

@@ -22,6 +22,7 @@ from shardc.runtime.checks.engine_options import check_trains
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
+from shardc.verify.not_finite import op_on_ranks
 
 #: How far replicas of one value may differ, relative to its largest element: rounding, if ranks add up in another
 #: order.
@@ -87,7 +88,7 @@ def simulate(
     optimizer: params -> torch optimizer. None: with steps=1 weights stay as they are, with more AdamW(3e-4) trains.
     Of a forward-only program one forward is run.
     Raises ShardcError for a batch or weights that do not fit, and ReplicasDifferError where replicas come out
-    different, which is a bug of shardc or of a rule.
+    different, which is a bug of shardc or of a rule: it names the op where one of them is not finite.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ShardcError(
@@ -120,14 +121,20 @@ def simulate(
         params = {n: p.detach() for n, p in engine.owned.items()}
         return _Rank(loss, grads, params, wholes, engine.buffers, records, outputs)
 
-    return _joined(program, loopback(program.mesh, work))
+    ranks = loopback(program.mesh, work)
+    try:
+        return _joined(program, ranks)
+    except ReplicasDifferError as e:
+        op = op_on_ranks(program, model, batch, seed) if e.not_finite else ""
+        raise ReplicasDifferError(f"{e.what}; {op}" if op else e.what, e.where, not_finite=e.not_finite) from None
 
 
 class ReplicasDifferError(ShardcError):
-    """Ranks hold one value, and not the same numbers of it."""
+    """Ranks hold different numbers of one value. not_finite: one of them has nan or inf, another has not."""
 
-    def __init__(self, what: str, where: str) -> None:
+    def __init__(self, what: str, where: str, *, not_finite: bool = False) -> None:
         super().__init__(what, where=where, fix="a bug in shardc or in a rule of your own: please report it")
+        self.not_finite = not_finite
 
 
 def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
@@ -201,7 +208,7 @@ def _check_replica(expected: Tensor, got: Tensor, name: str) -> None:
     apart = one.isfinite() != other.isfinite()
     if bool(apart.any()):
         here, there = other[apart][0].item(), one[apart][0].item()
-        raise ReplicasDifferError(f"it is {here:.6g}, and {there:.6g} on a replica", name)
+        raise ReplicasDifferError(f"it is {here:.6g}, and {there:.6g} on a replica", name, not_finite=True)
     fault = f"it differs from its replica by {float((one - other).abs().max()):.1e}"
     raise ReplicasDifferError(fault, name)
 

@@ -51,7 +51,7 @@ Made by `make families` on {date}, transformers {version}: {classes} classes, of
 Tiny models, random weights, float64, dp = 2 × tp = 2 by `use: structure`; equal: loss and every gradient within {equal_to:.0e}, relatively; of the {known} whose difference is on record {within} within {rtol:.0e}.
 {whole} have no weight that structure could split, and ran on dp = 4; {drawn} draw random numbers in every step, and were compared with their program of one rank. Each was priced for 4 devices (`program.cost("h100-80g")`).
 
-| asked for | in transformers {version} |
+| requested | in transformers {version} |
 |---|---|
 {named}
 

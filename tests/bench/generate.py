@@ -5,7 +5,7 @@ are greedy, of one prompt and of four, and of a very small model and one of 143 
     .venv/bin/python tests/bench/generate.py
 
 Contenders take turns in the same two processes, of one thread each; the medians of a few rounds. Without a cache, a
-token takes a forward of all that are there by then: timed are the last ones. Prints a table for docs/how-to/generation.md.
+token takes a forward of all that are there by then: timed are the last ones. Prints a table for docs/measured/features.md.
 """
 
 from __future__ import annotations

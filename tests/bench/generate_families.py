@@ -59,7 +59,7 @@ ranks than most of these models have key-value heads (4), tp 4 than some (2); (u
 
 **cache**: one token takes a forward of one token; **whole**: one of the whole sequence, as the family takes no cache or
 takes it otherwise; **cache, whole**: on some meshes. ¹ filled up on the left, transformers' own tokens are others than
-those of a prompt by itself, which are what is compared with (logits that are nan in float64, padding that is seen).
+those of a single prompt, which are what is compared with (logits that are nan in float64, padding that is seen).
 
 | family | how | {specs} | drawn, on all six |
 |---|---|{rules}|

@@ -1,4 +1,4 @@
-"""The bytes that a layer keeps from forward until backward, tp=8 with sequence parallelism: a table of docs/how-to/recomputation.md.
+"""The bytes that a layer keeps from forward until backward, tp=8 with sequence parallelism: a table of docs/measured/features.md.
 Nothing is computed: tensors have no data.
 
     .venv/bin/python tests/bench/kept.py        a minute, 1 GB

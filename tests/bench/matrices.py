@@ -1,7 +1,7 @@
 """What an optimizer over whole matrices adds to a step: Muon for the matrices and AdamW for the rest, beside AdamW for
 all, on two gloo processes, dp=2.
 
-    python tests/bench/matrices.py                     prints the table of docs/how-to/matrices.md
+    python tests/bench/matrices.py                     prints the table of docs/measured/features.md
     python tests/bench/matrices.py --rows 16           the same with 16 rows of 256 tokens in a step; --rounds 3
     python tests/bench/matrices.py --least             the least that Muon can add: torch's own steps, no messages
     python tests/bench/matrices.py --predict           what cost.step says of Llama 3 8B on 64 H100s, for that page

@@ -2,7 +2,7 @@
 3 and figure 1), with sequence parallelism and selective recomputation: the predicted peak of the first stage against
 the paper's formulas.
 
-    .venv/bin/python tests/bench/megatron.py            prints the table of docs/how-to/recomputation.md; a minute, 5 GB
+    .venv/bin/python tests/bench/megatron.py            prints the table of docs/measured/features.md; a minute, 5 GB
 
 The paper: 16 bytes a parameter (AdamW, 16-bit products), and 34·s·b·h·L/t bytes of activations (its table 2), times
 1 + (p - 1) / (p·m) with p stages, m of them on each rank, interleaved (its section 4.2.3). Outputs of stages, loss and

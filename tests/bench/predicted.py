@@ -348,7 +348,7 @@ def write(every: list[Peak], timed: list[Timed]) -> None:
 The peak of live tensor bytes of a step, as in [memory.md](memory.md), as it was measured on two ranks (four with dp × tp), and how far the
 prediction is off: of {len(off)} the worst by {100 * off[-1]:.2f} %, nine in ten by at most {100 * off[int(0.9 * (len(off) - 1))]:.2f} %. Of a pipeline: the rank whose prediction is worst; "-": the model has no such
 setting, it was not run, or compile refuses it (then it is listed below). With `ep` a rank holds the more the more its router sends it, and is
-foretold as if all got the same.
+predicted as if all got the same.
 
 """
     text += _memory(peaks)

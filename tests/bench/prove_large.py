@@ -1,5 +1,5 @@
 """How long the proof of a program for thousands of ranks takes (`program.prove()`, `shardc verify --static`), and how much
-memory. Nothing is asserted; docs/explanation/proof.md has the figures.
+memory. Nothing is asserted; docs/measured/proof.md has the figures.
 
     python tests/bench/prove_large.py llama-405b [--layers 126]      8,192 ranks: tp 8, sp, pp 16, dp 64
     python tests/bench/prove_large.py deepseek-v3 [--layers 61]      2,048 ranks: ep 64, pp 16, dp 2

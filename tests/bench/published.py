@@ -351,7 +351,7 @@ Made by `python tests/bench/published.py` on {date}. Each row is a step that oth
 and from measurements of single products and collectives (`shardc device NAME`).
 
 - **published**: seconds of a step, from the source's own figures: TFLOP/s by its formula, or tokens a second.
-- **op by op**: as torch runs the model. **compiled**: with `execution: {{compile: layers}}`, which fuses what lies between products, as the published programs do with kernels of their own. Seconds, and how many times the published ones.
+- **op by op**: as torch runs the model. **compiled**: with `execution: {{compile: layers}}`, which fuses the ops between products, as the published programs do with kernels of their own. Seconds, and how many times the published ones.
 - **reserved**: by torch's allocator, published and predicted (of the program that the source has, compiled or not).
 {notes}
 | source | run | published | op by op | | compiled | | reserved | |
@@ -367,7 +367,7 @@ def row(run: Published, op_by_op: Candidate | None, compiled: Candidate | None) 
     found = compiled if run.compiled else op_by_op
     reserved = " | "
     if run.bytes is not None and found is not None:
-        theirs, ours = run.bytes / GIB, found.priced.reserved / GIB
+        theirs, ours = run.bytes / GIB, found.reserved / GIB
         reserved = f"{theirs:.1f} | {ours:.1f} GiB"
     cells = run.source, run.name, f"{run.seconds:.2f} s", seconds(op_by_op, run), seconds(compiled, run), reserved
     return "| " + " | ".join(cells) + " |"

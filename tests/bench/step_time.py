@@ -1,7 +1,7 @@
 """Predicted and measured step times of a GPT on this machine's CPU: measures the machine, then a step on one and on two
 processes.
 
-Prints a table for docs/explanation/cost.md. Best of some steps, of processes with one thread each; nothing else should run
+Prints a table: the best of some steps, of processes with one thread each; nothing else should run
 meanwhile. CPU seconds, of which nobody else can take any, show whether something did.
 """
 

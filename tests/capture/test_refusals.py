@@ -146,7 +146,7 @@ VALUES: list[tuple[Function, str, str]] = [
     (
         lambda s, y: torch.masked_select(y, y > 0).max(),
         "indexing by a condition has a result whose size depends",
-        "-100 (its ignore_index)",
+        "labels to -100 (its ignore_index)",
     ),
     (
         lambda s, y: y[(y > 0).nonzero()[:, 0]].std(),

@@ -1,4 +1,4 @@
-"""Kill, stop or fail one of 4 ranks of `shardc run`: the table of docs/how-to/training.md.
+"""Kill, stop or fail one of 4 ranks of `shardc run`: the table of docs/measured/faults.md.
 
 Alone and under torchrun, one fault at a random moment in each run: is the right rank named, and how soon; is everything
 gone then; and does the same command, which resumes by itself, end with the weights of a run without faults?
@@ -85,7 +85,7 @@ def data(split):
 """
 PLACES = ("model", "data", "loss")
 KINDS = ("kill", "stop", "exception")
-LAUNCHERS = {  # after `python`; docs/how-to/training.md's lines
+LAUNCHERS = {  # after `python`; docs/how-to/launching.md's lines
     "alone": ["-m", "shardc", "run"],
     "torchrun": [
         *("-m", "torch.distributed.run", "--nproc-per-node", "4", "--no-python"),

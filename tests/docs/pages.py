@@ -79,4 +79,7 @@ class Page:
 
 README = Page(ROOT / "README.md")
 CONTRIBUTING = Page(ROOT / "CONTRIBUTING.md")
-PAGES = [README, CONTRIBUTING, *(Page(f) for f in sorted((ROOT / "docs").rglob("*.md")))]
+PAGES = [
+    *(README, CONTRIBUTING, Page(ROOT / "AGENTS.md"), Page(ROOT / "CHANGELOG.md")),
+    *(Page(f) for f in sorted((ROOT / "docs").rglob("*.md"))),
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import typer
 import yaml
+from typer.testing import CliRunner
 
 import shardc
 from docs import generate
@@ -27,7 +29,7 @@ GROUP = typer.main.get_command(app)
 def test_python(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a page in one namespace, with README's model, its batch, and a spec.yaml for one rank.
 
-    README has a test of its own, and what is added to the code is tried in test_contributing.py.
+    README's is tried below, and what is added to the code is tried in test_contributing.py.
     """
     monkeypatch.chdir(tmp_path)
     generate.example(tmp_path)
@@ -87,3 +89,40 @@ def test_languages(page: Page) -> None:
     """Every fenced block says what it is, so that none is left out of the tests above."""
     known = {"python", "yaml", "console", "text", "diff", "{toctree}", "{include}"}
     assert set(re.findall(r"^ *```(\S*)[^\n]*\n(?:.*?)^ *```$", page.text, re.DOTALL | re.MULTILINE)) <= known
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    generate.example(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("example")
+def test_readme_shows_what_a_rank_runs() -> None:
+    """Each value of the first block is a line of the program, with its type."""
+    (block,) = (b for b in README.blocks("python") if "what a rank runs" in b.notes)
+    program = " ".join(CliRunner().invoke(app, ["compile", "model.py", "spec.yaml"]).output.split())
+    for line in re.split(r"\n(?=\w)", block.text):
+        assert " ".join(line.split()) in program
+
+
+def test_readme_s_python(example: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one process: what each process of torchrun does is done by the one rank of a mesh of one."""
+    monkeypatch.syspath_prepend(example)
+    monkeypatch.setitem(sys.modules, "model", None)  # type: ignore[arg-type]  # so that it is forgotten after the test
+    del sys.modules["model"]
+    (example / "spec.yaml").write_text("shardc: 1\nmesh: {tp: 1}\nshard: {use: structure}\n")
+    code = next(b.text for b in README.blocks("python") if "shardc.compile" in b.text)
+    assert len(code.splitlines()) == 8
+    whole, each = code.split("engine = ", 1)
+    names: dict[str, Any] = {}
+    exec(compile(whole, "README.md", "exec"), names)
+    assert names["program"].mesh.axes == (("tp", 4),)
+    assert names["sim"].loss.isfinite()
+    assert "ops.all_reduce" in capsys.readouterr().out
+    names["program"] = shardc.compile(names["model"], names["batch"], "spec.yaml")
+    exec(compile("engine = " + each.replace("devices=64", "devices=2"), "README.md", "exec"), names)
+    assert float(names["loss"]) == pytest.approx(float(names["sim"].loss), rel=1e-6)
+    assert isinstance(names["module"], torch.nn.Module)
+    assert names["plan"].best is not None

@@ -1,4 +1,4 @@
-"""The launchers' lines of training.md: torchrun runs `shardc run`, and, in new processes, a program of one's own."""
+"""The launchers' lines of launching.md: torchrun runs `shardc run`, and, in new processes, a program of one's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from docs import generate
 from tests import warm
 from tests.docs.pages import ROOT, Page
 
-TRAINING = Page(ROOT / "docs" / "how-to/training.md")
+LAUNCHING = Page(ROOT / "docs" / "how-to/launching.md")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -35,7 +35,7 @@ def launched(*words: str) -> str:
 
 def lines() -> list[list[str]]:
     """The words after `torchrun` of every line that begins with it."""
-    text = "".join(block.text for block in TRAINING.blocks("console"))
+    text = "".join(block.text for block in LAUNCHING.blocks("console"))
     return [shlex.split(x, comments=True) for x in re.findall(r"^\$ torchrun (.*)$", text, re.MULTILINE)]
 
 
@@ -57,6 +57,6 @@ def test_torchrun_lines_start_commands() -> None:
 
 
 def test_torchrun_runs_a_program_of_ones_own(example: Path) -> None:
-    (block,) = (b for b in TRAINING.blocks("python") if any(n.startswith("train.py") for n in b.notes))
+    (block,) = (b for b in LAUNCHING.blocks("python") if any(n.startswith("train.py") for n in b.notes))
     (example / "train.py").write_text(block.text)
     assert re.fullmatch(r"loss 0\.\d{4}\n", launched("--nproc-per-node", "4", "train.py"))

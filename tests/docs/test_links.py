@@ -7,9 +7,10 @@ import re
 import pytest
 
 from tests.docs.pages import PAGES, README, ROOT, Page
+from tests.docs.test_words import by_hand
 
 _TOP = "(?:shardc|passes|runtime|specs|tests|docs|examples)"
-_PATH = re.compile(rf"(?<![\w/.{{<*-])({_TOP}/[\w./-]+\.(?:py|md|yaml|json|svg)|{_TOP}(?:/\w+)+/?)(?![\w*{{<-])")
+_PATH = re.compile(rf"(?<![\w/.{{<*-])({_TOP}/[\w./-]+\.(?:py|md|yaml|json|svg|toml)|{_TOP}(?:/\w+)+/?)(?![\w*{{<-])")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -40,7 +41,7 @@ def test_paths_that_are_named_exist(page: Page) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_pages_stand_alone(page: Page) -> None:
-    assert not re.findall(r"\b(?:DESIGN|SPEC|HOUSE|API\.md|STYLE\.md)\b", page.text)
+    assert not re.findall(r"\b(?:DESIGN|SPEC\.md|HOUSE|API\.md|STYLE\.md)\b", page.text)
 
 
 def test_every_page_is_in_the_contents() -> None:
@@ -56,6 +57,14 @@ def test_readme_is_short() -> None:
     assert max(len(re.sub(r"\]\([^)]*\)", "]", line)) for line in lines) <= 160  # as one reads it
     assert "`make test`" in README.text  # what CI runs
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "/explanation/" in str(p)], ids=str)
+def test_explanations_are_short(page: Page) -> None:
+    """Words by hand, without code; decisions are read in one breath."""
+    assert len(re.findall(r"\S*\w\S*", by_hand(page))) <= 1500
+    assert max(map(len, page.text.splitlines())) <= 200
+    assert [d for d in re.findall(r"^\*\*\d+\. .*", page.text, re.MULTILINE) if len(d.split()) > 40] == []
 
 
 def test_decisions_have_one_number_each() -> None:

@@ -77,7 +77,7 @@ def test_scores_equal_one_device(name: str) -> None:
                 off = (got["score"] - want).norm() / want.norm()
                 assert off <= 1e-12, f"{off:.1e}"
                 assert got["logprob"] == pytest.approx(float(want.sum() / (want != 0).sum()), rel=1e-12)
-            check(program, proven=name != "bloom" or "uneven" not in spec)  # docs/reference/limits.md: head biases
+            check(program, proven=name != "bloom" or "uneven" not in spec)  # head biases: docs/reference/support.md
             found, all_of_it = logits(program), batch["labels"].numel() * zoo.VOCAB
             assert all(math.prod(v.local_shape(program.mesh)) < all_of_it for v in found)
             assert name in ("gemma2", "bart") or not found  # a soft cap, a bias: behind the head

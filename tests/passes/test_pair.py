@@ -262,7 +262,7 @@ def test_a_pair_that_mixes_its_microbatches_is_not_proven() -> None:
     ("spec", "said"),
     [
         ({"mesh": {"dp": 2}}, "with one microbatch"),
-        ({"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "stages": 2}, **MICRO}, "needs a pipeline"),
+        ({"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "stages": 2}, **MICRO}, "needs a program without a pipeline"),
     ],
 )
 @pytest.mark.parametrize("how", [SIDE, FORWARDS])

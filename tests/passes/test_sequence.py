@@ -1,7 +1,7 @@
 """Context parallel (`sequence:`): loss and every gradient are those of one device, whatever reads positions, whichever
 keys a mask shows, and together with every other axis.
 
-Each detail that goes wrong elsewhere (docs/how-to/sequence.md lists them, with sources) has a test here; the name of
+Each detail that goes wrong elsewhere (docs/reference/sequence-details.md) has a test here; the name of
 the detail stands in the test's docstring.
 """
 

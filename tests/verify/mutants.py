@@ -4,7 +4,7 @@
 
 Each kind of `KINDS` breaks a program in one place; of each kind, model and mesh a few places are tried. A mutant that
 nothing notices is run (with --run: all are): if its step equals one device, it is no mutant at all, and not counted.
-`make mutants` prints the table of docs/explanation/proof.md. --kept: each program's result is added to this file, and
+`make mutants` prints the table of docs/measured/proof.md. --kept: each program's result is added to this file, and
 not tried again; after --minutes it ends behind a program, with exit status 3 while there are more.
 """
 
@@ -756,7 +756,7 @@ def main() -> None:
     parser.add_argument("--settings", default="*")
     parser.add_argument("--each", type=int, default=2)
     parser.add_argument("--run", action="store_true")
-    parser.add_argument("--write", action="store_true", help="the table into docs/explanation/proof.md")
+    parser.add_argument("--write", action="store_true", help="the table into docs/measured/proof.md")
     parser.add_argument("--kept", type=Path, help="a file of what was tried before, to go on with")
     parser.add_argument("--minutes", type=float, default=math.inf)
     options = parser.parse_args()
@@ -771,7 +771,7 @@ def main() -> None:
     text = table(counts, run=options.run)
     print(text)
     if options.write and whole:
-        page = ROOT / "docs" / "explanation/proof.md"
+        page = ROOT / "docs" / "measured/proof.md"
         head, _, rest = page.read_text().partition(BEGIN)
         meshes = f"on the settings of `tests/verify/settings.py` and {len(MORE)} more"
         where = f"{options.models}, {meshes}, {time.strftime('%Y-%m-%d')}:"

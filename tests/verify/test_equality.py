@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,16 +38,21 @@ def without_fills(monkeypatch: pytest.MonkeyPatch, *, forward: bool) -> tuple[sh
         return shardc.compile(model, batch, spec), model, batch
 
 
-@pytest.mark.parametrize("forward", [True, False])
-def test_what_is_nan_on_some_ranks_is_named(monkeypatch: pytest.MonkeyPatch, forward: bool) -> None:
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [(True, "log of .* is the first result that is not finite"), (False, "backward of sqrt of .* makes the first")],
+)
+def test_the_op_that_makes_nan_on_ranks_is_named(monkeypatch: pytest.MonkeyPatch, forward: bool, said: str) -> None:
     program, model, batch = without_fills(monkeypatch, forward=forward)
-    with pytest.raises(shardc.ShardcError, match=r"gradient of .*it is .*nan") as e:
+    with pytest.raises(shardc.ShardcError, match=f"gradient of .*it is .*nan.*{said}") as e:
         shardc.simulate(program, model, batch)
+    assert Path(__file__).name in str(e.value)
     assert e.value.fix
     report = verify(program)
     assert not report.ok
     (finding,) = report.findings
     assert "nan" in finding.what
+    assert Path(__file__).name in finding.what
 
 
 def backward_of(program: Program) -> fx.Graph:
@@ -59,14 +65,15 @@ def _nan(x: Tensor, y: Tensor) -> Tensor:
     return x.mm(y) * float("nan")
 
 
-def test_a_gradient_that_is_nan_on_all_ranks_alike_is_a_finding() -> None:
+def test_a_gradient_that_is_nan_on_all_ranks_alike_is_a_finding_with_its_op() -> None:
     model, batch = zoo.mlp()
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "structure"}})
     first = next(n for n in backward_of(program).nodes if n.target is torch.ops.aten.mm.default)
     first.target = _nan
     report = verify(program)
     assert not report.ok
-    assert all("nan on the ranks, and finite on one device" in f.what for f in report.findings)
+    assert all("nan on the ranks, and finite on one device; backward of " in f.what for f in report.findings)
+    assert all(".py:" in f.what for f in report.findings)
     assert report.worst != report.worst, "nan is the worst"
 
 

@@ -7,7 +7,7 @@ DRAWING         the scripts that draw, in their order: each panel is one file. T
                 need no document: so docs/drawing.py makes pictures as files, and tests draw every panel
 plan.js         the page of a plan, in the frame plan.html
 document.js     turns elements into the document's; page.js: tabs, search, keys, the address
-dagre.min.js    lays graphs out (docs/explanation/decisions.md, 68): @dagrejs/dagre 3.1.3, MIT (dagre.LICENSE), from npm
+dagre.min.js    lays graphs out (docs/explanation/decisions.md, 60): @dagrejs/dagre 3.1.3, MIT (dagre.LICENSE), from npm
 
 Data and scripts are separate in the file: names of a model are JSON, and become text of the page, never HTML. A content
 security policy allows the page's own scripts, by their digests, and nothing else.

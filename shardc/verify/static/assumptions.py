@@ -1,13 +1,12 @@
-"""What the proof assumes, each with the test that checks it: the proof's output says in short what this is, and
-docs/explanation/proof.md shows it as `python -m shardc.verify.static.assumptions` prints it.
+"""The assumptions of the proof, each with the test that checks it: docs/explanation/proof.md lists them.
 
-A test fails where an op of the runtime has no definition that it is checked against, or where a row's test is not there
-(tests/verify/test_assumptions.py).
+A test fails if an op of the runtime has no definition that it is checked against, or if a row's test does not exist.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from textwrap import fill
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,9 @@ def short() -> str:
 
 
 def markdown() -> str:
-    """The table as docs/explanation/proof.md shows it."""
-    rows = (f"| {a.name}: {a.sentence[0].lower()}{a.sentence[1:]} | `{a.test}` |" for a in ASSUMPTIONS)
-    return "\n".join(["| assumed | checked by |", "|---|---|", *rows])
+    """Write the list that docs/explanation/proof.md shows."""
+    rows = (f"- **{a.name}**: {a.sentence} Test: `{a.test}`." for a in ASSUMPTIONS)
+    return "\n".join(fill(row, 150, subsequent_indent="  ", break_on_hyphens=False) for row in rows)
 
 
 if __name__ == "__main__":

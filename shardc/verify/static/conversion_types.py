@@ -14,7 +14,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Placement, Shard
 from shardc.runtime import ops
-from shardc.verify.static.statement import WORDS, Claim, normal, on_axis
+from shardc.verify.static.statement import NAMES, Claim, normal, on_axis
 
 #: The functions of conversions, and their rows.
 ROWS: dict[Any, Conversion] = {getattr(ops, row.op): row for row in BY_OP.values()}
@@ -43,7 +43,7 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
     for part in parts:
         there = claim.layout[part]
         if not isinstance(there, row.source) and not (row.source is PartialGrad and there == REPLICATE == _less(value)):
-            raise WrongError(f"{row.op} over {part} takes {WORDS[row.source]}, and its operand is {WORDS[type(there)]}")
+            raise WrongError(f"{row.op} over {part} takes {NAMES[row.source]}, and its operand is {NAMES[type(there)]}")
         if isinstance(there, Partial) and there.op != "sum":
             raise WrongError(f"{row.op} over {part} adds up what is to be a maximum")
     if row.source is not Shard and row.target is not Shard:

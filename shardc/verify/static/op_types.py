@@ -19,7 +19,7 @@ from shardc.rules.core import registry
 from shardc.rules.core.choices import Choices
 from shardc.rules.core.registry import LocalCall
 from shardc.rules.core.strategy import Strategy
-from shardc.verify.static.statement import WORDS, Claim, on_axis
+from shardc.verify.static.statement import NAMES, Claim, on_axis
 
 if TYPE_CHECKING:
     from shardc.verify.static.same_values import Model
@@ -60,8 +60,8 @@ def misfit(choices: Choices, claims: Sequence[Claim], mesh: Mesh) -> str:
 
 def _shown(p: Placement) -> str:
     if isinstance(p, Shard):
-        return f"{WORDS[Shard]} by dim {p.dim}" + (f" after {p.split}" if p.split > 1 else "")
-    return f"a {p.op} still to be done" if isinstance(p, Partial) else WORDS[type(p)]
+        return f"{NAMES[Shard]} by dim {p.dim}" + (f" after {p.split}" if p.split > 1 else "")
+    return f"a {p.op} still to be done" if isinstance(p, Partial) else NAMES[type(p)]
 
 
 def _possible(choices: Choices, have: Sequence[Placement], hint: Sequence[Placement], n: int) -> Iterator[Strategy]:

@@ -14,7 +14,7 @@ from shardc.ir.stored import Input
 from shardc.rules.core.strategy import needs_sum_grad
 
 #: Placements in errors.
-WORDS: dict[type, str] = {
+NAMES: dict[type, str] = {
     Replicate: "whole",
     Shard: "split",
     Partial: "a sum still to be done",

@@ -1,6 +1,6 @@
 """Pictures of a page for the documentation, and how long it takes to open: python -m tests.report.page.pictures PAGE.
 
-PAGE: what `shardc inspect --html PAGE` wrote. Prints a table for docs/how-to/inspect-page.md.
+PAGE: what `shardc inspect --html PAGE` wrote. Prints a table for docs/measured/features.md.
 """
 
 from __future__ import annotations

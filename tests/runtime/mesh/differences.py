@@ -1,4 +1,4 @@
-"""The ways in which ranks come to differ, each made on purpose on rank 3 of 4. All of docs/how-to/training.md's table.
+"""The ways in which ranks come to differ, made on rank 3 of 4 on purpose. The table of docs/reference/rank-checks.md.
 
 Run by test_differences.py on processes that it starts, and by hand in any world of 4:
 
@@ -284,7 +284,7 @@ def steps(r: Rank, weight: float = 1.0, lr: float = 0.1, probe: bool = False) ->
 
 
 @case(
-    "a factor on a module's loss, such as of one's own rows",
+    "a factor on a module's loss, made of a rank's rows",
     "loss.backward(): the gradient of the loss in backward differs on rank 3 (dp=1, tp=1): 1 on rank 0, 2 on rank 3",
 )
 def _(r: Rank) -> None:

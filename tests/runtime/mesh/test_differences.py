@@ -37,7 +37,7 @@ def test_it_is_named_on_every_rank_with_a_remedy(messages: list[dict[str, str]],
 
 
 def test_the_table_of_the_documentation_is_this_one() -> None:
-    text = (ROOT / "docs" / "how-to/training.md").read_text()
+    text = (ROOT / "docs" / "reference/rank-checks.md").read_text()
     rows = re.findall(r"^\| (.+?) \| `(.+?)` \|$", text.split("<!-- differences -->")[1], re.MULTILINE)
     assert [row for row, _ in rows] == list(CASES)
     for row, says in rows:

@@ -564,7 +564,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a model of another dtype": (
         lambda: shardc.compile(nn.Linear(8, 4).double(), ROWS, ONE, loss=distance),
-        r"the model's forward failed: .*dtype(.|\n)*fix: use one dtype for the model and its inputs",
+        r"the model's forward failed: .*dtype(.|\n)*fix: give the model and its inputs one dtype",
     ),
     "a loss that is a number": (
         lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, loss=lambda o, b: distance(o, b).item()),

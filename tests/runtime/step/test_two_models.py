@@ -1,4 +1,4 @@
-"""Two models that share parts, an engine each: generator and discriminator (docs/how-to/training.md)."""
+"""Two models that share parts, an engine each: generator and discriminator (docs/how-to/own-loop.md)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Bugs that trained wrong without an error, from public issue trackers, each in its situation here: a small model
 (models.py), a spec, and what shardc does with them. tests/verify/test_field_bugs.py runs every one;
-docs/generate.py makes the table of docs/explanation/field-bugs.md.
+docs/generate.py makes the table of docs/measured/field-bugs.md.
 
 Only bugs of training, and only those that a step on CPUs can have: races of CUDA streams are not here.
 
