@@ -54,29 +54,29 @@ class Stage(NamedTuple):
 PIPELINE = (
     # the global graph, of one device
     Stage("precision", Precision, "torch's autocast lists name the ops of a captured graph, which canonical rewrites"),
-    Stage("canonical", Canonical, "one spelling per operation, so that all that follows has few ops to know"),
-    Stage("grouped_mm", GroupedMM, "its pattern is of canonical ops; the rules know `experts` in its place"),
-    Stage(
-        "unknown_ops", UnknownOps, "canonical has decomposed what it can; place needs a rule for every op that is left"
-    ),
-    Stage("stack_experts", StackExperts, "annotate gives layouts to parameters, and stacks of them are what is split"),
-    Stage("matrices", Matrices, "members of a stack are matrices of their own; attention shows the heads of weights"),
-    Stage("expert_capacity", ExpertCapacity, "adds an op to every `experts`, which has to be placed like the others"),
+    Stage("canonical", Canonical, "later passes need to know only a few ops: each operation has one form"),
+    Stage("grouped_mm", GroupedMM, "it matches canonical ops; the rules know the op `experts`"),
+    Stage("unknown_ops", UnknownOps, "canonical has decomposed what it can; place needs a rule for every remaining op"),
+    Stage("stack_experts", StackExperts, "annotate sets the layouts of parameters, and splits stacks of them"),
+    Stage("matrices", Matrices, "members of a stack are separate matrices; attention shows the heads of weights"),
+    Stage("expert_capacity", ExpertCapacity, "adds an op to every `experts`, which must be placed like the others"),
     Stage("annotate", Annotate, "placement starts from the layouts of weights, inputs and activations in the spec"),
-    Stage("adapt", Adapt, "plans and structures are the model's; adapters are split as the weights beside them"),
-    Stage("forward_only", ForwardOnly, "annotate tells activations by their gradients; nothing after it needs them"),
-    Stage("products", Products, "all before it knows linear layers by their shape; scales are placed with all else"),
+    Stage("adapt", Adapt, "plans and structures belong to the model; adapters are split like their weights"),
+    Stage("forward_only", ForwardOnly, "annotate finds activations by their gradients; no later pass needs gradients"),
+    Stage("products", Products, "earlier passes find linear layers by their shape; place also places the scales"),
     Stage("place", Place, "every op runs by one strategy per mesh axis before collectives can be known"),
     # the local graph, of one rank
     Stage("partition", Partition, "conversions between placements become collectives, and sizes those of one rank"),
-    Stage("accumulate", Accumulate, "microbatches are an axis up to here; what follows sees one microbatch"),
-    Stage("pipeline", Pipeline, "cuts where few bytes cross, and these are known once sizes are local"),
+    Stage("accumulate", Accumulate, "microbatches are an axis up to here; later passes see one microbatch"),
+    Stage("pipeline", Pipeline, "it cuts where few bytes cross, which is known once sizes are local"),
     Stage("loss_chunks", LossChunks, "a product and its loss become one op, which cannot be cut into stages"),
-    Stage("packed_inputs", PackedInputs, "recompute counts what is kept for backward, and how inputs lie is known"),
+    Stage("packed_inputs", PackedInputs, "recompute counts the bytes kept for backward; layouts of inputs are known"),
     Stage("recompute", Recompute, "a region is part of one stage, and its budget counts bytes of one rank"),
-    Stage("match_recompiled", MatchRecompiled, "gives the buckets that the next pass would otherwise make"),
-    Stage("gradient_buckets", GradientBuckets, "they follow the order of the final graphs, and gathers stand in them"),
-    Stage("weight_casts", WeightCasts, "sharded buckets that hold the dtype of products have taken their casts out"),
-    Stage("joint", JointGraphs, "the backward graph is of all that forward and its buckets have become"),
-    Stage("unused_axes", UnusedAxes, "only now is every axis seen that something uses"),
+    Stage("match_recompiled", MatchRecompiled, "it supplies the buckets that the next pass would make"),
+    Stage(
+        "gradient_buckets", GradientBuckets, "buckets follow the order of the final graphs, which contain the gathers"
+    ),
+    Stage("weight_casts", WeightCasts, "sharded buckets in the dtype of products no longer need casts"),
+    Stage("joint", JointGraphs, "the backward graph is derived from the final forward graph and buckets"),
+    Stage("unused_axes", UnusedAxes, "only now all uses of the mesh axes are known"),
 )

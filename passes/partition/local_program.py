@@ -89,7 +89,7 @@ class LocalProgram:
             produced = next(iter(self.forms[op, i]))
             layouts.append(outputs.layout_of(o, values_of(op)[i], dict(produced.items), self.batch, self.mesh))
         whys = [""] * (len(layouts) - len(self.program.outputs)) + [
-            o.cause or ("it is an output, which comes out whole" if loss is None else "") for o in self.program.outputs
+            o.cause or ("it is an output, returned whole" if loss is None else "") for o in self.program.outputs
         ]
         new = tuple(
             self._get(value, layout, node, why) for value, layout, why in zip(new_values, layouts, whys, strict=True)
