@@ -126,7 +126,7 @@ def test_replicas_that_come_out_different_are_noticed() -> None:
     program = replace(example_program.program(2, 1), buckets=())
     with pytest.raises(ShardcError, match=r"the gradient of up\.weight on rank 1: it differs from its replica by"):
         simulate(program, example_program.Model(), example_program.batch())
-    with pytest.raises(ShardcError, match="is no number of steps"):
+    with pytest.raises(ShardcError, match="steps must be a number"):
         simulate(program, example_program.Model(), example_program.batch(), steps=0)
 
 

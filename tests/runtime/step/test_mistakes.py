@@ -540,7 +540,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no number of steps": (
         lambda: shardc.simulate(PROGRAM, MODEL, BATCH, steps=0),
-        r"shardc.simulate: 0 is no number of steps\n  fix: give a whole number",
+        r"shardc.simulate: steps must be a number, not 0\n  fix: give a whole number",
     ),
     "a loss that is a class": (
         lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, loss=nn.MSELoss),
