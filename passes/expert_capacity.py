@@ -82,8 +82,8 @@ class ExpertCapacity(Pass):
                 " rows that an expert keeps depend on rows that other ranks have in other microbatches",
                 where=where,
                 fix=(
-                    "write per: microbatch (each microbatch drops by itself, as other frameworks do), microbatches: 1,"
-                    " or capacity: none"
+                    "write per: microbatch (each microbatch drops tokens separately, as in other frameworks), "
+                    "microbatches: 1, or capacity: none"
                 ),
             )
         if t % (ranks * chunks):

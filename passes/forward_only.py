@@ -66,7 +66,7 @@ def spec_of(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
     )
     if not names:
         return spec, ()
-    return used, (f"forward only: {', '.join(names)} of the spec is for training, and is left out",)
+    return used, (f"forward only: {', '.join(names)} of the spec is only for training, and is ignored",)
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ def _score(graph: fx.Graph) -> dict[str, fx.Node]:
         raise ShardcError(
             f"the loss has {len(losses)} cross entropies of class indices ({where})"
             if losses
-            else "there is no cross entropy of class indices in the loss: it does not say what is to be scored",
+            else "there is no cross entropy of class indices in the loss: it does not say what to score",
             where="score",
-            fix="say which log-probabilities are wanted: forward=lambda output, batch:"
+            fix="say which log-probabilities to return: forward=lambda output, batch:"
             " -F.cross_entropy(output.logits.flatten(0, -2), batch['labels'].flatten(), reduction='none')",
         )
     (nll,) = losses

@@ -250,7 +250,7 @@ def _node(
 def _read_otherwise(p: Param, compute: torch.dtype, user: fx.Node) -> ShardcError:
     """Return the error that a parameter is read in another dtype than the bucket of the other program has."""
     fault = f"{p.fqn} is gathered in {compute}, as the running program reads it, and here {user.target} reads all of it"
-    fix = "read it in one dtype alike, in training and otherwise; or data: {zero: 2}, which gathers nothing"
+    fix = "read it in the same dtype in training and elsewhere; or data: {zero: 2}, which gathers nothing"
     return ShardcError(fault, where=source_of(user).line, fix=fix)
 
 

@@ -92,7 +92,7 @@ class _Chain:
         if loss.target is ops.nll_parts:
             readers |= {u for u in at.users if u.target is ops.nll_max}
         if len(value_of(at).shape) != 2:
-            self.why = "its logits are not [rows, classes]"
+            self.why = "its logits do not have the shape [rows, classes]"
             return
         while True:
             others = [u for u in at.users if u not in readers]
@@ -104,7 +104,7 @@ class _Chain:
                 return
             if not self._moves(at):
                 maker = "an input" if at.op == "placeholder" else getattr(at.target, "__name__", str(at.target))
-                self.why = f"it takes the result of {maker}, not of a linear layer"
+                self.why = f"its input is the result of {maker}, not of a linear layer"
                 return
             if at.target is ops.fill_padding:
                 self.padding = at

@@ -48,7 +48,7 @@ class MatchRecompiled(Pass):
                 x = replace(x, stages=others[name].stages) if set(used) <= set(others[name].stages) else x
             if not _fits(x, others[name]):
                 errors.add(
-                    f"for a batch of these sizes {name} would be {_shown(x)}, but the running program has it as"
+                    f"for a batch of these sizes {name} would be {_shown(x)}, but in the running program it is"
                     f" {_shown(others[name])}",
                     where="engine.step",
                     fix=f"name {name} in the spec's `shard`, and the modules that begin a stage in `pipeline.cut`",

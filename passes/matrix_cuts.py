@@ -38,8 +38,8 @@ class Matrices(Pass):
 
     def run(self, program: Program) -> Program:
         note = (
-            "optimizer: {matrices: ...}: what goes to owners of matrices and back is counted for Muon (AdamW for"
-            " tables, head, norms and biases); program.cost(optimizer=...) counts it for another optimizer"
+            "optimizer: {matrices: ...}: the traffic to owners of matrices and back is priced for Muon (AdamW for"
+            " tables, head, norms and biases); program.cost(optimizer=...) prices it for another optimizer"
         )
         return replace(program, matrices=cuts_of(self.spec, program), notes=(*program.notes, note))
 
@@ -70,7 +70,7 @@ def cuts_of(spec: Spec, program: Program) -> dict[str, tuple[Cut, ...]] | None:
         if wrong := fault(shape, cuts):
             errors.add(f"{p.fqn}: {wrong}", where=where, fix="write sizes that sum to it, or a number that divides it")
         elif rules[pattern] == "heads" and not cuts and pattern != "*" and len(shape) > 1:
-            what = f"{p.fqn} makes no queries, keys or values of heads"
+            what = f"{p.fqn} does not compute queries, keys or values of heads"
             errors.add(what, where=where, fix="name the number of its matrices, e.g. {0: 12}, or write whole")
         elif cuts:
             by_param[p.name] = cuts

@@ -82,7 +82,7 @@ class Products(Pass):
             for why, names in left.items()
         ]
         if not writer.made:
-            notes.append(f"{where}: {products.recipe} finds no linear layer to compute in 8 bits")
+            notes.append(f"{where}: {products.recipe} found no linear layer to compute in 8 bits")
         return replace(program, graph=graph, notes=(*program.notes, *notes))
 
     def _check(self, program: Program, where: str) -> None:
@@ -98,7 +98,7 @@ class Products(Pass):
         if not products.by_rows and microbatches > 1:
             fault = (
                 f"fp8-tensorwise has one scale for the whole batch, and {microbatches} microbatches are computed one"
-                " after the other: each would have a scale of its own, which is not what one device computes"
+                " after the other: each would have its own scale, unlike on one device"
             )
             raise ShardcError(fault, where=where, fix="write fp8-rowwise or mxfp8, or microbatches: 1")
         errors = Errors()
@@ -140,15 +140,15 @@ class _Chosen:
         if not count:
             return ""
         if recipe != "fp8-rowwise":
-            return f"products of experts are not written for {recipe}"
+            return f"products of experts are not implemented for {recipe}"
         if node.args[UP_BIAS] is not None or node.args[DOWN_BIAS] is not None:
-            return "experts with biases are not written for 8 bits"
+            return "experts with biases are not implemented in 8 bits"
         if count < 2:
-            return "of experts both weights are rounded, or none"
+            return "both weights of experts must be rounded, or none"
         sizes = (n for at in (UP, DOWN) for n in value_of(node.args[at]).shape[1:])  # type: ignore[arg-type]
         if value_of(node.args[0]).dtype == torch.float16:  # type: ignore[arg-type]
-            return "its input is no bfloat16 or float32"
-        return f"sizes are no multiples of {ALIGNED}" if any(n % ALIGNED for n in sizes) else ""
+            return "its input is not bfloat16 or float32"
+        return f"sizes are not multiples of {ALIGNED}" if any(n % ALIGNED for n in sizes) else ""
 
     def _param(self, w: Any) -> Param | None:
         while isinstance(w, fx.Node) and w.target is _CAST:
@@ -166,11 +166,11 @@ def _unfit(product: fx.Node, multiple: int) -> str:
     """Return why a product is not computed in 8 bits; "" if it is."""
     x, w, _ = factors(product.target, product.args)
     if len(value_of(w).shape) != 2 or product.kwargs or len(value_of(x).shape) < 2:
-        return "it is no product of rows with a matrix"
+        return "it is not a product of rows with a matrix"
     if not value_of(x).dtype.is_floating_point or value_of(x).dtype == torch.float16:
-        return "its input is no bfloat16 or float32"
+        return "its input is not bfloat16 or float32"
     if any(n % multiple for n in value_of(w).shape):
-        return f"sizes are no multiples of {multiple}"
+        return f"sizes are not multiples of {multiple}"
     return ""
 
 

@@ -19,7 +19,7 @@ from shardc.runtime.stage import op_errors
 
 #: The fix when compile itself runs out of memory: it needs only shapes.
 LESS_TO_COMPILE = (
-    'build the model on the meta device (`with torch.device("meta")`), and give a small batch, or one on that device'
+    'build the model on the meta device (`with torch.device("meta")`), and pass a small batch, or one on it'
 )
 
 

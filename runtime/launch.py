@@ -53,7 +53,7 @@ def check_variables() -> None:
     if "RANK" in os.environ and missing:
         fault = f"the environment has RANK={os.environ['RANK']}, but not {', '.join(missing)}"
         fix = (
-            "it is left over from another job: `unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE`; or start the"
+            "another job left it behind: `unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE`; or start the"
             " processes with torchrun, which sets all of them"
         )
         raise ShardcError(fault, where="RANK", fix=fix)
@@ -319,11 +319,11 @@ def _report(rank: int, code: int | None, mesh: Mesh, words: str, doing: str) -> 
             file=sys.stderr,
         )
     if code == -signal.SIGKILL:
-        print(f"  fix: if nobody did, memory ran out (`dmesg` says so): {LESS_MEMORY}", file=sys.stderr)
+        print(f"  fix: if no one did, memory ran out (`dmesg` says so): {LESS_MEMORY}", file=sys.stderr)
     elif code is None:
-        print("  fix: let it run, or stop all ranks together", file=sys.stderr)
+        print("  fix: let all ranks run, or stop all of them together", file=sys.stderr)
     elif code < 0:
-        print("  fix: native code crashed, of an op or an extension; see its last words", file=sys.stderr)
+        print("  fix: native code of an op or an extension crashed; see its last output", file=sys.stderr)
     print(words, file=sys.stderr, end="", flush=True)
 
 

@@ -47,8 +47,8 @@ Compile = Callable[..., Program]
 
 #: Limit of sizes if the spec has no `batch: {lengths}`: each costs a compilation and a program in memory.
 MOST_SIZES = 16
-SCORES = "scoring runs a program of its own"
-OTHERWISE = "forward does something else in eval mode, by branches of its own on self.training"
+SCORES = "scoring runs a separate program"
+OTHERWISE = "forward does something else in eval mode, by its own branches on self.training"
 
 
 class Resizer:
@@ -94,7 +94,7 @@ class Resizer:
         with self._lock:
             model = self.build()
             if model is None:
-                fault = "another spec wants a program of its own, and the model that was compiled no longer exists"
+                fault = "another spec needs a separate program, and the model that was compiled no longer exists"
                 fix = (
                     "keep it: `net = model(); program = shardc.compile(net, ...)`; or compile it, and give the program"
                 )
@@ -142,7 +142,7 @@ class Resizer:
     def _alive(self) -> nn.Module:
         model = self.build()
         if model is None:
-            fault = "generating runs programs of its own, and the model that would have to be compiled no longer exists"
+            fault = "generating runs separate programs, and the model that would have to be compiled no longer exists"
             fix = "keep the model that was compiled: `net = model(); program = shardc.compile(net, ...)`"
             raise ShardcError(fault, where="generate", fix=fix)
         return model

@@ -197,9 +197,9 @@ def test_whole_numbers_of_another_width() -> None:
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ShardcError, match=r"length 40 is longer than all of the spec's lengths, 16, 32\n.*add 40"):
         one({"batch": BUCKETS}, batch_of(40))
-    with pytest.raises(ShardcError, match=r"labels: its dim 1 has the batch's length, 10, .* no number to pad it"):
+    with pytest.raises(ShardcError, match=r"labels: its dim 1 has the batch's length, 10, .* no number to pad with"):
         one({"batch": {"lengths": [16], "pad": {"ids": 0}}}, batch_of(10))
-    with pytest.raises(ShardcError, match="cannot be padded to these lengths without the numbers"):
+    with pytest.raises(ShardcError, match="padding batches to these lengths needs the numbers"):
         one({"batch": {"lengths": [16]}})
     with pytest.raises(ShardcError, match=r"compiling it for ids \[8, 10\] fails: "):
         one({}, {"ids": STEPS[1]["ids"], "labels": STEPS[0]["labels"]})

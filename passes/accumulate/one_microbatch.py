@@ -129,8 +129,8 @@ class OneMicrobatch:
         """A note on the extra forward that a step needs, and for which values."""
         places = dict.fromkeys(str(source_of(x)) or x.name for x in self.sums)
         twice = (
-            f"{self.where}: a step runs forward of all microbatches once more before, for what is made of sums over the"
-            " whole batch:"
+            f"{self.where}: a step first runs forward of all microbatches once more, for values made from sums "
+            "over the whole batch:"
         )
         return (f"{twice} {', '.join(places)}",) if places else ()
 
@@ -367,12 +367,12 @@ class OneMicrobatch:
         code = f" ({source.shown})" if source.code else ""
         why = ", and a gradient of every row goes through it" if requires_grad(total) else ""
         if nested and not why:
-            why = ", and it is a sum of what takes such a sum itself (as a variance takes the mean)"
+            why = ", and it is a sum over values that depend on such a sum (as a variance depends on the mean)"
         known = total in self.from_batch or user in self.from_batch
         error = ShardcError(
-            f"{source}: a value of {shown}{code} takes all rows of the batch, and is needed before the step's last"
-            " microbatch: what is computed of all rows (BatchNorm's statistics, a contrastive loss, rows that are"
-            f" mixed, a maximum) is not that of microbatches{why}",
+            f"{source}: a value of {shown}{code} takes all rows of the batch, and is needed before the step's last "
+            "microbatch: a result of all rows (BatchNorm's statistics, a contrastive loss, rows that are"
+            f" mixed, a maximum) is not the result of microbatches{why}",
             where=self.where,
             fix=(
                 "it follows from the batch alone: compute it where the batch is made, and make it an input; or write"
@@ -381,7 +381,7 @@ class OneMicrobatch:
             if known
             else (
                 "write batch: {microbatches: 1}; where it is BatchNorm, batch_norm: local (each rank and microbatch has"
-                " its own statistics), or a layer that looks at each row by itself (LayerNorm, GroupNorm)"
+                " its own statistics), or a layer that works on each row separately (LayerNorm, GroupNorm)"
             ),
         )
         self.refused.setdefault(source.module or source.line, error)

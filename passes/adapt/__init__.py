@@ -64,7 +64,7 @@ class Adapt(Pass):
         if program.matrices is not None:
             program = replace(program, matrices=_matrices(program, program.matrices))
         if not any(p.requires_grad for p in program.params):
-            note = f"{self.spec.where(('freeze',))}: no parameter is left to train, and steps will be refused"
+            note = f"{self.spec.where(('freeze',))}: no trainable parameter remains, so steps will be refused"
             program = replace(program, notes=(*program.notes, note) if not program.forward_only else program.notes)
         _type_gradients(program, before)
         return _stored_narrow(program)

@@ -90,7 +90,7 @@ class LowRank:
                 continue
             where = self.spec.where(("adapters", i, "match"))
             if names.has_weights(e.match):
-                fault = f"{e.match!r} names no weight of a product that takes an adapter"
+                fault = f"{e.match!r} names no weight of a product that supports an adapter"
                 fix = "name linear layers, or experts; not embeddings, norms, convolutions or biases"
                 if any(_names(x, p) for x in self.spec.adapters[:i] for p in program.params if _names(e, p)):
                     fault, fix = f"{e.match!r} never wins: entries before it match all that it matches", "move it up"
@@ -110,13 +110,13 @@ class LowRank:
         where = self.spec.where(("adapters", number))
         grouped, flipped = any(u.place < 0 for u in uses), uses[0].stored
         if len(p.shape) > 3 or any(u.stored != flipped for u in uses):
-            fault = f"{p.fqn} is multiplied in a way that no adapter is written for: {source_of(uses[0].call)}"
+            fault = f"{p.fqn} is multiplied in a way that adapters do not support: {source_of(uses[0].call)}"
             self.errors.add(fault, where=where, fix="leave it out of `match`")
             return
         if grouped and (entry.dropout or entry.kind == "dora"):
             option = "dropout" if entry.dropout else "kind: dora"
-            fault = f"{option} of adapters of experts ({p.fqn}): what an expert takes is only known inside of its op"
-            self.errors.add(fault, where=where, fix=f"an entry of its own for experts, without {option}")
+            fault = f"{option} of adapters of experts ({p.fqn}): the input of an expert is known only inside its op"
+            self.errors.add(fault, where=where, fix=f"a separate entry for experts, without {option}")
             return
         if entry.kind == "dora" and _quantised(p):
             fault = f"kind: dora of {whole_name(p.fqn)}: it is quantised, and has no rows whose lengths are known"

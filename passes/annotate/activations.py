@@ -67,7 +67,7 @@ def pin_activations(spec: Spec, program: Program, mesh: Mesh) -> None:
                 errors.add(
                     f"{rule.at} of {module} is the same value as one that {pin.cause} lays out differently",
                     where=where,
-                    fix="let both annotations say the same, or drop one",
+                    fix="make both annotations the same, or drop one",
                 )
     errors.raise_any()
     for node, pin in pins.items():

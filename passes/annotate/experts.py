@@ -93,7 +93,7 @@ class Experts:
                     continue
                 if any(layout[a] != Layout()[a] for a in mesh.parts(entry.axis)):
                     fault = f"{p.fqn} is split over {entry.axis} by `shard:` too"
-                    fix = f"leave {entry.axis} to the experts: drop that entry of `shard:`"
+                    fix = f"keep {entry.axis} for the experts: drop that entry of `shard:`"
                     errors.add(fault, where=self.where(i, "axis"), fix=fix)
                 elif size % n and self.spec.uneven != "pad":
                     if (i, str(size)) not in reported:
@@ -162,7 +162,7 @@ class Experts:
                 otherwise = (
                     f"experts are in {names}: match: '*'"
                     if holding
-                    else f"the model has none that shardc recognises: {FORMS}"
+                    else f"the model has no experts that shardc recognises: {FORMS}"
                 )
                 fix = did_you_mean(e.match, [m for m in holding or modules if m], otherwise)
             errors.add(fault, where=self.where(i), fix=fix)

@@ -169,7 +169,7 @@ def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[
     """
     if not carried:
         raise ShardcError(
-            "the model has no tensor-parallel plan (transformers' models carry one, `tp_plan`)",
+            "the model has no tensor-parallel plan (transformers' models have one, `tp_plan`)",
             where=f"{where} use: model",
             fix="write `use: structure`, or name the weights by patterns",
         )

@@ -98,7 +98,7 @@ class Follower:
             if key[0] in self.constant or group.values.get(key) == p:
                 continue
             if key in group.values:
-                stopped = Blocked(key[0], "would be split two ways")
+                stopped = Blocked(key[0], "would be split in two ways")
             elif (key, p) in self.blocked:
                 stopped = self.blocked[key, p]
             else:
@@ -106,7 +106,7 @@ class Follower:
                 stopped = self._around(key, p, group, todo, postponed)
         if stopped is None:
             clash = next((k for k in (*group.entries, *group.exits) if k in group.values), None)
-            stopped = Blocked(clash[0], "is needed whole and split") if clash else None
+            stopped = Blocked(clash[0], "is needed both whole and split") if clash else None
         if stopped is not None:  # all values that lead here are blocked as well
             self.blocked |= dict.fromkeys(group.values.items(), stopped)
             return stopped
@@ -135,11 +135,11 @@ class Follower:
                     return stopped
             elif node in group.ops:
                 if group.ops[node].outputs[key[1]] != p:
-                    return Blocked(node, "would be split two ways")
+                    return Blocked(node, "would be split in two ways")
             elif len(values_of(node)) > 1:
                 held[node] = None
             else:
-                return Blocked(node, "cannot make its result in parts")
+                return Blocked(node, "cannot compute its result in parts")
         for user, i in uses(key):
             if user.op == "output":
                 if i == 0:
@@ -158,7 +158,7 @@ class Follower:
     ) -> Blocked | None:
         """Let an op run by a strategy, and follow the split to its other operands and results."""
         if node in group.ops:
-            return None if group.ops[node] == strategy else Blocked(node, "would be split two ways")
+            return None if group.ops[node] == strategy else Blocked(node, "would be split in two ways")
         group.ops[node] = strategy
         for t, need in zip(operands_of(node), strategy.inputs, strict=True):
             key = producer_of(t)
@@ -181,12 +181,12 @@ class Follower:
         sections: tuple[int, ...] = ()
         for i, v in enumerate(choices.call.results):
             if others or dim >= len(v.shape):
-                return Blocked(node, "cannot make its result in parts")
+                return Blocked(node, "cannot compute its result in parts")
             sections += in_sections(known.get(i, Shard(dim)), v.shape[dim])
         for strategy in self._extra(choices, Shard(dim, 1, sections)):
             if all(strategy.outputs[i] == p for i, p in known.items()):
                 return self._run(node, strategy, group, todo)
-        return Blocked(node, "cannot make its result in parts")
+        return Blocked(node, "cannot compute its result in parts")
 
     def by_result(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
         """Return the strategy by which an op makes its result i in this placement."""

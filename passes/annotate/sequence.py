@@ -111,7 +111,7 @@ def split_sequence(
             errors.add(
                 odd.what(mesh, f"input {name!r}: the sequence of {odd.size} (dim {dim})"),
                 where=where,
-                fix=f"{odd.fix(mesh, size='it')}{other}; if dim {dim} is no sequence: dims: {{{name}: null}}",
+                fix=f"{odd.fix(mesh, size='it')}{other}; if dim {dim} is not a sequence: dims: {{{name}: null}}",
             )
             continue
         layouts[x.name] = Layout.of({**dict(layouts.get(x.name, Layout()).items), **dict(layout.items)}, mesh)

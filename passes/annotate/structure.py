@@ -67,9 +67,9 @@ def choose(
     if not chosen and not fixed:
         why = "; ".join(left) or f"no weight's split can be followed to another weight, or to the loss{_where(stops)}"
         fix = (
-            f"take another number of ranks for {axis}, or set `uneven: pad`"
+            f"choose another number of ranks for {axis}, or set `uneven: pad`"
             if left
-            else "name the weights by patterns: what is needed whole is then gathered"
+            else "name the weights by patterns: values that are needed whole are then gathered"
         )
         raise ShardcError(f"`use: structure` finds nothing to split: {why}", where=where, fix=fix)
     return Plan(axis, chosen, tuple(f"{where} use: structure: {why} (`uneven: pad` splits it)" for why in left))

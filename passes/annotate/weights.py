@@ -53,7 +53,7 @@ class Weights:
         yield from self._idle
         if self._whole:
             more = f" and {len(self._whole) - 1} more" if len(self._whole) > 1 else ""
-            yield f"{self._whole[0]}{more}: whole on every rank: nothing splits this part of a quantised weight"
+            yield f"{self._whole[0]}{more}: whole on every rank: no rule splits this part of a quantised weight"
         for (kv, digit), (first, *others) in self._repeated.items():
             more = f" and {len(others)} more" if others else ""
             yield (
@@ -107,9 +107,9 @@ class Weights:
                 (a, (i, n)), (b, (j, m)) = list(chosen.items())[:2]
                 ways = f"{replace(p.value, layout=a)} and {replace(p.value, layout=b)}"
                 errors.add(
-                    f"{n} and {m} are one shared weight, which the spec splits two ways: {ways}",
+                    f"{n} and {m} are one shared weight, which the spec splits in two ways: {ways}",
                     where=self.spec.where(("shard", rules[max(i, j)].pattern)),
-                    fix="split it once; a tied weight answers to all of its names",
+                    fix="split it once; each name of a tied weight means the same weight",
                 )
             elif chosen:
                 layout, (i, _) = next(iter(chosen.items()))

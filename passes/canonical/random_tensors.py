@@ -29,7 +29,7 @@ WIDEST = 2**31
 def _random(emit: Emit, a: Args, out: Value, kind: str, *options: float) -> fx.Node:
     if a.get("generator") is not None:
         raise emit.refuse(
-            f"{a.op} draws from a generator of its own", "leave generator= out: the step's seed makes it reproducible"
+            f"{a.op} draws from its own generator", "leave generator= out: the step's seed makes it reproducible"
         )
     if out.dtype.is_complex:
         raise emit.refuse(

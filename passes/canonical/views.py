@@ -326,7 +326,7 @@ def index(emit: Emit, a: Args, out: Value) -> Result:
     indices = list(a.indices)
     if any(i is not None and value_of(i).dtype == torch.bool for i in indices):
         raise emit.refuse(
-            "indexing with a mask gives a shape that depends on values", "use torch.where, or multiply by the mask"
+            "indexing with a mask returns a shape that depends on values", "use torch.where, or multiply by the mask"
         )
     known = [emit.constant(i) if i is not None else None for i in indices]
     if _keeps_order(shape(x), out.shape, indices, known):
@@ -363,7 +363,7 @@ def index_put(emit: Emit, a: Args, out: Value) -> Result:
         n = shape(values)[-behind - 1] if len(shape(values)) > behind else 1
         if mask is None or (n > 1 and indexed[0] > 0):
             raise emit.refuse(
-                "an assignment through a mask has a value of its own for each masked position",
+                "an assignment through a mask has a separate value for each masked position",
                 "use torch.where with values in x's shape",
             )
         mask = emit.reshape(mask, (*shape(mask), *[1] * behind))

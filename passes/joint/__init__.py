@@ -63,7 +63,7 @@ class JointGraphs(Pass):
             fix = "`pipeline: {schedule: dualpipe-v}`, and leave `overlap` out"
             raise ShardcError(fault, where=where, fix=fix)
         if program.microbatches == 1:
-            fault = f"`overlap: {how}` with one microbatch: there is none to run beside it"
+            fault = f"`overlap: {how}` with one microbatch: there is no other to run beside it"
             raise ShardcError(fault, where=where, fix="`batch: {microbatches: 2}`, or leave `overlap` out")
 
 

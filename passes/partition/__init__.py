@@ -52,7 +52,7 @@ class Partition(Pass):
             how for axis in sorted(writer.gathered) if (how := fused_weights.suggest_split(program, axis))
         )
         fused = (
-            f"fused weights can be split by their parts: write {how} before the entries that split them otherwise"
+            f"fused weights can be split by their parts: write {how} before the entries that split them in another way"
             for how in better
         )
         names = tuple(o.name for o in program.outputs)

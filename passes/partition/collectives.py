@@ -92,14 +92,14 @@ def gather_note(v: Value, axis: str, user: fx.Node) -> str:
     """Return a note on why a gather without an annotation is there."""
     return (
         f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {needing(user)}"
-        f" needs it whole there, which no annotation implies{_in_parts(user, axis)}"
+        f" needs it whole there, but no annotation implies this{_in_parts(user, axis)}"
     )
 
 
 def needing(user: fx.Node) -> str:
     """Return the name of a value's user: an op such as `aten.mm.default`, or the use at the step's end."""
     if user.op == "output":
-        return "the step's end (a new value of a buffer, or an output)"
+        return "the buffer that it updates, or the caller that receives it beside the loss,"
     target: Any = user.target
     return str(target) if isinstance(target, OpOverload) else str(target.__name__)
 

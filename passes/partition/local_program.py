@@ -89,7 +89,7 @@ class LocalProgram:
             produced = next(iter(self.forms[op, i]))
             layouts.append(outputs.layout_of(o, values_of(op)[i], dict(produced.items), self.batch, self.mesh))
         causes = [""] * (len(layouts) - len(self.program.outputs)) + [
-            o.cause or ("it is an output, which comes out whole" if loss is None else "") for o in self.program.outputs
+            o.cause or ("it is an output, returned whole" if loss is None else "") for o in self.program.outputs
         ]
         new = tuple(self._get(v, layout, node, c) for v, layout, c in zip(new_values, layouts, causes, strict=True))
         self.graph.output((self._get(loss, Layout(), node) if loss is not None else None, new))

@@ -164,9 +164,9 @@ def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[i
             errors.add(f"no op of the model runs in a module {name!r}", where=where, fix=fix)
         elif inside[0] == 0:
             errors.add(
-                f"{name!r} runs first: nothing is left for the stage before it",
+                f"{name!r} runs first: the stage before it would be empty",
                 where=where,
-                fix="leave it out, or name a later module",
+                fix="remove it, or name a later module",
             )
         else:
             starts.append((inside[0], name, where))
@@ -180,9 +180,9 @@ def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[i
         elif then == position:
             fault = f"{other!r} begins where {name!r} does" if other != name else f"{other!r} is listed twice"
             errors.add(
-                f"{fault}: nothing is left for the stage between",
+                f"{fault}: the stage between would be empty",
                 where=where,
-                fix="leave it out, or name a later module",
+                fix="remove it, or name a later module",
             )
     errors.raise_any()
     return [position for position, _, _ in starts]

@@ -44,7 +44,7 @@ _PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 
 UNSCALED = (
-    "float16 has no numbers below 6e-8, which gradients are often: they become 0 without a word. Write `loss_scale:"
+    "float16 has no numbers below 6e-8, and gradients are often smaller: they silently become 0. Write `loss_scale:"
     " dynamic`, or compute in bfloat16"
 )
 

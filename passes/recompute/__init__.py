@@ -118,5 +118,5 @@ def _notes(regions: Sequence[Region]) -> Iterable[str]:
     """Yield a note on what each region keeps and computes again."""
     for r in regions:
         repeats = f", repeats {plural(r.again, 'collective')}" if r.again else ""
-        when = "while the region around it is in backward" if r.parent else "until backward"
+        when = "while the backward of the region around it runs" if r.parent else "until backward"
         yield f"{r.name}: keeps {size(r.kept)} {when}, computes {size(r.dropped)} again{repeats} ({r.cause})"

@@ -36,7 +36,7 @@ class EngineChecks(Checks):
         self._once = SteppedOnce(optimizer)
         if optimizer is not None:
             if self.compares:
-                fix = "save by engine.save(folder) on all ranks, and load by engine.load(folder)"
+                fix = "save with engine.save(folder) on all ranks, and load with engine.load(folder)"
                 runs = self._model.buckets.runs
                 OptimizerMarks(self._program, self._mesh, self._model.owned, runs, fix).guard(optimizer)
             keep_groups(optimizer)
@@ -77,8 +77,8 @@ class EngineChecks(Checks):
         rates, rng, axis = lr_rates(self._optimizer), self._model.rng, self._program.axis
         stage = (axis,) if axis else ()
         return [
-            stated("the number of steps done", rng.step, fix="load one checkpoint into all ranks"),
-            stated("the seed", rng.seed, fix="give all ranks one seed"),
+            stated("the number of steps done", rng.step, fix="load the same checkpoint on all ranks"),
+            stated("the seed", rng.seed, fix="use the same seed on all ranks"),
             Fact("the learning rate", hashed(rates), stage, fix=agreement.SAME_OPTIMIZER, shown=rates_text(rates)),
             shared_facts.written(self._program, self._model.written),
             stated("which parameters are frozen", self._watched.frozen(), stage, fix=user_changes.FREEZE_ALIKE),

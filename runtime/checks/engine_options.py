@@ -25,7 +25,7 @@ def check_names(call: str, made: type, options: Mapping[str, Any]) -> None:
     errors = Errors()
     for name in (n for n in options if n not in known):
         if name in _OF_OPTIMIZERS and "optimizer" in known:
-            fix = f"it is the optimizer's: optimizer=lambda params: torch.optim.AdamW(params, {name}=...)"
+            fix = f"it is an option of the optimizer: optimizer=lambda params: torch.optim.AdamW(params, {name}=...)"
             errors.add("there is no such option", where=f"program.{call}({name}=...)", fix=fix)
             continue
         sharing = (n for n in known if {*name.split("_")} & {*n.split("_")})  # grad_clip, clip_norm
@@ -45,10 +45,11 @@ def check_settable(made: type, options: Mapping[str, Any]) -> None:
     for name in (n for n in options if n not in SETTABLE):
         where = f"engine.set({name}=...)"
         if name in _HELD or name in _options(made):
-            errors.add("an engine keeps what it was made with", where=where, fix=_fix_for(name))
+            errors.add("an engine cannot change this once made", where=where, fix=_fix_for(name))
         elif name in _OF_OPTIMIZERS:
             fix = (
-                f"it is the optimizer's: for g in engine.optimizer.param_groups: g[{name!r}] = ..., on all ranks alike"
+                f"it is an option of the optimizer: for g in engine.optimizer.param_groups: g[{name!r}] = ..., on "
+                "all ranks"
             )
             errors.add("there is no such option", where=where, fix=fix)
         else:
@@ -72,26 +73,27 @@ def check(
     errors = Errors()
     number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
     if clip_norm is not None and not (number and 0 < clip_norm < math.inf):
-        errors.add(f"{clip_norm!r} is no norm", where="clip_norm", fix="a number above 0, or None: nothing is clipped")
+        fault = f"must be a positive number or None, not {clip_norm!r}"
+        errors.add(fault, where="clip_norm", fix="pass a number above 0, or None to clip nothing")
     if nonfinite not in get_args(not_finite.Action):
         words = ", ".join(map(repr, get_args(not_finite.Action)))
-        errors.add(f"{nonfinite!r} is none of {words}", where="nonfinite", fix="write one of these")
+        errors.add(f"must be one of {words}, not {nonfinite!r}", where="nonfinite", fix="write one of these")
     for name, value, takes, makes in (
         ("optimizer", optimizer, "params", "torch.optim.AdamW(params, lr=3e-4)"),
         ("scheduler", scheduler, "optimizer", "torch.optim.lr_scheduler.StepLR(optimizer, 100)"),
     ):
         fix = f"pass a function: {name}=lambda {takes}: {makes}"
         if value is not None and not callable(value):
-            fault = f"a {type(value).__name__} is no function: each rank makes its own, of its parts of the parameters"
+            fault = f"a {type(value).__name__} is not a function: each rank makes its own, from its parts of parameters"
             errors.add(fault, where=name, fix=fix)
         elif value is not None and (more := _required_arguments(value)):
-            fault = f"{getattr(value, '__name__', 'it')} is called with the {takes} alone, and wants {more} as well"
+            fault = f"{getattr(value, '__name__', 'it')} is called with {takes} only, but also needs {more}"
             errors.add(fault, where=name, fix=fix)
     if not isinstance(norm, bool):
-        errors.add(f"{norm!r} is neither True nor False", where="norm", fix="True: compute it, also without clipping")
+        errors.add(f"must be True or False, not {norm!r}", where="norm", fix="pass True to compute it without clipping")
     for name, value in (("seed", seed), ("check_every", check_every)):
         if isinstance(value, bool) or not isinstance(value, int):
-            errors.add(f"{value!r} is no whole number", where=name, fix="pass one, such as 0")
+            errors.add(f"must be a whole number, not {value!r}", where=name, fix="pass a whole number, such as 0")
     errors.raise_any()
 
 
@@ -117,20 +119,20 @@ def check_program(given: Any, call: str) -> None:
     """Raise ShardcError if `call` (engine.to, program.to) gets neither program nor spec, but a device."""
     spec = isinstance(given, (Mapping, Path)) or hasattr(given, "shard_use")  # a Spec, which this layer cannot import
     if not isinstance(given, Program) and not spec and not (isinstance(given, str) and not _device(given)):
-        fault, fix = f"{given!r} is neither a program nor a spec: this moves to another plan", f"{call}('spec.yaml')"
+        fault, fix = f"{given!r} is neither a program nor a spec: this call moves to a plan", f"{call}('spec.yaml')"
         if isinstance(given, (str, torch.device, torch.dtype)):
             fix = _NOT_MOVED
         raise ShardcError(fault, where=call, fix=fix)
 
 
-_NOT_MOVED = "devices are those of the ranks, the dtype is `precision` of the spec: leave it out"
+_NOT_MOVED = "ranks choose their devices, and `precision` of the spec sets the dtype: leave it out"
 MOVES = dict.fromkeys(("cuda", "cpu", "half", "float", "double", "bfloat16"), _NOT_MOVED)
 
 #: Attributes of DistributedDataParallel and of models, and what a module has instead.
 INSTEAD_OF_MODULE = {
     "no_sync": "backward sums gradients over ranks each time, and they add up in .grad as on one device: leave it out",
-    "module": "it is the module itself: leave `.module` out",
-    "step": "optimizer.step() is the loop's; program.engine(model).step(batch) does all of a step",
+    "module": "it is the module already: leave `.module` out",
+    "step": "call optimizer.step() in the loop; program.engine(model).step(batch) does a whole step",
     "save_pretrained": "full_state_dict() has the plain model's weights; an engine's export(folder) writes a folder",
     "generate": "program.engine(model).generate(prompts), or program.forward(model) and module.weights_to(it)",
 }
@@ -149,7 +151,7 @@ WRAPPERS = {
     ),
     "__prepare_scriptable__": (
         "torch.jit.script(module)",
-        "forward is a program with collectives, of which TorchScript knows nothing",
+        "forward is a program with collectives, which TorchScript cannot see",
         "script the plain model: model.load_state_dict(...) of full_state_dict(), which every rank calls",
     ),
 }
@@ -157,11 +159,12 @@ WRAPPERS = {
 #: Attributes of other trainers, and what an engine has instead.
 INSTEAD = {
     **dict.fromkeys(
-        ("model", "module"), "it holds parts of weights, no module: program.module(model) is one; see full_state_dict()"
+        ("model", "module"),
+        "it holds parts of weights and is not a module: program.module(model) is; see full_state_dict()",
     ),
     **dict.fromkeys(("train", "eval"), "step(batch) trains, evaluate(batch) evaluates"),
     **dict.fromkeys(
-        ("zero_grad", "forward"), "step(batch) does all of it; backward(batch) and update() are its halves"
+        ("zero_grad", "forward"), "step(batch) does a whole step; backward(batch) and update() are its halves"
     ),
     **dict.fromkeys(
         ("save_checkpoint", "save_pretrained"), "save(folder) keeps all of the state, export(folder) weights"
@@ -184,8 +187,8 @@ def _options(made: type) -> frozenset[str]:
 
 #: Attributes that a finished engine keeps, and how to change them instead.
 _HELD = {
-    "lr": "write it into the optimizer, for g in engine.optimizer.param_groups: g['lr'] = ...; or give a scheduler",
-    "step_count": "engine.load(folder) goes on where a checkpoint stands",
+    "lr": "write it into the optimizer, for g in engine.optimizer.param_groups: g['lr'] = ...; or pass a scheduler",
+    "step_count": "engine.load(folder) continues from a checkpoint",
     "program": "engine.to(program) is an engine under another plan",
     **dict.fromkeys(
         ("params", "owned"), "write into the parameters: with torch.no_grad(): engine.params[name].copy_(value)"
@@ -199,13 +202,13 @@ def check_set(made: type, name: str) -> None:
         fix = f"call engine.set({name}=...), on all ranks"
         raise ShardcError("all ranks change an option together", where=f"engine.{name} = ...", fix=fix)
     if name in _HELD or name in _options(made):
-        raise ShardcError("an engine keeps what it was made with", where=f"engine.{name} = ...", fix=_fix_for(name))
+        raise ShardcError("an engine cannot change this once made", where=f"engine.{name} = ...", fix=_fix_for(name))
 
 
 def _fix_for(name: str) -> str:
     if name in ("seed", "weights", "broadcast", "mesh"):
-        return f"give it when the engine is made: program.engine(model, {name}=...)"
-    return _HELD.get(name, f"engine = engine.to(engine.program, {name}=...) goes on with another one")
+        return f"set it when the engine is made: program.engine(model, {name}=...)"
+    return _HELD.get(name, f"engine = engine.to(engine.program, {name}=...) continues with another one")
 
 
 def check_trains(program: Program) -> None:
@@ -217,9 +220,10 @@ def check_trains(program: Program) -> None:
     if not any(p.requires_grad for p in program.params):
         fault = f"no parameter of the model is trained: requires_grad is False for all {len(program.params)}"
         fix = (
-            "let some have it before compiling (p.requires_grad_(True)); engine.evaluate, and --steps 0, train nothing"
+            "turn it on for some before compiling (p.requires_grad_(True)); engine.evaluate, and --steps 0, train "
+            "nothing"
         )
         frozen = program.spec is not None and program.spec.freeze
         if frozen:
-            fix = f"leave some out of the spec's freeze; or {fix}"
+            fix = f"remove some from the spec's freeze; or {fix}"
         raise ShardcError(fault, where="freeze" if frozen else "the model", fix=fix)

@@ -18,16 +18,16 @@ from torch.optim import Optimizer
 
 from shardc.runtime.checks.user_changes import Notes, hooks_of
 
-_LOST = "changed after {made} was made of the model, which has a copy: this changes nothing there; "
-_AGAIN = "compile again after the change, and load the weights (save, load) into what comes out"
-_WEIGHTS = "to train new values, make {made} after they are written, or give them as `weights`"
+_LOST = "changed after {made} was made from the model: {made} has a copy, and this does not change it; "
+_AGAIN = "compile again after the change, and load the weights (save, load) into the result"
+_WEIGHTS = "to train new values, make {made} after they are written, or pass them as `weights`"
 _TWICE = (
-    "another engine or module was made of it, and is used too: it and {made} have a copy of the weights each. To train"
+    "another engine or module was made from it and is used too: it and {made} each have a copy of the weights. To train"
     " one, compile a model that computes both losses; or copy the weights after each step, a.weights_to(b)"
 )
 _IN_VAIN = (
-    "it steps the parameters of the model, which get no gradients: {made} trains a copy of them, by an optimizer of its"
-    " own. Give it this one as a function, program.engine(model, optimizer=lambda params: ...), and leave its step out"
+    "it steps the parameters of the model, which get no gradients: {made} trains a copy of them with its own "
+    "optimizer. Pass this one as a function, program.engine(model, optimizer=lambda params: ...), and remove its step"
 )
 #: {module: the living objects that took weights from it or from a model around it}; ranks may be threads.
 _LOCK = threading.Lock()

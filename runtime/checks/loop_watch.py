@@ -24,12 +24,12 @@ from shardc.runtime.mesh.agreement import SAME_OPTIMIZER, DisagreementError, Fac
 from shardc.runtime.zero.optimizer_list import class_of, rates_text
 
 _SAME_LOSS = (
-    "the loss that the module returns is the whole batch's, alike on all ranks: a factor or another term that is made"
-    " of this rank's part of the batch belongs into the loss function, shardc.compile(model, batch, spec,"
+    "the module returns the loss of the whole batch, the same on all ranks: a factor or term computed from this rank's "
+    "part of the batch belongs in the loss function, shardc.compile(model, batch, spec,"
     " loss=lambda output, batch: ...), which sees the whole batch"
 )
 _OTHERS_FIX = (
-    "make them part of the model that is compiled; or average their gradients before each step:"
+    "make them part of the compiled model; or average their gradients before each step:"
     " torch.distributed.all_reduce(p.grad, torch.distributed.ReduceOp.AVG)"
 )
 _PLAIN = (bool, int, float, str, tuple, type(None))
@@ -112,8 +112,8 @@ class LoopWatch:
             before, squares, after, squares_after = sums[4 * i : 4 * i + 4]
             if n * squares == before**2 and n * squares_after != after**2:
                 raise DisagreementError(
-                    f"it also steps parameters that are not the module's ({len(params)}), and nobody sums their"
-                    " gradients over ranks: they were alike on all ranks before its first step, and differ after it",
+                    f"it also steps parameters that are not the module's ({len(params)}), and their gradients are "
+                    "not summed over ranks: they were the same on all ranks before its first step, and differ after it",
                     where=f"the optimizer {name}",
                     fix=_OTHERS_FIX,
                 )

@@ -25,12 +25,12 @@ from shardc.runtime.zero.optimizer_list import lr_rates, rates_text
 from shardc.torch_private import current_backward
 
 _EVALUATE_ALIKE = (
-    "a forward under torch.no_grad() is one of all ranks, as every forward is: call it outside of `if rank == 0:`; to"
-    " print it on one rank is fine"
+    "all ranks must run a forward under torch.no_grad(), like every forward: call it outside of `if rank == 0:`; one "
+    "rank may print the result"
 )
 
 
-_ZERO_ALIKE = "call optimizer.zero_grad(), or set p.grad to None, on all ranks alike"
+_ZERO_ALIKE = "call optimizer.zero_grad(), or set p.grad to None, on all ranks"
 
 
 class Updates(Protocol):
@@ -67,9 +67,9 @@ class ModuleChecks(Checks):
         torch_modes.check(call, self._mesh.device.type, training=False)
         if current_backward() is not None:
             raise ShardcError(
-                "forward is run inside of backward, as torch.utils.checkpoint does: its gradients would go nowhere",
+                "forward is run inside of backward, as torch.utils.checkpoint does: its gradients would be lost",
                 where=call,
-                fix="call the module as it is; what is computed again is the spec's `checkpoint:`",
+                fix="call the module directly; the spec's `checkpoint:` says what is recomputed",
             )
         self._watched.check()
         if training and torch.is_grad_enabled():
@@ -89,8 +89,8 @@ class ModuleChecks(Checks):
         calls = [
             stated("the number of steps done", self._model.rng.step, fix=SAME_CALLS),
             stated("whether the module trains", training, fix="call train() or eval() on all ranks"),
-            stated("whether parameters changed", self._updates.due, fix="update parameters on all ranks alike"),
-            stated("whether weights were loaded", self._unmarked, fix="load weights on all ranks alike"),
+            stated("whether parameters changed", self._updates.due, fix="update parameters equally on all ranks"),
+            stated("whether weights were loaded", self._unmarked, fix="load the same weights on all ranks"),
             stated("which parameters have a gradient", self._with_gradients(), fix=_ZERO_ALIKE),
             stated("which parameters are frozen", self._watched.frozen(), fix=user_changes.FREEZE_ALIKE),
             stated("whether gradients are on", torch.is_grad_enabled(), fix=_EVALUATE_ALIKE),
@@ -140,7 +140,7 @@ class ModuleChecks(Checks):
             rates = lr_rates(optimizer)
             facts = [
                 Fact("the learning rate", hashed(rates), fix=SAME_OPTIMIZER, shown=rates_text(rates)),
-                stated("whether parameters were written to", written, fix="write to parameters on all ranks alike"),
+                stated("whether parameters were written to", written, fix="write to parameters equally on all ranks"),
             ]
             agreement.check(self._mesh, facts, "the optimizer's step")
 

@@ -93,5 +93,5 @@ class OptimizerMarks:
                 raise ShardcError(
                     f"this is state of the whole parameter {list(whole)}, of which this rank has a part {list(part)}",
                     where=f"{type(optimizer).__name__}.load_state_dict: {fqn}",
-                    fix=f"begin without it; {self._fix}",
+                    fix=f"start without it; {self._fix}",
                 )

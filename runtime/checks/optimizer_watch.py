@@ -33,7 +33,7 @@ class OptimizerWatch:
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # number of params
         self._forwards: int | None = 0  # None: something else than the plain model's optimizer trains the module
         self._of_plain = ""  # the optimizer that stepped the plain model
-        fix = "save by module.save(folder, optimizer) on all ranks, and load by module.load(folder, optimizer)"
+        fix = "save with module.save(folder, optimizer) on all ranks, and load with module.load(folder, optimizer)"
         self._marks = OptimizerMarks(program, mesh, params, runs, fix)
         observe(self)
 
@@ -66,10 +66,10 @@ class OptimizerWatch:
         self._forwards += 1
         if self._of_plain and self._forwards >= self.FORWARDS:
             raise ShardcError(
-                "it has the parameters of the plain model, and no optimizer has those of the module: nothing would"
-                " train",
+                "it has the parameters of the plain model, and no optimizer has the module's parameters: nothing "
+                "would train",
                 where=f"the optimizer {self._of_plain}",
-                fix=f"make it of the module's: torch.optim.{self._of_plain}(module.parameters(), ...)",
+                fix=f"make it from the module's parameters: torch.optim.{self._of_plain}(module.parameters(), ...)",
             )
 
     def _check_groups(self, groups: list[list[str]]) -> None:
@@ -81,7 +81,8 @@ class OptimizerWatch:
         if len(dims) > 1:
             zero = max(b.zero for b in self._program.buckets)
             raise ShardcError(
-                f"one group has all parameters, and another none: at ZeRO {zero} those of a module are flat stretches,"
+                f"one group has all parameters, and another has none: at ZeRO {zero} those of a module are flat "
+                "stretches,"
                 " whose `p.ndim` is 1 whatever the model's is",
                 where="the optimizer's groups",
                 fix='group by name: shardc.groups(module.named_parameters(), {"*.bias": {"weight_decay": 0.0}})',

@@ -83,7 +83,7 @@ class ByName(dict[str, nn.Parameter]):
     def __missing__(self, name: str) -> nn.Parameter:
         if name not in self._others and name in self._elsewhere:
             where = " and ".join(map(str, self._elsewhere[name]))
-            raise KeyError(f"{name}: ranks of stage {where} have it, this one does not; ask `in` first, as loops do")
+            raise KeyError(f"{name}: only ranks of stage {where} have it; test with `in` first")
         if name not in self._others:
             raise UnknownParameterError.of(name, self._names, f"engine.params[{name!r}]")
         return self._others[name]
@@ -93,7 +93,7 @@ class ByName(dict[str, nn.Parameter]):
 
     def __setitem__(self, name: str, value: object) -> None:
         raise ShardcError(
-            "an engine keeps the parameters that it was made with",
+            "an engine's parameters cannot be replaced",
             where=f"engine.params[{name!r}] = ...",
             fix="write into it: with torch.no_grad(): engine.params[name].copy_(value)",
         )

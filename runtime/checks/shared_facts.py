@@ -32,10 +32,10 @@ def program_facts(program: Program, *, seed: int, **options: object) -> list[Fac
     size = f"{len(stored)} weights, {sum(len(stage.graph.nodes) for stage in program.stages)} ops"
     value = hashed(stored, graphs, program.buckets, program.microbatches, order)
     return [
-        stated("the version of torch", str(torch.__version__), fix="install one version on all machines"),
+        stated("the version of torch", str(torch.__version__), fix="install the same version on all machines"),
         Fact("the program", value, fix=SAME_PROGRAM, shown=size),
-        stated("the seed", seed, fix="give all ranks one seed"),
-        *(stated(name, value, fix=f"give all ranks one {name}") for name, value in options.items()),
+        stated("the seed", seed, fix="use the same seed on all ranks"),
+        *(stated(name, value, fix=f"use the same {name} on all ranks") for name, value in options.items()),
     ]
 
 
@@ -67,13 +67,13 @@ def optimizer_facts(program: Program, optimizer: torch.optim.Optimizer | None) -
 
 def loader_facts(order: Order) -> list[Fact]:
     """Return a loader's order: ranks with other orders would read some samples twice, and others never."""
-    fix = "make the dataset and engine.loader(...) alike on all ranks"
+    fix = "make the same dataset and engine.loader(...) on all ranks"
     return [
         stated("the length of the dataset", order.size, fix=fix),
         stated("the loader's shuffling", order.shuffle, fix=fix),
         stated("the loader's seed", order.seed, fix=fix),
-        stated("what the loader does with the rest of an epoch", "reads it" if order.rest else "drops it", fix=fix),
-        stated("where the loader stands", (order.epoch, order.consumed), fix="load one checkpoint into all ranks"),
+        stated("how the loader treats the rest of an epoch", "reads it" if order.rest else "drops it", fix=fix),
+        stated("the loader's position", (order.epoch, order.consumed), fix="load the same checkpoint on all ranks"),
     ]
 
 
@@ -93,7 +93,7 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
             parts[axes].append(tensors[x.path])
     where = "its part of the batch"
     shapes = [tuple(tensors[x.path].shape) if x.path in tensors else () for x in program.inputs]
-    lengths = "pad them to one length on all ranks: batch: {lengths: [...], pad: {name: number}} in the spec does"
+    lengths = "pad them to the same length on all ranks: batch: {lengths: [...], pad: {name: number}} in the spec does"
     same_length = Fact("the length of the part of the batch", hashed(shapes), where=where, fix=lengths)
     inputs = ", ".join(f"{name_of(path)} {x.dtype}" for path, x in tensors.items())
     return [
@@ -105,7 +105,7 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
 
 def written(program: Program, written: bool) -> Fact:
     """Return the fact whether parameters were written to: then all ranks that have them gather them."""
-    fix = "write to engine.params, under torch.no_grad(), on all ranks alike"
+    fix = "write to engine.params, under torch.no_grad(), in the same way on all ranks"
     return stated("whether parameters were written to", written, (program.axis,) if program.axis else (), fix=fix)
 
 
@@ -136,8 +136,9 @@ class SameRows:
         self._left = self._left - 1 if same else 0
         if same and not self._left:
             note(
-                f"{self.RUNNING} times running all ranks got the same rows: a step is then one of fewer rows. Give each"
-                " rank its own: .local(batch) of a global batch, engine.loader(dataset), or a sampler of your own"
+                f"{self.RUNNING} times in a row all ranks got the same rows: a step then has fewer rows. Pass "
+                "each rank "
+                "its own: .local(batch) of a global batch, engine.loader(dataset), or your own sampler"
             )
 
 

@@ -75,8 +75,8 @@ def check(
             f"these are the slices of rank {rank}: {saved.get(first, 'the whole')}, where this rank has"
             f" {own.get(first, 'the whole')} ({len(other)} such)",
             where=f"module.load_state_dict: {prefix}{first}",
-            fix="save by module.save(folder, optimizer) on all ranks, which any mesh loads; or save"
-            " module.full_state_dict(), the whole model's, and load it by program.module(model, weights=state_dict)",
+            fix="save with module.save(folder, optimizer) on all ranks, which any mesh loads; or save "
+            "module.full_state_dict() of the whole model, and load it with program.module(model, weights=state_dict)",
         )
     return False
 
@@ -98,8 +98,8 @@ def check_loaded(facts: Sequence[Fact], equal_facts: Sequence[Fact]) -> None:
     """Raise ShardcError, on all ranks, if all loaded the same values into different slices."""
     if facts and all(f in equal_facts for f in facts):
         raise ShardcError(
-            "all ranks have loaded the same values into parameters of which each has another slice",
+            "all ranks loaded the same values into parameters of which each rank has a different slice",
             where="module.load_state_dict",
-            fix="load what this rank has saved; or save by module.save(folder, optimizer) on all ranks, which any mesh"
+            fix="load what this rank saved; or save with module.save(folder, optimizer) on all ranks, which any mesh"
             " loads",
         )

@@ -43,10 +43,10 @@ class SteppedOnce:
         def guarded(self_: Optimizer, *args: Any, **options: Any) -> Any:
             if not self._allowed:
                 raise ShardcError(
-                    "the engine steps its optimizer itself: this would update once more, or before other ranks' parts"
-                    " are there",
+                    "the engine steps its optimizer itself: this would update a second time, or before the other "
+                    "ranks' parts arrive",
                     where=f"{type(self_).__name__}.step()",
-                    fix="leave it out: engine.step(batch) does all of it, engine.backward(batch) and engine.update()"
+                    fix="remove it: engine.step(batch) does a whole step, engine.backward(batch) and engine.update()"
                     " are its halves; program.module(model) is for a loop that steps the optimizer",
                 )
             return step(*args, **options)
@@ -70,10 +70,10 @@ class SteppedOnce:
         for scheduler, count in zip(self._schedulers, self._counts, strict=True):
             if _count(scheduler) == count + 1:
                 raise ShardcError(
-                    "it was stepped beside the engine, which steps it in every step that updates: the learning rate"
+                    "the loop steps it, and the engine also steps it in every update: the learning rate"
                     " would run ahead",
                     where=f"{type(scheduler).__name__}.step()",
-                    fix="leave it out; or leave `scheduler=` out, make it from engine.optimizer, and step it yourself",
+                    fix="remove the call; or remove `scheduler=`, make it from engine.optimizer, and step it yourself",
                 )
 
 
@@ -87,10 +87,10 @@ def keep_groups(optimizer: Optimizer) -> None:
 
     def add_param_group(*_: Any, **__: Any) -> NoReturn:
         raise ShardcError(
-            "an engine's optimizer has the groups that it was made with",
+            "the groups of an engine's optimizer cannot change",
             where="engine.optimizer.add_param_group",
-            fix="make all groups in the function that is given as optimizer=, with lr=0.0 for what trains later, and"
-            " set that group's lr then; what is frozen (requires_grad=False) trains after compiling again",
+            fix="make all groups in the function passed as optimizer=, with lr=0.0 for parameters that train "
+            "later, and set that group's lr then; frozen parameters (requires_grad=False) train after compiling again",
         )
 
     for member in (optimizer, *members_of(optimizer)):
@@ -117,8 +117,10 @@ class SteppedLoss(_Detached):
     """The loss of a step: its backward has run."""
 
     def backward(self, *_: Any, **__: Any) -> NoReturn:
-        fix = "leave .backward() out; or write the loop around program.module(model), whose loss has one"
-        raise ShardcError("the engine has run backward: this is a detached number", where="loss.backward()", fix=fix)
+        fix = "remove .backward(); or write the loop around program.module(model), whose loss has backward()"
+        raise ShardcError(
+            "the engine has already run backward: this number is detached", where="loss.backward()", fix=fix
+        )
 
 
 class ValueBeside(_Detached):
@@ -134,7 +136,8 @@ class ValueBeside(_Detached):
         with plain():
             if torch.is_grad_enabled() and any(x.requires_grad for x in _tensors((args, kwargs))):
                 raise ShardcError(
-                    "a value beside the loss is detached: a term of it has no gradient, and would train nothing",
+                    "a value beside the loss is detached: a term computed from it has no gradient and would train "
+                    "nothing",
                     where=f"{name} of a value beside the loss",
                     fix="add the term in the loss function, which may name its value beside the loss, too;"
                     " value.detach() where no gradient is meant",

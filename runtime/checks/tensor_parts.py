@@ -77,18 +77,18 @@ _READS = _names("array complex contains float index int item numpy tolist bool i
 _SAME_FILL = frozenset(("constant_", "ones_", "zeros_"))
 #: Functions of torch.distributed that replace this rank's tensor by one of other ranks.
 _MIXING = frozenset(("all_reduce", "broadcast", "reduce", "all_reduce_coalesced", "reduce_scatter", "scatter"))
-_PLAIN = ".as_subclass(torch.Tensor) is this rank's part as a plain tensor"
+_PLAIN = ".as_subclass(torch.Tensor) returns this rank's part as a plain tensor"
 #: (functions called by the user, what would happen, fix). A module's name means all of its functions.
 _OF_WHOLES: tuple[tuple[str, str, str], ...] = (
     (
         "safetensors.torch.",
-        "this rank has a part of it: the file would have that part in the place of the weight",
+        "this rank has only a part of it: the file would contain the part instead of the weight",
         "write the whole weights: engine.export(folder), or save_file of module.full_state_dict(), which all ranks"
         " call",
     ),
     (
         "torch.nn.utils.convert_parameters.",
-        "this rank has a part of it: the vector would be another one on every rank, and none the whole model's",
+        "this rank has only a part of it: the vector would differ on every rank, and never be the whole model's",
         "take the whole weights, model.load_state_dict(module.full_state_dict()) on all ranks, and the plain model's"
         " parameters for the vector; program.module(model) makes a module of them again. A norm of gradients is"
         " module.clip_grad_norm_(max_norm)",
@@ -379,7 +379,7 @@ def _refuse(name: str, origin: Origin) -> NoReturn:
     bare = name.strip("_").removeprefix("linalg_")
     if origin.grad:
         raise ShardcError(
-            "this would take the part of the gradient which this rank has for the whole: another result on every rank",
+            "this would use this rank's part of the gradient as the whole: each rank would get a different result",
             where=f"{bare} of {origin}",
             fix="clip with module.clip_grad_norm_(max_norm), which returns the norm of the whole model's gradient,"
             " or by an engine's clip_norm=max_norm, which has it in engine.grad_norm; norms(grad=True) of either has"
@@ -400,7 +400,8 @@ def _refuse(name: str, origin: Origin) -> NoReturn:
 def _refuse_selection(bare: str, origin: Origin) -> NoReturn:
     shown = {"getitem": "x[...]", "setitem": "x[...] = ...", "iter": "a loop over x"}.get(bare, f"x.{bare}(...)")
     raise ShardcError(
-        f"{shown} takes entries by their numbers, of a dim of which this rank has a part: on every rank others",
+        f"{shown} selects entries by index in a dim of which this rank has only a part: each rank would select "
+        "different ones",
         where=str(origin),
         fix="choose entries in the model's forward or in the loss function, where the parameter is whole: to train some"
         " rows alone, w * mask + (w * (1 - mask)).detach() there; to set values, do it in the plain model before"
@@ -410,7 +411,7 @@ def _refuse_selection(bare: str, origin: Origin) -> NoReturn:
 
 def _refuse_scaler() -> NoReturn:
     raise ShardcError(
-        "each rank would look for overflows in its part alone: some would skip an update that others make",
+        "each rank would look for overflows only in its part: some would skip an update that others make",
         where="torch.amp.GradScaler",
         fix="use program.engine(...) with `precision: {loss_scale: dynamic}`, which skips on all ranks",
     )
@@ -418,8 +419,8 @@ def _refuse_scaler() -> NoReturn:
 
 def _refuse_draw(name: str, origin: Origin) -> NoReturn:
     raise ShardcError(
-        f"{name} would draw for this rank's part alone: other ranks draw the same numbers for theirs, or others than"
-        " one device",
+        f"{name} would draw only for this rank's part: other ranks draw the same numbers, or numbers that differ from "
+        "one device",
         where=str(origin),
         fix="fill it where the model is built (given the function that builds it, each rank computes its part);"
         " or p.copy_() this rank's part of what you draw, under torch.no_grad()",
@@ -428,12 +429,14 @@ def _refuse_draw(name: str, origin: Origin) -> NoReturn:
 
 def _refuse_sum_over_ranks(name: str, origin: Origin) -> NoReturn:
     """Refuse sums over ranks, as in loops that are written for torch.distributed alone."""
-    fix = "leave it out: backward has summed gradients over all ranks that compute some of them"
+    fix = "remove it: backward already sums gradients over all ranks that compute some of them"
     if not origin.grad:
-        fix = "leave it out: weights are alike where they have to be; broadcast=True of program.module and engine sends"
+        fix = (
+            "remove it: weights are already equal where they must be; broadcast=True of program.module and engine sends"
+        )
         fix += " those of rank 0"
     raise ShardcError(
-        "ranks have different parts of it: this would mix one with another",
+        "ranks have different parts of it: this would mix the parts",
         where=f"torch.distributed.{name} of {origin}",
         fix=f"{fix}; all_gather takes parts, and {'.grad' if origin.grad else 'p'}{_PLAIN}",
     )
@@ -469,8 +472,9 @@ def _refuse_whole_operands(args: Any, kwargs: Mapping[str, Any]) -> None:
 
 def refuse_checkpoint_of(fqn: str) -> NoReturn:
     raise ShardcError(
-        "this rank has a part of it, which torch.distributed.checkpoint would take for the whole, alike on all ranks",
+        "this rank has a part of it, which torch.distributed.checkpoint would treat as the whole, the same on all "
+        "ranks",
         where=fqn,
-        fix="save by module.save(folder, optimizer) or engine.save(folder), which any mesh loads; or give it the whole"
-        " weights, full_state_dict()",
+        fix="save with module.save(folder, optimizer) or engine.save(folder), which any mesh loads; or pass the whole "
+        "weights, full_state_dict()",
     )

@@ -22,21 +22,21 @@ from shardc.ir.program import Program
 Notes = dict[str, str]
 
 _PASS_IT = (
-    "make what changes a buffer (register_buffer) or part of the batch; else set it back, or compile again (several"
-    " programs: each of its own copy.deepcopy(model))"
+    "make the changing value a buffer (register_buffer) or part of the batch; else set it back, or compile again (for "
+    "several programs, compile each from its own copy.deepcopy(model))"
 )
 EVAL_MODE = (
-    "the model was in eval mode when it was compiled (from_pretrained returns it so): there is no dropout in training,"
-    " either, and batch norm takes its running statistics; call model.train() before compiling"
+    "the model was in eval mode when it was compiled (from_pretrained returns it so): training has no dropout either, "
+    "and batch norm uses its running statistics; call model.train() before compiling"
 )
-FREEZE_ALIKE = "set requires_grad alike on all ranks"
+FREEZE_ALIKE = "set the same requires_grad on all ranks"
 _PERHAPS = "; compile again if it matters"
 _HOOKED = (
     "a hook was added after the model was compiled, and never runs: add it before shardc.compile, or let the loss"
-    " function return the value, which comes back beside the loss"
+    " function return the value, which is then returned beside the loss"
 )
 _NOTHING = object()
-_AGAIN = "compile again after the change, and load the weights (engine.save, engine.load) into what comes out"
+_AGAIN = "compile again after the change, and load the weights (engine.save, engine.load) into the new program"
 
 
 def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
@@ -55,7 +55,7 @@ def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
     errors.raise_any()
     if program.eval_mode and model.training and not built:
         fault = "the model was in eval mode when it was compiled, and is in training mode now: a program has no dropout"
-        fix = "call it before compiling; to train without dropout, call eval() on the model that is given here"
+        fix = "call it before compiling; to train without dropout, call eval() on the model that is passed here"
         raise ShardcError(fault, where="model.train()", fix=fix)
     if model.training and not built:
         _check_still(program.still, {name: m.training for name, m in model.named_modules()}, "model")
@@ -72,7 +72,7 @@ def _other_dtype(program: Program, now: Mapping[str, nn.Parameter]) -> Notes:
         if x is not None and x.dtype.is_floating_point and x.element_size() < p.dtype.itemsize:
             old, new = (str(d).removeprefix("torch.") for d in (p.dtype, x.dtype))
             note = f"its weights were {old} when it was compiled, and are {new} now: they are held as {old} again"
-            return {"the model's dtype": f"{note}; `precision:` of the spec says in what is computed"}
+            return {"the model's dtype": f"{note}; `precision:` of the spec says in which dtype it computes"}
     return {}
 
 
@@ -208,7 +208,7 @@ def _differs(now: Any, then: Any) -> bool:
 
 def _changed(how: str, now: Any, then: Any) -> str:
     then, now = _text(then), _text(now)
-    return f"{how}, and it was {then} when the model was compiled; now it is {now}, which a program does not see"
+    return f"{how}, and it was {then} when the model was compiled; now it is {now}, but a program does not see it"
 
 
 def _text(value: Any) -> str:
@@ -282,7 +282,11 @@ def check_submodules(modules: Iterable[tuple[str, nn.Module]], still: Collection
     for name, m in others:
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
             fault = "a hook on this submodule would never run: the program replaces its forward and backward"
-            errors.add(fault, where=name, fix="let the loss function return the value: it comes back beside the loss")
+            errors.add(
+                fault,
+                where=name,
+                fix="let the loss function return the value: it is returned beside the loss",
+            )
         elif m.training != root.training and not any(f"{name}.".startswith(f"{outer}.") for outer in still):
             fault = (
                 f"this submodule is in {_mode(m)} mode and the module in {_mode(root)} mode, which would change nothing"
@@ -312,14 +316,14 @@ def check_not_replaced(held: Iterable[ModuleParam]) -> None:
     if replaced:
         if _within("functional_call"):
             raise ShardcError(
-                "it puts other tensors in the place of parameters, and the program has those that it was made with",
+                "it replaces parameters by other tensors, but the program uses its own",
                 where=f"torch.func.functional_call(module, {{{replaced[0].fqn!r}: ...}})",
-                fix="write them in, and back after the call: p.copy_(value) under torch.no_grad(); for whole weights"
-                " make a module of its own, program.module(model, weights=state_dict)",
+                fix="write them in, and back after the call: p.copy_(value) under torch.no_grad(); for whole weights "
+                "make a separate module, program.module(model, weights=state_dict)",
             )
         more = f" ({len(replaced)} such)" if len(replaced) > 1 else ""
         raise ShardcError(
-            f"the module's parameter, or its memory, was replaced: the program has the one that it was made with{more}",
+            f"the module's parameter, or its memory, was replaced: the program still uses the old one{more}",
             where=replaced[0].fqn,
             fix="write into it: load_state_dict without assign=True, or p.copy_(value) under torch.no_grad();"
             " a dtype is the spec's `precision`",
@@ -335,7 +339,7 @@ def _within(name: str) -> bool:
 
 def _add(errors: Errors, fqn: str, *, trains: bool) -> None:
     fault = "was frozen when the model was compiled, and" if trains else "was trained when the model was compiled, and"
-    now = "now requires a gradient, which the program does not compute" if trains else "is frozen now"
+    now = "now requires a gradient, but the program does not compute one" if trains else "is frozen now"
     errors.add(f"{fault} {now}", where=f"{fqn}.requires_grad", fix=_AGAIN)
 
 

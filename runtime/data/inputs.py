@@ -60,7 +60,7 @@ def check_real(by_path: Mapping[Path, Any]) -> None:
     for path, leaf in by_path.items():
         if isinstance(leaf, Tensor) and leaf.is_meta:
             fault = f"{type_name(leaf.dtype, leaf.shape)} is on the device 'meta', so it has no numbers"
-            errors.add(fault, where=name_of(path), fix="give a tensor with data; 'meta' is enough for compile only")
+            errors.add(fault, where=name_of(path), fix="pass a tensor with data; 'meta' is enough only for compile")
     errors.raise_any()
 
 
@@ -71,9 +71,9 @@ def check_plain(batch: Any) -> None:
         if is_traceable_wrapper_subclass(leaf):
             kind = type(leaf).__name__
             errors.add(
-                f"a {kind} is no plain tensor",
+                f"a {kind} is not a plain tensor",
                 where=name_of(path),
-                fix="pass the whole one, x.full_tensor(); or this rank's part of it, x.to_local(), with local=True"
+                fix="pass the whole tensor, x.full_tensor(); or this rank's part, x.to_local(), with local=True"
                 if kind == "DTensor"
                 else "pass a torch.Tensor of its numbers",
             )
@@ -90,10 +90,10 @@ def check_no_gradient(batch: Any) -> None:
     for path, leaf in leaves(batch):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             errors.add(
-                "it comes from other parameters, which would get no gradient: a program computes those of its own"
-                " parameters alone",
+                "it depends on other parameters, which would get no gradient: a program computes gradients only for "
+                "its own parameters",
                 where=name_of(path),
-                fix="detach it, or make what comes before a part of the model",
+                fix="detach it, or include the earlier computation in the model",
             )
     errors.raise_any()
 
@@ -129,7 +129,7 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     renamed = _renamed(program, by_path)
     if renamed is not None:
         x, path = renamed
-        fault = f"the batch has {name_of(path)!r} in its place, {type_name(x.dtype, by_path[path].shape)}"
+        fault = f"the batch has {name_of(path)!r} instead, {type_name(x.dtype, by_path[path].shape)}"
         errors.add(fault, where=name_of(x.path), fix=f"rename {name_of(path)!r} to {name_of(x.path)!r}")
         errors.raise_any()
     expected = {x.path for x in program.inputs}
@@ -152,14 +152,14 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
             errors.add(fault, where=name_of(path), fix="compile again with a batch that has this value")
         elif isinstance(now, (bool, int, float)) and now != then and then == then:
             errors.add(
-                f"the batch gives the number {now}, but the program was compiled with {then} in its place",
+                f"the batch gives the number {now}, but the program was compiled with {then} there",
                 where=name_of(path),
                 fix=f"pass it as a tensor, also to compile: torch.tensor({now})",
             )
     parts = {}
     for x in program.inputs:
         if wanted_local and (x.layout.paddings() or (x.microbatch is not None and x.microbatch.padding)):
-            fault = f"its size {list(x.shape)} does not divide over the ranks, so no rank's part says what the whole is"
+            fault = f"its size {list(x.shape)} does not divide over ranks: the whole size is unknown from a part"
             errors.add(
                 fault, where=name_of(x.path), fix="pass the whole batch, without local=True, or make the size divide"
             )
@@ -209,8 +209,8 @@ def _check_form(program: Program, batch: Any, by_path: Mapping[Path, Any]) -> No
     if isinstance(batch, str):  # probably a key of a dict
         got = f"the text {batch!r}"
         fix = (
-            "a loop over a dict gives its names: where batches are expected, such as of data() and evaluate_all, give a"
-            " list of them, [batch], or a torch Dataset of samples"
+            "a loop over a dict yields its names: where batches are expected, as in data() and evaluate_all, pass "
+            "a list of them, [batch], or a torch Dataset of samples"
         )
     raise ShardcError(f"the batch is {got}, and the program was compiled for {form}", where="batch", fix=fix)
 
@@ -311,13 +311,12 @@ def _fix(x: Input, by_path: Mapping[Path, Any], local: bool, part: Sequence[int]
     if isinstance(leaf, Tensor) and leaf.dtype == x.dtype and tuple(part) != x.shape and leaf.shape[1:] == x.shape[1:]:
         if not local and tuple(leaf.shape) == tuple(part):
             return (
-                "if this is a rank's part already, as local(batch) gives it: take it as it is; a smaller batch: see"
-                " engine.step, which compiles for it, or leave it out (drop_last=True)"
+                "if this is a rank's part already, as local(batch) returns it: pass it directly; a smaller batch: use "
+                "engine.step, which compiles for it, or drop it (drop_last=True)"
             )
         if 0 < leaf.shape[0] < (part if local else x.shape)[0]:
             return (
-                "leave the last, smaller batch of an epoch out (drop_last=True), or use engine.step, which compiles"
-                " for it"
+                "drop the last, smaller batch of an epoch (drop_last=True), or use engine.step, which compiles for it"
             )
     if type(leaf).__module__ == "numpy":
         return "make it a tensor: torch.from_numpy(...)"
@@ -325,8 +324,8 @@ def _fix(x: Input, by_path: Mapping[Path, Any], local: bool, part: Sequence[int]
         return "make it a tensor: torch.tensor(...)"
     if leaf is None and any(path[: len(x.path)] == x.path for path in by_path):
         return (
-            "give each sample a tensor (torch.tensor(...), or set_format('torch') of datasets): torch's default_collate"
-            " turns lists of numbers the other way round; or write a collate"
+            "make each sample a tensor (torch.tensor(...), or set_format('torch') of datasets): torch's default_collate"
+            " transposes lists of numbers; or write a collate"
         )
     if isinstance(leaf, Tensor) and leaf.dtype == x.dtype and x.shape and tuple(leaf.shape) == x.shape[1:]:
         loader = f"DataLoader(dataset, batch_size={x.shape[0]})"
@@ -351,7 +350,7 @@ def _fix(x: Input, by_path: Mapping[Path, Any], local: bool, part: Sequence[int]
             if path != x.path and isinstance(y, Tensor) and y.ndim and y.shape[0] == compiled != rows
         }
         if others and leaf.shape[1:] == x.shape[1:]:
-            return f"give it as many rows as {', '.join(others)}: {compiled}"
+            return f"use as many rows as {', '.join(others)}: {compiled}"
         if rows > compiled and leaf.shape[1:] == x.shape[1:]:
             return f"compile again with a batch of {rows} rows, or cut it into batches of at most {compiled}"
     return "pass a batch of the compiled shapes and dtypes, or compile again for this one"
@@ -373,7 +372,7 @@ def from_call(
     if any(isinstance(h, str) for h in heads):
         if len(args) == 1 and not kwargs and isinstance(args[0], Mapping) and heads <= set(args[0]):
             fault = "the batch came as one argument, and was compiled as keyword arguments"
-            raise ShardcError(fault, where="module(batch)", fix="spread it out: module(**batch)")
+            raise ShardcError(fault, where="module(batch)", fix="unpack it: module(**batch)")
         return {**dict(zip(names, args, strict=False)), **kwargs}
     return {**dict(enumerate(args)), **{(names.index(k) if k in names else k): v for k, v in kwargs.items()}}
 

@@ -109,8 +109,8 @@ class Loader:
             yield Rest(part) if rest else self._cut(part)
         if stream:
             if not nonempty:
-                fault = f"the dataset ends before it gives one global batch of {self.batch_size} samples"
-                raise ShardcError(fault, where=self.where, fix="give it more samples, or compile for a smaller batch")
+                fault = f"the dataset ends before one global batch of {self.batch_size} samples"
+                raise ShardcError(fault, where=self.where, fix="use more samples, or compile for a smaller batch")
             self.order.next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Loader:
                 f"{n} samples" if n is not None else "an iterable dataset" for n in (state["size"], self.order.size)
             ]
             raise ShardcError(
-                f"the checkpoint is in the middle of {sizes[0]}, and this is {sizes[1]}",
+                f"the checkpoint is in the middle of {sizes[0]}, but this one is {sizes[1]}",
                 where=self.where,
                 fix="continue with the same dataset, or begin with this one: load(folder, new_data=True), run:"
                 " --new-data",
@@ -187,10 +187,10 @@ class Loader:
         for x in self.program.inputs:
             if x.layout.paddings():
                 fault = (
-                    f"its size {list(x.shape)} does not divide over the ranks, so the last ones' parts would be"
-                    " filled up"
+                    f"its size {list(x.shape)} does not divide over the ranks, so the parts of the last ranks "
+                    "would be padded"
                 )
-                fix = "compile for a batch that divides, or give engine.step whole batches of a DataLoader of your own"
+                fix = "compile for a batch that divides, or pass engine.step whole batches from your own DataLoader"
                 errors.add(fault, where=name_of(x.path), fix=fix)
         errors.raise_any()
         sizes = {name_of(x.path): x.shape[d] for x in self.program.inputs if (d := self._dims[x.name]) is not None}
@@ -198,12 +198,12 @@ class Loader:
             raise ShardcError(
                 "none of the program's inputs has a batch dim",
                 where=self.where,
-                fix="give one in the spec's batch: {dims: ...}",
+                fix="set one in the spec's batch: {dims: ...}",
             )
         batch = min(sizes.values())
         for name, size in sizes.items():
             if size % batch:
-                fix = f"give {name!r} its batch dim in the spec's batch: {{dims: ...}}, or null if it has none"
+                fix = f"set the batch dim of {name!r} in the spec's batch: {{dims: ...}}, or null if it has none"
                 errors.add(
                     f"its batch dim is {size} long, which is not a multiple of the other inputs' {batch}",
                     where=name,
@@ -233,12 +233,11 @@ class Loader:
                 indices is not None and not torch.equal(indices, samples)
             ):
                 raise ShardcError(
-                    "its batch dim is split otherwise than by whole samples that the other inputs have on the same"
-                    " ranks",
+                    "its batch dim is not split into the same whole samples on the same ranks as the other inputs",
                     where=name_of(x.path),
                     fix=(
-                        "give all inputs the same split of the batch, or give engine.step whole batches of a DataLoader"
-                        " of your own"
+                        "split the batch of all inputs in the same way, or pass engine.step whole batches from "
+                        "your own DataLoader"
                     ),
                 )
             indices = samples
@@ -266,33 +265,30 @@ class Loader:
             fault = f"a {type(data).__name__} is not a dataset: it has neither __getitem__ and __len__, nor __iter__"
             raise ShardcError(fault, where=self.where, fix="pass a torch.utils.data.Dataset or IterableDataset")
         if isinstance(data, Iterator):
-            fix = "pass an object whose __iter__ begins anew, such as a torch.utils.data.IterableDataset"
-            raise ShardcError(f"a {type(data).__name__} can be read once only", where=self.where, fix=fix)
+            fix = "pass an object whose __iter__ starts again, such as a torch.utils.data.IterableDataset"
+            raise ShardcError(f"a {type(data).__name__} can be read only once", where=self.where, fix=fix)
         return True
 
     def _check(self, drop_last: bool, num_workers: int, options: Mapping[str, Any]) -> None:
         errors, size = Errors(), self.order.size
         for name in {"sampler", "batch_sampler"} & options.keys():
-            fix = "leave it out; for an order of your own, wrap the dataset and pass shuffle=False"
+            fix = "leave it out; for your own order, wrap the dataset and pass shuffle=False"
             errors.add(f"{name} is set by the loader, which decides what each rank reads", where=self.where, fix=fix)
         if size is None and self.order.shuffle:
             fix = "leave shuffle out, and shuffle in the dataset"
-            errors.add("an iterable dataset comes in its own order", where=self.where, fix=fix)
+            errors.add("an iterable dataset has its own order", where=self.where, fix=fix)
         if size is None and num_workers > 1:
-            fault = f"{num_workers} workers would each read the iterable dataset from its beginning"
+            fault = f"{num_workers} workers would each read the iterable dataset from the start"
             errors.add(fault, where=self.where, fix="use num_workers=1, or a dataset with __getitem__ and __len__")
         if size is not None and size < self.batch_size:
             fault = f"the dataset has {size} samples, fewer than one global batch of {self.batch_size}"
-            errors.add(fault, where=self.where, fix="give it more samples, or compile for a smaller batch")
+            errors.add(fault, where=self.where, fix="use more samples, or compile for a smaller batch")
         elif not drop_last and (size is None or (size % self.batch_size and self.program.resize is None)):
-            rest = f"{size % self.batch_size} samples" if size is not None else "what is left over"
+            rest = f"{size % self.batch_size} samples" if size is not None else "the rest of the samples"
             fault = (
-                f"the last batch of an epoch would be {rest} and not {self.batch_size}, for which the program was"
-                " compiled"
+                f"the last batch of an epoch would be {rest}, not {self.batch_size}, for which the program was compiled"
             )
-            errors.add(
-                fault, where=self.where, fix="leave drop_last out: another epoch's order leaves other samples over"
-            )
+            errors.add(fault, where=self.where, fix="leave drop_last out: each epoch's order drops other samples")
         errors.raise_any()
 
 
@@ -317,8 +313,7 @@ class Loaders(dict[str, Loader]):
                 f"the engine already has a loader named {loader.name!r}",
                 where="engine.loader",
                 fix=(
-                    "use that one for every epoch, or give this one a name of its own; name=None is not kept in"
-                    " checkpoints"
+                    "use that one for every epoch, or give this one its own name; name=None is not kept in checkpoints"
                 ),
             )
         if loader.name in self._waiting:

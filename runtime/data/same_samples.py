@@ -28,7 +28,7 @@ from shardc.runtime.mesh.agreement import DisagreementError, Fact, fingerprint, 
 
 FIX = (
     "return the whole Dataset on every rank, the same one: shardc reads each rank's part of it. (A Subset by the rank's"
-    " number, as in scripts for DDP, leaves out samples for good; what is drawn to make a dataset needs one seed)"
+    " number, as in scripts for DDP, loses samples; random numbers that make a dataset need the same seed on all ranks)"
 )
 
 

@@ -25,7 +25,7 @@ def named(doing: str) -> Iterator[None]:
         yield
     except StopIteration as e:  # would silently end the epoch
         fault = f"{doing} raises StopIteration, which would end the epoch as if it were its last sample"
-        raise ShardcError(fault, where="engine.loader", fix="give `next` a default there, or catch it") from e
+        raise ShardcError(fault, where="engine.loader", fix="pass `next` a default there, or catch it") from e
     except Exception as e:
         add_note(e, f"in {doing}")
         raise

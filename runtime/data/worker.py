@@ -172,12 +172,13 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any], numbers: 
             raise
         if "equal size" not in str(e):
             fault = (
-                f"torch makes no batch of samples {numbers[0]}, ...: {type(e).__name__}: {str(e).partition(chr(10))[0]}"
+                f"torch cannot make a batch of samples {numbers[0]}, ...: {type(e).__name__}: "
+                f"{str(e).partition(chr(10))[0]}"
             )
-            fix = "let each sample have the same keys, and tensors, arrays or numbers under them; or pass collate_fn"
+            fix = "make each sample have the same keys, with tensors, arrays or numbers as values; or pass collate_fn"
             raise ShardcError(fault, where="engine.loader", fix=f"{fix} (in a model file, collate(samples))") from e
         raise ShardcError(
-            f"the samples of a batch have several sizes, and nothing pads them ({e})",
+            f"the samples of a batch have several sizes, and are not padded ({e})",
             where="engine.loader",
             fix="pad them: collate_fn=lambda samples: ... (in a model file, collate(samples)); batch: {lengths: [...],"
             " pad: {...}} in the spec keeps the number of lengths small",

@@ -122,8 +122,8 @@ class Generator:
         spec = self.program.spec
         if spec is not None and (products := spec.precision.products) is not None and not products.by_rows:
             fault = (
-                f"products: {products.recipe} has one scale for all tokens that are computed at once: what a prompt"
-                " gives would hang on the others beside it, and on how many of its tokens a cache holds"
+                f"products: {products.recipe} has one scale for all tokens that are computed at once: the result of a "
+                "prompt would depend on the other prompts, and on how many of its tokens are in the cache"
             )
             fix = "compile with fp8-rowwise or mxfp8 to generate"
             raise ShardcError(fault, where=spec.where(("precision", "products")), fix=fix)
@@ -136,7 +136,7 @@ class Generator:
         elif prompts.inputs or prompts.decoder:
             names = ", ".join(name for name, _ in prompts.inputs) or "decoder_input_ids"
             fault = f"{self.program.meta.get('model')} has no encoder, which {names} would be for"
-            raise ShardcError(fault, where="generate", fix="give lists of token ids")
+            raise ShardcError(fault, where="generate", fix="pass lists of token ids")
         else:
             prompt = -(-prompts.longest // PROMPTS) * PROMPTS
         length = -(-(prompt + options.tokens) // CACHES) * CACHES
@@ -159,7 +159,7 @@ class Generator:
                 longer = self._runs(result.trial) if result.trial is not None else first
                 if self._agree(longer, first, following, call):
                     return first, following
-            why = why or result.why or f"with a cache {self.program.meta.get('model')} gives other logits than without"
+            why = why or result.why or f"with a cache {self.program.meta.get('model')} has other logits than without"
         self.note(f"{why}: each token takes a forward of the whole sequence")
         return None
 
@@ -169,7 +169,7 @@ class Generator:
     def _compile_on_all(self, make: Callable[[Resize], T]) -> T:
         """Compile the same on all ranks. Raises ShardcError, on all, if one of them cannot."""
         if self.program.resize is None:
-            fault = "generating runs programs of its own, and one that was loaded has no model to compile"
+            fault = "generating compiles more programs, but a loaded program has no model to compile"
             raise ShardcError(fault, where="generate", fix="compile in this process (shardc.compile)")
         self.mesh.barrier()  # for ranks that are threads of one process: none runs during a compilation
         result, error = None, None
@@ -178,7 +178,7 @@ class Generator:
         except ShardcError as e:
             error = e
         if self.mesh.sum_on_host([error is not None])[0]:  # the model may exist on some ranks only
-            raise error or ShardcError("another rank could not compile what generates", where="generate")
+            raise error or ShardcError("another rank could not compile the program that generates", where="generate")
         assert result is not None
         self.mesh.barrier()
         return result
@@ -265,7 +265,7 @@ class Generator:
         _, other = runs.interpreter.forward(self._stage_inputs(runs, batch))
         differs = LOGITS in made and not torch.allclose(made[LOGITS], other[LOGITS], rtol=1e-2, atol=1e-3)
         if self.mesh.sum_on_host([differs])[0]:
-            fault = "logits depend on the tokens behind them: the model is not causal, and cannot generate"
+            fault = "logits depend on later tokens: the model is not causal, and cannot generate"
             raise ShardcError(fault, where="generate", fix="give its attention a causal mask")
 
     def _stage_inputs(self, runs: _Runs, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,16 +35,16 @@ class Options:
         whole |= {"top_k": (self.top_k, 1)} if self.top_k is not None else {}
         for name, (x, least) in whole.items():
             if isinstance(x, bool) or not isinstance(x, int) or x < least:
-                errors.add(f"{x!r} is no whole number of at least {least}", where=name, fix="pass one")
+                errors.add(f"must be a whole number of at least {least}, not {x!r}", where=name, fix="pass one")
         if not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature < float("inf"):
-            errors.add(
-                f"{self.temperature!r} is no number of at least 0", where="temperature", fix="0 is greedy, 1 plain"
-            )
+            fault = f"must be a number of at least 0, not {self.temperature!r}"
+            errors.add(fault, where="temperature", fix="pass 0 for greedy decoding, 1 for plain sampling")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            errors.add(f"{self.top_p!r} is no probability", where="top_p", fix="a number above 0, at most 1")
+            fault = f"must be above 0 and at most 1, not {self.top_p!r}"
+            errors.add(fault, where="top_p", fix="pass a probability, such as 0.9")
         if not self.temperature and (self.top_k or self.top_p):
-            fault = "nothing is drawn at temperature 0: the most likely token is taken"
-            errors.add(fault, where="top_k, top_p", fix="give a temperature, such as 1.0, or leave them out")
+            fault = "temperature 0 does not sample: it takes the most likely token"
+            errors.add(fault, where="top_k, top_p", fix="pass a temperature, such as 1.0, or leave them out")
         errors.raise_any()
 
 
@@ -80,7 +80,7 @@ class Prompts:
                 raise ShardcError(
                     f"{', '.join(inputs)} have different numbers of rows, or none",
                     where="generate",
-                    fix="give every input of the encoder, and decoder_input_ids, for the same rows",
+                    fix="pass every input of the encoder, and decoder_input_ids, for the same rows",
                 )
             return cls(((),) * count, tuple(inputs.items()), begun)
         rows = [_row(x) for x in given] if isinstance(given, (Tensor, Sequence)) and len(given) else []
@@ -90,7 +90,7 @@ class Prompts:
             ]
         if not rows or not all(rows):
             which = f"prompt {rows.index(())} has no token" if rows else "there is no prompt"
-            raise ShardcError(which, where="generate", fix="give lists of token ids, at least one in each")
+            raise ShardcError(which, where="generate", fix="pass lists of token ids, at least one id in each")
         return cls(tuple(rows), decoder=begun)
 
     def for_decoder(self, start: int | None) -> Prompts:
@@ -103,10 +103,10 @@ class Prompts:
             begun = ((start,),) * len(self.ids)
         if not begun:
             fault = "the model's configuration has no decoder_start_token_id"
-            raise ShardcError(fault, where="generate", fix='give "decoder_input_ids": one list of ids a row')
+            raise ShardcError(fault, where="generate", fix='pass "decoder_input_ids": one list of ids for each row')
         if len(begun) != len(self.ids) or len({len(row) for row in begun}) > 1 or not all(begun):
             fault = f"decoder_input_ids of {len(begun)} rows and {sorted({len(row) for row in begun})} tokens"
-            raise ShardcError(fault, where="generate", fix="give as many to each row, in calls of their own if need be")
+            raise ShardcError(fault, where="generate", fix="pass equally many for each row, or make several calls")
         return Prompts(begun)
 
     def for_encoder(self, rows: int, multiple: int) -> dict[str, Tensor]:
@@ -146,5 +146,5 @@ def _row(x: Any) -> tuple[int, ...]:
     ids = tuple(x) if isinstance(x, Iterable) else ()
     if isinstance(x, str) or not isinstance(x, Iterable) or not all(isinstance(t, int) for t in ids):
         fault = f"a prompt is a {type(x).__name__}, not a list of token ids"
-        raise ShardcError(fault, where="generate", fix="give the ids of each prompt: tokenizer(texts)")
+        raise ShardcError(fault, where="generate", fix="pass the ids of each prompt: tokenizer(texts)")
     return ids

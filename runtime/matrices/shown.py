@@ -60,7 +60,7 @@ class MatrixStandIns:
                     raise ShardcError(
                         f"the optimizer holds a tensor of shape {list(x.shape)} that is not one of its parameters",
                         where="optimizer",
-                        fix="make the optimizer from the parameters that shardc gives it",
+                        fix="make the optimizer from the parameters that shardc passes to it",
                     )
         return [[self.matrices[id(x)] for x in group["params"]] for group in optimizer.param_groups]
 

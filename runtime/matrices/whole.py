@@ -96,9 +96,9 @@ class WholeMatrices:
             grad = self._stored[name].grad
             if grad is None:
                 raise ShardcError(
-                    "backward gave no gradient of it, which the graph of the model has",
+                    "backward computed no gradient for it, but the graph of the model has one",
                     where=name,
-                    fix="leave it out of the optimizer over whole matrices",
+                    fix="remove it from the optimizer over whole matrices",
                 )
             grads[name] = grad.as_subclass(Tensor)
         for p in self.owned.values():

@@ -43,16 +43,16 @@ SHOWN = 4  # ranks, facts and values that an error names
 ROOM = 64
 #: Bytes of a fact's text that ranks exchange for an error, 7 to a number.
 TEXT = 42
-SAME_OPTIMIZER = "construct the optimizer and its scheduler alike on all ranks, and load one checkpoint into all"
+SAME_OPTIMIZER = "construct the same optimizer and scheduler on all ranks, and load the same checkpoint on all"
 SAME_PROGRAM = "compile the same model and spec, with the same version of shardc and torch, on all ranks"
 SAME_CALLS = (
-    "let all ranks make the same calls in the same order: steps, updates, evaluating, norms, saving, exporting and"
-    " full_state_dict are what all do together, so call them outside of `if rank == 0:`; where data ends on one, end it"
-    " on all"
+    "make the same calls in the same order on all ranks: all ranks together run steps, updates, evaluating, norms, "
+    "saving, exporting and full_state_dict, so call them outside of `if rank == 0:`; if data ends on one rank, "
+    "end it on all"
 )
 SAME_BATCH = (
-    "give every rank the same batches: return a torch Dataset from data() or read one with engine.loader, seed what"
-    " shuffles or draws, or pass each rank its own part with local=True"
+    "give every rank the same batches: return a torch Dataset from data() or read one with engine.loader, seed all "
+    "shuffling and random numbers, or pass each rank its own part with local=True"
 )
 
 
@@ -160,7 +160,7 @@ def check(mesh: Any, facts: Sequence[Fact], call: str = "a step") -> list[Fact]:
     layout: Mesh = mesh.layout
     if layout.world == 1:
         return []
-    doing = stated("what this rank does", call, fix=SAME_CALLS)
+    doing = stated("the call of this rank", call, fix=SAME_CALLS)
     vector = _vector(doing, mesh)
     for f in facts:
         vector += _vector(f, mesh)

@@ -59,14 +59,14 @@ class Failures:
             rank, report = causes[0]
             fault = f"{self._layout.named(rank)} {report}"
         elif _contains_any(error, _LATE):
-            fault = f"another rank did not come within the time limit to {activity.collective}, {activity}"
+            fault = f"the time limit passed before another rank reached {activity.collective}, {activity}"
         else:
-            fault = f"the connection to another rank broke in {doing}: its process was killed, or hangs"
-        fix = "see the error of that rank; go on from the last checkpoint"
-        if "ended without a word" in fault:  # such as `if rank == 0: module.full_state_dict()`
+            fault = f"the connection to another rank broke in {doing}: its process was killed or hangs"
+        fix = "see the error of that rank; continue from the last checkpoint"
+        if "ended without an error" in fault:  # such as `if rank == 0: module.full_state_dict()`
             fix = (
-                "see the error of that rank, and go on from the last checkpoint; if it has none, call this on every"
-                " rank, not only on some: steps, saving and full_state_dict are what all ranks do together"
+                "see the error of that rank, and continue from the last checkpoint; if it has none, call this on every"
+                " rank, not only on some: all ranks run steps, saving and full_state_dict together"
             )
         return RankFailedError(fault, where=doing, fix=fix)
 
@@ -82,7 +82,7 @@ class Failures:
             if not causes and ended:  # ranks that end because of it find this report
                 assert self._processes is not None
                 for r in ended:
-                    causes[r] = f"was killed, or ended without a word, {self._processes.doing(r) or f'in {doing}'}"
+                    causes[r] = f"was killed, or ended without an error, {self._processes.doing(r) or f'in {doing}'}"
                     self._store.set(self._key(r), causes[r])
             return bool(causes)
 

@@ -61,7 +61,7 @@ def _default_type() -> str:
         return "cpu"
     if dist.is_initialized() and backend_of("cuda") in ("", "gloo"):
         warnings.warn(
-            "shardc: CUDA is there but not used: the process group sends over gloo. For GPUs call"
+            "shardc: CUDA is available but not used: the process group sends over gloo. For GPUs call"
             " init_process_group() without a backend, or let shardc join the world",
             stacklevel=4,
         )

@@ -151,7 +151,7 @@ def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
 def _report_late_rank(rank: int, address: str) -> Iterator[None]:
     """Print a line if rank 0 is late. Only rank 1 prints, as ranks cannot agree before they meet."""
     where = f"to {address}, where ranks meet, for {NAMED:.0f} s"
-    message = f"rank 0 has not come {where}: it is stopped, starts slowly, or its machine is gone"
+    message = f"rank 0 has not arrived {where}: it is stopped, starts slowly, or its machine is gone"
     late = threading.Timer(NAMED, print_line, [message])
     late.daemon = True
     if rank == 1:

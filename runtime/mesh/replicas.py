@@ -29,13 +29,13 @@ from shardc.runtime.mesh.agreement import (
 #: Steps between two checks of all replicas.
 CHECK_EVERY = 256
 SAME_WEIGHTS = (
-    "give every rank the same weights: make the model inside of the function that makes it (model() of a model file"
+    "use the same weights on every rank: make the model inside its function (model() of a model file"
     " runs with one seed everywhere), or call torch.manual_seed before; in Python, program.engine(..., broadcast=True)"
     " sends those of rank 0"
 )
 REPAIR = (
-    "go on from the last checkpoint, and test the memory of that machine; if it happens again elsewhere, some kernel"
-    " adds in no fixed order: torch.use_deterministic_algorithms(True)"
+    "continue from the last checkpoint, and test the memory of that machine; if it happens on another machine, some "
+    "kernel adds in no fixed order: torch.use_deterministic_algorithms(True)"
 )
 
 

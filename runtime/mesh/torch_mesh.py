@@ -359,7 +359,7 @@ class TorchMesh(RankMesh):
                 raise ShardcError(
                     f"the connections of the ranks ended before: {self._cut}",
                     where=doing,
-                    fix="make another, program.engine(...) or program.module(...), and load the last checkpoint",
+                    fix="make a new one, program.engine(...) or program.module(...), and load the last checkpoint",
                 )
             try:
                 yield
@@ -407,7 +407,7 @@ class TorchMesh(RankMesh):
             return
         assert self._store is not None
         if self._processes is not None and self._processes.ended():
-            raise RankFailedError("not all ranks are there any more", where="meeting again")
+            raise RankFailedError("some ranks have ended", where="meeting again")
         store = dist.PrefixStore(f"shardc/again{self._failures.number}", self._store)  # type: ignore[attr-defined]
         backend = "gloo" if self.device.type == "cpu" else "nccl"
         with not_inherited():
@@ -466,7 +466,7 @@ def _started(world: int) -> str:
     if script.suffix == ".py":
         return f"{world} processes (torchrun --nproc-per-node {world} {script.name})"
     return (
-        f"{world} processes (a file with a loop of its own: torchrun --nproc-per-node {world} FILE.py; `shardc run`"
+        f"{world} processes (a file with its own loop: torchrun --nproc-per-node {world} FILE.py; `shardc run`"
         " takes one with model() and batch(), without a loop)"
     )
 

@@ -42,8 +42,8 @@ _SHOWN = 8  # ranks that a message lists
 #: Reasons why a rank does not answer.
 STOPPED = "does not answer for SECONDS s: it is stopped (SIGSTOP)"
 SILENT = "does not answer for SECONDS s: it is stopped, or its machine is gone"
-ABSENT = "has not come for SECONDS s: it starts slowly, is stopped, or its machine is gone"
-KILLED = "was killed, or ended without a word,"
+ABSENT = "has not arrived for SECONDS s: it starts slowly, is stopped, or its machine is gone"
+KILLED = "was killed, or ended without an error,"
 _PLURAL = {"does": "do", "has": "have", "was": "were"}
 
 
@@ -250,7 +250,7 @@ class Watch:
 
 
 #: The fix where busy ranks are not in the call that the others are in.
-_EVERY_RANK = "if it never gets there: a step, a backward, an evaluation and a save are calls that every rank makes"
+_EVERY_RANK = "if it never gets there: every rank must call each step, backward, evaluation and save"
 
 
 def verdict(

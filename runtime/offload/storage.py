@@ -146,7 +146,7 @@ class Files:
         except OSError as e:
             free = os.statvfs(self.folder)
             fault = (
-                f"{self.folder} has no room for {nbytes:,} bytes more ({free.f_bavail * free.f_frsize:,} are free):"
+                f"{self.folder} has no room for {nbytes:,} more bytes ({free.f_bavail * free.f_frsize:,} are free):"
                 f" {e.strerror}"
             )
             raise ShardcError(

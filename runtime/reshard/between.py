@@ -77,7 +77,7 @@ def move_weights(old: End, other: Any) -> Reshard:
     new: End | None = getattr(other, "weights_end", None)
     if new is None:
         fault = f"a {type(other).__name__} holds no weights of a program"
-        fix = "give it an engine, or what program.forward or program.module returns"
+        fix = "pass an engine, or the result of program.forward or program.module"
         raise ShardcError(fault, where="weights_to", fix=fix)
     with old.mesh.together("moving weights"), old.sending(), new.receiving():
         if old.checks:

@@ -61,7 +61,7 @@ class Wanted:
         result = routes(have, need, world, rank, beside=beside, turn=turn)
         if result.lacking:
             fault = f"{result.lacking} of its elements, which rank {rank} needs, are on no rank"
-            raise ShardcError(fault, where=self.name, fix="report this: it is a mistake in shardc")
+            raise ShardcError(fault, where=self.name, fix="report this: it is a bug in shardc")
         return result
 
 

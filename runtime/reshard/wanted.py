@@ -68,7 +68,7 @@ def check(old: Plan, new: Plan, *, all_buffers: bool) -> None:
     before, after = old.program.mesh, new.program.mesh
     if before.world != after.world:
         fault = f"the mesh {before} has {before.world} ranks, and {after} has {after.world}"
-        fix = "give both as many ranks; to go on with other ranks, save, and load there"
+        fix = "use the same number of ranks for both; to continue on another number of ranks, save, and load there"
         raise ShardcError(fault, where="mesh", fix=fix)
     errors = Errors()
     have, want = (_shapes(plan, all_buffers) for plan in (old, new))

@@ -146,7 +146,7 @@ def make(
     if min(stages, ranks, microbatches) < 1 or stages % ranks:
         fault = f"{stages} stages on {ranks} ranks with {microbatches} microbatches"
         raise ShardcError(
-            fault, where=where, fix="give every rank as many stages as the others, and at least one microbatch"
+            fault, where=where, fix="give every rank the same number of stages, and at least one microbatch"
         )
     maker = SCHEDULES[name]
     if maker.only and stages // ranks not in maker.per_rank:
@@ -177,7 +177,7 @@ def load(schedule: str, *, stages: int, ranks: int, microbatches: int, edges: Ed
         ):
             if has != wants:
                 raise ShardcError(
-                    f"{schedule} has {has} {kind}, and the spec {wants}",
+                    f"{schedule} has {has} {kind}, but the spec needs {wants}",
                     where=where,
                     fix=f"change the number of {kind} in the file or in the spec",
                 )

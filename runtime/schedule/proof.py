@@ -98,9 +98,7 @@ class _Prover:
                     )
                 continue
             if a in self.at:
-                self.add(
-                    "twice", s.place(rank, i), f"{a} is there twice: also at {self.place(a)}", "take one of them out"
-                )
+                self.add("twice", s.place(rank, i), f"{a} occurs twice: also at {self.place(a)}", "remove one of them")
                 continue
             if not (
                 0 <= a.stage < s.stages
@@ -126,7 +124,7 @@ class _Prover:
                 self._link(a, between)
             elif a.kind in ("B", "I") and self.training:
                 if (other := self.backward.setdefault((a.stage, a.microbatch), a)) != a:
-                    self.add("twice", s.place(rank, i), f"{a} does again what {other} does", f"take {a} or {other} out")
+                    self.add("twice", s.place(rank, i), f"{a} repeats {other}", f"remove {a} or {other}")
             elif a.kind in ("B", "I", "W", "REDUCE") and not self.training:
                 self.add("evaluation", s.place(rank, i), f"{a} in a schedule that only runs forward", "take it out")
 
@@ -151,8 +149,8 @@ class _Prover:
                 self.add(
                     "twice",
                     s.place(rank, i),
-                    f"{a} does again what {a._replace(kind='B')} does",
-                    "take it out, or write I and W for B",
+                    f"{a} repeats {a._replace(kind='B')}",
+                    "remove it, or write I and W for B",
                 )
         reduced = {a.stage for a in self.at if a.kind == "REDUCE"}
         for stage in range(s.stages):
@@ -161,12 +159,12 @@ class _Prover:
                     "missing",
                     f"{s.name}: rank {s.placement[stage]}",
                     f"{stage}REDUCE is missing",
-                    "add it, or leave all of them out",
+                    "add it, or remove all of them",
                 )
         stepping = [bool(row) and row[-1].kind == "STEP" for row in s.actions]
         for rank in range(s.ranks):
             if any(stepping) and not stepping[rank]:
-                self.add("missing", f"{s.name}: rank {rank}", "STEP is missing", "add it, or leave all of them out")
+                self.add("missing", f"{s.name}: rank {rank}", "STEP is missing", "add it, or remove all of them")
 
     def _needed(self, stage: int, m: int) -> Iterator[Action]:
         yield Action("F", stage, m)

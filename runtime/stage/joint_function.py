@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardc.runtime.stage.joint_stage import JointStage
     from shardc.runtime.step.module_running import Running
 
-_AROUND = "a term that needs gradients itself (a gradient penalty) belongs into the loss function,"
+_AROUND = "a term that needs gradients itself (a gradient penalty) belongs in the loss function,"
 _AROUND += " shardc.compile(model, batch, spec, loss=...)"
 
 
@@ -103,16 +103,16 @@ class JointCall:
             runs = engine_executes(get_gradient_edge(p).node)
             if runs is None:
                 raise ShardcError(
-                    "gradients of parameters are summed over ranks when backward() ends, and lie in .grad:"
-                    " autograd.grad would find none, or that of this rank's part alone",
+                    "gradients of parameters are summed over ranks when backward() ends, and are in .grad: "
+                    "autograd.grad would find none, or only that of this rank's part",
                     where="torch.autograd.grad(loss, module.parameters())",
                     fix=f"call loss.backward() and read each p.grad; {_AROUND}",
                 )
             if not runs:
                 raise ShardcError(
-                    "with inputs=, backward would leave out what sums gradients over ranks: none would come",
+                    "with inputs=, backward would skip the sums of gradients over ranks: no gradient would arrive",
                     where="loss.backward(inputs=...)",
-                    fix="call loss.backward(), and set the .grad that is not wanted to None",
+                    fix="call loss.backward(), and set the .grad that you do not need to None",
                 )
 
 

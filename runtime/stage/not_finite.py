@@ -26,7 +26,7 @@ Action = Literal["ignore", "stop", "skip"]
 
 
 _FIX = (
-    "nothing was updated: try a lower learning rate, clip (clip_norm=, --clip), or leave such updates out"
+    "nothing was updated: try a lower learning rate, clip (clip_norm=, --clip), or skip such updates"
     " (nonfinite='skip', --nonfinite skip)"
 )
 _FLOAT16 = (

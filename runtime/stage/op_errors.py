@@ -73,7 +73,7 @@ def no_memory(error: BaseException) -> bool:
 def out_of_memory(error: BaseException, where: str, fix: str = LESS_MEMORY) -> OutOfMemoryError:
     """Build the error for the user. where: what was running."""
     tried = _TRIED.search(str(error))
-    size = f": {tried[1]} {tried[2]} more were asked for" if tried else ""
+    size = f": {tried[1]} {tried[2]} more were requested" if tried else ""
     return OutOfMemoryError(f"out of memory{size}", where=where, fix=fix)
 
 
@@ -91,7 +91,7 @@ def outside(ids: Any, rows: int, ignore: int | None = None) -> str:
 def lookup_error(what: str, key: str, where: str) -> OutOfRangeError:
     """Build the error for ids outside of a table. what: from `outside`; key: the batch input with the ids."""
     if key:
-        fix = f"correct {key!r} in the batch (does another tokenizer make it?), or make the table larger"
+        fix = f"correct {key!r} in the batch (is it from another tokenizer?), or make the table larger"
     else:
         fix = (
             "make the table larger, or the sequences shorter (--seq of an hf: model): these numbers are made in"
@@ -163,7 +163,7 @@ def label_error(what: str, where: str) -> OutOfRangeError:
 
 
 def _index_error(error: IndexError, node: fx.Node | None, values: dict[str, Any], where: str) -> OutOfRangeError:
-    message = (str(error).strip() or "no more is known").splitlines()[0]
+    message = (str(error).strip() or "no details are known").splitlines()[0]
     target: Any = node.target if node is not None else None
     operands = node.all_input_nodes if node is not None else []
     args: Any = node.args if node is not None else ()
@@ -178,7 +178,7 @@ def _index_error(error: IndexError, node: fx.Node | None, values: dict[str, Any]
         logits, labels = (values[n.name] for n in operands[:2])
         classes = args[5] if target is ops.nll_parts else logits.shape[1 if logits.dim() > 1 else 0]
         return label_error(outside(labels, int(str(classes)), -100) or message, where)
-    fix = "check the ids in the batch against the sizes of what they are looked up in"
+    fix = "compare the ids in the batch with the sizes of the tables that they index"
     return OutOfRangeError(f"an index is out of range: {message}", where=where, fix=fix)
 
 

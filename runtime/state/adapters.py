@@ -99,7 +99,7 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
         raise ShardcError(fault, where=str(opened[-1][1].path), fix="write `adapters` as they were trained")
     begun = {n: p for n, p in expected.items() if n not in tensors and n not in weights.shapes}
     if begun and not tensors:
-        notes.append("adapters: as they begin")
+        notes.append("adapters: with their initial values")
     return _add_weights(weights, begun, tensors, recorder, seed, program, notes)
 
 
@@ -277,12 +277,12 @@ class OfSpec:
         for adapter in self.program.adapters:
             base = self._of(adapter)
             if whole_name(base.fqn) != base.fqn:
-                fault = f"{whole_name(base.fqn)} is quantised: what is added to it would be rounded"
+                fault = f"{whole_name(base.fqn)} is quantised: the added adapter would be rounded"
                 fix = "export the adapters (without merge)"
                 raise ShardcError(fault, where="merge", fix=fix)
             if tied := [other for other, name in ties.items() if name in base.names]:
                 fault = f"{base.fqn} is also {tied[0]}, which its adapter does not change: they cannot be merged"
-                fix = "export the adapters (without merge), or train with the two weights apart"
+                fix = "export the adapters (without merge), or train with the two weights untied"
                 raise ShardcError(fault, where="merge", fix=fix)
             for name in base.members or (base.fqn,):
                 a, b = (tensors[adapter_fqn(name, kind)] for kind in (A, B))
@@ -337,7 +337,7 @@ class OfSpec:
             fault = f"peft has one kind of adapter in a folder, and the spec has {' and '.join(sorted(kinds))}"
             raise ShardcError(fault, where="adapters", fix="export them merged: engine.export(folder, merge=True)")
         if "" in self._saved():
-            fault = "peft saves whole modules beside adapters, and what is trained here belongs to the model itself"
+            fault = "peft saves whole modules beside adapters, but these trained weights belong to the model itself"
             raise ShardcError(
                 fault, where="freeze", fix="freeze it, or export merged: engine.export(folder, merge=True)"
             )

@@ -36,7 +36,7 @@ from shardc.runtime.state.tensor_file import BLOCK, bytes_of
 def damage(file: Path, key: str, s: Slice) -> DamagedError:
     """Build the error for a slice whose digest does not match."""
     place = ",".join(f"{a}:{a + n}" for a, n in zip(s.offset, s.shape, strict=True))
-    return DamagedError(f"{key}[{place}], at byte {s.place}, is not what was saved", where=str(file))
+    return DamagedError(f"{key}[{place}], at byte {s.place}, differs from the saved data", where=str(file))
 
 
 def read_whole(descriptor: int, stored: Stored, s: Slice) -> Tensor | None:
@@ -170,9 +170,9 @@ def none_in(folder: Path) -> ShardcError:
     """Build the error for a folder without a checkpoint."""
     if any((folder / name).exists() for name in _OLDER_FORMAT):
         return ShardcError(
-            "this is a checkpoint of torch.distributed.checkpoint, which shardc wrote before: it holds pickles",
+            "this is a checkpoint of torch.distributed.checkpoint, which shardc wrote before: it contains pickles",
             where=str(folder),
-            fix=f"convert it, in a process of its own: shardc checkpoint import {folder} NEW_FOLDER",
+            fix=f"convert it, in a separate process: shardc checkpoint import {folder} NEW_FOLDER",
         )
     fix = "name a folder that shardc saved to"
     return ShardcError("there is no checkpoint in this folder", where=str(folder), fix=fix)
@@ -232,7 +232,7 @@ def check_file(path: Path, index: Index, number: int) -> None:
         with disk_calls.opened(path / file.name) as descriptor:
             size = os.fstat(descriptor).st_size
             if size != file.nbytes:
-                raise DamagedError(f"the file has {size} bytes, and had {file.nbytes}", where=where)
+                raise DamagedError(f"the file has {size} bytes, and had {file.nbytes} when saved", where=where)
             header = bytearray(file.header)
             disk_calls.read_into(descriptor, memoryview(header), 0)
     except OSError as e:
@@ -261,8 +261,8 @@ def remedy(path: Path) -> str:
     """Return how to continue after a damaged checkpoint: with another one of its folder, if there is one."""
     for g in generations(path.parent):
         if g.path.name != path.name and complete(g.path):
-            return f"{g.path} is complete: load that one, or let it be found with last_good=True (run: --last-good)"
-    return "no other checkpoint is beside it: get it again from where it was copied"
+            return f"{g.path} is complete: load that one, or find it with last_good=True (run: --last-good)"
+    return "the folder has no other checkpoint: copy it again from its source"
 
 
 # --- without a program: is a checkpoint whole, and in what do two differ?

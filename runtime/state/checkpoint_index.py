@@ -162,7 +162,7 @@ def from_bytes(data: bytes) -> Index:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError as e:
-        raise ValueError(f"it is no text: byte {e.start}") from None
+        raise ValueError(f"it is not text: byte {e.start}") from None
 
 
 def _checked(found: dict[str, Any]) -> Index:
@@ -196,10 +196,10 @@ def read_tables(found: Mapping[str, Any]) -> tuple[tuple[File, ...], dict[str, S
 def _check(files: tuple[File, ...], tensors: Mapping[str, Stored], *, partial: bool) -> None:
     """Check that every byte is in a header or in one slice, and that tensors are whole unless partial."""
     if len({f.name for f in files}) != len(files):
-        raise ValueError("a file stands twice in files")
+        raise ValueError("a file occurs twice in files")
     for name, t in tensors.items():
         if not partial and sum(math.prod(s.shape) for s in t.slices) != math.prod(t.shape):
-            raise ValueError(f"the slices of {name!r} are not all of it")
+            raise ValueError(f"the slices of {name!r} do not cover it")
         for s in t.slices:
             if len(s.offset) != len(t.shape) or len(s.shape) != len(t.shape):
                 raise ValueError(f"a slice of {name!r} has other dims than its shape")

@@ -460,5 +460,5 @@ def _agree(mesh: Any, problem: OSError | None, folder: Path) -> None:
         if mesh.rank == 0 and folder.is_dir():
             for part in folder.glob(".*.writing"):
                 part.unlink(missing_ok=True)
-        fix = "name a folder that all ranks can write to, with enough room"
+        fix = "name a folder with enough space that all ranks can write to"
         raise ShardcError(f"the weights cannot be written: {words}", where=str(folder), fix=fix) from problem

@@ -92,7 +92,7 @@ def record_reset(model: nn.Module) -> Recipe:
     for name, module in model.named_modules():
         if any(hasattr(module, method) for method in ("init_weights", "_init_weights")):
             errors.add(
-                "the model is on the meta device and has an initialisation of its own, which ran there without effect",
+                "the model is on the meta device and has its own initialisation, which had no effect there",
                 where=name or type(module).__name__,
                 fix="pass the function that builds the model instead of the model",
             )

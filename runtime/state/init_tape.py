@@ -314,7 +314,7 @@ class Recorder:
         except RandomValue as e:
             place = source.of_call()
             raise ShardcError(
-                f"building the model looks at the value of random numbers ({place.shown or e.entry.name})",
+                f"building the model reads the value of random numbers ({place.shown or e.entry.name})",
                 where=place.line,
                 fix="pass a real model instead of its builder",
             ) from e

@@ -86,8 +86,8 @@ def load(
             problems.append(ShardcError(e.what, where=e.where))
             continue
         return loading.index.extra
-    fix = "get one again from where it was copied"
-    raise DamagedError("none of the checkpoints is whole", where=str(folder), fix=fix, errors=problems)
+    fix = "copy one again from its source"
+    raise DamagedError("all checkpoints are damaged", where=str(folder), fix=fix, errors=problems)
 
 
 def candidates(folder: Path, mesh: Any, *, last_good: bool) -> Iterator[Path]:

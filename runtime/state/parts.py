@@ -234,8 +234,8 @@ def _check(program: Program, given: Weights, rest: Weights | None) -> None:
                 f"the program was compiled with {' and '.join(present)} as one tensor, but in the {given.what} they"
                 " differ",
                 where=x.fqn,
-                fix="compile the model without that tie (of transformers: tie_word_embeddings: false in its config), or"
-                " bring weights that have it",
+                fix="compile the model without that tie (in transformers tie_word_embeddings: false in its config), or "
+                "pass weights that have it",
             )
     known = {n for x in entries for n in x.names}
     check_names(errors, expected, given.shapes, known, f"the {given.what}")

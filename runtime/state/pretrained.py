@@ -122,7 +122,7 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> Placed:
             errors.add(
                 f"{name} has the shape {list(x.shape)} in {files.path}, and {list(want[name].shape)} in the model",
                 where=name,
-                fix="make the model with the config of these weights, or rename what is new in it",
+                fix="make the model with the config of these weights, or rename the new tensors",
             )
     _fold(errors)
     first = {id(want[n]): x for n, x in reversed(mapped.items())}
@@ -130,9 +130,9 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> Placed:
     if len(mapped) * FEW <= min(len(files.tensors), len({id(x) for x in want.values()})):
         count = f"{len(mapped)} ({_names(mapped)})" if mapped else "none"
         fault = f"{count} of its {len(files.tensors)} tensors is in the model: {_names(files.tensors)}; the model has"
-        fix = "compile the model that these weights are of"
+        fix = "compile the model that these weights belong to"
         if mapped:
-            fix += ", or put into it what it has of them alone: program.engine(model, weights={name: tensor})"
+            fix += ", or load only the tensors that it has: program.engine(model, weights={name: tensor})"
         raise ShardcError(f"{fault} {_names(want)}", where=str(files.path), fix=fix)
     # a tied tensor may be in the files under any of its names: use it for all of them, or the others would keep their
     # initial values

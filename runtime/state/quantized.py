@@ -85,7 +85,7 @@ def _parts(fqn: str, x: Any) -> dict[str, nn.Parameter]:
     kind = type(x).__name__
     if x.requires_grad:
         fix = "freeze it (requires_grad_(False)), and train adapters beside it"
-        raise ShardcError(f"it is a {kind}, which is trained: its numbers are quantised", where=fqn, fix=fix)
+        raise ShardcError(f"it is a {kind}, but it is trained: its numbers are quantised", where=fqn, fix=fix)
     tensors = dict(zip(x.__tensor_flatten__()[0], inner(x), strict=True))
     if any(map(consists, tensors.values())):
         raise ShardcError(f"it is a {kind} that consists of further such tensors", where=fqn, fix="quantise it once")

@@ -153,11 +153,11 @@ class Save:
         try:
             self.lock = disk_calls.Lock(self.folder / LOCK)
         except BlockingIOError:
-            fix = "give every run a folder of its own"
+            fix = "use a separate folder for every run"
             raise SavingError("another process is saving to this folder", where=str(self.folder), fix=fix) from None
         if others := self.known.others(self.folder):
             raise SavingError(
-                f"checkpoints are there that this run neither saved nor loaded ({', '.join(others[:3])}): it would"
+                f"the folder has checkpoints that this run neither saved nor loaded ({', '.join(others[:3])}): it would"
                 " replace those of another run",
                 where=str(self.folder),
                 fix="load them to go on from there, save to another folder, or pass overwrite=True",
@@ -185,7 +185,7 @@ class Save:
                 prune(self.folder, self.keep, known=path)
         except OSError as e:
             fault = f"the checkpoint of step {self.step} was saved, but others cannot be renamed or deleted: {e}"
-            fix = "see who may write there"
+            fix = "check the permissions of the folder"
             raise SavingError(fault, where=str(self.folder), fix=fix) from e
         finally:
             self.known.see(self.folder)
@@ -341,7 +341,7 @@ class Saves:
         raise SavingError(
             f"the checkpoint of step {save.step} was not saved: {text} (on {who})",
             where=str(save.folder),
-            fix="what was saved before is as it was; make room or name another folder, and save again",
+            fix="earlier checkpoints are unchanged; make room or name another folder, and save again",
         ) from error
 
 
@@ -359,7 +359,7 @@ def _check_plain(facts: dict[str, Any]) -> None:
         json.dumps(facts, default=plain)
     except (TypeError, ValueError) as e:
         raise ShardcError(
-            f"the checkpoint's extra state or the optimizer's settings hold more than plain values: {e}",
+            f"the checkpoint's extra state or the optimizer's settings contain more than plain values: {e}",
             fix="pass numbers, strings, lists and dicts",
         ) from e
 

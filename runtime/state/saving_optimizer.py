@@ -85,7 +85,7 @@ def _groups(
             if id(x) not in known:
                 raise ShardcError(
                     f"the optimizer holds a tensor of shape {list(x.shape)} that is not a parameter of the program",
-                    fix="make the optimizer from the parameters that shardc gives it",
+                    fix="make the optimizer from the parameters that shardc passes to it",
                 )
     return [[known[id(x)] for x in group["params"]] for group in groups]
 
@@ -232,12 +232,12 @@ def room_for(
     stepped = {p.fqn for p in members.values()} | {program.param(m.param).fqn for m in wholes.values()}
     if idle := [p.fqn for p in program.params if _named(p)[0] in saved and p.name in params and p.fqn not in stepped]:
         fault = (
-            f"the checkpoint's optimizer has {', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}, and this"
-            " one has not"
+            f"the checkpoint's optimizer has {', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}, but this "
+            "one does not"
         )
         fix = (
-            "train the same parameters, or load it with optimizer=None, and begin with that engine's full_state_dict()"
-            " as the model"
+            "train the same parameters, or load it with optimizer=None, and start with that engine's full_state_dict() "
+            "as the model"
         )
         errors.add(fault, where=folder, fix=fix)
     check_names(
@@ -317,7 +317,7 @@ def _check_classes(names: list[list[str]], optimizer: Optimizer, facts: Mapping[
                 raise ShardcError(
                     f"the checkpoint is of the optimizer {saved}, not {kind}{several}",
                     where=folder,
-                    fix=f"use {saved}{several}; or begin from its weights alone: --weights instead of --resume, or"
+                    fix=f"use {saved}{several}; or start from its weights only: --weights instead of --resume, or"
                     " program.engine(model, weights=folder)",
                 )
 
@@ -337,7 +337,7 @@ def _check_settings(errors: Errors, i: int, names: list[str], saved: list[dict[s
                 f"parameters of the optimizer's group {i} were in groups of other settings when this was saved: {k} of"
                 f" {example}"
             )
-            errors.add(fault, where=folder, fix="make the same groups as then, or load it with optimizer=None")
+            errors.add(fault, where=folder, fix="make the same groups as before, or load it with optimizer=None")
             return
 
 

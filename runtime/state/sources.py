@@ -192,7 +192,7 @@ def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable
 
     fix = "compile the model that was saved, with its config"
     if where == "the model":
-        fix = "give the model that was compiled, or compile this one, as it is now"
+        fix = "pass the compiled model, or compile this one"
     if len(extra) + len(missing) + len(other) > _SHOWN or (missing and len(missing) == len(wanted)):
         kinds = ((other, "with another shape"), (missing, "missing"), (extra, "unknown to the program"))
         counts = ", ".join(
@@ -206,15 +206,15 @@ def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable
         return
     for name in missing:
         near = difflib.get_close_matches(name, extra, 1)  # a known name is not misspelt
-        missed = "was it added since? Weights that are given by `weights` (--weights) leave new parts as they begin"
-        errors.add(f"{name} is missing in {where}", fix=f"it has {near[0]}: is it that?" if near else missed)
+        missed = "was it added since? Weights passed as `weights` (--weights) keep the initial values of new parts"
+        errors.add(f"{name} is missing in {where}", fix=f"did you mean {near[0]}, which it has?" if near else missed)
     for name in other:
         errors.add(shapes(name), fix=fix)
     for name in extra:
         near = difflib.get_close_matches(name, missing, 1)
         fix = (
-            f"is it {near[0]}?"
+            f"did you mean {near[0]}?"
             if near
-            else "the model has no such tensor, or no longer: give it back, or leave this out"
+            else "the model does not have this tensor, or no longer: restore it, or leave this out"
         )
         errors.add(f"{name} in {where} is unknown to the program", fix=fix)

@@ -114,5 +114,5 @@ def opened(path: Path) -> Any:
             return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as e:
         why = getattr(e, "strerror", None) or e
-        fix = "get the file again: it is cut off, damaged, or no .safetensors file"
+        fix = "copy or download the file again: it is truncated, damaged, or not a .safetensors file"
         raise ShardcError(f"the file cannot be read: {why}", where=str(path), fix=fix) from None

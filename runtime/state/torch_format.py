@@ -65,7 +65,7 @@ def import_checkpoint(folder: Path, new: Path) -> str:
         raise ShardcError(error["what"], where=error["where"], fix=error["fix"])
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"the process ended with status {done.returncode}"])[-1]
-        raise ShardcError(f"it cannot be read: {last}", where=str(folder), fix="see whether torch itself reads it")
+        raise ShardcError(f"it cannot be read: {last}", where=str(folder), fix="check whether torch itself reads it")
     return done.stdout.strip()
 
 
@@ -118,7 +118,7 @@ class _Unpickler(pickle.Unpickler):
             return PurePosixPath  # a path on the machine that wrote it
         kind = getattr(torch_metadata, name, None) if module == torch_metadata.__name__ else None
         if not isinstance(kind, type) or kind.__module__ != module:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+            raise pickle.UnpicklingError(f"it needs {module}.{name}")
         return kind
 
 
@@ -127,12 +127,12 @@ def _read_metadata(path: Path) -> Metadata:
         metadata = _Unpickler(io.BytesIO(disk_calls.read_file(path, _MAX_METADATA))).load()
     except FileNotFoundError:
         fix = "name a folder with .metadata and *.distcp files"
-        raise ShardcError("there is no checkpoint of torch's in this folder", where=str(path.parent), fix=fix) from None
+        raise ShardcError("this folder has no checkpoint of torch", where=str(path.parent), fix=fix) from None
     except Exception as e:  # a malformed or malicious pickle can raise any error
-        fix = "nothing in it was run; get the checkpoint from where it was made"
-        raise ShardcError(f"it is not what torch writes: {str(e).splitlines()[0]}", where=str(path), fix=fix) from None
+        fix = "nothing in it was run; copy the checkpoint again from its source"
+        raise ShardcError(f"it is not a file of torch: {str(e).splitlines()[0]}", where=str(path), fix=fix) from None
     if not isinstance(metadata, Metadata):
-        raise ShardcError(f"it holds a {type(metadata).__name__}", where=str(path), fix="name a checkpoint of torch's")
+        raise ShardcError(f"it holds a {type(metadata).__name__}", where=str(path), fix="name a checkpoint of torch")
     return metadata
 
 
@@ -143,10 +143,10 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
         return None
     except (ValueError, OSError) as e:
         raise ShardcError(
-            f"it cannot be read: {e}", where=str(path), fix="leave it out to import tensors alone"
+            f"it cannot be read: {e}", where=str(path), fix="leave it out to import only tensors"
         ) from None
     if not isinstance(manifest, dict) or manifest.get("format") != _MANIFEST_FORMAT:
-        raise ShardcError("it is no manifest of shardc's", where=str(path), fix="leave it out to import tensors alone")
+        raise ShardcError("it is not a manifest of shardc", where=str(path), fix="leave it out to import only tensors")
     return manifest
 
 

@@ -115,14 +115,14 @@ def _indexed(index_file: Path) -> list[Path]:
         names = json.loads(index_file.read_text())["weight_map"].values()
         names = [Path(name) for name in dict.fromkeys(names)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        fix = "it is JSON with a weight_map of {name of a tensor: file}"
+        fix = "it must be JSON with a weight_map of {name of a tensor: file}"
         raise ShardcError(f"the index of the weights cannot be read: {e}", where=str(index_file), fix=fix) from e
     if outside := [str(name) for name in names if name.is_absolute() or ".." in name.parts]:
         fix = "put all files of an index beside it"
         raise ShardcError(f"the index names files elsewhere: {', '.join(outside[:3])}", where=str(index_file), fix=fix)
     files = [index_file.parent / name for name in names]
     if absent := [f.name for f in files if not f.is_file()]:
-        fault = f"the index names {len(files)} files, and {len(absent)} of them are not there: {', '.join(absent[:3])}"
+        fault = f"the index names {len(files)} files, and {len(absent)} of them do not exist: {', '.join(absent[:3])}"
         raise ShardcError(fault, where=str(index_file), fix="download or copy them as well")
     return files
 
@@ -163,7 +163,7 @@ def torch_file(file: Path) -> dict[str, Tensor]:
         fix = "save a plain state_dict: torch.save(model.state_dict(), FILE)"
         first = str(e).splitlines()[0] if str(e) else type(e).__name__
         if isinstance(e, pickle.UnpicklingError):  # its text names options that do not exist here
-            first = "it holds other objects than tensors, such as a whole model (torch.save(model)), which are code"
+            first = "it contains objects other than tensors, such as a whole model (torch.save(model)), which are code"
         raise ShardcError(f"the weights cannot be read: {first}", where=str(file), fix=fix) from e
     for key in ("state_dict", "model_state_dict", "model"):  # keys that training loops use
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
@@ -171,7 +171,7 @@ def torch_file(file: Path) -> dict[str, Tensor]:
     tensors = {k: x for k, x in content.items() if isinstance(x, Tensor)} if isinstance(content, Mapping) else {}
     if not tensors:
         fix = "save a plain state_dict: torch.save(model.state_dict(), FILE)"
-        raise ShardcError("the file holds no state_dict", where=str(file), fix=fix)
+        raise ShardcError("the file does not contain a state_dict", where=str(file), fix=fix)
     return tensors
 
 

@@ -67,9 +67,9 @@ def _padded(
         if number is None or not isinstance(leaf, Tensor) or leaf.dim() <= length_dim[x.path]:
             continue
         if local and x.layout.shards(length_dim[x.path]):
-            fault = "its length is split over ranks, so that its parts cannot be padded one by one"
+            fault = "its length is split over ranks, so its parts cannot be padded separately"
             raise ShardcError(
-                fault, where=f"batch.pad: {name}", fix="give the engine whole batches, without local=True"
+                fault, where=f"batch.pad: {name}", fix="pass the engine whole batches, without local=True"
             )
         fill[x.path] = number
     if not fill:
@@ -88,7 +88,8 @@ def _padded(
         d = length_dim[x.path]
         if x.path not in fill and isinstance(leaf, Tensor) and leaf.dim() > d and leaf.shape[d] == length != size:
             fault = (
-                f"its dim {d} has the batch's length, {length}, which is padded to {size}, and no number to pad it with"
+                f"its dim {d} has the batch's length, {length}, which is padded to {size}, but it has no number "
+                "to pad with"
             )
             raise ShardcError(fault, where=name_of(x.path), fix=f"write batch: {{pad: {{{name_of(x.path)}: ...}}}}")
 
@@ -152,7 +153,7 @@ def sizes_text(program: Program, shapes: Shapes) -> str:
     return ", ".join(f"{name_of(x.path)} {list(s)}" for x, s in differing)
 
 
-_BRANCHES = "forward has branches of its own on self.training"
+_BRANCHES = "forward has its own branches on self.training"
 _PLAIN = "evaluate the plain model with engine.full_state_dict()"
 
 
@@ -166,9 +167,9 @@ def step_can_evaluate(program: Program, note: Callable[[str], None]) -> bool:
     if program.resize is not None:
         return False
     if program.evaluates == "otherwise":
-        fault = f"{_BRANCHES}, and does something else in eval mode; a program that was loaded has no model to compile"
+        fault = f"{_BRANCHES}, and behaves differently in eval mode; a loaded program has no model to compile"
         raise ShardcError(fault, where="evaluating", fix=f"compile in this process (shardc.compile), or {_PLAIN}")
-    note(f"{_BRANCHES}, which stay as in training: what they do in eval mode was not tried. If it matters, {_PLAIN}")
+    note(f"{_BRANCHES}, which stay as in training: their eval mode was not tried. If it matters, {_PLAIN}")
     return True
 
 
@@ -181,7 +182,7 @@ def recompile(
     known to differ from that of a step; otherwise it notes why, and the program of a step evaluates.
     """
     if program.resize is None:
-        fault = "scoring runs a program of its own, and one that was loaded has no model to compile"
+        fault = "scoring compiles another program, but a loaded program has no model to compile"
         fix = 'compile in this process, or for scoring: shardc.compile(..., forward="score")'
         raise ShardcError(fault, where="engine.score", fix=fix)
     result, error = program, None
@@ -195,6 +196,6 @@ def recompile(
     if use != "evaluate" or program.evaluates == "otherwise":
         raise error or ShardcError("another rank could not compile the program for this batch", where="engine")
     why = error.what if error is not None else "another rank could not compile the model in eval mode"
-    note(f"{why}. So dropout and BatchNorm alone are switched to evaluate. If it matters, {_PLAIN}")
+    note(f"{why}. So evaluate switches only dropout and BatchNorm. If it matters, {_PLAIN}")
     same = shapes == tuple(x.shape for x in program.inputs)
     return program if same else recompile(program, batch, shapes, mesh, use="as compiled", note=note)

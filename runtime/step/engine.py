@@ -220,8 +220,8 @@ class Engine:
         if self._waiting and not self._noted_replaced:
             self._noted_replaced = True
             self.mesh.note(
-                "engine.backward came twice without engine.update between: gradients are replaced, not added up; to"
-                " accumulate, write batch: {microbatches: n}"
+                "engine.backward was called twice without engine.update between: gradients are replaced, not "
+                "added up; to accumulate, write batch: {microbatches: n}"
             )
         result = self._backward(batch, local=local, gather=gather, early=False)
         self._waiting = True
@@ -236,7 +236,7 @@ class Engine:
         self._updating.check_whole()
         if not self._waiting:
             raise ShardcError(
-                "no backward came since the last update: the gradients that stand there are used up",
+                "no backward was called since the last update: the current gradients are used already",
                 where="engine.update",
                 fix="engine.backward(batch) and then engine.update(), or engine.step(batch), which does both",
             )
@@ -482,7 +482,7 @@ class Engine:
                 seed=0, **{n: changed[n] for n in (*engine_options.SETTABLE, "optimizer", "scheduler")}
             )
             self._check_nothing_waits("engine.set")
-            same, settable = "set it on all ranks alike", {n: changed[n] for n in engine_options.SETTABLE}
+            same, settable = "set the same value on all ranks", {n: changed[n] for n in engine_options.SETTABLE}
             facts = (stated(n, x, where="engine.set", fix=same) for n, x in settable.items())
             self._checks.call("setting options", *facts)
             self._options = changed
@@ -490,7 +490,7 @@ class Engine:
 
     def _check_nothing_waits(self, call: str) -> None:
         if self._waiting:
-            fault, fix = "gradients of engine.backward wait for an update", "call engine.update() first"
+            fault, fix = "gradients of engine.backward need an update", "call engine.update() first"
             raise ShardcError(fault, where=call, fix=fix)
 
     def to(self, program: Program | str | Path | Mapping[str, Any], **options: Any) -> Engine:
@@ -663,14 +663,15 @@ class Engine:
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         fix = (
-            "engine.step(batch) trains, engine.evaluate(batch) evaluates; program.module(model) is called as a model is"
+            "engine.step(batch) trains, engine.evaluate(batch) evaluates; program.module(model) can be called "
+            "like a model"
         )
-        raise ShardcError("an engine is not called", where="engine(...)", fix=fix)
+        raise ShardcError("an engine cannot be called", where="engine(...)", fix=fix)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardcError(
             "an engine of one rank of a running world can be neither pickled nor copied",
             where="copy or pickle of an engine",
-            fix="engine.save(folder), or engine.full_state_dict(), the whole model's weights; an average of weights:"
-            " tensors of your own beside engine.params, or copy.deepcopy(program.module(model))",
+            fix="engine.save(folder), or engine.full_state_dict(), the whole model's weights; for an average of "
+            "weights: your own tensors beside engine.params, or copy.deepcopy(program.module(model))",
         )

@@ -97,18 +97,18 @@ def _called(make: OptimizerOf, trained: NamedParameters, *, by_shape: bool) -> t
     except ValueError as e:
         if "only supports 2D parameters" in str(e):
             raise ShardcError(
-                f"an optimizer takes matrices alone, and was given a parameter of other dims ({e})",
+                f"an optimizer takes only matrices, but got a parameter of other dims ({e})",
                 where="optimizer",
-                fix="give it the matrices and another one the rest: matrices, rest = shardc.matrices(params); return"
+                fix="pass it the matrices, the rest to another: matrices, rest = shardc.matrices(params); return"
                 " [torch.optim.Muon(matrices, lr=...), torch.optim.AdamW(rest, lr=...)]",
             ) from e
         if "empty parameter list" not in str(e):
             raise
-        fault = "an optimizer got no parameter on this rank: with a pipeline, ranks have those of their stages"
-        fix = "leave an optimizer out of the list where it would have none"
+        fault = "an optimizer got no parameter on this rank: with a pipeline, ranks have only those of their stages"
+        fix = "leave an optimizer out of the list if it would have no parameter"
         if by_shape:
-            fault = "an optimizer got no parameter on this rank, where it would get some of the whole shapes"
-            fix = "choose an optimizer's parameters by their names, not by p.shape: it is that of a rank's part"
+            fault = "an optimizer got no parameter on this rank, but would get some of the whole shapes"
+            fix = "choose an optimizer's parameters by name, not by p.shape, which is the shape of a rank's part"
         raise ShardcError(fault, where="optimizer", fix=fix) from e
 
 
@@ -118,9 +118,9 @@ def _look_at_parameters(
     """Check that the optimizer trains all parameters that it received, and nothing else."""
     if left := param_groups.not_trained(optimizer, trained):
         if not param_groups.trains_any(optimizer, trained):
-            fault = "the optimizer has none of the parameters that it was given: nothing would train"
-            fix = "make it of what the function gets: lambda params: torch.optim.AdamW(params, lr=3e-4)"
+            fault = "the optimizer has none of the passed parameters: nothing would train"
+            fix = "make it from the function's argument: lambda params: torch.optim.AdamW(params, lr=3e-4)"
             raise ShardcError(fault, where="optimizer", fix=fix)
         note(f"the optimizer has none of {left}: nothing updates them")
     if others := param_groups.describe_foreign_params(optimizer, trained):
-        note(f"the optimizer has {others} that it was not given: no step has a gradient for that")
+        note(f"the optimizer has {others} not passed to it: no step computes a gradient for that")

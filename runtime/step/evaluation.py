@@ -28,7 +28,7 @@ class NoBatchesError(ShardcError):
     """Held-out data has no batch: there is no mean."""
 
     def __init__(self, call: str, given: Any) -> None:
-        fix = "give it one batch at least: is the split empty, shorter than a batch with drop_last=True, or an iterator"
+        fix = "pass at least one batch: is the split empty, shorter than a batch with drop_last=True, or an iterator"
         none = "there are no batches: None" if given is None else "there is no batch"
         super().__init__(none, where=call, fix=f"{fix} that was read to its end before?")
 
@@ -90,7 +90,7 @@ class Evaluation:
         prompts = Prompts.of(prompts)
         self._checks.forward("engine.generate", training=False)
         self._model.gather_written()
-        fact = stated("what is generated", (prompts, options), fix="give all ranks the same prompts and options")
+        fact = stated("what is generated", (prompts, options), fix="use the same prompts and options on all ranks")
         self._checks.call("generating", fact, steps=True)
         self._model.rng.training = False
         return self._generator(prompts, options)
@@ -112,7 +112,7 @@ def _some(call: str, batches: Any) -> Iterator[Any]:
         raise NoBatchesError(call, None)
     if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
         fix = f"{call}([batch]), or a DataLoader"
-        raise ShardcError(f"{batches!r} is no iterable of batches", where=call, fix=fix)
+        raise ShardcError(f"{batches!r} is not an iterable of batches", where=call, fix=fix)
     none = True
     for batch in batches:
         none = False

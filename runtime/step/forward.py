@@ -38,7 +38,7 @@ class Forward:
     ) -> None:
         if not program.forward_only:
             fault = "the program trains: it has a loss, and gradients"
-            fix = "shardc.compile(..., forward=True); or program.engine(model).evaluate(batch), of this one"
+            fix = "shardc.compile(..., forward=True); or use program.engine(model).evaluate(batch)"
             raise ShardcError(fault, where="program.forward", fix=fix)
         self.engine = Engine(program, model, None, seed, weights=weights, check=check, broadcast=broadcast, mesh=mesh)
         self.program, self.mesh = program, self.engine.mesh

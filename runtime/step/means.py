@@ -36,8 +36,8 @@ aten = torch.ops.aten
 #: The name of the loss among divisors.
 LOSS = ""
 NO_DIVISOR = (
-    "the loss is no mean of which the batch decides the divisor: over several batches it is weighed by their rows. To"
-    " weigh it otherwise, let the loss function return (loss, {name: (sum, count)}), and read that name"
+    "the loss is not a mean with a divisor from the batch: the mean over several batches is weighted by their "
+    "rows. For another weight, return (loss, {name: (sum, count)}) from the loss function, and read that name"
 )
 #: Ops that keep a mean a mean over the same things.
 _THROUGH = {

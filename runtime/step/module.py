@@ -66,8 +66,8 @@ class ShardedModule(ModuleState):
             raise ShardcError(fault, where="program.module", fix=fix)
         if program.microbatches > 1:
             raise ShardcError(
-                f"a step of this program is {program.microbatches} microbatches, each with a backward of its own: a"
-                " module has one",
+                f"a step of this program is {program.microbatches} microbatches, each with its own backward: a module "
+                "has one",
                 where="batch.microbatches",
                 fix="use program.engine(...), or write microbatches: 1 and add gradients up in your own loop",
             )
@@ -79,8 +79,8 @@ class ShardedModule(ModuleState):
             )
         if program.loss_scale is not None:
             raise ShardcError(
-                "the engine scales the loss, and leaves out updates whose gradients are not finite: a module steps no"
-                " optimizer, so nothing would be scaled",
+                "the engine scales the loss, and skips updates with gradients that are not finite: a module does not "
+                "step an optimizer, so nothing would be scaled",
                 where="precision.loss_scale",
                 fix="use program.engine(...); or leave loss_scale out, multiply the loss by a number before backward,"
                 " and divide each .grad by it",
@@ -194,7 +194,7 @@ class ShardedModule(ModuleState):
         raise ShardcError(
             "a module of one rank of a running world cannot be pickled",
             where="pickle of program.module(...)",
-            fix="save by module.save(folder, optimizer), or module.full_state_dict(), the whole model's",
+            fix="save with module.save(folder, optimizer), or module.full_state_dict() of the whole model",
         )
 
     def _buffers_by_name(self) -> dict[str, Tensor]:

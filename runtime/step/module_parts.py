@@ -32,10 +32,10 @@ _STATE = ("_save_to_state_dict", "_load_from_state_dict", "get_extra_state", "se
 def refuse(*_: Any, **__: Any) -> NoReturn:
     """Refuse to run a part: the forward of every part."""
     raise ShardcError(
-        "a part of the module cannot run by itself: the program is that of the whole forward",
+        "a part of the module cannot run separately: the program is of the whole forward",
         where="a submodule of program.module(...)",
-        fix="let the loss function return the value: it comes back beside the loss; or compile that part as a model"
-        " of its own",
+        fix="let the loss function return the value: it comes back beside the loss; or compile that part as a "
+        "separate model",
     )
 
 
@@ -102,7 +102,7 @@ class Parts:
         for path, now, parameters, then, known in self._then:
             if now != then:  # modules compare by identity
                 name = next(n for n in [*now, *then] if now.get(n, _LEFT_OUT) is not then.get(n, _LEFT_OUT))
-                fault = "this submodule is new" if name not in then else "this submodule was replaced, or taken out"
+                fault = "this submodule is new" if name not in then else "this submodule was replaced or removed"
                 _refuse_change(f"{path}.{name}" if path else name, fault)
             if not parameters.keys() <= known:
                 name = next(n for n in parameters if n not in known)
@@ -111,9 +111,9 @@ class Parts:
 
 def _refuse_change(name: str, what: str) -> NoReturn:
     raise ShardcError(
-        f"{what}, and the program is that of the model as it was compiled: nothing of it would be used or trained",
+        f"{what}, but the program is of the model at compile time: the change would not be used or trained",
         where=f"module.{name}",
-        fix="change the model before shardc.compile; weights that are trained already come along by"
+        fix="change the model before shardc.compile; trained weights are kept by"
         " program.module(model, weights=old.full_state_dict())",
     )
 

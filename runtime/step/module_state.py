@@ -41,9 +41,9 @@ class ModuleState(nn.Module):
         """
         if assign:
             raise ShardcError(
-                "the program has the parameters that it was made with, and others would be put in their place",
+                "the program uses its own parameters, and this would replace them",
                 where="module.load_state_dict(..., assign=True)",
-                fix="leave assign out: values are written into the parameters",
+                fix="leave assign out: then values are written into the parameters",
             )
         parts = dict(self.named_parameters(remove_duplicate=False))
         if state_dict_marks.KEY in getattr(state_dict, "_metadata", {}).get("", {}):
@@ -55,8 +55,7 @@ class ModuleState(nn.Module):
                 f"a whole weight {list(state_dict[whole[0]].shape)}, of which this rank has a part"
                 f" {list(parts[whole[0]].shape)} ({len(whole)} such)",
                 where=f"module.load_state_dict: {whole[0]}",
-                fix="make the module from whole weights, of which it cuts its parts: program.module(model,"
-                " weights=state_dict)",
+                fix="make the module from whole weights, which it shards: program.module(model, weights=state_dict)",
             )
         return super().load_state_dict(state_dict, strict)
 

@@ -95,8 +95,9 @@ def matrices(
     """
     if not isinstance(params, NamedParameters):
         raise ShardcError(
-            f"matrices() needs what `optimizer=` receives, not a {type(params).__name__}: it knows tables and the head",
-            fix="call it in the function that you give as optimizer=, with what that receives",
+            f"matrices() needs what `optimizer=` receives, not a {type(params).__name__}: it must know tables and "
+            "the head",
+            fix="call it in the function that you pass as optimizer=, with its argument",
         )
     inner = [(n, p) for n, p in params if n in params.inner]
     return inner, [(n, p) for n, p in params if n not in params.inner]
@@ -111,10 +112,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for m in members_of(optimizer):
         closure = inspect.signature(m.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            fault = (
-                f"{type(m).__name__} computes the loss as often as it likes in a step, and the engine computes it once"
-            )
-            fix = "use program.module(model) in a loop of your own, and optimizer.step(closure)"
+            fault = f"{type(m).__name__} computes the loss several times in a step, but the engine computes it once"
+            fix = "use program.module(model) in your own loop, and optimizer.step(closure)"
             raise ShardcError(fault, where="optimizer", fix=fix)
         for i, group in enumerate(m.param_groups):
             for key in group.keys() - m.defaults.keys() - {"params", "param_names"}:

@@ -34,7 +34,7 @@ class Schedulers:
         for m in members:
             if isinstance(m, ReduceLROnPlateau):
                 raise ShardcError(
-                    "ReduceLROnPlateau needs a measure of yours at every step",
+                    "ReduceLROnPlateau needs your measure at every step",
                     where="scheduler",
                     fix="make it from engine.optimizer, and call its step(measure) in your own loop; `shardc run` takes"
                     " schedules that count steps, such as CosineAnnealingLR",
@@ -54,9 +54,10 @@ class Schedulers:
         for m in with_inner(members):
             if id(getattr(m, "optimizer", optimizer)) not in ids:
                 raise ShardcError(
-                    f"{type(m).__name__} was made of another optimizer than the engine's: it would change nothing here",
+                    f"{type(m).__name__} was made from another optimizer than the engine's: it would have no "
+                    "effect here",
                     where="scheduler",
-                    fix="make it of what the function gets: scheduler=lambda optimizer:"
+                    fix="make it from the function's argument: scheduler=lambda optimizer:"
                     f" {type(m).__name__}(optimizer, ...)",
                 )
         return cls(members, returned)
@@ -84,8 +85,8 @@ class Schedulers:
             raise ShardcError(
                 f"the schedule OneCycleLR{inside} is made for {one.total_steps} steps, {why}",
                 where="scheduler",
-                fix=f"make it with total_steps={epoch} or more, or train fewer steps; a checkpoint that is loaded keeps"
-                " the schedule that it was saved with, unless it is told otherwise: engine.load(folder,"
+                fix=f"make it with total_steps={epoch} or more, or train fewer steps; a loaded checkpoint keeps the "
+                "schedule that it was saved with, except with engine.load(folder,"
                 " new_schedule=True), --new-schedule",
             )
 
@@ -99,11 +100,11 @@ class Schedulers:
         states = saved if isinstance(saved, list) else [saved]
         if len(states) != len(self.members):
             fault = f"the checkpoint is of {len(states)} schedulers, not {len(self.members)}"
-            raise ShardcError(fault, where="scheduler", fix="make as many as then, in that order")
+            raise ShardcError(fault, where="scheduler", fix="make the same number, in the same order")
         for m, state in zip(self.members, states, strict=True):
             if state["class"] != type(m).__name__:
                 fault = f"the checkpoint is of the scheduler {state['class']}, not {type(m).__name__}"
-                fix = f"use {state['class']}, or the new one in its place: load(folder, new_schedule=True),"
+                fix = f"use {state['class']}, or replace it by the new one: load(folder, new_schedule=True),"
                 fix += " --new-schedule"
                 raise ShardcError(fault, where="scheduler", fix=fix)
 

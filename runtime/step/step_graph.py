@@ -123,7 +123,7 @@ class StepGraphs:
     def __post_init__(self) -> None:
         self._inputs = [x.name for x in self.program.inputs]
         self._make = graphs_of(self.mesh.device)
-        reason = "" if self._make is not None else f"there are none on a device of kind {self.mesh.device.type}"
+        reason = "" if self._make is not None else f"a device of kind {self.mesh.device.type} has no CUDA graphs"
         self._refuse(reason or why_not(self.program))
         self.rng.in_place = self.records
 
@@ -225,8 +225,8 @@ def _mark(x: Any) -> Any:
 
 #: Ops for which the host waits, and why.
 _WAITING = {
-    experts_route: "it has to know how many rows experts are sent",
-    attention_reach: "it has to know where a mask lets anything through",
+    experts_route: "the host must know how many rows experts receive",
+    attention_reach: "the host must know where a mask allows attention",
 }
 
 

@@ -87,7 +87,7 @@ class Update:
         """Raise ShardcError after an error in an update: nobody knows which parameters were updated."""
         if not self.whole:
             raise ShardcError(
-                "an update or a load failed halfway: some parameters may be new, others not, and ranks may differ",
+                "an update or a load failed halfway: some parameters may be updated, others not, and ranks may differ",
                 where="Engine.update",
                 fix="load a checkpoint into this engine, or make a new one",
             )

@@ -284,7 +284,7 @@ class Bucket:
 
     def put(self, name: str) -> None:
         """Copy an arrived gradient into the buffer, and free the gradient's memory."""
-        assert name in self.missing, f"the gradient of {name} arrived twice in one backward"
+        assert name in self.missing, f"the gradient of {name} was computed twice in one backward"
         p = self.params[name]
         assert p.grad is not None
         self._add(name, p.grad)

@@ -18,7 +18,7 @@ class _Pair(tuple[str, nn.Parameter]):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"optimizer(params) gets (name, parameter) pairs, and this is one, without .{name}: write"
+            f"optimizer(params) gets (name, parameter) pairs, and a pair has no .{name}: write"
             " `for name, p in params`, and p is the parameter"
         )
 

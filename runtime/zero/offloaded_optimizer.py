@@ -158,7 +158,7 @@ def check_separable(optimizer: Optimizer) -> None:
             f"{why}, but data.offload has only some of them on the device at once",
             where="data.offload",
             fix=(
-                "use an optimizer that updates every parameter by itself (SGD, Adam, AdamW, ...), or leave"
+                "use an optimizer that updates every parameter separately (SGD, Adam, AdamW, ...), or leave"
                 f" data.offload out with {kind}"
             ),
         )

@@ -89,14 +89,19 @@ def _check_sharded(
     kind = type(optimizer).__name__
     first = next(
         iter(shardings.values()),
-        ParamSharding((), f"each rank along {program.axis} has those of its stages", "pipeline", "remove the pipeline"),
+        ParamSharding(
+            (),
+            f"each rank along {program.axis} has only those of its stages",
+            "pipeline",
+            "remove the pipeline",
+        ),
     )
     how = (
         "write optimizer: {matrices: whole} in the spec, which gives each matrix to one rank"
         if program.matrices is None
         else "make it by module.optimizer(lambda params: ...), which gives each matrix to one rank"
     )
-    fix = f"use an optimizer that updates every element by itself (SGD, Adam, AdamW, ...), or {how}, or {first.instead}"
+    fix = f"use an optimizer that updates each element separately (SGD, Adam, AdamW, ...), or {how}, or {first.instead}"
     samples, grads, one = _try_steps(optimizer, shardings, first, fix)
     whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
     if runs:
@@ -129,7 +134,7 @@ def _check_skips(
         kind = type(optimizer).__name__
         fault = f"the optimizer {kind} fails where a parameter has no gradient ({type(e).__name__}: {e})"
         fault += f", and ranks that have no part of a small one have none: {first.why}"
-        fix = "let its step leave out a parameter whose .grad is None, as torch's optimizers do"
+        fix = "make its step skip a parameter whose .grad is None, as torch's optimizers do"
         raise ShardcError(fault, where=first.where, fix=fix) from e
 
 
@@ -146,7 +151,7 @@ def _closure_of(optimizer: Optimizer) -> str:
 def check_matrices(optimizer: Optimizer) -> None:
     """Raise ShardcError if whole matrices are updated depending on others, which other ranks own."""
     first = ParamSharding((), "other ranks own the others", "optimizer", "")
-    fix = "use an optimizer that updates each parameter by itself, or leave optimizer: {matrices: ...} out"
+    fix = "use an optimizer that updates each parameter separately, or leave optimizer: {matrices: ...} out"
     _try_steps(optimizer, {}, first, fix)
 
 
@@ -162,7 +167,7 @@ def _try_steps(
         fault = (
             f"the optimizer {kind} needs whole parameters: its step({closure}) evaluates the loss of all of them again"
         )
-        fix = f"use an optimizer whose step takes no {closure}, as all of torch's but LBFGS"
+        fix = f"use an optimizer whose step takes no {closure}, such as any optimizer of torch except LBFGS"
         raise ShardcError(f"{fault}, and {first.why}", where=first.where, fix=fix)
     try:
         whole, more = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings, copies=2)
@@ -177,15 +182,15 @@ def _try_steps(
             raise ValueError("it moves none of the parameters in its param_groups")
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
         fault = (
-            f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e}), so nothing shows that"
-            " it may update parts"
+            f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e}), so it is unknown "
+            "whether it may update parts"
         )
         raise ShardcError(f"{fault}, and {first.why}", where=first.where, fix=fix) from e
     if not all(_same([before], a, b, _SLACK) for before, a, b in zip(samples, one, every[:n], strict=True)):
         fault = (
             f"the optimizer {kind} updates a parameter depending on others, and no rank has all of them: {first.why}"
         )
-        clips = "if it clips gradients, that is the engine's: clip_norm=1.0, --clip 1.0; else "
+        clips = "if it clips gradients, use the engine's option: clip_norm=1.0, --clip 1.0; else "
         raise ShardcError(fault, where=first.where, fix=clips + fix)
     return samples, grads, one
 
@@ -284,10 +289,10 @@ def _why_all_at_once(optimizer: Optimizer) -> str | None:
         one, two = together.run(samples, grads), one_by_one.run(samples, grads)
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
         fault = f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e})"
-        return f"{fault}, so nothing shows that it may step some parameters"
+        return f"{fault}, so it is unknown whether it may step some parameters"
     if all(_same([before], a, b, None) for before, a, b in zip(samples, one, two, strict=True)):
         return None
-    return f"the optimizer {kind} updates parameters together, not each by itself"
+    return f"the optimizer {kind} updates parameters together, not separately"
 
 
 def _same(

@@ -186,13 +186,13 @@ def _evaluates(places: list[Source]) -> str:
     """Write the note that eval mode differs. places: the lines of forward that read `self.training`."""
     if not places:
         return (
-            "the model does something else in eval mode, by a hook, or by what its train() sets: `evaluate` compiles"
+            "the model behaves differently in eval mode, because of a hook or its train() method: `evaluate` compiles"
             " the model in that mode when it is first called"
         )
     lines = ", ".join(p.line for p in places[:3]) + f" and {len(places) - 3} more" * (len(places) > 3)
     code = f" ({places[0].shown})" if len(places) == 1 else ""
     return (
-        f"{lines}: forward reads self.training{code}, and does something else in eval mode: `evaluate` compiles the"
+        f"{lines}: forward reads self.training{code}, and behaves differently in eval mode: `evaluate` compiles the"
         " model in that mode when it is first called"
     )
 
@@ -201,14 +201,14 @@ def _counts(name: str, place: Source) -> str:
     """Write the note on a number that forward reads and sets."""
     where, code = (f"{place.line}: ", f" ({place.shown})") if place.line else ("", "")
     return (
-        f"{where}forward sets {name!r}, which it reads{code}: a program sees its first value, and"
-        " what depends on later ones stays as in the first call"
+        f"{where}forward sets {name!r}, which it reads{code}: a program uses its first value, and "
+        "results that depend on later values stay as in the first call"
     )
 
 
 def _no_module(model: object) -> ShardcError:
     if isinstance(model, Program) or hasattr(model, "program"):
-        fault, fix = f"this is compiled already: {model!r}", "pass the plain model, which it was compiled from"
+        fault, fix = f"this is already compiled: {model!r}", "pass the plain model, which it was compiled from"
         return ShardcError(fault, where="shardc.compile", fix=fix)
     kind = "function" if inspect.isroutine(model) else "class" if inspect.isclass(model) else type(model).__name__
     fix = "pass what it returns: model()" if callable(model) else "pass an instance of the model"

@@ -39,7 +39,8 @@ class Leaves:
             if type(x).__name__ == "BlockMask":  # by name: its module takes long to import
                 fault = f"{'.'.join(str(_key(k)) for k in path) or 'it'} is a block mask of flex_attention"
                 fix = (
-                    "give the tensors that its mask_mod reads, and make it in forward: create_block_mask(mask_mod, ...)"
+                    "pass the tensors that its mask_mod reads, and make the mask in forward: "
+                    "create_block_mask(mask_mod, ...)"
                 )
                 errors.add(f"{fault}, which would be the same in every step", where="batch", fix=fix)
         if not self.tensors and not errors.found:
@@ -48,9 +49,9 @@ class Leaves:
             fix = (
                 "make it a tensor: torch.tensor(...)"
                 if lists
-                else "give a dict (keyword arguments), a tuple or a tensor"
+                else "pass a dict (keyword arguments), a tuple or a tensor"
             )
-            errors.add(f"the batch has no tensor in it{fault}", where="batch", fix=fix)
+            errors.add(f"the batch contains no tensor{fault}", where="batch", fix=fix)
         errors.raise_any()
 
     def named(self, nodes: set[fx.Node]) -> list[str]:

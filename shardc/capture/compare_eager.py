@@ -53,14 +53,14 @@ SWITCHED = {
 #: Torch's warning if a reentrant checkpoint trains nothing.
 _NO_GRADIENTS = "None of the inputs have requires_grad=True"
 _NONE_INSIDE = (
-    "the model's own gradient leaves out what torch.utils.checkpoint(..., use_reentrant=True) computes, as none of its"
-    " inputs requires one"
+    "the model's own gradient lacks what torch.utils.checkpoint(..., use_reentrant=True) computes, because none of "
+    "its inputs requires a gradient"
 )
 
 #: Note on a dropout that does not get `training`.
 KEEPS_DROPOUT = (
-    "forward drops out in eval mode too, where it does not ask whether it trains (`F.dropout(x, p)`): `evaluate` and"
-    " eval() leave all dropout out. What follows the mode says `training=self.training`, or is an nn.Dropout"
+    "forward applies dropout in eval mode too, because it does not check the mode (`F.dropout(x, p)`): `evaluate` and "
+    "eval() turn off all dropout. To follow the mode, pass `training=self.training` or use nn.Dropout"
 )
 
 
@@ -91,7 +91,7 @@ def prove(
     elements = max(i.value.nbytes() // i.dtype.itemsize for i in program.inputs)
     if sum(sizes) > LIMIT_PARAMS or sum(sizes) * elements > LIMIT_WORK:
         sets = (
-            (f"forward sets {', '.join(map(repr, changed))}: the program sees the value of the first call",)
+            (f"forward sets {', '.join(map(repr, changed))}: the program uses the value of the first call",)
             if changed
             else ()
         )
@@ -139,7 +139,7 @@ def prove(
             if isinstance(e, IndexError) and read and (outside := op_errors.eager_lookup_error(e, model, inputs)):
                 raise outside from e  # ids are from the real batch
             if op_errors.no_memory(e):  # of one device; ranks need less
-                return Proof(("capture was checked statically only: this machine's memory has no room for a forward",))
+                return Proof(("capture was checked statically only: this machine has too little memory for a forward",))
             if (cause := refusals.of_cause(e)) is not None:  # a cause that tracing did not detect
                 raise cause from e
             if not real:
@@ -183,10 +183,10 @@ def prove(
         one, other = want_grads.get(p.name), got_grads.get(p.name)
         if one is not None and other is None:
             differ.add(
-                "the model gives the parameter a gradient, if only of zeros, and the captured graph gives it none: an"
-                " optimizer would not decay it",
+                "the model computes a gradient (perhaps zeros) for the parameter, but the captured graph computes "
+                "none: an optimizer would not decay it",
                 where=p.fqn,
-                fix="report it, with the model; or give the parameter requires_grad=False, if it is not to be trained",
+                fix="report this with the model; or set requires_grad=False if the parameter is not trained",
             )
         elif other is not None:  # an expert without tokens, whose branch Python skips, has none: zeros
             _compare(differ, "the gradient", p.fqn, torch.zeros_like(other) if one is None else one, other, floor)
@@ -277,10 +277,10 @@ def _without_gradients(model: nn.Module) -> str:
     """Write the note on a model whose result depends on whether gradients are on."""
     fast = any(isinstance(m, (nn.TransformerEncoderLayer, nn.MultiheadAttention)) for m in model.modules())
     return (
-        "in eval mode the model computes something else under torch.no_grad() than with gradients on: `evaluate` gives"
-        " what it gives with them"
+        "in eval mode the model computes other results under torch.no_grad() than with gradients on: `evaluate` "
+        "returns the results with gradients on"
     ) + (
-        ". torch's fast path for nn.TransformerEncoder gives zeros where the batch is padded;"
+        ". torch's fast path for nn.TransformerEncoder returns zeros where the batch is padded;"
         " torch.backends.mha.set_fastpath_enabled(False) turns it off in plain PyTorch"
         if fast
         else ""
@@ -340,8 +340,8 @@ def _same_again(eager: Sequence[Any], program: Sequence[Any], changed: Mapping[s
         code = f" ({place.shown})" if place.code else ""
         names = ", ".join(map(repr, changed))
         raise ShardcError(
-            f"the model returns another {result} when it is called again: its forward sets {names}, of which a program"
-            f" sees the first value{code}",
+            f"the model returns another {result} on the second call: its forward sets {names}, and a program uses "
+            f"only the first value{code}",
             where=place.line,
             fix="make it a buffer (register_buffer) that forward changes in place, or set it outside of forward",
         )
@@ -355,8 +355,8 @@ def _changes_batch(
     code = f" ({place.shown})" if place.code else ""
     names = ", ".join(name_of(tuple(path)) for path in changed.values())
     return ShardcError(
-        f"forward changes {names} of the batch in place{code}: whoever reads the batch again has other numbers, and a"
-        " program leaves it as it is",
+        f"forward changes {names} of the batch in place{code}: later reads of the batch see other numbers, but a "
+        "program does not change the batch",
         where=place.line,
         fix="make a new tensor: write `x = x - 3`, and not `x -= 3`; x = x.clone() before x[mask] = 0",
     )
@@ -411,8 +411,8 @@ def _refuse_written_in_backward(before: dict[str, Tensor], after: dict[str, Tens
             f"backward updates {', '.join(again[:3])}{' and more' if len(again) > 3 else ''}, as torch.utils.checkpoint"
             " runs the module's forward a second time there: a batch counts twice in it",
             where=again[0].rpartition(".")[0],
-            fix="leave that torch.utils.checkpoint out, and write the spec's section `checkpoint:` instead, which"
-            " recomputes without counting again",
+            fix="remove that torch.utils.checkpoint and write the spec's section `checkpoint:`, which recomputes "
+            "without counting twice",
         )
 
 
@@ -433,8 +433,9 @@ def _compare(
             f"{name} of the captured graph differs from the model's own by {worst:.1e} of its size",
             where=where,
             fix=(
-                "what Python reads is read once, when the model is captured: make a clock, a counter or other state"
-                " that changes between calls a buffer or part of the batch. If there is none, report it, with the model"
+                "Python values are read once, when the model is captured: make a clock, a counter or other state"
+                " that changes between calls a buffer or part of the batch. If there is no such state, report "
+                "this with the model"
             ),
         )
 

@@ -45,8 +45,8 @@ class ForeignParameters(TorchFunctionMode):
         for x, line in self.found.values():
             lines.setdefault(line, []).append(x)
         return tuple(
-            f"{line}: {_describe(every)} no parameter of the model that is compiled: a constant of the program, which"
-            " nothing trains. If it is to be trained make it a part of the model, else requires_grad_(False)"
+            f"{line}: {_describe(every)} not a parameter of the compiled model: the program keeps it as a constant and "
+            "does not train it. To train it, make it a part of the model; else call requires_grad_(False)"
             for line, every in lines.items()
         )
 
@@ -54,15 +54,15 @@ class ForeignParameters(TorchFunctionMode):
 def _closure_error(name: str) -> ShardcError:
     place = source.of_call()
     return ShardcError(
-        f"forward reads the parameter {name!r} from something that holds it beside its module, such as a closure"
-        f" ({place.shown}): a program would have its first value, and not train it",
+        f"forward reads the parameter {name!r} from an object other than its module, such as a closure"
+        f" ({place.shown}): a program would use its first value and not train it",
         where=place.line,
-        fix="read it of the module when it is used: self.weight in the function, not weight = self.weight before it",
+        fix="read it from the module at each use: self.weight in the function, not weight = self.weight before it",
     )
 
 
 def _describe(every: list[Tensor]) -> str:
     shapes = ", ".join(str(list(x.shape)) for x in every[:3]) + (", ..." if len(every) > 3 else "")
     if len(every) == 1:
-        return f"a tensor of shape {shapes} wants a gradient and is"
-    return f"{len(every)} tensors of shapes {shapes} want gradients and each is"
+        return f"a tensor of shape {shapes} requires a gradient and is"
+    return f"{len(every)} tensors of shapes {shapes} require gradients, and each is"

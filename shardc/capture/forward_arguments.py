@@ -55,8 +55,8 @@ def _fitting(forward: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[
     if len(args) > len(names):
         example = ", ".join(f'"{n}": ...' for n in (*names, "y"))
         if own_loss:
-            return f"make the batch a dict, {{{example}}}: what forward does not name is for the loss alone"
-        return f"give forward the arguments {', '.join(names)} only; what a loss(output, batch) needs, in a dict"
+            return f"make the batch a dict, {{{example}}}: keys that forward does not name go only to the loss"
+        return f"pass forward only the arguments {', '.join(names)}; what a loss needs goes into a dict"
     lacking = [
         n for n in names[len(args) :] if n not in kwargs and forward.parameters[n].default is inspect.Parameter.empty
     ]
@@ -68,8 +68,8 @@ def _fitting(forward: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[
         return f"add {', '.join(map(repr, lacking))} to the batch"
     if unknown:
         fix = f"leave {', '.join(map(repr, unknown))} out of the batch"
-        return f"{fix}, or define loss(output, batch), which is given every key"
-    return "a dict gives forward's arguments by name, a tuple by position; a tensor is the first one"
+        return f"{fix}, or define loss(output, batch), which gets every key"
+    return "a dict passes forward's arguments by name, a tuple by position; a tensor is the first one"
 
 
 def beneath_compile(model: nn.Module) -> nn.Module:

@@ -94,7 +94,7 @@ class GenerationOf(ValuesOf):
         rows, length = ids.shape
         candidates = [x for x in tensors_in(output).values() if x.dim() == 3 and x.shape[:2] == (rows, length)]
         if not candidates:
-            fault = f"of ids [{rows}, {length}] the model gives no logits [{rows}, {length}, vocabulary]"
+            fault = f"for ids [{rows}, {length}] the model returns no logits [{rows}, {length}, vocabulary]"
             fix = 'return logits of every position, as a tensor, .logits or "logits"'
             raise ShardcError(fault, where=of_function(self.model.forward).line, fix=fix)
         logits = candidates[0]

@@ -103,12 +103,12 @@ def _first(
     outputs = [_same_tensor(x, inside.__contains__) for x in results]
     weights = {k.removeprefix(name): n for k, n in stored.items() if k.startswith(f"{name}.")}
     if set(taken) & set(weights.values()):
-        raise UnlikeError("a layer is given one of its own weights")
+        raise UnlikeError("a layer gets one of its own weights as an argument")
     known = {*taken, *constants, *weights.values()}
     for n in inside:
         leaves = any(u not in inside and (u.target is not EQUAL_LAYER or n in u.args[1]) for u in n.users)  # type: ignore[operator]
         if n.op != "call_function" or isinstance(n.target, HigherOrderOperator) or (leaves and n not in outputs):
-            raise UnlikeError("a layer gives more than its results")
+            raise UnlikeError("a layer returns more than its results")
         if any(x not in inside and x not in known for x in n.all_input_nodes):
             raise UnlikeError("a layer takes more than its arguments and weights")
     return _First(list(inside), taken, outputs, weights)

@@ -120,8 +120,8 @@ class LossOf(nn.Module):
             self.beside.notes = _several(output, loss, line)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             if isinstance(loss, _NUMBERS):
-                fault = "the loss is a Python number, of .item(), float() or int(): it has no gradient"
-                raise ShardcError(fault, where=line, fix="leave that out: return the tensor")
+                fault = "the loss is a Python number, from .item(), float() or int(): it has no gradient"
+                raise ShardcError(fault, where=line, fix="remove that call: return the tensor")
             fault = f"the loss is {_described(loss)}, not a scalar"
             fix = "return one floating-point number, e.g. loss.mean()"
             if loss is None:
@@ -152,9 +152,9 @@ class LossOf(nn.Module):
                 raise
             at, keys = of_exception(e), ", ".join(map(repr, batch))
             name = "the loss" if self.loss is not None else "forward(output, batch)"
-            fault = f"{name} asks for {e.args[0]!r}, and the batch has {keys} ({at.shown})"
+            fault = f"{name} reads {e.args[0]!r}, but the batch has {keys} ({at.shown})"
             near = difflib.get_close_matches(str(e.args[0]), [str(k) for k in batch], 1)
-            fix = f"did you mean {near[0]!r}?" if near else "name one of these, or let batch() give that one, too"
+            fix = f"did you mean {near[0]!r}?" if near else "use one of these, or return that key from batch() too"
             raise ShardcError(fault, where=at.line, fix=fix) from e
 
     def _flat(self, beside: Mapping[str, Any], line: str) -> list[Tensor]:
@@ -165,10 +165,10 @@ class LossOf(nn.Module):
                 values |= {name: value[0].reshape(()), divisors[name]: value[1].reshape(())}
             elif not isinstance(value, Tensor) or value.is_complex():
                 if isinstance(value, _NUMBERS):
-                    fault = f"the output {name!r} is a Python number, of .item(), float() or int()"
-                    fix = "leave that out: the value stays a tensor until it is read"
+                    fault = f"the output {name!r} is a Python number, from .item(), float() or int()"
+                    fix = "remove that call: the value stays a tensor until it is read"
                     if isinstance(value, (int, float)):  # a tensor's value would be a symbol in tracing
-                        fault = f"the output {name!r} is the Python number {value}, and no tensor"
+                        fault = f"the output {name!r} is the Python number {value}, not a tensor"
                         fix = f"write torch.tensor({value}), or leave out the .item(), float() or int() that made it"
                     raise ShardcError(fault, where=line, fix=fix)
                 raise ShardcError(f"the output {name!r} is {_described(value)}", where=line, fix=CONTRACT)
@@ -195,13 +195,13 @@ class ValuesOf(LossOf):
             values: Mapping[str, Any] = tensors_in(output)
         else:
             line = of_function(self.values).line
-            assert callable(self.values), "steps that generate have a forward of their own"
+            assert callable(self.values), "steps that generate have their own forward"
             self.beside.of_loss = True
             returned = self._of(output, batch, self.values)
             single = isinstance(returned, Tensor)
             values = returned if isinstance(returned, Mapping) else {OUTPUT: returned} if single else {}
         if not values:
-            fault = f"it gives {_described(output if self.values is True else returned)}: there is no tensor in it"
+            fault = f"it returns {_described(output if self.values is True else returned)}: there is no tensor in it"
             raise ShardcError(fault, where=line, fix="return a tensor, or {name: tensor}")
         return tuple(self._flat(values, line))
 
@@ -254,8 +254,8 @@ def _several(output: Any, loss: Any, line: str) -> tuple[str, ...]:
     if not others:
         return ()
     return (
-        f"{line}: the model returns {len(others) + 1} single numbers, and the first of them is the loss: if that is"
-        f" another, or their sum, say so: loss=lambda output, batch: output[0] + output[{others[0]}]",
+        f"{line}: the model returns {len(others) + 1} single numbers, and the first of them is the loss: if the loss "
+        f"is another, or their sum, pass loss=lambda output, batch: output[0] + output[{others[0]}]",
     )
 
 
@@ -292,7 +292,7 @@ def default_loss(output: Any, where: str = "") -> Any:
             where=where,
             fix=(
                 "define loss(output, batch) in the model's file, in Python pass loss=lambda output, batch: ...; "
-                "or give the model the labels with which it computes its loss itself"
+                "or pass the model the labels, so that it computes its loss itself"
             ),
         )
     return candidate

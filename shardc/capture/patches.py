@@ -90,7 +90,7 @@ def check_wrapped(model: nn.Module) -> None:
     errors = Errors()
     if hasattr(model, "full_state_dict") and hasattr(model, "clip_grad_norm_"):  # made by program.module
         fault, fix = (
-            "it is compiled already, and has this rank's part",
+            "the module is already compiled and has only this rank's part",
             "pass the plain model, which it was compiled from",
         )
         errors.add(fault, where="the model", fix=fix)
@@ -98,21 +98,21 @@ def check_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         where = name or "the model"
         if isinstance(module, (DataParallel, DistributedDataParallel)):
-            fault = f"it is wrapped in {type(module).__name__}, which spreads the batch and sums gradients by itself"
+            fault = f"the model is wrapped in {type(module).__name__}, which splits the batch and sums gradients itself"
             path = f"{name}.module" if name else "model.module"
-            errors.add(fault, where=where, fix=f"pass what it holds: {path}; `mesh: {{dp: ...}}` of the spec does that")
+            errors.add(fault, where=where, fix=f"pass the wrapped {path}: `mesh: {{dp: ...}}` of the spec does that")
             break
         if kind := _sharded_by_fsdp(module):
-            fault = f"{kind} has cut its parameters over the ranks already"
-            fix = "pass the model as it was before; `data: {zero: 3}` of the spec cuts parameters as it does"
+            fault = f"{kind} has already sharded its parameters over the ranks"
+            fix = "pass the model before that call; `data: {zero: 3}` of the spec shards parameters in the same way"
             errors.add(fault, where=where, fix=fix)
             break
     else:
         cut = [name for name, p in model.named_parameters() if _is_dtensor(p)]
         if cut:
             more = f" ({len(cut)} such)" if len(cut) > 1 else ""
-            fault = f"the parameter is a DTensor: something has cut it over the ranks already{more}"
-            errors.add(fault, where=cut[0], fix="pass the model as it was before, and write its plan as `shard:`")
+            fault = f"the parameter is a DTensor: it is already sharded over the ranks{more}"
+            errors.add(fault, where=cut[0], fix="pass the model before it was sharded, and write its plan as `shard:`")
     errors.raise_any()
 
 

@@ -193,7 +193,7 @@ REFUSALS = (
     ),
     Cause(
         "repeat_interleave has a result whose size depends on a tensor's values",
-        "state the size: repeat_interleave(x, n, output_size=total)",
+        "pass the size: repeat_interleave(x, n, output_size=total)",
         op=r"repeat_interleave",
     ),
     Cause(
@@ -269,7 +269,7 @@ REFUSALS = (
         raised=r"ScriptModule|RecursiveScriptModule|torch\.jit",
     ),
     Cause(
-        "a module holds something under the name of a method that each nn.Module has (such as `parameters`)",
+        "a module has an attribute with the name of a method of nn.Module (such as `parameters`)",
         "give that attribute another name",
         raised=r"submodule `[^`]*`: <bound method",
     ),
@@ -321,8 +321,8 @@ _ADVICE = (
     ),
     (
         r"got an unexpected keyword argument",
-        "a forward with **keywords is given every key of the batch: let it name its arguments (what it does not"
-        " name is for the loss alone), or leave that key out",
+        "a forward with **keywords gets every key of the batch: name its arguments (other keys go only to the "
+        "loss), or leave that key out",
     ),
     (r"no fake impl", "give the op a shape function, @OP.register_fake (docs/explanation/rules.md)"),
 )
@@ -332,7 +332,7 @@ def advice(error: BaseException, *, of_loss: bool = False) -> str:
     """Return the fix for an error of the user's code, from torch or Python. of_loss: of the loss function."""
     known = next((fix for text, fix in _ADVICE if re.search(text, str(error))), "")
     if of_loss and not known:
-        return "it is given the model's output and the whole batch: loss=lambda output, batch: f(output, batch['y'])"
+        return "it gets the model's output and the whole batch: loss=lambda output, batch: f(output, batch['y'])"
     return known or (
         "check that model and batch run together in plain PyTorch; if they do, torch cannot trace this line: write it"
         " with other ops"
@@ -394,9 +394,9 @@ def torch_errors(graph: fx.Graph | None = None) -> Iterator[None]:
         at = source.of_exception(e) if node is None else source_of(node)
         code, message = f" ({at.shown})" if at.code else "", (str(e).strip().splitlines() or [""])[0]
         raise ShardcError(
-            f"torch cannot run what capture made of this: {type(e).__name__}: {message}{code}",
+            f"torch cannot run the graph that capture made of this: {type(e).__name__}: {message}{code}",
             where=source.where(at),
-            fix="write it with other ops; as plain PyTorch runs it, capture has a fault: report it, with the model",
+            fix="write it with other ops; plain PyTorch runs it, so capture is at fault: report it with the model",
         ) from e
 
 

@@ -104,7 +104,7 @@ def diff(a: Folder, b: Folder, as_json: JsonOption = False, debug: DebugOption =
 @app.command()
 def prune(
     folder: Folder,
-    keep: Annotated[int, typer.Option(min=1, help="how many stay, the last ones; damaged ones do not count")] = KEEP,
+    keep: Annotated[int, typer.Option(min=1, help="number of checkpoints to keep; damaged ones do not count")] = KEEP,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -116,7 +116,7 @@ def prune(
         try:
             lock = disk_calls.Lock(holder / checkpoint_folder.LOCK)
         except OSError as e:
-            fix = "wait until the run that saves to it has ended"
+            fix = "wait until the run that saves to it ends"
             raise ShardcError(f"the folder cannot be locked: {e.strerror}", where=str(holder), fix=fix) from None
         removed = [str(path) for path in checkpoint_folder.prune(holder, keep)]
         lock.release()

@@ -64,7 +64,7 @@ def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
     except OSError as e:
         if debug or not e.filename or not e.strerror:
             raise
-        error = ShardcError(e.strerror, where=str(e.filename), fix="name a file or folder that can be used so")
+        error = ShardcError(e.strerror, where=str(e.filename), fix="name a file or folder of the right kind")
         _end(error, show if as_json else None)
     except KeyboardInterrupt:
         console.print("stopped")
@@ -134,7 +134,7 @@ def check_outputs(
         if path.is_dir():
             raise ShardcError(f"{path} is a folder", where=option, fix=f"name a file in it, {option} {path / 'NAME'}")
         if not path.parent.is_dir():
-            fix = f"mkdir -p {path.parent}, or name a file in a folder that is there"
+            fix = f"mkdir -p {path.parent}, or name a file in an existing folder"
             raise ShardcError(f"there is no folder {path.parent}", where=option, fix=fix)
         if path.exists():  # a file to replace, or a pipe such as /dev/fd/63
             if not os.access(path, os.W_OK):
@@ -182,11 +182,11 @@ def program_of(
     """
     source, spec = named.model, named.spec or spec
     if named.forward and named.score:
-        fault, fix = "a program gives values or scores", "leave one of the two out"
+        fault, fix = "a program returns either values or scores", "remove one of the two"
         raise ShardcError(fault, where="--forward, --score", fix=fix)
     if is_artifact(source):
         if named.forward or named.score:
-            fault, fix = "a compiled DIR is what it was compiled for", "compile the model with it: -o DIR"
+            fault, fix = "the options of a compiled DIR are fixed", "compile the model with it: -o DIR"
             raise ShardcError(fault, where="--forward" if named.forward else "--score", fix=fix)
         if spec is not None or named.mesh or named.overrides or named.batch or named.seq:
             raise ShardcError(
@@ -199,7 +199,7 @@ def program_of(
         return program
     if spec is None and not Path(source.partition(":")[0]).exists() and not source.startswith("hf:"):
         raise ShardcError(
-            "there is no such file or compiled DIR",
+            "this file or compiled DIR does not exist",
             where=source,
             fix="make one with `shardc compile model.py spec.yaml -o DIR`",
         )
@@ -260,7 +260,7 @@ def _loaded(folder: str, *, trust: bool, model: str | None) -> Program:
     except parser.MissingOpError as e:
         file = model_file.path_of(model or model_of(read_facts(folder, trust=trust)))
         if not file or not Path(file).is_file():
-            lost = f"; the file that the program was compiled from, {file}, is not there" if file else ""
+            lost = f"; the file that the program was compiled from, {file}, does not exist" if file else ""
             raise ShardcError(f"{e.what}{lost}", where=e.where, fix=e.fix) from None
         console.print(f"importing {file}: {folder} calls an op that it registers", markup=False)
         model_file.imported(file)

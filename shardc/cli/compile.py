@@ -70,7 +70,7 @@ def _summary(program: Program) -> str:
     ]
     proof = prove_within(program, PROOF_SECONDS)
     verdict = str(proof) if proof is None or not proof.ok else str(proof).partition("\n")[0]
-    lines.append(verdict if proof is not None else "not proven yet: it takes longer (shardc verify --static)")
+    lines.append(verdict if proof is not None else "not proven yet: run `shardc verify --static`, which takes longer")
     if entries := program.meta.get("shard"):
         lines += ["shard:  # what `use` came to", *entries]
     return "\n".join([*lines, *note_lines(program.notes)])

@@ -43,10 +43,10 @@ def read(path: Path, file: str, ref: str) -> Any:
         elif isinstance(value, list):
             boxes += ((key, x) for x in value)
         elif isinstance(value, (int, float)) and abs(value) > (MAX_NUMBER if "layers" not in key else MAX_LAYERS):
-            raise ShardcError(f"{key}: {value:.3g} is larger than any model's", where=file, fix="correct it")
+            raise ShardcError(f"{key}: {value:.3g} is too large for a model", where=file, fix="correct it")
         elif "attn_implementation" in key and isinstance(value, str) and "/" in value:
             fault = f"{key}: {value[:60]!r} would fetch code from the hub and run it"
-            raise ShardcError(fault, where=file, fix="leave it out, or name one of transformers' own: sdpa, eager")
+            raise ShardcError(fault, where=file, fix="leave it out, or name one of transformers: sdpa, eager")
     return values
 
 

@@ -21,7 +21,7 @@ def command(
     named: Named,
     compare: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="folder of `shardc run --log RUN --breakdown 5`: what of it was predicted"),
+        typer.Option(metavar="RUN", help="folder of `shardc run --log RUN --breakdown 5`: compare with prediction"),
     ] = None,
     device: Annotated[
         str | None,

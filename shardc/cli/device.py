@@ -24,7 +24,7 @@ def command(
     ] = False,
     processes: Annotated[
         int | None,
-        typer.Option(min=2, help="with --measure: of a CPU, so many processes at once, each a device (default: 2)"),
+        typer.Option(min=2, help="with --measure: number of processes on a CPU, each a device (default: 2)"),
     ] = None,
     output: Annotated[
         Path | None,

@@ -33,9 +33,9 @@ def command(
     dtype: Annotated[Dtype | None, typer.Option(help="of floating-point weights; default: as saved")] = None,
     spec: Annotated[Path | None, typer.Option(help="spec.yaml, if it puts adapters beside the model's weights")] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="the whole model, with adapters added to the weights that they are beside")
+        bool, typer.Option("--merge", help="write the whole model, with adapters merged into their weights")
     ] = False,
-    max_file_gb: Annotated[float | None, typer.Option(min=0.001, help="a file has at most so many GB (5)")] = None,
+    max_file_gb: Annotated[float | None, typer.Option(min=0.001, help="maximum size of a file in GB (5)")] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace weights in OUT that shardc did not write")
     ] = False,
@@ -71,7 +71,7 @@ def command(
         lacking = [n for n in state if n not in ties and n not in stored]
         if lacking:
             fault = f"the checkpoint lacks {len(lacking)} of the model's {len(state)} tensors, such as {lacking[0]}"
-            raise ShardcError(fault, where=str(checkpoint), fix="name the model file that was trained")
+            raise ShardcError(fault, where=str(checkpoint), fix="name the model file of the training")
         tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in state if n not in ties}
         carried = file.weights if file.weights is not None and file.weights.is_dir() else recipe.folder
         chosen = getattr(torch, dtype.value) if dtype is not None else None

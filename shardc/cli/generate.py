@@ -20,18 +20,18 @@ Source = Annotated[str, typer.Argument(help="hf:DIR, or model.py[:name]")]
 def command(
     named: Named,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="a text; again for more, which are generated together")
+        list[str] | None, typer.Option(help="prompt text; repeat for several, which are generated together")
     ] = None,
     ids: Annotated[list[str] | None, typer.Option(help="a prompt as token ids: 1,15,7")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="at most so many of each prompt")] = 20,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="maximum number of new tokens for each prompt")] = 20,
     temperature: Annotated[float, typer.Option(min=0, help="0: the most likely token each time")] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k most likely tokens")] = None,
-    top_p: Annotated[float | None, typer.Option(help="draw from the likeliest that have this probability")] = None,
+    top_p: Annotated[float | None, typer.Option(help="draw from the likeliest with this total probability")] = None,
     stop: Annotated[
         list[str] | None,
         typer.Option(help="a token, or its id, that ends a text; default: those of the model's folder"),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="of what is drawn, and of weights that no file has")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of sampling, and of weights that no file has")] = 0,
     weights: Annotated[
         Path | None,
         typer.Option(help="generate with these: a folder or file of safetensors, a torch file, or what --save wrote"),
@@ -76,7 +76,7 @@ class Words:
     def tokenizer(self, option: str) -> Any:
         """Return the tokenizer. Raises ShardcError if there is none, or if it cannot be read."""
         if self._tokenizer is None:
-            fix = "save one there (tokenizer.save_pretrained), or give token ids: --ids 1,15,7"
+            fix = "save one there (tokenizer.save_pretrained), or pass token ids: --ids 1,15,7"
             if self.folder is None or not any(self.folder.glob("*token*")):
                 raise ShardcError(f"there is no tokenizer in {self.folder or self.model}", where=option, fix=fix)
             from transformers import AutoTokenizer
@@ -95,10 +95,10 @@ class Words:
             try:
                 result.append([int(i) for i in written.replace(",", " ").split()])
             except ValueError:
-                errors.add(f"{written!r} are no token ids", where="--ids", fix="write numbers: --ids 1,15,7")
+                errors.add(f"{written!r} are not token ids", where="--ids", fix="write numbers: --ids 1,15,7")
         if not result and not errors.found:
             errors.add(
-                "there is no prompt", where="generate", fix='give one: --prompt "Once upon a time", or --ids 1,15,7'
+                "there is no prompt", where="generate", fix='pass one: --prompt "Once upon a time", or --ids 1,15,7'
             )
         errors.raise_any()
         return result
@@ -113,7 +113,7 @@ class Words:
         for text in given:
             tokens = [int(text)] if text.isdecimal() else self._token(text)
             if len(tokens) != 1:
-                fault = f"{text!r} is {len(tokens)} tokens, and a text ends with one"
+                fault = f"{text!r} is {len(tokens)} tokens, but exactly one token ends a text"
                 raise ShardcError(fault, where="--stop", fix="name one token, or its id")
             stops += tokens
         return stops

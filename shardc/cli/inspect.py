@@ -38,17 +38,17 @@ def command(
         typer.Option(help="what a pass changed, by its name; `--diff list` lists the passes that ran"),
     ] = None,
     comm: Annotated[
-        bool, typer.Option("--comm", help="collectives of a step by axis and cause; what hides them")
+        bool, typer.Option("--comm", help="collectives of a step by axis and cause; which compute hides them")
     ] = False,
     coverage: Annotated[
         bool, typer.Option("--coverage", help="ops of a model file that no rule knows, and their lines; needs no spec")
     ] = False,
     joint: Annotated[bool, typer.Option("--joint", help="the forward and backward graphs of a step")] = False,
     html: Annotated[
-        Path | None, typer.Option(help="write a page to look around in: graphs, timeline, memory, proof; one HTML file")
+        Path | None, typer.Option(help="write an interactive page: graphs, timeline, memory, proof; one HTML file")
     ] = None,
     memory: Annotated[
-        bool, typer.Option("--memory", help="what a step holds on each rank, by kind; the op at the peak")
+        bool, typer.Option("--memory", help="memory of a step on each rank, by kind; the op at the peak")
     ] = False,
     device: Annotated[
         str | None,
@@ -58,14 +58,14 @@ def command(
         ),
     ] = None,
     schedule: Annotated[
-        bool, typer.Option("--schedule", help="who computes what when in a pipeline: bubbles, live activations")
+        bool, typer.Option("--schedule", help="timeline of a pipeline: bubbles, live activations")
     ] = False,
     scores: Annotated[
-        bool, typer.Option("--scores", help="attention: what each rank computes of the square of queries and keys")
+        bool, typer.Option("--scores", help="attention: which part of the queries x keys square each rank computes")
     ] = False,
     trace: Annotated[
         Path | None,
-        typer.Option(help="write a step as a trace, which ui.perfetto.dev opens: who computes and sends what when"),
+        typer.Option(help="write a step as a trace, which ui.perfetto.dev opens: work and messages of each rank"),
     ] = None,
     memory_snapshot: Annotated[
         Path | None, typer.Option(help="write a step's memory as a snapshot, which pytorch.org/memory_viz opens")
@@ -202,7 +202,7 @@ def _difference(folder: Path, name: str, model: str) -> str:
     diffs = {p.stem.partition("-")[2]: p for p in sorted(folder.glob("*.diff"))}
     if not diffs:
         raise ShardcError(
-            "--diff needs a model and a spec: a compiled DIR keeps no passes",
+            "--diff needs a model and a spec: a compiled DIR does not keep passes",
             where=model,
             fix="shardc inspect model.py spec.yaml --diff PASS",
         )

@@ -90,7 +90,7 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: in
     if ref.startswith("hf:"):
         return _transformers(ref, batch or 8, seq or 128)
     if batch is not None or seq is not None:
-        fault = "--batch and --seq belong to hf: models; a model file's batch() says its own"
+        fault = "--batch and --seq belong to hf: models; the batch() of a model file sets its own"
         raise ShardcError(fault, where=ref, fix="leave them out, or edit batch()")
     path = _existing(path_of(ref), ref)
     builder = "" if ref.endswith(".py") else ref.partition(":")[2]
@@ -194,7 +194,7 @@ def _existing(
         raise ShardcError(f"there is no {kind} {name}", where=ref, fix=fix)
     if path.suffix in (".yaml", ".yml"):
         fix = f"the model file comes first, then the spec: shardc ... model.py {path.name}"
-        raise ShardcError(f"this is a spec, where a {kind} is expected", where=ref, fix=fix)
+        raise ShardcError(f"this is a spec, not a {kind}", where=ref, fix=fix)
     if path.name == "config.json":
         raise ShardcError("this is a config of transformers", where=ref, fix=f"write hf:{ref}")
     if path.suffix != ".py":
@@ -256,14 +256,14 @@ def _users(path: Path, doing: str) -> Iterator[None]:
         elif isinstance(e, SystemExit):
             fix = 'put what only a script does under `if __name__ == "__main__":`'
         elif isinstance(e, _Joins):
-            fix = 'leave it out; what the file needs when it is run by itself stands under `if __name__ == "__main__":`'
+            fix = 'leave it out; put what the file needs as a script under `if __name__ == "__main__":`'
         elif frames and re.search(r"\.(cuda|to|to_empty)\(", frames[-1].line or "") and _OF_DEVICE.search(str(e)):
-            fix = "leave out .cuda() and .to(device): each rank builds its part of the model on its own device"
+            fix = "leave out .cuda() and .to(device): each rank builds its part on its own device"
         elif "Default process group has not been initialized" in str(e):
-            fix = "leave the wrapper out: model() returns the plain model, which `mesh: {dp: ...}` of the spec spreads"
+            fix = "remove the wrapper: model() returns the plain model, which `mesh: {dp: ...}` of the spec distributes"
         elif "meta tensor" in str(e):
             fix = (
-                "leave out what looks at values: model() runs without them, and each rank makes or reads its part later"
+                "remove code that reads values: model() runs without them, and each rank makes or reads its part later"
             )
         text = str(e).strip().splitlines()
         fault = f"{doing} raises {type(e).__name__}{': ' + text[0] if text else ''}{code}"
@@ -284,7 +284,7 @@ def _function(
         if near:
             fix += f"; there is {near}()"
         elif makers and name != "batch":
-            fix += f"; or name what makes it, {path}:NAME, of {', '.join(makers[:8])}"
+            fix += f"; or name the function that makes it, {path}:NAME, of {', '.join(makers[:8])}"
         raise ShardcError(f"the file has no {name}()", where=str(path), fix=fix)
     if isinstance(function, nn.Module) and name not in OPTIONAL:
         fault, kind = f"{name} is a model, not a function that makes one", type(function).__name__
@@ -303,7 +303,7 @@ def _function(
         except TypeError as e:
             call = f"{name}({', '.join(arguments)})"
             raise ShardcError(
-                f"{name}{signature} is called as {call}: {e}",
+                f"{name}{signature} cannot be called as {call}: {e}",
                 where=f"{path}:{function.__code__.co_firstlineno}",
                 fix=f"write `def {call}`",
             ) from None
@@ -331,14 +331,14 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
     try:
         config = transformers.AutoConfig.for_model(**values)
     except Exception as e:  # any exception: each model's config has its own checks, or none
-        fix = "make it a config that this version of transformers reads"
+        fix = "use a config that this version of transformers reads"
         raise ShardcError(f"transformers refuses the config: {e}", where=file, fix=fix) from None
 
     words = getattr(config.get_text_config(), "vocab_size", None)
     if words is None or not (cls or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING):
         fault = f"a model of type {values['model_type']!r} is not a causal language model, which is what hf: makes"
         if cls:
-            fault = f"a {cls} takes no token ids, which are all that the batch of an hf: model has"
+            fault = f"a {cls} does not accept token ids, but the batch of an hf: model has only token ids"
         fix = "write a model.py: model() returns the transformers model, batch() its inputs and labels"
         raise ShardcError(fault, where=file, fix=fix)
 
@@ -355,7 +355,7 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
     ids = torch.randint(0, words, (batch, seq), generator=torch.Generator().manual_seed(0))
     full = f"hf:{cls + ':' if cls else ''}{(folder or path).absolute()}"
     weights = folder if folder is not None and has_weights(folder) else None
-    note = "weights: random, as there is a config alone"
+    note = "weights: random, because there is only a config"
     if folder is None and has_weights(path.parent):
         note = f"weights: random; those beside the config are not read (hf:{path.parent} reads them)"
     return ModelFile(full, build, {"input_ids": ids, "labels": ids.clone()}, weights=weights, note=note)

@@ -27,14 +27,14 @@ MeshOption = Annotated[list[str] | None, typer.Option("--mesh", help="sizes inst
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="a setting instead of the spec's: data.bucket_mb=50")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on stdout, nothing else there")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
 BatchOption = Annotated[int | None, typer.Option(min=1, help="batch size of an hf: model's example batch")]
 SeqOption = Annotated[int | None, typer.Option(min=1, help="sequence length of an hf: model's example batch")]
 NprocOption = Annotated[
     int | None, typer.Option("--nproc", min=1, help="processes on this machine; default: what the mesh needs")
 ]
 TrustOption = Annotated[bool, typer.Option("--trust", help="accept a compiled DIR whose files were edited")]
-FullOption = Annotated[bool, typer.Option("--full", help="show every layer: those that are equal are folded")]
+FullOption = Annotated[bool, typer.Option("--full", help="show every layer (by default equal layers are folded)")]
 ModelOption = Annotated[
     str | None,
     typer.Option("--model", help="with a compiled DIR: the model file, if not the one it was compiled from"),
@@ -43,11 +43,11 @@ ForwardOption = Annotated[
     bool,
     typer.Option(
         "--forward",
-        help="forward only: what outputs(output, batch) of the model file gives, or all tensors that the model returns",
+        help="forward only: return outputs(output, batch) of the model file, or all tensors that the model returns",
     ),
 ]
 ScoreOption = Annotated[
-    bool, typer.Option("--score", help="forward only: the log-probability of each target of the loss")
+    bool, typer.Option("--score", help="forward only: return the log-probability of each target of the loss")
 ]
 DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 

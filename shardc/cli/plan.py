@@ -25,18 +25,18 @@ PREPARING = ("loading the model", "capturing")
 def command(
     model: Annotated[str, typer.Argument(help="model.py, model.py:builder, or hf:config.json", show_default=False)],
     devices: Annotated[
-        int | None, typer.Option(help="how many there are (default: of --given, or `nodes` of a device file)")
+        int | None, typer.Option(help="number of devices (default: of --given, or `nodes` of a device file)")
     ] = None,
     device: Annotated[
         list[str] | None,
         typer.Option(
-            help="a name that `shardc device` lists, or a YAML file (default: of --given, else h100-80g); several"
-            " times: the best of them"
+            help="a name that `shardc device` lists, or a YAML file (default: of --given, else h100-80g); repeat to "
+            "find the best of several"
         ),
     ] = None,
     price: Annotated[
         list[str] | None,
-        typer.Option(help="of an hour of one device, e.g. h100-80g=2.5: the cheapest --device is best"),
+        typer.Option(help="price of one device for an hour, e.g. h100-80g=2.5: the cheapest --device is best"),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="write the best spec, annotated with why")
@@ -46,19 +46,19 @@ def command(
     ] = None,
     given: Annotated[
         list[Path] | None,
-        typer.Option(help="price this spec, and search for no other; several times: side by side"),
+        typer.Option(help="price only this spec, without a search; repeat to compare several"),
     ] = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", help="rows of a step (default: those that batch() gives)")
     ] = None,
     precision: Annotated[str, typer.Option(help="bfloat16 | float16 | float32 | pure-bfloat16 | model")] = "bfloat16",
     largest: Annotated[
-        str | None, typer.Option(help="batch | sequence | model: also answer how large it may be")
+        str | None, typer.Option(help="batch | sequence | model: also report how large it may be")
     ] = None,
-    fewest: Annotated[bool, typer.Option("--fewest", help="also answer on how few devices anything fits")] = False,
+    fewest: Annotated[bool, typer.Option("--fewest", help="also report the fewest devices that fit")] = False,
     what_if: Annotated[
         bool,
-        typer.Option("--what-if", help="also price it on better devices and others, nothing recomputed, compiled"),
+        typer.Option("--what-if", help="also price it on other devices, without recomputation, and compiled"),
     ] = False,
     tokens: Annotated[float | None, typer.Option(help="also answer how long so many tokens take, e.g. 15e12")] = None,
     batch: BatchOption = None,
@@ -132,7 +132,9 @@ def _prices(said: list[str]) -> dict[str, float]:
         try:
             prices[name] = float(number)
         except ValueError:
-            raise ShardcError(f"{text!r} is no price", where="--price", fix="e.g. --price h100-80g=2.5") from None
+            raise ShardcError(
+                f"must be NAME=PRICE, not {text!r}", where="--price", fix="--price h100-80g=2.5"
+            ) from None
     return prices
 
 

@@ -28,7 +28,7 @@ def command(
         bool, typer.Option("--check", help="prove them against the whole ops; exit status 1 if one is wrong")
     ] = False,
     file: Annotated[
-        str | None, typer.Option("--file", help="a Python file that registers rules; alone: only its rules")
+        str | None, typer.Option("--file", help="a Python file that registers rules; without names: only its rules")
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,

@@ -30,11 +30,11 @@ def command(
     named: Named,
     nproc: NprocOption = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace what is in --save and --log: an earlier run's, or weights")
+        bool, typer.Option("--overwrite", help="replace earlier contents of --save and --log (runs or weights)")
     ] = False,
     resume: Annotated[Path | None, typer.Option(help="folder that --save wrote, on any mesh")] = None,
     last_good: Annotated[
-        bool, typer.Option("--last-good", help="if the last checkpoint is damaged, resume from the last that is not")
+        bool, typer.Option("--last-good", help="if the last checkpoint is damaged, resume from the last good one")
     ] = False,
     new_schedule: Annotated[
         bool,
@@ -44,11 +44,11 @@ def command(
     ] = False,
     new_data: Annotated[
         bool,
-        typer.Option("--new-data", help="resume with the data from its beginning, not from where the checkpoint stood"),
+        typer.Option("--new-data", help="resume with the data from the start, not from the position of the checkpoint"),
     ] = False,
     weights: Annotated[
         Path | None,
-        typer.Option(help="begin from these: a folder or file of safetensors, a torch file, or what --save wrote"),
+        typer.Option(help="weights to start from: a folder or file of safetensors, a torch file, or what --save wrote"),
     ] = None,
     as_compiled: Annotated[
         bool,
@@ -72,8 +72,8 @@ def command(
         run = _settings(program.spec.run if program.spec is not None else Run(), **options)
         save, log = (Path(x) if x else None for x in (run.save, run.log))
         if new_schedule and resume is None and not run.auto_resume:
-            fix = "name the checkpoint, --resume DIR; a run that begins has the model file's schedule anyway"
-            raise ShardcError("there is no checkpoint whose schedule it would replace", where="--new-schedule", fix=fix)
+            fix = "name the checkpoint, --resume DIR; a new run has the model file's schedule anyway"
+            raise ShardcError("it needs a checkpoint, but none is resumed", where="--new-schedule", fix=fix)
         if new_data:
             _check_new_data(save, resume)
         if run.auto_resume and resume is None:
@@ -109,7 +109,7 @@ def command(
         summary = all_ranks.result(job)
         if summary is None and status == 0 and not all_ranks.joined:
             fault = "rank 0 ended with status 0 before the last step, and nothing was saved then"
-            fix = "something in the model file ends the process (os._exit): raise an error, which saves first"
+            fix = "the model file ends the process (os._exit): raise an error instead, which saves first"
             raise ShardcError(fault, where="run", fix=fix)
         if summary is not None:
             tied = any(p.aliases for p in program.params)
@@ -153,7 +153,7 @@ def _settings(run: Run, **options: Any) -> Run:
         raise ShardcError("checkpoints need a folder", where="--save-every", fix=fix)
     if run.auto_resume and not run.save:
         fix = "name the folder, --save DIR or `run: {save: DIR}`"
-        raise ShardcError("nothing is saved that a run could go on from", where="--auto-resume", fix=fix)
+        raise ShardcError("a restart needs a saved checkpoint", where="--auto-resume", fix=fix)
     if run.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ShardcError("TensorBoard is not installed", where="--tensorboard", fix="pip install tensorboard")
     return run
@@ -165,12 +165,13 @@ def _check_new_data(save: Path | None, resume: Path | None) -> None:
     A restarted run resumes from its own checkpoints and their place in the data. It must not confuse the two folders.
     """
     if resume is None:
-        fault = "there is no checkpoint whose place in the data it would replace"
-        fix = "name the checkpoint, --resume DIR; a run that begins reads its data from the beginning anyway"
+        fault = "it needs a checkpoint, but none is resumed"
+        fix = "name the checkpoint, --resume DIR; a new run reads its data from the start anyway"
         raise ShardcError(fault, where="--new-data", fix=fix)
     if save is not None and save.resolve() in (resume.resolve(), *resume.resolve().parents):
         fault = (
-            f"--save names {save}, where it resumes from: a restart could not tell which data its checkpoints are of"
+            f"--save names {save}, which it also resumes from: a restart could not tell which data its "
+            "checkpoints are of"
         )
         raise ShardcError(fault, where="--new-data", fix="save to another folder")
 
@@ -193,7 +194,7 @@ def _check(program: Program, model: str, resume: Path | None) -> None:
         folder = checkpoints(resume)
         if not (checkpoint_folder.is_one(folder) or checkpoint_folder.generations(folder)):
             error = checkpoint_folder.none_in(folder)
-            begin = f"to begin a run with these weights, write --weights {resume}" if has_weights(resume) else ""
+            begin = f"to start a run with these weights, write --weights {resume}" if has_weights(resume) else ""
             raise ShardcError(error.what, where=f"--resume {resume}", fix=begin or error.fix)
 
 
@@ -214,7 +215,7 @@ def _check_folders(save: Path | None, log: Path | None, resume: Path | None, *, 
         )
         if _in_use(folder / kept) and not overwrite and not goes_on:
             on = folder if option == "--save" else "and what it saved to"
-            fix = f"go on with it (--resume {on}), name another folder, or add --overwrite"
+            fix = f"continue it (--resume {on}), name another folder, or add --overwrite"
             raise ShardcError(f"an earlier run's {kept} is in {folder}", where=option, fix=fix)
         if option == "--save" and not overwrite and not goes_on and (file := foreign_weights(folder)) is not None:
             error = refused(file, "add --overwrite")

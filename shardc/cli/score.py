@@ -28,12 +28,12 @@ def command(
     named: Named,
     weights: Annotated[
         Path | None,
-        typer.Option(help="score with these: a folder or file of safetensors, a torch file, or what --save wrote"),
+        typer.Option(help="weights: a folder or file of safetensors, a torch file, or what --save wrote"),
     ] = None,
-    split: Annotated[Split, typer.Option(help="what data(split) of the model file is asked for")] = Split.valid,
+    split: Annotated[Split, typer.Option(help="split that is passed to data(split) of the model file")] = Split.valid,
     rows: Annotated[Path | None, typer.Option(help="file for the scores of each row, one JSON document a line")] = None,
     nproc: NprocOption = None,
-    seed: Annotated[int, typer.Option(min=0, help="of weights that no file has, and of data()")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of weights that no file has, and of data()")] = 0,
 ) -> None:
     """Score: compute the log-probability of each target of the loss, and the perplexity, of all data."""
     from shardc.spec import Run
@@ -42,7 +42,10 @@ def command(
     with ranks(dataclasses.replace(named, score=not is_artifact(named.model)), nproc, weights) as all_ranks:
         check_outputs(files={"--rows": rows})
         if not all_ranks.program(as_compiled=True).scores:
-            fault, fix = "this folder's program gives no scores", "compile it for them: shardc compile --score -o DIR"
+            fault, fix = (
+                "this program has no scores",
+                "compile it for them: shardc compile --score -o DIR",
+            )
             raise ShardcError(fault, where=named.model, fix=fix)
         job = all_ranks.job(Run(seed=seed), split=split.value, rows=str(rows.resolve() if rows else ""))
         all_ranks.start(job)

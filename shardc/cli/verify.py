@@ -14,10 +14,10 @@ from shardc.cli.options import Named, names_program
 @names_program()
 def command(
     named: Named,
-    seed: Annotated[int, typer.Option(help="of the random weights and inputs")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the random weights and inputs")] = 0,
     compiled: Annotated[
         bool,
-        typer.Option("--compiled", help="also compare the compiled step with the same line by line"),
+        typer.Option("--compiled", help="also compare the compiled step with the same step run line by line"),
     ] = False,
     static: Annotated[
         bool, typer.Option("--static", help="prove it without running: any number of ranks, no weights, no devices")

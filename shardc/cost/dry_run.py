@@ -256,7 +256,7 @@ class _Recorded(Interpreter):
             first_step.deliver_gradients(self.program, list(backwards.values()), self.buckets.given, hooks)
             return self.zero(), {}, {}
         losses, new_values, outputs = self._recorded(values, hooks)
-        return self._total(losses), self._spread(new_values), self._outputs(outputs)
+        return self._total(losses), self._share_buffers(new_values), self._outputs(outputs)
 
     def evaluate(self, values: Values) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Run the step of a forward-only program."""

@@ -79,7 +79,7 @@ def _cut(graph: fx.Graph, name: str, numbers: list[str], count: int) -> None:
         outside = [u for u in node.users if (layer := _layer(u)) is None or layer[0] != name]
         if outside and (len(last) != len(kept) or node.target != other.target):
             fault = (
-                f"layers {numbers[-1]} and {numbers[count - 1]} of {name} are not alike: {len(last)} and"
+                f"layers {numbers[-1]} and {numbers[count - 1]} of {name} are not the same: {len(last)} and"
                 f" {len(kept)} ops"
             )
             raise ShardcError(fault, where=name, fix="price the whole model")

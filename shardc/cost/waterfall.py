@@ -170,10 +170,10 @@ def compare(cost: Cost, run: RunLog) -> list[Comparison]:
     mesh = dict(cost.program.mesh.axes)
     for step in run.timed:
         if step.mesh != mesh:
-            fault, fix = f"the run's mesh was {step.mesh}, this is {mesh}", "give the spec that was run"
+            fault, fix = f"the run's mesh was {step.mesh}, this is {mesh}", "pass the spec of the run"
             raise ShardcError(fault, where=str(run.folder), fix=fix)
         if (step.kind == "cpu") != (cost.device.kind == "cpu"):
-            fault = f"the run was on {step.device}, and {cost.device.name} is no {step.kind} device"
+            fault = f"the run was on {step.device}, and {cost.device.name} is not a {step.kind} device"
             raise ShardcError(fault, where=str(run.folder), fix=f"shardc device --measure, then --device {step.kind}")
     comparisons = []
     for at in sorted({_at(cost, x) for x in run.timed}):

@@ -98,7 +98,7 @@ class ForwardRecord:
             changes = [f"{n} fewer {op}" for op, n in (before - after).items()]
             changes += [f"{n} more {op}" for op, n in (after - before).items()]
             more = f"; and {len(changes) - _NAMED} more" if len(changes) > _NAMED else ""
-            shown = "; ".join(changes[:_NAMED]) or "the same ops are connected otherwise"
+            shown = "; ".join(changes[:_NAMED]) or "the same ops are connected in another way"
             yield f"forward or loss differ from those that wrote the checkpoint: {shown}{more}"
 
 

@@ -112,9 +112,9 @@ def fault(shape: Sequence[int], cuts: Sequence[Cut]) -> str:
         return "a dim is cut twice"
     for c in cuts:
         if c.alone and max(c.sizes, default=1) > 1:
-            return "parts of several rows do not stand alone"
+            return "parts of several rows cannot be separate"
         if not 0 <= c.dim < len(shape):
-            return f"there is no dim {c.dim} in a parameter of shape {list(shape)}"
+            return f"a parameter has no dim {c.dim}: its shape is {list(shape)}"
         if not c.sizes or min(c.sizes) < 1 or sum(c.sizes) != shape[c.dim]:
             sizes = list(c.sizes) if len(c.sizes) < 9 else f"{len(c.sizes)} parts"
             return f"{sizes} do not sum to the {shape[c.dim]} of dim {c.dim}"

@@ -226,7 +226,7 @@ class Program:
     def for_spec(self, spec: Any, world: int | None) -> Program:
         """Compile the same model, loss and batch for another spec. Raises ShardcError if there is no model."""
         if self.resize is None:
-            fault, fix = "a program that was loaded has no model to compile", "load, or compile, the other program"
+            fault, fix = "a loaded program has no model to compile", "load, or compile, the other program"
             raise ShardcError(fault, where="program.to", fix=fix)
         return self.resize.to(spec, world)
 

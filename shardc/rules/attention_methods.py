@@ -86,13 +86,13 @@ def _why_not(method: Method, choices: Choices, n: int) -> tuple[str, str]:
     if method.name == "ring":
         if call.target not in OPS:
             return (
-                "attention that is written out as products and a softmax has no ring",
+                "attention written as products and a softmax has no ring method",
                 "write method: gather or ulysses for it, or use torch's scaled_dot_product_attention",
             )
         if len(call.results[0].shape) > 4:
             return "a ring needs [batch, heads, sequence, features]", "write method: gather for it"
         return (
-            "a ring gives its mask no gradient, or finds keys whose sequence is not split",
+            "a ring computes no gradient of its mask, and needs keys whose sequence is split",
             "write method: gather or ulysses for it",
         )
     shape = call.results[0].shape

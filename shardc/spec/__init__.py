@@ -429,7 +429,7 @@ def _text(source: object) -> str:
         kind = type(source).__name__
         raise ShardcError(f"a spec is a path, a dict or a Spec, not a {kind}", where="spec", fix='e.g. "spec.yaml"')
     if "\n" in str(source) or ": " in str(source):
-        fault = "this is the text of a spec, where its path is expected"
+        fault = "this is the text of a spec, not its path"
         raise ShardcError(fault, where="spec", fix="give a path, or a mapping: yaml.safe_load(text)")
     file = Path(source)
     if file.suffix == ".py":
@@ -439,10 +439,10 @@ def _text(source: object) -> str:
         yaml = sorted(p.name for p in file.glob("*.y*ml"))
         fix = f"give a file, such as {str(file / yaml[0])!r}" if yaml else "give the path of a YAML file"
         if os.path.exists(file / "manifest.json"):
-            fix = f"a compiled folder is a program already: shardc.load({str(file)!r}); its spec is spec.yaml in it"
-        raise ShardcError("this is a folder, where the path of a spec is expected", where=str(source), fix=fix)
+            fix = f"a compiled folder is already a program: shardc.load({str(file)!r}); its spec is spec.yaml in it"
+        raise ShardcError("this is a folder, not the path of a spec", where=str(source), fix=fix)
     if os.path.exists(file):  # Path.exists raises for a null byte
         return text_file.read(file, "spec", fix="give the path of a YAML file")
     near = nearest(file.name, [p.name for p in file.parent.glob("*.y*ml")]) if os.path.isdir(file.parent) else ""
     fix = f"did you mean {str(file.with_name(near))!r}?" if near else "give the path of a YAML file"
-    raise ShardcError("there is no such spec file", where=str(source), fix=fix)
+    raise ShardcError("this spec file does not exist", where=str(source), fix=fix)

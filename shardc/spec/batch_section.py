@@ -47,7 +47,7 @@ class Batch(Section):
     microbatches: Count = Field(default=1, description="microbatches per step", examples=[8])
     rows: Count | None = Field(
         default=None,
-        description="rows that a rank has in a microbatch: there are as many microbatches as the ranks need",
+        description="rows of one rank in a microbatch; the number of microbatches follows from it",
         examples=[4],
     )
     lengths: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
@@ -55,7 +55,7 @@ class Batch(Section):
     )
     pad: dict[Pattern, float] = Field(
         default={},
-        description="number that pads an input to the batch's length (the dim beside the batch's)",
+        description="number that pads an input to the batch's length (dim 1, or dim 0 if dim 1 is the batch's)",
         examples=[{"input_ids": 0, "labels": -100}],
     )
 
@@ -81,7 +81,7 @@ class Sequence(Section):
     """
 
     axis: Annotated[Axes, Field(min_length=1), ONE_OR_MANY] = Field(
-        description="mesh axis that splits the sequence; [outer, inner] = both, each by a method of its own",
+        description="mesh axis that splits the sequence; [outer, inner] = both, each with its own method",
         examples=["cp"],
     )
     dims: BatchDims = Field(default={"*": 1}, description="each input's sequence dim; null = none", examples=[{"*": 1}])

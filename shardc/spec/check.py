@@ -38,7 +38,7 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
     known = math.prod(n for n in sizes.values() if n > 0)
     if known > MAX_RANKS:
         where = places.where(("mesh", max(sizes, key=lambda a: sizes[a])), value=True)
-        errors.add(f"a mesh of {known:,} ranks is larger than any", where=where, fix=f"at most {MAX_RANKS:,}")
+        errors.add(f"a mesh of {known:,} ranks is too large", where=where, fix=f"at most {MAX_RANKS:,}")
         return None
     if open_:
         where, axis = places.where(("mesh", open_[0]), value=True), open_[0]
@@ -110,7 +110,7 @@ class Check:
     def lengths(self) -> None:
         """Require `pad` with `lengths`: only the user knows which numbers are neutral padding."""
         if self.form.batch.lengths and not self.form.batch.pad:
-            fault = "batches cannot be padded to these lengths without the numbers to pad them by"
+            fault = "padding batches to these lengths needs the numbers to pad with"
             fix = "write batch: {pad: {input_ids: 0, labels: -100}}, or leave lengths out"
             self.add(("batch", "lengths"), fault, fix)
 
@@ -242,13 +242,13 @@ class Check:
         for axis, path, job in self.uses():
             if pipeline and axis == pipeline.axis and path != ("pipeline", "axis"):
                 fault = f"axis {axis!r} is the pipeline's and cannot split {job} too"
-                self.add(path, fault, "give the pipeline an axis of its own")
+                self.add(path, fault, "give the pipeline its own axis")
         sequence = self.form.sequence
         batch = data_axes(self.form.batch, self.form.data, self.names, sequence)
         for i, axis in enumerate(sequence.axis if sequence else ()):
             if axis in batch:
                 fault = f"axis {axis!r} already splits the batch"
-                self.add(("sequence", "axis", i), fault, "give the sequence an axis of its own, e.g. cp")
+                self.add(("sequence", "axis", i), fault, "give the sequence its own axis, e.g. cp")
 
     def sequence(self) -> None:
         """Check that each axis of the sequence occurs once, and has a method."""

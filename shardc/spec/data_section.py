@@ -36,7 +36,7 @@ class Data(Section):
     )
     bucket_mb: Positive | None = Field(
         default=None,
-        description="size of a bucket in MB; without it 1 for each rank that sums it, at least 25 and at most 256",
+        description="size of a bucket in MB (default: 1 for each rank that sums it, at least 25 and at most 256)",
         examples=[25],
     )
     prefetch: Annotated[int, Field(ge=0)] = Field(

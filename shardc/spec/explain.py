@@ -90,7 +90,7 @@ def explain(details: Details, path: Path) -> tuple[str, str]:
         fault = f"unknown {'key' if inside else 'section'} {say(path[-1])}{inside}"
         if path == ("lower",):
             return (
-                "`lower` is no section any more: each training step runs a forward and a backward graph",
+                "the section `lower` was removed: each training step runs a forward and a backward graph",
                 "leave it out; its options are those of `execution`, e.g. `execution: {compile: layers}`",
             )
         homes = [name for name, f in Form.model_fields.items() if path[-1] in _keys(f.annotation)]

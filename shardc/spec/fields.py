@@ -71,7 +71,7 @@ def axis_name(value: str) -> str:
 def mesh_axis(value: str) -> str:
     if value == MICROBATCH:
         fix = "choose another name, e.g. dp; microbatches are `batch: {microbatches: N}`"
-        raise wrong("{value} is an axis of the compiler's own", fix, value=say(value))
+        raise wrong("{value} is an axis name that the compiler uses", fix, value=say(value))
     return axis_name(value)
 
 

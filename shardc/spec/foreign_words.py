@@ -22,8 +22,8 @@ _BATCH = "`batch: {microbatches: N}`; the size of the batch is that of batch() i
 _OFFLOAD = "`data: {offload: {optimizer: cpu}}`"
 _OPTIMIZER = "optimizer(params) in the model file"
 _NARROW = (
-    "`precision: {products: fp8-rowwise}`, which computes products of linear layers in 8 bits; weights and activations"
-    " are kept in 16 at least"
+    "`precision: {products: fp8-rowwise}`, which computes products of linear layers in 8 bits; weights and activations "
+    "keep at least 16 bits"
 )
 _PRODUCTS = "`precision: {products: fp8-rowwise}`; or fp8-tensorwise, mxfp8"
 

@@ -38,7 +38,7 @@ class Expert(Section):
     )
     per: Literal["batch", "microbatch"] = Field(
         default="batch",
-        description="the tokens that capacity is a share of: batch = exactly the single device's",
+        description="tokens from which capacity is computed: batch = exactly as on one device",
         examples=["microbatch"],
     )
 
@@ -48,13 +48,15 @@ class Adapter(Section):
     itself is frozen then, unless `freeze` says otherwise.
     """
 
-    match: Pattern = Field(description="modules (or weights) that get one", examples=["*.{q,v}_proj"])
+    match: Pattern = Field(description="modules (or weights) that get an adapter", examples=["*.{q,v}_proj"])
     kind: Literal["lora", "rslora", "dora"] = Field(
         default="lora",
         description="lora: scale = alpha/rank; rslora: alpha/sqrt(rank); dora: the length of each row is a parameter",
     )
     rank: Count = Field(description="rows of A", examples=[16])
-    alpha: Positive | None = Field(default=None, description="of the scale; without it the rank", examples=[32])
+    alpha: Positive | None = Field(
+        default=None, description="numerator of the scale (default: the rank)", examples=[32]
+    )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="of what A takes, in training", examples=[0.05]
+        default=0.0, description="dropout of the input of A, in training", examples=[0.05]
     )

@@ -64,7 +64,7 @@ class Names:
         if layer:
             inner = of_every_layer(layer)
             return (
-                f"matches {wrapper}, which has no weight of its own",
+                f"matches {wrapper}, which has no weight itself",
                 f"name the layer in it: {f'{pattern}.{inner}'!r}",
             )
         names = sorted({*self.weights, *self.owners})

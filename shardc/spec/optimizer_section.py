@@ -41,10 +41,10 @@ def _cut(value: Any) -> Any:
     cuts: dict[int, int | tuple[int, ...]] = {}
     for dim, parts in value.items():
         if not is_dim(dim) or int(dim) < 0:
-            raise wrong_here("names a dim that is no whole number", "e.g. {0: 3}: dim 0 is three matrices")
+            raise wrong_here("names a dim that is not a whole number", "e.g. {0: 3}: dim 0 is three matrices")
         sizes = tuple(parts) if isinstance(parts, (list, tuple)) else (parts,)
         if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
-            raise wrong_here("cuts a dim by what are no sizes", "e.g. {0: 3}, or {0: [512, 128, 128]}")
+            raise wrong_here("cuts a dim by values that are not sizes", "e.g. {0: 3}, or {0: [512, 128, 128]}")
         cuts[int(dim)] = sizes if isinstance(parts, (list, tuple)) else parts
     return cuts
 
@@ -97,6 +97,6 @@ class Optimizer(Section):
         | None
     ) = Field(
         default=None,
-        description="what of a parameter is one matrix: whole, heads, experts, {dim: parts}, or these by pattern",
+        description="which part of a parameter is one matrix: whole, heads, experts, {dim: parts}, or these by pattern",
         examples=["whole", {"*.qkv.weight": {0: 3}}],
     )

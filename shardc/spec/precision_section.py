@@ -35,13 +35,12 @@ class Products(Section):
     """
 
     recipe: Recipe = Field(
-        description="what has one scale: a row, a tensor, or a block of 32 along what is summed",
+        description="what shares one scale: a row, a tensor, or a block of 32 along the summed dim",
         examples=["fp8-rowwise"],
     )
     match: Choices = Field(
         default=("*",),
-        description="linear layers (or their weights) that are computed so; behind a ! those that are not; the last"
-        " that matches counts",
+        description="linear layers (or their weights) that use the recipe; ! excludes; the last match wins",
         examples=[["*", "!lm_head"]],
     )
 

@@ -18,31 +18,29 @@ Seconds = Annotated[float, Field(ge=0)]  # 0: never, or torch's own
 class Run(Section):
     """Folders are relative to where the command is run."""
 
-    steps: Times = Field(default=100, description="optimizer steps in all, those before a resume counted in")
-    seed: Times = Field(default=0, description="of initial weights, dropout and the order of data")
-    clip: Positive | None = Field(
-        default=None, description="clip gradients to this norm of all of them", examples=[1.0]
-    )
+    steps: Times = Field(default=100, description="total optimizer steps, including those before a resume")
+    seed: Times = Field(default=0, description="seed of initial weights, dropout and the order of data")
+    clip: Positive | None = Field(default=None, description="clip gradients to this global norm", examples=[1.0])
     nonfinite: Literal["stop", "skip", "ignore"] = Field(
         default="stop",
-        description="where a loss or gradient is nan or inf: stop before the update, skip it, or ignore it",
+        description="if a loss or gradient is nan or inf: stop before the update, skip it, or ignore it",
     )
-    save: str = Field(default="", description="folder for checkpoints, and the weights for others", examples=["runs/a"])
-    save_every: Times = Field(default=0, description="save every so many steps too; 0 = at the end")
-    keep: Count = Field(default=2, description="checkpoints that stay in `save`, the last ones")
+    save: str = Field(default="", description="folder for checkpoints and exported weights", examples=["runs/a"])
+    save_every: Times = Field(default=0, description="also save every N steps; 0 = only at the end")
+    keep: Count = Field(default=2, description="number of last checkpoints to keep in `save`")
     auto_resume: bool = Field(
         default=False,
-        description="go on from the last checkpoint in `save` if there is one: one command starts and restarts",
+        description="resume from the last checkpoint in `save`, if any: one command starts and restarts",
     )
-    max_restarts: Times = Field(default=0, description="after a rank failed, begin again from `save` so many times")
-    eval_every: Times = Field(default=0, description="held-out loss every so many steps; 0 = at the end")
-    eval_batches: Times = Field(default=0, description="of so many held-out batches, the first; 0 = of all")
+    max_restarts: Times = Field(default=0, description="number of restarts from `save` after a rank fails")
+    eval_every: Times = Field(default=0, description="compute the held-out loss every N steps; 0 = at the end")
+    eval_batches: Times = Field(default=0, description="number of held-out batches to use; 0 = all")
     log_every: Count = Field(
         default=1,
-        description="read loss and gradient norm from the device every so many steps",
+        description="read loss and gradient norm from the device every N steps",
     )
     log: str = Field(default="", description="folder for steps.jsonl", examples=["runs/a"])
-    tensorboard: bool = Field(default=False, description="write what the step lines say for TensorBoard, too, in `log`")
+    tensorboard: bool = Field(default=False, description="also write the step lines for TensorBoard, in `log`")
     trace: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
         default=(), description="steps of which torch.profiler records a trace, in `log`", examples=[[5, 6]]
     )
@@ -53,12 +51,12 @@ class Run(Section):
     )
     memory_snapshot: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
         default=(),
-        description="steps of which CUDA's allocator records who holds memory, in `log`, for pytorch.org/memory_viz",
+        description="steps in which CUDA's allocator records memory use, in `log`, for pytorch.org/memory_viz",
         examples=[[5]],
     )
-    routing: bool = Field(default=False, description="say in every step line how tokens are spread over experts")
+    routing: bool = Field(default=False, description="print in every step line how tokens are spread over experts")
     watch: Seconds = Field(
-        default=8.0, description="seconds after which a rank that the others wait for is named; 0 = never"
+        default=8.0, description="seconds after which a rank that the others wait for is reported; 0 = never"
     )
     timeout: Seconds = Field(
         default=0.0, description="seconds that ranks wait for each other; 0 = torch's, 30 min (10 with NCCL)"

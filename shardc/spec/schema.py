@@ -45,9 +45,7 @@ class On(Section):
     name: Annotated[str, Field(min_length=1)] = Field(
         description="a device that `shardc device` lists, or the path of a YAML file", examples=["h100-80g"]
     )
-    nodes: Count | None = Field(
-        default=None, description="how many nodes there are; the mesh has to have room on them", examples=[8]
-    )
+    nodes: Count | None = Field(default=None, description="number of nodes; the mesh must fit on them", examples=[8])
 
 
 _ON: dict[str, Any] = {
@@ -88,7 +86,7 @@ class Form(Section):
     )
     device: Annotated[On | None, BeforeValidator(_on), WithJsonSchema(_ON)] = Field(
         default=None,
-        description="what a step is priced on, where no command names another",
+        description="device for which a step is priced, unless a command names another",
         examples=["h100-80g", {"name": "h100-80g", "nodes": 8}],
     )
     batch: Batch = Field(default=Batch(), examples=[{"dims": {"*": 0}}])
@@ -102,7 +100,7 @@ class Form(Section):
     )
     outputs: dict[Pattern, DimsOrWhole] = Field(
         default={},
-        description="how values come out: {dim: axis}, or whole (default: a rank's rows, all else whole)",
+        description="layout of the outputs: {dim: axis}, or whole (default: a rank's rows, all else whole)",
         examples=[{"logits": {2: "tp"}}],
     )
     sequence: Sequence | None = Field(default=None, examples=[{"axis": "cp"}])
@@ -116,8 +114,8 @@ class Form(Section):
     )
     freeze: Choices = Field(
         default=(),
-        description="weights that are not trained: patterns of modules, with all in them, or of weights; behind a ! of"
-        " those that are; the last that matches counts",
+        description="weights that are not trained: patterns of modules, with all weights in them, or of weights; ! "
+        "excludes; the last match wins",
         examples=[["*", "!score"]],
     )
     checkpoint: Annotated[tuple[Checkpoint, ...], BeforeValidator(as_tuple)] = Field(

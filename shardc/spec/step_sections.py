@@ -30,7 +30,7 @@ class Pipeline(Section):
     """
 
     axis: Axis = Field(description="mesh axis of the stages", examples=["pp"])
-    stages: Count | None = Field(default=None, description="cut by cost into so many stages", examples=[4])
+    stages: Count | None = Field(default=None, description="cut by cost into N stages", examples=[4])
     cut: Annotated[tuple[str, ...], BeforeValidator(as_list), WithJsonSchema(ONE_OR_MANY_SCHEMA)] | None = Field(
         default=None, description="cut before these modules", examples=[["model.layers.8"]]
     )
@@ -108,7 +108,7 @@ class Checkpoint(Section):
     budget: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None, description="share of the saved bytes to keep, chosen by cost", examples=[0.5]
     )
-    every: Count = Field(default=1, description="recompute each k-th of the modules only", examples=[2])
+    every: Count = Field(default=1, description="recompute only every k-th module", examples=[2])
     offload: Literal["none", "cpu"] = Field(
         default="none", description="cpu = results that are kept are moved there until backward"
     )

@@ -106,7 +106,7 @@ def of_mapping(value: Any) -> Any:
         room[0] -= 1
         if len(path) > DEPTH or room[0] < 0:
             fault = f"nested more than {DEPTH} deep" if room[0] >= 0 else f"a spec of more than {VALUES:,} values"
-            raise ShardcError(fault, where="spec", fix="no spec is so large; perhaps it contains itself")
+            raise ShardcError(fault, where="spec", fix="write a smaller spec; perhaps it contains itself")
         if isinstance(value, Mapping):
             for key in value:
                 if isinstance(key, bool) or not isinstance(key, (str, int)):
@@ -116,7 +116,7 @@ def of_mapping(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [copied(v, (*path, "")) for v in value]
         if isinstance(value, int) and abs(value) >= 10**18:
-            raise ShardcError("a number of more than 18 digits", where="spec", fix="no size is so large")
+            raise ShardcError("a number of more than 18 digits", where="spec", fix="write a smaller size")
         return value
 
     return copied(value, ())
@@ -149,7 +149,7 @@ class _Reader:
                 self._add(
                     event,
                     "a spec is one YAML document, and here a second one begins",
-                    "give each spec a file of its own",
+                    "write each spec in its own file",
                 )
                 break
         except yaml.MarkedYAMLError as e:

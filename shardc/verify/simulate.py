@@ -92,7 +92,7 @@ def simulate(
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ShardcError(
-            f"{steps!r} is no number of steps", where="shardc.simulate", fix="give a whole number, 1 or more"
+            f"steps must be a number, not {steps!r}", where="shardc.simulate", fix="give a whole number, 1 or more"
         )
     torch_modes.check("shardc.simulate", training=not program.forward_only)
     if not program.forward_only:

@@ -104,7 +104,7 @@ def test_branches_that_do_are_told_with_their_line(kind: str) -> None:
     assert program.evaluates == "otherwise"
     (note,) = program.notes
     assert note.startswith("test_attribute_reads.py:")
-    assert "does something else in eval mode" in note
+    assert "behaves differently in eval mode" in note
     assert capture(net(kind), BATCH, prove=False).evaluates == "untried"
     assert capture(net(kind).eval().requires_grad_(), BATCH, loss=_first).evaluates == "alike"
 
@@ -193,7 +193,7 @@ def test_what_forward_does_not_ask_is_told_too(kind: str) -> None:
     program = capture(model, BATCH)
     assert program.evaluates == "otherwise"
     (note,) = program.notes
-    assert note.startswith("the model does something else in eval mode, by a hook, or by what its train() sets")
+    assert note.startswith("the model behaves differently in eval mode, because of a hook or its train() method")
     assert model.training
     assert getattr(model.middle, "noisy", True)
 
@@ -239,9 +239,7 @@ def test_without_the_model_evaluating_is_refused_where_it_differs(tmp_path: Any,
         engine = shardc.load(tmp_path / kind).engine(model)
         engine.step(BATCH)
         if prove:
-            with pytest.raises(
-                ShardcError, match="does something else in eval mode; a program that was loaded has no mod"
-            ):
+            with pytest.raises(ShardcError, match="behaves differently in eval mode; a loaded program has no mod"):
                 engine.evaluate(BATCH)
         else:
             engine.evaluate(BATCH)
@@ -260,7 +258,7 @@ def test_without_a_loss_in_eval_mode_evaluating_says_so() -> None:
 
 def test_a_number_that_forward_reads_and_sets_is_a_note() -> None:
     (note,) = capture(net("counter"), BATCH).notes
-    assert "forward sets 'calls', which it reads (self.calls += 1): a program sees its first value" in note
+    assert "forward sets 'calls', which it reads (self.calls += 1): a program uses its first value" in note
     assert note.startswith("test_attribute_reads.py:")
     assert capture(net("reset"), BATCH).notes == ()
 

@@ -153,7 +153,7 @@ def test_batches() -> None:
         got, *_ = interpret(program, *tensors_of(program, model, batch))
         assert torch.equal(got, want)
     assert [i.name for i in capture(Any_(), (X, X)).inputs] == ["input_0", "input_1"]
-    with pytest.raises(ShardcError, match="the batch has no tensor in it"):
+    with pytest.raises(ShardcError, match="the batch contains no tensor"):
         capture(Any_(), {"a": 1})
     with pytest.raises(ShardcError, match="a is a list\n  fix: make it a tensor"):
         capture(Any_(), {"a": [1, 2]})
@@ -332,13 +332,13 @@ def test_a_reentrant_checkpoint_that_trains_nothing_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.last(checkpoint(self.first, x, use_reentrant=True)).sum()
 
-    with pytest.raises(ShardcError, match=r"leaves out what torch.utils.checkpoint\(..., use_reentrant=True\)") as e:
+    with pytest.raises(ShardcError, match=r"lacks what torch.utils.checkpoint\(..., use_reentrant=True\)") as e:
         capture(Alone(), torch.ones(2, 4))
     assert [x.where for x in e.value.errors] == ["first.weight", "first.bias"]
     assert "use_reentrant=False" in str(e.value)
 
     also = Net(lambda self, y: (checkpoint(self.fc, X, use_reentrant=True) + y).sum())
-    with pytest.raises(ShardcError, match="leaves out"):  # trained, but not by what is inside
+    with pytest.raises(ShardcError, match="lacks"):  # trained, but not by what is inside
         capture(also, X)
 
 
@@ -442,7 +442,7 @@ def test_losses_that_are_none() -> None:
     refused(
         lambda s, y: (y, y.sum(), y.mean()), "the model returns a tuple: there is no scalar loss in it"
     )  # which one?
-    refused(lambda s, y: y, "the loss is a Python number, of .item", loss=lambda y, b: 1.0)
+    refused(lambda s, y: y, "the loss is a Python number, from .item", loss=lambda y, b: 1.0)
     refused(
         lambda s, y: y, "the loss function returns nothing\n  fix: end it with `return loss`", loss=lambda y, b: None
     )
@@ -470,7 +470,7 @@ def test_a_loss_that_is_no_function_of_output_and_batch() -> None:
     refused(
         lambda s, y: y, long, batch={"x": X}, loss=lambda y, b: F.mse_loss(y, b["x"], "a word", "another one", 3, 4, 5)
     )
-    text = "the loss failed: AttributeError: .*\n  fix: it is given the model's output and the whole batch: loss=lambda"
+    text = "the loss failed: AttributeError: .*\n  fix: it gets the model's output and the whole batch: loss=lambda"
     refused(lambda s, y: y, text, batch={"x": X}, loss=F.mse_loss)
 
 
@@ -591,8 +591,8 @@ def test_python_state_that_changes() -> None:
         return loss
 
     ticks = itertools.count(1)
-    refused(center, "when it is called again: its forward sets 'k'.*\n  fix: make it a buffer")
-    refused(lambda s, y: y.sum() * next(ticks), "the loss .* differs .*\n  fix: what Python reads is read once")
+    refused(center, "on the second call: its forward sets 'k'.*\n  fix: make it a buffer")
+    refused(lambda s, y: y.sum() * next(ticks), "the loss .* differs .*\n  fix: Python values are read once")
 
 
 def test_the_proof_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,7 +300,7 @@ def drops(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
 def test_dropout_inside_of_an_expert_is_refused_by_name() -> None:
     with pytest.raises(shardc.ShardcError, match="an expert draws random numbers for its rows") as e:
         capture_rows(drops)
-    assert "put it behind them" in e.value.fix
+    assert "move it after them" in e.value.fix
 
 
 # --- lists of experts, spread over ranks ------------------------------------------------------------------------------

@@ -354,7 +354,7 @@ def test_what_torch_raises_in_capture_has_the_models_line(monkeypatch: pytest.Mo
         raise RuntimeError("derivative for aten::exp is not implemented")
 
     monkeypatch.setattr(compare_eager, "interpret", broken)
-    wanted = r"(?s)twins.py:\d+: torch cannot run what capture made of this: RuntimeError.*exp\(\) \+ 1.*report"
+    wanted = r"(?s)twins.py:\d+: torch cannot run the graph that capture made of this: RuntimeErr.*exp\(\) \+ 1.*report"
     with pytest.raises(ShardcError, match=wanted):
         capture(Net(power), {"x": X})
 

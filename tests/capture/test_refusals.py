@@ -281,7 +281,7 @@ LEAVING: list[tuple[Function, str, str]] = [
     (penalty, "a gradient inside forward goes through aten.dropout.default", "under detach()"),
     (switched, "the forward pass turns a parameter's gradient off", "torch.func.functional_call(m, {n: p.detach()"),
     (backward, "backward() is called inside forward", "torch.autograd.grad(y, x, create_graph=True)"),
-    (unused, "a gradient is taken with respect to a tensor that the result does not depend on", "allow_unused=True"),
+    (unused, "the result does not depend on the tensor with respect to which a gradient is taken", "allow_unused=True"),
     (
         lambda s, y: torch.sparse.mm(y.to_sparse(), s.fc.weight).sum(),
         "to_sparse) cannot be split",
@@ -352,7 +352,7 @@ def test_state_outside_of_buffers_is_refused(function: Function, name: str) -> N
     held = dict(model.__dict__)
     with pytest.raises(ShardcError) as e:
         capture(model, X)
-    assert f"the model returns another loss when it is called again: its forward sets '{name}'" in e.value.what
+    assert f"the model returns another loss on the second call: its forward sets '{name}'" in e.value.what
     assert "register_buffer" in e.value.fix
     assert e.value.where.startswith("test_refusals.py:")
     assert all(model.__dict__[k] is v for k, v in held.items())
@@ -391,7 +391,7 @@ def test_a_table_that_the_first_call_keeps_in_a_buffer_is_captured() -> None:
 
 def test_a_table_that_only_the_first_call_trains_is_refused() -> None:
     """The losses of both calls are equal, but the second one has no gradient."""
-    with pytest.raises(ShardcError, match="another loss when it is called again: its forward sets 'filled'"):
+    with pytest.raises(ShardcError, match="another loss on the second call: its forward sets 'filled'"):
         capture(Table(learned=True), torch.rand(4, 6, 8, dtype=torch.float64))
 
 
@@ -456,7 +456,7 @@ def test_what_a_model_of_float64_computes_in_float32_is_noted(dtype: torch.dtype
 
 def test_too_large_to_run_it_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_eager, "LIMIT_PARAMS", 10)
-    assert "forward sets 'count': the program sees the value of the first call" in capture(net(counts), X).notes
+    assert "forward sets 'count': the program uses the value of the first call" in capture(net(counts), X).notes
 
 
 # --- what can be captured
@@ -640,7 +640,7 @@ def test_numbers_that_only_python_sees_are_noted() -> None:
     [
         ({"y": X}, "missing a required argument: 'x' (its keys are y)", "rename the batch's key 'y' to 'x'"),
         ({"x": X, "z": X}, "got an unexpected keyword argument 'z' (its keys are x, z)", "leave 'z' out of the batch"),
-        ((X, X), "too many positional arguments", "give forward the arguments x only"),
+        ((X, X), "too many positional arguments", "pass forward only the arguments x;"),
     ],
 )
 def test_a_batch_that_does_not_fit_forward(batch: Any, what: str, fix: str) -> None:

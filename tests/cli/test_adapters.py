@@ -27,7 +27,7 @@ def test_saved_resumed_begun_from_and_merged(tmp_path: Path) -> None:
     what = ("hf:pre", "spec.yaml", "--batch", "4", "--seq", "16")
     said = run(tmp_path, *what, "--steps", "2", "--save", "a")
     assert "of them frozen" in said
-    assert "adapters: as they begin" in said
+    assert "adapters: with their initial values" in said
     assert "load it with peft" in said
     said = run(tmp_path, *what, "--steps", "3", "--save", "a", "--resume", "a", "--mesh", "dp=2,tp=1")
     assert "1 steps in" in said

@@ -68,7 +68,7 @@ def test_weights_in_the_place_of_a_checkpoint(files: Path) -> None:
     (files / "w.safetensors").write_bytes(b"")
     done = call("run", "model.py", "spec.yaml", "--resume", "w.safetensors")
     assert done.exit_code == 2
-    assert "to begin a run with these weights, write --weights w.safetensors" in flat(done.output)
+    assert "to start a run with these weights, write --weights w.safetensors" in flat(done.output)
 
 
 # --- what works -------------------------------------------------------------------------------------------------------
@@ -128,8 +128,8 @@ def outputs(output, batch):
     assert "equal to one device: 1 values" in call("verify", "out").stdout
     assert "proven equal" in call("verify", "model.py", "spec.yaml", "--score", "--static").stdout
     for wrong, what in (
-        (("inspect", "out", "--score"), "a compiled DIR is what it was compiled for"),
-        (("compile", "model.py", "spec.yaml", "--forward", "--score"), "a program gives values or scores"),
+        (("inspect", "out", "--score"), "the options of a compiled DIR are fixed"),
+        (("compile", "model.py", "spec.yaml", "--forward", "--score"), "a program returns either values or scores"),
         (("run", "out"), "the program is forward-only"),
     ):
         done = call(*wrong)
@@ -271,7 +271,7 @@ WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
         "data takes no split",
         HEAD + "def model():\n    pass\n" + BATCH + "def data():\n    pass\n",
         "model.py:7",
-        "data() is called as data(split): too many positional arguments",
+        "data() cannot be called as data(split): too many positional arguments",
         "write `def data(split)`",
     ),
     ("model is no function", HEAD + "model = 3\n" + BATCH, "model.py", "model is a int, not a function", "def model"),
@@ -307,8 +307,8 @@ WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
         "batch without tensors",
         net("        return x").replace("torch.ones(4, 8)", "3"),
         "",
-        "no tensor in it",
-        "give a dict",
+        "contains no tensor",
+        "pass a dict",
     ),
     ("loss is no scalar", net("        return self.a(x)"), "model.py:7", "no scalar loss", "pass loss="),
     (
@@ -346,7 +346,7 @@ WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
         HEAD + "def build():\n    return nn.Linear(2, 2)\n" + BATCH,
         "model.py",
         "no model()",
-        "or name what makes it, model.py:NAME, of build, batch",
+        "or name the function that makes it, model.py:NAME, of build, batch",
     ),
     (
         "flex_attention",
@@ -456,10 +456,10 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
     ("batch of a model file", ["compile", "model.py", "spec.yaml", "--batch", "3"], "belong to hf: models", "batch()"),
     ("no such config", ["compile", "hf:gone.json", "spec.yaml"], "there is no file gone.json", "config.json"),
     *(
-        (f"swapped, {verb}", [verb, "spec.yaml", "model.py"], "this is a spec, where a model file is", "comes first")
+        (f"swapped, {verb}", [verb, "spec.yaml", "model.py"], "this is a spec, not a model file", "comes first")
         for verb in ("compile", "inspect", "verify", "run")
     ),
-    ("a spec to plan", ["plan", "spec.yaml"], "this is a spec, where a model file is expected", "comes first"),
+    ("a spec to plan", ["plan", "spec.yaml"], "this is a spec, not a model file", "comes first"),
     ("Python as a spec", ["compile", "model.py", "model.py"], "a spec is YAML, not Python", "path of a YAML file"),
     ("JSON as a model", ["compile", "vit.json", "spec.yaml"], "a model file ends in .py", "hf:config.json"),
     (
@@ -559,7 +559,7 @@ def test_a_compiled_folder_with_an_op_of_the_users_own(files: Path) -> None:
     done = elsewhere("inspect", "out", "--comm")
     assert done.returncode == 2
     assert "nothing has registered the op torch.ops.ofthecli.twice" in done.stderr
-    assert "model.py, is not there" in done.stderr
+    assert "model.py, does not exist" in done.stderr
     assert "--model model.py" in done.stderr
     done = elsewhere("inspect", "out", "--comm", "--model", "moved.py")
     assert done.returncode == 0, done.stderr
@@ -570,7 +570,7 @@ def test_memory_that_runs_out_is_told_with_what_a_step_needs(files: Path) -> Non
     assert call("compile", "model.py", "spec.yaml", "-o", "out").exit_code == 0
     said = worker._expected(Job(program="out", model="model.py"))
     assert re.fullmatch(
-        r"by calculation a step holds [\d.]+ KiB on a rank at its peak, at backward of down \(model\.py:\d+\)", said
+        r"a step needs by calculation [\d.]+ KiB on a rank at its peak, at backward of down \(model\.py:\d+\)", said
     )
 
 
@@ -608,7 +608,7 @@ HINTS = [
         "model.py",
         "return Net()",
         "m = Net(); print(m.up.weight.sum().item()); return m",
-        "leave out what looks at values",
+        "remove code that reads values",
     ),
     ("a device", "model.py", "return Net()", "return Net().cuda()", "leave out .cuda()"),
     (
@@ -616,14 +616,14 @@ HINTS = [
         "model.py",
         "return Net()",
         "return nn.parallel.DistributedDataParallel(Net())",
-        "leave the wrapper out",
+        "remove the wrapper",
     ),
     (
         "a key that is not there",
         "model.py",
         "return self.down(torch.relu(self.up(x))).square().mean()",
         "return self.up(x)\n\ndef loss(output, batch): return (output - batch['labels']).mean()",
-        "the loss asks for 'labels', and the batch has 'x'",
+        "the loss reads 'labels', but the batch has 'x'",
     ),
     (
         "a metric as a number",
@@ -721,4 +721,4 @@ def test_a_compiled_folder_cannot_name_what_lies_where_the_command_runs(ref: str
     manifest.write_text(json.dumps(table))
     done = call("run", "out", "--steps", "1")
     assert done.exit_code == 2
-    assert "does not say which model file it was compiled from" in flat(done.output)
+    assert "has no name of the model file it was compiled from" in flat(done.output)

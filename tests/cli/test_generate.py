@@ -69,9 +69,9 @@ def test_ids_are_drawn_the_same_on_other_meshes_and_end_with_stop_tokens(folder:
 
 
 WRONG = [
-    (("--ids", "5,x"), "--ids: '5,x' are no token ids"),
+    (("--ids", "5,x"), "--ids: '5,x' are not token ids"),
     ((), "generate: there is no prompt"),
-    (("--ids", "5", "--top-k", "3"), "nothing is drawn at temperature 0"),
+    (("--ids", "5", "--top-k", "3"), "temperature 0 does not sample"),
     (("--ids", "5", "--stop", "w1 w2"), "--stop: 'w1 w2' is 2 tokens"),
 ]
 

@@ -86,7 +86,7 @@ def test_held_out_parts_of_unequal_length_are_an_error_on_all_ranks() -> None:
         for error in held_out(lengths, local=True):
             assert isinstance(error, DisagreementError)
             assert f"the held-out data of rank {ended}" in error.what
-            assert f"ended after {min(lengths)} batches, and others have more" in error.what
+            assert f"ended after {min(lengths)} batches, but others have more" in error.what
             assert "the same number of batches for every part" in error.fix
 
 
@@ -205,7 +205,7 @@ def test_held_out_data_that_are_the_training_data_are_told(data: Any, told: bool
     assert train is not None
     assert valid is not None
     note_same_data(train, valid)
-    assert ("(the training data: data('valid') gives what" in valid.description) == told
+    assert ("(the training data: data('valid') returns the same" in valid.description) == told
     assert "(the training" not in train.description
     assert repr(engine) == "<Engine of Linear: rank 0 of one device, AdamW, 0 steps done>"
     if told:
@@ -219,7 +219,7 @@ def test_held_out_data_that_are_the_training_data_are_told(data: Any, told: bool
             torch.zeros(8, 4),
             r"data\(\) returns a tensor \[8, 4\]: each of its rows would be (.|\n)*TensorDataset\(x, y\)",
         ),
-        (DataLoader(Rows(), 2, sampler=apart), "a DistributedSampler, which gives each rank other (.|\n)*shuffle=True"),
+        (DataLoader(Rows(), 2, sampler=apart), "a DistributedSampler, which splits samples (.|\n)*shuffle=True"),
         (DataLoader(Rows(), batch_sampler=BatchSampler(apart, 2, True)), "the DataLoader has a DistributedSampler"),
     ],
 )
@@ -228,7 +228,7 @@ def test_data_that_nobody_means_are_refused(source: Any, said: str) -> None:
         batches(SimpleNamespace(), SimpleNamespace(data=lambda split: source), "train", 0)
 
 
-@pytest.mark.parametrize(("ref", "said"), [("m.py", "of batch(), again and again"), ("hf:x", "random ids, again and")])
+@pytest.mark.parametrize(("ref", "said"), [("m.py", "of batch(), repeated"), ("hf:x", "random ids, repeated")])
 def test_a_run_without_data_says_what_it_trains_on(ref: str, said: str) -> None:
     assert said in example(SimpleNamespace(ref=ref, batch=torch.zeros(2)), 0).description
 
@@ -249,7 +249,7 @@ def test_held_out_data_without_a_batch_are_told_once(monkeypatch: pytest.MonkeyP
                 assert training.held_out() == dict.fromkeys(data, 0.0)
 
     loopback(Mesh.of({"dp": 2}), work)
-    assert told == ["note: data('valid') gives no batch: there is no held-out loss (return None where none is meant)"]
+    assert told == ["note: data('valid') has no batch: there is no held-out loss (return None if none is intended)"]
 
 
 def test_a_table_of_splits_without_held_out_data_is_told_what_to_return() -> None:

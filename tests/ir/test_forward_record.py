@@ -41,7 +41,7 @@ def record(rows: int = 8, **settings: Any) -> ForwardRecord:
         ({"power": 4}, ["1 fewer pow(exponent=2); 1 more pow(exponent=4)"]),
         ({"act": F.gelu}, ["1 fewer relu(); 1 more gelu("]),
         ({"by": 2.0}, ["constant(type=f32[8], numbers="]),
-        ({"swap": True}, ["the same ops are connected otherwise"]),
+        ({"swap": True}, ["the same ops are connected in another way"]),
         ({"rows": 4}, ["batch: the checkpoint was trained with x f32[8, 8], and this run has x f32[4, 8]"]),
     ],
 )

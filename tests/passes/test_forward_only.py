@@ -235,7 +235,7 @@ def test_what_forward_may_be() -> None:
         shardc.compile(*zoo.gpt(), spec, forward="scores")  # type: ignore[arg-type]
     with pytest.raises(ShardcError, match="there is no tensor in it"):
         shardc.compile(*zoo.gpt(), spec, forward=lambda output, batch: {})
-    with pytest.raises(ShardcError, match="asks for 'labels', and the batch has"):
+    with pytest.raises(ShardcError, match="reads 'labels', but the batch has"):
         shardc.compile(*zoo.gpt(), spec, forward=lambda output, batch: batch["labels"])
 
 

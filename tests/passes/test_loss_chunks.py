@@ -125,7 +125,7 @@ UNREACHED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Any], str]] = {
     ),
     "an op between": (
         lambda z, y, w: F.cross_entropy(torch.tanh(z).flatten(0, 1), y.flatten(), ignore_index=-1),
-        "takes the result of tanh.default, not of a linear layer",
+        "its input is the result of tanh.default, not of a linear layer",
     ),
     "another loss": (lambda z, y, w: z.square().mean(), "finds no cross entropy"),
 }

@@ -421,8 +421,8 @@ def test_the_layers_that_are_left_are_named() -> None:
             return self.small(x).sum()
 
     notes = shardc.compile(Odd(), {"x": torch.randn(4, 10)}, spec_of("fp8-rowwise", {})).notes
-    assert any("leaves small.weight as it is: sizes are no multiples of 16" in str(n) for n in notes)
-    assert any("finds no linear layer" in str(n) for n in notes)
+    assert any("leaves small.weight as it is: sizes are not multiples of 16" in str(n) for n in notes)
+    assert any("found no linear layer" in str(n) for n in notes)
 
 
 def test_an_input_of_two_products_is_rounded_for_one_and_packed_for_the_other() -> None:

@@ -115,9 +115,9 @@ def test_an_expert_is_two_layers_of_8_bits(transposed: bool) -> None:
 @pytest.mark.parametrize(
     ("recipe", "how", "why"),
     [
-        ("mxfp8", {}, "products of experts are not written for mxfp8"),
-        ("fp8-rowwise", {"bias": True}, "experts with biases are not written for 8 bits"),
-        ({"recipe": "fp8-rowwise", "match": ["up"]}, {}, "of experts both weights are rounded, or none"),
+        ("mxfp8", {}, "products of experts are not implemented for mxfp8"),
+        ("fp8-rowwise", {"bias": True}, "experts with biases are not implemented in 8 bits"),
+        ({"recipe": "fp8-rowwise", "match": ["up"]}, {}, "both weights of experts must be rounded, or none"),
     ],
 )
 def test_experts_that_are_left_are_named(recipe: Any, how: dict[str, Any], why: str) -> None:

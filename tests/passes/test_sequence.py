@@ -695,10 +695,10 @@ def test_methods_that_an_attention_does_not_have() -> None:
     assert "model.layers.0.self_attn: 8 heads, 4 of keys, do not divide over 8 ranks" in message(
         "llama", "ulysses", cp=8
     )
-    assert "a ring gives its mask no gradient, or finds keys whose sequence is not split" in message(
+    assert "a ring computes no gradient of its mask, and needs keys whose sequence is split" in message(
         "gpt_oss", "ring", cp=2
     )
-    assert "a ring gives its mask no gradient" in message("t5", "ring", cp=2)
+    assert "a ring computes no gradient of its mask" in message("t5", "ring", cp=2)
     assert "'*.attention' matches no module that attends" in message("llama", {"*.attention": "ring"}, cp=2)
 
 

@@ -970,12 +970,12 @@ def test_from_a_file_to_a_verified_spec(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "what"),
     [
-        (("--given", "none.yaml"), "there is no such spec file"),
+        (("--given", "none.yaml"), "this spec file does not exist"),
         ((), "the number of devices is missing"),
         (("--devices", "0"), "0 devices"),
         (("--devices", "2", "--device", "h1"), "there is no device 'h1'"),
         (("--devices", "2", "--precision", "bf16"), "unknown precision 'bf16'"),
-        (("--devices", "2", "--price", "much"), "'much' is no price"),
+        (("--devices", "2", "--price", "much"), "must be NAME=PRICE, not 'much'"),
         (("--devices", "2", "--device", "b200", "--device", "l40s", "--price", "h=1"), "a price of 'h'"),
         (("--devices", "2", "--global-batch", "0"), "a global batch of 0 rows"),
         (("--devices", "2", "--largest", "all"), "cannot search for the largest 'all'"),

@@ -38,5 +38,5 @@ def test_the_text() -> None:
 
 
 def test_what_is_no_number() -> None:
-    with pytest.raises(ShardcError, match="is no number of tensors"):
+    with pytest.raises(ShardcError, match="must be a number of tensors"):
         program("dp=8 zero 3").reshard(program("dp=8 zero 3"), moments=-1)

@@ -151,7 +151,7 @@ def test_an_op_that_draws_is_told_apart_from_a_wrong_rule() -> None:
 @pytest.mark.parametrize(
     ("op", "args", "kwargs", "what", "fix"),
     [
-        (len, ("... -> ...",), {}, "len is not an op", "Python functions are traced through, they need no rule"),
+        (len, ("... -> ...",), {}, "len is not an op", "Python functions are traced through and need no rule"),
         (grown, ("... -> ",), {}, "changes its operands", "return what changed as a result"),
         (scaled, ("... d, d",), {}, "exactly one '->'", 'write it like "... k+, n k+, n -> ... n"'),
         (

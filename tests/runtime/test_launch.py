@@ -86,7 +86,7 @@ def test_a_killed_rank_ends_all(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert time.monotonic() - start < 10
     err = capfd.readouterr().err
     assert "rank 1 (dp=0, tp=1) was killed by SIGKILL" in err
-    assert "fix: if nobody did, memory ran out" in err
+    assert "fix: if no one did, memory ran out" in err
     assert not alive(tmp_path)
 
 

@@ -66,7 +66,7 @@ WHOLE = [  # the whole text
         "(and so do 2 more rules)",
         "{style: row, axis: mp}",
     ),
-    ("shardc: 1\nstrict: true\n---\nshardc: 1\n", "3:1", "here a second one begins", "a file of its own"),
+    ("shardc: 1\nstrict: true\n---\nshardc: 1\n", "3:1", "here a second one begins", "in its own file"),
 ]
 SECTIONS = [  # after HEAD
     ("shrad: {}\n", "3:1", "unknown section 'shrad'", "did you mean 'shard'?"),
@@ -163,13 +163,13 @@ SECTIONS = [  # after HEAD
         "did you mean 'ring'?",
     ),
     ("sequence: {method: ring}\n", "3:1", "`sequence` needs `axis`", "`axis: cp`"),
-    ("sequence: {axis: dp}\n", "3:18", "axis 'dp' already splits the batch", "an axis of its own"),
+    ("sequence: {axis: dp}\n", "3:18", "axis 'dp' already splits the batch", "its own axis"),
     ("pipeline: {axis: tp, schedule: 1f1c}\n", "3:32", "unknown schedule '1f1c'", "did you mean '1f1b'?"),
     ("pipeline: {axis: tp, stages: 3}\n", "3:30", "3 stages do not spread evenly over tp=2", "make it 2 or 4 stages"),
     ("pipeline: {axis: tp, cut: [a, b]}\n", "3:27", "3 stages do not spread", "make it 2 or 4 stages"),
     ("pipeline: {axis: tp, stages: 2, cut: [a]}\n", "3:33", "`stages` and `cut` both say where to cut", "keep one"),
     ("pipeline: {axis: tp, balance: [1, 0]}\n", "3:35", "must be at least 1, not 0", "`balance: [2, 2, 3, 1]`"),
-    ("pipeline: {axis: tp}\nactivations:\n  a: {0: tp}\n", "5:10", "axis 'tp' is the pipeline's", "an axis of its own"),
+    ("pipeline: {axis: tp}\nactivations:\n  a: {0: tp}\n", "5:10", "axis 'tp' is the pipeline's", "its own axis"),
     ("experts: {match: a}\n", "3:10", "`experts` must be a list, not a mapping", '`experts: [{match: "*.mlp.experts"'),
     ("experts:\n  - {match: a, axis: ep}\n", "4:22", "the mesh has no axis 'ep'", "the mesh's axes are dp, tp"),
     ("experts:\n  - {axis: tp}\n", "4:5", "`experts[0]` needs `match`", '`match: "*.mlp.experts"`'),
@@ -345,14 +345,14 @@ def test_wrong_file(tmp_path: Path) -> None:
     with pytest.raises(ShardcError, match="the spec is not UTF-8 text") as e:
         Spec.load(file)
     assert (e.value.where, e.value.fix) == (f"{file}:3:3", "save it as UTF-8")
-    with pytest.raises(ShardcError, match="there is no such spec file") as e:
+    with pytest.raises(ShardcError, match="this spec file does not exist") as e:
         Spec.load(tmp_path / "spce.yaml")
     assert e.value.fix == f"did you mean {str(file)!r}?"
-    with pytest.raises(ShardcError, match="this is a folder, where the path of a spec is expected") as e:
+    with pytest.raises(ShardcError, match="this is a folder, not the path of a spec") as e:
         Spec.load(tmp_path)
     assert e.value.fix == f"give a file, such as {str(file)!r}"
     (tmp_path / "manifest.json").touch()
-    with pytest.raises(ShardcError, match=r"fix: a compiled folder is a program already: shardc.load\("):
+    with pytest.raises(ShardcError, match=r"fix: a compiled folder is already a program: shardc.load\("):
         Spec.load(tmp_path)
     with pytest.raises(ShardcError, match="a spec is a path, a dict or a Spec, not a int"):
         Spec.load(3)  # type: ignore[arg-type]
@@ -425,12 +425,12 @@ def test_an_alternative_that_matches_nothing_is_noted() -> None:
     batch, head = {"x": torch.ones(4, 8)}, {"shardc": 1, "mesh": {"tp": 2}}
     both = shardc.compile(Adapted(), batch, {**head, "shard": {"*.{q,k,w}_proj": "column"}})
     first, second = [n for n in both.notes if "alternative" in n]
-    assert "of '*.{q,k,w}_proj' the alternative '*.q_proj' matches layers.0.q_proj, which has no weight of" in first
+    assert "of '*.{q,k,w}_proj' the alternative '*.q_proj' matches layers.0.q_proj, which has no weight itself" in first
     assert first.endswith("name the layer in it: '*.q_proj.base_layer'")
     assert "the alternative '*.w_proj' matches no parameter and no module of the model" in second
     with pytest.raises(ShardcError) as e:
         shardc.compile(Adapted(), batch, {**head, "shard": {"*.q_proj": "column"}})
-    assert e.value.what == "pattern '*.q_proj' matches layers.0.q_proj, which has no weight of its own"
+    assert e.value.what == "pattern '*.q_proj' matches layers.0.q_proj, which has no weight itself"
     assert e.value.fix == "name the layer in it: '*.q_proj.base_layer'"
 
 

@@ -53,7 +53,7 @@ sequence:                                # context parallel: the inputs' sequenc
 
 pipeline:
   axis: pp
-  stages: 4                              # cut by cost into so many stages (a multiple of the axis) ...
+  stages: 4                              # cut by cost into N stages (a multiple of the axis) ...
   # cut: [model.layers.8, model.layers.16]   # ... or before these modules
   # balance: [2, 2, 3, 1]                # ... or by counts of the repeated layers
   schedule: 1f1b                         # gpipe | 1f1b | interleaved | zb-h1 | zb-v | path to a schedule file

@@ -58,7 +58,7 @@ def read(text: str) -> Activation:
     try:
         statements = ast.parse(text).body
     except SyntaxError as e:
-        raise ValueError(f"{text!r} is no text of statements: {e.msg}") from None
+        raise ValueError(f"{text!r} is not Python statements: {e.msg}") from None
     names: tuple[str, ...] = ("x",)
     word, steps = "", []
     for i, s in enumerate(statements):
@@ -73,7 +73,7 @@ def read(text: str) -> Activation:
             case ast.Expr(value=ast.Call() as call) if last:
                 steps.append(("", *_call(call)))
             case _:
-                raise ValueError(f"{ast.unparse(s)!r} is no statement of an activation")
+                raise ValueError(f"{ast.unparse(s)!r} is not a statement of an activation")
     if not steps:
         raise ValueError(f"{text!r} computes nothing")
     return Activation(len(names), word, names, tuple(steps))
@@ -82,7 +82,7 @@ def read(text: str) -> Activation:
 def _call(call: ast.Call) -> tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
     op = getattr(torch.ops.aten, call.func.id, None) if isinstance(call.func, ast.Name) else None
     if op is None or not elementwise(op):
-        raise ValueError(f"{ast.unparse(call.func)} is no elementwise op of torch's")
+        raise ValueError(f"{ast.unparse(call.func)} is not an elementwise op of torch")
     return op, tuple(map(_arg, call.args)), tuple((str(k.arg), _arg(k.value)) for k in call.keywords)
 
 

@@ -82,8 +82,8 @@ class _Writer:
             except _StaysLoop as e:
                 place = source_of(self.here)
                 self.notes.append(
-                    f"{place or 'a loop over experts'}: all {len(steps)} experts run on all rows, for the loop could"
-                    f" not be made one op ({e}); `shardc.nn.experts` is one"
+                    f"{place or 'a loop over experts'}: all {len(steps)} experts run on all rows, because the loop "
+                    f"could not become one op ({e}); use `shardc.nn.experts`"
                 )
             for n in reversed(self.graph.nodes):
                 if n.op == "call_function" and not n.users and (not n.is_impure() or bare(n) is not n):
@@ -92,14 +92,14 @@ class _Writer:
     def _mixture(self, steps: list[Step]) -> None:
         first, last = steps[0], steps[-1].node
         if any(s.adds != first.adds or not _equal(s.to, first.to) for s in steps):
-            raise _StaysLoop("its turns write in different ways")
+            raise _StaysLoop("its iterations write in different ways")
         masks = tuple(s.mask for s in steps)
         factors, core = weighted(Unifier(masks, self.sums).unified([s.value for s in steps]))
         width = shape_of(first.value)[-1]
         n = numel_of(first.value) // width
         x, up, down, up_bias, down_bias, text, transposed = self._expert(core)
         if any(numel_of(m) != n for m in masks) or shape_of(x)[-1] != width:
-            raise _StaysLoop("masks, or what its experts give, are of other rows")
+            raise _StaysLoop("its masks and its experts' results have different rows")
         trial = _Trial(masks)
         x, index, share = self._choices(trial, factors, first.to, x, n)
         rows = self._shaped(x, numel_of(x) // width, width)
@@ -193,7 +193,7 @@ class _Writer:
             row_numbers = torch.arange(t)[:, None].expand(t, k)
             fits = next((o for o in ways if torch.equal(to[o], row_numbers)), None) if _equal(rows, to) else None
             if fits is None:
-                raise _StaysLoop("rows are not added to the tokens that they are made of")
+                raise _StaysLoop("rows are not added to the tokens that they come from")
             order = fits
         t, k = order.shape
         plain = all(isinstance(f, (int, float, Same)) for f in factors)
@@ -219,11 +219,11 @@ class _Writer:
                 single = numel_of(f.node) == 1
                 origin = f.node if single else _moved(f.node, order)
                 if origin is None:
-                    raise _StaysLoop("its weights are not of its rows")
+                    raise _StaysLoop("its weights do not belong to its rows")
                 f = self._shaped(origin, *((1, 1) if single else (t, k)))
             elif not isinstance(f, (int, float)):
                 if len(f.nodes) != len(trial.masks):
-                    raise _StaysLoop("its weights are one tensor of all experts")
+                    raise _StaysLoop("its weights are one tensor for all experts")
                 flat = [self._call(aten.expand.default, self._shaped(c, numel_of(c)), [n]) for c in f.nodes]
                 f = self._call(aten.gather.default, self._call(aten.stack.default, flat, 1), 1, numbers)
             share = self._times(share, f)
@@ -270,7 +270,7 @@ class _Trial:
             try:
                 results = run(masks, known)
             except (RuntimeError, IndexError, KeyError) as e:
-                raise _StaysLoop("its masks cannot be tried") from e
+                raise _StaysLoop("its masks cannot be evaluated") from e
             self.known.append(known)
             self.chosen.append(torch.stack([m.reshape(-1).bool() for m in results]))
 

@@ -138,7 +138,7 @@ class ChosenRows(KnownSizes):
 
     def _chosen(self, x: Any, as_tuple: bool) -> Any:
         if isinstance(x, Rows):
-            raise Unfit("some of them are chosen again")
+            raise Unfit("some of them are selected again")
         columns = self._coordinates(self.pick(x))
         if as_tuple:
             return tuple(columns)
@@ -188,7 +188,7 @@ class ChosenRows(KnownSizes):
 
     def allow(self, pick: Pick) -> None:
         if not self.guards.allow(node_of(pick.mask)):
-            raise Unfit("what is done with them depends on more than whether there are any")
+            raise Unfit("an operation on them depends on more than whether there are any")
 
     # --- reading and joining
 
@@ -211,7 +211,7 @@ class ChosenRows(KnownSizes):
             return self._stretch(x, keys[0].start, keys[0].stop)
         masks = [i for i in keys if isinstance(i, (Tensor, Rows)) and i.dtype == torch.bool and i.ndim]
         if any(isinstance(m, Rows) for m in masks) or (masks and isinstance(x, Rows)):
-            raise Unfit("some of them are chosen again")
+            raise Unfit("some of them are selected again")
         if masks and keys[0] is masks[0] and len(masks) == 1 and not any(isinstance(i, Rows) for i in keys):
             pick = self.pick(masks[0])
             flat = Rows(x.reshape(pick.n, *x.shape[masks[0].dim() :]).clone(), 0, pick)
@@ -271,9 +271,9 @@ class ChosenRows(KnownSizes):
             raise Unfit(f"their number goes into {getattr(func, '__name__', func)}")
         pick = rows[0].pick
         if any(r.pick.mask is not pick.mask for r in rows):
-            raise Unfit("they meet other ones")
+            raise Unfit("they are combined with other rows")
         if any(isinstance(x, FakeTensor) and from_mean(self, x) for x in leaves):
-            raise Unfit("they meet their mean, which is nan without rows")
+            raise Unfit("they are combined with their mean, which is nan without rows")
         before = {node_of(r.full): r for r in rows}  # before the call: a tensor that it returns gets its node
         last = next(iter(reversed(node_of(rows[0].full).graph.nodes)))
         sized = getattr(func, "__name__", "") in _SIZED

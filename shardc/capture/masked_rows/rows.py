@@ -33,7 +33,7 @@ from shardc.torch_private import OpOverload, traced_node
 if TYPE_CHECKING:
     from shardc.capture.masked_rows import ChosenRows
 
-UNCHECKED = "what is done depends on whether there are any, in a way that cannot be checked"
+UNCHECKED = "an operation depends on whether there are any, in a way that cannot be checked"
 
 
 class DrawnError(ShardcError):
@@ -41,10 +41,10 @@ class DrawnError(ShardcError):
 
     def __init__(self, at: Source) -> None:
         super().__init__(
-            "an expert draws random numbers for its rows (dropout), and how many rows it has depends on a tensor's"
-            f" value ({at.shown})",
+            "an expert draws random numbers for its rows (dropout), but the number of its rows depends on a tensor's "
+            f"value ({at.shown})",
             where=at.line,
-            fix="set the dropout inside of experts to 0, or put it behind them, where all tokens pass",
+            fix="set the dropout inside of experts to 0, or move it after them, where all tokens pass",
         )
 
 
@@ -209,7 +209,7 @@ class Pick:
 
         for i, item in enumerate(items):
             if self.loop.guards.take(sys._getframe(1), [node_of(self.mask)], chosen(i), loop=True) is None:
-                raise Unfit("what a loop over them does cannot be checked")
+                raise Unfit("a loop over them cannot be checked")
             yield item
 
 
@@ -246,7 +246,7 @@ class Rows:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise Unfit(f"{getattr(func, '__name__', func)} is called where shardc does not see it")
+        raise Unfit(f"{getattr(func, '__name__', func)} is called outside of what shardc sees")
 
     @property
     def shape(self) -> tuple[Any, ...]:

@@ -72,7 +72,7 @@ def _engine(
     if kwargs.get("accumulate_grad"):
         fault = f"backward() is called inside forward ({place.shown})"
         raise ShardcError(
-            fault, where=place.line, fix="torch.autograd.grad(y, x, create_graph=True) gives the gradient as a tensor"
+            fault, where=place.line, fix="use torch.autograd.grad(y, x, create_graph=True), which returns a tensor"
         )
     weights, _retain, differentiable, inputs, allow_unused = args
     sources = [traced_node(x) for x in outputs]
@@ -85,7 +85,7 @@ def _engine(
     above = values.behind([n for n in sources if n is not None], _carries)
     used = [x for x in inputs if traced_node(x) in above]
     if len(used) < len(inputs) and not allow_unused:
-        fault = f"a gradient is taken with respect to a tensor that the result does not depend on ({place.shown})"
+        fault = f"the result does not depend on the tensor with respect to which a gradient is taken ({place.shown})"
         raise ShardcError(
             fault, where=place.line, fix="differentiate a result of that very tensor, or pass allow_unused=True"
         )

@@ -62,8 +62,8 @@ def remove_inplace(
                 and root[x].op != "placeholder"
             ):
                 raise ShardcError(
-                    f"{node.target} changes an activation in place under no_grad or through .detach(), .data: behind"
-                    " autograd's back",
+                    f"{node.target} changes an activation in place under no_grad or through .detach(), .data: autograd "
+                    "does not see it",
                     where=source.place(node),
                     fix="compute a new tensor instead",
                 )

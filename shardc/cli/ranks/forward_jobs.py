@@ -54,7 +54,7 @@ def score(job: Job) -> dict[str, Any]:
         elif (batches := training_data.batches(scorer.engine, file, job.split, seed, whole=True)) is not None:
             data = batches
         else:
-            fault, fix = f"data({job.split!r}) returns None", "name the other one, --split; or return what is scored"
+            fault, fix = f"data({job.split!r}) returns None", "name another --split; or return the data to score"
             raise ShardcError(fault, where=job.model, fix=fix)
     first = mesh.rank == 0
     notes = [*(scorer.engine.weight_notes or [file.note] * bool(file.note)), f"data: {data.description}"]
@@ -65,7 +65,7 @@ def score(job: Job) -> dict[str, Any]:
         try:
             scores = scorer.score_all(data.one_epoch(), local=data.local, each=Rows(rows) if job.rows else None)
         except NoBatchesError:
-            fault, fix = f"data({job.split!r}) has no batch", "return what is to be scored"
+            fault, fix = f"data({job.split!r}) has no batch", "return the data to score"
             raise ShardcError(fault, where=job.model, fix=fix) from None
     about = {"model": program.meta.get("model"), "mesh": dict(program.mesh.axes)}
     return {**about, **scores, "rows": job.rows or None}

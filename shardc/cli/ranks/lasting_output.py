@@ -70,7 +70,7 @@ def _ignore(_: OSError) -> None:
 
 def _report_loss(error: OSError) -> None:
     print(
-        f"note: standard output cannot be written to any more ({error.strerror}): the run goes on without its lines"
+        f"note: standard output is closed ({error.strerror}): the run goes on without its lines"
         " (--log DIR keeps every step in a file)",
         file=sys.stderr,
         flush=True,

@@ -36,7 +36,7 @@ class SaveLock:
             if e.errno in (errno.EACCES, errno.EAGAIN):
                 os.close(self._file)
                 fault = f"another run trains into {folder}{f' ({holder})' if holder else ''}"
-                fix = "wait for it or end it, or give this run a folder of its own"
+                fix = "wait for it or end it, or use another folder for this run"
                 raise ShardcError(fault, where=option, fix=fix) from None
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)

@@ -81,7 +81,7 @@ class Ranks:
             raise ShardcError(fault, where="--nproc", fix="change --mesh, or leave --nproc out")
         if not self._ref:
             raise ShardcError(
-                "this artifact does not say which model file it was compiled from",
+                "this artifact has no name of the model file it was compiled from",
                 where=self.named.model,
                 fix="name it with --model, or compile it with `shardc compile -o DIR`",
             )

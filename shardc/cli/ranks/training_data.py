@@ -100,7 +100,7 @@ def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = Fals
         source, train = make(), split == "train" and not whole
     except KeyError as e:
         if split == "valid" and e.args == (split,):
-            fault, fix = "data('valid') raises KeyError: 'valid'", "return None for 'valid' where nothing is held out"
+            fault, fix = "data('valid') raises KeyError: 'valid'", "return None for 'valid' if nothing is held out"
             raise ShardcError(fault, where="data", fix=fix) from e
         raise
     if source is None:
@@ -125,11 +125,11 @@ def _check_kind(source: Any) -> None:
     samplers = (source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None))
     if any(isinstance(s, DistributedSampler) for s in samplers):
         raise ShardcError(
-            "the DataLoader has a DistributedSampler, which gives each rank other samples: shardc cuts global batches"
-            " itself, so they would be cut twice",
+            "the DataLoader has a DistributedSampler, which splits samples over ranks: shardc splits global batches "
+            "too, so they would be split twice",
             where="data",
-            fix="leave sampler= out, and write shuffle=True and the global batch's batch_size: each rank then reads its"
-            " own samples alone",
+            fix="remove sampler=, and write shuffle=True and the global batch's batch_size: each rank then reads only "
+            "its own samples",
         )
 
 
@@ -137,7 +137,7 @@ def note_same_data(train: Batches, valid: Batches) -> None:
     """Note in the description of held-out data if they are the training data (data() ignores its split)."""
     loaders = train._source, valid._source
     if all(isinstance(x, Loader) for x in loaders) and same_samples.is_same_data(*loaders):
-        valid.description += " (the training data: data('valid') gives what data('train') gives)"
+        valid.description += " (the training data: data('valid') returns the same as data('train'))"
 
 
 def _batches(
@@ -166,19 +166,19 @@ def _batches(
 
 def _part_of_a_stream(source: Any, make: Callable[[], Any], engine: Any, seed: int) -> Batches:
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
-        fault = f"data(split, part, parts) returns a {type(source).__name__}, of which each rank reads its part anyway"
+        fault = f"data(split, part, parts) returns a {type(source).__name__}, but each rank reads its part anyway"
         raise ShardcError(fault, where="data", fix="write data(split), which returns all of it")
     part, parts = engine.part
     description = f"part {part} of {parts} of each global batch, of a {type(source).__name__}"
     return Batches(source, make, seed, local=True, description=description, part=part)
 
 
-def example(file: Any, seed: int, often: str = ", again and again") -> Batches:
+def example(file: Any, seed: int, often: str = ", repeated") -> Batches:
     """Return the example batch, repeated, for a model file without data(). often: for the description."""
     once = [file.batch]
     description = f"the one example batch of batch(){often} (the model file has no data())"
     if file.ref.startswith("hf:"):
-        description = f"one batch of random ids{often} (a model.py with model(), batch() and data(split) has others)"
+        description = f"one batch of random ids{often} (for other data write a model.py with data(split))"
     return Batches(once, lambda: once, seed, local=False, description=description)
 
 

@@ -187,11 +187,11 @@ class Training:
             whole, total, squares = engine.mesh.sum_on_host([int(engine.whole), n, n * n])
             if whole < world or world * squares != total * total:
                 self._finish_save()  # the save of an earlier step
-                return f"some ranks had updated already, so nothing was saved; {self._last_checkpoint()}"
+                return f"some ranks had already updated, so nothing was saved; {self._last_checkpoint()}"
             return f"after step {n}: {self._save_and_describe()}"
         except Exception as e:  # a process is gone, or the disk failed: the first failure matters more
             why = e.what if isinstance(e, ShardcError) else f"{type(e).__name__}: {e}"
-            return f"what there was could not be saved ({why}); {self._last_checkpoint()}"
+            return f"the current state could not be saved ({why}); {self._last_checkpoint()}"
 
     def _last_checkpoint(self) -> str:
         """Return a phrase that says where the last checkpoint is."""
@@ -235,7 +235,7 @@ class Training:
         world, rank = self.engine.mesh.layout.world, self.engine.mesh.rank
         states = [0] * world
         states[rank] = int(problem is not None)
-        with self._save_on_failure(f"the meeting before step {self.engine.step_count + 1}"):
+        with self._save_on_failure(f"synchronizing before step {self.engine.step_count + 1}"):
             signals = [self.signals.seen, int(self.signals.save)]
             *failed, signalled, save = self.engine.mesh.sum_on_host([*states, *signals])
         self.save_requested, self.signals.save = bool(save), False
@@ -321,9 +321,7 @@ class Training:
                 values = self.engine.evaluate_all(batches, local=self.valid.local)
         if not values and not self.signals.seen and self.engine.mesh.rank == 0 and not self.empty:
             self.empty = True
-            print_line(
-                "note: data('valid') gives no batch: there is no held-out loss (return None where none is meant)"
-            )
+            print_line("note: data('valid') has no batch: there is no held-out loss (return None if none is intended)")
         return values
 
     def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -363,8 +361,8 @@ class Training:
                 return
             if not all(having):
                 ended = mesh.layout.named(*(rank for rank, has in enumerate(having) if not has))
-                fault = f"the held-out data of {ended} ended after {count} batches, and others have more"
-                fix = "let data(split, part, parts) give the same number of batches for every part"
+                fault = f"the held-out data of {ended} ended after {count} batches, but others have more"
+                fix = "make data(split, part, parts) return the same number of batches for every part"
                 raise DisagreementError(fault, where="data", fix=fix)
             count += 1
             yield batch
@@ -401,7 +399,7 @@ class Training:
         if not self.settings.save:
             return "nothing was saved (no --save)"
         self.save()
-        return f"saved to {self.settings.save}; go on with --resume {self.settings.save}"
+        return f"saved to {self.settings.save}; continue with --resume {self.settings.save}"
 
     def _save_separately(self, name: str) -> str:
         """Save in a separate folder, so that no good checkpoint is replaced."""

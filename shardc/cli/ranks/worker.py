@@ -179,7 +179,7 @@ def main(file: str) -> None:
         with _last_words(job):
             print_error(e, debug=job.debug)
         where = place(e) or f"rank {os.environ.get('RANK', '0')}"
-        _report_errors(job, [{"where": where, "what": one_line(e), "fix": "correct what raises it"}])
+        _report_errors(job, [{"where": where, "what": one_line(e), "fix": "correct the code that raises it"}])
         _end_process(job, 1)
     if int(os.environ.get("RANK", "0")) == 0:
         job.result.write_text(json.dumps(summary))
@@ -231,9 +231,9 @@ def _expected(job: Job) -> str:
     try:
         cost = load(job.program, trust=job.trust, as_compiled=True).cost(known)
     except ShardcError as e:
-        return f"what a step needs cannot be calculated: {e.what}"
+        return f"the memory of a step cannot be calculated: {e.what}"
     memory = cost.memory
-    return f"by calculation a step holds {size(memory.peak)} on a rank at its peak, at {peak_place(cost, memory)}"
+    return f"a step needs by calculation {size(memory.peak)} on a rank at its peak, at {peak_place(cost, memory)}"
 
 
 def _report_errors(job: Job, errors: list[dict[str, str]]) -> None:

@@ -63,11 +63,11 @@ def read(folder: str | Path, *, timed: bool = True) -> RunLog:
         steps = [MeasuredStep.of_json(json.loads(x.read_text())) for x in sorted(folder.glob("ops-step*-rank*.json"))]
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ShardcError(
-            f"this is no log of `shardc run`: {e}", where=str(folder), fix="name another folder"
+            f"this is not a log of `shardc run`: {e}", where=str(folder), fix="name another folder"
         ) from None
     if not lines or "seconds" not in lines[-1]:
-        raise ShardcError(f"{file} has no step", where=str(folder), fix="let the run make some steps")
+        raise ShardcError(f"{file} has no step", where=str(folder), fix="run some steps first")
     if timed and not steps:
-        fault, fix = "no step of this run has times of ops", "run it again with --breakdown 5 (a step's number)"
+        fault, fix = "this run has no step with times of ops", "run it again with --breakdown 5 (a step's number)"
         raise ShardcError(fault, where=str(folder), fix=fix)
     return RunLog(folder, lines, steps)

@@ -68,7 +68,7 @@ class LocalCall:
         known = parse(rule.notation).factors() if rule is not None and isinstance(rule.notation, str) else {factor}
         if rule is not None and factor not in known and not re.fullmatch(r"e\d+", factor):  # e0, e1: the dims of "..."
             fault = (
-                f"`local` of the rule {rule.text!r} of {rule.op} asks for a factor {factor!r}, which the rule does not"
+                f"`local` of the rule {rule.text!r} of {rule.op} needs a factor {factor!r}, which the rule does not"
                 " have"
             )
             raise ShardcError(fault, where=rule.where, fix=f"one of {', '.join(sorted(known))}")
@@ -137,8 +137,8 @@ class Rule:
             types = f"{', '.join(map(str, call.operands))} -> {', '.join(map(str, call.results))}"
             fault = f"the rule {self.text!r} of {self.op} does not fit a call ({types}): {e}"
             fix = (
-                "every tensor operand and result has one part of the notation, every dim one factor; or give a function"
-                " of the call"
+                "every tensor operand and result has one part of the notation, every dim one factor; or pass a "
+                "function of the call"
             )
             raise ShardcError(fault, where=self.where, fix=fix) from None
 

@@ -79,8 +79,8 @@ def resolve_op(op: Any, where: str) -> OpOverload:
     overload = overload_of(op)
     if overload is None:
         fix = (
-            "give what torch.library.custom_op returned, or torch.ops.mylib.myop.default; Python functions are traced"
-            " through, they need no rule"
+            "pass the result of torch.library.custom_op, or torch.ops.mylib.myop.default; Python functions are traced "
+            "through and need no rule"
         )
         raise ShardcError(f"{getattr(op, '__name__', op)!s} is not an op", where=where, fix=fix)
     if overload._schema.is_mutable:

@@ -267,7 +267,7 @@ def test_what_is_made_of_sums(loss: Any, mesh: dict[str, int]) -> None:
     one = equality.reference(lambda: (Model(loss), {"x": rows(6), "y": y}))
     seen = float(one.model.get_buffer("seen"))  # after the reference's own step, which the next one repeats
     program = one.compile(spec("", mesh, 4))
-    assert any("a step runs forward of all microbatches once more before" in n for n in program.notes)
+    assert any("a step first runs forward of all microbatches once more" in n for n in program.notes)
     sim = shardc.verify.simulate(program, one.model, one.batch)
     equality.assert_equal(sim, one.loss, one.grads)
     assert float(sim.state["seen"]) == 2 * seen
@@ -315,7 +315,7 @@ def whitened(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def test_what_follows_from_the_batch_can_be_computed_before() -> None:
     y = torch.arange(ROWS)
-    with pytest.raises(shardc.ShardcError, match="a sum of what takes such a sum itself") as e:
+    with pytest.raises(shardc.ShardcError, match="a sum over values that depend on such a sum") as e:
         shardc.compile(Model(whitened), {"x": rows(6), "y": y}, spec("", {"dp": 2}, 2), prove=False)
     assert "compute it where the batch is made" in str(e.value)
     assert "gradient" not in str(e.value)

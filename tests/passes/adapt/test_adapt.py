@@ -199,7 +199,7 @@ def test_adapters_come_back_from_a_folder(tmp_path: Any) -> None:
     ("spec", "message"),
     [
         ({"adapters": [{"match": "*.qvk", "rank": 2}]}, "did you mean"),
-        ({"adapters": [{"match": "wpe", "rank": 2}]}, "names no weight of a product that takes an adapter"),
+        ({"adapters": [{"match": "wpe", "rank": 2}]}, "names no weight of a product that supports an adapter"),
         ({"adapters": [*LORA, {"match": "h.0.fc", "rank": 4}]}, "never wins"),
         ({"adapters": [{"match": "*.fc", "rank": 0}]}, "rank"),
         ({"adapters": [{"match": "*.fc", "kind": "lorax", "rank": 1}]}, "lora, rslora"),
@@ -215,10 +215,10 @@ def test_what_is_refused(spec: dict[str, Any], message: str) -> None:
 
 def test_freezing_everything_is_told_with_its_line() -> None:
     (note,) = compiled("gpt", mesh={"dp": 2}, freeze=["*"]).notes
-    assert note == "spec: freeze: no parameter is left to train, and steps will be refused"
+    assert note == "spec: freeze: no trainable parameter remains, so steps will be refused"
 
 
 def test_experts_take_no_dropout() -> None:
     adapters = [{"match": "*.experts.*", "rank": 2, "dropout": 0.1}]
-    with pytest.raises(ShardcError, match="an entry of its own for experts, without dropout"):
+    with pytest.raises(ShardcError, match="a separate entry for experts, without dropout"):
         compiled("mixtral", mesh={"dp": 2}, adapters=adapters)

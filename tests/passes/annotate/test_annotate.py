@@ -184,7 +184,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
         {**TP, "activations": {"emb": {1: "tp"}, "ln:in": {2: "tp"}}},
         'activations."ln:in"',
         "lays out differently",
-        "say the same",
+        "annotations the same",
     ),
     (
         "strict",

@@ -60,9 +60,9 @@ def compiled(how: str, kv: int, tp: int, qkv: dict[str, Any]) -> shardc.Program:
 @pytest.mark.parametrize("asked", [{"qkv": "column"}, {"qkv.{weight,bias}": {0: "tp"}}])
 def test_implicit_gathers_name_what_to_write(how: str, kv: int, tp: int, written: Any, asked: dict[str, Any]) -> None:
     program = compiled(how, kv, tp, asked)
-    assert "needs it whole there, which no annotation implies" in program.notes[0]
+    assert "needs it whole there, but no annotation implies this" in program.notes[0]
     found = re.fullmatch(
-        "fused weights can be split by their parts: write (.*) before the entries that split them otherwise",
+        "fused weights can be split by their parts: write (.*) before the entries that split them in another way",
         program.notes[1],
     )
     assert found is not None

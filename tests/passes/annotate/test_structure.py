@@ -367,7 +367,7 @@ def test_what_stops_a_split_is_named_with_its_line_and_gathered_where_weights_ar
     with pytest.raises(shardc.ShardcError) as e:
         shardc.compile(model, x, {"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "structure"}})
     assert re.search(r"or to the loss: layer_norm in norm \(test_structure.py:\d+\) needs it whole$", e.value.what)
-    assert e.value.fix == "name the weights by patterns: what is needed whole is then gathered"
+    assert e.value.fix == "name the weights by patterns: values that are needed whole are then gathered"
 
     program = shardc.compile(model, x, {"shardc": 1, "mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}})
     loss = shardc.simulate(program, model, x).loss

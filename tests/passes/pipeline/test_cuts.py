@@ -175,17 +175,17 @@ def _shared(program: Program, names: tuple[str, ...]) -> list[str]:
     ("asked", "ranks", "expected"),
     [
         ("cut: [h2]", 2, [("5:9", "no op of the model runs in a module 'h2'", "did you mean 'h.2'?")]),
-        ("cut: [wte]", 2, [("5:9", "'wte' runs first: nothing is left for the stage before it", "a later module")]),
+        ("cut: [wte]", 2, [("5:9", "'wte' runs first: the stage before it would be empty", "a later module")]),
         ("cut: [h.2, h.1, h.3]", 4, [("5:14", "'h.1' begins before 'h.2' does", "in the order in which they run")]),
         (
             "cut: [h.1, h.2, h.2]",
             4,
-            [("5:19", "'h.2' is listed twice: nothing is left for the stage between", "leave it out")],
+            [("5:19", "'h.2' is listed twice: the stage between would be empty", "remove it")],
         ),
         (
             "cut: [h.1, h.2, h.2.ln_1]",
             4,
-            [("5:19", "'h.2.ln_1' begins where 'h.2' does: nothing is left", "a later module")],
+            [("5:19", "'h.2.ln_1' begins where 'h.2' does: the stage between would be empty", "a later module")],
         ),
         (
             "cut: [nope, wte, x]",

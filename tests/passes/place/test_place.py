@@ -182,8 +182,8 @@ def test_a_padded_batch_keeps_its_split_whatever_the_order_of_axes(axes: tuple[s
     }
     program = shardc.compile(model, batch, {**spec, "activations": {"before": {1: "tp"}}})
     text = (
-        f"f64[4, 16, {N}] is gathered over tp, because aten.reshape.default needs it whole there, which no"
-        " annotation implies"
+        f"f64[4, 16, {N}] is gathered over tp, because aten.reshape.default needs it whole there, but no "
+        "annotation implies this"
     )
     assert [n.partition(": ")[2] for n in program.notes] == [text]
     sim = shardc.verify.simulate(program, model, batch)
@@ -212,7 +212,7 @@ def test_a_new_value_that_comes_split_is_gathered_for_its_buffer() -> None:
     model, batch = zoo.ready(Critic(), torch.float64), values()
     shard = {"up.parametrizations.weight.original": "column", "down": "row"}
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 2}, "shard": shard})
-    assert any("because the step's end (a new value of a buffer" in n for n in program.notes)
+    assert any("because the buffer that it updates" in n for n in program.notes)
     sim = shardc.verify.simulate(program, model, batch)
     loss = model(batch)  # eager updates its own
     assert torch.allclose(sim.loss, loss.detach(), rtol=1e-12)

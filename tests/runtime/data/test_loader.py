@@ -590,7 +590,7 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
         "too short",
         Numbers(5),
         {},
-        r"loader 'train': the dataset has 5 samples, fewer than one global batch of 8\n  fix: give it more",
+        r"loader 'train': the dataset has 5 samples, fewer than one global batch of 8\n  fix: use more",
     ),
     (
         "batch size",
@@ -602,26 +602,26 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
         "a stream's rest",
         Endless(21),
         {"drop_last": False},
-        r"the last batch of an epoch would be what is left over and not 8",
+        r"the last batch of an epoch would be the rest of the samples, not 8",
     ),
     (
         "shuffled stream",
         Endless(21),
         {"shuffle": True},
-        r"an iterable dataset comes in its own order\n  fix: leave shuffle out",
+        r"an iterable dataset has its own order\n  fix: leave shuffle out",
     ),
     (
         "workers of a stream",
         Endless(21),
         {"num_workers": 2},
-        r"2 workers would each read the iterable dataset from its beginning",
+        r"2 workers would each read the iterable dataset from the start",
     ),
     ("sampler", Numbers(16), {"sampler": [1]}, r"sampler is set by the loader"),
     ("a DataLoader", DataLoader(Numbers(16)), {}, r"a DataLoader is not a dataset\n  fix: pass its dataset"),
     ("a dict", {"train": Numbers(16)}, {}, r"a dict is not a dataset\n  fix: pass one of its entries, such as 'train'"),
     ("an empty dict", {}, {}, r"a dict is not a dataset\n  fix: pass a dataset"),
     ("no dataset", Nothing(), {}, r"a Nothing is not a dataset: it has neither __getitem__ and __len__, nor __iter__"),
-    ("an iterator", iter(Numbers(16)), {}, r"can be read once only\n  fix: pass an object whose __iter__ begins anew"),
+    ("an iterator", iter(Numbers(16)), {}, r"can be read only once\n  fix: pass an object whose __iter__ starts again"),
 ]
 
 
@@ -641,7 +641,7 @@ def test_a_rest_needs_the_model() -> None:
 
 
 def test_a_stream_that_ends_too_early() -> None:
-    with pytest.raises(ShardcError, match=r"the dataset ends before it gives one global batch of 8 samples"):
+    with pytest.raises(ShardcError, match=r"the dataset ends before one global batch of 8 samples"):
         list(Loader(compiled({"dp": 2}), Rank(0), Endless(5)))
 
 
@@ -671,12 +671,10 @@ def test_inputs_that_no_part_can_be_read_of() -> None:
     pair = Mesh((("dp", 2),))
     with pytest.raises(
         ShardcError,
-        match=r"x: its size \[5\] does not divide over the ranks, so the last ones' parts would be filled up",
+        match=r"x: its size \[5\] does not divide over the ranks, so the parts of the last ranks would be padded",
     ):
         Loader(laid(pair, x=((5,), {"dp": Shard(0, padding=1)})), Rank(0), range(8))
-    with pytest.raises(
-        ShardcError, match=r"y: its batch dim is split otherwise than by whole samples that the other inputs have"
-    ):
+    with pytest.raises(ShardcError, match=r"y: its batch dim is not split into the same whole samples"):
         Loader(laid(pair, x=((8,), {"dp": Shard(0)}), y=((8,), {"dp": Shard(0, 2)})), Rank(0), range(8))
     with pytest.raises(ShardcError, match=r"loader 'train': none of the program's inputs has a batch dim"):
         Loader(laid(pair, x=((), {})), Rank(0), range(8))
@@ -709,7 +707,7 @@ def test_samples_that_make_no_batch_are_named() -> None:
             return {"other": 1} if i == 3 else super().__getitem__(i)
 
     (loader,) = loaders(compiled({"dp": 1}), Odd(B * 2), shuffle=False)
-    with pytest.raises(ShardcError, match=r"torch makes no batch of samples 0, ...: KeyError: 'x'") as e:
+    with pytest.raises(ShardcError, match=r"torch cannot make a batch of samples 0, ...: KeyError: 'x'") as e:
         list(loader)
     assert "the same keys" in e.value.fix
 

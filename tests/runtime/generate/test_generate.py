@@ -327,7 +327,7 @@ def test_a_model_that_is_another_with_padding_runs_whole_sequences(capsys: pytes
     ids = torch.arange(32).view(4, 8)
     program = shardc.compile(model, {"input_ids": ids}, {"shardc": 1, "mesh": {"dp": 1}}, forward=True, prove=False)
     (found,) = loopback(program.mesh, lambda mesh: program.forward(model, mesh=mesh).generate(PROMPTS, 4, stop=()))
-    assert "with a cache Counting gives other logits than without" in capsys.readouterr().err
+    assert "with a cache Counting has other logits than without" in capsys.readouterr().err
     for prompt, new in zip(PROMPTS, found, strict=True):
         row = list(prompt)
         for token in new:
@@ -478,11 +478,11 @@ def test_a_program_for_evaluating_generates_too() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"max_new_tokens": 0}, "max_new_tokens: 0 is no whole number of at least 1"),
-    ({"temperature": -1.0}, "temperature: -1.0 is no number of at least 0"),
-    ({"temperature": 1.0, "top_p": 1.5}, "top_p: 1.5 is no probability"),
-    ({"temperature": 1.0, "top_k": 0}, "top_k: 0 is no whole number"),
-    ({"top_k": 3}, "nothing is drawn at temperature 0"),
+    ({"max_new_tokens": 0}, "max_new_tokens: must be a whole number of at least 1, not 0"),
+    ({"temperature": -1.0}, "temperature: must be a number of at least 0, not -1.0"),
+    ({"temperature": 1.0, "top_p": 1.5}, "top_p: must be above 0 and at most 1, not 1.5"),
+    ({"temperature": 1.0, "top_k": 0}, "top_k: must be a whole number of at least 1, not 0"),
+    ({"top_k": 3}, "temperature 0 does not sample"),
     ({"prompts": []}, "there is no prompt"),
     ({"prompts": [[1], []]}, "prompt 1 has no token"),
     ({"prompts": ["Once upon"]}, "a prompt is a str, not a list of token ids"),
@@ -508,7 +508,7 @@ def test_a_program_that_was_loaded_has_no_model_to_compile(tmp_path: Any) -> Non
     model, batch = llama()
     shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False).save(tmp_path)
     program = shardc.load(tmp_path)
-    with pytest.raises(ShardcError, match="one that was loaded has no model to compile"):
+    with pytest.raises(ShardcError, match="a loaded program has no model to compile"):
         loopback(program.mesh, lambda mesh: program.engine(model, None, mesh=mesh).generate(PROMPTS, TOKENS))
 
 

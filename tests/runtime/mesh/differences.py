@@ -241,7 +241,7 @@ def _(r: Rank) -> None:
     r.engine().loader([{"x": BATCH["x"][0]}] * 32, seed=7 * r.odd)
 
 
-@case("the end of the data", "what this rank does differs on rank 3 (dp=1, tp=1): a step on rank 0, saving on rank 3")
+@case("the end of the data", "the call of this rank differs on rank 3 (dp=1, tp=1): a step on rank 0, saving on rank 3")
 def _(r: Rank) -> None:
     engine = r.engine()
     if r.odd:
@@ -250,7 +250,7 @@ def _(r: Rank) -> None:
 
 
 @case(
-    "a rank that evaluates while others train", "what this rank does differs on rank 3 (dp=1, tp=1): a step on rank 0"
+    "a rank that evaluates while others train", "the call of this rank differs on rank 3 (dp=1, tp=1): a step on rank 0"
 )
 def _(r: Rank) -> None:
     engine = r.engine()
@@ -301,7 +301,7 @@ def _(r: Rank) -> None:
 
 @case(
     "parameters beside a module, trained on one's own rows",
-    "the optimizer SGD: it also steps parameters that are not the module's (1), and nobody sums their gradients",
+    "the optimizer SGD: it also steps parameters that are not the module's (1), and their gradients are not summed",
 )
 def _(r: Rank) -> None:
     steps(r, probe=True)

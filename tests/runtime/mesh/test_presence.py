@@ -144,7 +144,7 @@ def test_a_rank_that_has_not_come_is_told_and_waited_for(monkeypatch: pytest.Mon
     layout = Mesh.of({"dp": 2})
     first = Watch(layout, 0, Activity(), store, Processes(store, 0, 2), named=0.4, met=False, say=heard.append)
     within(20, lambda: heard)
-    assert heard[0].startswith("rank 1 (dp=1) has not come for 0 s: it starts slowly, is stopped, or its machine is")
+    assert heard[0].startswith("rank 1 (dp=1) has not arrived for 0 s: it starts slowly, is stopped, or its machine is")
     time.sleep(4)  # longer than one that came and does not answer is given
     assert len(heard) == 1
     second = Watch(layout, 1, Activity(), store, Processes(store, 1, 2), named=0.4, met=False, say=heard.append)
@@ -171,7 +171,7 @@ def test_a_rank_that_ended_before_all_have_met_ends_those_that_wait(monkeypatch:
     watch = Watch(World(2), 0, Activity(), store, known, named=0.4, met=False)
     watch._thread.join(30)
     assert ended == [GAVE_UP]
-    assert said == ["rank 1 was killed, or ended without a word, in compiling; this rank has ended"]
+    assert said == ["rank 1 was killed, or ended without an error, in compiling; this rank has ended"]
 
 
 def within(seconds: float, true: Callable[[], object]) -> None:

@@ -171,7 +171,7 @@ def test_a_device_that_cannot_be_had_is_refused(
 
 def test_gpus_that_stay_idle_are_told(machine: Machine) -> None:
     machine.sees(8, ranks=8, world="cpu:gloo,cuda:gloo")
-    with pytest.warns(UserWarning, match="CUDA is there but not used: the process group sends over gloo"):
+    with pytest.warns(UserWarning, match="CUDA is available but not used: the process group sends over gloo"):
         assert device_of_this_process() == torch.device("cpu")
 
 

@@ -48,8 +48,8 @@ BUSY = {"waits": False, "doing": "in step 5, at all_reduce 'g' over tp", "place"
         (
             {0: waiting(), 1: {**BUSY, "doing": "after step 4"}, 2: waiting(), 3: waiting()},
             "rank 1 (dp=0, tp=1) keeps the others waiting for 9 s: it is at model.py:22, in forward, after step 4;"
-            " ranks 0, 2, 3 wait for it in step 5, at all_reduce 'h' over tp; fix: if it never gets there: a step, a"
-            " backward, an evaluation and a save are calls that every rank makes",
+            " ranks 0, 2, 3 wait for it in step 5, at all_reduce 'h' over tp; fix: if it never gets there: every rank "
+            "must call each step, backward, evaluation and save",
         ),
         (
             {0: BUSY, 1: BUSY, 2: BUSY, 3: BUSY},
@@ -112,7 +112,7 @@ def test_what_is_known_of_a_process() -> None:
 
 def test_a_rank_that_was_killed_is_named_by_those_it_cut_off() -> None:
     """At once; and one that comes later does not take the first, which has ended because of it, for the cause."""
-    store, said = dist.HashStore(), "rank 2 (dp=1, tp=0) was killed, or ended without a word, in step 5"
+    store, said = dist.HashStore(), "rank 2 (dp=1, tp=0) was killed, or ended without an error, in step 5"
     gone = RuntimeError("Connection closed by peer")
     for rank, ended in ((0, [2]), (1, [0, 2])):
         known = mock.Mock(**{"ended.return_value": ended, "doing.return_value": ""})

@@ -79,7 +79,7 @@ def test_a_pair_has_one_place_and_a_name_that_is_read_back() -> None:
     ("rows", "said"),
     [
         (["0F0+0B0 0F1 0B1"], "0B0 runs beside 0F0"),
-        (["0F0 1F0 0F1+1B0 1F1+0B0 0F1+1B1 0B1"], "0F1 is there twice"),
+        (["0F0 1F0 0F1+1B0 1F1+0B0 0F1+1B1 0B1"], "0F1 occurs twice"),
         (["0F0 0F1+1B0 0B0 0B1", "1F0 1F1 1B1"], "1F0 is on rank 1, and stage 1 is rank 0's"),
         # 0F1 is held up by its partner 0B0, for which rank 1 wants 0F1
         (["0F0 0F1+0B0 0B1", "1F0 1F1 1B0 1B1"], "a deadlock: rank 0 at 0F1+0B0 waits for 1B0"),
@@ -392,14 +392,14 @@ BROKEN: list[tuple[str, str, Edit, str]] = [
     ("a reduction", "1f1b", drop("1REDUCE"), "1REDUCE is missing"),
     ("a step", "1f1b", drop("STEP"), "rank 0: STEP is missing"),
     # doubled
-    ("a forward twice", "1f1b", add("1F2", "1F2"), "1F2 is there twice"),
-    ("a backward twice", "bare", add("0B1", "0B3"), "0B1 is there twice"),
-    ("a send twice", "1f1b", add("0SEND_F1>1", "0SEND_F1>1"), "0SEND_F1>1 is there twice"),
-    ("a receive twice", "1f1b", add("1RECV_F1<0", "1RECV_F1<0"), "1RECV_F1<0 is there twice"),
-    ("a reduction twice", "1f1b", add("1REDUCE", "1REDUCE"), "1REDUCE is there twice"),
+    ("a forward twice", "1f1b", add("1F2", "1F2"), "1F2 occurs twice"),
+    ("a backward twice", "bare", add("0B1", "0B3"), "0B1 occurs twice"),
+    ("a send twice", "1f1b", add("0SEND_F1>1", "0SEND_F1>1"), "0SEND_F1>1 occurs twice"),
+    ("a receive twice", "1f1b", add("1RECV_F1<0", "1RECV_F1<0"), "1RECV_F1<0 occurs twice"),
+    ("a reduction twice", "1f1b", add("1REDUCE", "1REDUCE"), "1REDUCE occurs twice"),
     ("a step twice", "1f1b", add("STEP", "STEP"), "STEP of rank 0 is not its last action"),
-    ("a backward whole and in halves", "zb-h1", add("1B2", "1W2"), "1B2 does again what 1I2 does"),
-    ("a backward and half of it", "1f1b", add("1W2", "1B2"), "1W2 does again what 1B2 does"),
+    ("a backward whole and in halves", "zb-h1", add("1B2", "1W2"), "1B2 repeats 1I2"),
+    ("a backward and half of it", "1f1b", add("1W2", "1B2"), "1W2 repeats 1B2"),
     # swapped
     ("backward and forward", "1f1b", swap("2F1", "2B1"), "2B1 comes before 2F1"),
     ("weights and inputs", "zb-h1", swap("2I1", "2W1"), "2W1 comes before 2I1"),
@@ -508,7 +508,7 @@ def test_errors_have_the_place_in_the_file() -> None:
         prove(parse("rank 0: 0F0 0F1\n  0B0 0B1 0B0", "mine.txt"))
     assert e.value.where == "mine.txt:2:11"
     made = BASES["1f1b"]
-    with pytest.raises(ShardcError, match=r"1f1b: rank 2, action 3: .* is there twice"):
+    with pytest.raises(ShardcError, match=r"1f1b: rank 2, action 3: .* occurs twice"):
         prove(
             replace(
                 made, actions=(*made.actions[:2], (*made.actions[2][:2], made.actions[2][1], *made.actions[2][2:]))

@@ -110,7 +110,7 @@ def test_a_rank_that_is_left_over_in_the_environment(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RANK", "0")
     program = shardc.compile(Words(), batch(), {"shardc": 1, "mesh": {"dp": 1}})
     with pytest.raises(
-        ShardcError, match="has RANK=0, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT\n  fix: it is left"
+        ShardcError, match="has RANK=0, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT\n  fix: another job left"
     ):
         program.engine(Words())
     monkeypatch.setenv("WORLD_SIZE", "2")

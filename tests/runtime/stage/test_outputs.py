@@ -257,7 +257,7 @@ def test_the_mean_over_batches_is_that_of_all_rows(name: str) -> None:
 def test_a_loss_without_a_divisor_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     program = compiled({"mesh": {"dp": 2}}, function=lambda o, b: masked(o, b).sum())
     loopback(program.mesh, lambda mesh: program.engine(NET, None, mesh=mesh).evaluate_all([batch_of(2), batch_of(3)]))
-    assert capsys.readouterr().err.count("the loss is no mean of which the batch decides the divisor") == 1
+    assert capsys.readouterr().err.count("the loss is not a mean with a divisor from the batch") == 1
 
 
 class Returns(nn.Module):
@@ -292,11 +292,11 @@ def test_what_a_model_returns(form: str, names: list[str]) -> None:
     [
         (
             lambda out, b: (out.mean(), {"rate": 0.1}),
-            r"the output 'rate' is the Python number 0.1, and no tensor\n  fix: write torch.tensor\(0.1\)",
+            r"the output 'rate' is the Python number 0.1, not a tensor\n  fix: write torch.tensor\(0.1\)",
         ),
         (
             lambda out, b: (out.mean(), {"rate": out.mean().item()}),
-            "the output 'rate' is a Python number, of .item.*\n  fix: leave that out",
+            "the output 'rate' is a Python number, from .item.*\n  fix: remove that call",
         ),
         (lambda out, b: (out.mean(), {"z": out.to(torch.complex64)}), "the output 'z' is a tensor of shape"),
         (lambda out, b: (out, {"z": out}), "the loss is a tuple, not a scalar"),

@@ -81,8 +81,8 @@ def test_a_damaged_one_is_named_and_the_last_good_one_offered_and_taken(tmp_path
     with pytest.raises(state.DamagedError) as e:
         load(tmp_path)
     assert "optimizer-00001.safetensors: optimizer." in str(e.value)
-    assert "is not what was saved (found by rank 0)" in str(e.value)
-    assert "step-000001 is complete: load that one, or let it be found with last_good=True" in str(e.value)
+    assert "differs from the saved data (found by rank 0)" in str(e.value)
+    assert "step-000001 is complete: load that one, or find it with last_good=True" in str(e.value)
     assert load(tmp_path, last_good=True) == good
     (tmp_path / "step-000001" / "model-00000.safetensors").unlink()
     with pytest.raises(state.DamagedError) as e:

@@ -252,7 +252,7 @@ def test_other_shapes_and_other_models_are_refused(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     for text, message in (
         ('{"weight_map": {"a": "../w.safetensors"}}', "names files elsewhere"),
-        ('{"weight_map": {"a": "gone.safetensors"}}', "1 of them are not there: gone.safetensors"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "1 of them do not exist: gone.safetensors"),
         ("[]", "the index of the weights cannot be read"),
     ):
         index.write_text(text)

@@ -226,8 +226,8 @@ def test_missing_and_unexpected_names_are_all_told_with_the_nearest() -> None:
         "gqa.bias has the shape [5] in the state_dict, and [32] in the program",
         "qkv.wieght in the state_dict is unknown to the program",
     ]
-    assert error.errors[0].fix == "it has qkv.wieght: is it that?"
-    assert error.errors[2].fix == "is it qkv.weight?"
+    assert error.errors[0].fix == "did you mean qkv.wieght, which it has?"
+    assert error.errors[2].fix == "did you mean qkv.weight?"
     error = _fails(
         {n: x for n, x in model.state_dict().items() if n != "gqa.bias"}, program_of(model, {"dp": 1}), model
     )
@@ -397,7 +397,7 @@ def test_torchs_own_tools_read_what_is_exported_and_it_comes_back(tmp_path: Path
     for n, x in model.state_dict().items():
         if n != "head.weight":
             assert torch.equal(plain[f"model.{n}"], x), n
-    with pytest.raises(ShardcError, match=r"it holds pickles\n  fix: .*shardc checkpoint import"):
+    with pytest.raises(ShardcError, match=r"it contains pickles\n  fix: .*shardc checkpoint import"):
         _load(tmp_path / "torch", model)
     assert import_checkpoint(tmp_path / "torch", tmp_path / "back").startswith("12 tensors of")
     back, _ = _load(tmp_path / "back", Net(), OPTIMIZERS["adamw"])
@@ -416,7 +416,7 @@ def test_pickles_that_torch_would_not_write_are_not_run(tmp_path: Path) -> None:
     for name in (".metadata", "manifest.json"):
         (tmp_path / "old").mkdir(exist_ok=True)
         (tmp_path / "old" / name).write_bytes(pickle.dumps(Trap()))
-        with pytest.raises(ShardcError, match=r"it is not what torch writes: it asks for posix\.mkdir"):
+        with pytest.raises(ShardcError, match=r"it is not a file of torch: it needs posix\.mkdir"):
             import_checkpoint(tmp_path / "old", tmp_path / "new")
     assert not (tmp_path / "ran").exists()
 
@@ -441,7 +441,7 @@ def test_checkpoint_of_another_model_is_named_and_changes_nothing(tmp_path: Path
     assert "2.bias is missing in the checkpoint step-000000" in text
     with pytest.raises(ShardcError, match=r"1.weight in the checkpoint step-000000 is unknown to the program") as e:
         _load(tmp_path / "c", nn.Sequential(nn.Linear(4, 4)))
-    assert "the model has no such tensor, or no longer" in str(e.value)  # no like name that it has anyway
+    assert "the model does not have this tensor, or no longer" in str(e.value)  # no like name that it has anyway
 
 
 def test_no_checkpoint_and_no_optimizer_state_are_told(tmp_path: Path) -> None:
@@ -462,7 +462,7 @@ def test_no_checkpoint_and_no_optimizer_state_are_told(tmp_path: Path) -> None:
 
 def test_state_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     model = Net()
-    with pytest.raises(ShardcError, match="extra state or the optimizer's settings hold more than plain values"):
+    with pytest.raises(ShardcError, match="extra state or the optimizer's settings contain more than plain values"):
         _save(tmp_path / "c", model, {"dp": 1}, {"model": model})
     with pytest.raises(ShardcError, match=r"holds a tensor of shape .* that is not a parameter of the program"):
         _save(tmp_path / "c", model, {"dp": 1}, make=lambda _: torch.optim.SGD(model.parameters()))

@@ -126,7 +126,7 @@ def test_replicas_that_come_out_different_are_noticed() -> None:
     program = replace(example_program.program(2, 1), buckets=())
     with pytest.raises(ShardcError, match=r"the gradient of up\.weight on rank 1: it differs from its replica by"):
         simulate(program, example_program.Model(), example_program.batch())
-    with pytest.raises(ShardcError, match="is no number of steps"):
+    with pytest.raises(ShardcError, match="steps must be a number"):
         simulate(program, example_program.Model(), example_program.batch(), steps=0)
 
 
@@ -235,7 +235,7 @@ WRONG: list[tuple[str, Any, str]] = [
     (
         "another name",
         {"x": example_program.batch()["x"], "label": example_program.batch()["y"]},
-        r"y: the batch has 'label' in its place, f64\[8, 4\]\n  fix: rename 'label' to 'y'",
+        r"y: the batch has 'label' instead, f64\[8, 4\]\n  fix: rename 'label' to 'y'",
     ),
     (
         "one sample",
@@ -256,7 +256,7 @@ WRONG: list[tuple[str, Any, str]] = [
     (
         "a tensor of tensors",
         {**example_program.batch(), "x": torch.nested.nested_tensor([torch.ones(2, 4)], layout=torch.jagged)},
-        r"^x: a NestedTensor is no plain tensor\n  fix: pass a torch.Tensor",
+        r"^x: a NestedTensor is not a plain tensor\n  fix: pass a torch.Tensor",
     ),
     ("nothing", None, "^batch: the batch is None, and the program was compiled for a dict {x, y}"),
     (
@@ -268,7 +268,7 @@ WRONG: list[tuple[str, Any, str]] = [
         "numbers of samples, as default_collate turns them",
         {**example_program.batch(), "y": list(torch.zeros(4, 8, dtype=torch.float64))},
         r"^y: the batch gives a list or dict of 4 tensors, such as f64\[8\], but .* for f64\[8, 4\]\n"
-        r"  fix: give each sample a tensor .* default_collate[^\n]*$",
+        r"  fix: make each sample a tensor .* default_collate[^\n]*$",
     ),
     (
         "an array",

@@ -76,12 +76,12 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
     ),
     "another number": (
         lambda m: m(**(m.local(BATCH) | {"strength": 3.0})),
-        r"strength: the batch gives the number 3.0, but the program was compiled with 2.0 in its place\n"
+        r"strength: the batch gives the number 3.0, but the program was compiled with 2.0 there\n"
         r"  fix: pass it as a tensor, also to compile: torch.tensor\(3.0\)",
     ),
     "another dtype, told once": (
         lambda m: m.half()(**m.local(BATCH)),
-        r"was replaced: the program has the one that it was made with \(4 such\)\n  fix: [^\n]*$",
+        r"was replaced: the program still uses the old one \(4 such\)\n  fix: [^\n]*$",
     ),
     "torch.compile": (
         lambda m: torch.compile(m, backend="eager"),
@@ -89,7 +89,7 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
     ),
     "a part by itself": (
         lambda m: m.get_submodule("up")(BATCH["x"]),
-        r"a submodule of program.module\(...\): a part of the module cannot run by itself(.|\n)*loss function return",
+        r"a submodule of program.module\(...\): a part of the module cannot run separately(.|\n)*loss function return",
     ),
     "a batch as one argument": (
         lambda m: m(m.local(BATCH)),
@@ -97,15 +97,15 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
     ),
     "a part of a part": (
         lambda m: m.local(m.local(BATCH)),
-        r"if this is a rank's part already, as local\(batch\) gives it: take it as it is",
+        r"if this is a rank's part already, as local\(batch\) returns it: pass it directly",
     ),
     "a smaller last batch": (
         lambda m: m(x=m.local(BATCH)["x"][:2], strength=2.0),
-        r"leave the last, smaller batch of an epoch out \(drop_last=True\), or use engine.step",
+        r"drop the last, smaller batch of an epoch \(drop_last=True\), or use engine.step",
     ),
     "an input that waits for a gradient": (
         lambda m: m(x=m.local(BATCH)["x"].clone().requires_grad_() * 1, strength=2.0),
-        r"x: it comes from other parameters, which would get no gradient(.|\n)*detach it",
+        r"x: it depends on other parameters, which would get no gradient(.|\n)*detach it",
     ),
     "a gradient scaler": (
         scaled,
@@ -113,7 +113,7 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
     ),
     "gradients that are summed again": (
         summed_again,
-        r"torch.distributed.all_reduce of up.weight.grad: ranks have different parts (.|\n)*leave it out: backward has",
+        r"torch.distributed.all_reduce of up.weight.grad: ranks have different parts (.|\n)*remove it: backward",
     ),
     "weights of the first rank": (
         lambda m: torch.distributed.broadcast(m.get_parameter("up.weight").data, 0),
@@ -125,7 +125,7 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
     ),
     "a module of a program, compiled again": (
         lambda m: shardc.compile(m, BATCH, ONE),
-        r"the model: it is compiled already, and has this rank's part\n  fix: pass the plain model",
+        r"the model: the module is already compiled and has only this rank's part\n  fix: pass the plain model",
     ),
     "a name of a module": (lambda m: m.get_submodule("upp"), r"no submodule 'upp'\n  fix: did you mean 'up'\?"),
     "a name of a buffer": (lambda m: m.get_buffer("mean"), r"no buffer 'mean'\n  fix: it has no buffer"),
@@ -139,15 +139,15 @@ if torch.__version__ < "2.13":  # in 2.11 a class of tensors is not told of it
 ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     "an optimizer": (
         lambda mesh: Engine(PROGRAM, MODEL, SGD, mesh=mesh),  # type: ignore[arg-type]
-        r"optimizer: a SGD is no function: .*\n  fix: pass a function: optimizer=lambda params",
+        r"optimizer: a SGD is not a function: .*\n  fix: pass a function: optimizer=lambda params",
     ),
     "a scheduler": (
         lambda mesh: Engine(PROGRAM, MODEL, scheduler=torch.optim.lr_scheduler.StepLR(SGD, 1), mesh=mesh),  # type: ignore[arg-type]
-        r"scheduler: a StepLR is no function: .*\n  fix: pass a function: scheduler=lambda optimizer",
+        r"scheduler: a StepLR is not a function: .*\n  fix: pass a function: scheduler=lambda optimizer",
     ),
     "a scheduler's class": (
         lambda mesh: Engine(PROGRAM, MODEL, scheduler=torch.optim.lr_scheduler.StepLR, mesh=mesh),
-        r"scheduler: StepLR is called with the optimizer alone, and wants step_size as well\n  fix: pass a function",
+        r"scheduler: StepLR is called with optimizer only, but also needs step_size\n  fix: pass a function",
     ),
     "an option that there is not": (
         lambda mesh: PROGRAM.engine(MODEL, mesh=mesh, grad_clip=1.0),
@@ -155,15 +155,16 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "an option of optimizers": (
         lambda mesh: PROGRAM.engine(MODEL, mesh=mesh, lr=1e-3),
-        r"program.engine\(lr=...\): there is no such option\n  fix: it is the optimizer's: optimizer=lambda params",
+        r"program.engine\(lr=...\): there is no such option\n  fix: it is an option of the optimizer: "
+        r"optimizer=lambda params",
     ),
     "a key of another name": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({"images": BATCH["x"], "strength": 2.0}),
-        r"x: the batch has 'images' in its place, f32\[8, 8\]\n  fix: rename 'images' to 'x'",
+        r"x: the batch has 'images' instead, f32\[8, 8\]\n  fix: rename 'images' to 'x'",
     ),
     "a device": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).to("cuda"),  # type: ignore[arg-type]
-        r"engine.to: 'cuda' is neither a program nor a spec: this moves .*\n  fix: devices are those of the ranks",
+        r"engine.to: 'cuda' is neither a program nor a spec: this call moves .*\n  fix: ranks choose their devices",
     ),
     "a number of a device": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).to(0),  # type: ignore[arg-type]
@@ -171,11 +172,11 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "a dtype of a program": (
         lambda mesh: PROGRAM.to(torch.float64),  # type: ignore[arg-type]
-        r"program.to: torch.float64 is neither a program nor a spec(.|\n)*the dtype is `precision` of the spec",
+        r"program.to: torch.float64 is neither a program nor a spec(.|\n)*`precision` of the spec sets the dtype",
     ),
     "a part of what a step returns": (
         lambda mesh: (Engine(PROGRAM, MODEL, mesh=mesh).step(BATCH) / 4).backward(),
-        r"loss.backward\(\): the engine has run backward(.|\n)*leave .backward\(\) out",
+        r"loss.backward\(\): the engine has already run backward(.|\n)*remove .backward\(\)",
     ),
     "no batches": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).evaluate_all(iter(())),
@@ -187,23 +188,24 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "a number of batches": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).evaluate_all(3),  # type: ignore[arg-type]
-        r"engine.evaluate_all: 3 is no iterable of batches\n  fix: engine.evaluate_all\(\[batch\]\), or a DataLoader",
+        r"engine.evaluate_all: 3 is not an iterable of batches\n  fix: engine.evaluate_all\(\[batch\]\), or a "
+        r"DataLoader",
     ),
     "a scheduler of another optimizer": (
         lambda mesh: Engine(PROGRAM, MODEL, scheduler=lambda _: torch.optim.lr_scheduler.StepLR(SGD, 1), mesh=mesh),
-        r"scheduler: StepLR was made of another optimizer than the engine's(.|\n)*lambda optimizer: StepLR\(optimizer",
+        r"scheduler: StepLR was made from another optimizer(.|\n)*lambda optimizer: StepLR\(optimizer",
     ),
     "the norm of a gradient after a step": (
         lambda mesh: looked_at(Engine(PROGRAM, MODEL, mesh=mesh)),
-        r"norm of up.weight.grad: this would take the part of the gradient(.|\n)*norms\(grad=True\)",
+        r"norm of up.weight.grad: this would use this rank's part of the gradient(.|\n)*norms\(grad=True\)",
     ),
     "a group that is added": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).optimizer.add_param_group({"params": []}),  # type: ignore[union-attr]
-        r"engine.optimizer.add_param_group: an engine's optimizer has the groups (.|\n)*fix: make all",
+        r"engine.optimizer.add_param_group: the groups of an engine's optimizer (.|\n)*fix: make all",
     ),
     "Muon of all parameters": (
         lambda mesh: Engine(PROGRAM, MODEL, lambda params: torch.optim.Muon(params), mesh=mesh),
-        r"optimizer: an optimizer takes matrices alone, (.|\n)*fix: .*matrices, rest = shardc.matrices\(params\)",
+        r"optimizer: an optimizer takes only matrices, (.|\n)*fix: .*matrices, rest = shardc.matrices\(params\)",
     ),
     "another model": (
         lambda mesh: Engine(PROGRAM, torch.nn.Linear(3, 3), mesh=mesh),
@@ -215,7 +217,7 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "an input of an encoder that trains": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({**BATCH, "x": nn.Linear(8, 8)(BATCH["x"])}),
-        r"x: it comes from other parameters, which would get no gradient(.|\n)*or make what comes before a part",
+        r"x: it depends on other parameters, which would get no gradient(.|\n)*or include the earlier computation",
     ),
     "another number": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({**BATCH, "strength": 1.0}),
@@ -223,15 +225,15 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "a batch without data": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({**BATCH, "x": BATCH["x"].to("meta")}),  # type: ignore[attr-defined]
-        r"x: f32\[8, 8\] is on the device 'meta', so it has no numbers\n  fix: give a tensor with data",
+        r"x: f32\[8, 8\] is on the device 'meta', so it has no numbers\n  fix: pass a tensor with data",
     ),
     "backward of what a step returns": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step(BATCH).backward(),
-        r"loss.backward\(\): the engine has run backward(.|\n)*leave .backward\(\) out",
+        r"loss.backward\(\): the engine has already run backward(.|\n)*remove .backward\(\)",
     ),
     "a call": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh)(BATCH),
-        r"engine\(...\): an engine is not called\n  fix: engine.step\(batch\) trains",
+        r"engine\(...\): an engine cannot be called\n  fix: engine.step\(batch\) trains",
     ),
     "a pickle": (
         lambda mesh: pickle.dumps(Engine(PROGRAM, MODEL, mesh=mesh)),
@@ -252,7 +254,7 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "samples of several sizes": (
         lambda mesh: list(Engine(PROGRAM, MODEL, mesh=mesh).loader(SAMPLES, shuffle=False)),
-        r"engine.loader: the samples of a batch have several sizes, and nothing pads them (.|\n)*  fix: pad them",
+        r"engine.loader: the samples of a batch have several sizes, and are not padded (.|\n)*  fix: pad them",
     ),
     "a rank that there is not": (
         lambda mesh: PROGRAM.local(BATCH, 9),
@@ -315,7 +317,7 @@ def test_the_loss_of_a_step_is_a_number_as_any() -> None:
 
 def test_a_whole_model_in_a_file_is_told_in_plain_words(tmp_path: Path) -> None:
     torch.save(MODEL, tmp_path / "whole.pt")
-    with pytest.raises(ShardcError, match=r"it holds other objects than tensors, such as a whole model") as e:
+    with pytest.raises(ShardcError, match=r"it contains objects other than tensors, such as a whole model") as e:
         open_weights(tmp_path / "whole.pt")
     assert "\x1b" not in str(e.value)
 
@@ -343,7 +345,7 @@ def test_methods_of_other_trainers_are_named() -> None:
         engine: Any = Engine(PROGRAM, MODEL, mesh=mesh)
         with pytest.raises(AttributeError, match=r"no 'train': step\(batch\) trains, evaluate\(batch\) evaluates"):
             engine.train()
-        with pytest.raises(AttributeError, match=r"no 'cuda': devices are those of the ranks"):
+        with pytest.raises(AttributeError, match=r"no 'cuda': ranks choose their devices"):
             engine.cuda()
         assert not hasattr(engine, "weights")
 
@@ -486,11 +488,11 @@ ONE = {"shardc": 1}
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a wrapped model": (
         lambda: shardc.compile(nn.DataParallel(nn.Linear(8, 4)), ROWS, ONE, loss=distance),
-        r"the model: it is wrapped in DataParallel, .*\n  fix: pass what it holds: model.module;",
+        r"the model: the model is wrapped in DataParallel, .*\n  fix: pass the wrapped model.module:",
     ),
     "a forward that takes all": (
         lambda: shardc.compile(Keywords(), ROWS, ONE, loss=distance),
-        r"unexpected keyword argument 'y'(.|\n)*fix: a forward with \*\*keywords is given every key of the batch",
+        r"unexpected keyword argument 'y'(.|\n)*fix: a forward with \*\*keywords gets every key of the batch",
     ),
     "a loss of a library": (
         lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, loss=nn.MSELoss()),
@@ -498,7 +500,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "the text of a spec": (
         lambda: shardc.compile(nn.Linear(8, 4), ROWS, "shardc: 1\nmesh: {dp: 2}", loss=distance),
-        r"spec: this is the text of a spec, where its path is expected\n  fix: .*yaml.safe_load",
+        r"spec: this is the text of a spec, not its path\n  fix: .*yaml.safe_load",
     ),
     "spec and batch swapped": (
         lambda: shardc.compile(nn.Linear(8, 4), "spec.yaml", ROWS, loss=distance),
@@ -534,11 +536,11 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "what is compiled": (
         lambda: shardc.compile(PROGRAM, BATCH, ONE),  # type: ignore[arg-type]
-        r"shardc.compile: this is compiled already: <Program Net .*\n  fix: pass the plain model",
+        r"shardc.compile: this is already compiled: <Program Net .*\n  fix: pass the plain model",
     ),
     "no number of steps": (
         lambda: shardc.simulate(PROGRAM, MODEL, BATCH, steps=0),
-        r"shardc.simulate: 0 is no number of steps\n  fix: give a whole number",
+        r"shardc.simulate: steps must be a number, not 0\n  fix: give a whole number",
     ),
     "a loss that is a class": (
         lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, loss=nn.MSELoss),
@@ -566,7 +568,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a loss that is a number": (
         lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, loss=lambda o, b: distance(o, b).item()),
-        r"the loss is a Python number, of .item\(\), .*\n  fix: leave that out",
+        r"the loss is a Python number, from .item\(\), .*\n  fix: remove that call",
     ),
 }
 
@@ -690,7 +692,7 @@ class Large(nn.Module):
 
 def test_a_model_that_one_device_has_no_room_for_is_checked_statically() -> None:
     program = shardc.compile(Large(), {"x": torch.randn(8, 8)}, ONE)
-    note = "capture was checked statically only: this machine's memory has no room for a forward"
+    note = "capture was checked statically only: this machine has too little memory for a forward"
     assert note in program.notes
 
 
@@ -702,7 +704,7 @@ class Clips(torch.optim.SGD):
 
 def test_an_optimizer_that_clips_is_told_where_clipping_is() -> None:
     def work(mesh: LoopbackMesh) -> None:
-        with pytest.raises(ShardcError, match=r"fix: if it clips gradients, that is the engine's: clip_norm=1.0"):
+        with pytest.raises(ShardcError, match=r"fix: if it clips gradients, use the engine's option: clip_norm=1.0"):
             Engine(PROGRAM, MODEL, lambda params: Clips(params, lr=0.1), mesh=mesh)
 
     loopback(PROGRAM.mesh, work)

@@ -153,13 +153,13 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "own attribute": (lambda m: setattr(m.gate, "rate", 2.0), r"gate\.rate: forward reads it"),
     "replaced": (_replace, r"module\.down: this submodule was replaced"),
     "added": (lambda m: m.gate.add_module("more", nn.Linear(2, 2)), r"module\.gate\.more: this submodule is new"),
-    "taken out": (lambda m: delattr(m, "drop"), r"module\.drop: this submodule was replaced, or taken out"),
+    "taken out": (lambda m: delattr(m, "drop"), r"module\.drop: this submodule was replaced or removed"),
     "parameter": (lambda m: setattr(m.up, "scale", nn.Parameter(torch.ones(1))), r"module\.up\.scale: .* is new"),
     "parametrized": (lambda m: nn.utils.parametrizations.spectral_norm(m.up), r"module\.up\.parametrizations: .* new"),
     "statistics": (_frozen_statistics, r"bn: this submodule is in eval mode"),
     "hook": (lambda m: m.drop.register_forward_hook(print), r"drop: a hook on this submodule would never run"),
     "compiled": (lambda m: m.compile(), r"torch\.compile\(module\): forward is a program with collectives"),
-    "called": (lambda m: m.up(torch.ones(1, 16)), "a part of the module cannot run by itself"),
+    "called": (lambda m: m.up(torch.ones(1, 16)), "a part of the module cannot run separately"),
 }
 
 
@@ -247,4 +247,4 @@ def test_two_copies_of_a_model_are_told(made: Any, alive: bool, capfd: pytest.Ca
         second(**second.local(batch))
 
     loopback(program.mesh, rank)
-    assert capfd.readouterr().err.count("the model: another engine or module was made of it") == alive
+    assert capfd.readouterr().err.count("the model: another engine or module was made from it") == alive

@@ -83,14 +83,14 @@ def test_another_ranks_slices_are_refused(name: str) -> None:
         other.load_state_dict({k: v.clone() for k, v in saved[mesh.rank].items()})
         other(**other.local(BATCH))
         if mesh.rank == 1:
-            with pytest.raises(ShardcError, match=r"the slices of rank 0: .*\n  fix: save by module.save") as e:
+            with pytest.raises(ShardcError, match=r"the slices of rank 0: .*\n  fix: save with module.save") as e:
                 module.load_state_dict(saved[0])
             assert "where this rank has" in e.value.what
             assert torch.equal(module.state_dict()["up.weight"], saved[1]["up.weight"]), "nothing has changed"
         mesh.barrier()
         if name == "tp":  # stretches have several lengths
             module.load_state_dict(dict(saved[0]))
-            with pytest.raises(ShardcError, match="all ranks have loaded the same values into parameters of which"):
+            with pytest.raises(ShardcError, match="all ranks loaded the same values into parameters of which"):
                 module(**module.local(BATCH))
 
     loopback(compiled(name).mesh, work)
@@ -240,7 +240,7 @@ def test_an_engines_optimizer_refuses_the_state_of_another_rank() -> None:
         engine.optimizer.load_state_dict(shared[mesh.rank])
         engine.step(BATCH)
         if mesh.rank == 1:
-            with pytest.raises(ShardcError, match=r"slices of rank 0: \[0:8, 0:8\].*\n  fix: save by engine.save"):
+            with pytest.raises(ShardcError, match=r"slices of rank 0: \[0:8, 0:8\].*\n  fix: save with engine.save"):
                 engine.optimizer.load_state_dict(shared[0])
 
     loopback(compiled("tp").mesh, work)
@@ -260,7 +260,7 @@ def test_torchs_own_checkpoints_of_parts_are_refused(name: str) -> None:
         train(module, optimizer, 1)
         assert planned(module.full_state_dict()) == 9
         for state in (module.state_dict(), dict(module.named_parameters()), optimizer.state_dict()):
-            with pytest.raises(ShardcError, match=r"torch\.distributed\.checkpoint would take for the whole"):
+            with pytest.raises(ShardcError, match=r"torch\.distributed\.checkpoint would treat as the whole"):
                 planned(state)
         copied = copy.deepcopy(module.state_dict())
         torch.save(copied, io.BytesIO())

@@ -175,10 +175,10 @@ def test_of_a_language_model(graphs: list[RecordedOps]) -> None:
 def test_there_are_none_on_a_cpu(capfd: pytest.CaptureFixture[str]) -> None:
     alike(trained({}, True), trained({}, False))
     assert (
-        "execution: {graphs: true}: there are none on a device of kind cpu; steps run op by op"
+        "execution: {graphs: true}: a device of kind cpu has no CUDA graphs; steps run op by op"
         in capfd.readouterr().err
     )
-    with pytest.raises(ShardcError, match="there are none on a device of kind cpu"):
+    with pytest.raises(ShardcError, match="a device of kind cpu has no CUDA graphs"):
         trained({"strict": True}, True)
 
 

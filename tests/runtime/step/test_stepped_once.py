@@ -59,12 +59,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
     "the scheduler": (
         {"optimizer": adam, "scheduler": scheduled},
         lambda e: (e.scheduler.step(), e.step(BATCH)),
-        r"StepLR.step\(\): it was stepped beside the engine(.|\n)*make it from engine.optimizer",
+        r"StepLR.step\(\): the loop steps it, and the engine also steps it(.|\n)*make it from engine.optimizer",
     ),
     "one of several schedulers": (
         {"optimizer": two, "scheduler": scheduled_each},
         lambda e: (e.scheduler[1].step(), e.step(BATCH)),
-        r"StepLR.step\(\): it was stepped beside the engine",
+        r"StepLR.step\(\): the loop steps it, and the engine also steps it",
     ),
 }
 

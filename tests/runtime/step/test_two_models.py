@@ -105,5 +105,5 @@ def test_weights_that_two_engines_took_of_one_module_are_told(capsys: pytest.Cap
     assert "another engine" not in capsys.readouterr().err
     other.step(rows)
     first.step(batch)
-    told = [n for n in capsys.readouterr().err.splitlines() if "another engine or module was made of it" in n]
+    told = [n for n in capsys.readouterr().err.splitlines() if "another engine or module was made from it" in n]
     assert [n.partition(": another")[0] for n in told] == ["note: the model", "note: networks.discriminator"]

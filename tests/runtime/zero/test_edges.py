@@ -186,7 +186,7 @@ def test_an_optimizer_that_computes_the_loss() -> None:
     """LBFGS: in a loop of one's own."""
     model = Two()
     p = compile_(model, X, 2, 0)
-    with pytest.raises(shardc.ShardcError, match=r"LBFGS computes the loss as often as it likes.*\n.*program.module"):
+    with pytest.raises(shardc.ShardcError, match=r"LBFGS computes the loss several times.*\n.*program.module"):
         trained(p, model, torch.optim.LBFGS)
 
     def work(mesh: LoopbackMesh) -> list[float]:

@@ -111,7 +111,7 @@ def test_split_parameters_are_refused_to_what_needs_whole_ones(name: str) -> Non
     ("spec", "why"),
     [
         (TP, "b.weight is split over tp"),
-        (PP, "each rank along pp has those of its stages"),
+        (PP, "each rank along pp has only those of its stages"),
         ({"mesh": {"dp": 2}, "data": {"zero": 1}}, "data.zero: 1 gives each rank a part of them"),
     ],
     ids=["tp", "pp", "zero"],
@@ -249,6 +249,6 @@ def test_an_optimizer_that_wants_every_gradient_is_told_before_the_first_step() 
     def work(mesh: LoopbackMesh) -> None:
         with pytest.raises(ShardcError, match=r"Careless fails where a parameter has no gradient .*NoneType") as caught:
             Engine(program, model, Careless, mesh=mesh)
-        assert "leave out a parameter whose .grad is None" in str(caught.value.fix)
+        assert "skip a parameter whose .grad is None" in str(caught.value.fix)
 
     loopback(program.mesh, work)

@@ -189,7 +189,7 @@ def test_a_parameter_in_two_or_in_none(capsys: pytest.CaptureFixture[str]) -> No
     ) as e:
         loopback(p.mesh, lambda mesh: p.engine(NET, all_twice, mesh=mesh))
     assert len(e.value.errors) == 1
-    with pytest.raises(AttributeError, match=r"pairs, and this is one, without \.ndim: write `for name, p in params`"):
+    with pytest.raises(AttributeError, match=r"pairs, and a pair has no \.ndim: write `for name, p in params`"):
         loopback(p.mesh, lambda mesh: p.engine(NET, lambda ps: torch.optim.SGD([q for q in ps if q.ndim]), mesh=mesh))
     loopback(p.mesh, lambda mesh: p.engine(NET, neither, mesh=mesh))
     assert "the optimizer has none of a.0.weight: nothing updates them" in capsys.readouterr().err
@@ -201,7 +201,7 @@ def test_a_parameter_in_two_or_in_none(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(ShardcError, match=r"a parameter of shape \[.*\] is in SGD twice"):
         loopback(p.mesh, lambda mesh: p.engine(NET, twice, mesh=mesh))
     loopback(p.mesh, lambda mesh: p.engine(NET, with_a_stranger, mesh=mesh))
-    told = "the optimizer has 1 parameter of shape [3] that it was not given: no step has a gradient for that"
+    told = "the optimizer has 1 parameter of shape [3] not passed to it: no step computes a gradient for that"
     assert told in capsys.readouterr().err
 
 

@@ -42,7 +42,7 @@ ALL_ROWS = [
         "a deviation was computed part by part",
         "whitened advantages",
         on("dp=2", **MICRO),
-        here="refused: a sum of what takes such a sum itself",
+        here="refused: a sum over values that depend on such a sum",
     ),
     Bug(
         "verl-project/verl issues 593",

@@ -111,7 +111,7 @@ UPDATES = [
         "in a loop of one's own: groups of flat parameters by their dims",
         "lm",
         on("dp=2", **zero(2)),
-        "refused: one group has all parameters, and another none",
+        "refused: one group has all parameters, and another has none",
         check="own loop",
         optimizer="groups by dims",
     ),
