@@ -18,7 +18,7 @@ action that uses it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from shardc.errors import ShardcError
@@ -186,10 +186,6 @@ class Schedule:
     def pairs(self) -> tuple[tuple[str, int, int], ...]:
         """Return (kind, stage of the first half, of the second) of all pairs."""
         return tuple(sorted({a.of_pair for _, _, a in self if a.kind in PAIRS}))
-
-    def apart(self) -> Schedule:
-        """Return the same schedule without pairs: each half is a separate action."""
-        return replace(self, actions=tuple(tuple(computed(row)) for row in self.actions), where=())
 
     def __str__(self) -> str:
         rows = (f"rank {r}: {' '.join(map(str, row))}".rstrip() for r, row in enumerate(self.actions))

@@ -110,9 +110,8 @@ def resharding(old: Program, new: Program, moments: int = 0) -> Resharding:
     Raises ShardcError if the programs have different numbers of ranks, or different models.
     """
     if isinstance(moments, bool) or not isinstance(moments, int) or moments < 0:
-        raise ShardcError(
-            f"moments must be a number of tensors, not {moments!r}", where="moments", fix="AdamW has 2, SGD 0 or 1"
-        )
+        fault = f"moments must be a number of tensors, not {moments!r}"
+        raise ShardcError(fault, where="moments", fix="AdamW has 2, SGD 0 or 1")
     a, b = Plan(old), Plan(new)
     first, second = weights(a, b, all_buffers=False)
     phases = [[*((w, 1) for w in first), *((w, moments) for w in _moments(a, b) if moments)], [(w, 1) for w in second]]
