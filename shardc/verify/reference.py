@@ -44,7 +44,7 @@ def _find(tensors: Mapping[str, Tensor], *names: str) -> Tensor:
 
 
 def reach(batch: Any, path: tuple[str | int, ...]) -> Any:
-    """The leaf of a nested batch at `path`."""
+    """Return the leaf of a nested batch at `path`."""
     for key in path:
         batch = getattr(batch, key) if isinstance(key, str) and not isinstance(batch, Mapping) else batch[key]
     return batch

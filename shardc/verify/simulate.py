@@ -1,4 +1,4 @@
-"""All ranks of a program's mesh in this one process, for tests, verification and learning."""
+"""Run all ranks of a program's mesh in this process, for tests, verification and learning."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ SLACK = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 @dataclass(frozen=True)
 class Comm:
-    """One collective that rank 0 ran. bytes: of the whole local tensor; direction:
-    "forward", "backward" or "update".
+    """A collective that rank 0 ran.
+
+    bytes: of the whole local tensor; direction: "forward", "backward" or "update".
     """
 
     kind: str
@@ -44,9 +45,9 @@ class Comm:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What all ranks together computed, put together again.
+    """The global result of all ranks.
 
-    loss: 0-dim, global, of the last step; nan of a forward-only program. outputs: what stands beside it, of all rows.
+    loss: 0-dim, global, of the last step; nan of a forward-only program. outputs: other results, of all rows.
     grads: {fqn: global tensor}, of the last step, before the optimizer; without parameters that no gradient reaches.
     state: {fqn: global tensor}, parameters and buffers after the last step; tied ones under every name.
     comms: the collectives of the last step, in order.
@@ -81,14 +82,14 @@ class _Rank:
 def simulate(
     program: Program, model: Any, batch: Any, *, steps: int = 1, optimizer: OptimizerOf | None = None, seed: int = 0
 ) -> Simulation:
-    """Run `steps` training steps of a program on every rank of its mesh, in lockstep, without a process group.
+    """Run training steps of a program on every rank of its mesh, in lockstep, without a process group.
 
     model: holds the weights and is not changed; or a state_dict, or a function that builds the model (see Engine).
-    batch: one global batch, used in every step. seed: of dropout.
-    optimizer: params -> torch optimizer. None: with steps=1 weights stay as they are, with more AdamW(3e-4) trains.
-    Of a forward-only program one forward is run.
-    Raises ShardcError for a batch or weights that do not fit, and ReplicasDifferError where replicas come out
-    different, which is a bug of shardc or of a rule: it names the op where one of them is not finite.
+    batch: one global batch, used in every step. steps: how many. seed: of dropout.
+    optimizer: params -> torch optimizer. None: one step leaves the weights as they are, several use AdamW(3e-4).
+    A forward-only program runs one forward.
+    Raises ShardcError for a batch or weights that do not fit, and ReplicasDifferError if replicas differ, which is a
+    bug of shardc or of a rule: it names the op if one of them is not finite.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ShardcError(
@@ -130,7 +131,7 @@ def simulate(
 
 
 class ReplicasDifferError(ShardcError):
-    """Ranks hold different numbers of one value. not_finite: one of them has nan or inf, another has not."""
+    """Ranks hold different numbers of one value. not_finite: one has nan or inf where another has not."""
 
     def __init__(self, what: str, where: str, *, not_finite: bool = False) -> None:
         super().__init__(what, where=where, fix="a bug in shardc or in a rule of your own: please report it")
@@ -138,7 +139,7 @@ class ReplicasDifferError(ShardcError):
 
 
 def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
-    """Parts put together, after replicas have been compared."""
+    """Join the parts of all ranks to global tensors, and compare replicas."""
     grads: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
     for p in program.params:
@@ -175,7 +176,7 @@ def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
 
 
 def _local(program: Program, p: Param, kept: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Every rank's whole local part of a parameter (or its gradient), from what the ranks keep."""
+    """Return every rank's whole local part of a parameter or gradient from the pieces that ranks store."""
     bucket = program.bucket(p)
     if bucket is None or not bucket.zero:
         return kept
@@ -184,7 +185,7 @@ def _local(program: Program, p: Param, kept: dict[int, Tensor]) -> dict[int, Ten
 
 
 def _join(program: Program, x: Param | Buffer, parts: dict[int, Tensor], kind: str) -> Tensor:
-    """The global tensor from {rank: its part}; every rank that has one must hold its part of it."""
+    """Join {rank: its part} to the global tensor. Raises ReplicasDifferError if a rank holds another part."""
     mesh = program.mesh
     stage = {program.axis: program.holders(x)[0]} if program.axis else {}
     whole = x.layout.join(lambda coords: parts[mesh.rank({**coords, **stage})], mesh)
@@ -214,7 +215,7 @@ def _check_replica(expected: Tensor, got: Tensor, name: str) -> None:
 
 
 def _causes(program: Program) -> dict[str, str]:
-    """Tag of a record -> why the program has that collective."""
+    """Return the cause of each collective, by the tag of its record."""
     causes = {f"bucket{i}": f"gradients of {len(b.params)} parameters" for i, b in enumerate(program.buckets)}
     causes["grad_norm"] = "norm of the gradients"
     for stage in program.stages:

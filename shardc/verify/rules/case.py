@@ -1,7 +1,7 @@
-"""One sample call: run whole, and as a strategy says, on every rank.
+"""Run one sample call: whole, and on every rank as a strategy says.
 
-The partition pass writes the local graph of the one op, operands are laid out as the strategy wants them, results must
-be laid out as it promises; so must gradients.
+The partition pass writes the local graph of the one op. Operands are laid out as the strategy needs them; results and
+gradients must be laid out as it promises.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ PADDED_BY = (0.0, 1.0, -1.0)
 
 @dataclass(frozen=True)
 class Finding:
-    """From `prove`: a strategy that does not give what the whole op gives. From `too_strict`: one that the rule could
-    allow.
+    """A strategy that is wrong (from `prove`), or one that the rule could allow (from `too_strict`).
 
     strategy: the factor, partial or extra strategy. ranks: how many ranks (parts). what: which result or gradient
     differs, by how much. call: types and arguments of the call.
@@ -70,12 +69,12 @@ class UnfitError(Exception):
 
 
 def message_of(e: BaseException) -> str:
-    """An exception in a line."""
+    """Return an exception as one line."""
     return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
 
 
 def call_text(call: Call) -> str:
-    """Arguments as a person writes them, tensors by type: `f64[4, 12], 1, keepdim=True`."""
+    """Return arguments as a person writes them, tensors by type: `f64[4, 12], 1, keepdim=True`."""
 
     def one(x: Any) -> str:
         if isinstance(x, Operand):
@@ -88,12 +87,12 @@ def call_text(call: Call) -> str:
 
 
 def name_of(op: Any) -> str:
-    """`aten.mm.default`, or a function's name."""
+    """Return `aten.mm.default`, or a function's name."""
     return str(op) if hasattr(op, "_schema") else str(op.__name__)
 
 
 class _OneOp(LocalProgram):
-    """Writes the local graph of a single call: operands as laid out, the results as they come."""
+    """Writes the local graph of a single call: operands in their layouts, results as the op returns them."""
 
     def write(self, node: fx.Node, layouts: Sequence[Layout]) -> fx.Graph:
         operand = iter(layouts)
@@ -107,9 +106,9 @@ class _OneOp(LocalProgram):
 
 @dataclass
 class Case:
-    """A sample call: a node of a global graph, its tensors, its results, and its gradients under random weights of the
-    results.
+    """A sample call: a node of a global graph, its tensors, results, and gradients.
 
+    weights: random, of the results; the gradients are those of the weighted sum.
     forward_only: why the op has no backward, if it has none: then only results are compared.
     """
 
@@ -129,9 +128,9 @@ class Case:
 
     @classmethod
     def of(cls, op: Any, sample: Sample, seed: int = 0, rule: Rule | None = None) -> Case:
-        """Build the global graph of one call and run it whole. rule: instead of the registered one.
+        """Build the global graph of one call and run it whole. rule: replaces the registered one.
 
-        Raises NoCallError where the op refuses the arguments, UnfitError where the rule does.
+        Raises NoCallError if the op refuses the arguments, UnfitError if the rule does.
         """
         tensors = Tensors(seed)
         arguments = sample(tensors)
@@ -192,7 +191,7 @@ class Case:
         )
 
     def wrong(self, mesh: Mesh, strategies: dict[str, Strategy], padding: float | None = None) -> str:
-        """Run the call on every rank as the strategies say and compare. Returns what is wrong, "" if nothing.
+        """Run the call on every rank with these strategies; return what differs from the whole, "" if nothing.
 
         padding: the number that padding holds; None: copies of real entries.
         """
@@ -238,7 +237,7 @@ class Case:
         return ""
 
     def on_axis(self, n: int, strategy: Strategy) -> str:
-        """As `wrong`, on one axis; of a padded strategy with several numbers in the padding."""
+        """Run `wrong` on one axis of n ranks; for a padded strategy with several numbers in the padding."""
         padded = any(isinstance(p, Shard) and p.padding for p in strategy.inputs)
         for number in (None, *PADDED_BY) if padded else (None,):
             if fault := self.wrong(Mesh(((AXIS, n),)), {AXIS: strategy}, number):

@@ -1,11 +1,11 @@
-"""Tensors as ranks hold them: laid out, run, and compared with the whole.
+"""Lay tensors out as ranks hold them, run graphs on them, and compare with the whole.
 
-Layouts have duals: where a value is
+Layouts have duals. The gradient of a value has the dual layout:
 
-    shard       its gradient is cut alike           replicated    every rank's gradient is all of it
+    shard       a shard in the same way             replicated    every rank's gradient is all of it
     partial     every rank's gradient is all of it  partial grad  the ranks' gradients sum to it
 
-so one function lays values out, and one compares them, in both directions.
+So one function lays values out, and one compares them, in both directions.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def partial_axes(layout: Layout) -> list[str]:
 
 
 def dual(layout: Layout) -> Layout:
-    """The layout of the gradient of a value."""
+    """Return the layout of the gradient of a value."""
     return Layout(
         tuple((a, PARTIAL if p == PARTIAL_GRAD else p) for a, p in layout.items if not isinstance(p, Partial))
     )
 
 
 def continuous(x: Tensor) -> bool:
-    """Whether a gradient may flow through it."""
+    """Return whether a gradient may flow through x."""
     return x.is_floating_point() or x.is_complex()
 
 
 def summands(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
-    """n random tensors of the shape and dtype of x that sum to it."""
+    """Return n random tensors of the shape and dtype of x that sum to it."""
     if continuous(x):
         some = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for _ in range(n - 1)]
     else:
@@ -66,8 +66,9 @@ def spread(
     filled: bool = True,
     padding: float | None = None,
 ) -> list[Tensor]:
-    """A global tensor as every rank holds it: its part, or a random summand, or all of it. Padding holds numbers that
-    must not count: copies of real entries, or one number; zeros if it is not filled.
+    """Return a global tensor as each rank holds it: its part, a random summand, or all of it.
+
+    Padding holds numbers that must not count: copies of real entries, or `padding`; zeros if not `filled`.
     """
     if not layout.items:
         return [x.clone() for _ in range(mesh.world)]
@@ -82,7 +83,7 @@ def spread(
 
 
 def gaps(x: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
-    """bool, by rank: which elements of its part are padding."""
+    """Return for each rank which elements of its part are padding (bool)."""
     real = torch.ones_like(x, dtype=torch.bool)
     return [~layout.local(real, mesh, mesh.coords(rank)) for rank in range(mesh.world)]
 
@@ -96,7 +97,7 @@ def differs(
     *,
     gradient: bool = False,
 ) -> str:
-    """What is wrong with parts that should make up `expected`; "" if nothing. rtol None: only types count."""
+    """Return how parts differ from those of `expected`; "" if they do not. rtol None: compare types only."""
     wants = [layout.local(expected, mesh, mesh.coords(r)) if layout.items else expected for r in range(mesh.world)]
     padding = gaps(expected, layout, mesh) if layout.paddings() and not gradient else None
     axes = partial_axes(layout)
@@ -133,9 +134,7 @@ def differs(
 def gradients(
     results: Sequence[Tensor], weights: Sequence[Tensor | None], leaves: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Gradients of the weighted sum of results, zeros where a leaf has no part in it;
-    None for leaves without gradient.
-    """
+    """Return gradients of the weighted sum of results: zeros for unused leaves, None if not required."""
     terms = [(y, w) for y, w in zip(results, weights, strict=True) if w is not None and y.requires_grad]
     wanted = [x for x in leaves if x.requires_grad]
     grads: Sequence[Tensor | None] = [None] * len(wanted)
@@ -162,11 +161,11 @@ def run_nodes(graph: fx.Graph, arguments: Iterable[Any]) -> tuple[Tensor, ...]:
 
 
 class NeedsOthersError(Exception):
-    """A rank by itself came to a collective."""
+    """A rank that runs alone came to a collective."""
 
 
 class _ByItself(LoopbackMesh):
-    """A rank that knows its place and meets no other."""
+    """A rank that knows its coordinates and can reach no other rank."""
 
     def __init__(self, layout: Mesh, rank: int) -> None:
         super().__init__(layout, rank, self)  # type: ignore[arg-type]
@@ -178,7 +177,7 @@ class _ByItself(LoopbackMesh):
 
 
 def on_ranks(mesh: Mesh, graph: fx.Graph, one_rank: Callable[[int, Any], Any]) -> list[Any]:
-    """one_rank(rank, runtime mesh) on every rank: one after the other, or, where they need each other, in threads."""
+    """Run one_rank(rank, runtime mesh) on every rank: in turn, or in threads if they communicate."""
     try:
         return [one_rank(rank, _ByItself(mesh, rank)) for rank in range(mesh.world)]
     except NeedsOthersError:
