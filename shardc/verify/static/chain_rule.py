@@ -1,10 +1,10 @@
-"""What a stage's gradients are by the chain rule: as terms, from the stage's text and the derivative of each call.
+"""Compute a stage's gradients as terms, from the stage's text and the derivative of each call.
 
     y = linear(x, w)    w's gradient is mm(t(y's gradient), x)
 
-The calls are gone through from the last to the first; what a value has of its gradient is added up. The derivative of
-a call by itself is what autograd runs for it (shardc.passes.joint.derivatives), and is trusted as rules of ops are.
-Nothing is planned here: what is kept or computed again, in which order, in whose memory, the graphs of a step decided.
+Goes through the calls from the last to the first and adds up each value's gradients. The derivative of a single call
+is what autograd runs for it (shardc.passes.joint.derivatives); it is trusted, as rules of ops are. Nothing is planned
+here: the joint graphs decide what is kept or recomputed, in which order, and in whose memory.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from shardc.verify.static.text import TooLongError
 
 @dataclass
 class Results:
-    """Of one stage. returned: terms of what it returns, as its text does; puts: by the term of a parameter, its name
-    and its gradient; scatters: by gathered bucket, those of its parameters; received: by received value, its gradient.
+    """The terms of one stage.
+
+    returned: what it returns, as its text does; puts: by the term of a parameter, its name and its gradient; scatters:
+    by gathered bucket, the gradients of its parameters; received: by received value, its gradient.
     """
 
     returned: tuple[Any, ...]
@@ -44,7 +46,7 @@ class Results:
 
 @dataclass
 class _Step:
-    """One call's derivative. before: types are known; terms follow when forward's are."""
+    """The derivative of one call: gradients of its results (tangents), of operands before and after it."""
 
     node: fx.Node
     rule: Rule
@@ -54,7 +56,7 @@ class _Step:
 
 
 class ChainRule:
-    """rules: kept from stage to stage, as equal calls have one derivative. until: when to give up."""
+    """The chain rule of one stage. rules: shared by stages; equal calls have one derivative."""
 
     def __init__(self, program: Program, stage: Stage, rules: Rules, terms: Terms, until: float) -> None:
         self._program, self._stage, self._rules, self._terms, self._until = program, stage, rules, terms, until
@@ -69,7 +71,7 @@ class ChainRule:
         self._lines: dict[fx.Node, dict[int, int]] = {}
 
     def results(self) -> Results:
-        """All of it."""
+        """Compute the terms of everything that the stage returns, and of all its gradients."""
         self._derive()
         self._forward()
         grads: dict[int, int] = {
@@ -127,7 +129,7 @@ class ChainRule:
         self._steps.append(_Step(n, rule, tangents, before, tuple(after)))
 
     def _roots(self) -> list[Made]:
-        """The values whose gradients are given: the loss, and what other stages give one for."""
+        """Return the values whose gradients are inputs: the loss, and values that are sent to other stages."""
         returned: Any = self._stage.graph.output_node().args[0]
         loss, _, *sent = returned
         crossing = {name for e in self._program.edges for name, _ in e.differentiable()}
@@ -180,7 +182,7 @@ class ChainRule:
         return None if t is None or t.ragged else t.shape
 
     def _decomposed(self, n: fx.Node, rule: Rule) -> None:
-        """A call whose backward wants more than its results, as the ops that it consists of."""
+        """Compute a call as the ops that it consists of, because its backward needs more than its results."""
         made = self._lines[n] = {}
         assert rule.forward is not None
         for line in rule.forward:

@@ -1,12 +1,13 @@
-"""Losses in chunks (`loss: {chunks: 8}`, shardc.passes.loss_chunks): a linear layer and the cross entropy of its result
-are one op of the text, which takes the layer's input moved as the result was.
+"""Read losses in chunks (`loss: {chunks: 8}`, shardc.passes.loss_chunks) as ops of the model.
+
+In a text a linear layer and its loss are one op, and the layer's input is moved as the model moves its result.
 
     model    logits = linear(h, w)              text    rows  = reshape(h, [16384, 4096])
              rows = reshape(logits, [16384, V])         stats = linear_nll(rows, w, None, labels, ...)
              loss = nll(rows, labels)                   loss  = nll_alone(stats, labels)
 
-The model's ops are put into the text's order, and the text's lines are read as the model's ops: `stats` is what
-`linear(rows, w)` gives, `loss` is `nll(stats, labels)`. Both are then proven as any other.
+The model's ops are put into the text's order, and the text's lines are read as the model's ops: `stats` as
+`linear(rows, w)`, `loss` as `nll(stats, labels)`. Both are then proven like any other op.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ _VIEWS = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
 
 
 def reordered(model: Model) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """The losses behind linear layers, each with the calls of the model in the text's order. They are as good as its
-    own: moving rows and multiplying each commute.
-    """
+    """Yield each loss behind a linear layer, with equal calls in the text's order: moving rows commutes."""
     for loss in [c for c in model.calls if c.target is ops.nll]:
         moves: list[fx.Node] = []
         at = operands_of(loss)[0]
@@ -70,9 +69,7 @@ def _reordered(model: Model, loss: fx.Node, moves: list[fx.Node], linear: fx.Nod
 
 
 def as_ops(text: Text, n: fx.Node) -> Any:
-    """The key of a line of such a loss, by the model's op that it is read as; None for another line, and for one that
-    does not fit those before it.
-    """
+    """Return the key of a line of such a loss, as the model's op; None for another line or a wrong one."""
     try:
         return _as_ops(text, n)
     except (LookupError, ValueError, TypeError, AttributeError, AssertionError):
@@ -106,9 +103,7 @@ def _as_ops(text: Text, n: fx.Node) -> Any:
 
 
 def _layer(text: Text, n: fx.Node) -> Any:
-    """A linear layer; a cast, if its sums have another dtype; and a fill of padding, if there is any. The last of them
-    is the line, the others have none.
-    """
+    """Return the key of a line's last op: of a linear layer, a cast if any, and a fill of padding if any."""
     args: Any = n.args
     rows, weight, bias, _, mesh, _, _, _, chunks, dtype, *padding = args
     if not isinstance(chunks, int):

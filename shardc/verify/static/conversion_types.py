@@ -1,4 +1,4 @@
-"""What a conversion makes of a claim: its row of the table, read from the op's name, axes and digits."""
+"""Compute the claim of a conversion's result from its row of the table, its axes and its digits."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _PLAIN: dict[type, Placement] = {type(p): p for p in (REPLICATE, PARTIAL, PARTIA
 
 
 class WrongError(Exception):
-    """Why a conversion does not fit what it is given."""
+    """A conversion does not fit its operand."""
 
 
 def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
-    """The claim of a conversion's result. claim: of its operand; value: what the operand is a part of, with its global
-    shape. Raises WrongError where the operand is not what the conversion takes, or where its digits name another part.
+    """Return the claim of a conversion's result. Raises WrongError if the operand or digits do not fit.
+
+    claim: of its operand; value: what the operand is a part of, with its global shape.
     """
     row, over = ROWS[node.target], node.args[2]
     if (sent := node.kwargs.get("fp8")) is not None:
@@ -61,18 +62,18 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
 
 
 def _plain(sent: Any) -> tuple[Any, ...]:
-    """A format and a granule, as they stand in a call."""
+    """Return an fp8 format and granule as a call writes them."""
     format_, granule = sent
     return format_, tuple(granule)
 
 
 def _less(value: Value) -> Placement:
-    """What "replicated with partial gradient" is for a value: replicated, where it has none."""
+    """Return PARTIAL_GRAD as it is for this value: replicated if the value needs no gradient."""
     return on_axis(PARTIAL_GRAD, value)
 
 
 def _zeros(row: Conversion, claim: Claim, new: Layout) -> frozenset[tuple[int, float]]:
-    """What is known of padding: a slice and a scatter pad with zeros; what was known of other dims stays."""
+    """Return what padding holds: zeros where a slice or scatter adds it, and as before on other dims."""
     padded = {s.dim for s in new.paddings()}
     before = {s.dim for s in claim.layout.paddings()}
     kept = {(d, x) for d, x in claim.fills if d in padded}
@@ -82,7 +83,7 @@ def _zeros(row: Conversion, claim: Claim, new: Layout) -> frozenset[tuple[int, f
 def _candidates(
     row: Conversion, axis: str, old: Layout, digits: Sequence[Any], value: Value, mesh: Mesh
 ) -> Iterator[Layout]:
-    """The layouts to which a conversion of one axis could lead."""
+    """Yield the layouts to which a conversion of one axis can lead."""
     if row.target is not Shard:
         yield old.replace(axis, _PLAIN[row.target], mesh)
         return
@@ -110,8 +111,9 @@ def _candidates(
 
 
 def _digits(axis: str, old: Layout, new: Layout, mesh: Mesh) -> tuple[Any, ...]:
-    """The arguments that say which digits are joined and cut: (dim, split of the tensor as it lies) of each side that
-    is a shard; of a single side its sections; and, if anything is padded, (padding, blocks) that come on or off.
+    """Return the arguments that name the digits which a conversion joins and cuts.
+
+    (dim, local split) of each side that is a shard; of a single side its sections; (padding, blocks) if any is padded.
     """
     first = mesh.parts(axis)[0]
     sides = [(a[first], a, b) for a, b in ((old, new), (new, old)) if isinstance(a[first], Shard)]

@@ -1,8 +1,8 @@
-"""The texts of a stage: forward computes what the stage does, backward its gradients by the chain rule.
+"""Check a stage's joint graphs: forward computes its results, backward the chain rule's gradients.
 
-Each text is read as terms (shardc.verify.static.terms). So it does not matter what is kept and what is computed again,
-which line comes when, and where a sum is written; that no line reads memory that another one took over is looked at by
-itself. One text serves all ranks, so collectives have one order on all of them.
+Each graph is read as terms (shardc.verify.static.terms). So it does not matter what is kept or recomputed, in which
+order lines come, and where a sum is written. A separate check finds lines that read memory after another line reused
+it. One text serves all ranks, so collectives have one order on all of them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ _MEMORY_OF_FIRST = {ops.add_into}
 
 @dataclass(frozen=True)
 class Wrong:
-    """text: "forward", "backward" or "weights", or "pair" and which half; line: where, if it is one; what is, and what
-    would be right.
+    """A fault of a joint graph. line: where, if it is one line; what: the fault; right: what would be.
+
+    text: "forward", "backward" or "weights", or "pair" and which half.
     """
 
     text: str
@@ -60,9 +61,7 @@ class Wrong:
 
 
 def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf) -> Iterator[Wrong]:
-    """Find what is wrong in the joint graph of a stage. rules: the derivatives, kept from stage to stage. until: when
-    to give up, on time.perf_counter.
-    """
+    """Yield what is wrong in a stage's joint graph. rules: shared by stages. until: on time.perf_counter."""
     assert stage.joint is not None
     yield from _without_gradient(program, stage, rules)
     terms = Terms()
@@ -76,9 +75,9 @@ def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf)
 
 
 def _without_gradient(program: Program, stage: Stage, rules: Rules) -> Iterator[Wrong]:
-    """Find conversions whose result needs a gradient, as the stage's own graph says, and has none where the graph is
-    differentiated: the chain rule would stop there in what is proven and in what it is compared with. (Of torch's ops
-    autograd itself says which results have one.)
+    """Yield conversions whose result needs a gradient in the stage's graph but has none when derived.
+
+    The chain rule stops there in joint graphs and in expected terms. (For torch's ops autograd says which need one.)
     """
     types, _ = types_of(program, stage.graph, rules)
     for n in stage.graph.nodes:
@@ -88,8 +87,9 @@ def _without_gradient(program: Program, stage: Stage, rules: Rules) -> Iterator[
 
 
 def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = math.inf) -> Iterator[Wrong]:
-    """What is wrong in the text of an overlapped pair: it is read as two texts, each of which stands in the place of a
-    stage's own; and no line of it takes over memory that another line, of either half, still reads.
+    """Yield what is wrong in the text of an overlapped pair.
+
+    It is read as two texts, each in place of a stage's own. No line may reuse memory that either half still reads.
     """
     one, other = program.stages[pair.first], program.stages[pair.then]
     assert one.joint is not None
@@ -113,7 +113,7 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
 
 
 class _Texts:
-    """One stage's texts as terms, beside what they should be."""
+    """The graphs of one stage as terms, compared with the expected ones."""
 
     def __init__(self, program: Program, stage: Stage, terms: Terms, expected: Results) -> None:
         assert stage.joint is not None
@@ -144,7 +144,7 @@ class _Texts:
         yield from self._tapes()
 
     def _read(self, text: str, given: dict[str, Term]) -> None:
-        """The term of every line. given: what comes by name from another text; the rest is the stage's own."""
+        """Compute the term of each line. given: inputs from another text, by name; others are the stage's."""
         env = self._env[text]
 
         def put(n: fx.Node) -> Any:
@@ -159,7 +159,7 @@ class _Texts:
                 self._line_of.setdefault(env[n].number, (text, n))
 
     def _shape(self, n: fx.Node) -> tuple[int, ...] | None:
-        """Of one tensor: types of graphs of a step are those of a rank."""
+        """Return the shape of a line with a single tensor; types in joint graphs are those of a rank."""
         value = n.meta.get("value")
         return tuple(value.shape) if isinstance(value, Value) else None
 
@@ -184,7 +184,7 @@ class _Texts:
                     yield self._differs("forward", node, f"{fault}: {node}", have, want)
 
     def _received(self, grads: Any) -> Iterator[Wrong]:
-        """The gradients that go to earlier stages."""
+        """Compare the gradients that go to earlier stages."""
         named = [
             n.name
             for n in self._stage.graph.find_nodes(op="placeholder")
@@ -201,7 +201,7 @@ class _Texts:
                 yield self._differs("backward", node, f"the gradient of {name}", have, want)
 
     def _parameters(self) -> Iterator[Wrong]:
-        """Each parameter's gradient is put once, each bucket's sum begun once, when it has all."""
+        """Check that each gradient is put once, and each bucket's sum starts once, after all its gradients."""
         begun: Counter[str] = Counter()
         puts: Counter[int] = Counter()
         bucket_of = {name: f"bucket{i}" for i, b in enumerate(self._program.buckets) for name in b.params}
@@ -228,7 +228,7 @@ class _Texts:
         yield from self._begun(begun)
 
     def _tapes(self) -> Iterator[Wrong]:
-        """A tape is empty behind the line that does not keep it."""
+        """Check that no line reads a tape after a line that does not keep it."""
         empty: set[tuple[str, str]] = set()
         for text in ("backward", "weights"):
             for n in self._texts[text].nodes if text in self._texts else ():
@@ -244,7 +244,7 @@ class _Texts:
                     empty.add(made)
 
     def _begun(self, begun: Counter[str]) -> Iterator[Wrong]:
-        """The sums of buckets."""
+        """Check that each gathered bucket's sum begins once, and any other's at most once."""
         for name in self._expected.scatters:
             if begun[name] != 1:
                 yield Wrong("backward", None, f"the sum of {name} begins {begun[name]} times", "once")
@@ -270,7 +270,7 @@ class _Texts:
     # --- what is said
 
     def _differs(self, text: str, node: Any, what: str, have: Term | None, want: Term | None) -> Wrong:
-        """Two terms that are not equal, told by the first line, from the inputs on, in which they are not."""
+        """Report two unequal terms by the first line, from the inputs on, in which they differ."""
         if have is None or want is None:
             there = "it is there" if have is not None else "there is none"
             return Wrong(text, node, f"{what}: {there}", "none" if want is None else "one")
@@ -279,7 +279,7 @@ class _Texts:
         return Wrong(where, line, f"{what} is not what the chain rule gives: this line differs", self._shown(b))
 
     def _deepest(self, have: int, want: int) -> tuple[int, int]:
-        """The innermost terms, in the same place of both, that are not equal."""
+        """Return the innermost unequal terms at the same place of both."""
         while True:
             (op, mine), (other, theirs) = self._terms.parts(have), self._terms.parts(want)
             if op == "sum" and other == "sum":
@@ -305,7 +305,7 @@ class _Texts:
 
 
 def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
-    """Lines that take over memory that something else still looks at."""
+    """Yield lines that reuse memory that another line still reads."""
     nodes = list(graph.nodes)
     place = {n: i for i, n in enumerate(nodes)}
     memory: dict[fx.Node, fx.Node] = {}  # the line that made it
@@ -339,7 +339,7 @@ def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _result(n: fx.Node) -> fx.Node | None:
-    """Of one of the several results of an op of torch that makes new memory, the op."""
+    """Return the torch op that n is one of several results of, if it makes new memory; else None."""
     of: Any = n.args[0] if n.target is operator.getitem else None
     return of if of is not None and isinstance(of.target, OpOverload) and not is_view(of.target) else None
 
@@ -352,7 +352,7 @@ def _views_of(n: fx.Node) -> Iterator[fx.Node]:
 
 
 def _unfinished(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
-    """Collectives and copies that are begun and not waited for exactly once, or read before."""
+    """Yield collectives and copies that begin and are not waited for exactly once, or are read before."""
     for n in graph.nodes:
         wait = _WAITS.get(n.target) if n.op == "call_function" else None
         if wait is None:

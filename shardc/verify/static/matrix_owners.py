@@ -1,8 +1,7 @@
-"""Where optimizers step whole matrices: each has one owner, to which every element of its gradient comes once, and from
-which every rank gets what it stores.
+"""Check optimizers over whole matrices: each has one owner, and every element reaches it and returns.
 
-Checked for all matrices that are trained, whichever of them an optimizer takes, and on the routes that the runtime
-sends by (shardc.runtime.matrices.routes); what a rank stores is told by the arithmetic of checkpoints.
+All trained matrices are checked, whichever of them an optimizer takes, on the routes that the runtime sends by
+(shardc.runtime.matrices.routes). What a rank stores comes from the arithmetic of checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from shardc.verify.static.text import TooLongError
 
 
 def wrong(program: Program, until: float) -> Iterator[Wrong]:
-    """What is wrong. until: raises TooLongError at this time (perf_counter)."""
+    """Yield what is wrong. Raises TooLongError after `until` (perf_counter)."""
     if program.matrices is None or program.forward_only:
         return
     trained = [p for p in program.params if p.name in trained_params(program)]
@@ -47,7 +46,7 @@ def wrong(program: Program, until: float) -> Iterator[Wrong]:
 def _of_group(
     program: Program, routes: Routes, params: list[Param], cut: dict[str, tuple[Matrix, ...]], until: float
 ) -> Iterator[Wrong]:
-    """The ranks that share the parameters of one stage."""
+    """Check the ranks that share the parameters of one stage."""
     stretches, places = Stretches(program), range(len(routes.ranks))
     owners = Counter(m.name for m in routes.matrices)
     for p in params:

@@ -1,6 +1,4 @@
-"""By which rule an op computes its result: the strategies that fit how its operands lie, and the op as each rank runs
-it.
-"""
+"""Find the strategies by which an op computes its result, and the op's lines in a rank's text."""
 
 from __future__ import annotations
 
@@ -33,9 +31,9 @@ Hints = Mapping[str, Sequence[Placement]]
 
 
 def fitting(choices: Choices, claims: Sequence[Claim], hint: Hints, mesh: Mesh) -> Iterator[Strategies]:
-    """Every way in which the rule lets an op run on operands that lie so.
+    """Yield each choice of strategies, one per axis, that takes operands with these layouts.
 
-    hint: of an op without operands, what its result may be on each axis; the way itself is checked all the same.
+    hint: for an op without operands, the placements that its result may have, by axis; they are still checked.
     """
     each: list[list[Strategy]] = []
     for axis, n in mesh.axes:
@@ -49,7 +47,7 @@ def fitting(choices: Choices, claims: Sequence[Claim], hint: Hints, mesh: Mesh) 
 
 
 def misfit(choices: Choices, claims: Sequence[Claim], mesh: Mesh) -> str:
-    """On which axis no strategy takes such operands, in words; "" if there is one on each."""
+    """Return in words the axis on which no strategy takes these operands; "" if each axis has one."""
     for axis, n in mesh.axes:
         have = [on_axis(c.layout[axis], v) for c, v in zip(claims, choices.call.operands, strict=True)]
         if not any(_takes(s, have, choices) for s in _possible(choices, have, (), n)):
@@ -85,7 +83,7 @@ def _takes(strategy: Strategy, have: Sequence[Placement], choices: Choices) -> b
 
 
 def results(choices: Choices, strategies: Strategies, mesh: Mesh) -> tuple[Layout, ...] | None:
-    """The layouts of an op's results; None where two axes would take the same part."""
+    """Return the layouts of an op's results; None if one does not fit (two axes take the same part)."""
     layouts = []
     for i, v in enumerate(choices.call.results):
         layout = Layout.of({a: on_axis(s.outputs[i], v) for a, s in strategies.items()}, mesh)
@@ -98,8 +96,9 @@ def results(choices: Choices, strategies: Strategies, mesh: Mesh) -> tuple[Layou
 def harm_of_padding(
     model: Model, node: fx.Node, strategies: Strategies, claims: Sequence[Claim], lines: Sequence[fx.Node] = ()
 ) -> str:
-    """ "" where what an op sums away is padded by zeros, and all else by numbers at which it is finite, and its
-    derivatives are; else what is wrong. lines: of the text, that give the operands.
+    """Return how padding of the operands harms the op's result or gradients; "" if it does not.
+
+    Padding that is summed must be zero; elsewhere the op and its derivatives must be finite. lines: of the operands.
     """
     if not any(claim.layout.paddings() for claim in claims):
         return ""
@@ -143,10 +142,9 @@ def written(
     mesh_node: fx.Node,
     find: Callable[[Any, tuple[Any, ...], dict[str, Any]], fx.Node],
 ) -> fx.Node:
-    """The node of a text that is this op as each rank runs it: what the op's rule makes of it, looked for line by line.
+    """Return the node of a text that is this op as a rank runs it, found line by line through its rule.
 
-    layouts: of operands and results. args, kwargs: with the text's nodes in the place of operands. find: gives the node
-    of a text that is this call, and raises LookupError where there is none.
+    layouts: of operands and results. args, kwargs: with the text's nodes. find: returns a call's node, or LookupError.
     """
 
     def emit(target: Any, a: tuple[Any, ...], k: dict[str, Any], **_: Any) -> fx.Node:
@@ -160,9 +158,9 @@ def written(
 
 
 def hints(call: fx.Node, shows: Sequence[Layout], mesh: Mesh) -> dict[str, list[Placement]]:
-    """What the result of an op may be on each axis where its operands do not say, as a constant's: as the text shows
-    it; and over microbatches, which no text shows, split by any dim at any digit that the sizes of axes make, within
-    each part that a view makes.
+    """Return the placements that a result may have, by axis, if the op's operands do not decide.
+
+    Those that the text shows; over microbatches, which no text shows, any dim split at any digit, in parts of views.
     """
     found: dict[str, dict[Placement, None]] = {a: {} for a in mesh.names}
     microbatches = mesh.size(MICROBATCH) if MICROBATCH in mesh.names else 1
@@ -182,7 +180,7 @@ def hints(call: fx.Node, shows: Sequence[Layout], mesh: Mesh) -> dict[str, list[
 
 
 def weight_like(graph: fx.Graph, params: set[str]) -> set[fx.Node]:
-    """Parameters, and what only moves their elements, each to one place: their padding is zero."""
+    """Return parameters, and values that only move their elements to one place: their padding is zero."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":

@@ -1,4 +1,4 @@
-"""The whole program: its texts, microbatches, stages, schedule and buckets; and the verdict."""
+"""Prove a whole program: its texts, microbatches, stages, schedule and buckets."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from shardc.verify.static.text import Text, TooLongError, shown
 
 @dataclass(frozen=True)
 class Gap:
-    """One thing that is not proven. where: the stage and line of the program; line: its text; source: the model's
-    module and line; what: what is wrong; right: what would be right, "" if that is not known.
+    """One thing that is not proven.
+
+    where: stage and line; line: its text; source: line of the model; what: the fault; right: what would be right.
     """
 
     where: str
@@ -51,9 +52,9 @@ class Gap:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proven, given ASSUMPTIONS (assumptions.py).
+    """The result of a proof, under ASSUMPTIONS (assumptions.py).
 
-    gaps: what is not proven. lines: that were checked; texts: how many; ranks: that run them. seconds: it took.
+    gaps: what is not proven. lines, texts: how many were checked; ranks: how many run them. seconds: duration.
     """
 
     gaps: tuple[Gap, ...]
@@ -78,8 +79,9 @@ class Proof:
 
 
 def prove(program: Program) -> Proof:
-    """Check that the program of every rank computes what the model's graph does, its gradients and its update, without
-    running it. See the package's docstring for what is trusted. Takes a compiled or loaded program; nothing is written.
+    """Prove, without running it, that a program computes the model's loss, gradients and update.
+
+    The package's docstring says what is trusted. Takes a compiled or loaded program; writes nothing.
     """
     proof = prove_within(program, math.inf)
     assert proof is not None
@@ -87,7 +89,7 @@ def prove(program: Program) -> Proof:
 
 
 def prove_within(program: Program, seconds: float) -> Proof | None:
-    """`prove`, or None if it takes longer."""
+    """Prove as `prove` does, or return None if it takes longer."""
     start = time.perf_counter()
     checker = _Checker(program, start + seconds)
     try:
@@ -140,7 +142,7 @@ class _Checker:
         yield from self._pipeline()
 
     def _stored(self, x: Any, node: fx.Node) -> Claim:
-        """What a placeholder holds: the gradient of a parameter is a summand where it is summed later."""
+        """Return the claim of a placeholder; a parameter's gradient is a summand on axes that sum it later."""
         names = {p.name for p in self.program.params}
         layout = of_input(x, self.mesh) if hasattr(x, "microbatch") else x.layout
         if x.name in names:
@@ -180,7 +182,7 @@ class _Checker:
         return text
 
     def _declared(self, stage: Stage, text: Text) -> Iterator[Gap]:
-        """The types that a text shows are those that follow."""
+        """Check that the types shown in a text are those of its claims."""
         for node, claims in text.claims.items():
             value = node.meta.get("value")
             if (
@@ -197,7 +199,7 @@ class _Checker:
                 )
 
     def _results(self, texts: list[Text]) -> Iterator[Gap]:
-        """The loss, new values of buffers and outputs are the model's, and lie as the program says."""
+        """Check that loss, new buffers and outputs are the model's, in the layouts that the program declares."""
         program = self.program
         given_back: Any = self.model.graph.output_node().args[0]
         model_loss, model_news = given_back
@@ -242,7 +244,7 @@ class _Checker:
                 yield self._gap(stage, node, f"the loss is {claim.layout}", "whole, or a summand of each rank")
 
     def _result(self, stage: Stage, text: Text, node: fx.Node, of: fx.Node, declared: Any) -> Iterator[Gap]:
-        """declared: the buffer or output that it is the new value of, with its layout; adds: microbatches add up."""
+        """Check the new value of a buffer or an output. declared: that buffer or output; of: the model's node."""
         name, wanted, adds = declared.name, declared.layout, declared.adds
         claims = text.claims.get(node)
         if claims is None:
@@ -263,7 +265,7 @@ class _Checker:
             yield self._gap(stage, node, f"{name} is ({layout or 'whole'})", f"({wanted or 'whole'})")
 
     def _pipeline(self) -> Iterator[Gap]:
-        """Sends and receives of the stages belong together, and their schedule ends."""
+        """Check sends, receives and parameters of the stages, and that the schedule ends."""
         program = self.program
         if program.schedule is None:
             return
@@ -296,7 +298,7 @@ class _Checker:
                 yield Gap("schedule", error.what, right=error.fix or "")
 
     def joint(self) -> Iterator[Gap]:
-        """The texts that a step runs in the place of a stage's, and of two stages'."""
+        """Check the joint graphs of each stage, and the graphs of overlapped pairs."""
         rules = Rules(self.program)
         for stage in self.program.stages:
             if stage.joint is not None:
@@ -322,7 +324,7 @@ class _Checker:
         )
 
     def _why(self, text: Text, node: fx.Node) -> str:
-        """Why a line is no op of the model's: by the op of its name, if there is one."""
+        """Return why a line is no op of the model: compare it with the op of its name, if there is one."""
         call = next((n for n in self.model.calls if n.name == node.name), None)
         if call is None or call.target != node.target:
             return "it is no op of the model on these operands, nor what a rule makes of one"
@@ -349,7 +351,7 @@ def _calls(graph: fx.Graph) -> int:
 
 
 def _line(graph: fx.Graph, program: Program, node: fx.Node) -> str:
-    """The line of the program's text that a node is."""
+    """Return the line of the program's text that shows a node."""
     start = f"    {node.name} = "
     text = emit.function(graph, program)
     return next((line.strip() for line in text.splitlines() if line.startswith(start)), "")

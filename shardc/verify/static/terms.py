@@ -1,11 +1,11 @@
-"""Values as terms: an op on terms, down to what a text is given. Equal terms are equal numbers.
+"""Represent values as terms: ops on terms, down to a text's inputs. Equal terms are equal numbers.
 
     y = add(mm(x, w), b)    ("sum", (("mm", "x", "w"), "b"))
 
-A term is a number: each distinct one is kept once, so that a comparison takes no time. Normal forms make terms equal
-that are: a collective in two lines and in one; a value that has been on the host; a sum in whatever order and memory
-(the last bits are the business of tests); two transposes or reshapes in a row; a product of rows and that
-of a matrix; the transpose of a product; what is computed a second time.
+A term is a number: each distinct one is stored once, so that comparing costs nothing. Normal forms make equal values
+equal terms: a collective in two lines and in one; a value that was on the host; a sum in any order and memory (tests
+check the last bits); two transposes or reshapes in a row; a product of rows and that of a matrix; the transpose of a
+product; what is recomputed.
 """
 
 from __future__ import annotations
@@ -47,15 +47,13 @@ class Terms:
         self._shape: dict[int, tuple[int, ...]] = {}
 
     def given(self, name: str, shape: tuple[int, ...] | None = None) -> int:
-        """What a text is given under a name."""
+        """Return the term of a text's input."""
         return self._with(self._kept(("given", name)), shape)
 
     def call(
         self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: tuple[int, ...] | None = None
     ) -> int:
-        """The value of a call. Its arguments are as in a graph, with a `Term` in the place of each node. shape: of the
-        result on a rank, where it is known.
-        """
+        """Return the term of a call. args, kwargs: with a `Term` for each node. shape: local, if known."""
         if _RESHAPES.get(target, target) is aten.reshape.default and shape is not None:
             return self._reshaped(args[0].number, shape)
         if target in _COPIES:
@@ -67,7 +65,7 @@ class Terms:
         return self._with(self._called(target, args, kwargs), shape)
 
     def _summed(self, args: tuple[Any, ...], kwargs: Any, shape: tuple[int, ...]) -> int:
-        """A sum over dims: without them where it keeps them, and over leading ones as over rows."""
+        """Return the term of a sum over dims: keepdim as a reshape, leading dims as one dim."""
         x, dims, *keeps = args
         if keeps == [True]:
             gone = {d % len(shape) for d in dims}
@@ -80,7 +78,7 @@ class Terms:
         return self._with(self._called(aten.sum.dim_IntList, args, kwargs), shape)
 
     def _product(self, target: Any, args: tuple[Any, ...], shape: tuple[int, ...] | None) -> int | None:
-        """As the product of two matrices; None if it is not one, or sizes are not known."""
+        """Return a product as one of two matrices; None if it is not one, or if sizes are unknown."""
         x, w, bias = factors(target, args)
         rows, matrix = self._shape.get(x.number), self._shape.get(w.number)
         if rows is None or matrix is None or shape is None or len(rows) < 2 or len(matrix) != 2:
@@ -136,7 +134,7 @@ class Terms:
         return self._kept((target, tuple(map(_key, args)), named))
 
     def _gradient(self, opaque_backward: int, index: int) -> int:
-        """One of those that a opaque op's backward gives: it may run once for all of them, or again for some."""
+        """Return one gradient of an opaque op's backward, which may run once for all of them or for some."""
         (tape, grads, before, operands), named = self._known[opaque_backward][1:]
         only = dict(named).get("only", ())
         if only and _key(index) not in only:
@@ -145,7 +143,7 @@ class Terms:
         return self._kept((ops.opaque_backward, (tape, grads, before[index], operands), (*named, ("of", index))))
 
     def _copied(self, target: Any, x: int) -> int:
-        """A step on the way to the host and back. One that follows another step than it should is no value's."""
+        """Return the term of a step to the host or back; a step in the wrong order equals no value."""
         if target in _BEFORE:
             fault, *rest = self._known[x]
             if fault != _BEFORE[target]:
@@ -154,7 +152,7 @@ class Terms:
         return self._kept((_JOURNEY[target], x)) if target in _JOURNEY else x
 
     def sum(self, *terms: int) -> int:
-        """Of several, in whatever order."""
+        """Return the term of a sum, independent of order."""
         each: list[int] = []
         for t in terms:
             known = self._known[t]
@@ -168,7 +166,7 @@ class Terms:
         return self._number[key]
 
     def parts(self, term: int) -> tuple[Any, list[int]]:
-        """(what it is, the terms that it is made of)."""
+        """Return what a term is, and the terms that it is made of."""
         fault, *rest = self._known[term]
         if fault == "sum":
             return fault, list(rest[0])
@@ -190,7 +188,7 @@ class Terms:
 
 
 class Term:
-    """A term among arguments, which are numbers too."""
+    """A term among arguments, where plain numbers occur too."""
 
     __slots__ = ("number",)
 
@@ -208,7 +206,7 @@ class Term:
 
 
 def _key(a: Any) -> Any:
-    """Equal for equal arguments alone: 1, 1.0 and True are not, nor are 0.0 and -0.0."""
+    """Return a key that is equal for equal arguments only: 1, 1.0 and True differ, as do 0.0 and -0.0."""
     if isinstance(a, tuple | list):
         return tuple(map(_key, a))
     if isinstance(a, slice):

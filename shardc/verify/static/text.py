@@ -1,8 +1,8 @@
-"""One text, line by line: which value of the model each line computes, and which part of it.
+"""Check one text, line by line: which value of the model each line computes, and which part of it.
 
-The model's graph is walked from its inputs to the loss. An op of the model is found in the text as the line that its
-rule makes of it on operands whose claims are known; that line then has a claim. Conversions follow from what they are
-given. What is left has no claim: it computes nothing that the model does, or not in a way that a rule allows.
+The model's graph is walked from its inputs to the loss. An op's rule says which line of the text runs it on operands
+with known claims; that line then has a claim. Claims of conversions follow from their operands. A line that remains
+has no claim: it computes nothing that the model does, or not in a way that a rule allows.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _PLUS = {aten.add.Tensor, aten.sub.Tensor}
 
 
 class TooLongError(Exception):
-    """It takes longer than was asked for."""
+    """The proof takes longer than its time limit."""
 
 
 @dataclass
 class Text:
     """The check of one text.
 
-    graph: of a stage, or of the prologue. given: the claims of its placeholders. totals: what the prologue sums, by
-    number. until: when to give up, on time.perf_counter.
+    graph: of a stage, or of the prologue. given: the claims of its placeholders. totals: the sums of the prologue, by
+    number. until: when to stop, on time.perf_counter.
 
     After `run`: claims of each line that is right (a constant has several: it is the same part of many values); wrong:
-    line -> why it cannot be what it is written as; unfit: line -> why it is nothing that follows from one of the claims
-    of what it takes, which matters where it follows from none.
+    line -> why it contradicts what is written; unfit: line -> why nothing follows from one claim of its operands, which
+    matters if nothing follows from any of them.
     """
 
     model: Model
@@ -96,14 +96,14 @@ class Text:
                 self.find(each)
 
     def unexplained(self) -> Iterator[fx.Node]:
-        """The first lines that hold nothing known: all that they take does."""
+        """Yield the first unexplained lines: those whose operands are all explained."""
         for node in self.graph.nodes:
             known = all(x in self.explained or x.op == "placeholder" for x in node.all_input_nodes)
             if node.op == "call_function" and node not in self.explained and known:
                 yield node
 
     def unwritten(self, key: Any) -> fx.Node:
-        """A value that the text has no line for."""
+        """Return a node for a value that the text has no line for."""
         node = self.by_call.setdefault(key, fx.Node(fx.Graph(), "unwritten", "call_function", ops.start, (), {}))
         self.one[node] = node
         self.twins.setdefault(node, [node])
@@ -112,7 +112,7 @@ class Text:
     # --- what has a claim
 
     def claim(self, node: fx.Node, claim: Claim) -> None:
-        """A line holds this; and what follows of it."""
+        """Record the claim of a line, and follow the lines that read it."""
         one = self.one[node]
         forms = self.forms.setdefault(claim.of, [])
         if (one, claim) in forms:
@@ -129,7 +129,7 @@ class Text:
     # --- the model's ops
 
     def find(self, call: fx.Node) -> None:
-        """The lines that are this op of the model: on any forms of its operands, by any way that its rule allows."""
+        """Find the lines that are this op of the model: any forms of its operands, any way its rule allows."""
         operands = [self.model.one[x] for x in operands_of(call)]
         forms = {x: self.forms.get(x, []) for x in operands}
         if not all(forms.values()):
@@ -155,7 +155,10 @@ class Text:
         forms: list[tuple[fx.Node, Claim]],
         hint: op_types.Hints,
     ) -> bool:
-        """Is there a line that is this op on these forms? It gets its claim; with a hint, only if the text says so."""
+        """Claim the lines that are this op on these forms, and return whether there are any.
+
+        hint: see `op_types.hints`. With a hint, only lines count whose type in the text agrees.
+        """
         order = iter(line for line, _ in forms)
 
         def local(n: fx.Node) -> fx.Node:
@@ -201,7 +204,7 @@ class Text:
         return bool(found)
 
     def line(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """The line that is this call. Raises LookupError if there is none."""
+        """Return the line that is this call. Raises LookupError if there is none."""
         key = call_key(target, args, kwargs, self.one)
         if target is ops.fp8_round and key not in self.by_call:  # it gives bytes at once
             x, amax, format, granule = args
@@ -209,7 +212,7 @@ class Text:
         return self.by_call[key]
 
     def _as_bytes(self, line: fx.Node) -> list[fx.Node]:
-        """The line that gives bytes of what this one rounds, beside it: of two products one takes what is gathered."""
+        """Return the `fp8_pack` line beside an `fp8_round` line, if there is one: a product may read bytes."""
         if line.target is not ops.fp8_round:
             return []
         x, amax, format, granule = line.args
@@ -217,7 +220,7 @@ class Text:
         return [also] if also is not None else []
 
     def _shows(self, line: fx.Node, layouts: tuple[Layout, ...]) -> bool:
-        """Does the text say that a line is this? Of the ways that all fit a constant, the one that the text means."""
+        """Return whether a line's type in the text is one of these layouts (several fit a constant)."""
         return any(
             all(
                 shown(v.layout, self.mesh) == shown(layout, self.mesh, own=True)
@@ -227,7 +230,7 @@ class Text:
         )
 
     def _shown_of(self, call: fx.Node) -> list[Layout]:
-        """The layouts that lines of an op's names have."""
+        """Return the layouts of lines that have one of an op's names."""
         names = self.model.names[call]
         named = [n for n in self.graph.nodes if n.op == "call_function" and n.name in names]
         return [v.layout for n in named for v in values_of(n)]
@@ -246,7 +249,7 @@ class Text:
                     self.claim(user, Claim(of, layouts[index]))
 
     def _plus_number(self, call: fx.Node, x: fx.Node, claim: Claim) -> bool:
-        """x + 3, where x is a sum of microbatches: the first of them brings the 3."""
+        """Claim x + 3, where x is summed over microbatches: only one of them adds the 3."""
         number = self.model.others.get(("number", frozen(call.args[1], {}))) if len(call.args) > 1 else None
         for brought, one in self.forms.get(number, []) if number is not None else []:
             line = self.by_call.get(call_key(call.target, (x, brought, *call.args[2:]), call.kwargs, self.one))
@@ -258,8 +261,9 @@ class Text:
 
 
 def shown(layout: Layout, mesh: Mesh, *, own: bool = False, padded: bool = False) -> dict[str, Placement]:
-    """A layout as texts show it, by axis; whether a gradient is a summand is left out. own: it is not a text's, but has
-    the microbatches too. padded: `of_one_microbatch`.
+    """Return a layout as texts show it, by axis, without partial gradients.
+
+    own: the layout is a claim's, which has the microbatch axis too. padded: see `of_one_microbatch`.
     """
     if own and MICROBATCH in mesh.names:
         layout = of_one_microbatch(layout, mesh, padded=padded)
