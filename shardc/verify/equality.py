@@ -29,10 +29,10 @@ from shardc.verify.reference import interpret, reach
 from shardc.verify.simulate import ReplicasDifferError, simulate
 from shardc.verify.to_float64 import to_float64
 
-#: Relative; the noise of float64 is 5e-16 per operation, and sums over ranks come in another order.
+#: Relative. The noise of float64 is 5e-16 per operation, and sums over ranks have another order.
 TOLERANCE = 1e-12
 #: How far a compiled step may be from the same step op by op, relative, in the program's own dtypes: a fused reduction
-#: adds up in another order, and fused 16-bit ops round once where single ones round each time.
+#: adds in another order, and fused 16-bit ops round once where single ops round each time.
 OF_COMPILED = {torch.float64: TOLERANCE, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -114,7 +114,7 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
             loss, news, outputs = interpret(
                 double, params, buffers, {i.name: reach(batch, i.path) for i in double.inputs}, Rng(seed)
             )
-        except OUTSIDE_DOMAIN as e:  # a target that is no probability, a matrix that is not positive definite
+        except OUTSIDE_DOMAIN as e:  # such as targets outside 0..1, a matrix that is not positive definite
             why = f"the model fails on one device ({type(e).__name__}: {str(e).splitlines()[0]})"
             continue
         if program.forward_only or bool(torch.isfinite(loss)):
@@ -138,8 +138,8 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
         pairs += [(n, one_by_one.get(n), sim.grads.get(n)) for n in (p.members or (p.fqn,))]
     pairs += [(b.fqn, news[b.name].detach(), sim.state[b.fqn]) for b in double.buffers if b.updated]
     (findings, of_compiled), worst = _compiled(program, seed) if compiled else ([], None), 0.0
-    # a gradient that is zero in exact arithmetic (a key's bias: softmax does not see it) is rounding on both sides:
-    # measure it against the whole gradient's size
+    # a gradient that is zero in exact arithmetic (a key's bias: softmax ignores it) is only rounding on both sides:
+    # compare it relative to the norm of all gradients
     floor = 1e-3 * float(
         sum((_wide(g).norm().square() for n, g, _ in pairs if n != "loss" and g is not None), torch.zeros(())).sqrt()
     )

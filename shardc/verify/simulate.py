@@ -24,8 +24,8 @@ from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
 from shardc.verify.not_finite import op_on_ranks
 
-#: How far replicas of one value may differ, relative to its largest element: rounding, if ranks add up in another
-#: order.
+#: How far replicas of a value may differ, relative to its largest element: ranks may add in different orders, so
+#: rounding differs.
 SLACK = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
@@ -70,8 +70,8 @@ class _Rank:
     """One rank's part of a Simulation, by placeholder name."""
 
     loss: Tensor
-    grads: dict[str, Tensor | None]  # as the rank keeps them: at ZeRO >= 1 a stretch of each
-    params: dict[str, Tensor]  # likewise
+    grads: dict[str, Tensor | None]  # as the rank stores them: at ZeRO >= 1 a stretch of each
+    params: dict[str, Tensor]  # stored in the same way
     wholes: dict[str, Tensor]  # whole local parts, as ops see them
     buffers: dict[str, Tensor]
     records: list[CommRecord]
@@ -98,13 +98,13 @@ def simulate(
     torch_modes.check("shardc.simulate", training=not program.forward_only)
     if not program.forward_only:
         check_trains(program)
-    # once, not by every rank's engine: these share one model, and have nothing to compare
+    # check once, not in every rank's engine: they share one model
     for name, note in user_changes.check_as_compiled(program, model, built=False).items():
         print(f"note: {name}: {note}", file=sys.stderr, flush=True)
     make = optimizer if optimizer is not None or steps == 1 else adamw
 
     def work(mesh: LoopbackMesh) -> _Rank:
-        engine = Engine(program, model, make, seed, mesh=mesh, check=False)  # one process: all have the same
+        engine = Engine(program, model, make, seed, mesh=mesh, check=False)  # one process: nothing can differ
         grads: dict[str, Tensor | None] = {}
         result: Any = None
         if program.forward_only:
@@ -152,13 +152,13 @@ def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
                 raise ReplicasDifferError(fault, p.fqn)
         there = {
             i: ranks[i].params[p.name] if g is None else g for i, g in parts.items()
-        }  # without elements, without values
+        }  # a rank without elements has no gradient
         grads |= p.by_name(_join(program, p, _local(program, p, there), "the gradient of "))
     for p in program.params:
         whole = _join(
             program, p, _local(program, p, {i: r.params[p.name] for i, r in enumerate(ranks) if p.name in r.params}), ""
         )
-        for rank, r in enumerate(ranks):  # what ops see is what was updated
+        for rank, r in enumerate(ranks):  # ops must see the updated parameters
             if p.name in r.wholes:
                 seen = p.layout.local(whole, program.mesh, program.mesh.coords(rank))
                 _check_replica(seen, r.wholes[p.name], f"{p.fqn} on rank {rank}")
@@ -199,8 +199,8 @@ def _check_replica(expected: Tensor, got: Tensor, name: str) -> None:
         return
     wide = torch.promote_types(expected.dtype, torch.float64)
     one, other = expected.to(wide), got.to(wide)
-    # what is zero but for rounding may differ by as much as its own size, hence the floor; NaN in both is the user's,
-    # not ours
+    # rounding of a value that should be zero is as large as the value: hence the floor; nan on both sides comes from
+    # the user's model
     size = max(float(one.abs().nan_to_num(0.0).max()), 1e-6)
     inexact = expected.is_floating_point() or expected.is_complex()
     slack = SLACK.get(expected.dtype.to_real(), 1e-1) * size if inexact else 0.0

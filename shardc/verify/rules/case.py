@@ -31,12 +31,12 @@ from shardc.verify.rules.compare import RTOL, continuous, differs, dual, gradien
 
 aten = torch.ops.aten
 
-#: Their elements are not defined: only shapes and dtypes are compared.
+#: Ops with undefined elements: only shapes and dtypes are compared.
 UNDEFINED = {aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default}
-#: What ops raise for operands that do not fit: a finding, not a fault of the check.
+#: Errors of ops for operands that do not fit: a finding, not a fault of the check.
 MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ShardcError)
 AXIS = "ax"
-#: What padding holds beside copies of real entries: functions have their poles, and the ends of their domains, here.
+#: Numbers to try as padding, besides copies of real entries: poles and ends of domains are often here.
 PADDED_BY = (0.0, 1.0, -1.0)
 
 
@@ -175,7 +175,7 @@ class Case:
         forward_only = ""
         try:
             grads = gradients(results, weights, leaves)
-        except RuntimeError as e:  # no backward of its own, or none of this call
+        except RuntimeError as e:  # the op has no backward, or none for this call
             forward_only, weights, grads = message_of(e), [None] * len(results), [None] * len(leaves)
         rtol = max((RTOL[x.dtype] for x in (*leaves, *results) if x.dtype in RTOL), default=0.0)
         return cls(

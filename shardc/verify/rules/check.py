@@ -17,7 +17,7 @@ from shardc.verify.rules.prove import PARTS, prove, prove_case, prove_pairs
 from shardc.verify.rules.too_strict import too_strict
 from shardc.verify.rules.variants import exact, variants
 
-#: As `variants`: what other calls to make from a sample.
+#: Makes other calls from a sample, as `variants` does.
 Variants = Callable[[Any, Sample, Case], Iterator[tuple[str, Sample]]]
 
 
@@ -39,7 +39,7 @@ def check_op(op: Any, samples: Sequence[Sample], rule: Rule | None = None, varia
     """Prove the rule of an op on samples and their variants. rule: instead of the registered one."""
     report = OpReport(name_of(op))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about odd calls that it takes all the same
+        warnings.simplefilter("ignore")  # torch warns about unusual calls that it accepts
         for i, example in enumerate(samples):
             report.calls += 1
             sample = exact(op, example)
@@ -52,7 +52,7 @@ def check_op(op: Any, samples: Sequence[Sample], rule: Rule | None = None, varia
             report.wrong += prove_case(case, *PARTS)
             for label, other in variants(op, sample, case):
                 report.wrong += _variant(op, label, other, rule, report)
-            if i < 2:  # every factor with every other; at all digits where a rule has code for them, or the op is large
+            if i < 2:  # every pair of factors; at all digits if the rule has code for digits, or the op is large
                 if case.choices.rule.local or case.choices.rule.extra or (case.choices.rule.flops and i == 0):
                     report.wrong += prove_pairs(op, sample, (2, 2), rule=rule)
                 report.wrong += prove_pairs(op, sample, (2, 3), deep=False, rule=rule)

@@ -20,7 +20,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 
-#: Relative error allowed by the coarsest floating dtype of a call: ranks add up in another order than the whole op, and
+#: Relative error allowed by the coarsest floating dtype of a call: ranks add in another order than the whole op, and
 #: round in between. A few roundings of a dozen summands: 2**-52, 2**-23, 2**-10, 2**-7 each.
 RTOL = {
     torch.float64: 1e-10,
@@ -106,7 +106,7 @@ def differs(
         value, *more = (parts[r] for r in group)
         if any(term.shape != value.shape for term in more):
             return f"rank {rank} and its group have parts of different shapes"
-        if rank != group[0]:  # the sum of its group was compared
+        if rank != group[0]:  # the sum of its group is already compared
             continue
         for term in more:
             value = value + term

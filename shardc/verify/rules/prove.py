@@ -15,7 +15,7 @@ from shardc.rules.core.sample_calls import Sample
 from shardc.rules.core.strategy import Strategy
 from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, call_text, name_of
 
-#: Numbers of parts. Dims of samples have 12 elements, so that each of them has parts, inner digits and padding
+#: Numbers of parts. Dims of samples have 12 elements, so that each number meets parts, inner digits and padding
 #: somewhere.
 PARTS = (2, 3, 4, 6)
 
@@ -54,7 +54,7 @@ def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strat
         if deep and size % n and size > 1:
             tried.append(choices.split(factor, 1, n, (), -size % n))
         if deep:
-            even = [d for d in digits if d % 2 == 0]  # of a zigzag's stretches two are enough
+            even = [d for d in digits if d % 2 == 0]  # for a zigzag, the first even number of stretches is enough
             tried += [choices.split(factor, d, n, mirrored=True) for d in even[:1]]
             if size % (2 * n) and size > 1:
                 tried.append(choices.split(factor, 2, n, (), -size % (2 * n), mirrored=True))
@@ -85,7 +85,7 @@ def prove_case(case: Case, *parts: int, deep: bool = True) -> list[Finding]:
     done: set[Strategy] = set()
     for n in parts:
         for s in dict.fromkeys(strategies(case.choices, n, deep=deep)):
-            if s in done and s.kind == "replicate":  # the same whatever n is
+            if s in done and s.kind == "replicate":  # the same for every n
                 continue
             done.add(s)
             if fault := case.on_axis(n, s):

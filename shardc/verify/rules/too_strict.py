@@ -27,7 +27,7 @@ def loosened(sig: Signature) -> Iterator[tuple[str, str, Signature]]:
         yield f"split {f}", f, replace(sig, whole=rest)
         if not all(sig.places(o, f) for o in sig.outputs):
             yield f"split {f}, sum", f, replace(sig, whole=rest, summed=sig.summed | {f})
-        for g in sorted(rest - before):  # a dim of operands and one of results that might be the same
+        for g in sorted(rest - before):  # a dim of operands and one of results may be the same factor
             if f in before and sig.sizes[g] == sig.sizes[f]:
                 yield (
                     f"split {f} = {g}",

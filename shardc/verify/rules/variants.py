@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from shardc.rules.core.sample_calls import Arguments, Sample, Tensors
 from shardc.verify.rules.case import MISFIT, Case
 
-#: Floating dtypes that rules are proven in, the widest first.
+#: Floating dtypes in which rules are proven, widest first.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -99,7 +99,7 @@ def variants(op: Any, sample: Sample, case: Case) -> Iterator[tuple[str, Sample]
     if any(x.ndim > 1 for x in case.tensors):
         yield "transposed in memory", changed(sample, strided)
     signature = case.choices.signature
-    for factor in signature.splittable():  # a part may have size one
+    for factor in signature.splittable():  # on a rank, a part may have size one
         if signature.sizes[factor] > 1 and (places := places_of(case, factor)):
             yield f"{factor} of size 1", of_size_one(op, case, sample, places)
     yield from other_dtypes(sample, case)

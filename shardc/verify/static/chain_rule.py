@@ -62,8 +62,8 @@ class ChainRule:
         self._program, self._stage, self._rules, self._terms, self._until = program, stage, rules, terms, until
         self._types, _ = types_of(program, stage.graph, rules)
         self._steps: list[_Step] = []
-        self._grads: list[Type] = []  # each a sum so far, by number
-        self._of: dict[Made, int] = {}  # what a value has by now
+        self._grads: list[Type] = []  # types of gradients, by number; each is a sum so far
+        self._of: dict[Made, int] = {}  # a value's gradient so far
         self._begin: dict[int, Made] = {}
         self._leaves: list[tuple[Made, int]] = []
         self._gathered: list[tuple[fx.Node, tuple[int | None, ...]]] = []
@@ -95,7 +95,7 @@ class ChainRule:
             found.scatters[start.args[1]] = tuple(None if g is None else grads[g] for g in each)  # type: ignore[index]
         return found
 
-    # --- which derivatives there are, and what they add to
+    # --- the derivatives, and the gradients that they add to
 
     def _derive(self) -> None:
         for made in self._roots():
@@ -168,7 +168,7 @@ class ChainRule:
         def put(x: fx.Node) -> Any:
             return Term(self._values[producer_of(x)])
 
-        alone = not _several(n) or n.target is ops.gather_start  # which gives a handle
+        alone = not _several(n) or n.target is ops.gather_start  # its result is a handle
         args, kwargs = fx.map_arg(n.args, put), fx.map_arg(dict(n.kwargs), put)
         made = self._terms.call(n.target, args, kwargs, self._shape(n, 0) if alone else None)
         if alone:

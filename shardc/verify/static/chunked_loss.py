@@ -73,7 +73,7 @@ def as_ops(text: Text, n: fx.Node) -> Any:
     try:
         return _as_ops(text, n)
     except (LookupError, ValueError, TypeError, AttributeError, AssertionError):
-        return None  # arguments that no such line has: the text may be anybody's
+        return None  # invalid arguments: the text may come from anywhere
 
 
 def _as_ops(text: Text, n: fx.Node) -> Any:

@@ -16,7 +16,7 @@ from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partia
 from shardc.runtime import ops
 from shardc.verify.static.statement import NAMES, Claim, normal, on_axis
 
-#: The functions of conversions, and their rows.
+#: Row of the table, by the conversion's function.
 ROWS: dict[Any, Conversion] = {getattr(ops, row.op): row for row in BY_OP.values()}
 _PLAIN: dict[type, Placement] = {type(p): p for p in (REPLICATE, PARTIAL, PARTIAL_GRAD)}
 

@@ -58,7 +58,7 @@ def follow(text: Text, user: fx.Node, x: fx.Node, claim: Claim | None) -> None:
         _maximum(text, user, claim)
     elif target is ops.fill_padding:
         _fill(text, user, claim)
-    elif target is ops.fp8_pack and len(user.args) < 4:  # else it is the model's `fp8_round`: see `line`
+    elif target is ops.fp8_pack and len(user.args) < 4:  # with more, it is the model's `fp8_round`: see `Text.line`
         if claim.of.target is ops.fp8_round and frozen(user.args[1:], {}) == frozen(claim.of.args[2:], {}):
             text.explained.add(user)
         else:

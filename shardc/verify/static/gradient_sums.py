@@ -14,7 +14,7 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.runtime.zero.flat_partition import Flat
 
-#: Which parameter, and what is wrong with it.
+#: The parameter or bucket, and what is wrong with it.
 Wrong = tuple[str, str]
 
 

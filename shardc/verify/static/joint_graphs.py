@@ -34,7 +34,7 @@ from shardc.verify.static.terms import Term, Terms
 
 aten = torch.ops.aten
 
-#: What begins a collective, or a copy to the host or back, and the line that waits for it.
+#: Ops that begin a collective, or a copy to the host or back, with the op that waits for each.
 _WAITS = {
     ops.start: ops.wait,
     ops.transpose_start: ops.wait,
@@ -43,7 +43,7 @@ _WAITS = {
     ops.offload_start: ops.offload_wait,
     ops.reload_start: ops.reload_wait,
 }
-#: Lines whose result may lie in the memory of an operand, whatever their names say.
+#: Ops that are no views, but whose result may use the memory of the first operand.
 _MEMORY_OF_FIRST = {ops.add_into}
 
 
@@ -120,7 +120,7 @@ class _Texts:
         self._program, self._stage, self._terms, self._expected = program, stage, terms, expected
         self._texts = stage.joint.graphs
         self._env: dict[str, dict[fx.Node, Term]] = {name: {} for name in self._texts}
-        #: A line of any text that computes a term.
+        #: By term: the first line, of any text, that computes it.
         self._line_of: dict[int, tuple[str, fx.Node]] = {}
 
     def wrong(self) -> Iterator[Wrong]:
@@ -267,7 +267,7 @@ class _Texts:
                 text, n, f"the gradient of {param}", have[k] if have else None, right[k] if right else None
             )
 
-    # --- what is said
+    # --- messages
 
     def _differs(self, text: str, node: Any, what: str, have: Term | None, want: Term | None) -> Wrong:
         """Report two unequal terms by the first line, from the inputs on, in which they differ."""
@@ -290,7 +290,7 @@ class _Texts:
             if op != other or len(mine) != len(theirs):
                 return have, want
             pairs = [(x, y) for x, y in zip(mine, theirs, strict=True) if x != y]
-            if not pairs or sorted(mine) == sorted(theirs):  # of other constants, or swapped
+            if not pairs or sorted(mine) == sorted(theirs):  # constants differ, or operands are swapped
                 return have, want
             have, want = pairs[0]
 
@@ -308,12 +308,12 @@ def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
     """Yield lines that reuse memory that another line still reads."""
     nodes = list(graph.nodes)
     place = {n: i for i, n in enumerate(nodes)}
-    memory: dict[fx.Node, fx.Node] = {}  # the line that made it
+    memory: dict[fx.Node, fx.Node] = {}  # the line that allocated it
     sharing: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
     for n in nodes:
         first = n.args[0] if n.args and isinstance(n.args[0], fx.Node) else None
         shares = first is not None and (is_view(n.target) or n.target in _MEMORY_OF_FIRST)
-        if _result(n) is not None:  # of several: each has its own, and who asks for one twice gets the same
+        if _result(n) is not None:  # each result has its own memory; reading one twice is the same memory
             memory[n] = next(u for u in first.users if u.target is operator.getitem and u.args == n.args)  # type: ignore[union-attr]
         else:
             memory[n] = memory[first] if shares and first is not None else n

@@ -22,11 +22,11 @@ from shardc.verify.static.statement import NAMES, Claim, on_axis
 if TYPE_CHECKING:
     from shardc.verify.static.same_values import Model
 
-#: A view that merges more parts of a dim than these, with microbatches inside of each, is not looked for.
+#: Views that merge more parts of a dim than this, with microbatches inside each, are not tried.
 _PARTS = 4096
-#: Of a call, by axis.
+#: The strategies of a call, by axis.
 Strategies = dict[str, Strategy]
-#: What the result of an op may be on each axis, where its operands do not say.
+#: Placements that an op's result may have, by axis, if its operands do not decide.
 Hints = Mapping[str, Sequence[Placement]]
 
 
@@ -126,7 +126,7 @@ def harm_of_padding(
         if operand not in weights and any(fills.get(d) != 0 for d in summed & padded):
             return f"it sums over the padding of its operand {operand.name}, which is not zero"
         alone = any(s.sums_padding(i) and not s.multiplies_padding(i, operands) for s in strategies.values())
-        cleared = lines[i : i + 1] and getattr(lines[i].target, "__name__", "") == "fill_padding"  # its gradient, too
+        cleared = lines[i : i + 1] and getattr(lines[i].target, "__name__", "") == "fill_padding"  # its gradient too
         if operand in weights and alone and not cleared and operand.meta["value"].requires_grad:
             return f"the gradient of its sum reaches the padding of the parameter {operand.name}"
     return ""

@@ -94,7 +94,7 @@ def prove_within(program: Program, seconds: float) -> Proof | None:
     checker = _Checker(program, start + seconds)
     try:
         gaps = tuple(checker.run())
-        gaps = gaps or tuple(checker.joint())  # what follows of a gap is not repeated
+        gaps = gaps or tuple(checker.joint())  # a gap would show again in the joint graphs
     except TooLongError:
         return None
     took = time.perf_counter() - start
@@ -133,7 +133,7 @@ class _Checker:
             for name in stage.sends:
                 node = next(n for n in stage.graph.nodes if n.name == name)
                 if node in text.claims:
-                    self.sent[name] = text.claims[node]  # what is alike everywhere is split in several ways at once
+                    self.sent[name] = text.claims[node]  # several claims if it is a constant
         yield from self._results(texts)
         for name, fault in gradient_sums.wrong(program):
             yield Gap(name, fault)
@@ -188,8 +188,8 @@ class _Checker:
             if (
                 value is None
                 or isinstance(value, tuple)
-                or (node.op == "placeholder" and "collective" not in node.meta)  # those are as stored
-                or node.target is ops.fp8_pack  # bytes lie as each rank likes, and no other rank reads them
+                or (node.op == "placeholder" and "collective" not in node.meta)  # it has its stored type
+                or node.target is ops.fp8_pack  # the layout of bytes is each rank's own; no other rank reads them
             ):
                 continue
             right = [shown(c.layout, self.mesh, own=True) for c in claims]
@@ -316,7 +316,7 @@ class _Checker:
         line = _line(w.line.graph, self.program, w.line)
         return Gap(f"{name}, {w.text}: {w.line.name}", w.what, line, str(source_of(w.line)), w.right)
 
-    # --- what is said
+    # --- messages
 
     def _gap(self, stage: Stage, node: fx.Node, what: str, right: str = "") -> Gap:
         return Gap(

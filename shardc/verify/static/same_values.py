@@ -26,9 +26,9 @@ from shardc.verify.static import op_types
 from shardc.verify.static.statement import mesh_of
 
 aten = torch.ops.aten
-#: Named arguments that change nothing of what is computed.
+#: Keyword arguments that do not change the result.
 _ASIDE = {"tag", "overlap"}
-#: Ops that give what they take.
+#: Ops that return their operand.
 SAME = {aten.alias.default}
 
 
@@ -44,7 +44,7 @@ class Model:
         self.one: dict[fx.Node, fx.Node] = {}
         self.by_call: dict[Any, fx.Node] = {}
         self.items: dict[tuple[fx.Node, int], fx.Node] = {}
-        #: Values that are no node of the model's: the number that is added to a sum, truth values as counts.
+        #: Values without a node in the model's graph: a number that is added to a sum, truth values as counts.
         self.others: dict[Any, fx.Node] = {}
         self.stand_ins = fx.Graph()
         for node in self.graph.nodes:
@@ -60,7 +60,7 @@ class Model:
                 op, i = producer_of(node)
                 self.items[self.one[op], i] = self.one[node]
         self.calls = [n for n in calls(self.graph) if self.one[n] is n and n.target not in SAME]
-        #: All names that one value has.
+        #: All names of one value.
         self.names: dict[fx.Node, set[str]] = {}
         for node, one in self.one.items():
             self.names.setdefault(one, set()).add(node.name)
@@ -111,7 +111,7 @@ def frozen(x: Any, one: Mapping[fx.Node, fx.Node]) -> Any:
 def call_key(target: Any, args: Any, kwargs: Mapping[str, Any], one: Mapping[fx.Node, fx.Node]) -> Any:
     named = {k: v for k, v in kwargs.items() if k not in _ASIDE}
     if target is ops.fp8_linear and len(args) > 5 and (x := packed_input(args[5], args[0], args[3], one)) is not None:
-        args = (x, *args[1 : 5 if args[4] else 4])  # in whatever form it has its input
+        args = (x, *args[1 : 5 if args[4] else 4])  # the same key for each form of its input
     return target, frozen(args, one), frozen(named, one)
 
 

@@ -13,7 +13,7 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Input
 from shardc.rules.core.strategy import needs_sum_grad
 
-#: Placements in errors.
+#: Names of placements in error messages.
 NAMES: dict[type, str] = {
     Replicate: "whole",
     Shard: "split",

@@ -23,13 +23,13 @@ from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
 
-#: Named arguments that change nothing of what is computed: names, and whose memory it is.
+#: Keyword arguments that do not change the result: names, and whose memory it is.
 _ASIDE = {"tag", "overlap", "own", "keep"}
-#: A collective in two lines: what the first of them begins.
+#: First lines of collectives in two lines, with the op that they begin.
 _BEGIN = {ops.start: None, ops.transpose_start: ops.transpose}
-#: What reads a bucket again gets what forward got: within a step nobody writes to a parameter.
+#: Gathering a bucket again yields the same as in forward: no parameter changes within a step.
 _AGAIN = {ops.regather_start: ops.gather_start, ops.regather_wait: ops.gather_wait}
-#: To the host and back, in four lines: each takes what the one before it gives, and the last gives the value.
+#: A copy to the host and back has four lines: each takes the result of the line before; the last has the value.
 _JOURNEY = {ops.offload_start: "leaving", ops.offload_wait: "on the host", ops.reload_start: "coming"}
 _BEFORE = {ops.offload_wait: "leaving", ops.reload_start: "on the host", ops.reload_wait: "coming"}
 _SUMS = {aten.add.Tensor, ops.add_into}
@@ -126,7 +126,7 @@ class Terms:
             if inside[0] is aten.t.default:
                 ((x,), _) = inside[1:]
                 return x.number  # type: ignore[no-any-return]
-            if inside[0] is aten.mm.default:  # of a product: that of the transposes
+            if inside[0] is aten.mm.default:  # the transpose of a product is the product of transposes
                 ((x, w), _) = inside[1:]
                 return self._kept((aten.mm.default, (Term(self._transposed(w)), Term(self._transposed(x))), ()))
         target = _AGAIN.get(target, _RESHAPES.get(target, target))

@@ -59,13 +59,13 @@ class Text:
 
     def run(self) -> None:
         self.mesh: Mesh = self.model.mesh
-        #: Each line, or the first that reads the same; the lines that do.
+        #: one: each line's first equal line. twins: the lines that are equal to a first one.
         self.one: dict[fx.Node, fx.Node] = {}
         self.by_call: dict[Any, fx.Node] = {}
         self.twins: dict[fx.Node, list[fx.Node]] = {}
-        #: The lines that hold a part of a value of the model, with what they hold.
+        #: By value of the model: the lines that hold a part of it, with their claims.
         self.forms: dict[fx.Node, list[tuple[fx.Node, Claim]]] = {}
-        #: Lines that fetch parameters: their names.
+        #: By line that fetches parameters: the names of these.
         self.fetched: dict[fx.Node, tuple[str, ...]] = {}
         self.explained: set[fx.Node] = set()
         for node in self.graph.nodes:
@@ -79,12 +79,12 @@ class Text:
         self.no_tensors = {
             n: nodes[n.name] for n in self.model.graph.nodes if n.op == "placeholder" and n.meta.get("value") is None
         }
-        # a parameter of a cut bucket is read where its owners have published it
+        # a parameter of a cut bucket may be read only after its owners publish it
         cut = {name for b in self.model.program.buckets if b.zero for name in b.params}
         for node, claims in self.given.items():
             for claim in list(claims) if node.name not in cut else ():
                 self.claim(node, claim)
-        for node in self.graph.nodes:  # what is made of nothing but the mesh, and of buckets
+        for node in self.graph.nodes:  # lines that no claim leads to: they take only the mesh, or buckets
             if node.target in (ops.total, aten.full.default, ops.gather_start, ops.updated):
                 follow(self, node, node, None)
         in_chunks = any(n.target is ops.linear_nll for n in self.graph.nodes)
@@ -109,7 +109,7 @@ class Text:
         self.twins.setdefault(node, [node])
         return node
 
-    # --- what has a claim
+    # --- claims
 
     def claim(self, node: fx.Node, claim: Claim) -> None:
         """Record the claim of a line, and follow the lines that read it."""
@@ -120,7 +120,7 @@ class Text:
         forms.append((one, claim))
         for twin in self.twins[one]:
             self.explained.add(twin)
-            if twin.target is not ops.linear_nll:  # its readers read it as logits, and nothing else may
+            if twin.target is not ops.linear_nll:  # its loss lines read it as logits; others may not
                 self.claims.setdefault(twin, []).append(claim)
         for twin in self.twins[one]:
             for user in list(twin.users):
@@ -135,16 +135,16 @@ class Text:
         if not all(forms.values()):
             return
         choices = self.model.choices_of(call)
-        # an operand that is used twice is mostly used in one form: so first, and by each for itself only if need be
+        # an operand that occurs twice mostly has one form: try that first, and independent forms only if it fails
         once = (dict(zip(forms, chosen, strict=True)) for chosen in product(*forms.values()))
         alike = [[by[x] for x in operands] for by in once]
         apart = [list(each) for each in product(*(forms[x] for x in operands))] if len(forms) < len(operands) else []
 
         free = any(all(place is None for place in ins) for ins, _ in choices.places.values())
-        # what a constant may be is thousands of ways: its lines say which
+        # a constant fits thousands of layouts: its lines in the text say which
         hint = op_types.hints(call, self._shown_of(call), self.mesh) if free else {}
         for ways in (alike, apart):
-            # each way is tried: several lines may be this op
+            # try each: several lines may be this op
             if sum(self._match(call, choices, way, hint) for way in ways):
                 return
 
@@ -206,7 +206,7 @@ class Text:
     def line(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """Return the line that is this call. Raises LookupError if there is none."""
         key = call_key(target, args, kwargs, self.one)
-        if target is ops.fp8_round and key not in self.by_call:  # it gives bytes at once
+        if target is ops.fp8_round and key not in self.by_call:  # the text may round and pack in one line
             x, amax, format, granule = args
             key = call_key(ops.fp8_pack, (x, format, granule, amax), kwargs, self.one)
         return self.by_call[key]
