@@ -94,11 +94,11 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
     start = time.perf_counter()
     if not program.forward_only:
         check_trains(program)
-    need, there = _memory(program), _available()
-    if need > there:
+    need, free = _memory(program), _available()
+    if need > free:
         finding = Finding(
             program.meta.get("model", "program"),
-            f"the check needs about {size(need)}, this machine has {size(there)} free",
+            f"the check needs about {size(need)}, this machine has {size(free)} free",
             "verify a smaller batch or fewer layers of the same model: rules and spec are the same",
         )
         return Report((finding,), 0, float("nan"), time.perf_counter() - start)
@@ -111,7 +111,7 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
         buffers = {b.name: weights[b.fqn] for b in double.buffers if b.constant is None}
         batch = random_inputs(double, seed, fractions=fractions)
         try:
-            loss, news, outputs = interpret(
+            loss, updated, outputs = interpret(
                 double, params, buffers, {i.name: reach(batch, i.path) for i in double.inputs}, Rng(seed)
             )
         except OUTSIDE_DOMAIN as e:  # such as targets outside 0..1, a matrix that is not positive definite
@@ -136,7 +136,7 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
         gradient = params[p.name].grad
         one_by_one = {} if gradient is None else p.by_name(gradient)
         pairs += [(n, one_by_one.get(n), sim.grads.get(n)) for n in (p.members or (p.fqn,))]
-    pairs += [(b.fqn, news[b.name].detach(), sim.state[b.fqn]) for b in double.buffers if b.updated]
+    pairs += [(b.fqn, updated[b.name].detach(), sim.state[b.fqn]) for b in double.buffers if b.updated]
     (findings, of_compiled), worst = _compiled(program, seed) if compiled else ([], None), 0.0
     # a gradient that is zero in exact arithmetic (a key's bias: softmax ignores it) is only rounding on both sides:
     # compare it relative to the norm of all gradients

@@ -48,8 +48,8 @@ def random_inputs(program: Program, seed: int, *, fractions: bool = False) -> An
             draw = torch.rand if fractions else torch.randn
             leaves[x.path] = draw(x.shape, generator=generator, dtype=_widest(x.dtype)).to(x.dtype)
         else:
-            exist = 2 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
-            bound = min(exist, min(_bounds(nodes[x.name]), default=2))
+            limit = 2 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
+            bound = min(limit, min(_bounds(nodes[x.name]), default=2))
             leaves[x.path] = torch.randint(0, max(bound, 1), x.shape, generator=generator).to(x.dtype)
     return _nest(leaves)
 

@@ -113,8 +113,8 @@ def simulate(
             mesh.records.clear()
             result = engine.backward(batch, gather=True)
             last = step == steps - 1
-            held = {n: p.grad for n, p in engine.owned.items()} if last else {}
-            grads = {n: g.as_subclass(Tensor).clone() if g is not None else None for n, g in held.items()}
+            raw_grads = {n: p.grad for n, p in engine.owned.items()} if last else {}
+            grads = {n: g.as_subclass(Tensor).clone() if g is not None else None for n, g in raw_grads.items()}
             engine.update()
         records = list(mesh.records)
         wholes = {n: x.clone() for n, x in engine.wholes().items()}
@@ -150,10 +150,10 @@ def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
             if g is None and ranks[rank].params[p.name].numel():
                 fault = f"rank {rank} has no gradient of it, and others have"
                 raise ReplicasDifferError(fault, p.fqn)
-        there = {
+        pieces = {
             i: ranks[i].params[p.name] if g is None else g for i, g in parts.items()
         }  # a rank without elements has no gradient
-        grads |= p.by_name(_join(program, p, _local(program, p, there), "the gradient of "))
+        grads |= p.by_name(_join(program, p, _local(program, p, pieces), "the gradient of "))
     for p in program.params:
         whole = _join(
             program, p, _local(program, p, {i: r.params[p.name] for i, r in enumerate(ranks) if p.name in r.params}), ""
@@ -164,8 +164,8 @@ def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
                 _check_replica(seen, r.wholes[p.name], f"{p.fqn} on rank {rank}")
         state |= p.by_name(whole)
     for x in (b for b in program.buffers if b.fqn):
-        held = {i: r.buffers[x.name] for i, r in enumerate(ranks) if x.name in r.buffers}
-        state |= dict.fromkeys((x.fqn, *x.aliases), _join(program, x, held, ""))
+        copies = {i: r.buffers[x.name] for i, r in enumerate(ranks) if x.name in r.buffers}
+        state |= dict.fromkeys((x.fqn, *x.aliases), _join(program, x, copies, ""))
     for rank, r in enumerate(ranks):
         _check_replica(ranks[0].loss, r.loss, f"the loss of rank {rank}")
         for name, value in r.outputs.items():
@@ -206,10 +206,10 @@ def _check_replica(expected: Tensor, got: Tensor, name: str) -> None:
     slack = SLACK.get(expected.dtype.to_real(), 1e-1) * size if inexact else 0.0
     if torch.allclose(one, other, rtol=0.0, atol=slack, equal_nan=True):
         return
-    apart = one.isfinite() != other.isfinite()
-    if bool(apart.any()):
-        here, there = other[apart][0].item(), one[apart][0].item()
-        raise ReplicasDifferError(f"it is {here:.6g}, and {there:.6g} on a replica", name, not_finite=True)
+    differ = one.isfinite() != other.isfinite()
+    if bool(differ.any()):
+        value, replica = other[differ][0].item(), one[differ][0].item()
+        raise ReplicasDifferError(f"it is {value:.6g}, and {replica:.6g} on a replica", name, not_finite=True)
     fault = f"it differs from its replica by {float((one - other).abs().max()):.1e}"
     raise ReplicasDifferError(fault, name)
 

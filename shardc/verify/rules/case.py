@@ -204,7 +204,7 @@ class Case:
                 if fault := layout.fits(x.shape, mesh):
                     return f"{side} {i} cannot be laid out: {fault}"
         self.node.meta["strategies"] = strategies
-        held = [
+        operands = [
             spread(x, layout, mesh, self.generator, padding=padding if continuous(x) else None)
             for x, layout in zip(self.tensors, ins, strict=True)
         ]
@@ -214,7 +214,7 @@ class Case:
         ]
 
         def one_rank(rank: int, runtime: Any) -> tuple[list[Tensor], list[Tensor | None]]:
-            leaves = [h[rank].requires_grad_(g is not None) for h, g in zip(held, self.grads, strict=True)]
+            leaves = [h[rank].requires_grad_(g is not None) for h, g in zip(operands, self.grads, strict=True)]
             results = run_nodes(graph, (runtime, Rng(0), *leaves))
             return [y.detach() for y in results], gradients(
                 results, [w if w is None else w[rank] for w in weights], leaves

@@ -74,8 +74,8 @@ def spread(
         return [x.clone() for _ in range(mesh.world)]
     axes = partial_axes(layout)
     terms = summands(x, len(mesh.group(0, axes)), generator)
-    mine = [terms[mesh.group(rank, axes).index(rank)] for rank in range(mesh.world)]
-    parts = [layout.local(m, mesh, mesh.coords(rank), copies=filled).clone() for rank, m in enumerate(mine)]
+    local_terms = [terms[mesh.group(rank, axes).index(rank)] for rank in range(mesh.world)]
+    parts = [layout.local(m, mesh, mesh.coords(rank), copies=filled).clone() for rank, m in enumerate(local_terms)]
     if padding is not None and layout.paddings():
         for part, gap in zip(parts, gaps(x, layout, mesh), strict=True):
             part.masked_fill_(gap, padding)
@@ -136,28 +136,28 @@ def gradients(
 ) -> list[Tensor | None]:
     """Return gradients of the weighted sum of results: zeros for unused leaves, None if not required."""
     terms = [(y, w) for y, w in zip(results, weights, strict=True) if w is not None and y.requires_grad]
-    wanted = [x for x in leaves if x.requires_grad]
-    grads: Sequence[Tensor | None] = [None] * len(wanted)
-    if terms and wanted:
-        grads = torch.autograd.grad([y for y, _ in terms], wanted, [w for _, w in terms], allow_unused=True)
-    each = iter(grads)
-    return [(torch.zeros_like(x) if (g := next(each)) is None else g) if x.requires_grad else None for x in leaves]
+    inputs = [x for x in leaves if x.requires_grad]
+    grads: Sequence[Tensor | None] = [None] * len(inputs)
+    if terms and inputs:
+        grads = torch.autograd.grad([y for y, _ in terms], inputs, [w for _, w in terms], allow_unused=True)
+    rest = iter(grads)
+    return [(torch.zeros_like(x) if (g := next(rest)) is None else g) if x.requires_grad else None for x in leaves]
 
 
 def run_nodes(graph: fx.Graph, arguments: Iterable[Any]) -> tuple[Tensor, ...]:
     """Run a graph node by node, as `fx.Interpreter` does, in a fifth of its time."""
-    known: dict[fx.Node, Any] = {}
-    each = iter(arguments)
+    values: dict[fx.Node, Any] = {}
+    rest = iter(arguments)
     for node in graph.nodes:
         if node.op == "placeholder":
-            known[node] = next(each)
+            values[node] = next(rest)
         elif node.op == "output":
             break
         else:
-            known[node] = node.target(
-                *fx.node.map_arg(node.args, known.__getitem__), **fx.node.map_arg(node.kwargs, known.__getitem__)
+            values[node] = node.target(
+                *fx.node.map_arg(node.args, values.__getitem__), **fx.node.map_arg(node.kwargs, values.__getitem__)
             )
-    return fx.node.map_arg(node.args[0], known.__getitem__)
+    return fx.node.map_arg(node.args[0], values.__getitem__)
 
 
 class NeedsOthersError(Exception):

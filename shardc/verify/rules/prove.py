@@ -111,7 +111,7 @@ def prove_pairs(
     mesh = Mesh((("a", sizes[0]), ("b", sizes[1])))
     findings = []
     firsts, seconds = (list(dict.fromkeys(strategies(case.choices, n, deep=deep))) for n in sizes)
-    inner = {s for each in (firsts, seconds) for s in later_digits(each)}
+    inner = {s for group in (firsts, seconds) for s in later_digits(group)}
     for i, first in enumerate(firsts):
         for j, second in enumerate(seconds):
             trivial = "replicate" in (first.kind, second.kind) or (first.kind, second.kind) == (

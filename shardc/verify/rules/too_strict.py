@@ -65,8 +65,8 @@ def too_strict(op: Any, samples: Sequence[Sample], rule: Rule | None = None) -> 
             trials.append((label, [(n, choices.split(factor, 1, n)) for n in (2, 3)]))
         for label, more in unlisted(case.choices):
             trials.append((label, [(n, Choices(more, call, sig).partials[0]) for n in (2, 3)]))
-        for label, each in trials:
-            tried = [(n, s) for n, s in each if s is not None and summable(s, case.choices)]
+        for label, options in trials:
+            tried = [(n, s) for n, s in options if s is not None and summable(s, case.choices)]
             if tried and not any(case.on_axis(n, s) for n, s in tried):
                 right = "comes out right, but the rule forbids it"
                 ranks = max(n for n, _ in tried)

@@ -21,7 +21,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 def changed(sample: Sample, change: Callable[[int, Tensor], Tensor]) -> Sample:
     """Return the sample with every tensor replaced by change(its index, the tensor)."""
 
-    def made(t: Tensors) -> Arguments:
+    def replaced(t: Tensors) -> Arguments:
         seen = 0
 
         def one(x: Any) -> Any:
@@ -36,7 +36,7 @@ def changed(sample: Sample, change: Callable[[int, Tensor], Tensor]) -> Sample:
 
         return fx.node.map_aggregate(sample(t), one)
 
-    return made
+    return replaced
 
 
 def strided(_: int, x: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class ChainRule:
         self._derive()
         self._forward()
         grads: dict[int, int] = {
-            g: self._terms.given(f"{item_name(*made)}_grad", self._type(made).shape) for g, made in self._begin.items()
+            g: self._terms.given(f"{item_name(*root)}_grad", self._type(root).shape) for g, root in self._begin.items()
         }
         for step in self._steps:
             self._back(step, grads)
@@ -84,23 +84,23 @@ class ChainRule:
         def value(n: fx.Node) -> Any:
             return Term(self._values[producer_of(n)])
 
-        found = Results(fx.map_arg(returned, value))
+        result = Results(fx.map_arg(returned, value))
         for (n, i), g in self._leaves:
             if "collective" in n.meta and n.op == "placeholder":
-                found.received[n.name] = grads[g]
+                result.received[n.name] = grads[g]
             else:
                 of: Any = n if n.op == "placeholder" else n.args[0][i]  # type: ignore[index]
-                found.puts[self._values[n, i]] = (of.name, grads[g])
-        for start, each in self._gathered:
-            found.scatters[start.args[1]] = tuple(None if g is None else grads[g] for g in each)  # type: ignore[index]
-        return found
+                result.puts[self._values[n, i]] = (of.name, grads[g])
+        for start, numbers in self._gathered:
+            result.scatters[start.args[1]] = tuple(None if g is None else grads[g] for g in numbers)  # type: ignore[index]
+        return result
 
     # --- the derivatives, and the gradients that they add to
 
     def _derive(self) -> None:
-        for made in self._roots():
-            self._begin[self._new(self._type(made))] = made
-            self._of[made] = len(self._grads) - 1
+        for root in self._roots():
+            self._begin[self._new(self._type(root))] = root
+            self._of[root] = len(self._grads) - 1
         for n in reversed(list(self._stage.graph.nodes)):
             if time.perf_counter() > self._until:
                 raise TooLongError
@@ -117,15 +117,15 @@ class ChainRule:
 
     def _step(self, n: fx.Node, tangents: tuple[int | None, ...]) -> None:
         operands = self._rules.template(n).operands
-        wanted = tuple(self._type(m).grad for m in operands)
-        before = tuple(self._of.get(m) if w else None for m, w in zip(operands, wanted, strict=True))
+        needed = tuple(self._type(m).grad for m in operands)
+        before = tuple(self._of.get(m) if w else None for m, w in zip(operands, needed, strict=True))
         known = tuple(map(self._type, operands))
-        rule = self._rules.rule(n, Ask(known, self._type_of(tangents), self._type_of(before), wanted))
+        rule = self._rules.rule(n, Ask(known, self._type_of(tangents), self._type_of(before), needed))
         after: list[int | None] = []
-        for made, w, t in zip(operands, wanted, rule.types, strict=True):
+        for operand, w, t in zip(operands, needed, rule.types, strict=True):
             after.append(None if t is None or not w else self._new(t))
             if after[-1] is not None:
-                self._of[made] = after[-1]
+                self._of[operand] = after[-1]
         self._steps.append(_Step(n, rule, tangents, before, tuple(after)))
 
     def _roots(self) -> list[Made]:
@@ -133,10 +133,10 @@ class ChainRule:
         returned: Any = self._stage.graph.output_node().args[0]
         loss, _, *sent = returned
         crossing = {name for e in self._program.edges for name, _ in e.differentiable()}
-        each = [n for n in (sent[0] if sent else ()) if n.name in crossing]
-        each += [loss] if loss is not None else []
-        roots = dict.fromkeys(map(producer_of, each))
-        return [made for made in roots if (t := self._types[made]) is not None and t.grad]
+        nodes = [n for n in (sent[0] if sent else ()) if n.name in crossing]
+        nodes += [loss] if loss is not None else []
+        roots = dict.fromkeys(map(producer_of, nodes))
+        return [root for root in roots if (t := self._types[root]) is not None and t.grad]
 
     def _new(self, t: Type) -> int:
         self._grads.append(t)
@@ -170,12 +170,12 @@ class ChainRule:
 
         alone = not _several(n) or n.target is ops.gather_start  # its result is a handle
         args, kwargs = fx.map_arg(n.args, put), fx.map_arg(dict(n.kwargs), put)
-        made = self._terms.call(n.target, args, kwargs, self._shape(n, 0) if alone else None)
+        term = self._terms.call(n.target, args, kwargs, self._shape(n, 0) if alone else None)
         if alone:
-            self._values[n, 0] = made
+            self._values[n, 0] = term
         else:
             for i in range(len(n.meta["value"])):
-                self._values[n, i] = self._terms.call(operator.getitem, (Term(made), i), {}, self._shape(n, i))
+                self._values[n, i] = self._terms.call(operator.getitem, (Term(term), i), {}, self._shape(n, i))
 
     def _shape(self, n: fx.Node, i: int) -> tuple[int, ...] | None:
         t = self._types.get((n, i))
@@ -183,24 +183,24 @@ class ChainRule:
 
     def _decomposed(self, n: fx.Node, rule: Rule) -> None:
         """Compute a call as the ops that it consists of, because its backward needs more than its results."""
-        made = self._lines[n] = {}
+        terms = self._lines[n] = {}
         assert rule.forward is not None
         for line in rule.forward:
-            made[line.number] = self._line(n, line, made, ())
+            terms[line.number] = self._line(n, line, terms, ())
         for i, r in enumerate(rule.results):
             if r.kind != "none":
-                self._values[n, i] = self._at(n, r, made, ())
+                self._values[n, i] = self._at(n, r, terms, ())
 
     def _back(self, step: _Step, grads: dict[int, int]) -> None:
         n = step.node
-        made = dict(self._lines.get(n, {}))
+        terms = dict(self._lines.get(n, {}))
         have = (tuple(None if g is None else grads[g] for g in each) for each in (step.tangents, step.before))
-        given = dict(zip("gp", have, strict=True))
+        inputs = dict(zip("gp", have, strict=True))
         for line in step.rule.backward:
-            made[line.number] = self._line(n, line, made, given)
+            terms[line.number] = self._line(n, line, terms, inputs)
         for r, g in zip(step.rule.grads, step.after, strict=True):
             if r is not None and g is not None:
-                grads[g] = self._at(n, r, made, given)
+                grads[g] = self._at(n, r, terms, inputs)
 
     def _line(self, n: fx.Node, line: Line, made: Mapping[int, int], given: Any) -> int:
         def put(r: Ref) -> Any:

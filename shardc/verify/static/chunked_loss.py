@@ -46,7 +46,7 @@ def reordered(model: Model) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
 
 def _reordered(model: Model, loss: fx.Node, moves: list[fx.Node], linear: fx.Node) -> list[fx.Node]:
     x, *weights = operands_of(linear)
-    made: list[fx.Node] = []
+    calls: list[fx.Node] = []
     rows, features = x, value_of(x).shape[-1]
     for n in moves:
         if n.target is aten._to_copy.default:
@@ -57,15 +57,15 @@ def _reordered(model: Model, loss: fx.Node, moves: list[fx.Node], linear: fx.Nod
             args = (rows, [*sizes[:-1], features])
         value = replace(value_of(x), shape=(*value_of(n).shape[:-1], features))
         rows = model.added(n.target, args, dict(n.kwargs), value)
-        made.append(rows)
+        calls.append(rows)
     value = Value((*value_of(rows).shape[:-1], value_of(linear).shape[-1]), value_of(linear).dtype, True)
-    made.append(model.added(linear.target, (rows, *weights), {}, value))
+    calls.append(model.added(linear.target, (rows, *weights), {}, value))
     if (dtype := value_of(operands_of(loss)[0]).dtype) != value.dtype:
         cast = replace(value, dtype=dtype)
-        made.append(model.added(aten._to_copy.default, (made[-1],), {"dtype": dtype}, cast))
-    made.append(model.added(loss.target, (made[-1], *loss.args[1:]), dict(loss.kwargs), value_of(loss)))
-    model.one[made[-1]] = loss
-    return made
+        calls.append(model.added(aten._to_copy.default, (calls[-1],), {"dtype": dtype}, cast))
+    calls.append(model.added(loss.target, (calls[-1], *loss.args[1:]), dict(loss.kwargs), value_of(loss)))
+    model.one[calls[-1]] = loss
+    return calls
 
 
 def as_ops(text: Text, n: fx.Node) -> Any:
@@ -96,9 +96,9 @@ def _as_ops(text: Text, n: fx.Node) -> Any:
     if n.target is ops.nll_exp:
         return call_key(ops.nll_parts, (stats, labels, args[1], mesh, digits, classes, ignore), n.kwargs, text.one)
     if n.target is ops.nll_alone:
-        said = (text.one[labels], digits, classes, ignore)
+        of_line = (text.one[labels], digits, classes, ignore)
         of_all = (text.one[args[1]], (), value_of(weight).shape[0], args[2] if len(args) > 2 else -100)
-        return call_key(ops.nll, (stats, *args[1:]), n.kwargs, text.one) if said == of_all else None
+        return call_key(ops.nll, (stats, *args[1:]), n.kwargs, text.one) if of_line == of_all else None
     return None
 
 

@@ -42,10 +42,10 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
     except KeyError:
         raise WrongError(f"the mesh has no axis {over!r}") from None
     for part in parts:
-        there = claim.layout[part]
-        if not isinstance(there, row.source) and not (row.source is PartialGrad and there == REPLICATE == _less(value)):
-            raise WrongError(f"{row.op} over {part} takes {NAMES[row.source]}, and its operand is {NAMES[type(there)]}")
-        if isinstance(there, Partial) and there.op != "sum":
+        p = claim.layout[part]
+        if not isinstance(p, row.source) and not (row.source is PartialGrad and p == REPLICATE == _less(value)):
+            raise WrongError(f"{row.op} over {part} takes {NAMES[row.source]}, and its operand is {NAMES[type(p)]}")
+        if isinstance(p, Partial) and p.op != "sum":
             raise WrongError(f"{row.op} over {part} adds up what is to be a maximum")
     if row.source is not Shard and row.target is not Shard:
         if digits:
@@ -95,18 +95,18 @@ def _candidates(
     sections: tuple[int, ...] = ()
     if sides == 1:
         sections, rest = (tuple(rest[0]) if rest else ()), rest[1:]
-    own = tuple(rest[-2:]) if rest else (0, 1)
+    own_padding = tuple(rest[-2:]) if rest else (0, 1)
     without = old.replace(axis, REPLICATE, mesh)
-    there = sorted(without.shards(dim), key=lambda item: item[1].split)
-    paddings = dict.fromkeys([own, *((s.padding, s.blocks) for _, s in there)])
+    shards = sorted(without.shards(dim), key=lambda item: item[1].split)
+    paddings = dict.fromkeys([own_padding, *((s.padding, s.blocks) for _, s in shards)])
     for padding, blocks in paddings:
         outer = 1
-        for k in range(len(there) + 1):
+        for k in range(len(shards) + 1):
             if k:
-                outer *= mesh.size(there[k - 1][0])
+                outer *= mesh.size(shards[k - 1][0])
             shard = Shard(dim, abs(split) * outer, sections, padding, blocks, mirrored=split < 0)
-            before = [s.split < shard.split for _, s in there]
-            if before == [i < k for i in range(len(there))]:
+            before = [s.split < shard.split for _, s in shards]
+            if before == [i < k for i in range(len(shards))]:
                 yield without.replace(axis, shard, mesh)
 
 
@@ -117,19 +117,19 @@ def _digits(axis: str, old: Layout, new: Layout, mesh: Mesh) -> tuple[Any, ...]:
     """
     first = mesh.parts(axis)[0]
     sides = [(a[first], a, b) for a, b in ((old, new), (new, old)) if isinstance(a[first], Shard)]
-    found: list[Any] = []
+    digits: list[Any] = []
     for s, layout, _ in sides:
         assert isinstance(s, Shard)
         outer = math.prod(
             mesh.size(a) for a, o in layout.shards(s.dim) if a not in mesh.parts(axis) and o.split < s.split
         )
         local = s.split // outer
-        found += [s.dim, -local if s.mirrored else local]
+        digits += [s.dim, -local if s.mirrored else local]
     if len(sides) == 1:
-        found.append(sides[0][0].sections)  # type: ignore[union-attr]
+        digits.append(sides[0][0].sections)  # type: ignore[union-attr]
     if any(s.padding for s, _, _ in sides):  # type: ignore[union-attr]
         for s, _, other in sides:
             assert isinstance(s, Shard)
             still = any(a not in mesh.parts(axis) for a, _ in other.shards(s.dim))
-            found += [0, 1] if still else [s.padding, s.blocks]
-    return tuple(found)
+            digits += [0, 1] if still else [s.padding, s.blocks]
+    return tuple(digits)

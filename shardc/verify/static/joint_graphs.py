@@ -129,16 +129,16 @@ class _Texts:
         returned: Any = forward.output_node().args[0]
         *results, kept = returned
         yield from self._returned(results)
-        given = {n.name: self._env["forward"][n] for n in kept}
-        if len(given) != len(kept):
+        inputs = {n.name: self._env["forward"][n] for n in kept}
+        if len(inputs) != len(kept):
             yield Wrong("forward", None, "two values that are kept have one name")
         backward = self._texts["backward"]
-        self._read("backward", given)
+        self._read("backward", inputs)
         grads: Any = backward.output_node().args[0]
         if "weights" in self._texts:
             grads, crossing = grads
-            given |= {n.name: self._env["backward"][n] for n in crossing}
-            self._read("weights", given)
+            inputs |= {n.name: self._env["backward"][n] for n in crossing}
+            self._read("weights", inputs)
         yield from self._received(grads)
         yield from self._parameters()
         yield from self._tapes()
@@ -164,24 +164,24 @@ class _Texts:
         return tuple(value.shape) if isinstance(value, Value) else None
 
     def _returned(self, results: list[Any]) -> Iterator[Wrong]:
-        wanted = [*self._expected.returned, *[()] * (len(results) - len(self._expected.returned))]
+        expected = [*self._expected.returned, *[()] * (len(results) - len(self._expected.returned))]
 
         def put(n: fx.Node) -> Any:
             return self._env["forward"][n]
 
         named = ("the loss", "new values and outputs", "what is sent")
-        for fault, nodes, right in zip(named, results, wanted, strict=True):
-            found: Any = fx.map_arg(nodes, put)
+        for label, nodes, right in zip(named, results, expected, strict=True):
+            terms: Any = fx.map_arg(nodes, put)
             if isinstance(nodes, tuple | list):
-                each = list(zip(nodes, found, right, strict=True)) if len(found) == len(right) else None
+                rows = list(zip(nodes, terms, right, strict=True)) if len(terms) == len(right) else None
             else:
-                each = [(nodes, found, right)]
-            if each is None:
-                yield Wrong("forward", None, f"{fault}: {len(found)} values", f"{len(right)}")
+                rows = [(nodes, terms, right)]
+            if rows is None:
+                yield Wrong("forward", None, f"{label}: {len(terms)} values", f"{len(right)}")
                 continue
-            for node, have, want in each:
+            for node, have, want in rows:
                 if have != want:
-                    yield self._differs("forward", node, f"{fault}: {node}", have, want)
+                    yield self._differs("forward", node, f"{label}: {node}", have, want)
 
     def _received(self, grads: Any) -> Iterator[Wrong]:
         """Compare the gradients that go to earlier stages."""
@@ -237,11 +237,11 @@ class _Texts:
                 tape: Any = n.args[0]
                 while tape.target in (ops.reload_wait, ops.reload_start):
                     tape = tape.args[0]
-                made = (text if tape.op == "call_function" else "", tape.name)
-                if made in empty or (("backward", tape.name) in empty and tape.op == "placeholder"):
+                key = (text if tape.op == "call_function" else "", tape.name)
+                if key in empty or (("backward", tape.name) in empty and tape.op == "placeholder"):
                     yield Wrong(text, n, f"{tape} is empty", "`keep=True` in the line before")
                 if not n.kwargs.get("keep"):
-                    empty.add(made)
+                    empty.add(key)
 
     def _begun(self, begun: Counter[str]) -> Iterator[Wrong]:
         """Check that each gathered bucket's sum begins once, and any other's at most once."""
@@ -272,8 +272,8 @@ class _Texts:
     def _differs(self, text: str, node: Any, what: str, have: Term | None, want: Term | None) -> Wrong:
         """Report two unequal terms by the first line, from the inputs on, in which they differ."""
         if have is None or want is None:
-            there = "it is there" if have is not None else "there is none"
-            return Wrong(text, node, f"{what}: {there}", "none" if want is None else "one")
+            state = "it is there" if have is not None else "there is none"
+            return Wrong(text, node, f"{what}: {state}", "none" if want is None else "one")
         a, b = self._deepest(have.number, want.number)
         where, line = self._line_of.get(a, (text, node))
         return Wrong(where, line, f"{what} is not what the chain rule gives: this line differs", self._shown(b))
@@ -281,26 +281,24 @@ class _Texts:
     def _deepest(self, have: int, want: int) -> tuple[int, int]:
         """Return the innermost unequal terms at the same place of both."""
         while True:
-            (op, mine), (other, theirs) = self._terms.parts(have), self._terms.parts(want)
+            (op, left), (other, right) = self._terms.parts(have), self._terms.parts(want)
             if op == "sum" and other == "sum":
-                extra, missing = (
-                    list((Counter(x) - Counter(y)).elements()) for x, y in ((mine, theirs), (theirs, mine))
-                )
-                mine, theirs = (extra, missing) if len(extra) == len(missing) else ([], [])
-            if op != other or len(mine) != len(theirs):
+                extra, missing = (list((Counter(x) - Counter(y)).elements()) for x, y in ((left, right), (right, left)))
+                left, right = (extra, missing) if len(extra) == len(missing) else ([], [])
+            if op != other or len(left) != len(right):
                 return have, want
-            pairs = [(x, y) for x, y in zip(mine, theirs, strict=True) if x != y]
-            if not pairs or sorted(mine) == sorted(theirs):  # constants differ, or operands are swapped
+            pairs = [(x, y) for x, y in zip(left, right, strict=True) if x != y]
+            if not pairs or sorted(left) == sorted(right):  # constants differ, or operands are swapped
                 return have, want
             have, want = pairs[0]
 
     def _shown(self, term: int, depth: int = 2) -> str:
-        fault, parts = self._terms.parts(term)
-        if isinstance(fault, str) and fault != "sum":
-            return fault
+        op, parts = self._terms.parts(term)
+        if isinstance(op, str) and op != "sum":
+            return op
         if depth == 0 or term in self._line_of:
             return self._line_of[term][1].name if term in self._line_of else "..."
-        name = fault if fault == "sum" else getattr(fault, "__name__", str(fault))
+        name = op if op == "sum" else getattr(op, "__name__", str(op))
         return f"{name}({', '.join(self._shown(t, depth - 1) for t in parts)})"
 
 

@@ -38,9 +38,9 @@ def wrong(program: Program, until: float) -> Iterator[Wrong]:
             return
     for coordinate in range(program.mesh.size(program.axis) if program.axis else 1):
         coords = dict.fromkeys(program.mesh.names, 0) | ({program.axis: coordinate} if program.axis else {})
-        here = [p for p in trained if program.has(p, coords)]
-        costs = {m: work(m.shape) for p in here for m in cut[p.name]}
-        yield from _of_group(program, routes_of(program, program.mesh.rank(coords), costs), here, cut, until)
+        params = [p for p in trained if program.has(p, coords)]
+        costs = {m: work(m.shape) for p in params for m in cut[p.name]}
+        yield from _of_group(program, routes_of(program, program.mesh.rank(coords), costs), params, cut, until)
 
 
 def _of_group(
@@ -52,7 +52,7 @@ def _of_group(
     for p in params:
         if time.perf_counter() > until:
             raise TooLongError
-        got: defaultdict[int, int] = defaultdict(int)  # elements that come back, by rank
+        returned: defaultdict[int, int] = defaultdict(int)  # elements that come back, by rank
         for m in cut[p.name]:
             if owners[m.name] != 1 or routes.owners.get(m.name) not in places:
                 yield m.name, f"{owners[m.name]} of its kind have an owner: it needs one"
@@ -63,10 +63,10 @@ def _of_group(
                 yield m.name, "not every element of its gradient comes to its owner once"
                 return
             for i in places:
-                got[i] += sum(x.numel for x in routes.pieces(m, i))
+                returned[i] += sum(x.numel for x in routes.pieces(m, i))
         for i in places:
             rank = routes.ranks[i]
-            has = boxes_of(p.shape, p.layout, stretches.of(p, rank), program.mesh, rank)
-            if got[i] != sum(math.prod(box.shape) for box in has):
+            stored = boxes_of(p.shape, p.layout, stretches.of(p, rank), program.mesh, rank)
+            if returned[i] != sum(math.prod(box.shape) for box in stored):
                 yield p.fqn, f"rank {rank} stores elements of it that its owners do not send back"
                 return

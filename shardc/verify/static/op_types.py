@@ -35,14 +35,14 @@ def fitting(choices: Choices, claims: Sequence[Claim], hint: Hints, mesh: Mesh) 
 
     hint: for an op without operands, the placements that its result may have, by axis; they are still checked.
     """
-    each: list[list[Strategy]] = []
+    by_axis: list[list[Strategy]] = []
     for axis, n in mesh.axes:
         have = [on_axis(c.layout[axis], v) for c, v in zip(claims, choices.call.operands, strict=True)]
-        found = [s for s in _possible(choices, have, hint.get(axis, ()), n) if _takes(s, have, choices)]
-        if not found:
+        strategies = [s for s in _possible(choices, have, hint.get(axis, ()), n) if _takes(s, have, choices)]
+        if not strategies:
             return
-        each.append(list(dict.fromkeys(found)))
-    for combination in product(*each):
+        by_axis.append(list(dict.fromkeys(strategies)))
+    for combination in product(*by_axis):
         yield dict(zip(mesh.names, combination, strict=True))
 
 
@@ -104,12 +104,12 @@ def harm_of_padding(
         return ""
     choices, weights = model.choices_of(node), model.weights
     operands = [operand.meta["value"] for operand in operands_of(node)]
-    held = [
+    numbers = [
         {dict(claim.fills).get(d) for d in choices.kept_dims(strategies.values(), i)} for i, claim in enumerate(claims)
     ]
-    holds = tuple(each.pop() if len(each) == 1 else None for each in held)
+    padded_by = tuple(each.pop() if len(each) == 1 else None for each in numbers)
     copies = frozenset(i for i, x in enumerate(lines) if x.op == "placeholder" and claims[i].of in model.inputs)
-    if not choices.finite(node, strategies.values(), holds, copies):
+    if not choices.finite(node, strategies.values(), padded_by, copies):
         return "it is not finite, or its derivative is not, wherever the padding of its operands may be"
     for i, (operand, claim) in enumerate(zip(operands_of(node), claims, strict=True)):
         padded = {s.dim for s in claim.layout.paddings()}
@@ -162,34 +162,34 @@ def hints(call: fx.Node, shows: Sequence[Layout], mesh: Mesh) -> dict[str, list[
 
     Those that the text shows; over microbatches, which no text shows, any dim split at any digit, in parts of views.
     """
-    found: dict[str, dict[Placement, None]] = {a: {} for a in mesh.names}
+    placements: dict[str, dict[Placement, None]] = {a: {} for a in mesh.names}
     microbatches = mesh.size(MICROBATCH) if MICROBATCH in mesh.names else 1
-    splits = [(axis, p) for layout in shows for axis, p in layout.items if isinstance(p, Shard) and axis in found]
+    splits = [(axis, p) for layout in shows for axis, p in layout.items if isinstance(p, Shard) and axis in placements]
     for axis, p in splits:
-        found[axis] |= {p: None, replace(p, split=p.split * microbatches): None}  # a text shows one microbatch
+        placements[axis] |= {p: None, replace(p, split=p.split * microbatches): None}  # a text shows one microbatch
     sizes = [n for _, n in mesh.axes if n > 1]
     digits = {math.prod(sizes[i:j]) for i in range(len(sizes)) for j in range(i, len(sizes) + 1)} | {1}
     for v in values_of(call)[:1] if microbatches > 1 else ():
         for (d, size), padding in product(enumerate(v.shape), {p.padding for _, p in splits} | {0}):
-            found[MICROBATCH] |= dict.fromkeys(
+            placements[MICROBATCH] |= dict.fromkeys(
                 Shard(d, parts * digit, (), padding, parts if padding else 1)
                 for parts, digit in product(range(1, min(size, _PARTS) + 1), sorted(digits))
                 if size % parts == 0 and (size // parts + padding) % (digit * microbatches) == 0
             )
-    return {a: list(each) for a, each in found.items()}
+    return {a: list(each) for a, each in placements.items()}
 
 
 def weight_like(graph: fx.Graph, params: set[str]) -> set[fx.Node]:
     """Return parameters, and values that only move their elements to one place: their padding is zero."""
-    found: set[fx.Node] = set()
+    weights: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
             if node.name in params:
-                found.add(node)
+                weights.add(node)
             continue
         operands = operands_of(node) if node.op == "call_function" else []
         rule = registry.find(node.target) if len(operands) == 1 else None
         moves = rule is not None and rule.linear == ((0,),)
-        if operands and operands[0] in found and moves and not repeats(node):
-            found.add(node)
-    return found
+        if operands and operands[0] in weights and moves and not repeats(node):
+            weights.add(node)
+    return weights

@@ -28,7 +28,7 @@ def halves(program: Program, graph: fx.Graph, prefix: str) -> tuple[fx.Graph, fx
 
 
 def _half(graph: fx.Graph, own: str, prefix: str, same: frozenset[str], returned: Any) -> fx.Graph:
-    made, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    half, env = fx.Graph(), dict[fx.Node, fx.Node]()
 
     def look(x: fx.Node) -> fx.Node:
         if x not in env:
@@ -38,19 +38,19 @@ def _half(graph: fx.Graph, own: str, prefix: str, same: frozenset[str], returned
     for line in _of(graph, own, prefix, same):
         name = line.name.removeprefix(own)
         if line.op == "placeholder":
-            env[line] = made.placeholder(name)
+            env[line] = half.placeholder(name)
         else:
             args, kwargs = fx.map_arg(line.args, look), fx.map_arg(line.kwargs, look)
-            env[line] = made.create_node("call_function", line.target, args, kwargs, name=name)
+            env[line] = half.create_node("call_function", line.target, args, kwargs, name=name)
         env[line].meta = dict(line.meta)
     line = graph.output_node()
-    made.output(fx.map_arg(returned, look))
-    return made
+    half.output(fx.map_arg(returned, look))
+    return half
 
 
 def _of(graph: fx.Graph, own: str, prefix: str, same: frozenset[str]) -> Iterator[fx.Node]:
     """Yield the lines of one half and the placeholders it may take; those without a result are backward's."""
     for n in graph.nodes:
-        mine = (n.target in EFFECTS or n.name.startswith(prefix)) == bool(own)
-        if n.op != "output" and (mine or (n.op == "placeholder" and n.name in same)):
+        belongs = (n.target in EFFECTS or n.name.startswith(prefix)) == bool(own)
+        if n.op != "output" and (belongs or (n.op == "placeholder" and n.name in same)):
             yield n

@@ -201,23 +201,23 @@ class _Checker:
     def _results(self, texts: list[Text]) -> Iterator[Gap]:
         """Check that loss, new buffers and outputs are the model's, in the layouts that the program declares."""
         program = self.program
-        given_back: Any = self.model.graph.output_node().args[0]
-        model_loss, model_news = given_back
-        news = dict(zip([b.name for b in program.buffers if b.updated], model_news, strict=False))
-        outs = dict(zip([o.name for o in program.outputs], model_news[len(news) :], strict=True))
+        model_output: Any = self.model.graph.output_node().args[0]
+        model_loss, model_values = model_output
+        new_buffers = dict(zip([b.name for b in program.buffers if b.updated], model_values, strict=False))
+        outs = dict(zip([o.name for o in program.outputs], model_values[len(new_buffers) :], strict=True))
         stored = {b.name: b for b in program.buffers}
-        given = {o.name: o for o in program.outputs}
+        outputs = {o.name: o for o in program.outputs}
         losses = 0
         for stage, text in zip(program.stages, texts, strict=True):
             returned: Any = stage.graph.output_node().args[0]
-            loss, mine = returned[0], returned[1]
+            loss, values = returned[0], returned[1]
             if loss is not None:
                 losses += 1
                 yield from self._loss(stage, text, loss, model_loss)
-            updates = stage.updates or (tuple(news) if len(program.stages) == 1 else ())
-            for name, node in zip((*updates, *stage.outputs), mine, strict=True):
-                buffer, output = stored.get(name), given.get(name)
-                of = news[name] if name in updates else outs[name]
+            updates = stage.updates or (tuple(new_buffers) if len(program.stages) == 1 else ())
+            for name, node in zip((*updates, *stage.outputs), values, strict=True):
+                buffer, output = stored.get(name), outputs.get(name)
+                of = new_buffers[name] if name in updates else outs[name]
                 declared = buffer if name in updates else output
                 yield from self._result(stage, text, node, of, declared)
         if losses != (model_loss is not None):
@@ -245,43 +245,43 @@ class _Checker:
 
     def _result(self, stage: Stage, text: Text, node: fx.Node, of: fx.Node, declared: Any) -> Iterator[Gap]:
         """Check the new value of a buffer or an output. declared: that buffer or output; of: the model's node."""
-        name, wanted, adds = declared.name, declared.layout, declared.adds
+        name, expected, adds = declared.name, declared.layout, declared.adds
         claims = text.claims.get(node)
         if claims is None:
             return
         same = [c for c in claims if c.of is self.model.one[of]]
 
-        def lies(c: Claim) -> bool:
-            return shown(c.layout, self.mesh, own=True, padded=True) == shown(wanted, self.mesh)
+        def as_declared(c: Claim) -> bool:
+            return shown(c.layout, self.mesh, own=True, padded=True) == shown(expected, self.mesh)
 
-        claim = next(filter(lies, same), (same or claims)[0])
+        claim = next(filter(as_declared, same), (same or claims)[0])
         if claim.of is not self.model.one[of]:
             yield self._gap(stage, node, f"{name} is another value of the model", of.name)
             return
         layout = claim.layout
         if MICROBATCH in self.mesh.names and adds != (layout[MICROBATCH] == Partial()):
             yield self._gap(stage, node, f"{name}: its microbatches {'are no summands' if adds else 'are summands'}")
-        if not lies(claim):
-            yield self._gap(stage, node, f"{name} is ({layout or 'whole'})", f"({wanted or 'whole'})")
+        if not as_declared(claim):
+            yield self._gap(stage, node, f"{name} is ({layout or 'whole'})", f"({expected or 'whole'})")
 
     def _pipeline(self) -> Iterator[Gap]:
         """Check sends, receives and parameters of the stages, and that the schedule ends."""
         program = self.program
         if program.schedule is None:
             return
-        makers, found = {name: i for i, s in enumerate(program.stages) for name in s.sends}, True
+        makers, all_sent = {name: i for i, s in enumerate(program.stages) for name in s.sends}, True
         for i, stage in enumerate(program.stages):
             for name, value in stage.receives.items():
-                made = makers.get(name)
-                if made is None or made == i:
+                maker = makers.get(name)
+                if maker is None or maker == i:
                     yield Gap(f"{stage.name}: {name}", "no other stage sends it")
-                    found = False
+                    all_sent = False
                     continue
-                node = next(n for n in program.stages[made].graph.nodes if n.name == name)
+                node = next(n for n in program.stages[maker].graph.nodes if n.name == name)
                 (sent,) = values_of(node)
                 if (sent.shape, sent.dtype, sent.layout) != (value.shape, value.dtype, value.layout):
                     yield Gap(
-                        f"{stage.name}: {name}", f"it receives {value}, and {program.stages[made].name} sends {sent}"
+                        f"{stage.name}: {name}", f"it receives {value}, and {program.stages[maker].name} sends {sent}"
                     )
         used: dict[str, set[int]] = {}
         for i, stage in enumerate(program.stages):
@@ -292,7 +292,7 @@ class _Checker:
                 yield Gap(p.fqn, f"stages {sorted(used[p.name])} use it, and it is of stages {list(p.stages)}")
         try:
             training = not program.forward_only
-            schedule_proof.prove(program.schedule, program.edges if found else None, training=training)
+            schedule_proof.prove(program.schedule, program.edges if all_sent else None, training=training)
         except ShardcError as e:
             for error in e.errors:
                 yield Gap("schedule", error.what, right=error.fix or "")
@@ -328,12 +328,10 @@ class _Checker:
         call = next((n for n in self.model.calls if n.name == node.name), None)
         if call is None or call.target != node.target:
             return "it is no op of the model on these operands, nor what a rule makes of one"
-        wanted = [self.model.one[x] for x in operands_of(call)]
-        each = [text.claims.get(x, []) for x in operands_of(node)]
-        have = [
-            next((c for c in claims if c.of is w), claims[0]) for claims, w in zip(each, wanted, strict=False) if claims
-        ]
-        others = [f"{c.of.name} for {w.name}" for c, w in zip(have, wanted, strict=False) if c.of is not w]
+        expected = [self.model.one[x] for x in operands_of(call)]
+        candidates = [text.claims.get(x, []) for x in operands_of(node)]
+        have = [next((c for c in cs if c.of is w), cs[0]) for cs, w in zip(candidates, expected, strict=False) if cs]
+        others = [f"{c.of.name} for {w.name}" for c, w in zip(have, expected, strict=False) if c.of is not w]
         if others:
             return f"it takes other values than the model's op: {', '.join(others)}"
         choices = self.model.choices_of(call)

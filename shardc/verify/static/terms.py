@@ -86,11 +86,11 @@ class Terms:
         if target is aten.linear.default:
             w, matrix = Term(self._transposed(w)), matrix[::-1]
         flat = (math.prod(rows[:-1]), rows[-1])
-        made = self._with(
+        product = self._with(
             self._kept((aten.mm.default, (Term(self._reshaped(x.number, flat)), w), ())), (flat[0], matrix[1])
         )
-        made = self._reshaped(made, shape)
-        return made if bias is None else self._with(self.sum(made, bias.number), shape)
+        product = self._reshaped(product, shape)
+        return product if bias is None else self._with(self.sum(product, bias.number), shape)
 
     def _transposed(self, x: Term) -> int:
         shape = self._shape.get(x.number)
@@ -102,8 +102,8 @@ class Terms:
         return term
 
     def _reshaped(self, x: int, shape: tuple[int, ...]) -> int:
-        fault, *rest = self._known[x]
-        if fault == "reshaped":
+        op, *rest = self._known[x]
+        if op == "reshaped":
             x = rest[0]
         return x if self._shape.get(x) == tuple(shape) else self._with(self._kept(("reshaped", x, tuple(shape))), shape)
 
@@ -145,19 +145,19 @@ class Terms:
     def _copied(self, target: Any, x: int) -> int:
         """Return the term of a step to the host or back; a step in the wrong order equals no value."""
         if target in _BEFORE:
-            fault, *rest = self._known[x]
-            if fault != _BEFORE[target]:
+            op, *rest = self._known[x]
+            if op != _BEFORE[target]:
                 return self._kept((f"{target.__name__} of what is not {_BEFORE[target]}", x))
             x = rest[0]
         return self._kept((_JOURNEY[target], x)) if target in _JOURNEY else x
 
     def sum(self, *terms: int) -> int:
         """Return the term of a sum, independent of order."""
-        each: list[int] = []
+        summands: list[int] = []
         for t in terms:
             known = self._known[t]
-            each += known[1] if known[0] == "sum" else (t,)
-        return self._kept(("sum", tuple(sorted(each))))
+            summands += known[1] if known[0] == "sum" else (t,)
+        return self._kept(("sum", tuple(sorted(summands))))
 
     def _kept(self, key: tuple[Any, ...]) -> int:
         if key not in self._number:
@@ -167,24 +167,24 @@ class Terms:
 
     def parts(self, term: int) -> tuple[Any, list[int]]:
         """Return what a term is, and the terms that it is made of."""
-        fault, *rest = self._known[term]
-        if fault == "sum":
-            return fault, list(rest[0])
-        if fault == "reshaped":
+        op, *rest = self._known[term]
+        if op == "sum":
+            return op, list(rest[0])
+        if op == "reshaped":
             return f"reshape to {list(rest[1])} of", [rest[0]]
-        if isinstance(fault, str) and fault != "given":
-            return fault, [rest[0]]
-        found: list[int] = []
+        if isinstance(op, str) and op != "given":
+            return op, [rest[0]]
+        numbers: list[int] = []
 
         def visit(a: Any) -> None:
             if isinstance(a, Term):
-                found.append(a.number)
+                numbers.append(a.number)
             elif isinstance(a, tuple):
                 for x in a:
                     visit(x)
 
         visit(tuple(rest))
-        return fault if fault != "given" else rest[0], found
+        return op if op != "given" else rest[0], numbers
 
 
 class Term:

@@ -69,9 +69,9 @@ class Text:
         self.fetched: dict[fx.Node, tuple[str, ...]] = {}
         self.explained: set[fx.Node] = set()
         for node in self.graph.nodes:
-            own = node.op != "call_function" or misreads(node)
+            unique = node.op != "call_function" or misreads(node)
             key = chunked_loss.as_ops(self, node)
-            key = key or (node if own else call_key(node.target, node.args, node.kwargs, self.one))
+            key = key or (node if unique else call_key(node.target, node.args, node.kwargs, self.one))
             self.one[node] = self.by_call.setdefault(key, node)
             self.twins.setdefault(self.one[node], []).append(node)
         nodes = {n.name: n for n in self.graph.nodes}
@@ -92,8 +92,8 @@ class Text:
         for call in self.model.calls:
             if time.perf_counter() > self.until:
                 raise TooLongError
-            for each in (call, *chunked.get(call, ())):
-                self.find(each)
+            for op in (call, *chunked.get(call, ())):
+                self.find(op)
 
     def unexplained(self) -> Iterator[fx.Node]:
         """Yield the first unexplained lines: those whose operands are all explained."""
@@ -137,13 +137,13 @@ class Text:
         choices = self.model.choices_of(call)
         # an operand that occurs twice mostly has one form: try that first, and independent forms only if it fails
         once = (dict(zip(forms, chosen, strict=True)) for chosen in product(*forms.values()))
-        alike = [[by[x] for x in operands] for by in once]
-        apart = [list(each) for each in product(*(forms[x] for x in operands))] if len(forms) < len(operands) else []
+        uniform = [[by[x] for x in operands] for by in once]
+        mixed = [list(each) for each in product(*(forms[x] for x in operands))] if len(forms) < len(operands) else []
 
         free = any(all(place is None for place in ins) for ins, _ in choices.places.values())
         # a constant fits thousands of layouts: its lines in the text say which
         hint = op_types.hints(call, self._shown_of(call), self.mesh) if free else {}
-        for ways in (alike, apart):
+        for ways in (uniform, mixed):
             # try each: several lines may be this op
             if sum(self._match(call, choices, way, hint) for way in ways):
                 return
@@ -168,7 +168,7 @@ class Text:
         kwargs = dict(fx.node.map_arg(dict(sorted(call.kwargs.items())), local))
         claims = [claim for _, claim in forms]
         need = tuple(c.layout for c in claims)
-        found: list[tuple[fx.Node, list[fx.Node], tuple[Layout, ...]]] = []
+        matches: list[tuple[fx.Node, list[fx.Node], tuple[Layout, ...]]] = []
         for strategies in op_types.fitting(choices, claims, hint, self.mesh):
             layouts = op_types.results(choices, strategies, self.mesh)
             if layouts is None:
@@ -190,18 +190,18 @@ class Text:
             if why := op_types.harm_of_padding(self.model, call, strategies, claims, lines):
                 self.unfit[line] = why
                 continue
-            found.append((line, touched, layouts))
-        shown = [(line, touched, layouts) for line, touched, layouts in found if self._shows(line, layouts)]
+            matches.append((line, touched, layouts))
+        shown = [(line, touched, layouts) for line, touched, layouts in matches if self._shows(line, layouts)]
         if hint:
-            found = shown
-        for line, touched, layouts in shown or found:
-            for each in touched:
-                self.explained.update(self.twins[self.one[each]])
-            for each in (line, *self._as_bytes(line)):
-                self._result(call, each, layouts)
-        if not found and call.target in _PLUS and len(forms) == 1:
+            matches = shown
+        for line, touched, layouts in shown or matches:
+            for node in touched:
+                self.explained.update(self.twins[self.one[node]])
+            for node in (line, *self._as_bytes(line)):
+                self._result(call, node, layouts)
+        if not matches and call.target in _PLUS and len(forms) == 1:
             return self._plus_number(call, *forms[0])
-        return bool(found)
+        return bool(matches)
 
     def line(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """Return the line that is this call. Raises LookupError if there is none."""
