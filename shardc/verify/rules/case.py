@@ -92,7 +92,7 @@ def name_of(op: Any) -> str:
 
 
 class _OneOp(LocalProgram):
-    """Writes the local graph of a single call: operands in their layouts, results as the op returns them."""
+    """Writer of the local graph of one call: operands in their layouts, results as the op returns them."""
 
     def write(self, node: fx.Node, layouts: Sequence[Layout]) -> fx.Graph:
         operand = iter(layouts)

@@ -36,7 +36,7 @@ class OpReport:
 
 
 def check_op(op: Any, samples: Sequence[Sample], rule: Rule | None = None, variants: Variants = variants) -> OpReport:
-    """Prove the rule of an op on samples and their variants. rule: instead of the registered one."""
+    """Prove the rule of an op on samples and their variants. rule: replaces the registered one."""
     report = OpReport(name_of(op))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about unusual calls that it accepts

@@ -104,8 +104,8 @@ def prove_pairs(
 ) -> list[Finding]:
     """Compare two strategies at once, on two axes, with the whole op.
 
-    This covers a rule's `local` and the digits of shared dims. If two strategies of different factors share no dim, one
-    inner digit is enough; if both axes have one size, one order is enough.
+    This covers a rule's `local` and the digits of shared dims. For strategies of different factors that share no dim,
+    one inner digit is enough, and one order if both axes have one size.
     """
     case = Case.of(op, sample, seed, rule)
     mesh = Mesh((("a", sizes[0]), ("b", sizes[1])))

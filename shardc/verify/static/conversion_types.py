@@ -113,7 +113,8 @@ def _candidates(
 def _digits(axis: str, old: Layout, new: Layout, mesh: Mesh) -> tuple[Any, ...]:
     """Return the arguments that name the digits which a conversion joins and cuts.
 
-    (dim, local split) of each side that is a shard; of a single side its sections; (padding, blocks) if any is padded.
+    (dim, split of the local tensor) for each side that is a shard; its sections if only one side is; (padding, blocks)
+    that are added or removed, if any side is padded.
     """
     first = mesh.parts(axis)[0]
     sides = [(a[first], a, b) for a, b in ((old, new), (new, old)) if isinstance(a[first], Shard)]

@@ -75,9 +75,9 @@ def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf)
 
 
 def _without_gradient(program: Program, stage: Stage, rules: Rules) -> Iterator[Wrong]:
-    """Yield conversions whose result needs a gradient in the stage's graph but has none when derived.
+    """Yield conversions whose result needs a gradient, but has none when the graph is differentiated.
 
-    The chain rule stops there in joint graphs and in expected terms. (For torch's ops autograd says which need one.)
+    The chain rule stops there in joint graphs and in expected terms. (For torch's ops autograd says which have one.)
     """
     types, _ = types_of(program, stage.graph, rules)
     for n in stage.graph.nodes:

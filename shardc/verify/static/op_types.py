@@ -144,7 +144,7 @@ def written(
 ) -> fx.Node:
     """Return the node of a text that is this op as a rank runs it, found line by line through its rule.
 
-    layouts: of operands and results. args, kwargs: with the text's nodes. find: returns a call's node, or LookupError.
+    layouts: of operands and results. args, kwargs: with the text's nodes. find: a call's node; raises LookupError.
     """
 
     def emit(target: Any, a: tuple[Any, ...], k: dict[str, Any], **_: Any) -> fx.Node:
@@ -160,7 +160,8 @@ def written(
 def hints(call: fx.Node, shows: Sequence[Layout], mesh: Mesh) -> dict[str, list[Placement]]:
     """Return the placements that a result may have, by axis, if the op's operands do not decide.
 
-    Those that the text shows; over microbatches, which no text shows, any dim split at any digit, in parts of views.
+    These are the placements that the text shows. No text shows the microbatch axis: there, any dim may be split at any
+    digit that the sizes of axes make, within each part that a view makes.
     """
     placements: dict[str, dict[Placement, None]] = {a: {} for a in mesh.names}
     microbatches = mesh.size(MICROBATCH) if MICROBATCH in mesh.names else 1
@@ -180,7 +181,7 @@ def hints(call: fx.Node, shows: Sequence[Layout], mesh: Mesh) -> dict[str, list[
 
 
 def weight_like(graph: fx.Graph, params: set[str]) -> set[fx.Node]:
-    """Return parameters, and values that only move their elements to one place: their padding is zero."""
+    """Return parameters, and values that only move their elements, each once: their padding is zero."""
     weights: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":

@@ -44,7 +44,7 @@ class Text:
     number. until: when to stop, on time.perf_counter.
 
     After `run`: claims of each line that is right (a constant has several: it is the same part of many values); wrong:
-    line -> why it contradicts what is written; unfit: line -> why nothing follows from one claim of its operands, which
+    line -> why it cannot be what the text says; unfit: line -> why nothing follows from one claim of its operands. This
     matters if nothing follows from any of them.
     """
 
@@ -220,7 +220,7 @@ class Text:
         return [also] if also is not None else []
 
     def _shows(self, line: fx.Node, layouts: tuple[Layout, ...]) -> bool:
-        """Return whether a line's type in the text is one of these layouts (several fit a constant)."""
+        """Return whether the text shows these layouts for a line's results (several may fit a constant)."""
         return any(
             all(
                 shown(v.layout, self.mesh) == shown(layout, self.mesh, own=True)
@@ -249,7 +249,7 @@ class Text:
                     self.claim(user, Claim(of, layouts[index]))
 
     def _plus_number(self, call: fx.Node, x: fx.Node, claim: Claim) -> bool:
-        """Claim x + 3, where x is summed over microbatches: only one of them adds the 3."""
+        """Claim x + 3, where x is a summand in each microbatch: only one of them adds the 3."""
         number = self.model.others.get(("number", frozen(call.args[1], {}))) if len(call.args) > 1 else None
         for brought, one in self.forms.get(number, []) if number is not None else []:
             line = self.by_call.get(call_key(call.target, (x, brought, *call.args[2:]), call.kwargs, self.one))
