@@ -174,8 +174,8 @@ def _compiled(program: Program, seed: int) -> tuple[list[Finding], float | None]
     """Compare the compiled step with the same step line by line. Return findings and the worst difference."""
     if not any(fused_regions(g) for s in program.stages if s.joint is not None for g in s.joint.graphs.values()):
         if program.spec is not None and program.spec.execution.compile == "layers":
-            small = "no lines of this program are worth compiling: calling them as one costs what it saves"
-            return [Finding("execution.compile", small, "compile it for a larger batch")], None
+            reason = "no lines of this program are worth compiling: calling them as one costs what it saves"
+            return [Finding("execution.compile", reason, "compile it for a larger batch")], None
         fix = "write `execution: {compile: layers}` in the spec"
         return [Finding("execution.compile", "nothing of this program is compiled", fix)], None
     weights, batch = random_state(program, seed), random_inputs(program, seed)

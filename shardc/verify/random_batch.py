@@ -28,8 +28,8 @@ def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str,
             value = torch.full(x.shape, integers, dtype=x.dtype)
         else:
             noise = torch.randn(x.shape, generator=generator, dtype=_widest(x.dtype))
-            middle = 1 if isinstance(x, Param) else 0.5  # gains; variances, and rates r where sqrt(1 - r) is taken
-            value = (noise * x.shape[-1] ** -0.5 if len(x.shape) > 1 else middle + 0.1 * noise).to(x.dtype)
+            center = 1 if isinstance(x, Param) else 0.5  # gains; variances, and rates r where sqrt(1 - r) is taken
+            value = (noise * x.shape[-1] ** -0.5 if len(x.shape) > 1 else center + 0.1 * noise).to(x.dtype)
         state |= x.by_name(value)
     return state
 

@@ -231,8 +231,8 @@ class Case:
         for i, (grad, layout) in enumerate(zip(self.grads, ins, strict=True)):
             if grad is None:
                 continue
-            parts, laid = [grads[i] for _, grads in ranks], dual(layout)
-            if fault := differs(parts, laid, mesh, grad, self.rtol, gradient=True):
+            parts, dual_layout = [grads[i] for _, grads in ranks], dual(layout)
+            if fault := differs(parts, dual_layout, mesh, grad, self.rtol, gradient=True):
                 return f"gradient of operand {i}: {fault}"
         return ""
 

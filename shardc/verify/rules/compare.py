@@ -103,12 +103,12 @@ def differs(
     axes = partial_axes(layout)
     for rank in range(mesh.world):
         group = mesh.group(rank, axes) if axes else (rank,)
-        value, *more = (parts[r] for r in group)
-        if any(term.shape != value.shape for term in more):
+        value, *others = (parts[r] for r in group)
+        if any(term.shape != value.shape for term in others):
             return f"rank {rank} and its group have parts of different shapes"
         if rank != group[0]:  # the sum of its group is already compared
             continue
-        for term in more:
+        for term in others:
             value = value + term
         want = wants[rank]
         if padding is not None:  # a result's padding may be anything finite, a gradient's is zero

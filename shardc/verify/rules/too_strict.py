@@ -63,12 +63,12 @@ def too_strict(op: Any, samples: Sequence[Sample], rule: Rule | None = None) -> 
         for label, factor, looser in loosened(sig):
             choices = Choices(case.choices.rule, call, looser)
             trials.append((label, [(n, choices.split(factor, 1, n)) for n in (2, 3)]))
-        for label, more in unlisted(case.choices):
-            trials.append((label, [(n, Choices(more, call, sig).partials[0]) for n in (2, 3)]))
+        for label, wider in unlisted(case.choices):
+            trials.append((label, [(n, Choices(wider, call, sig).partials[0]) for n in (2, 3)]))
         for label, options in trials:
             tried = [(n, s) for n, s in options if s is not None and summable(s, case.choices)]
             if tried and not any(case.on_axis(n, s) for n, s in tried):
-                right = "comes out right, but the rule forbids it"
+                text = "comes out right, but the rule forbids it"
                 ranks = max(n for n, _ in tried)
-                findings[label] = Finding(case.name, label, ranks, right, call_text(call))
+                findings[label] = Finding(case.name, label, ranks, text, call_text(call))
     return list(findings.values())

@@ -35,8 +35,8 @@ def fetch(text: Text, node: fx.Node) -> bool:
         names = tuple(getattr(x, "name", "") for x in first) if isinstance(first, tuple | list) else ()
         bucket = _bucket(text, name)
         if bucket is None or bucket.params != names:
-            has = ", ".join(bucket.params) if bucket else "none"
-            text.wrong[node] = f"{name} has other parameters: {has}"
+            members = ", ".join(bucket.params) if bucket else "none"
+            text.wrong[node] = f"{name} has other parameters: {members}"
             return False
         if node.target is not (ops.gather_start if bucket.zero == 3 else ops.updated):
             text.wrong[node] = f"{name} is at zero {bucket.zero}"

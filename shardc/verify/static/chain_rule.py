@@ -168,10 +168,10 @@ class ChainRule:
         def put(x: fx.Node) -> Any:
             return Term(self._values[producer_of(x)])
 
-        alone = not _several(n) or n.target is ops.gather_start  # its result is a handle
+        single = not _several(n) or n.target is ops.gather_start  # its result is a handle
         args, kwargs = fx.map_arg(n.args, put), fx.map_arg(dict(n.kwargs), put)
-        term = self._terms.call(n.target, args, kwargs, self._shape(n, 0) if alone else None)
-        if alone:
+        term = self._terms.call(n.target, args, kwargs, self._shape(n, 0) if single else None)
+        if single:
             self._values[n, 0] = term
         else:
             for i in range(len(n.meta["value"])):
@@ -194,8 +194,8 @@ class ChainRule:
     def _back(self, step: _Step, grads: dict[int, int]) -> None:
         n = step.node
         terms = dict(self._lines.get(n, {}))
-        have = (tuple(None if g is None else grads[g] for g in each) for each in (step.tangents, step.before))
-        inputs = dict(zip("gp", have, strict=True))
+        gradients = (tuple(None if g is None else grads[g] for g in each) for each in (step.tangents, step.before))
+        inputs = dict(zip("gp", gradients, strict=True))
         for line in step.rule.backward:
             terms[line.number] = self._line(n, line, terms, inputs)
         for r, g in zip(step.rule.grads, step.after, strict=True):

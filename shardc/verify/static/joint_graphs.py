@@ -194,9 +194,9 @@ class _Texts:
             yield Wrong("backward", None, f"it returns {len(grads)} gradients", f"{len(named)}: {', '.join(named)}")
             return
         for name, node in zip(named, grads, strict=True):
-            right = self._expected.received.get(name)
+            number = self._expected.received.get(name)
             have = None if node is None else self._env["backward"][node]
-            want = None if right is None else Term(right)
+            want = None if number is None else Term(number)
             if have != want:
                 yield self._differs("backward", node, f"the gradient of {name}", have, want)
 
@@ -209,12 +209,12 @@ class _Texts:
             for n in self._texts[text].nodes if text in self._texts else ():
                 args: Any = n.args
                 if n.target is ops.accumulate:
-                    to = self._env[text][args[0]].number
-                    name, want = self._expected.puts.get(to, (args[0].name, None))
-                    puts[to] += 1
+                    term = self._env[text][args[0]].number
+                    name, number = self._expected.puts.get(term, (args[0].name, None))
+                    puts[term] += 1
                     have = self._env[text][args[1]]
-                    if have != (right := None if want is None else Term(want)):
-                        yield self._differs(text, n, f"the gradient of {name}", have, right)
+                    if have != (want := None if number is None else Term(number)):
+                        yield self._differs(text, n, f"the gradient of {name}", have, want)
                     if begun[bucket_of.get(name, "")]:
                         yield Wrong(text, n, f"{name}'s bucket is being summed already", "put it before")
                 elif n.target is ops.launch:
@@ -222,9 +222,9 @@ class _Texts:
                 elif n.target is ops.scatter:
                     begun[args[2]] += 1
                     yield from self._scattered(text, n)
-        for to, (name, _) in self._expected.puts.items():
-            if puts[to] != 1:
-                yield Wrong("backward", None, f"{name} gets its gradient {puts[to]} times", "once")
+        for term, (name, _) in self._expected.puts.items():
+            if puts[term] != 1:
+                yield Wrong("backward", None, f"{name} gets its gradient {puts[term]} times", "once")
         yield from self._begun(begun)
 
     def _tapes(self) -> Iterator[Wrong]:
@@ -257,14 +257,14 @@ class _Texts:
         bucket = next((b for i, b in enumerate(self._program.buckets) if f"bucket{i}" == name), None)
         if bucket is None or tuple(p.name for p in params) != tuple(bucket.params):  # type: ignore[union-attr]
             yield Wrong(text, n, f"{name} has other parameters")
-        want = self._expected.scatters.get(str(name), ())
+        numbers = self._expected.scatters.get(str(name), ())
         have = tuple(None if g is None else self._env[text][g] for g in grads)  # type: ignore[union-attr, index]
-        right = tuple(None if g is None else Term(g) for g in want)
-        if have != right:
-            k = next((i for i, (a, b) in enumerate(zip(have, right, strict=False)) if a != b), 0)
+        want = tuple(None if g is None else Term(g) for g in numbers)
+        if have != want:
+            k = next((i for i, (a, b) in enumerate(zip(have, want, strict=False)) if a != b), 0)
             param = params[k].name  # type: ignore[index, union-attr]
             yield self._differs(
-                text, n, f"the gradient of {param}", have[k] if have else None, right[k] if right else None
+                text, n, f"the gradient of {param}", have[k] if have else None, want[k] if want else None
             )
 
     # --- messages

@@ -192,8 +192,8 @@ class _Checker:
                 or node.target is ops.fp8_pack  # the layout of bytes is each rank's own; no other rank reads them
             ):
                 continue
-            right = [shown(c.layout, self.mesh, own=True) for c in claims]
-            if shown(value.layout, self.mesh) not in right:
+            expected = [shown(c.layout, self.mesh, own=True) for c in claims]
+            if shown(value.layout, self.mesh) not in expected:
                 yield self._gap(
                     stage, node, f"its type says ({value.layout or 'whole'}), it is ({claims[0].layout or 'whole'})"
                 )

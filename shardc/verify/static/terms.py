@@ -68,8 +68,8 @@ class Terms:
         """Return the term of a sum over dims: keepdim as a reshape, leading dims as one dim."""
         x, dims, *keeps = args
         if keeps == [True]:
-            gone = {d % len(shape) for d in dims}
-            rest = tuple(n for d, n in enumerate(shape) if d not in gone)
+            summed = {d % len(shape) for d in dims}
+            rest = tuple(n for d, n in enumerate(shape) if d not in summed)
             return self._reshaped(self._summed((x, dims), kwargs, rest), shape)
         known = self._shape.get(x.number)
         if known is not None and len(dims) > 1 and sorted(dims) == list(range(len(dims))):
