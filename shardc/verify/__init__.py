@@ -1,10 +1,11 @@
-"""Two checks that a program equals one device. By numbers: the compiled program on all ranks of the loopback mesh
-against the single-device graph, in float64. By proof, without running: shardc.verify.static.
+"""Check that a program equals one device: by numbers, and by proof.
 
-simulate        all ranks in this process; reference: one device
-equality        the comparison, value by value; not_finite: the op that makes the first nan or inf
+By numbers: the compiled program on all ranks of the loopback mesh against the single-device graph, in float64.
+
+simulate        runs all ranks in this process; reference: runs one device
+equality        compares value by value; not_finite: finds the op that makes the first nan or inf
 to_float64      a program in float64; random_batch: weights and a batch that it accepts
-static          every text type-checked against the model's graph, for any number of ranks
+static          the proof without running, for any number of ranks
 rules           proof of the rules of ops
 """
 

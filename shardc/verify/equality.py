@@ -1,8 +1,7 @@
-"""The numeric check: the compiled program on all ranks of the loopback mesh against the single-device graph, in
-float64.
+"""Compare the compiled program on all loopback ranks with the single-device graph, in float64.
 
-Weights and inputs are random. What is compared is what a user would never notice: the loss, every gradient, every
-buffer."""
+Weights and inputs are random. Compared are the loss, every gradient, every updated buffer and every output.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +29,16 @@ from shardc.verify.reference import interpret, reach
 from shardc.verify.simulate import ReplicasDifferError, simulate
 from shardc.verify.to_float64 import to_float64
 
-#: Relative; the noise of float64 is 5e-16 per operation, and sums over ranks come in another order.
+#: Relative. The noise of float64 is 5e-16 per operation, and sums over ranks have another order.
 TOLERANCE = 1e-12
 #: How far a compiled step may be from the same step op by op, relative, in the program's own dtypes: a fused reduction
-#: adds up in another order, and fused 16-bit ops round once where single ones round each time.
+#: adds in another order, and fused 16-bit ops round once where single ops round each time.
 OF_COMPILED = {torch.float64: TOLERANCE, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not equal. where: parameter or value; what: how far off; fix: what to do about it."""
+    """One value that differs. where: parameter or value; what: how far off; fix: what to do about it."""
 
     where: str
     what: str
@@ -51,8 +50,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """Result of `verify`. checked: number of values compared; worst: largest relative difference seen; seconds:
-    duration; compiled: with `compiled=True`, the largest between the compiled step and the same step line by line.
+    """Result of `verify`.
+
+    checked: number of values compared; worst: largest relative difference; seconds: duration; compiled: with
+    `compiled=True`, the largest difference between the compiled step and the same step line by line.
     """
 
     findings: tuple[Finding, ...]
@@ -79,26 +80,25 @@ class Report:
 
 
 def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report:
-    """Run one training step both ways and compare loss, gradients and buffers. Dropout stays on: its masks are the same
-    on every mesh. Of a forward-only program: one forward, and its outputs.
+    """Run one training step on the ranks and on one device; compare loss, gradients and buffers.
 
-    Needs memory for the model in float64 on every rank of the mesh; a program too large for this machine gives a
-    finding that says so. Nothing is read from or written to disk.
-
-    Every dtype is widened, the casts of `precision:` too: what is checked is the algebra of the splits, not the
-    rounding of 16 bits.
+    Dropout stays on: its masks are the same on every mesh. Of a forward-only program, the outputs of one forward are
+    compared. Needs memory for the model in float64 on every rank of the mesh; with too little, the report has a finding
+    that says so. Nothing is read from or written to disk. Every dtype is widened, also in the casts of `precision:`:
+    this checks the algebra of the splits, not the rounding of 16 bits.
 
     compiled: run compiled regions as compiled code against one device, and compare the compiled step with the same step
     line by line, in the program's own dtypes, within OF_COMPILED.
-    Raises ShardcError for a program that trains no parameter."""
+    Raises ShardcError for a program that trains no parameter.
+    """
     start = time.perf_counter()
     if not program.forward_only:
         check_trains(program)
-    need, there = _memory(program), _available()
-    if need > there:
+    need, free = _memory(program), _available()
+    if need > free:
         finding = Finding(
             program.meta.get("model", "program"),
-            f"the check needs about {size(need)}, this machine has {size(there)} free",
+            f"the check needs about {size(need)}, this machine has {size(free)} free",
             "verify a smaller batch or fewer layers of the same model: rules and spec are the same",
         )
         return Report((finding,), 0, float("nan"), time.perf_counter() - start)
@@ -111,10 +111,10 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
         buffers = {b.name: weights[b.fqn] for b in double.buffers if b.constant is None}
         batch = random_inputs(double, seed, fractions=fractions)
         try:
-            loss, news, outputs = interpret(
+            loss, updated, outputs = interpret(
                 double, params, buffers, {i.name: reach(batch, i.path) for i in double.inputs}, Rng(seed)
             )
-        except OUTSIDE_DOMAIN as e:  # a target that is no probability, a matrix that is not positive definite
+        except OUTSIDE_DOMAIN as e:  # such as targets outside 0..1, a matrix that is not positive definite
             why = f"the model fails on one device ({type(e).__name__}: {str(e).splitlines()[0]})"
             continue
         if program.forward_only or bool(torch.isfinite(loss)):
@@ -136,10 +136,10 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
         gradient = params[p.name].grad
         one_by_one = {} if gradient is None else p.by_name(gradient)
         pairs += [(n, one_by_one.get(n), sim.grads.get(n)) for n in (p.members or (p.fqn,))]
-    pairs += [(b.fqn, news[b.name].detach(), sim.state[b.fqn]) for b in double.buffers if b.updated]
+    pairs += [(b.fqn, updated[b.name].detach(), sim.state[b.fqn]) for b in double.buffers if b.updated]
     (findings, of_compiled), worst = _compiled(program, seed) if compiled else ([], None), 0.0
-    # a gradient that is zero in exact arithmetic (a key's bias: softmax does not see it) is rounding on both sides:
-    # measure it against the whole gradient's size
+    # a gradient that is zero in exact arithmetic (a key's bias: softmax ignores it) is only rounding on both sides:
+    # compare it relative to the norm of all gradients
     floor = 1e-3 * float(
         sum((_wide(g).norm().square() for n, g, _ in pairs if n != "loss" and g is not None), torch.zeros(())).sqrt()
     )
@@ -171,11 +171,11 @@ def _all_finite(x: Tensor) -> bool:
 
 
 def _compiled(program: Program, seed: int) -> tuple[list[Finding], float | None]:
-    """The compiled step against the same step line by line, in the program's own dtypes; the largest difference."""
+    """Compare the compiled step with the same step line by line. Return findings and the worst difference."""
     if not any(fused_regions(g) for s in program.stages if s.joint is not None for g in s.joint.graphs.values()):
         if program.spec is not None and program.spec.execution.compile == "layers":
-            small = "no lines of this program are worth compiling: calling them as one costs what it saves"
-            return [Finding("execution.compile", small, "compile it for a larger batch")], None
+            reason = "no lines of this program are worth compiling: calling them as one costs what it saves"
+            return [Finding("execution.compile", reason, "compile it for a larger batch")], None
         fix = "write `execution: {compile: layers}` in the spec"
         return [Finding("execution.compile", "nothing of this program is compiled", fix)], None
     weights, batch = random_state(program, seed), random_inputs(program, seed)
@@ -194,7 +194,10 @@ def _compiled(program: Program, seed: int) -> tuple[list[Finding], float | None]
 
 
 def difference(one: Tensor | None, many: Tensor | None, floor: float = 0.0) -> float:
-    """‖many - one‖ / max(‖one‖, floor). A gradient that is missing is not one of zeros: an optimizer decays that."""
+    """Return ‖many - one‖ / max(‖one‖, floor); inf if only one of the two exists.
+
+    A missing gradient is not a gradient of zeros: an optimizer decays the weights in the second case.
+    """
     if one is None or many is None:
         return 0.0 if one is many else float("inf")
     one, many = _wide(one), _wide(many)
@@ -203,21 +206,19 @@ def difference(one: Tensor | None, many: Tensor | None, floor: float = 0.0) -> f
 
 
 def _wide(x: Tensor) -> Tensor:
-    """float64, or complex128 with both parts."""
+    """Return x in float64, or in complex128 if it is complex."""
     return x.to(torch.promote_types(x.dtype, torch.float64))
 
 
 def _of_output(one: Tensor, many: Tensor) -> float:
-    """The difference of an output, which may be nan or inf where the user's formula is: of no row at all, say."""
+    """Return the difference of an output, where equal elements (also nan and inf) do not count."""
     wide, other = _wide(one), _wide(many)
     same = (wide == other) | (wide.isnan() & other.isnan())
     return difference(wide.masked_fill(same, 0), other.masked_fill(same, 0), float(wide[wide.isfinite()].norm()))
 
 
 def _memory(program: Program) -> float:
-    """Bytes in float64: weights and gradients, twice on the reference, once a rank; activations of one device and of
-    the ranks.
-    """
+    """Estimate the bytes that the check needs in float64: weights, gradients and activations."""
     weights = sum(8 * Value(p.shape, torch.float64).nbytes() // 8 for p in program.params)
     local = sum(Value(p.shape, torch.float64, False, p.layout).nbytes(program.mesh) for p in program.params)
     computed = (v for n in program.graph.nodes if n.op == "call_function" for v in values_of(n))

@@ -1,4 +1,4 @@
-"""Which op makes a number that is nan or inf first, on ranks or on one device: forward, and backward."""
+"""Find the op that makes the first nan or inf on ranks, forward or backward."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shardc.runtime.step.engine import Engine
 
 
 def op_on_ranks(program: Program, model: Any, batch: Any, seed: int) -> str:
-    """Run a step once more, and name the op whose result is the first nan on any rank, or the inf that it is made of;
-    where there is none in forward, the op whose backward makes a gradient that is not finite. "" where none is.
+    """Run a step again and return the op that makes the first nan or inf; "" if there is none.
 
-    The op with its module and line in the model.
+    Forward: the op of the first nan on any rank, or of the inf that led to it. If forward has no nan: the op whose
+    backward makes a gradient that is not finite. The op is named with its module and line in the model.
     """
     forward, backward = _Seen(), _Seen()
     program = without_fused_regions(program)
@@ -49,7 +49,7 @@ def op_on_ranks(program: Program, model: Any, batch: Any, seed: int) -> str:
 
 @dataclass
 class _Seen:
-    """Lines, of all ranks, with a result that has nan, or inf."""
+    """Lines that have nan or inf in a result on any rank."""
 
     nan: set[fx.Node] = field(default_factory=set)
     inf: set[fx.Node] = field(default_factory=set)
@@ -70,7 +70,7 @@ def _watched(stage: Stage, forward: _Seen, backward: _Seen) -> Stage:
 
 
 def _looking(graph: fx.Graph, seen: _Seen) -> fx.Graph:
-    """A copy of a graph that looks at the result of each line."""
+    """Return a copy of a graph that passes the result of each line to `seen`."""
     env: dict[fx.Node, fx.Node] = {}
     copy = copy_graph(graph, env)
     for n in graph.nodes:
@@ -85,14 +85,14 @@ def _looking(graph: fx.Graph, seen: _Seen) -> fx.Graph:
 
 
 def _origin(node: fx.Node, bad: set[fx.Node]) -> fx.Node:
-    """The first of the values that are not finite by which a value came to be so."""
+    """Follow operands that are not finite back from a node to the first one."""
     while operand := next((x for x in node.all_input_nodes if x in bad), None):
         node = operand
     return node
 
 
 def _op(line: fx.Node, stage: Stage) -> str:
-    """The op of the stage that a line belongs to, with its line in the model."""
+    """Return the op of the stage that a line belongs to, with its line in the model."""
     name = line.meta.get("of", line.name)
     node = next((n for n in stage.graph.nodes if n.name == name), line)
     return f"{node.name} of {source}" if str(source := source_of(node)) else node.name

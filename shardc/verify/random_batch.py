@@ -1,4 +1,4 @@
-"""Random weights and a random batch that a program accepts: what is compared needs no checkpoint and no data."""
+"""Make random weights and a random batch that a program accepts: no checkpoint or data is needed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from shardc.ir.stored import Buffer, Param
 
 
 def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str, Tensor]:
-    """Random parameters (scaled as an initialisation would) and buffers, by every FQN they have.
+    """Return random parameters (scaled as an initialization does) and buffers, by each of their FQNs.
 
-    integers: what buffers of integers and truth values are filled with. Of a causal mask, one of 0 and 1 hides nothing,
-    the other all."""
+    integers: the value that fills buffers of integers and truth values. As a causal mask, one of 0 and 1 hides nothing,
+    the other everything.
+    """
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, Tensor] = {}
     stored: list[Param | Buffer] = [*program.params, *(b for b in program.buffers if b.constant is None)]
@@ -27,18 +28,16 @@ def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str,
             value = torch.full(x.shape, integers, dtype=x.dtype)
         else:
             noise = torch.randn(x.shape, generator=generator, dtype=_widest(x.dtype))
-            middle = (
-                1 if isinstance(x, Param) else 0.5
-            )  # gains; variances, and tables of rates whose complement has a root
-            value = (noise * x.shape[-1] ** -0.5 if len(x.shape) > 1 else middle + 0.1 * noise).to(x.dtype)
+            center = 1 if isinstance(x, Param) else 0.5  # gains; variances, and rates r where sqrt(1 - r) is taken
+            value = (noise * x.shape[-1] ** -0.5 if len(x.shape) > 1 else center + 0.1 * noise).to(x.dtype)
         state |= x.by_name(value)
     return state
 
 
 def random_inputs(program: Program, seed: int, *, fractions: bool = False) -> Any:
-    """A random batch in the user's own structure. Integers stay in the range that the graph looks them up in, and in
-    that of their dtype; complex numbers have both parts.
+    """Return a random batch in the user's structure.
 
+    Integers stay in the range of their lookups and of their dtype; complex numbers have both parts.
     fractions: numbers between 0 and 1, as probabilities are, instead of normal ones.
     """
     generator = torch.Generator().manual_seed(seed + 1)
@@ -49,8 +48,8 @@ def random_inputs(program: Program, seed: int, *, fractions: bool = False) -> An
             draw = torch.rand if fractions else torch.randn
             leaves[x.path] = draw(x.shape, generator=generator, dtype=_widest(x.dtype)).to(x.dtype)
         else:
-            exist = 2 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
-            bound = min(exist, min(_bounds(nodes[x.name]), default=2))
+            limit = 2 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
+            bound = min(limit, min(_bounds(nodes[x.name]), default=2))
             leaves[x.path] = torch.randint(0, max(bound, 1), x.shape, generator=generator).to(x.dtype)
     return _nest(leaves)
 
@@ -60,7 +59,7 @@ def _widest(dtype: torch.dtype) -> torch.dtype:
 
 
 def _bounds(node: fx.Node, seen: set[fx.Node] | None = None) -> Iterator[int]:
-    """Sizes of what an integer value is used to look up: rows of an embedding, classes of a loss."""
+    """Yield the sizes of what an integer value indexes: rows of an embedding, classes of a loss."""
     seen = seen if seen is not None else set()
     for user in node.users:
         if user in seen or user.op != "call_function":

@@ -30,10 +30,10 @@ def interpret(
         b.constant if b.constant is not None else _find(buffers, b.name, b.fqn, *b.aliases) for b in program.buffers
     ]
     arguments += [_find(inputs, i.name) for i in program.inputs]
-    loss, news = fx.GraphModule(nn.Module(), graph or program.graph)(*arguments)
+    loss, values = fx.GraphModule(nn.Module(), graph or program.graph)(*arguments)
     updated = [b.name for b in program.buffers if b.updated]
-    outputs = dict(zip((o.name for o in program.outputs), news[len(updated) :], strict=True))
-    return loss, dict(zip(updated, news, strict=False)), outputs
+    outputs = dict(zip((o.name for o in program.outputs), values[len(updated) :], strict=True))
+    return loss, dict(zip(updated, values, strict=False)), outputs
 
 
 def _find(tensors: Mapping[str, Tensor], *names: str) -> Tensor:
@@ -44,7 +44,7 @@ def _find(tensors: Mapping[str, Tensor], *names: str) -> Tensor:
 
 
 def reach(batch: Any, path: tuple[str | int, ...]) -> Any:
-    """The leaf of a nested batch at `path`."""
+    """Return the leaf of a nested batch at `path`."""
     for key in path:
         batch = getattr(batch, key) if isinstance(key, str) and not isinstance(batch, Mapping) else batch[key]
     return batch

@@ -1,4 +1,4 @@
-"""All ranks of a program's mesh in this one process, for tests, verification and learning."""
+"""Run all ranks of a program's mesh in this process, for tests, verification and learning."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
 from shardc.verify.not_finite import op_on_ranks
 
-#: How far replicas of one value may differ, relative to its largest element: rounding, if ranks add up in another
-#: order.
+#: How far replicas of a value may differ, relative to its largest element: ranks may add in different orders, so
+#: rounding differs.
 SLACK = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)
 class Comm:
-    """One collective that rank 0 ran. bytes: of the whole local tensor; direction:
-    "forward", "backward" or "update".
+    """A collective that rank 0 ran.
+
+    bytes: of the whole local tensor; direction: "forward", "backward" or "update".
     """
 
     kind: str
@@ -44,9 +45,9 @@ class Comm:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What all ranks together computed, put together again.
+    """The global result of all ranks.
 
-    loss: 0-dim, global, of the last step; nan of a forward-only program. outputs: what stands beside it, of all rows.
+    loss: 0-dim, global, of the last step; nan of a forward-only program. outputs: other results, of all rows.
     grads: {fqn: global tensor}, of the last step, before the optimizer; without parameters that no gradient reaches.
     state: {fqn: global tensor}, parameters and buffers after the last step; tied ones under every name.
     comms: the collectives of the last step, in order.
@@ -69,8 +70,8 @@ class _Rank:
     """One rank's part of a Simulation, by placeholder name."""
 
     loss: Tensor
-    grads: dict[str, Tensor | None]  # as the rank keeps them: at ZeRO >= 1 a stretch of each
-    params: dict[str, Tensor]  # likewise
+    grads: dict[str, Tensor | None]  # as the rank stores them: at ZeRO >= 1 a stretch of each
+    params: dict[str, Tensor]  # stored in the same way
     wholes: dict[str, Tensor]  # whole local parts, as ops see them
     buffers: dict[str, Tensor]
     records: list[CommRecord]
@@ -81,14 +82,14 @@ class _Rank:
 def simulate(
     program: Program, model: Any, batch: Any, *, steps: int = 1, optimizer: OptimizerOf | None = None, seed: int = 0
 ) -> Simulation:
-    """Run `steps` training steps of a program on every rank of its mesh, in lockstep, without a process group.
+    """Run training steps of a program on every rank of its mesh, in lockstep, without a process group.
 
     model: holds the weights and is not changed; or a state_dict, or a function that builds the model (see Engine).
-    batch: one global batch, used in every step. seed: of dropout.
-    optimizer: params -> torch optimizer. None: with steps=1 weights stay as they are, with more AdamW(3e-4) trains.
-    Of a forward-only program one forward is run.
-    Raises ShardcError for a batch or weights that do not fit, and ReplicasDifferError where replicas come out
-    different, which is a bug of shardc or of a rule: it names the op where one of them is not finite.
+    batch: one global batch, used in every step. steps: how many. seed: of dropout.
+    optimizer: params -> torch optimizer. None: one step leaves the weights as they are, several use AdamW(3e-4).
+    A forward-only program runs one forward.
+    Raises ShardcError for a batch or weights that do not fit, and ReplicasDifferError if replicas differ, which is a
+    bug of shardc or of a rule: it names the op if one of them is not finite.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ShardcError(
@@ -97,13 +98,13 @@ def simulate(
     torch_modes.check("shardc.simulate", training=not program.forward_only)
     if not program.forward_only:
         check_trains(program)
-    # once, not by every rank's engine: these share one model, and have nothing to compare
+    # check once, not in every rank's engine: they share one model
     for name, note in user_changes.check_as_compiled(program, model, built=False).items():
         print(f"note: {name}: {note}", file=sys.stderr, flush=True)
     make = optimizer if optimizer is not None or steps == 1 else adamw
 
     def work(mesh: LoopbackMesh) -> _Rank:
-        engine = Engine(program, model, make, seed, mesh=mesh, check=False)  # one process: all have the same
+        engine = Engine(program, model, make, seed, mesh=mesh, check=False)  # one process: nothing can differ
         grads: dict[str, Tensor | None] = {}
         result: Any = None
         if program.forward_only:
@@ -112,8 +113,8 @@ def simulate(
             mesh.records.clear()
             result = engine.backward(batch, gather=True)
             last = step == steps - 1
-            held = {n: p.grad for n, p in engine.owned.items()} if last else {}
-            grads = {n: g.as_subclass(Tensor).clone() if g is not None else None for n, g in held.items()}
+            raw_grads = {n: p.grad for n, p in engine.owned.items()} if last else {}
+            grads = {n: g.as_subclass(Tensor).clone() if g is not None else None for n, g in raw_grads.items()}
             engine.update()
         records = list(mesh.records)
         wholes = {n: x.clone() for n, x in engine.wholes().items()}
@@ -130,7 +131,7 @@ def simulate(
 
 
 class ReplicasDifferError(ShardcError):
-    """Ranks hold different numbers of one value. not_finite: one of them has nan or inf, another has not."""
+    """Ranks hold different numbers of one value. not_finite: one has nan or inf where another has not."""
 
     def __init__(self, what: str, where: str, *, not_finite: bool = False) -> None:
         super().__init__(what, where=where, fix="a bug in shardc or in a rule of your own: please report it")
@@ -138,7 +139,7 @@ class ReplicasDifferError(ShardcError):
 
 
 def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
-    """Parts put together, after replicas have been compared."""
+    """Join the parts of all ranks to global tensors, and compare replicas."""
     grads: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
     for p in program.params:
@@ -149,22 +150,22 @@ def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
             if g is None and ranks[rank].params[p.name].numel():
                 fault = f"rank {rank} has no gradient of it, and others have"
                 raise ReplicasDifferError(fault, p.fqn)
-        there = {
+        pieces = {
             i: ranks[i].params[p.name] if g is None else g for i, g in parts.items()
-        }  # without elements, without values
-        grads |= p.by_name(_join(program, p, _local(program, p, there), "the gradient of "))
+        }  # a rank without elements has no gradient
+        grads |= p.by_name(_join(program, p, _local(program, p, pieces), "the gradient of "))
     for p in program.params:
         whole = _join(
             program, p, _local(program, p, {i: r.params[p.name] for i, r in enumerate(ranks) if p.name in r.params}), ""
         )
-        for rank, r in enumerate(ranks):  # what ops see is what was updated
+        for rank, r in enumerate(ranks):  # ops must see the updated parameters
             if p.name in r.wholes:
                 seen = p.layout.local(whole, program.mesh, program.mesh.coords(rank))
                 _check_replica(seen, r.wholes[p.name], f"{p.fqn} on rank {rank}")
         state |= p.by_name(whole)
     for x in (b for b in program.buffers if b.fqn):
-        held = {i: r.buffers[x.name] for i, r in enumerate(ranks) if x.name in r.buffers}
-        state |= dict.fromkeys((x.fqn, *x.aliases), _join(program, x, held, ""))
+        copies = {i: r.buffers[x.name] for i, r in enumerate(ranks) if x.name in r.buffers}
+        state |= dict.fromkeys((x.fqn, *x.aliases), _join(program, x, copies, ""))
     for rank, r in enumerate(ranks):
         _check_replica(ranks[0].loss, r.loss, f"the loss of rank {rank}")
         for name, value in r.outputs.items():
@@ -175,7 +176,7 @@ def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
 
 
 def _local(program: Program, p: Param, kept: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Every rank's whole local part of a parameter (or its gradient), from what the ranks keep."""
+    """Return every rank's whole local part of a parameter or gradient from the pieces that ranks store."""
     bucket = program.bucket(p)
     if bucket is None or not bucket.zero:
         return kept
@@ -184,7 +185,7 @@ def _local(program: Program, p: Param, kept: dict[int, Tensor]) -> dict[int, Ten
 
 
 def _join(program: Program, x: Param | Buffer, parts: dict[int, Tensor], kind: str) -> Tensor:
-    """The global tensor from {rank: its part}; every rank that has one must hold its part of it."""
+    """Join {rank: its part} to the global tensor. Raises ReplicasDifferError if a rank holds another part."""
     mesh = program.mesh
     stage = {program.axis: program.holders(x)[0]} if program.axis else {}
     whole = x.layout.join(lambda coords: parts[mesh.rank({**coords, **stage})], mesh)
@@ -198,23 +199,23 @@ def _check_replica(expected: Tensor, got: Tensor, name: str) -> None:
         return
     wide = torch.promote_types(expected.dtype, torch.float64)
     one, other = expected.to(wide), got.to(wide)
-    # what is zero but for rounding may differ by as much as its own size, hence the floor; NaN in both is the user's,
-    # not ours
+    # rounding of a value that should be zero is as large as the value: hence the floor; nan on both sides comes from
+    # the user's model
     size = max(float(one.abs().nan_to_num(0.0).max()), 1e-6)
     inexact = expected.is_floating_point() or expected.is_complex()
     slack = SLACK.get(expected.dtype.to_real(), 1e-1) * size if inexact else 0.0
     if torch.allclose(one, other, rtol=0.0, atol=slack, equal_nan=True):
         return
-    apart = one.isfinite() != other.isfinite()
-    if bool(apart.any()):
-        here, there = other[apart][0].item(), one[apart][0].item()
-        raise ReplicasDifferError(f"it is {here:.6g}, and {there:.6g} on a replica", name, not_finite=True)
+    differ = one.isfinite() != other.isfinite()
+    if bool(differ.any()):
+        value, replica = other[differ][0].item(), one[differ][0].item()
+        raise ReplicasDifferError(f"it is {value:.6g}, and {replica:.6g} on a replica", name, not_finite=True)
     fault = f"it differs from its replica by {float((one - other).abs().max()):.1e}"
     raise ReplicasDifferError(fault, name)
 
 
 def _causes(program: Program) -> dict[str, str]:
-    """Tag of a record -> why the program has that collective."""
+    """Return the cause of each collective, by the tag of its record."""
     causes = {f"bucket{i}": f"gradients of {len(b.params)} parameters" for i, b in enumerate(program.buckets)}
     causes["grad_norm"] = "norm of the gradients"
     for stage in program.stages:

@@ -1,4 +1,4 @@
-"""A graph, or a whole program, in float64 and complex128: a difference from one device cannot hide in rounding."""
+"""Convert a graph or a program to float64 and complex128, so that rounding hides no difference."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def _wide(x: Any) -> Any:
 
 
 def graph_to_float64(graph: fx.Graph) -> fx.Graph:
-    """A copy in which every floating dtype is float64, and every complex one complex128: of casts, of factories, of the
-    nodes' types. Run it with tensors of those.
-    """
+    """Return a copy of a graph in float64 and complex128: casts, factories and the nodes' types."""
     new = copy_graph(graph)
     for node in new.nodes:
         node.args, node.kwargs = fx.node.map_aggregate(node.args, _wide), fx.node.map_aggregate(node.kwargs, _wide)
@@ -34,9 +32,7 @@ def graph_to_float64(graph: fx.Graph) -> fx.Graph:
 
 
 def to_float64(program: Program, *, compiled: bool = False) -> Program:
-    """The same program with every floating dtype float64, every complex one complex128. compiled: with
-    pieces that run as compiled code, if the program's do.
-    """
+    """Return the program in float64 and complex128. compiled: keep its compiled regions."""
 
     def typed(x: Any) -> Any:
         return replace(x, dtype=_wide(x.dtype))

@@ -1,7 +1,7 @@
-"""One sample call: run whole, and as a strategy says, on every rank.
+"""Run one sample call: whole, and on every rank as a strategy says.
 
-The partition pass writes the local graph of the one op, operands are laid out as the strategy wants them, results must
-be laid out as it promises; so must gradients.
+The partition pass writes the local graph of the one op. Operands are laid out as the strategy needs them; results and
+gradients must be laid out as it promises.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from shardc.verify.rules.compare import RTOL, continuous, differs, dual, gradien
 
 aten = torch.ops.aten
 
-#: Their elements are not defined: only shapes and dtypes are compared.
+#: Ops with undefined elements: only shapes and dtypes are compared.
 UNDEFINED = {aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default}
-#: What ops raise for operands that do not fit: a finding, not a fault of the check.
+#: Errors of ops for operands that do not fit: a finding, not a fault of the check.
 MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ShardcError)
 AXIS = "ax"
-#: What padding holds beside copies of real entries: functions have their poles, and the ends of their domains, here.
+#: Numbers to try as padding, besides copies of real entries: poles and ends of domains are often here.
 PADDED_BY = (0.0, 1.0, -1.0)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """From `prove`: a strategy that does not give what the whole op gives. From `too_strict`: one that the rule could
-    allow.
+    """A strategy that is wrong (from `prove`), or one that the rule could allow (from `too_strict`).
 
     strategy: the factor, partial or extra strategy. ranks: how many ranks (parts). what: which result or gradient
     differs, by how much. call: types and arguments of the call.
@@ -70,12 +69,12 @@ class UnfitError(Exception):
 
 
 def message_of(e: BaseException) -> str:
-    """An exception in a line."""
+    """Return an exception as one line."""
     return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
 
 
 def call_text(call: Call) -> str:
-    """Arguments as a person writes them, tensors by type: `f64[4, 12], 1, keepdim=True`."""
+    """Return arguments as a person writes them, tensors by type: `f64[4, 12], 1, keepdim=True`."""
 
     def one(x: Any) -> str:
         if isinstance(x, Operand):
@@ -88,12 +87,12 @@ def call_text(call: Call) -> str:
 
 
 def name_of(op: Any) -> str:
-    """`aten.mm.default`, or a function's name."""
+    """Return `aten.mm.default`, or a function's name."""
     return str(op) if hasattr(op, "_schema") else str(op.__name__)
 
 
 class _OneOp(LocalProgram):
-    """Writes the local graph of a single call: operands as laid out, the results as they come."""
+    """Writer of the local graph of one call: operands in their layouts, results as the op returns them."""
 
     def write(self, node: fx.Node, layouts: Sequence[Layout]) -> fx.Graph:
         operand = iter(layouts)
@@ -107,9 +106,9 @@ class _OneOp(LocalProgram):
 
 @dataclass
 class Case:
-    """A sample call: a node of a global graph, its tensors, its results, and its gradients under random weights of the
-    results.
+    """A sample call: a node of a global graph, its tensors, results, and gradients.
 
+    weights: random, of the results; the gradients are those of the weighted sum.
     forward_only: why the op has no backward, if it has none: then only results are compared.
     """
 
@@ -129,9 +128,9 @@ class Case:
 
     @classmethod
     def of(cls, op: Any, sample: Sample, seed: int = 0, rule: Rule | None = None) -> Case:
-        """Build the global graph of one call and run it whole. rule: instead of the registered one.
+        """Build the global graph of one call and run it whole. rule: replaces the registered one.
 
-        Raises NoCallError where the op refuses the arguments, UnfitError where the rule does.
+        Raises NoCallError if the op refuses the arguments, UnfitError if the rule does.
         """
         tensors = Tensors(seed)
         arguments = sample(tensors)
@@ -176,7 +175,7 @@ class Case:
         forward_only = ""
         try:
             grads = gradients(results, weights, leaves)
-        except RuntimeError as e:  # no backward of its own, or none of this call
+        except RuntimeError as e:  # the op has no backward, or none for this call
             forward_only, weights, grads = message_of(e), [None] * len(results), [None] * len(leaves)
         rtol = max((RTOL[x.dtype] for x in (*leaves, *results) if x.dtype in RTOL), default=0.0)
         return cls(
@@ -192,7 +191,7 @@ class Case:
         )
 
     def wrong(self, mesh: Mesh, strategies: dict[str, Strategy], padding: float | None = None) -> str:
-        """Run the call on every rank as the strategies say and compare. Returns what is wrong, "" if nothing.
+        """Run the call on every rank with these strategies; return what differs from the whole, "" if nothing.
 
         padding: the number that padding holds; None: copies of real entries.
         """
@@ -205,7 +204,7 @@ class Case:
                 if fault := layout.problem(x.shape, mesh):
                     return f"{side} {i} cannot be laid out: {fault}"
         self.node.meta["strategies"] = strategies
-        held = [
+        operands = [
             spread(x, layout, mesh, self.generator, padding=padding if continuous(x) else None)
             for x, layout in zip(self.tensors, ins, strict=True)
         ]
@@ -215,7 +214,7 @@ class Case:
         ]
 
         def one_rank(rank: int, runtime: Any) -> tuple[list[Tensor], list[Tensor | None]]:
-            leaves = [h[rank].requires_grad_(g is not None) for h, g in zip(held, self.grads, strict=True)]
+            leaves = [h[rank].requires_grad_(g is not None) for h, g in zip(operands, self.grads, strict=True)]
             results = run_nodes(graph, (runtime, Rng(0), *leaves))
             return [y.detach() for y in results], gradients(
                 results, [w if w is None else w[rank] for w in weights], leaves
@@ -232,13 +231,13 @@ class Case:
         for i, (grad, layout) in enumerate(zip(self.grads, ins, strict=True)):
             if grad is None:
                 continue
-            parts, laid = [grads[i] for _, grads in ranks], dual(layout)
-            if fault := differs(parts, laid, mesh, grad, self.rtol, gradient=True):
+            parts, dual_layout = [grads[i] for _, grads in ranks], dual(layout)
+            if fault := differs(parts, dual_layout, mesh, grad, self.rtol, gradient=True):
                 return f"gradient of operand {i}: {fault}"
         return ""
 
     def on_axis(self, n: int, strategy: Strategy) -> str:
-        """As `wrong`, on one axis; of a padded strategy with several numbers in the padding."""
+        """Run `wrong` on one axis of n ranks; for a padded strategy with several numbers in the padding."""
         padded = any(isinstance(p, Shard) and p.padding for p in strategy.inputs)
         for number in (None, *PADDED_BY) if padded else (None,):
             if fault := self.wrong(Mesh(((AXIS, n),)), {AXIS: strategy}, number):

@@ -1,4 +1,4 @@
-"""Prove the rule of an op on sample calls: for the tests, `shardc rules --check` and `shardc.check_rule`."""
+"""Prove the rule of an op on sample calls: tests, `shardc rules --check`, `shardc.check_rule`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from shardc.verify.rules.prove import PARTS, prove, prove_case, prove_pairs
 from shardc.verify.rules.too_strict import too_strict
 from shardc.verify.rules.variants import exact, variants
 
-#: As `variants`: what other calls to make from a sample.
+#: Makes other calls from a sample, as `variants` does.
 Variants = Callable[[Any, Sample, Case], Iterator[tuple[str, Sample]]]
 
 
 @dataclass
 class OpReport:
-    """The check of one op. calls: how many were run, variants of samples included. wrong: what does not give what the
-    whole op gives. forward_only: why no gradients were compared, "" if they were.
+    """The check of one op.
+
+    calls: how many were run, with the variants of samples. wrong: strategies whose results differ from the whole op's.
+    forward_only: why no gradients were compared, "" if they were.
     """
 
     op: str
@@ -34,10 +36,10 @@ class OpReport:
 
 
 def check_op(op: Any, samples: Sequence[Sample], rule: Rule | None = None, variants: Variants = variants) -> OpReport:
-    """Prove the rule of an op on samples and their variants. rule: instead of the registered one."""
+    """Prove the rule of an op on samples and their variants. rule: replaces the registered one."""
     report = OpReport(name_of(op))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about odd calls that it takes all the same
+        warnings.simplefilter("ignore")  # torch warns about unusual calls that it accepts
         for i, example in enumerate(samples):
             report.calls += 1
             sample = exact(op, example)
@@ -50,7 +52,7 @@ def check_op(op: Any, samples: Sequence[Sample], rule: Rule | None = None, varia
             report.wrong += prove_case(case, *PARTS)
             for label, other in variants(op, sample, case):
                 report.wrong += _variant(op, label, other, rule, report)
-            if i < 2:  # every factor with every other; at all digits where a rule has code for them, or the op is large
+            if i < 2:  # every pair of factors; at all digits if the rule has code for digits, or the op is large
                 if case.choices.rule.local or case.choices.rule.extra or (case.choices.rule.flops and i == 0):
                     report.wrong += prove_pairs(op, sample, (2, 2), rule=rule)
                 report.wrong += prove_pairs(op, sample, (2, 3), deep=False, rule=rule)
@@ -58,7 +60,7 @@ def check_op(op: Any, samples: Sequence[Sample], rule: Rule | None = None, varia
 
 
 def _variant(op: Any, label: str, sample: Sample, rule: Rule | None, report: OpReport) -> list[Finding]:
-    """A variant on two ranks, splits at outer digits only: what inner digits do wrong shows in the sample itself."""
+    """Prove a variant on two ranks, with splits at outer digits only: the sample covers inner digits."""
     try:
         case = Case.of(op, sample, rule=rule)
     except NoCallError:
@@ -70,15 +72,14 @@ def _variant(op: Any, label: str, sample: Sample, rule: Rule | None, report: OpR
 
 
 def check_rule(op: Any, *args: Any, **kwargs: Any) -> list[Finding]:
-    """Prove the rule of an op: on this call (the op's own arguments), or on the samples that the rule was registered
-    with.
+    """Prove the rule of an op: on this call (the op's own arguments), or on the samples of the rule.
 
     The whole op is compared with 2, 3, 4 and 6 parts at every factor, partial sums, two splits at once: results and
     gradients, in float64 (1e-10 of the largest number) where the op takes it, in float32 (1e-5) and bfloat16 (5e-2),
     with operands transposed in memory, with factors of size one. Runs on the CPU in well under a second per call.
 
-    Returns what the rule forbids though it comes out right (a hint, no fault). Raises ShardcError that lists everything
-    that is wrong."""
+    Returns what the rule forbids although it is right (a hint, not an error). Raises ShardcError that lists all errors.
+    """
     where = registry.caller(__file__)
     overload = resolve_op(op, where)
     rule = registry.find(overload)

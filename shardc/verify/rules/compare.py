@@ -1,11 +1,11 @@
-"""Tensors as ranks hold them: laid out, run, and compared with the whole.
+"""Lay tensors out as ranks hold them, run graphs on them, and compare with the whole.
 
-Layouts have duals: where a value is
+Layouts have duals. The gradient of a value has the dual layout:
 
-    shard       its gradient is cut alike           replicated    every rank's gradient is all of it
+    shard       a shard in the same way             replicated    every rank's gradient is all of it
     partial     every rank's gradient is all of it  partial grad  the ranks' gradients sum to it
 
-so one function lays values out, and one compares them, in both directions.
+So one function lays values out, and one compares them, in both directions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 
-#: Relative error allowed by the coarsest floating dtype of a call: ranks add up in another order than the whole op, and
+#: Relative error allowed by the coarsest floating dtype of a call: ranks add in another order than the whole op, and
 #: round in between. A few roundings of a dozen summands: 2**-52, 2**-23, 2**-10, 2**-7 each.
 RTOL = {
     torch.float64: 1e-10,
@@ -37,19 +37,19 @@ def partial_axes(layout: Layout) -> list[str]:
 
 
 def dual(layout: Layout) -> Layout:
-    """The layout of the gradient of a value."""
+    """Return the layout of the gradient of a value."""
     return Layout(
         tuple((a, PARTIAL if p == PARTIAL_GRAD else p) for a, p in layout.items if not isinstance(p, Partial))
     )
 
 
 def continuous(x: Tensor) -> bool:
-    """Whether a gradient may flow through it."""
+    """Return whether a gradient may flow through x."""
     return x.is_floating_point() or x.is_complex()
 
 
 def summands(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
-    """n random tensors of the shape and dtype of x that sum to it."""
+    """Return n random tensors of the shape and dtype of x that sum to it."""
     if continuous(x):
         some = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for _ in range(n - 1)]
     else:
@@ -66,15 +66,16 @@ def spread(
     filled: bool = True,
     padding: float | None = None,
 ) -> list[Tensor]:
-    """A global tensor as every rank holds it: its part, or a random summand, or all of it. Padding holds numbers that
-    must not count: copies of real entries, or one number; zeros if it is not filled.
+    """Return a global tensor as each rank holds it: its part, a random summand, or all of it.
+
+    Padding holds numbers that must not count: copies of real entries, or `padding`; zeros if not `filled`.
     """
     if not layout.items:
         return [x.clone() for _ in range(mesh.world)]
     axes = partial_axes(layout)
     terms = summands(x, len(mesh.group(0, axes)), generator)
-    mine = [terms[mesh.group(rank, axes).index(rank)] for rank in range(mesh.world)]
-    parts = [layout.local(m, mesh, mesh.coords(rank), copies=filled).clone() for rank, m in enumerate(mine)]
+    local_terms = [terms[mesh.group(rank, axes).index(rank)] for rank in range(mesh.world)]
+    parts = [layout.local(m, mesh, mesh.coords(rank), copies=filled).clone() for rank, m in enumerate(local_terms)]
     if padding is not None and layout.paddings():
         for part, gap in zip(parts, gaps(x, layout, mesh), strict=True):
             part.masked_fill_(gap, padding)
@@ -82,7 +83,7 @@ def spread(
 
 
 def gaps(x: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
-    """bool, by rank: which elements of its part are padding."""
+    """Return for each rank which elements of its part are padding (bool)."""
     real = torch.ones_like(x, dtype=torch.bool)
     return [~layout.local(real, mesh, mesh.coords(rank)) for rank in range(mesh.world)]
 
@@ -96,18 +97,18 @@ def differs(
     *,
     gradient: bool = False,
 ) -> str:
-    """What is wrong with parts that should make up `expected`; "" if nothing. rtol None: only types count."""
+    """Return how parts differ from those of `expected`; "" if they do not. rtol None: compare types only."""
     wants = [layout.local(expected, mesh, mesh.coords(r)) if layout.items else expected for r in range(mesh.world)]
     padding = gaps(expected, layout, mesh) if layout.paddings() and not gradient else None
     axes = partial_axes(layout)
     for rank in range(mesh.world):
         group = mesh.group(rank, axes) if axes else (rank,)
-        value, *more = (parts[r] for r in group)
-        if any(term.shape != value.shape for term in more):
+        value, *others = (parts[r] for r in group)
+        if any(term.shape != value.shape for term in others):
             return f"rank {rank} and its group have parts of different shapes"
-        if rank != group[0]:  # the sum of its group was compared
+        if rank != group[0]:  # the sum of its group is already compared
             continue
-        for term in more:
+        for term in others:
             value = value + term
         want = wants[rank]
         if padding is not None:  # a result's padding may be anything finite, a gradient's is zero
@@ -133,40 +134,38 @@ def differs(
 def gradients(
     results: Sequence[Tensor], weights: Sequence[Tensor | None], leaves: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Gradients of the weighted sum of results, zeros where a leaf has no part in it;
-    None for leaves without gradient.
-    """
+    """Return gradients of the weighted sum of results: zeros for unused leaves, None if not required."""
     terms = [(y, w) for y, w in zip(results, weights, strict=True) if w is not None and y.requires_grad]
-    wanted = [x for x in leaves if x.requires_grad]
-    grads: Sequence[Tensor | None] = [None] * len(wanted)
-    if terms and wanted:
-        grads = torch.autograd.grad([y for y, _ in terms], wanted, [w for _, w in terms], allow_unused=True)
-    each = iter(grads)
-    return [(torch.zeros_like(x) if (g := next(each)) is None else g) if x.requires_grad else None for x in leaves]
+    inputs = [x for x in leaves if x.requires_grad]
+    grads: Sequence[Tensor | None] = [None] * len(inputs)
+    if terms and inputs:
+        grads = torch.autograd.grad([y for y, _ in terms], inputs, [w for _, w in terms], allow_unused=True)
+    rest = iter(grads)
+    return [(torch.zeros_like(x) if (g := next(rest)) is None else g) if x.requires_grad else None for x in leaves]
 
 
 def run_nodes(graph: fx.Graph, arguments: Iterable[Any]) -> tuple[Tensor, ...]:
     """Run a graph node by node, as `fx.Interpreter` does, in a fifth of its time."""
-    known: dict[fx.Node, Any] = {}
-    each = iter(arguments)
+    values: dict[fx.Node, Any] = {}
+    rest = iter(arguments)
     for node in graph.nodes:
         if node.op == "placeholder":
-            known[node] = next(each)
+            values[node] = next(rest)
         elif node.op == "output":
             break
         else:
-            known[node] = node.target(
-                *fx.node.map_arg(node.args, known.__getitem__), **fx.node.map_arg(node.kwargs, known.__getitem__)
+            values[node] = node.target(
+                *fx.node.map_arg(node.args, values.__getitem__), **fx.node.map_arg(node.kwargs, values.__getitem__)
             )
-    return fx.node.map_arg(node.args[0], known.__getitem__)
+    return fx.node.map_arg(node.args[0], values.__getitem__)
 
 
 class NeedsOthersError(Exception):
-    """A rank by itself came to a collective."""
+    """A rank that runs alone came to a collective."""
 
 
 class _ByItself(LoopbackMesh):
-    """A rank that knows its place and meets no other."""
+    """A rank that knows its coordinates and can reach no other rank."""
 
     def __init__(self, layout: Mesh, rank: int) -> None:
         super().__init__(layout, rank, self)  # type: ignore[arg-type]
@@ -178,7 +177,7 @@ class _ByItself(LoopbackMesh):
 
 
 def on_ranks(mesh: Mesh, graph: fx.Graph, one_rank: Callable[[int, Any], Any]) -> list[Any]:
-    """one_rank(rank, runtime mesh) on every rank: one after the other, or, where they need each other, in threads."""
+    """Run one_rank(rank, runtime mesh) on every rank: in turn, or in threads if they communicate."""
     try:
         return [one_rank(rank, _ByItself(mesh, rank)) for rank in range(mesh.world)]
     except NeedsOthersError:

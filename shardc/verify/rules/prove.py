@@ -1,4 +1,4 @@
-"""Proof of rules (docs/explanation/algebra.md): every strategy that a rule allows, against the whole op."""
+"""Prove every strategy that a rule allows against the whole op (docs/explanation/algebra.md)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from shardc.rules.core.sample_calls import Sample
 from shardc.rules.core.strategy import Strategy
 from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, call_text, name_of
 
-#: Numbers of parts. Dims of samples have 12 elements, so that each of them has parts, inner digits and padding
+#: Numbers of parts. Dims of samples have 12 elements, so that each number meets parts, inner digits and padding
 #: somewhere.
 PARTS = (2, 3, 4, 6)
 
 
 class Anything(frozenset[Placement]):
-    """Holds every placement: `extra` strategies are tried whatever they ask for."""
+    """A set that holds every placement, so that a rule offers all of its `extra` strategies."""
 
     def __contains__(self, _: object) -> bool:
         return True
 
 
 def summable(strategy: Strategy, choices: Choices) -> bool:
-    """Whether everything that would be partial can be added up: truth values cannot."""
+    """Return whether everything partial can be added up: truth values cannot."""
     pairs = [
         *zip(strategy.inputs, choices.call.operands, strict=True),
         *zip(strategy.outputs, choices.call.results, strict=True),
@@ -37,8 +37,9 @@ def summable(strategy: Strategy, choices: Choices) -> bool:
 
 
 def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strategy]:
-    """Everything that a rule allows on an axis of n ranks. deep: whole, and every factor at inner digits, in sections
-    and padded, too.
+    """Yield every strategy that a rule allows on an axis of n ranks.
+
+    deep: also replicated, and every factor at inner digits, in sections, padded and mirrored.
     """
     if deep:
         yield choices.replicate
@@ -53,7 +54,7 @@ def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strat
         if deep and size % n and size > 1:
             tried.append(choices.split(factor, 1, n, (), -size % n))
         if deep:
-            even = [d for d in digits if d % 2 == 0]  # of a zigzag's stretches two are enough
+            even = [d for d in digits if d % 2 == 0]  # for a zigzag, the first even number of stretches is enough
             tried += [choices.split(factor, d, n, mirrored=True) for d in even[:1]]
             if size % (2 * n) and size > 1:
                 tried.append(choices.split(factor, 2, n, (), -size % (2 * n), mirrored=True))
@@ -65,10 +66,11 @@ def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strat
 def prove(
     op: Any, sample: Sample, *parts: int, seed: int = 0, rule: Rule | None = None, deep: bool = True
 ) -> list[Finding]:
-    """Every strategy of the op's rule on so many ranks against the whole op: results and gradients.
+    """Compare every strategy of an op's rule with the whole op, on so many ranks: results and gradients.
 
-    rule: instead of the registered one. deep: see `strategies`. A call that the whole op takes but the rule does not is
-    a finding."""
+    rule: replaces the registered one. deep: see `strategies`. If the op takes a call and the rule does not, that is a
+    finding.
+    """
     try:
         case = Case.of(op, sample, seed, rule)
     except (NoCallError, UnfitError) as e:
@@ -78,12 +80,12 @@ def prove(
 
 
 def prove_case(case: Case, *parts: int, deep: bool = True) -> list[Finding]:
-    """As `prove`, of a case that was run whole already."""
+    """Compare every strategy with the whole op, as `prove` does, for a case that is already run whole."""
     findings = []
     done: set[Strategy] = set()
     for n in parts:
         for s in dict.fromkeys(strategies(case.choices, n, deep=deep)):
-            if s in done and s.kind == "replicate":  # the same whatever n is
+            if s in done and s.kind == "replicate":  # the same for every n
                 continue
             done.add(s)
             if fault := case.on_axis(n, s):
@@ -100,16 +102,16 @@ def prove_pairs(
     deep: bool = True,
     rule: Rule | None = None,
 ) -> list[Finding]:
-    """Two strategies at once, on two axes: what a rule's `local` and the digits of shared dims have to get right.
+    """Compare two strategies at once, on two axes, with the whole op.
 
-    Of strategies of different factors that share no dim, one inner digit stands for all, and on axes of one size one
-    order for both.
+    This covers a rule's `local` and the digits of shared dims. For strategies of different factors that share no dim,
+    one inner digit is enough, and one order if both axes have one size.
     """
     case = Case.of(op, sample, seed, rule)
     mesh = Mesh((("a", sizes[0]), ("b", sizes[1])))
     findings = []
     firsts, seconds = (list(dict.fromkeys(strategies(case.choices, n, deep=deep))) for n in sizes)
-    inner = {s for each in (firsts, seconds) for s in later_digits(each)}
+    inner = {s for group in (firsts, seconds) for s in later_digits(group)}
     for i, first in enumerate(firsts):
         for j, second in enumerate(seconds):
             trivial = "replicate" in (first.kind, second.kind) or (first.kind, second.kind) == (
@@ -131,20 +133,20 @@ def prove_pairs(
 
 
 def later_digits(each: Sequence[Strategy]) -> list[Strategy]:
-    """The splits of factors at plain inner digits, but for the first of each factor."""
+    """Return the splits of factors at plain inner digits, without the first of each factor."""
     plain = [s for s in each if "/" in s.factor and " " not in s.factor]
     firsts = {s.base: s for s in reversed(plain)}
     return [s for s in plain if s is not firsts[s.base]]
 
 
 def share_a_dim(first: Strategy, second: Strategy) -> bool:
-    """Whether both split one dim of an operand or of a result, as of rows and columns that were made one dim."""
+    """Return whether both split one dim of an operand or result (as rows and columns merged into one dim)."""
     pairs = zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=True)
     return any(isinstance(p, Shard) and isinstance(q, Shard) and p.dim == q.dim for p, q in pairs)
 
 
 def fits(choices: Choices, mesh: Mesh, first: Strategy, second: Strategy) -> bool:
-    """Whether two strategies take disjoint digits of every operand and result."""
+    """Return whether two strategies take disjoint digits of every operand and result."""
     sides = (
         (first.inputs, second.inputs, choices.call.operands),
         (first.outputs, second.outputs, choices.call.results),

@@ -1,4 +1,4 @@
-"""Rules that could be looser: what they forbid though it comes out right."""
+"""Find rules that could be looser: what they forbid although it is right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardc.verify.rules.variants import exact
 
 
 def loosened(sig: Signature) -> Iterator[tuple[str, str, Signature]]:
-    """(what would be allowed, the factor, the signature that allows it) for every factor that is whole."""
+    """Yield (what it would allow, the factor, the looser signature) for every whole factor."""
     before = {f for o in sig.inputs for dim in o for f in dim}
     for f in sorted(sig.whole):
         if sig.sizes[f] < 2 or f.startswith("#"):
@@ -27,7 +27,7 @@ def loosened(sig: Signature) -> Iterator[tuple[str, str, Signature]]:
         yield f"split {f}", f, replace(sig, whole=rest)
         if not all(sig.places(o, f) for o in sig.outputs):
             yield f"split {f}, sum", f, replace(sig, whole=rest, summed=sig.summed | {f})
-        for g in sorted(rest - before):  # a dim of operands and one of results that might be the same
+        for g in sorted(rest - before):  # a dim of operands and one of results may be the same factor
             if f in before and sig.sizes[g] == sig.sizes[f]:
                 yield (
                     f"split {f} = {g}",
@@ -41,9 +41,7 @@ def _renamed(operand: Operand, old: str, new: str) -> Operand:
 
 
 def unlisted(choices: Choices) -> Iterator[tuple[str, Rule]]:
-    """(what would be allowed, a rule with only it) for groups of operands that might be jointly linear but are not
-    listed.
-    """
+    """Yield (what it would allow, a rule with only it) for unlisted groups that may be jointly linear."""
     reals = [i for i, v in enumerate(choices.call.operands) if needs_sum_grad(v)]
     known = {frozenset(g) for g in choices.rule.groups(choices.call)}
     for size in range(1, len(reals) + 1):
@@ -53,8 +51,9 @@ def unlisted(choices: Choices) -> Iterator[tuple[str, Rule]]:
 
 
 def too_strict(op: Any, samples: Sequence[Sample], rule: Rule | None = None) -> list[Finding]:
-    """Find what a rule forbids though it comes out right on two and on three ranks, as far as sizes divide: each split
-    or sum once. rule: as in `prove`.
+    """Find splits and sums that a rule forbids although they are right on two and three ranks.
+
+    Each is tried once, as far as sizes divide. rule: as in `prove`.
     """
     findings: dict[str, Finding] = {}
     for sample in samples:
@@ -64,12 +63,12 @@ def too_strict(op: Any, samples: Sequence[Sample], rule: Rule | None = None) -> 
         for label, factor, looser in loosened(sig):
             choices = Choices(case.choices.rule, call, looser)
             trials.append((label, [(n, choices.split(factor, 1, n)) for n in (2, 3)]))
-        for label, more in unlisted(case.choices):
-            trials.append((label, [(n, Choices(more, call, sig).partials[0]) for n in (2, 3)]))
-        for label, each in trials:
-            tried = [(n, s) for n, s in each if s is not None and summable(s, case.choices)]
+        for label, wider in unlisted(case.choices):
+            trials.append((label, [(n, Choices(wider, call, sig).partials[0]) for n in (2, 3)]))
+        for label, options in trials:
+            tried = [(n, s) for n, s in options if s is not None and summable(s, case.choices)]
             if tried and not any(case.on_axis(n, s) for n, s in tried):
-                right = "comes out right, but the rule forbids it"
+                text = "comes out right, but the rule forbids it"
                 ranks = max(n for n, _ in tried)
-                findings[label] = Finding(case.name, label, ranks, right, call_text(call))
+                findings[label] = Finding(case.name, label, ranks, text, call_text(call))
     return list(findings.values())

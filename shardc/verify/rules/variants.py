@@ -14,14 +14,14 @@ from torch import Tensor, fx
 from shardc.rules.core.sample_calls import Arguments, Sample, Tensors
 from shardc.verify.rules.case import MISFIT, Case
 
-#: Floating dtypes that rules are proven in, the widest first.
+#: Floating dtypes in which rules are proven, widest first.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def changed(sample: Sample, change: Callable[[int, Tensor], Tensor]) -> Sample:
-    """The sample with every tensor replaced; change(i, the i-th tensor)."""
+    """Return the sample with every tensor replaced by change(its index, the tensor)."""
 
-    def made(t: Tensors) -> Arguments:
+    def replaced(t: Tensors) -> Arguments:
         seen = 0
 
         def one(x: Any) -> Any:
@@ -36,19 +36,17 @@ def changed(sample: Sample, change: Callable[[int, Tensor], Tensor]) -> Sample:
 
         return fx.node.map_aggregate(sample(t), one)
 
-    return made
+    return replaced
 
 
 def strided(_: int, x: Tensor) -> Tensor:
-    """The same numbers, dims in memory in the other order."""
+    """Return the same numbers with the dims in reverse order in memory."""
     order = list(range(x.ndim))[::-1]
     return x.permute(order).contiguous().permute(order)
 
 
 def narrowed(which: dict[int, list[int]], *, index: bool) -> Callable[[int, Tensor], Tensor]:
-    """The tensors with some dims of some of them cut to size one. index: numbers of places all become 0, a place that
-    is left.
-    """
+    """Return a change that cuts dims (`which`: by tensor) to size one. index: int64 tensors become zeros."""
 
     def change(i: int, x: Tensor) -> Tensor:
         for d in which.get(i, ()):
@@ -63,7 +61,7 @@ def cast(old: torch.dtype, new: torch.dtype) -> Callable[[int, Tensor], Tensor]:
 
 
 def exact(op: Any, sample: Sample) -> Sample:
-    """A sample in float32 in float64 instead, if the op takes that: then what is wrong is not rounding."""
+    """Return a float32 sample in float64 if the op takes that: then differences are not rounding."""
     wide = changed(sample, cast(torch.float32, torch.float64))
     dtypes = {x.dtype for x in tensors_of(sample)}
     return wide if torch.float32 in dtypes and torch.float64 not in dtypes and runs(op, wide) else sample
@@ -76,7 +74,7 @@ def tensors_of(sample: Sample) -> list[Tensor]:
 
 
 def of_size_one(op: Any, case: Case, sample: Sample, places: Iterable[tuple[int, int]]) -> Sample:
-    """The sample with some dims of operands, (operand, dim), cut to size one."""
+    """Return the sample with dims of operands, (operand, dim), cut to size one."""
     which: dict[int, list[int]] = {}
     for i, d in places:
         which.setdefault(i, []).append(d)
@@ -87,7 +85,7 @@ def of_size_one(op: Any, case: Case, sample: Sample, places: Iterable[tuple[int,
 
 
 def runs(op: Any, sample: Sample) -> bool:
-    """Whether the whole op takes the sample."""
+    """Return whether the whole op takes the sample."""
     args, kwargs = sample(Tensors(0))
     try:
         op(*args, **kwargs)
@@ -97,26 +95,24 @@ def runs(op: Any, sample: Sample) -> bool:
 
 
 def variants(op: Any, sample: Sample, case: Case) -> Iterator[tuple[str, Sample]]:
-    """Yield (what is different, the call) for every variant, whether or not the op takes it. case: the sample, run
-    whole.
-    """
+    """Yield (what is different, the call) for every variant, also if the op refuses it."""
     if any(x.ndim > 1 for x in case.tensors):
         yield "transposed in memory", changed(sample, strided)
     signature = case.choices.signature
-    for factor in signature.splittable():  # a part may have size one
+    for factor in signature.splittable():  # on a rank, a part may have size one
         if signature.sizes[factor] > 1 and (places := places_of(case, factor)):
             yield f"{factor} of size 1", of_size_one(op, case, sample, places)
     yield from other_dtypes(sample, case)
 
 
 def places_of(case: Case, factor: str) -> tuple[tuple[int, int], ...]:
-    """The (operand, dim) of a factor."""
+    """Return each (operand, dim) in which a factor occurs."""
     inputs = case.choices.signature.inputs
     return tuple((i, d) for i, dims in enumerate(inputs) for d, dim in enumerate(dims) if factor in dim)
 
 
 def other_dtypes(sample: Sample, case: Case) -> Iterator[tuple[str, Sample]]:
-    """The sample in every narrower dtype than its widest."""
+    """Yield the sample in every dtype that is narrower than its widest."""
     if floating := [DTYPES.index(x.dtype) for x in case.tensors if x.dtype in DTYPES]:
         widest = min(floating)
         for new in DTYPES[widest + 1 :]:

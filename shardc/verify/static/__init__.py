@@ -1,27 +1,27 @@
-"""The proof without running: every rank's program is type-checked against the model as one device runs it.
+"""Prove without running that every rank's program computes what the model does on one device.
 
-What is trusted: the rules of ops (each is proven by itself, shardc.verify.rules), the table of conversions
-(shardc.ir.conversions), and of backward graphs the derivative of each call by itself (shardc.passes.joint.derivatives:
-it is what autograd runs). What is checked: everything that the compiler made of them. No code of placement, partition
-or the passes after them is used, so that a mistake there is not made twice.
+Each text (a graph that a rank runs) is type-checked against the model's graph. Trusted: the rules of ops (each is
+proven separately, shardc.verify.rules), the table of conversions (shardc.ir.conversions), and in backward graphs the
+derivative of each single call (shardc.passes.joint.derivatives: it is what autograd runs). Checked: everything that
+the compiler made of them. No code of placement, partition or later passes is used, so their mistakes do not repeat.
 
-statement          what is claimed of a value of a rank's text: this slice, replica or summand of a value of the model
-conversion_types   what a conversion makes of such a claim, by its arguments
-op_types           by which rule an op computes its claim, and what the rule makes of the op for a rank's part
+statement          the claim about a value in a text: this slice, replica or summand of a value of the model
+conversion_types   the claim of a conversion's result, from its arguments
+op_types           by which strategies an op computes its claim, and its lines on a rank
 chunked_loss       losses that are computed in chunks of rows, together with the layer before them
-same_values        when two calls give one value, in the model's graph and in texts
-text               one text, line by line: each op is the model's, on operands that are claimed
-follow             lines that are no op of the model's: conversions, casts, sums; bucket_reads: parameters in buckets
-gradient_sums      every parameter's gradient ends summed over exactly the right axes, once; each element has one owner
-matrix_owners      each matrix of an optimizer over whole matrices has one owner, and its elements come there and back
-terms              values as ops on ops, down to what a text is given
-chain_rule         a stage's gradients as such terms, by the chain rule
-joint_graphs       the graphs of a stage: they compute its results and these gradients
-pair_halves        the text of an overlapped pair as two of them
-assumptions        what is taken for true, each with the test that checks it
+same_values        when two calls have the same value, in the model's graph and in texts
+text               checks one text line by line: each op is the model's, on operands with claims
+follow             lines that are no op of the model: conversions, casts, sums; bucket_reads: parameters in buckets
+gradient_sums      each gradient is summed over exactly the right axes, once; each element has one owner
+matrix_owners      each matrix of a whole-matrix optimizer has one owner, and its elements arrive and return
+terms              values as terms: ops on ops, down to the inputs of a text
+chain_rule         a stage's gradients as terms, by the chain rule
+joint_graphs       the joint graphs of a stage: they compute its results and these gradients
+pair_halves        splits the text of an overlapped pair into two
+assumptions        what the proof assumes, each with the test that checks it
 proof              the whole program: texts, microbatches, stages, schedule, buckets; the verdict
 
-Work is done once for a text, whatever the number of ranks: claims are the same on all of them.
+A text is checked once, for all ranks that run it: its claims are the same on each.
 """
 
 from shardc.verify.static.proof import Gap, Proof, prove, prove_within

@@ -1,4 +1,4 @@
-"""The assumptions of the proof, each with the test that checks it: docs/explanation/proof.md lists them.
+"""List the assumptions of the proof, each with its test; docs/explanation/proof.md shows them.
 
 A test fails if an op of the runtime has no definition that it is checked against, or if a row's test does not exist.
 """
@@ -11,7 +11,7 @@ from textwrap import fill
 
 @dataclass(frozen=True)
 class Assumption:
-    """One thing that the proof takes for true. name: in short; test: file, and test in it."""
+    """Something that the proof assumes. name: in short; test: file, and test in it."""
 
     name: str
     sentence: str
@@ -57,12 +57,12 @@ ASSUMPTIONS = (
 
 
 def short() -> str:
-    """Name in one line what is assumed."""
+    """Return the names of the assumptions, as one line."""
     return f"assumed, each with its test (docs/explanation/proof.md): {', '.join(a.name for a in ASSUMPTIONS)}"
 
 
 def markdown() -> str:
-    """Write the list that docs/explanation/proof.md shows."""
+    """Return the list that docs/explanation/proof.md shows."""
     rows = (f"- **{a.name}**: {a.sentence} Test: `{a.test}`." for a in ASSUMPTIONS)
     return "\n".join(fill(row, 150, subsequent_indent="  ", break_on_hyphens=False) for row in rows)
 

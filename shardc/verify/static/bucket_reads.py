@@ -1,10 +1,10 @@
-"""Lines that read parameters out of buckets: which bucket, at which ZeRO, in which dtype.
+"""Check lines that read parameters from buckets: which bucket, at which ZeRO stage, in which dtype.
 
     g = ops.gather_start([w, b], 'bucket0', mesh)    ZeRO 3: the parts of all ranks
     t = ops.gather_wait(g)
     w_whole = t[0]                                   holds what w does, whole on the data axis
 
-Of parameters that are rounded before they are gathered, all readers have to round them so.
+If a parameter is rounded before it is gathered, all its readers in the model must round it in the same way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def fetch(text: Text, node: fx.Node) -> bool:
-    """Read a line that gives a bucket's parameters whole on the data axis. Returns whether it is one."""
+    """Check a line that makes a bucket's parameters whole on the data axis. Return whether it is one."""
     first, name, *_ = (*node.args, None, None)
     if node.target is ops.gather_wait:
         if not isinstance(first, fx.Node) or first not in text.fetched:
@@ -35,8 +35,8 @@ def fetch(text: Text, node: fx.Node) -> bool:
         names = tuple(getattr(x, "name", "") for x in first) if isinstance(first, tuple | list) else ()
         bucket = _bucket(text, name)
         if bucket is None or bucket.params != names:
-            has = ", ".join(bucket.params) if bucket else "none"
-            text.wrong[node] = f"{name} has other parameters: {has}"
+            members = ", ".join(bucket.params) if bucket else "none"
+            text.wrong[node] = f"{name} has other parameters: {members}"
             return False
         if node.target is not (ops.gather_start if bucket.zero == 3 else ops.updated):
             text.wrong[node] = f"{name} is at zero {bucket.zero}"
@@ -51,7 +51,7 @@ def _bucket(text: Text, name: Any) -> Bucket | None:
 
 
 def parameter(text: Text, node: fx.Node) -> None:
-    """One of a bucket's parameters, in the dtype that ops want."""
+    """Claim a line that reads one parameter of a bucket, in the bucket's compute dtype."""
     behind, index = producer_of(node)
     if behind.target is ops.gather_start:
         text.wrong[node] = "it reads a bucket that is still on its way"
@@ -71,8 +71,9 @@ def parameter(text: Text, node: fx.Node) -> None:
 
 
 def _rounded(text: Text, node: fx.Node, claim: Claim, how: Rounded) -> None:
-    """A parameter that is rounded before it is gathered: it stands for what the model rounds, and, as rounding
-    changes no scale, for the parameter where the model looks for one. Nothing else may read it.
+    """Claim a parameter that is rounded before it is gathered.
+
+    Every op of the model that reads it must round it in this way, or compute its scale (rounding changes no scale).
     """
     readers = [n for n in text.model.graph.nodes if n.op == "call_function" and claim.of in operands_of(n)]
     rounds = [n for n in readers if rounds_so(n, claim.of, how)]
@@ -90,7 +91,7 @@ def _rounded(text: Text, node: fx.Node, claim: Claim, how: Rounded) -> None:
 
 
 def rounds_so(reader: fx.Node, x: fx.Node, how: Rounded) -> bool:
-    """Does an op of the model round x so, and do nothing else with it?"""
+    """Return whether an op of the model rounds x in this way, and does nothing else with it."""
     if reader.target is ops.fp8_experts:
         granule = (1, 0, 1) if reader.args[8] else (1, 1, 0)
         weight = x in reader.args[3:5] and sum(a is x for a in reader.args) == 1

@@ -1,10 +1,10 @@
-"""What a stage's gradients are by the chain rule: as terms, from the stage's text and the derivative of each call.
+"""Compute a stage's gradients as terms, from the stage's text and the derivative of each call.
 
     y = linear(x, w)    w's gradient is mm(t(y's gradient), x)
 
-The calls are gone through from the last to the first; what a value has of its gradient is added up. The derivative of
-a call by itself is what autograd runs for it (shardc.passes.joint.derivatives), and is trusted as rules of ops are.
-Nothing is planned here: what is kept or computed again, in which order, in whose memory, the graphs of a step decided.
+Goes through the calls from the last to the first and adds up each value's gradients. The derivative of a single call
+is what autograd runs for it (shardc.passes.joint.derivatives); it is trusted, as rules of ops are. Nothing is planned
+here: the joint graphs decide what is kept or recomputed, in which order, and in whose memory.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from shardc.verify.static.text import TooLongError
 
 @dataclass
 class Results:
-    """Of one stage. returned: terms of what it returns, as its text does; puts: by the term of a parameter, its name
-    and its gradient; scatters: by gathered bucket, those of its parameters; received: by received value, its gradient.
+    """The terms of one stage.
+
+    returned: what it returns, as its text does; puts: by the term of a parameter, its name and its gradient; scatters:
+    by gathered bucket, the gradients of its parameters; received: by received value, its gradient.
     """
 
     returned: tuple[Any, ...]
@@ -44,7 +46,7 @@ class Results:
 
 @dataclass
 class _Step:
-    """One call's derivative. before: types are known; terms follow when forward's are."""
+    """The derivative of one call: gradients of its results (tangents), of operands before and after it."""
 
     node: fx.Node
     rule: Rule
@@ -54,14 +56,14 @@ class _Step:
 
 
 class ChainRule:
-    """rules: kept from stage to stage, as equal calls have one derivative. until: when to give up."""
+    """The chain rule of one stage. rules: shared by stages; equal calls have one derivative."""
 
     def __init__(self, program: Program, stage: Stage, rules: Rules, terms: Terms, until: float) -> None:
         self._program, self._stage, self._rules, self._terms, self._until = program, stage, rules, terms, until
         self._types, _ = types_of(program, stage.graph, rules)
         self._steps: list[_Step] = []
-        self._grads: list[Type] = []  # each a sum so far, by number
-        self._of: dict[Made, int] = {}  # what a value has by now
+        self._grads: list[Type] = []  # types of gradients, by number; each is a sum so far
+        self._of: dict[Made, int] = {}  # a value's gradient so far
         self._begin: dict[int, Made] = {}
         self._leaves: list[tuple[Made, int]] = []
         self._gathered: list[tuple[fx.Node, tuple[int | None, ...]]] = []
@@ -69,11 +71,11 @@ class ChainRule:
         self._lines: dict[fx.Node, dict[int, int]] = {}
 
     def results(self) -> Results:
-        """All of it."""
+        """Compute the terms of everything that the stage returns, and of all its gradients."""
         self._derive()
         self._forward()
         grads: dict[int, int] = {
-            g: self._terms.given(f"{item_name(*made)}_grad", self._type(made).shape) for g, made in self._begin.items()
+            g: self._terms.given(f"{item_name(*root)}_grad", self._type(root).shape) for g, root in self._begin.items()
         }
         for step in self._steps:
             self._back(step, grads)
@@ -82,23 +84,23 @@ class ChainRule:
         def value(n: fx.Node) -> Any:
             return Term(self._values[producer_of(n)])
 
-        found = Results(fx.map_arg(returned, value))
+        result = Results(fx.map_arg(returned, value))
         for (n, i), g in self._leaves:
             if "collective" in n.meta and n.op == "placeholder":
-                found.received[n.name] = grads[g]
+                result.received[n.name] = grads[g]
             else:
                 of: Any = n if n.op == "placeholder" else n.args[0][i]  # type: ignore[index]
-                found.puts[self._values[n, i]] = (of.name, grads[g])
-        for start, each in self._gathered:
-            found.scatters[start.args[1]] = tuple(None if g is None else grads[g] for g in each)  # type: ignore[index]
-        return found
+                result.puts[self._values[n, i]] = (of.name, grads[g])
+        for start, numbers in self._gathered:
+            result.scatters[start.args[1]] = tuple(None if g is None else grads[g] for g in numbers)  # type: ignore[index]
+        return result
 
-    # --- which derivatives there are, and what they add to
+    # --- the derivatives, and the gradients that they add to
 
     def _derive(self) -> None:
-        for made in self._roots():
-            self._begin[self._new(self._type(made))] = made
-            self._of[made] = len(self._grads) - 1
+        for root in self._roots():
+            self._begin[self._new(self._type(root))] = root
+            self._of[root] = len(self._grads) - 1
         for n in reversed(list(self._stage.graph.nodes)):
             if time.perf_counter() > self._until:
                 raise TooLongError
@@ -115,26 +117,26 @@ class ChainRule:
 
     def _step(self, n: fx.Node, tangents: tuple[int | None, ...]) -> None:
         operands = self._rules.template(n).operands
-        wanted = tuple(self._type(m).grad for m in operands)
-        before = tuple(self._of.get(m) if w else None for m, w in zip(operands, wanted, strict=True))
+        needed = tuple(self._type(m).grad for m in operands)
+        before = tuple(self._of.get(m) if w else None for m, w in zip(operands, needed, strict=True))
         known = tuple(map(self._type, operands))
-        rule = self._rules.rule(n, Ask(known, self._type_of(tangents), self._type_of(before), wanted))
+        rule = self._rules.rule(n, Ask(known, self._type_of(tangents), self._type_of(before), needed))
         after: list[int | None] = []
-        for made, w, t in zip(operands, wanted, rule.types, strict=True):
+        for operand, w, t in zip(operands, needed, rule.types, strict=True):
             after.append(None if t is None or not w else self._new(t))
             if after[-1] is not None:
-                self._of[made] = after[-1]
+                self._of[operand] = after[-1]
         self._steps.append(_Step(n, rule, tangents, before, tuple(after)))
 
     def _roots(self) -> list[Made]:
-        """The values whose gradients are given: the loss, and what other stages give one for."""
+        """Return the values whose gradients are inputs: the loss, and values that are sent to other stages."""
         returned: Any = self._stage.graph.output_node().args[0]
         loss, _, *sent = returned
         crossing = {name for e in self._program.edges for name, _ in e.differentiable()}
-        each = [n for n in (sent[0] if sent else ()) if n.name in crossing]
-        each += [loss] if loss is not None else []
-        roots = dict.fromkeys(map(producer_of, each))
-        return [made for made in roots if (t := self._types[made]) is not None and t.grad]
+        nodes = [n for n in (sent[0] if sent else ()) if n.name in crossing]
+        nodes += [loss] if loss is not None else []
+        roots = dict.fromkeys(map(producer_of, nodes))
+        return [root for root in roots if (t := self._types[root]) is not None and t.grad]
 
     def _new(self, t: Type) -> int:
         self._grads.append(t)
@@ -166,39 +168,39 @@ class ChainRule:
         def put(x: fx.Node) -> Any:
             return Term(self._values[producer_of(x)])
 
-        alone = not _several(n) or n.target is ops.gather_start  # which gives a handle
+        single = not _several(n) or n.target is ops.gather_start  # its result is a handle
         args, kwargs = fx.map_arg(n.args, put), fx.map_arg(dict(n.kwargs), put)
-        made = self._terms.call(n.target, args, kwargs, self._shape(n, 0) if alone else None)
-        if alone:
-            self._values[n, 0] = made
+        term = self._terms.call(n.target, args, kwargs, self._shape(n, 0) if single else None)
+        if single:
+            self._values[n, 0] = term
         else:
             for i in range(len(n.meta["value"])):
-                self._values[n, i] = self._terms.call(operator.getitem, (Term(made), i), {}, self._shape(n, i))
+                self._values[n, i] = self._terms.call(operator.getitem, (Term(term), i), {}, self._shape(n, i))
 
     def _shape(self, n: fx.Node, i: int) -> tuple[int, ...] | None:
         t = self._types.get((n, i))
         return None if t is None or t.ragged else t.shape
 
     def _decomposed(self, n: fx.Node, rule: Rule) -> None:
-        """A call whose backward wants more than its results, as the ops that it consists of."""
-        made = self._lines[n] = {}
+        """Compute a call as the ops that it consists of, because its backward needs more than its results."""
+        terms = self._lines[n] = {}
         assert rule.forward is not None
         for line in rule.forward:
-            made[line.number] = self._line(n, line, made, ())
+            terms[line.number] = self._line(n, line, terms, ())
         for i, r in enumerate(rule.results):
             if r.kind != "none":
-                self._values[n, i] = self._at(n, r, made, ())
+                self._values[n, i] = self._at(n, r, terms, ())
 
     def _back(self, step: _Step, grads: dict[int, int]) -> None:
         n = step.node
-        made = dict(self._lines.get(n, {}))
-        have = (tuple(None if g is None else grads[g] for g in each) for each in (step.tangents, step.before))
-        given = dict(zip("gp", have, strict=True))
+        terms = dict(self._lines.get(n, {}))
+        gradients = (tuple(None if g is None else grads[g] for g in each) for each in (step.tangents, step.before))
+        inputs = dict(zip("gp", gradients, strict=True))
         for line in step.rule.backward:
-            made[line.number] = self._line(n, line, made, given)
+            terms[line.number] = self._line(n, line, terms, inputs)
         for r, g in zip(step.rule.grads, step.after, strict=True):
             if r is not None and g is not None:
-                grads[g] = self._at(n, r, made, given)
+                grads[g] = self._at(n, r, terms, inputs)
 
     def _line(self, n: fx.Node, line: Line, made: Mapping[int, int], given: Any) -> int:
         def put(r: Ref) -> Any:

@@ -1,12 +1,13 @@
-"""Losses in chunks (`loss: {chunks: 8}`, shardc.passes.loss_chunks): a linear layer and the cross entropy of its result
-are one op of the text, which takes the layer's input moved as the result was.
+"""Read losses in chunks (`loss: {chunks: 8}`, shardc.passes.loss_chunks) as ops of the model.
+
+In a text a linear layer and its loss are one op, and the layer's input is moved as the model moves its result.
 
     model    logits = linear(h, w)              text    rows  = reshape(h, [16384, 4096])
              rows = reshape(logits, [16384, V])         stats = linear_nll(rows, w, None, labels, ...)
              loss = nll(rows, labels)                   loss  = nll_alone(stats, labels)
 
-The model's ops are put into the text's order, and the text's lines are read as the model's ops: `stats` is what
-`linear(rows, w)` gives, `loss` is `nll(stats, labels)`. Both are then proven as any other.
+The model's ops are put into the text's order, and the text's lines are read as the model's ops: `stats` as
+`linear(rows, w)`, `loss` as `nll(stats, labels)`. Both are then proven like any other op.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ _VIEWS = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
 
 
 def reordered(model: Model) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """The losses behind linear layers, each with the calls of the model in the text's order. They are as good as its
-    own: moving rows and multiplying each commute.
-    """
+    """Yield each loss behind a linear layer, with equal calls in the text's order: moving rows commutes."""
     for loss in [c for c in model.calls if c.target is ops.nll]:
         moves: list[fx.Node] = []
         at = operands_of(loss)[0]
@@ -47,7 +46,7 @@ def reordered(model: Model) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
 
 def _reordered(model: Model, loss: fx.Node, moves: list[fx.Node], linear: fx.Node) -> list[fx.Node]:
     x, *weights = operands_of(linear)
-    made: list[fx.Node] = []
+    calls: list[fx.Node] = []
     rows, features = x, value_of(x).shape[-1]
     for n in moves:
         if n.target is aten._to_copy.default:
@@ -58,25 +57,23 @@ def _reordered(model: Model, loss: fx.Node, moves: list[fx.Node], linear: fx.Nod
             args = (rows, [*sizes[:-1], features])
         value = replace(value_of(x), shape=(*value_of(n).shape[:-1], features))
         rows = model.added(n.target, args, dict(n.kwargs), value)
-        made.append(rows)
+        calls.append(rows)
     value = Value((*value_of(rows).shape[:-1], value_of(linear).shape[-1]), value_of(linear).dtype, True)
-    made.append(model.added(linear.target, (rows, *weights), {}, value))
+    calls.append(model.added(linear.target, (rows, *weights), {}, value))
     if (dtype := value_of(operands_of(loss)[0]).dtype) != value.dtype:
         cast = replace(value, dtype=dtype)
-        made.append(model.added(aten._to_copy.default, (made[-1],), {"dtype": dtype}, cast))
-    made.append(model.added(loss.target, (made[-1], *loss.args[1:]), dict(loss.kwargs), value_of(loss)))
-    model.one[made[-1]] = loss
-    return made
+        calls.append(model.added(aten._to_copy.default, (calls[-1],), {"dtype": dtype}, cast))
+    calls.append(model.added(loss.target, (calls[-1], *loss.args[1:]), dict(loss.kwargs), value_of(loss)))
+    model.one[calls[-1]] = loss
+    return calls
 
 
 def as_ops(text: Text, n: fx.Node) -> Any:
-    """The key of a line of such a loss, by the model's op that it is read as; None for another line, and for one that
-    does not fit those before it.
-    """
+    """Return the key of a line of such a loss, as the model's op; None for another line or a wrong one."""
     try:
         return _as_ops(text, n)
     except (LookupError, ValueError, TypeError, AttributeError, AssertionError):
-        return None  # arguments that no such line has: the text may be anybody's
+        return None  # invalid arguments: the text may come from anywhere
 
 
 def _as_ops(text: Text, n: fx.Node) -> Any:
@@ -99,16 +96,14 @@ def _as_ops(text: Text, n: fx.Node) -> Any:
     if n.target is ops.nll_exp:
         return call_key(ops.nll_parts, (stats, labels, args[1], mesh, digits, classes, ignore), n.kwargs, text.one)
     if n.target is ops.nll_alone:
-        said = (text.one[labels], digits, classes, ignore)
+        of_line = (text.one[labels], digits, classes, ignore)
         of_all = (text.one[args[1]], (), value_of(weight).shape[0], args[2] if len(args) > 2 else -100)
-        return call_key(ops.nll, (stats, *args[1:]), n.kwargs, text.one) if said == of_all else None
+        return call_key(ops.nll, (stats, *args[1:]), n.kwargs, text.one) if of_line == of_all else None
     return None
 
 
 def _layer(text: Text, n: fx.Node) -> Any:
-    """A linear layer; a cast, if its sums have another dtype; and a fill of padding, if there is any. The last of them
-    is the line, the others have none.
-    """
+    """Return the key of a line's last op: of a linear layer, a cast if any, and a fill of padding if any."""
     args: Any = n.args
     rows, weight, bias, _, mesh, _, _, _, chunks, dtype, *padding = args
     if not isinstance(chunks, int):

@@ -1,4 +1,4 @@
-"""What a conversion makes of a claim: its row of the table, read from the op's name, axes and digits."""
+"""Compute the claim of a conversion's result from its row of the table, its axes and its digits."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partia
 from shardc.runtime import ops
 from shardc.verify.static.statement import NAMES, Claim, normal, on_axis
 
-#: The functions of conversions, and their rows.
+#: Row of the table, by the conversion's function.
 ROWS: dict[Any, Conversion] = {getattr(ops, row.op): row for row in BY_OP.values()}
 _PLAIN: dict[type, Placement] = {type(p): p for p in (REPLICATE, PARTIAL, PARTIAL_GRAD)}
 
 
 class WrongError(Exception):
-    """Why a conversion does not fit what it is given."""
+    """A conversion does not fit its operand."""
 
 
 def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
-    """The claim of a conversion's result. claim: of its operand; value: what the operand is a part of, with its global
-    shape. Raises WrongError where the operand is not what the conversion takes, or where its digits name another part.
+    """Return the claim of a conversion's result. Raises WrongError if the operand or digits do not fit.
+
+    claim: of its operand; value: what the operand is a part of, with its global shape.
     """
     row, over = ROWS[node.target], node.args[2]
     if (sent := node.kwargs.get("fp8")) is not None:
@@ -41,10 +42,10 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
     except KeyError:
         raise WrongError(f"the mesh has no axis {over!r}") from None
     for part in parts:
-        there = claim.layout[part]
-        if not isinstance(there, row.source) and not (row.source is PartialGrad and there == REPLICATE == _less(value)):
-            raise WrongError(f"{row.op} over {part} takes {NAMES[row.source]}, and its operand is {NAMES[type(there)]}")
-        if isinstance(there, Partial) and there.op != "sum":
+        p = claim.layout[part]
+        if not isinstance(p, row.source) and not (row.source is PartialGrad and p == REPLICATE == _less(value)):
+            raise WrongError(f"{row.op} over {part} takes {NAMES[row.source]}, and its operand is {NAMES[type(p)]}")
+        if isinstance(p, Partial) and p.op != "sum":
             raise WrongError(f"{row.op} over {part} adds up what is to be a maximum")
     if row.source is not Shard and row.target is not Shard:
         if digits:
@@ -61,18 +62,18 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
 
 
 def _plain(sent: Any) -> tuple[Any, ...]:
-    """A format and a granule, as they stand in a call."""
+    """Return an fp8 format and granule as a call writes them."""
     format_, granule = sent
     return format_, tuple(granule)
 
 
 def _less(value: Value) -> Placement:
-    """What "replicated with partial gradient" is for a value: replicated, where it has none."""
+    """Return PARTIAL_GRAD as it is for this value: replicated if the value needs no gradient."""
     return on_axis(PARTIAL_GRAD, value)
 
 
 def _zeros(row: Conversion, claim: Claim, new: Layout) -> frozenset[tuple[int, float]]:
-    """What is known of padding: a slice and a scatter pad with zeros; what was known of other dims stays."""
+    """Return what padding holds: zeros where a slice or scatter adds it, and as before on other dims."""
     padded = {s.dim for s in new.paddings()}
     before = {s.dim for s in claim.layout.paddings()}
     kept = {(d, x) for d, x in claim.fills if d in padded}
@@ -82,7 +83,7 @@ def _zeros(row: Conversion, claim: Claim, new: Layout) -> frozenset[tuple[int, f
 def _candidates(
     row: Conversion, axis: str, old: Layout, digits: Sequence[Any], value: Value, mesh: Mesh
 ) -> Iterator[Layout]:
-    """The layouts to which a conversion of one axis could lead."""
+    """Yield the layouts to which a conversion of one axis can lead."""
     if row.target is not Shard:
         yield old.replace(axis, _PLAIN[row.target], mesh)
         return
@@ -94,40 +95,42 @@ def _candidates(
     sections: tuple[int, ...] = ()
     if sides == 1:
         sections, rest = (tuple(rest[0]) if rest else ()), rest[1:]
-    own = tuple(rest[-2:]) if rest else (0, 1)
+    own_padding = tuple(rest[-2:]) if rest else (0, 1)
     without = old.replace(axis, REPLICATE, mesh)
-    there = sorted(without.shards(dim), key=lambda item: item[1].split)
-    paddings = dict.fromkeys([own, *((s.padding, s.blocks) for _, s in there)])
+    shards = sorted(without.shards(dim), key=lambda item: item[1].split)
+    paddings = dict.fromkeys([own_padding, *((s.padding, s.blocks) for _, s in shards)])
     for padding, blocks in paddings:
         outer = 1
-        for k in range(len(there) + 1):
+        for k in range(len(shards) + 1):
             if k:
-                outer *= mesh.size(there[k - 1][0])
+                outer *= mesh.size(shards[k - 1][0])
             shard = Shard(dim, abs(split) * outer, sections, padding, blocks, mirrored=split < 0)
-            before = [s.split < shard.split for _, s in there]
-            if before == [i < k for i in range(len(there))]:
+            before = [s.split < shard.split for _, s in shards]
+            if before == [i < k for i in range(len(shards))]:
                 yield without.replace(axis, shard, mesh)
 
 
 def _digits(axis: str, old: Layout, new: Layout, mesh: Mesh) -> tuple[Any, ...]:
-    """The arguments that say which digits are joined and cut: (dim, split of the tensor as it lies) of each side that
-    is a shard; of a single side its sections; and, if anything is padded, (padding, blocks) that come on or off.
+    """Return the arguments that name the digits which a conversion joins and cuts.
+
+    (dim, split of the local tensor) for each side that is a shard; its sections if only one side is; (padding, blocks)
+    that are added or removed, if any side is padded.
     """
     first = mesh.parts(axis)[0]
     sides = [(a[first], a, b) for a, b in ((old, new), (new, old)) if isinstance(a[first], Shard)]
-    found: list[Any] = []
+    digits: list[Any] = []
     for s, layout, _ in sides:
         assert isinstance(s, Shard)
         outer = math.prod(
             mesh.size(a) for a, o in layout.shards(s.dim) if a not in mesh.parts(axis) and o.split < s.split
         )
         local = s.split // outer
-        found += [s.dim, -local if s.mirrored else local]
+        digits += [s.dim, -local if s.mirrored else local]
     if len(sides) == 1:
-        found.append(sides[0][0].sections)  # type: ignore[union-attr]
+        digits.append(sides[0][0].sections)  # type: ignore[union-attr]
     if any(s.padding for s, _, _ in sides):  # type: ignore[union-attr]
         for s, _, other in sides:
             assert isinstance(s, Shard)
             still = any(a not in mesh.parts(axis) for a, _ in other.shards(s.dim))
-            found += [0, 1] if still else [s.padding, s.blocks]
-    return tuple(found)
+            digits += [0, 1] if still else [s.padding, s.blocks]
+    return tuple(digits)

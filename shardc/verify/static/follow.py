@@ -1,9 +1,9 @@
-"""Lines that are no op of the model's: what a line holds follows from what it is given.
+"""Claim lines that are no op of the model: their claims follow from their operands'.
 
     x_sum = ops.all_reduce(x, mesh, ('tp',))     x holds a summand over tp of some value: x_sum holds all of it
     x_part = ops.shard(x_sum, mesh, 'tp', 0, 1)  and this a slice
 
-Casts, fills of padding, and sums over microbatches and ranks that were made elsewhere are such lines, too.
+So do casts, fills of padding, and sums over microbatches and ranks that the prologue made.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def follow(text: Text, user: fx.Node, x: fx.Node, claim: Claim | None) -> None:
-    """A line that is no op of the model's, but a conversion of a value, or the fetching of a parameter."""
+    """Claim a line that reads x (with this claim): a conversion, a cast, a sum, or a read of a parameter."""
     target = user.target
     if misreads(user):
         text.unfit[user] = "it reads bytes of 8-bit numbers, or statistics of a loss, as values"
@@ -58,7 +58,7 @@ def follow(text: Text, user: fx.Node, x: fx.Node, claim: Claim | None) -> None:
         _maximum(text, user, claim)
     elif target is ops.fill_padding:
         _fill(text, user, claim)
-    elif target is ops.fp8_pack and len(user.args) < 4:  # else it is the model's `fp8_round`: see `line`
+    elif target is ops.fp8_pack and len(user.args) < 4:  # with more, it is the model's `fp8_round`: see `Text.line`
         if claim.of.target is ops.fp8_round and frozen(user.args[1:], {}) == frozen(claim.of.args[2:], {}):
             text.explained.add(user)
         else:
@@ -77,7 +77,7 @@ def follow(text: Text, user: fx.Node, x: fx.Node, claim: Claim | None) -> None:
 
 
 def _fill(text: Text, node: fx.Node, claim: Claim) -> None:
-    """`fill_padding(x, mesh, dim, digits, size, padding, blocks, fill)`: all but the last follow from the claim."""
+    """Claim `fill_padding(x, mesh, dim, digits, size, padding, blocks, fill)` if all but `fill` fit x."""
     dim: Any = node.args[2]
     number: Any = node.args[7] if len(node.args) > 7 else 0.0
     shards = claim.layout.shards(dim)
@@ -102,7 +102,7 @@ def _maximum(text: Text, node: fx.Node, claim: Claim) -> None:
 
 
 def _total(text: Text, node: fx.Node) -> None:
-    """A sum over all microbatches, and maybe axes, that the prologue has made."""
+    """Claim a sum of the prologue over all microbatches, and over the axes that the line names."""
     number: Any = node.args[1]
     over: Any = node.args[2] if len(node.args) > 2 else ()
     if not isinstance(number, int) or number >= len(text.totals):
@@ -120,7 +120,7 @@ def _total(text: Text, node: fx.Node) -> None:
 
 
 def _counted(text: Text, node: fx.Node, claim: Claim) -> None:
-    """Truth values as numbers, to be added up among zeros; and back."""
+    """Claim a cast of truth values to numbers (so that a sum can add them among zeros), and a cast back."""
     value, dtype = text.model.value(claim.of), node.kwargs.get("dtype")
     back = {of: key[1] for key, of in text.model.others.items() if key[0] == "counted"}
     if value.dtype == torch.bool and dtype == torch.uint8 and text.model.cast(claim.of, dtype) is None:
@@ -131,7 +131,7 @@ def _counted(text: Text, node: fx.Node, claim: Claim) -> None:
 
 
 def _number(text: Text, node: fx.Node) -> None:
-    """A number by itself, as where a sum of microbatches gets it once."""
+    """Claim a scalar constant, such as the number that is added to a sum of microbatches once."""
     dtype = node.kwargs.get("dtype")
     if isinstance(dtype, torch.dtype) and not node.args[0]:
         of = text.model.stand_in(("number", frozen(node.args[1], {})), Value((), dtype))

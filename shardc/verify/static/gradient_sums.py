@@ -1,5 +1,6 @@
-"""Every parameter's gradient ends summed over exactly the axes on which ranks have summands of it, once; and each
-element is updated by one owner and published.
+"""Check that each gradient is summed once over exactly the right axes, and each element has one owner.
+
+The right axes are those on which ranks have summands of the gradient. The owner updates and publishes the element.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.runtime.zero.flat_partition import Flat
 
-#: Which parameter, and what is wrong with it.
+#: The parameter or bucket, and what is wrong with it.
 Wrong = tuple[str, str]
 
 
 def wrong(program: Program) -> Iterator[Wrong]:
-    """What is wrong with the sums of gradients and the owners of parameters. The texts' use of parameters is checked
-    against `Param.reduce` elsewhere (shardc.verify.static.proof); here, that what is to be summed is.
+    """Yield what is wrong with the sums of gradients and with the owners of parameters.
+
+    shardc.verify.static.proof checks how texts use parameters against `Param.reduce`; here sums are checked against it.
     """
     placed = Counter(name for b in program.buckets for name in b.params)
     known = {p.name for p in program.params}
@@ -69,7 +71,7 @@ def _of_param(program: Program, p: Param, times: int) -> Iterator[Wrong]:
 
 
 def _owners(program: Program, i: int) -> Iterator[Wrong]:
-    """A cut bucket: its axis has copies of every parameter, and the ranks' parts are all of it, once."""
+    """Check a bucket that is cut (ZeRO): its axis holds copies, and the ranks' parts are all of it, once."""
     b = program.buckets[i]
     if not b.zero:
         if b.shard:

@@ -1,8 +1,8 @@
-"""The texts of a stage: forward computes what the stage does, backward its gradients by the chain rule.
+"""Check a stage's joint graphs: forward computes its results, backward the chain rule's gradients.
 
-Each text is read as terms (shardc.verify.static.terms). So it does not matter what is kept and what is computed again,
-which line comes when, and where a sum is written; that no line reads memory that another one took over is looked at by
-itself. One text serves all ranks, so collectives have one order on all of them.
+Each graph is read as terms (shardc.verify.static.terms). So it does not matter what is kept or recomputed, in which
+order lines come, and where a sum is written. A separate check finds lines that read memory after another line reused
+it. One text serves all ranks, so collectives have one order on all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardc.verify.static.terms import Term, Terms
 
 aten = torch.ops.aten
 
-#: What begins a collective, or a copy to the host or back, and the line that waits for it.
+#: Ops that begin a collective, or a copy to the host or back, with the op that waits for each.
 _WAITS = {
     ops.start: ops.wait,
     ops.transpose_start: ops.wait,
@@ -43,14 +43,15 @@ _WAITS = {
     ops.offload_start: ops.offload_wait,
     ops.reload_start: ops.reload_wait,
 }
-#: Lines whose result may lie in the memory of an operand, whatever their names say.
+#: Ops that are no views, but whose result may use the memory of the first operand.
 _MEMORY_OF_FIRST = {ops.add_into}
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """text: "forward", "backward" or "weights", or "pair" and which half; line: where, if it is one; what is, and what
-    would be right.
+    """A fault of a joint graph. line: where, if it is one line; what: the fault; right: what would be.
+
+    text: "forward", "backward" or "weights", or "pair" and which half.
     """
 
     text: str
@@ -60,9 +61,7 @@ class Wrong:
 
 
 def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf) -> Iterator[Wrong]:
-    """Find what is wrong in the joint graph of a stage. rules: the derivatives, kept from stage to stage. until: when
-    to give up, on time.perf_counter.
-    """
+    """Yield what is wrong in a stage's joint graph. rules: shared by stages. until: on time.perf_counter."""
     assert stage.joint is not None
     yield from _without_gradient(program, stage, rules)
     terms = Terms()
@@ -76,9 +75,9 @@ def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf)
 
 
 def _without_gradient(program: Program, stage: Stage, rules: Rules) -> Iterator[Wrong]:
-    """Find conversions whose result needs a gradient, as the stage's own graph says, and has none where the graph is
-    differentiated: the chain rule would stop there in what is proven and in what it is compared with. (Of torch's ops
-    autograd itself says which results have one.)
+    """Yield conversions whose result needs a gradient, but has none when the graph is differentiated.
+
+    The chain rule stops there in joint graphs and in expected terms. (For torch's ops autograd says which have one.)
     """
     types, _ = types_of(program, stage.graph, rules)
     for n in stage.graph.nodes:
@@ -88,8 +87,9 @@ def _without_gradient(program: Program, stage: Stage, rules: Rules) -> Iterator[
 
 
 def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = math.inf) -> Iterator[Wrong]:
-    """What is wrong in the text of an overlapped pair: it is read as two texts, each of which stands in the place of a
-    stage's own; and no line of it takes over memory that another line, of either half, still reads.
+    """Yield what is wrong in the text of an overlapped pair.
+
+    It is read as two texts, each in place of a stage's own. No line may reuse memory that either half still reads.
     """
     one, other = program.stages[pair.first], program.stages[pair.then]
     assert one.joint is not None
@@ -113,14 +113,14 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
 
 
 class _Texts:
-    """One stage's texts as terms, beside what they should be."""
+    """The graphs of one stage as terms, compared with the expected ones."""
 
     def __init__(self, program: Program, stage: Stage, terms: Terms, expected: Results) -> None:
         assert stage.joint is not None
         self._program, self._stage, self._terms, self._expected = program, stage, terms, expected
         self._texts = stage.joint.graphs
         self._env: dict[str, dict[fx.Node, Term]] = {name: {} for name in self._texts}
-        #: A line of any text that computes a term.
+        #: By term: the first line, of any text, that computes it.
         self._line_of: dict[int, tuple[str, fx.Node]] = {}
 
     def wrong(self) -> Iterator[Wrong]:
@@ -129,22 +129,22 @@ class _Texts:
         returned: Any = forward.output_node().args[0]
         *results, kept = returned
         yield from self._returned(results)
-        given = {n.name: self._env["forward"][n] for n in kept}
-        if len(given) != len(kept):
+        inputs = {n.name: self._env["forward"][n] for n in kept}
+        if len(inputs) != len(kept):
             yield Wrong("forward", None, "two values that are kept have one name")
         backward = self._texts["backward"]
-        self._read("backward", given)
+        self._read("backward", inputs)
         grads: Any = backward.output_node().args[0]
         if "weights" in self._texts:
             grads, crossing = grads
-            given |= {n.name: self._env["backward"][n] for n in crossing}
-            self._read("weights", given)
+            inputs |= {n.name: self._env["backward"][n] for n in crossing}
+            self._read("weights", inputs)
         yield from self._received(grads)
         yield from self._parameters()
         yield from self._tapes()
 
     def _read(self, text: str, given: dict[str, Term]) -> None:
-        """The term of every line. given: what comes by name from another text; the rest is the stage's own."""
+        """Compute the term of each line. given: inputs from another text, by name; others are the stage's."""
         env = self._env[text]
 
         def put(n: fx.Node) -> Any:
@@ -159,32 +159,32 @@ class _Texts:
                 self._line_of.setdefault(env[n].number, (text, n))
 
     def _shape(self, n: fx.Node) -> tuple[int, ...] | None:
-        """Of one tensor: types of graphs of a step are those of a rank."""
+        """Return the shape of a line with a single tensor; types in joint graphs are those of a rank."""
         value = n.meta.get("value")
         return tuple(value.shape) if isinstance(value, Value) else None
 
     def _returned(self, results: list[Any]) -> Iterator[Wrong]:
-        wanted = [*self._expected.returned, *[()] * (len(results) - len(self._expected.returned))]
+        expected = [*self._expected.returned, *[()] * (len(results) - len(self._expected.returned))]
 
         def put(n: fx.Node) -> Any:
             return self._env["forward"][n]
 
         named = ("the loss", "new values and outputs", "what is sent")
-        for fault, nodes, right in zip(named, results, wanted, strict=True):
-            found: Any = fx.map_arg(nodes, put)
+        for label, nodes, right in zip(named, results, expected, strict=True):
+            terms: Any = fx.map_arg(nodes, put)
             if isinstance(nodes, tuple | list):
-                each = list(zip(nodes, found, right, strict=True)) if len(found) == len(right) else None
+                rows = list(zip(nodes, terms, right, strict=True)) if len(terms) == len(right) else None
             else:
-                each = [(nodes, found, right)]
-            if each is None:
-                yield Wrong("forward", None, f"{fault}: {len(found)} values", f"{len(right)}")
+                rows = [(nodes, terms, right)]
+            if rows is None:
+                yield Wrong("forward", None, f"{label}: {len(terms)} values", f"{len(right)}")
                 continue
-            for node, have, want in each:
+            for node, have, want in rows:
                 if have != want:
-                    yield self._differs("forward", node, f"{fault}: {node}", have, want)
+                    yield self._differs("forward", node, f"{label}: {node}", have, want)
 
     def _received(self, grads: Any) -> Iterator[Wrong]:
-        """The gradients that go to earlier stages."""
+        """Compare the gradients that go to earlier stages."""
         named = [
             n.name
             for n in self._stage.graph.find_nodes(op="placeholder")
@@ -194,14 +194,14 @@ class _Texts:
             yield Wrong("backward", None, f"it returns {len(grads)} gradients", f"{len(named)}: {', '.join(named)}")
             return
         for name, node in zip(named, grads, strict=True):
-            right = self._expected.received.get(name)
+            number = self._expected.received.get(name)
             have = None if node is None else self._env["backward"][node]
-            want = None if right is None else Term(right)
+            want = None if number is None else Term(number)
             if have != want:
                 yield self._differs("backward", node, f"the gradient of {name}", have, want)
 
     def _parameters(self) -> Iterator[Wrong]:
-        """Each parameter's gradient is put once, each bucket's sum begun once, when it has all."""
+        """Check that each gradient is put once, and each bucket's sum starts once, after all its gradients."""
         begun: Counter[str] = Counter()
         puts: Counter[int] = Counter()
         bucket_of = {name: f"bucket{i}" for i, b in enumerate(self._program.buckets) for name in b.params}
@@ -209,12 +209,12 @@ class _Texts:
             for n in self._texts[text].nodes if text in self._texts else ():
                 args: Any = n.args
                 if n.target is ops.accumulate:
-                    to = self._env[text][args[0]].number
-                    name, want = self._expected.puts.get(to, (args[0].name, None))
-                    puts[to] += 1
+                    term = self._env[text][args[0]].number
+                    name, number = self._expected.puts.get(term, (args[0].name, None))
+                    puts[term] += 1
                     have = self._env[text][args[1]]
-                    if have != (right := None if want is None else Term(want)):
-                        yield self._differs(text, n, f"the gradient of {name}", have, right)
+                    if have != (want := None if number is None else Term(number)):
+                        yield self._differs(text, n, f"the gradient of {name}", have, want)
                     if begun[bucket_of.get(name, "")]:
                         yield Wrong(text, n, f"{name}'s bucket is being summed already", "put it before")
                 elif n.target is ops.launch:
@@ -222,13 +222,13 @@ class _Texts:
                 elif n.target is ops.scatter:
                     begun[args[2]] += 1
                     yield from self._scattered(text, n)
-        for to, (name, _) in self._expected.puts.items():
-            if puts[to] != 1:
-                yield Wrong("backward", None, f"{name} gets its gradient {puts[to]} times", "once")
+        for term, (name, _) in self._expected.puts.items():
+            if puts[term] != 1:
+                yield Wrong("backward", None, f"{name} gets its gradient {puts[term]} times", "once")
         yield from self._begun(begun)
 
     def _tapes(self) -> Iterator[Wrong]:
-        """A tape is empty behind the line that does not keep it."""
+        """Check that no line reads a tape after a line that does not keep it."""
         empty: set[tuple[str, str]] = set()
         for text in ("backward", "weights"):
             for n in self._texts[text].nodes if text in self._texts else ():
@@ -237,14 +237,14 @@ class _Texts:
                 tape: Any = n.args[0]
                 while tape.target in (ops.reload_wait, ops.reload_start):
                     tape = tape.args[0]
-                made = (text if tape.op == "call_function" else "", tape.name)
-                if made in empty or (("backward", tape.name) in empty and tape.op == "placeholder"):
+                key = (text if tape.op == "call_function" else "", tape.name)
+                if key in empty or (("backward", tape.name) in empty and tape.op == "placeholder"):
                     yield Wrong(text, n, f"{tape} is empty", "`keep=True` in the line before")
                 if not n.kwargs.get("keep"):
-                    empty.add(made)
+                    empty.add(key)
 
     def _begun(self, begun: Counter[str]) -> Iterator[Wrong]:
-        """The sums of buckets."""
+        """Check that each gathered bucket's sum begins once, and any other's at most once."""
         for name in self._expected.scatters:
             if begun[name] != 1:
                 yield Wrong("backward", None, f"the sum of {name} begins {begun[name]} times", "once")
@@ -257,63 +257,61 @@ class _Texts:
         bucket = next((b for i, b in enumerate(self._program.buckets) if f"bucket{i}" == name), None)
         if bucket is None or tuple(p.name for p in params) != tuple(bucket.params):  # type: ignore[union-attr]
             yield Wrong(text, n, f"{name} has other parameters")
-        want = self._expected.scatters.get(str(name), ())
+        numbers = self._expected.scatters.get(str(name), ())
         have = tuple(None if g is None else self._env[text][g] for g in grads)  # type: ignore[union-attr, index]
-        right = tuple(None if g is None else Term(g) for g in want)
-        if have != right:
-            k = next((i for i, (a, b) in enumerate(zip(have, right, strict=False)) if a != b), 0)
+        want = tuple(None if g is None else Term(g) for g in numbers)
+        if have != want:
+            k = next((i for i, (a, b) in enumerate(zip(have, want, strict=False)) if a != b), 0)
             param = params[k].name  # type: ignore[index, union-attr]
             yield self._differs(
-                text, n, f"the gradient of {param}", have[k] if have else None, right[k] if right else None
+                text, n, f"the gradient of {param}", have[k] if have else None, want[k] if want else None
             )
 
-    # --- what is said
+    # --- messages
 
     def _differs(self, text: str, node: Any, what: str, have: Term | None, want: Term | None) -> Wrong:
-        """Two terms that are not equal, told by the first line, from the inputs on, in which they are not."""
+        """Report two unequal terms by the first line, from the inputs on, in which they differ."""
         if have is None or want is None:
-            there = "it is there" if have is not None else "there is none"
-            return Wrong(text, node, f"{what}: {there}", "none" if want is None else "one")
+            state = "it is there" if have is not None else "there is none"
+            return Wrong(text, node, f"{what}: {state}", "none" if want is None else "one")
         a, b = self._deepest(have.number, want.number)
         where, line = self._line_of.get(a, (text, node))
         return Wrong(where, line, f"{what} is not what the chain rule gives: this line differs", self._shown(b))
 
     def _deepest(self, have: int, want: int) -> tuple[int, int]:
-        """The innermost terms, in the same place of both, that are not equal."""
+        """Return the innermost unequal terms at the same place of both."""
         while True:
-            (op, mine), (other, theirs) = self._terms.parts(have), self._terms.parts(want)
+            (op, left), (other, right) = self._terms.parts(have), self._terms.parts(want)
             if op == "sum" and other == "sum":
-                extra, missing = (
-                    list((Counter(x) - Counter(y)).elements()) for x, y in ((mine, theirs), (theirs, mine))
-                )
-                mine, theirs = (extra, missing) if len(extra) == len(missing) else ([], [])
-            if op != other or len(mine) != len(theirs):
+                extra, missing = (list((Counter(x) - Counter(y)).elements()) for x, y in ((left, right), (right, left)))
+                left, right = (extra, missing) if len(extra) == len(missing) else ([], [])
+            if op != other or len(left) != len(right):
                 return have, want
-            pairs = [(x, y) for x, y in zip(mine, theirs, strict=True) if x != y]
-            if not pairs or sorted(mine) == sorted(theirs):  # of other constants, or swapped
+            pairs = [(x, y) for x, y in zip(left, right, strict=True) if x != y]
+            if not pairs or sorted(left) == sorted(right):  # constants differ, or operands are swapped
                 return have, want
             have, want = pairs[0]
 
     def _shown(self, term: int, depth: int = 2) -> str:
-        fault, parts = self._terms.parts(term)
-        if isinstance(fault, str) and fault != "sum":
-            return fault
+        op, parts = self._terms.parts(term)
+        if isinstance(op, str) and op != "sum":
+            return op
         if depth == 0 or term in self._line_of:
             return self._line_of[term][1].name if term in self._line_of else "..."
-        name = fault if fault == "sum" else getattr(fault, "__name__", str(fault))
+        name = op if op == "sum" else getattr(op, "__name__", str(op))
         return f"{name}({', '.join(self._shown(t, depth - 1) for t in parts)})"
 
 
 def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
-    """Lines that take over memory that something else still looks at."""
+    """Yield lines that reuse memory that another line still reads."""
     nodes = list(graph.nodes)
     place = {n: i for i, n in enumerate(nodes)}
-    memory: dict[fx.Node, fx.Node] = {}  # the line that made it
+    memory: dict[fx.Node, fx.Node] = {}  # the line that allocated it
     sharing: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
     for n in nodes:
         first = n.args[0] if n.args and isinstance(n.args[0], fx.Node) else None
         shares = first is not None and (is_view(n.target) or n.target in _MEMORY_OF_FIRST)
-        if _result(n) is not None:  # of several: each has its own, and who asks for one twice gets the same
+        if _result(n) is not None:  # each result has its own memory; reading one twice is the same memory
             memory[n] = next(u for u in first.users if u.target is operator.getitem and u.args == n.args)  # type: ignore[union-attr]
         else:
             memory[n] = memory[first] if shares and first is not None else n
@@ -339,7 +337,7 @@ def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _result(n: fx.Node) -> fx.Node | None:
-    """Of one of the several results of an op of torch that makes new memory, the op."""
+    """Return the torch op that n is one of several results of, if it makes new memory; else None."""
     of: Any = n.args[0] if n.target is operator.getitem else None
     return of if of is not None and isinstance(of.target, OpOverload) and not is_view(of.target) else None
 
@@ -352,7 +350,7 @@ def _views_of(n: fx.Node) -> Iterator[fx.Node]:
 
 
 def _unfinished(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
-    """Collectives and copies that are begun and not waited for exactly once, or read before."""
+    """Yield collectives and copies that begin and are not waited for exactly once, or are read before."""
     for n in graph.nodes:
         wait = _WAITS.get(n.target) if n.op == "call_function" else None
         if wait is None:

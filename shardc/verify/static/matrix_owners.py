@@ -1,8 +1,7 @@
-"""Where optimizers step whole matrices: each has one owner, to which every element of its gradient comes once, and from
-which every rank gets what it stores.
+"""Check optimizers over whole matrices: each has one owner, and every element reaches it and returns.
 
-Checked for all matrices that are trained, whichever of them an optimizer takes, and on the routes that the runtime
-sends by (shardc.runtime.matrices.routes); what a rank stores is told by the arithmetic of checkpoints.
+All trained matrices are checked, whichever of them an optimizer takes, on the routes that the runtime sends by
+(shardc.runtime.matrices.routes). What a rank stores comes from the arithmetic of checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from shardc.verify.static.text import TooLongError
 
 
 def wrong(program: Program, until: float) -> Iterator[Wrong]:
-    """What is wrong. until: raises TooLongError at this time (perf_counter)."""
+    """Yield what is wrong. Raises TooLongError after `until` (perf_counter)."""
     if program.matrices is None or program.forward_only:
         return
     trained = [p for p in program.params if p.name in trained_params(program)]
@@ -39,21 +38,21 @@ def wrong(program: Program, until: float) -> Iterator[Wrong]:
             return
     for coordinate in range(program.mesh.size(program.axis) if program.axis else 1):
         coords = dict.fromkeys(program.mesh.names, 0) | ({program.axis: coordinate} if program.axis else {})
-        here = [p for p in trained if program.has(p, coords)]
-        costs = {m: work(m.shape) for p in here for m in cut[p.name]}
-        yield from _of_group(program, routes_of(program, program.mesh.rank(coords), costs), here, cut, until)
+        params = [p for p in trained if program.has(p, coords)]
+        costs = {m: work(m.shape) for p in params for m in cut[p.name]}
+        yield from _of_group(program, routes_of(program, program.mesh.rank(coords), costs), params, cut, until)
 
 
 def _of_group(
     program: Program, routes: Routes, params: list[Param], cut: dict[str, tuple[Matrix, ...]], until: float
 ) -> Iterator[Wrong]:
-    """The ranks that share the parameters of one stage."""
+    """Check the ranks that share the parameters of one stage."""
     stretches, places = Stretches(program), range(len(routes.ranks))
     owners = Counter(m.name for m in routes.matrices)
     for p in params:
         if time.perf_counter() > until:
             raise TooLongError
-        got: defaultdict[int, int] = defaultdict(int)  # elements that come back, by rank
+        returned: defaultdict[int, int] = defaultdict(int)  # elements that come back, by rank
         for m in cut[p.name]:
             if owners[m.name] != 1 or routes.owners.get(m.name) not in places:
                 yield m.name, f"{owners[m.name]} of its kind have an owner: it needs one"
@@ -64,10 +63,10 @@ def _of_group(
                 yield m.name, "not every element of its gradient comes to its owner once"
                 return
             for i in places:
-                got[i] += sum(x.numel for x in routes.pieces(m, i))
+                returned[i] += sum(x.numel for x in routes.pieces(m, i))
         for i in places:
             rank = routes.ranks[i]
-            has = boxes_of(p.shape, p.layout, stretches.of(p, rank), program.mesh, rank)
-            if got[i] != sum(math.prod(box.shape) for box in has):
+            stored = boxes_of(p.shape, p.layout, stretches.of(p, rank), program.mesh, rank)
+            if returned[i] != sum(math.prod(box.shape) for box in stored):
                 yield p.fqn, f"rank {rank} stores elements of it that its owners do not send back"
                 return

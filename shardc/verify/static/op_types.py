@@ -1,6 +1,4 @@
-"""By which rule an op computes its result: the strategies that fit how its operands lie, and the op as each rank runs
-it.
-"""
+"""Find the strategies by which an op computes its result, and the op's lines in a rank's text."""
 
 from __future__ import annotations
 
@@ -24,32 +22,32 @@ from shardc.verify.static.statement import NAMES, Claim, on_axis
 if TYPE_CHECKING:
     from shardc.verify.static.same_values import Model
 
-#: A view that merges more parts of a dim than these, with microbatches inside of each, is not looked for.
+#: Views that merge more parts of a dim than this, with microbatches inside each, are not tried.
 _PARTS = 4096
-#: Of a call, by axis.
+#: The strategies of a call, by axis.
 Strategies = dict[str, Strategy]
-#: What the result of an op may be on each axis, where its operands do not say.
+#: Placements that an op's result may have, by axis, if its operands do not decide.
 Hints = Mapping[str, Sequence[Placement]]
 
 
 def fitting(choices: Choices, claims: Sequence[Claim], hint: Hints, mesh: Mesh) -> Iterator[Strategies]:
-    """Every way in which the rule lets an op run on operands that lie so.
+    """Yield each choice of strategies, one per axis, that takes operands with these layouts.
 
-    hint: of an op without operands, what its result may be on each axis; the way itself is checked all the same.
+    hint: for an op without operands, the placements that its result may have, by axis; they are still checked.
     """
-    each: list[list[Strategy]] = []
+    by_axis: list[list[Strategy]] = []
     for axis, n in mesh.axes:
         have = [on_axis(c.layout[axis], v) for c, v in zip(claims, choices.call.operands, strict=True)]
-        found = [s for s in _possible(choices, have, hint.get(axis, ()), n) if _takes(s, have, choices)]
-        if not found:
+        strategies = [s for s in _possible(choices, have, hint.get(axis, ()), n) if _takes(s, have, choices)]
+        if not strategies:
             return
-        each.append(list(dict.fromkeys(found)))
-    for combination in product(*each):
+        by_axis.append(list(dict.fromkeys(strategies)))
+    for combination in product(*by_axis):
         yield dict(zip(mesh.names, combination, strict=True))
 
 
 def misfit(choices: Choices, claims: Sequence[Claim], mesh: Mesh) -> str:
-    """On which axis no strategy takes such operands, in words; "" if there is one on each."""
+    """Return in words the axis on which no strategy takes these operands; "" if each axis has one."""
     for axis, n in mesh.axes:
         have = [on_axis(c.layout[axis], v) for c, v in zip(claims, choices.call.operands, strict=True)]
         if not any(_takes(s, have, choices) for s in _possible(choices, have, (), n)):
@@ -85,7 +83,7 @@ def _takes(strategy: Strategy, have: Sequence[Placement], choices: Choices) -> b
 
 
 def results(choices: Choices, strategies: Strategies, mesh: Mesh) -> tuple[Layout, ...] | None:
-    """The layouts of an op's results; None where two axes would take the same part."""
+    """Return the layouts of an op's results; None if one does not fit (two axes take the same part)."""
     layouts = []
     for i, v in enumerate(choices.call.results):
         layout = Layout.of({a: on_axis(s.outputs[i], v) for a, s in strategies.items()}, mesh)
@@ -98,19 +96,20 @@ def results(choices: Choices, strategies: Strategies, mesh: Mesh) -> tuple[Layou
 def harm_of_padding(
     model: Model, node: fx.Node, strategies: Strategies, claims: Sequence[Claim], lines: Sequence[fx.Node] = ()
 ) -> str:
-    """ "" where what an op sums away is padded by zeros, and all else by numbers at which it is finite, and its
-    derivatives are; else what is wrong. lines: of the text, that give the operands.
+    """Return how padding of the operands harms the op's result or gradients; "" if it does not.
+
+    Padding that is summed must be zero; elsewhere the op and its derivatives must be finite. lines: of the operands.
     """
     if not any(claim.layout.paddings() for claim in claims):
         return ""
     choices, weights = model.choices_of(node), model.weights
     operands = [operand.meta["value"] for operand in operands_of(node)]
-    held = [
+    numbers = [
         {dict(claim.fills).get(d) for d in choices.kept_dims(strategies.values(), i)} for i, claim in enumerate(claims)
     ]
-    holds = tuple(each.pop() if len(each) == 1 else None for each in held)
+    padded_by = tuple(each.pop() if len(each) == 1 else None for each in numbers)
     copies = frozenset(i for i, x in enumerate(lines) if x.op == "placeholder" and claims[i].of in model.inputs)
-    if not choices.finite(node, strategies.values(), holds, copies):
+    if not choices.finite(node, strategies.values(), padded_by, copies):
         return "it is not finite, or its derivative is not, wherever the padding of its operands may be"
     for i, (operand, claim) in enumerate(zip(operands_of(node), claims, strict=True)):
         padded = {s.dim for s in claim.layout.paddings()}
@@ -127,7 +126,7 @@ def harm_of_padding(
         if operand not in weights and any(fills.get(d) != 0 for d in summed & padded):
             return f"it sums over the padding of its operand {operand.name}, which is not zero"
         alone = any(s.sums_padding(i) and not s.multiplies_padding(i, operands) for s in strategies.values())
-        cleared = lines[i : i + 1] and getattr(lines[i].target, "__name__", "") == "fill_padding"  # its gradient, too
+        cleared = lines[i : i + 1] and getattr(lines[i].target, "__name__", "") == "fill_padding"  # its gradient too
         if operand in weights and alone and not cleared and operand.meta["value"].requires_grad:
             return f"the gradient of its sum reaches the padding of the parameter {operand.name}"
     return ""
@@ -143,10 +142,9 @@ def written(
     mesh_node: fx.Node,
     find: Callable[[Any, tuple[Any, ...], dict[str, Any]], fx.Node],
 ) -> fx.Node:
-    """The node of a text that is this op as each rank runs it: what the op's rule makes of it, looked for line by line.
+    """Return the node of a text that is this op as a rank runs it, found line by line through its rule.
 
-    layouts: of operands and results. args, kwargs: with the text's nodes in the place of operands. find: gives the node
-    of a text that is this call, and raises LookupError where there is none.
+    layouts: of operands and results. args, kwargs: with the text's nodes. find: a call's node; raises LookupError.
     """
 
     def emit(target: Any, a: tuple[Any, ...], k: dict[str, Any], **_: Any) -> fx.Node:
@@ -160,38 +158,39 @@ def written(
 
 
 def hints(call: fx.Node, shows: Sequence[Layout], mesh: Mesh) -> dict[str, list[Placement]]:
-    """What the result of an op may be on each axis where its operands do not say, as a constant's: as the text shows
-    it; and over microbatches, which no text shows, split by any dim at any digit that the sizes of axes make, within
-    each part that a view makes.
+    """Return the placements that a result may have, by axis, if the op's operands do not decide.
+
+    These are the placements that the text shows. No text shows the microbatch axis: there, any dim may be split at any
+    digit that the sizes of axes make, within each part that a view makes.
     """
-    found: dict[str, dict[Placement, None]] = {a: {} for a in mesh.names}
+    placements: dict[str, dict[Placement, None]] = {a: {} for a in mesh.names}
     microbatches = mesh.size(MICROBATCH) if MICROBATCH in mesh.names else 1
-    splits = [(axis, p) for layout in shows for axis, p in layout.items if isinstance(p, Shard) and axis in found]
+    splits = [(axis, p) for layout in shows for axis, p in layout.items if isinstance(p, Shard) and axis in placements]
     for axis, p in splits:
-        found[axis] |= {p: None, replace(p, split=p.split * microbatches): None}  # a text shows one microbatch
+        placements[axis] |= {p: None, replace(p, split=p.split * microbatches): None}  # a text shows one microbatch
     sizes = [n for _, n in mesh.axes if n > 1]
     digits = {math.prod(sizes[i:j]) for i in range(len(sizes)) for j in range(i, len(sizes) + 1)} | {1}
     for v in values_of(call)[:1] if microbatches > 1 else ():
         for (d, size), padding in product(enumerate(v.shape), {p.padding for _, p in splits} | {0}):
-            found[MICROBATCH] |= dict.fromkeys(
+            placements[MICROBATCH] |= dict.fromkeys(
                 Shard(d, parts * digit, (), padding, parts if padding else 1)
                 for parts, digit in product(range(1, min(size, _PARTS) + 1), sorted(digits))
                 if size % parts == 0 and (size // parts + padding) % (digit * microbatches) == 0
             )
-    return {a: list(each) for a, each in found.items()}
+    return {a: list(each) for a, each in placements.items()}
 
 
 def weight_like(graph: fx.Graph, params: set[str]) -> set[fx.Node]:
-    """Parameters, and what only moves their elements, each to one place: their padding is zero."""
-    found: set[fx.Node] = set()
+    """Return parameters, and values that only move their elements, each once: their padding is zero."""
+    weights: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
             if node.name in params:
-                found.add(node)
+                weights.add(node)
             continue
         operands = operands_of(node) if node.op == "call_function" else []
         rule = registry.find(node.target) if len(operands) == 1 else None
         moves = rule is not None and rule.linear == ((0,),)
-        if operands and operands[0] in found and moves and not repeats(node):
-            found.add(node)
-    return found
+        if operands and operands[0] in weights and moves and not repeats(node):
+            weights.add(node)
+    return weights

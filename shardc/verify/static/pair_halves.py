@@ -1,4 +1,4 @@
-"""The text of an overlapped pair as the two texts that it consists of (shardc.ir.pairs)."""
+"""Split the text of an overlapped pair into the two texts that it consists of (shardc.ir.pairs)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardc.ir.program import Program
 
 
 class MixedError(Exception):
-    """A line of one half takes what belongs to the other one: `line`."""
+    """A line of one half takes a value of the other one: `line`."""
 
     def __init__(self, line: fx.Node) -> None:
         super().__init__(line.name)
@@ -21,14 +21,14 @@ class MixedError(Exception):
 
 
 def halves(program: Program, graph: fx.Graph, prefix: str) -> tuple[fx.Graph, fx.Graph]:
-    """The two texts that a pair's text consists of, lines in their order, with their own names. Raises MixedError."""
+    """Return the two texts of a pair, lines in their order, with their own names. Raises MixedError."""
     same = shared(program)
     returned: Any = graph.output_node().args[0]
     return _half(graph, "", prefix, same, returned[0]), _half(graph, prefix, prefix, same, returned[1])
 
 
 def _half(graph: fx.Graph, own: str, prefix: str, same: frozenset[str], returned: Any) -> fx.Graph:
-    made, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    half, env = fx.Graph(), dict[fx.Node, fx.Node]()
 
     def look(x: fx.Node) -> fx.Node:
         if x not in env:
@@ -38,19 +38,19 @@ def _half(graph: fx.Graph, own: str, prefix: str, same: frozenset[str], returned
     for line in _of(graph, own, prefix, same):
         name = line.name.removeprefix(own)
         if line.op == "placeholder":
-            env[line] = made.placeholder(name)
+            env[line] = half.placeholder(name)
         else:
             args, kwargs = fx.map_arg(line.args, look), fx.map_arg(line.kwargs, look)
-            env[line] = made.create_node("call_function", line.target, args, kwargs, name=name)
+            env[line] = half.create_node("call_function", line.target, args, kwargs, name=name)
         env[line].meta = dict(line.meta)
     line = graph.output_node()
-    made.output(fx.map_arg(returned, look))
-    return made
+    half.output(fx.map_arg(returned, look))
+    return half
 
 
 def _of(graph: fx.Graph, own: str, prefix: str, same: frozenset[str]) -> Iterator[fx.Node]:
-    """The lines of one half, and what it may take. Lines without a result have no name in texts: all are backward's."""
+    """Yield the lines of one half and the placeholders it may take; those without a result are backward's."""
     for n in graph.nodes:
-        mine = (n.target in EFFECTS or n.name.startswith(prefix)) == bool(own)
-        if n.op != "output" and (mine or (n.op == "placeholder" and n.name in same)):
+        belongs = (n.target in EFFECTS or n.name.startswith(prefix)) == bool(own)
+        if n.op != "output" and (belongs or (n.op == "placeholder" and n.name in same)):
             yield n

@@ -1,4 +1,4 @@
-"""The whole program: its texts, microbatches, stages, schedule and buckets; and the verdict."""
+"""Prove a whole program: its texts, microbatches, stages, schedule and buckets."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from shardc.verify.static.text import Text, TooLongError, shown
 
 @dataclass(frozen=True)
 class Gap:
-    """One thing that is not proven. where: the stage and line of the program; line: its text; source: the model's
-    module and line; what: what is wrong; right: what would be right, "" if that is not known.
+    """One thing that is not proven.
+
+    where: stage and line; line: its text; source: line of the model; what: the fault; right: what would be right.
     """
 
     where: str
@@ -51,9 +52,9 @@ class Gap:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proven, given ASSUMPTIONS (assumptions.py).
+    """The result of a proof, under ASSUMPTIONS (assumptions.py).
 
-    gaps: what is not proven. lines: that were checked; texts: how many; ranks: that run them. seconds: it took.
+    gaps: what is not proven. lines, texts: how many were checked; ranks: how many run them. seconds: duration.
     """
 
     gaps: tuple[Gap, ...]
@@ -78,8 +79,9 @@ class Proof:
 
 
 def prove(program: Program) -> Proof:
-    """Check that the program of every rank computes what the model's graph does, its gradients and its update, without
-    running it. See the package's docstring for what is trusted. Takes a compiled or loaded program; nothing is written.
+    """Prove, without running it, that a program computes the model's loss, gradients and update.
+
+    The package's docstring says what is trusted. Takes a compiled or loaded program; writes nothing.
     """
     proof = prove_within(program, math.inf)
     assert proof is not None
@@ -87,12 +89,12 @@ def prove(program: Program) -> Proof:
 
 
 def prove_within(program: Program, seconds: float) -> Proof | None:
-    """`prove`, or None if it takes longer."""
+    """Prove as `prove` does, or return None if it takes longer."""
     start = time.perf_counter()
     checker = _Checker(program, start + seconds)
     try:
         gaps = tuple(checker.run())
-        gaps = gaps or tuple(checker.joint())  # what follows of a gap is not repeated
+        gaps = gaps or tuple(checker.joint())  # a gap would show again in the joint graphs
     except TooLongError:
         return None
     took = time.perf_counter() - start
@@ -131,7 +133,7 @@ class _Checker:
             for name in stage.sends:
                 node = next(n for n in stage.graph.nodes if n.name == name)
                 if node in text.claims:
-                    self.sent[name] = text.claims[node]  # what is alike everywhere is split in several ways at once
+                    self.sent[name] = text.claims[node]  # several claims if it is a constant
         yield from self._results(texts)
         for name, fault in gradient_sums.wrong(program):
             yield Gap(name, fault)
@@ -140,7 +142,7 @@ class _Checker:
         yield from self._pipeline()
 
     def _stored(self, x: Any, node: fx.Node) -> Claim:
-        """What a placeholder holds: the gradient of a parameter is a summand where it is summed later."""
+        """Return the claim of a placeholder; a parameter's gradient is a summand on axes that sum it later."""
         names = {p.name for p in self.program.params}
         layout = of_input(x, self.mesh) if hasattr(x, "microbatch") else x.layout
         if x.name in names:
@@ -180,42 +182,42 @@ class _Checker:
         return text
 
     def _declared(self, stage: Stage, text: Text) -> Iterator[Gap]:
-        """The types that a text shows are those that follow."""
+        """Check that the types shown in a text are those of its claims."""
         for node, claims in text.claims.items():
             value = node.meta.get("value")
             if (
                 value is None
                 or isinstance(value, tuple)
-                or (node.op == "placeholder" and "collective" not in node.meta)  # those are as stored
-                or node.target is ops.fp8_pack  # bytes lie as each rank likes, and no other rank reads them
+                or (node.op == "placeholder" and "collective" not in node.meta)  # it has its stored type
+                or node.target is ops.fp8_pack  # the layout of bytes is each rank's own; no other rank reads them
             ):
                 continue
-            right = [shown(c.layout, self.mesh, own=True) for c in claims]
-            if shown(value.layout, self.mesh) not in right:
+            expected = [shown(c.layout, self.mesh, own=True) for c in claims]
+            if shown(value.layout, self.mesh) not in expected:
                 yield self._gap(
                     stage, node, f"its type says ({value.layout or 'whole'}), it is ({claims[0].layout or 'whole'})"
                 )
 
     def _results(self, texts: list[Text]) -> Iterator[Gap]:
-        """The loss, new values of buffers and outputs are the model's, and lie as the program says."""
+        """Check that loss, new buffers and outputs are the model's, in the layouts that the program declares."""
         program = self.program
-        given_back: Any = self.model.graph.output_node().args[0]
-        model_loss, model_news = given_back
-        news = dict(zip([b.name for b in program.buffers if b.updated], model_news, strict=False))
-        outs = dict(zip([o.name for o in program.outputs], model_news[len(news) :], strict=True))
+        model_output: Any = self.model.graph.output_node().args[0]
+        model_loss, model_values = model_output
+        new_buffers = dict(zip([b.name for b in program.buffers if b.updated], model_values, strict=False))
+        outs = dict(zip([o.name for o in program.outputs], model_values[len(new_buffers) :], strict=True))
         stored = {b.name: b for b in program.buffers}
-        given = {o.name: o for o in program.outputs}
+        outputs = {o.name: o for o in program.outputs}
         losses = 0
         for stage, text in zip(program.stages, texts, strict=True):
             returned: Any = stage.graph.output_node().args[0]
-            loss, mine = returned[0], returned[1]
+            loss, values = returned[0], returned[1]
             if loss is not None:
                 losses += 1
                 yield from self._loss(stage, text, loss, model_loss)
-            updates = stage.updates or (tuple(news) if len(program.stages) == 1 else ())
-            for name, node in zip((*updates, *stage.outputs), mine, strict=True):
-                buffer, output = stored.get(name), given.get(name)
-                of = news[name] if name in updates else outs[name]
+            updates = stage.updates or (tuple(new_buffers) if len(program.stages) == 1 else ())
+            for name, node in zip((*updates, *stage.outputs), values, strict=True):
+                buffer, output = stored.get(name), outputs.get(name)
+                of = new_buffers[name] if name in updates else outs[name]
                 declared = buffer if name in updates else output
                 yield from self._result(stage, text, node, of, declared)
         if losses != (model_loss is not None):
@@ -242,44 +244,44 @@ class _Checker:
                 yield self._gap(stage, node, f"the loss is {claim.layout}", "whole, or a summand of each rank")
 
     def _result(self, stage: Stage, text: Text, node: fx.Node, of: fx.Node, declared: Any) -> Iterator[Gap]:
-        """declared: the buffer or output that it is the new value of, with its layout; adds: microbatches add up."""
-        name, wanted, adds = declared.name, declared.layout, declared.adds
+        """Check the new value of a buffer or an output. declared: that buffer or output; of: the model's node."""
+        name, expected, adds = declared.name, declared.layout, declared.adds
         claims = text.claims.get(node)
         if claims is None:
             return
         same = [c for c in claims if c.of is self.model.one[of]]
 
-        def lies(c: Claim) -> bool:
-            return shown(c.layout, self.mesh, own=True, padded=True) == shown(wanted, self.mesh)
+        def as_declared(c: Claim) -> bool:
+            return shown(c.layout, self.mesh, own=True, padded=True) == shown(expected, self.mesh)
 
-        claim = next(filter(lies, same), (same or claims)[0])
+        claim = next(filter(as_declared, same), (same or claims)[0])
         if claim.of is not self.model.one[of]:
             yield self._gap(stage, node, f"{name} is another value of the model", of.name)
             return
         layout = claim.layout
         if MICROBATCH in self.mesh.names and adds != (layout[MICROBATCH] == Partial()):
             yield self._gap(stage, node, f"{name}: its microbatches {'are no summands' if adds else 'are summands'}")
-        if not lies(claim):
-            yield self._gap(stage, node, f"{name} is ({layout or 'whole'})", f"({wanted or 'whole'})")
+        if not as_declared(claim):
+            yield self._gap(stage, node, f"{name} is ({layout or 'whole'})", f"({expected or 'whole'})")
 
     def _pipeline(self) -> Iterator[Gap]:
-        """Sends and receives of the stages belong together, and their schedule ends."""
+        """Check sends, receives and parameters of the stages, and that the schedule ends."""
         program = self.program
         if program.schedule is None:
             return
-        makers, found = {name: i for i, s in enumerate(program.stages) for name in s.sends}, True
+        makers, all_sent = {name: i for i, s in enumerate(program.stages) for name in s.sends}, True
         for i, stage in enumerate(program.stages):
             for name, value in stage.receives.items():
-                made = makers.get(name)
-                if made is None or made == i:
+                maker = makers.get(name)
+                if maker is None or maker == i:
                     yield Gap(f"{stage.name}: {name}", "no other stage sends it")
-                    found = False
+                    all_sent = False
                     continue
-                node = next(n for n in program.stages[made].graph.nodes if n.name == name)
+                node = next(n for n in program.stages[maker].graph.nodes if n.name == name)
                 (sent,) = values_of(node)
                 if (sent.shape, sent.dtype, sent.layout) != (value.shape, value.dtype, value.layout):
                     yield Gap(
-                        f"{stage.name}: {name}", f"it receives {value}, and {program.stages[made].name} sends {sent}"
+                        f"{stage.name}: {name}", f"it receives {value}, and {program.stages[maker].name} sends {sent}"
                     )
         used: dict[str, set[int]] = {}
         for i, stage in enumerate(program.stages):
@@ -290,13 +292,13 @@ class _Checker:
                 yield Gap(p.fqn, f"stages {sorted(used[p.name])} use it, and it is of stages {list(p.stages)}")
         try:
             training = not program.forward_only
-            schedule_proof.prove(program.schedule, program.edges if found else None, training=training)
+            schedule_proof.prove(program.schedule, program.edges if all_sent else None, training=training)
         except ShardcError as e:
             for error in e.errors:
                 yield Gap("schedule", error.what, right=error.fix or "")
 
     def joint(self) -> Iterator[Gap]:
-        """The texts that a step runs in the place of a stage's, and of two stages'."""
+        """Check the joint graphs of each stage, and the graphs of overlapped pairs."""
         rules = Rules(self.program)
         for stage in self.program.stages:
             if stage.joint is not None:
@@ -314,7 +316,7 @@ class _Checker:
         line = _line(w.line.graph, self.program, w.line)
         return Gap(f"{name}, {w.text}: {w.line.name}", w.what, line, str(source_of(w.line)), w.right)
 
-    # --- what is said
+    # --- messages
 
     def _gap(self, stage: Stage, node: fx.Node, what: str, right: str = "") -> Gap:
         return Gap(
@@ -322,16 +324,14 @@ class _Checker:
         )
 
     def _why(self, text: Text, node: fx.Node) -> str:
-        """Why a line is no op of the model's: by the op of its name, if there is one."""
+        """Return why a line is no op of the model: compare it with the op of its name, if there is one."""
         call = next((n for n in self.model.calls if n.name == node.name), None)
         if call is None or call.target != node.target:
             return "it is no op of the model on these operands, nor what a rule makes of one"
-        wanted = [self.model.one[x] for x in operands_of(call)]
-        each = [text.claims.get(x, []) for x in operands_of(node)]
-        have = [
-            next((c for c in claims if c.of is w), claims[0]) for claims, w in zip(each, wanted, strict=False) if claims
-        ]
-        others = [f"{c.of.name} for {w.name}" for c, w in zip(have, wanted, strict=False) if c.of is not w]
+        expected = [self.model.one[x] for x in operands_of(call)]
+        candidates = [text.claims.get(x, []) for x in operands_of(node)]
+        have = [next((c for c in cs if c.of is w), cs[0]) for cs, w in zip(candidates, expected, strict=False) if cs]
+        others = [f"{c.of.name} for {w.name}" for c, w in zip(have, expected, strict=False) if c.of is not w]
         if others:
             return f"it takes other values than the model's op: {', '.join(others)}"
         choices = self.model.choices_of(call)
@@ -349,7 +349,7 @@ def _calls(graph: fx.Graph) -> int:
 
 
 def _line(graph: fx.Graph, program: Program, node: fx.Node) -> str:
-    """The line of the program's text that a node is."""
+    """Return the line of the program's text that shows a node."""
     start = f"    {node.name} = "
     text = emit.function(graph, program)
     return next((line.strip() for line in text.splitlines() if line.startswith(start)), "")

@@ -1,10 +1,10 @@
-"""When two calls give one value: by their keys, in the model's graph and in the texts of ranks.
+"""Find calls that have the same value, by keys, in the model's graph and in the texts of ranks.
 
     a = aten.mul.Tensor(x, y)
     b = aten.mul.Tensor(x, y)     one value: `Model.one` has {a: a, b: a}
     c = aten.alias.default(b)     and so {c: a}
 
-What only names a call (`tag`) or when it runs (`overlap`) makes no other value of it.
+Arguments that only name a call (`tag`) or say when it runs (`overlap`) do not change its value.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from shardc.verify.static import op_types
 from shardc.verify.static.statement import mesh_of
 
 aten = torch.ops.aten
-#: Named arguments that change nothing of what is computed.
+#: Keyword arguments that do not change the result.
 _ASIDE = {"tag", "overlap"}
-#: Ops that give what they take.
+#: Ops that return their operand.
 SAME = {aten.alias.default}
 
 
 class Model:
-    """The model's graph, and what is the same in it: two calls of one op on the same values are one value."""
+    """The model's graph and its equal values: two calls of one op on the same values are one value."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.graph, self.mesh = program, program.graph, mesh_of(program)
@@ -44,7 +44,7 @@ class Model:
         self.one: dict[fx.Node, fx.Node] = {}
         self.by_call: dict[Any, fx.Node] = {}
         self.items: dict[tuple[fx.Node, int], fx.Node] = {}
-        #: Values that are no node of the model's: the number that is added to a sum, truth values as counts.
+        #: Values without a node in the model's graph: a number that is added to a sum, truth values as counts.
         self.others: dict[Any, fx.Node] = {}
         self.stand_ins = fx.Graph()
         for node in self.graph.nodes:
@@ -60,7 +60,7 @@ class Model:
                 op, i = producer_of(node)
                 self.items[self.one[op], i] = self.one[node]
         self.calls = [n for n in calls(self.graph) if self.one[n] is n and n.target not in SAME]
-        #: All names that one value has.
+        #: All names of one value.
         self.names: dict[fx.Node, set[str]] = {}
         for node, one in self.one.items():
             self.names.setdefault(one, set()).add(node.name)
@@ -73,14 +73,14 @@ class Model:
         return value
 
     def added(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Value) -> fx.Node:
-        """A call that the model does not write, but that is equal to what it does."""
+        """Return a new call that the model does not have, equal to calls that it has."""
         node = fx.Node(self.stand_ins, f"added{len(self.one)}", "call_function", target, (), {})
         node.args, node.kwargs, node.meta["value"] = args, kwargs, value
         self.one[node] = node
         return node
 
     def stand_in(self, key: Any, value: Value) -> fx.Node:
-        """A node for a value that the model's graph does not name."""
+        """Return the node for a value that the model's graph does not name."""
         if key not in self.others:
             node = self.stand_ins.placeholder(f"other{len(self.others)}")
             node.meta["value"] = value
@@ -88,7 +88,7 @@ class Model:
         return self.others[key]
 
     def cast(self, of: fx.Node, dtype: Any) -> fx.Node | None:
-        """The model's cast of a value to a dtype; the value itself, if it has that already."""
+        """Return a value in a dtype: itself, or the model's cast of it; None if the model has no cast."""
         if self.value(of).dtype == dtype:
             return of
         key = call_key(aten._to_copy.default, (of,), {"dtype": dtype}, self.one)
@@ -96,7 +96,7 @@ class Model:
 
 
 def frozen(x: Any, one: Mapping[fx.Node, fx.Node]) -> Any:
-    """An argument as a key: equal for what is computed alike."""
+    """Return an argument as a key: equal for arguments that compute the same."""
     if isinstance(x, fx.Node):
         return one.get(x, x)
     if isinstance(x, tuple | list):
@@ -111,14 +111,12 @@ def frozen(x: Any, one: Mapping[fx.Node, fx.Node]) -> Any:
 def call_key(target: Any, args: Any, kwargs: Mapping[str, Any], one: Mapping[fx.Node, fx.Node]) -> Any:
     named = {k: v for k, v in kwargs.items() if k not in _ASIDE}
     if target is ops.fp8_linear and len(args) > 5 and (x := packed_input(args[5], args[0], args[3], one)) is not None:
-        args = (x, *args[1 : 5 if args[4] else 4])  # in whatever form it has its input
+        args = (x, *args[1 : 5 if args[4] else 4])  # the same key for each form of its input
     return target, frozen(args, one), frozen(named, one)
 
 
 def packed_input(kept: Any, x: Any, recipe: Any, one: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
-    """The line that is a product's rounded input, where these are its bytes as the product reads them: x, or, where
-    the bytes were made of what was not rounded, they themselves. None where they are something else.
-    """
+    """Return a product's rounded input: x, or `kept` if it packs unrounded values; None for other bytes."""
     if not isinstance(kept, fx.Node) or kept.target is not ops.fp8_pack:
         return None
     of, format, granule, *amax = kept.args
@@ -129,7 +127,7 @@ def packed_input(kept: Any, x: Any, recipe: Any, one: Mapping[fx.Node, fx.Node])
 
 
 def misreads(node: fx.Node) -> bool:
-    """Does an op read bytes of 8-bit numbers, or a loss's statistics, as values?"""
+    """Return whether an op reads bytes of 8-bit numbers, or a loss's statistics, as values."""
     kept = node.args[5:6] if node.target is ops.fp8_linear else ()
     kept = node.args[:1] if node.target in (ops.nll_top, ops.nll_exp, ops.nll_alone) else kept
     return any(x.target in (ops.fp8_pack, ops.linear_nll) and x not in kept for x in node.all_input_nodes)

@@ -1,4 +1,4 @@
-"""What is claimed of a value in a rank's text."""
+"""Define claims: what the proof knows about a value in a rank's text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Input
 from shardc.rules.core.strategy import needs_sum_grad
 
-#: Placements in errors.
+#: Names of placements in error messages.
 NAMES: dict[type, str] = {
     Replicate: "whole",
     Shard: "split",
@@ -36,30 +36,28 @@ class Claim:
 
 
 def mesh_of(program: Program) -> Mesh:
-    """The axes on which a value of a text has a placement: the program's without the pipeline's, and microbatches, the
-    innermost. The microbatches of a step are what the ranks of an axis would be: each has other rows, and their
-    results are added up.
+    """Return the axes of claims: the program's without the pipeline's, then microbatches (innermost).
+
+    Microbatches act like the ranks of an axis: each has other rows, and their results are added up.
     """
     axes = [(a, n) for a, n in program.mesh.axes if a != program.axis]
     return Mesh((*axes, (MICROBATCH, program.microbatches)) if program.microbatches > 1 else tuple(axes))
 
 
 def normal(layout: Layout, value: Value) -> Layout:
-    """The layout without a difference that is none: where no gradient flows, "replicated with partial gradient" is
-    replicated.
-    """
+    """Return the layout without "replicated with partial gradient" if no gradient flows there."""
     if needs_sum_grad(value):
         return layout
     return Layout(tuple((a, p) for a, p in layout.items if p != PARTIAL_GRAD))
 
 
 def on_axis(placement: Placement, value: Value) -> Placement:
-    """`normal`, of one axis."""
+    """Return the placement on one axis as `normal` does for a layout."""
     return REPLICATE if placement == PARTIAL_GRAD and not needs_sum_grad(value) else placement
 
 
 def of_input(x: Input, mesh: Mesh) -> Layout:
-    """The layout of an input, with the digit that its microbatches take."""
+    """Return the layout of an input, with the split into microbatches."""
     if x.microbatch is None or MICROBATCH not in mesh.names:
         return x.layout
     s = x.microbatch
@@ -70,9 +68,7 @@ def of_input(x: Input, mesh: Mesh) -> Layout:
 
 
 def of_one_microbatch(layout: Layout, mesh: Mesh, *, padded: bool = False) -> Layout:
-    """The layout as a text shows it: of a microbatch's value by itself, on the other axes. padded: with the padding of
-    all microbatches together, as an output of the program has it.
-    """
+    """Return the layout of a microbatch's value as texts show it. padded: with all microbatches' padding."""
     s = layout[MICROBATCH]
     rest = tuple((a, p) for a, p in layout.items if a != MICROBATCH)
     if not isinstance(s, Shard):
@@ -89,6 +85,6 @@ def of_one_microbatch(layout: Layout, mesh: Mesh, *, padded: bool = False) -> La
 
 
 def with_partial_grad(layout: Layout, axes: tuple[str, ...], mesh: Mesh) -> Layout:
-    """The layout with a gradient that is a summand on some axes."""
+    """Return the layout with partial gradients on exactly these axes."""
     placed = {a: p for a, p in layout.items if not isinstance(p, PartialGrad)}
     return Layout.of(placed | dict.fromkeys(axes, PARTIAL_GRAD), mesh)

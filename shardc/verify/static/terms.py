@@ -1,11 +1,11 @@
-"""Values as terms: an op on terms, down to what a text is given. Equal terms are equal numbers.
+"""Represent values as terms: ops on terms, down to a text's inputs. Equal terms are equal numbers.
 
     y = add(mm(x, w), b)    ("sum", (("mm", "x", "w"), "b"))
 
-A term is a number: each distinct one is kept once, so that a comparison takes no time. Normal forms make terms equal
-that are: a collective in two lines and in one; a value that has been on the host; a sum in whatever order and memory
-(the last bits are the business of tests); two transposes or reshapes in a row; a product of rows and that
-of a matrix; the transpose of a product; what is computed a second time.
+A term is a number: each distinct one is stored once, so that comparing costs nothing. Normal forms make equal values
+equal terms: a collective in two lines and in one; a value that was on the host; a sum in any order and memory (tests
+check the last bits); two transposes or reshapes in a row; a product of rows and that of a matrix; the transpose of a
+product; what is recomputed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
 
-#: Named arguments that change nothing of what is computed: names, and whose memory it is.
+#: Keyword arguments that do not change the result: names, and whose memory it is.
 _ASIDE = {"tag", "overlap", "own", "keep"}
-#: A collective in two lines: what the first of them begins.
+#: First lines of collectives in two lines, with the op that they begin.
 _BEGIN = {ops.start: None, ops.transpose_start: ops.transpose}
-#: What reads a bucket again gets what forward got: within a step nobody writes to a parameter.
+#: Gathering a bucket again yields the same as in forward: no parameter changes within a step.
 _AGAIN = {ops.regather_start: ops.gather_start, ops.regather_wait: ops.gather_wait}
-#: To the host and back, in four lines: each takes what the one before it gives, and the last gives the value.
+#: A copy to the host and back has four lines: each takes the result of the line before; the last has the value.
 _JOURNEY = {ops.offload_start: "leaving", ops.offload_wait: "on the host", ops.reload_start: "coming"}
 _BEFORE = {ops.offload_wait: "leaving", ops.reload_start: "on the host", ops.reload_wait: "coming"}
 _SUMS = {aten.add.Tensor, ops.add_into}
@@ -47,15 +47,13 @@ class Terms:
         self._shape: dict[int, tuple[int, ...]] = {}
 
     def given(self, name: str, shape: tuple[int, ...] | None = None) -> int:
-        """What a text is given under a name."""
+        """Return the term of a text's input."""
         return self._with(self._kept(("given", name)), shape)
 
     def call(
         self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: tuple[int, ...] | None = None
     ) -> int:
-        """The value of a call. Its arguments are as in a graph, with a `Term` in the place of each node. shape: of the
-        result on a rank, where it is known.
-        """
+        """Return the term of a call. args, kwargs: with a `Term` for each node. shape: local, if known."""
         if _RESHAPES.get(target, target) is aten.reshape.default and shape is not None:
             return self._reshaped(args[0].number, shape)
         if target in _COPIES:
@@ -67,11 +65,11 @@ class Terms:
         return self._with(self._called(target, args, kwargs), shape)
 
     def _summed(self, args: tuple[Any, ...], kwargs: Any, shape: tuple[int, ...]) -> int:
-        """A sum over dims: without them where it keeps them, and over leading ones as over rows."""
+        """Return the term of a sum over dims: keepdim as a reshape, leading dims as one dim."""
         x, dims, *keeps = args
         if keeps == [True]:
-            gone = {d % len(shape) for d in dims}
-            rest = tuple(n for d, n in enumerate(shape) if d not in gone)
+            summed = {d % len(shape) for d in dims}
+            rest = tuple(n for d, n in enumerate(shape) if d not in summed)
             return self._reshaped(self._summed((x, dims), kwargs, rest), shape)
         known = self._shape.get(x.number)
         if known is not None and len(dims) > 1 and sorted(dims) == list(range(len(dims))):
@@ -80,7 +78,7 @@ class Terms:
         return self._with(self._called(aten.sum.dim_IntList, args, kwargs), shape)
 
     def _product(self, target: Any, args: tuple[Any, ...], shape: tuple[int, ...] | None) -> int | None:
-        """As the product of two matrices; None if it is not one, or sizes are not known."""
+        """Return a product as one of two matrices; None if it is not one, or if sizes are unknown."""
         x, w, bias = factors(target, args)
         rows, matrix = self._shape.get(x.number), self._shape.get(w.number)
         if rows is None or matrix is None or shape is None or len(rows) < 2 or len(matrix) != 2:
@@ -88,11 +86,11 @@ class Terms:
         if target is aten.linear.default:
             w, matrix = Term(self._transposed(w)), matrix[::-1]
         flat = (math.prod(rows[:-1]), rows[-1])
-        made = self._with(
+        product = self._with(
             self._kept((aten.mm.default, (Term(self._reshaped(x.number, flat)), w), ())), (flat[0], matrix[1])
         )
-        made = self._reshaped(made, shape)
-        return made if bias is None else self._with(self.sum(made, bias.number), shape)
+        product = self._reshaped(product, shape)
+        return product if bias is None else self._with(self.sum(product, bias.number), shape)
 
     def _transposed(self, x: Term) -> int:
         shape = self._shape.get(x.number)
@@ -104,8 +102,8 @@ class Terms:
         return term
 
     def _reshaped(self, x: int, shape: tuple[int, ...]) -> int:
-        fault, *rest = self._known[x]
-        if fault == "reshaped":
+        op, *rest = self._known[x]
+        if op == "reshaped":
             x = rest[0]
         return x if self._shape.get(x) == tuple(shape) else self._with(self._kept(("reshaped", x, tuple(shape))), shape)
 
@@ -128,7 +126,7 @@ class Terms:
             if inside[0] is aten.t.default:
                 ((x,), _) = inside[1:]
                 return x.number  # type: ignore[no-any-return]
-            if inside[0] is aten.mm.default:  # of a product: that of the transposes
+            if inside[0] is aten.mm.default:  # the transpose of a product is the product of transposes
                 ((x, w), _) = inside[1:]
                 return self._kept((aten.mm.default, (Term(self._transposed(w)), Term(self._transposed(x))), ()))
         target = _AGAIN.get(target, _RESHAPES.get(target, target))
@@ -136,7 +134,7 @@ class Terms:
         return self._kept((target, tuple(map(_key, args)), named))
 
     def _gradient(self, opaque_backward: int, index: int) -> int:
-        """One of those that a opaque op's backward gives: it may run once for all of them, or again for some."""
+        """Return one gradient of an opaque op's backward, which may run once for all of them or for some."""
         (tape, grads, before, operands), named = self._known[opaque_backward][1:]
         only = dict(named).get("only", ())
         if only and _key(index) not in only:
@@ -145,21 +143,21 @@ class Terms:
         return self._kept((ops.opaque_backward, (tape, grads, before[index], operands), (*named, ("of", index))))
 
     def _copied(self, target: Any, x: int) -> int:
-        """A step on the way to the host and back. One that follows another step than it should is no value's."""
+        """Return the term of a step to the host or back; a step in the wrong order equals no value."""
         if target in _BEFORE:
-            fault, *rest = self._known[x]
-            if fault != _BEFORE[target]:
+            op, *rest = self._known[x]
+            if op != _BEFORE[target]:
                 return self._kept((f"{target.__name__} of what is not {_BEFORE[target]}", x))
             x = rest[0]
         return self._kept((_JOURNEY[target], x)) if target in _JOURNEY else x
 
     def sum(self, *terms: int) -> int:
-        """Of several, in whatever order."""
-        each: list[int] = []
+        """Return the term of a sum, independent of order."""
+        summands: list[int] = []
         for t in terms:
             known = self._known[t]
-            each += known[1] if known[0] == "sum" else (t,)
-        return self._kept(("sum", tuple(sorted(each))))
+            summands += known[1] if known[0] == "sum" else (t,)
+        return self._kept(("sum", tuple(sorted(summands))))
 
     def _kept(self, key: tuple[Any, ...]) -> int:
         if key not in self._number:
@@ -168,29 +166,29 @@ class Terms:
         return self._number[key]
 
     def parts(self, term: int) -> tuple[Any, list[int]]:
-        """(what it is, the terms that it is made of)."""
-        fault, *rest = self._known[term]
-        if fault == "sum":
-            return fault, list(rest[0])
-        if fault == "reshaped":
+        """Return what a term is, and the terms that it is made of."""
+        op, *rest = self._known[term]
+        if op == "sum":
+            return op, list(rest[0])
+        if op == "reshaped":
             return f"reshape to {list(rest[1])} of", [rest[0]]
-        if isinstance(fault, str) and fault != "given":
-            return fault, [rest[0]]
-        found: list[int] = []
+        if isinstance(op, str) and op != "given":
+            return op, [rest[0]]
+        numbers: list[int] = []
 
         def visit(a: Any) -> None:
             if isinstance(a, Term):
-                found.append(a.number)
+                numbers.append(a.number)
             elif isinstance(a, tuple):
                 for x in a:
                     visit(x)
 
         visit(tuple(rest))
-        return fault if fault != "given" else rest[0], found
+        return op if op != "given" else rest[0], numbers
 
 
 class Term:
-    """A term among arguments, which are numbers too."""
+    """A term among arguments, where plain numbers occur too."""
 
     __slots__ = ("number",)
 
@@ -208,7 +206,7 @@ class Term:
 
 
 def _key(a: Any) -> Any:
-    """Equal for equal arguments alone: 1, 1.0 and True are not, nor are 0.0 and -0.0."""
+    """Return a key that is equal for equal arguments only: 1, 1.0 and True differ, as do 0.0 and -0.0."""
     if isinstance(a, tuple | list):
         return tuple(map(_key, a))
     if isinstance(a, slice):

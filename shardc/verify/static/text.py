@@ -1,8 +1,8 @@
-"""One text, line by line: which value of the model each line computes, and which part of it.
+"""Check one text, line by line: which value of the model each line computes, and which part of it.
 
-The model's graph is walked from its inputs to the loss. An op of the model is found in the text as the line that its
-rule makes of it on operands whose claims are known; that line then has a claim. Conversions follow from what they are
-given. What is left has no claim: it computes nothing that the model does, or not in a way that a rule allows.
+The model's graph is walked from its inputs to the loss. An op's rule says which line of the text runs it on operands
+with known claims; that line then has a claim. Claims of conversions follow from their operands. A line that remains
+has no claim: it computes nothing that the model does, or not in a way that a rule allows.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _PLUS = {aten.add.Tensor, aten.sub.Tensor}
 
 
 class TooLongError(Exception):
-    """It takes longer than was asked for."""
+    """The proof takes longer than its time limit."""
 
 
 @dataclass
 class Text:
     """The check of one text.
 
-    graph: of a stage, or of the prologue. given: the claims of its placeholders. totals: what the prologue sums, by
-    number. until: when to give up, on time.perf_counter.
+    graph: of a stage, or of the prologue. given: the claims of its placeholders. totals: the sums of the prologue, by
+    number. until: when to stop, on time.perf_counter.
 
     After `run`: claims of each line that is right (a constant has several: it is the same part of many values); wrong:
-    line -> why it cannot be what it is written as; unfit: line -> why it is nothing that follows from one of the claims
-    of what it takes, which matters where it follows from none.
+    line -> why it cannot be what the text says; unfit: line -> why nothing follows from one claim of its operands. This
+    matters if nothing follows from any of them.
     """
 
     model: Model
@@ -59,19 +59,19 @@ class Text:
 
     def run(self) -> None:
         self.mesh: Mesh = self.model.mesh
-        #: Each line, or the first that reads the same; the lines that do.
+        #: one: each line's first equal line. twins: the lines that are equal to a first one.
         self.one: dict[fx.Node, fx.Node] = {}
         self.by_call: dict[Any, fx.Node] = {}
         self.twins: dict[fx.Node, list[fx.Node]] = {}
-        #: The lines that hold a part of a value of the model, with what they hold.
+        #: By value of the model: the lines that hold a part of it, with their claims.
         self.forms: dict[fx.Node, list[tuple[fx.Node, Claim]]] = {}
-        #: Lines that fetch parameters: their names.
+        #: By line that fetches parameters: the names of these.
         self.fetched: dict[fx.Node, tuple[str, ...]] = {}
         self.explained: set[fx.Node] = set()
         for node in self.graph.nodes:
-            own = node.op != "call_function" or misreads(node)
+            unique = node.op != "call_function" or misreads(node)
             key = chunked_loss.as_ops(self, node)
-            key = key or (node if own else call_key(node.target, node.args, node.kwargs, self.one))
+            key = key or (node if unique else call_key(node.target, node.args, node.kwargs, self.one))
             self.one[node] = self.by_call.setdefault(key, node)
             self.twins.setdefault(self.one[node], []).append(node)
         nodes = {n.name: n for n in self.graph.nodes}
@@ -79,12 +79,12 @@ class Text:
         self.no_tensors = {
             n: nodes[n.name] for n in self.model.graph.nodes if n.op == "placeholder" and n.meta.get("value") is None
         }
-        # a parameter of a cut bucket is read where its owners have published it
+        # a parameter of a cut bucket may be read only after its owners publish it
         cut = {name for b in self.model.program.buckets if b.zero for name in b.params}
         for node, claims in self.given.items():
             for claim in list(claims) if node.name not in cut else ():
                 self.claim(node, claim)
-        for node in self.graph.nodes:  # what is made of nothing but the mesh, and of buckets
+        for node in self.graph.nodes:  # lines that no claim leads to: they take only the mesh, or buckets
             if node.target in (ops.total, aten.full.default, ops.gather_start, ops.updated):
                 follow(self, node, node, None)
         in_chunks = any(n.target is ops.linear_nll for n in self.graph.nodes)
@@ -92,27 +92,27 @@ class Text:
         for call in self.model.calls:
             if time.perf_counter() > self.until:
                 raise TooLongError
-            for each in (call, *chunked.get(call, ())):
-                self.find(each)
+            for op in (call, *chunked.get(call, ())):
+                self.find(op)
 
     def unexplained(self) -> Iterator[fx.Node]:
-        """The first lines that hold nothing known: all that they take does."""
+        """Yield the first unexplained lines: those whose operands are all explained."""
         for node in self.graph.nodes:
             known = all(x in self.explained or x.op == "placeholder" for x in node.all_input_nodes)
             if node.op == "call_function" and node not in self.explained and known:
                 yield node
 
     def unwritten(self, key: Any) -> fx.Node:
-        """A value that the text has no line for."""
+        """Return a node for a value that the text has no line for."""
         node = self.by_call.setdefault(key, fx.Node(fx.Graph(), "unwritten", "call_function", ops.start, (), {}))
         self.one[node] = node
         self.twins.setdefault(node, [node])
         return node
 
-    # --- what has a claim
+    # --- claims
 
     def claim(self, node: fx.Node, claim: Claim) -> None:
-        """A line holds this; and what follows of it."""
+        """Record the claim of a line, and follow the lines that read it."""
         one = self.one[node]
         forms = self.forms.setdefault(claim.of, [])
         if (one, claim) in forms:
@@ -120,7 +120,7 @@ class Text:
         forms.append((one, claim))
         for twin in self.twins[one]:
             self.explained.add(twin)
-            if twin.target is not ops.linear_nll:  # its readers read it as logits, and nothing else may
+            if twin.target is not ops.linear_nll:  # its loss lines read it as logits; others may not
                 self.claims.setdefault(twin, []).append(claim)
         for twin in self.twins[one]:
             for user in list(twin.users):
@@ -129,22 +129,22 @@ class Text:
     # --- the model's ops
 
     def find(self, call: fx.Node) -> None:
-        """The lines that are this op of the model: on any forms of its operands, by any way that its rule allows."""
+        """Find the lines that are this op of the model: any forms of its operands, any way its rule allows."""
         operands = [self.model.one[x] for x in operands_of(call)]
         forms = {x: self.forms.get(x, []) for x in operands}
         if not all(forms.values()):
             return
         choices = self.model.choices_of(call)
-        # an operand that is used twice is mostly used in one form: so first, and by each for itself only if need be
+        # an operand that occurs twice mostly has one form: try that first, and independent forms only if it fails
         once = (dict(zip(forms, chosen, strict=True)) for chosen in product(*forms.values()))
-        alike = [[by[x] for x in operands] for by in once]
-        apart = [list(each) for each in product(*(forms[x] for x in operands))] if len(forms) < len(operands) else []
+        uniform = [[by[x] for x in operands] for by in once]
+        mixed = [list(each) for each in product(*(forms[x] for x in operands))] if len(forms) < len(operands) else []
 
         free = any(all(place is None for place in ins) for ins, _ in choices.places.values())
-        # what a constant may be is thousands of ways: its lines say which
+        # a constant fits thousands of layouts: its lines in the text say which
         hint = op_types.hints(call, self._shown_of(call), self.mesh) if free else {}
-        for ways in (alike, apart):
-            # each way is tried: several lines may be this op
+        for ways in (uniform, mixed):
+            # try each: several lines may be this op
             if sum(self._match(call, choices, way, hint) for way in ways):
                 return
 
@@ -155,7 +155,10 @@ class Text:
         forms: list[tuple[fx.Node, Claim]],
         hint: op_types.Hints,
     ) -> bool:
-        """Is there a line that is this op on these forms? It gets its claim; with a hint, only if the text says so."""
+        """Claim the lines that are this op on these forms, and return whether there are any.
+
+        hint: see `op_types.hints`. With a hint, only lines count whose type in the text agrees.
+        """
         order = iter(line for line, _ in forms)
 
         def local(n: fx.Node) -> fx.Node:
@@ -165,7 +168,7 @@ class Text:
         kwargs = dict(fx.node.map_arg(dict(sorted(call.kwargs.items())), local))
         claims = [claim for _, claim in forms]
         need = tuple(c.layout for c in claims)
-        found: list[tuple[fx.Node, list[fx.Node], tuple[Layout, ...]]] = []
+        matches: list[tuple[fx.Node, list[fx.Node], tuple[Layout, ...]]] = []
         for strategies in op_types.fitting(choices, claims, hint, self.mesh):
             layouts = op_types.results(choices, strategies, self.mesh)
             if layouts is None:
@@ -187,29 +190,29 @@ class Text:
             if why := op_types.harm_of_padding(self.model, call, strategies, claims, lines):
                 self.unfit[line] = why
                 continue
-            found.append((line, touched, layouts))
-        shown = [(line, touched, layouts) for line, touched, layouts in found if self._shows(line, layouts)]
+            matches.append((line, touched, layouts))
+        shown = [(line, touched, layouts) for line, touched, layouts in matches if self._shows(line, layouts)]
         if hint:
-            found = shown
-        for line, touched, layouts in shown or found:
-            for each in touched:
-                self.explained.update(self.twins[self.one[each]])
-            for each in (line, *self._as_bytes(line)):
-                self._result(call, each, layouts)
-        if not found and call.target in _PLUS and len(forms) == 1:
+            matches = shown
+        for line, touched, layouts in shown or matches:
+            for node in touched:
+                self.explained.update(self.twins[self.one[node]])
+            for node in (line, *self._as_bytes(line)):
+                self._result(call, node, layouts)
+        if not matches and call.target in _PLUS and len(forms) == 1:
             return self._plus_number(call, *forms[0])
-        return bool(found)
+        return bool(matches)
 
     def line(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """The line that is this call. Raises LookupError if there is none."""
+        """Return the line that is this call. Raises LookupError if there is none."""
         key = call_key(target, args, kwargs, self.one)
-        if target is ops.fp8_round and key not in self.by_call:  # it gives bytes at once
+        if target is ops.fp8_round and key not in self.by_call:  # the text may round and pack in one line
             x, amax, format, granule = args
             key = call_key(ops.fp8_pack, (x, format, granule, amax), kwargs, self.one)
         return self.by_call[key]
 
     def _as_bytes(self, line: fx.Node) -> list[fx.Node]:
-        """The line that gives bytes of what this one rounds, beside it: of two products one takes what is gathered."""
+        """Return the `fp8_pack` line beside an `fp8_round` line, if there is one: a product may read bytes."""
         if line.target is not ops.fp8_round:
             return []
         x, amax, format, granule = line.args
@@ -217,7 +220,7 @@ class Text:
         return [also] if also is not None else []
 
     def _shows(self, line: fx.Node, layouts: tuple[Layout, ...]) -> bool:
-        """Does the text say that a line is this? Of the ways that all fit a constant, the one that the text means."""
+        """Return whether the text shows these layouts for a line's results (several may fit a constant)."""
         return any(
             all(
                 shown(v.layout, self.mesh) == shown(layout, self.mesh, own=True)
@@ -227,7 +230,7 @@ class Text:
         )
 
     def _shown_of(self, call: fx.Node) -> list[Layout]:
-        """The layouts that lines of an op's names have."""
+        """Return the layouts of lines that have one of an op's names."""
         names = self.model.names[call]
         named = [n for n in self.graph.nodes if n.op == "call_function" and n.name in names]
         return [v.layout for n in named for v in values_of(n)]
@@ -246,7 +249,7 @@ class Text:
                     self.claim(user, Claim(of, layouts[index]))
 
     def _plus_number(self, call: fx.Node, x: fx.Node, claim: Claim) -> bool:
-        """x + 3, where x is a sum of microbatches: the first of them brings the 3."""
+        """Claim x + 3, where x is a summand in each microbatch: only one of them adds the 3."""
         number = self.model.others.get(("number", frozen(call.args[1], {}))) if len(call.args) > 1 else None
         for brought, one in self.forms.get(number, []) if number is not None else []:
             line = self.by_call.get(call_key(call.target, (x, brought, *call.args[2:]), call.kwargs, self.one))
@@ -258,8 +261,9 @@ class Text:
 
 
 def shown(layout: Layout, mesh: Mesh, *, own: bool = False, padded: bool = False) -> dict[str, Placement]:
-    """A layout as texts show it, by axis; whether a gradient is a summand is left out. own: it is not a text's, but has
-    the microbatches too. padded: `of_one_microbatch`.
+    """Return a layout as texts show it, by axis, without partial gradients.
+
+    own: the layout is a claim's, which has the microbatch axis too. padded: see `of_one_microbatch`.
     """
     if own and MICROBATCH in mesh.names:
         layout = of_one_microbatch(layout, mesh, padded=padded)
