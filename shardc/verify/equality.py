@@ -219,7 +219,7 @@ def _of_output(one: Tensor, many: Tensor) -> float:
 
 def _memory(program: Program) -> float:
     """Estimate the bytes that the check needs in float64: weights, gradients and activations."""
-    weights = sum(8 * Value(p.shape, torch.float64).nbytes() // 8 for p in program.params)
+    weights = sum(Value(p.shape, torch.float64).nbytes() for p in program.params)
     local = sum(Value(p.shape, torch.float64, False, p.layout).nbytes(program.mesh) for p in program.params)
     computed = (v for n in program.graph.nodes if n.op == "call_function" for v in values_of(n))
     acts = sum(replace(v, dtype=torch.float64).nbytes() for v in computed)
