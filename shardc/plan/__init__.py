@@ -67,7 +67,7 @@ def plan(
     devices: their number; default: that of the given spec's mesh, or all devices of the device file (`nodes`).
     device: a name, a YAML file, or a shardc.cost.Device; default: the given spec's, else h100-80g. With several, the
         result is the plan of the cheapest by `prices`, {device's name: price of a device-hour}, or else the fastest.
-    global_batch: rows of a step; default: those of `batch`, or a multiple that gives every device a row.
+    global_batch: rows of a step; default: those of `batch`, or a multiple with a row for every device.
     precision: bfloat16 or float16 (with master weights in float32), float32, pure-bfloat16, or model (as it is).
     given: price only this spec, or these, side by side.
     largest: also find how many rows, tokens of a row or layers the best spec (or the best given one) can take.

@@ -61,7 +61,7 @@ class Subject:
         return subject
 
     def match_layers_alike(self, patterns: Set[str]) -> bool:
-        """Return whether each pattern matches the same names in every layer, so that none selects single layers."""
+        """Return whether each pattern matches the same names in every layer: none selects single layers."""
         assert self.layers is not None
         names = [n for n, _ in (*self.model.named_modules(), *self.model.named_parameters())]
         matched: dict[tuple[int, str], set[frozenset[str]]] = {}  # by kind of layer and name in it
@@ -119,7 +119,7 @@ class Subject:
         return with_layers(self.captured(rows, None, sequence), count)
 
     def model_of(self, units: int | None) -> nn.Module:
-        """Return the module to pass to compile with a program of so many units; it has the model's plan and name."""
+        """Return the module to pass to compile for so many units of layers, with the model's plan and name."""
         if units is None or self.layers is None or self._counts:
             return self.model
         keep = self.layers.first + max(units, UNITS) * self.layers.period

@@ -94,9 +94,7 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
     less = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}
     less["batch"] = {**less.get("batch", {}), "microbatches": some}
     rows, of = batch // each * some, roles(spec)
-    summing = math.prod(
-        n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep")
-    )  # number of ranks that sum gradients
+    summing = math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))  # ranks
     bucket = spec.data.bucket_bytes(summing) if summing > 1 else 0.0
     if p is None or spec.mesh.size(p.axis) == 1:
         less.pop("pipeline", None)
@@ -216,7 +214,7 @@ def _all(s: Stage, microbatches: int) -> Vector:
 
 
 def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float], schedule: Schedule) -> Costs:
-    """Return the costs of a schedule's actions: of middle, first and last microbatches, and when ranks begin.
+    """Return the costs of a schedule's actions (middle, first, last microbatch), and when ranks begin.
 
     All ranks run what the last update began. A rank's first stage waits for it; its other stages find it done.
     """
@@ -263,7 +261,7 @@ def _memory(mine: Mapping[int, Stage], schedule: Schedule, rank: int) -> Vector:
 
 
 def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = ()) -> Priced:
-    """Price a spec by compiling its whole program, with a dry run of each rank. counts: layers of each stage."""
+    """Compile a spec's whole program and price it by a dry run of each rank. counts: layers of stages."""
     if counts:
         p = {k: v for k, v in spec.to_dict()["pipeline"].items() if k not in ("stages", "cut")}
         spec = Spec.load({**spec.to_dict(), "mesh": dict(spec.mesh.axes), "pipeline": {**p, "balance": counts}})

@@ -1,4 +1,4 @@
-"""Answer questions beyond the best spec: the largest that fits, what would help most, the best cluster.
+"""Answer questions beyond the best spec: the largest that fits, what would help, the best cluster.
 
 `Largest` follows the curve through the priced points, and confirms its answer by pricing it and the next number. Live
 memory is a polynomial of low degree in rows and in sequence length (piecewise: the op at the peak may change), so two
@@ -78,7 +78,7 @@ ALIGNED = "sizes of products that are multiples of 8 (a padded vocabulary)"
 
 
 def what_if(library: Library, spec: Spec, batch: int) -> list[dict[str, Any]]:
-    """Return [{"what", "step_seconds", "ratio", "fits"}], best first; ratio: new step time / old step time."""
+    """Return [{"what", "step_seconds", "ratio", "fits"}], best first; ratio: new to old step time."""
     now = price(library, spec, batch)
 
     def answer(what: str, other: Device, priced: Priced) -> dict[str, Any]:
