@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Largest:
-    """A search for the largest n <= `most` with peak(n) <= `limit`; peak(n) is inf if n is impossible."""
+    """The largest n in 1..most with peak(n) <= limit, 0 if there is none; peak is inf for impossible n."""
 
     peak: Callable[[int], float]
     limit: float
