@@ -105,7 +105,7 @@ class Planner:
         def best() -> float:
             return min((p.step_seconds for p in exact.values() if p.needs <= self.device.memory), default=math.inf)
 
-        for tight in TIGHT:  # more is reserved than is live: if nothing fits, others may
+        for tight in TIGHT:  # more is reserved than live: if nothing fits, tighten
             finder.tight = tight
             some = finder.ranked(devices, rows)
             exact |= finder.refine(some)

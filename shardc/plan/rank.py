@@ -55,7 +55,7 @@ class Rough(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """The vectors of a split's stages: the first with one unit of layers, a middle one, one more unit, the last.
+    """Vectors of a split's stages: the first with one unit, a middle one, one more unit, the last.
 
     beside: time of the first and last stage outside layers, in layers. before: layers before the pattern of `period`.
     whole: the model has no repeated layers, and is divided evenly.
@@ -99,7 +99,7 @@ def _vector(each: Sequence[Stage], weights: Weights, device: Device) -> Vector:
     height = max(part_of(s, "F", "last")[HIGH] - kept, part_of(s, later[0], "last")[HIGH], key=np.sum)
     p, o, g = (float(resident[KIND[k]]) for k in ("parameters", "optimizer", "gradients"))
     cast = Op(0, round(3 * weights.casts / max(weights.copies, 1)), "float32", name="_to_copy")
-    casting = weights.copies * device.op_seconds(cast)  # each reads three bytes for one of the copy's, and writes it
+    casting = weights.copies * device.op_seconds(cast)  # moves three times the bytes of the copies
     of_rows = kept[GROW].sum(), height[GROW].sum(), height[KIND["still"]]
     state = p, o, g or weights.trained, resident.sum() - p - o - g
     sent = part_of(s, "SEND_F", "last")[SENT], weights.casts, weights.experts, weights.buckets
@@ -151,7 +151,7 @@ class Table:
         self.lines = np.array([each[_placed(c)] for c in some])
 
     def taken(self, which: int, nbytes: Vector, times: Vector) -> Vector:
-        """Return seconds of so many collectives (index of COLLECTIVES) with so many bytes in total. [choices, ranks]"""
+        """Return seconds of `times` COLLECTIVES[which] with `nbytes` in total; shape [choices, ranks]."""
         line = self.lines[:, which, :, None]
         return line[:, 0] * times + line[:, 1] * nbytes
 

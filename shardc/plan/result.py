@@ -96,7 +96,7 @@ class Candidate(Priced):
         spent = dict(self.spent)
         computed = self.flops / peak
         below = spent.pop("compute", 0.0) - computed
-        if below < 0 and "launch" in spent:  # of small products, whose time is that of starting them
+        if below < 0 and "launch" in spent:  # small products, whose time is that of their launch
             spent["launch"], below = max(spent["launch"] + below, 0.0), min(spent["launch"] + below, 0.0)
         parts = {"peak": ideal, "again": computed - ideal, "below": below}
         return {name: s for name, s in {**parts, **spent}.items() if s}

@@ -39,7 +39,7 @@ from shardc.spec.data_section import Data
 
 
 class Weights(NamedTuple):
-    """A stage's parameters, in bytes. casts: their copies in the compute dtype; trained: those with gradients.
+    """A stage's parameters, in bytes. casts: copies in the compute dtype; trained: with gradients.
 
     experts: those that are split over an axis of experts. buckets: the smallest buckets that they fill; each parameter
     counts for at most one. copies: number of ops that cast weights.
@@ -64,7 +64,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Stages:
-    """Stages of one rank each: `first`, a middle one with one unit and with two, and `last`; or only `whole`.
+    """Stages of one rank each: first, middle with `one` unit and with `two`, last; or only `whole`.
 
     whole: for a model without repeated layers. period: layers of a unit. before: layers of the first stage besides its
     units. ranks: the ranks that were run, by the name of their stage.
@@ -105,9 +105,9 @@ class Runs:
     def ranks(
         self, spec: Mapping[str, Any], rows: int, units: int | None, sequence: int | None, at: tuple[int, ...]
     ) -> list[Rank]:
-        """Return ranks of a spec's program for a global batch of so many rows. Raises ShardcError if compile does.
+        """Return ranks of a spec's program for a global batch of so many rows, each compiled and run once.
 
-        units: of layers; None: the whole model. at: the ranks' coordinates on the pipeline's axis.
+        units: of layers; None: all. at: coordinates on the pipeline's axis. Raises ShardcError if compile does.
         """
         key = json.dumps([spec, rows, units, sequence, at])  # not sorted: the order of a mesh's axes matters
         if key not in self._found:
@@ -176,7 +176,7 @@ def _weights(program: Program, coordinate: int) -> Weights:
 
 @dataclass
 class Library:
-    """The stages of every way to split and recompute, on one device. facts: of the model, with its precision.
+    """Stages of every way to split and recompute, on one device. facts: of the model with its precision.
 
     microbatches: of the runs of blocks: a first and a last one, or 1 if the model cannot run in microbatches, as with
     statistics of the batch. number: of layers, if it differs from the model's.
@@ -258,7 +258,7 @@ class Library:
         return self.runs.ranks(spec, rows, units, self.sequence, (0,))[0]
 
     def _stage(self, rank: Rank, sizes: Mapping[str, int] | None = None, rows: int = 1) -> Stage:
-        """Return a rank's stage. sizes: of the mesh that it is a part of, if that is not the mesh that was run."""
+        """Return a rank's stage. sizes: of the mesh that it is a part of, if another one was run."""
         mesh, number = (rank.mesh, rank.run.rank) if sizes is None else (ordered(rank.mesh, sizes), 0)
         return stage(rank.run, Meter(self.device, mesh, number, roles=rank.roles, rows=rows, priced=self._priced))
 
@@ -289,7 +289,7 @@ class Library:
 
 
 def several(trained: float, bucket: float) -> bool:
-    """Return whether a bucket of gradients holds several units of so many bytes: then few differ from many."""
+    """Return whether a bucket of gradients holds several units of so many bytes: few differ from many."""
     return 0 < 4 / 3 * trained < bucket
 
 

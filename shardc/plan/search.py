@@ -56,7 +56,7 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass
 class Search:
-    """The search for one model on one kind of device. on: called with the progress: (subject, done, total).
+    """The search for one model on one kind of device. on: called with progress (subject, done, total).
 
     refused: compile's error for each refused split, by name. considered: number of ranked choices. tight: the share of
     the memory that live bytes may take in an estimate.

@@ -1,4 +1,4 @@
-"""Enumerate the space that a plan searches. A point of it is a `Choice`, which can be written as a spec.
+"""Enumerate what a plan searches: each point is a `Choice`, which can be written as a spec.
 
 mesh         pp × dp × cp × ep × tp, outermost first: neighbours in tp share a node
 the rest     sequence parallel, ZeRO, recomputation, the schedule, rows of a microbatch
@@ -232,7 +232,7 @@ TOKENS = 1024
 
 
 def sequence_widths(ranks: int, tokens: int | None) -> list[int]:
-    """Return sizes of the sequence axis that give each rank two equal stretches (a zigzag), smallest first.
+    """Return sizes of the sequence axis with two equal stretches for each rank (a zigzag), ascending.
 
     >>> sequence_widths(12, 8192)
     [2, 4]
@@ -272,7 +272,7 @@ def choices(
 
 
 def sharding(c: Choice, node: int) -> Iterator[Choice]:
-    """Yield the choice with every level of ZeRO: over all data ranks, inside a node, and over expert ranks."""
+    """Yield the choice with every level of ZeRO: over data ranks, inside a node, and over expert ranks."""
     near = node // (c.tp * c.cp * c.ep)
     replicas = [c.dp // near] if 1 < near < c.dp and c.dp % near == 0 else []
     for zero in range(4) if c.sharded > 1 else (0,):

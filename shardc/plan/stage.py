@@ -157,7 +157,7 @@ def _kind(s: Storage) -> int:
 
 
 def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
-    """Return a + n · (more - less). A first stage cannot fill time with parts of backward: it stays undivided."""
+    """Return a + n · (more - less). A first stage runs backward undivided: it has no time to fill."""
     none = np.zeros(WIDTH)
     if ("B", "first") in a and ("I", "first") in more:
         more, less = _undivided(more), _undivided(less)
