@@ -1,20 +1,21 @@
-"""A compiled program on disk: readable Python, layouts, a manifest. No pickle.
+"""Write and read a compiled program on disk: readable Python, layouts, a manifest. No pickle.
 
 manifest.json           format, versions, mesh, hashes of the other files, facts
 spec.yaml               the spec that it was compiled from
-layouts.json            parameters, buffers, inputs, buckets, in the notation of shardc.ir.placement, and all else that
-                        a Program has beside its graphs
+layouts.json            parameters, buffers, inputs, buckets, in the notation of shardc.ir.placement, and all other
+                        fields of a Program except graphs
 single.py               the model as one device runs it
-stage0.py               what every rank runs: `forward` in it is exactly what runs after loading
+stage0.py               what every rank runs: its `forward` is exactly what runs after loading
+stage0_forward.py, ...  the stage's forward and backward graphs, and pair_0_1.py, ... of overlapped stages
 stage1.py, ...          of a pipeline: what the ranks of the other stages run
-counts.py               sums over all microbatches that a step needs before they run, if there are any
+counts.py               sums over all microbatches that a step needs first, if there are any
 schedule.txt            of a pipeline: who runs which stage when (shardc.runtime.schedule)
 constants.safetensors   tensors that capture found in the code
 
-rows writes and reads fields of the IR's dataclasses, emit writes the Python, parser reads it back,
-repeated_layers says which of its lines can be left out when it is shown, model_source whether the user's code is still
-that of which the folder was compiled; this file writes and reads it. A folder may be anybody's: folder_files reads its
-files, tables checks what the two tables say, program_ops which ops its texts may call.
+rows writes and reads fields of the IR's dataclasses, emit writes the Python, parser reads it back, repeated_layers
+finds lines to leave out when it is shown, model_source checks whether the user's code has changed since; this file
+writes and reads the folder. A folder may come from anybody: folder_files reads its files, tables checks the two
+tables, program_ops decides which ops its texts may call.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def write(program: Program, folder: str | Path) -> None:
 
 
 def check_free(folder: Path, shown: str) -> None:
-    """Raises ShardcError unless the folder is new, empty or an artifact, which may be replaced."""
+    """Raise ShardcError unless the folder is new, empty or an artifact, which may be replaced."""
     fix = "name a new or empty folder"
     if not folder.exists():
         return
@@ -136,15 +137,16 @@ def read(folder: str | Path, *, trust: bool = False) -> Program:
 
 
 def read_facts(folder: str | Path, *, trust: bool = False) -> dict[str, Any]:
-    """The facts in a folder's manifest: which model it was compiled from, and when. Also of one that `read` refuses for
-    an op that nobody has registered. Raises ShardcError as `read` does for a manifest that is none.
+    """Return the facts of a folder's manifest: its model, and when it was compiled.
+
+    Also reads a folder that `read` refuses for an unregistered op. Raises ShardcError for an invalid manifest.
     """
     facts: dict[str, Any] = _manifest(FolderFiles(Path(folder), trust=trust)).meta
     return facts
 
 
 def _manifest(files: FolderFiles) -> Manifest:
-    """The manifest, after checking that the files are those it lists."""
+    """Read the manifest, and check that the files are those that it lists."""
     where, folder = files.path(MANIFEST), str(files.folder)
     found = files.table(MANIFEST)
     if not isinstance(found, dict) or not {"format", "torch", "sha256"} <= found.keys():
@@ -166,7 +168,7 @@ def _manifest(files: FolderFiles) -> Manifest:
 
 
 def _with_constants(program: Program, files: FolderFiles) -> tuple[Buffer, ...]:
-    """The buffers with the tensors of constants. Raises ShardcError for one that is not of its type."""
+    """Return the buffers with their constants. Raises ShardcError for a missing one or another type."""
     constants, buffers = files.constants(), []
     for b in program.buffers:
         x = _as(constants[b.name], b.dtype) if b.constant and b.name in constants else None
@@ -178,7 +180,7 @@ def _with_constants(program: Program, files: FolderFiles) -> tuple[Buffer, ...]:
 
 
 def _with_texts(program: Program, files: FolderFiles) -> Program:
-    """The program with its graphs, schedule and spec, which are read."""
+    """Return the program with its graphs, schedule and spec, read from their texts."""
     local = {x.name: x.value for x in program.stored}
     whole = {n: Value(v.shape, v.dtype, v.requires_grad) for n, v in local.items()}
     spec = Spec.parse(files.text(SPEC), files.path(SPEC)) if SPEC in files else None
@@ -186,7 +188,7 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
     unknown = spec is not None and spec.unknown_ops == "replicate"
 
     def graph(name: str, types: dict[str, Value], form: Any, *, piped: bool = False, joint: bool = False) -> fx.Graph:
-        """Reads a text. form: of what it returns."""
+        """Read a graph from its text. form: of what it returns."""
         made = graph_of(
             files.text(name),
             program.mesh,
@@ -255,12 +257,12 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
     return program
 
 
-#: In the form of what a text returns: a value or None; any number of values.
+#: In the form of a text's results: a value or None; any number of values.
 OPTIONAL, ANY = "optional", -1
 
 
 def _has_form(x: Any, form: Any) -> bool:
-    """Whether what a text returns has a form: a tuple of forms; (): any tuple; a number: so many values; None: all."""
+    """Return whether results have a form: a tuple of forms; (): any tuple; n: n values; None: anything."""
     if form is None:
         return True
     if form == OPTIONAL:
@@ -273,10 +275,10 @@ def _has_form(x: Any, form: Any) -> bool:
 
 
 def _reals(x: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers, as safetensors does not support complex128."""
+    """View a complex tensor as pairs of real numbers, as safetensors does not support complex128."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `_reals`, where the program's dtype is complex."""
+    """Undo `_reals` if the program's dtype is complex."""
     return torch.view_as_complex(x) if dtype.is_complex and not x.is_complex() else x

@@ -1,7 +1,7 @@
-"""Read the tables of a compiled folder, manifest.json and layouts.json: their form, and what has to agree in them.
+"""Check the tables of a compiled folder, manifest.json and layouts.json: their form and consistency.
 
-The folder may be anybody's. Every entry is checked before anything is made of it: its type, its size, and that the
-names and numbers in it are those of something. An error says which entry it is: `layouts.json: params[3].bucket`.
+The folder may come from anybody. Every entry is checked before it is used: its type, its size, and that its names and
+numbers exist. An error names the entry: `layouts.json: params[3].bucket`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Example(Form):
 
 
 class Facts(BaseModel):
-    """Facts for people and reports; others than these are kept as they are."""
+    """Facts for people and reports; unknown facts are kept unchanged."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -69,7 +69,7 @@ class Facts(BaseModel):
 
 
 class Manifest(Form):
-    """manifest.json: which shardc and torch wrote the folder, what is in it, and on which mesh it runs."""
+    """The content of manifest.json: versions of shardc and torch, hashes of the files, mesh and facts."""
 
     format: int
     shardc: str
@@ -83,8 +83,9 @@ class Manifest(Form):
 
 
 def of_form(kind: Any, values: Any, where: str, at: str = "", context: Any = None) -> Any:
-    """The values in their form. where: their file; at: the entry in it that they are. Raises ShardcError with all
-    entries that are otherwise.
+    """Return the values in their form. where: their file; at: the entry in it that they are.
+
+    Raises ShardcError with all entries that have another form.
     """
     try:
         return TypeAdapter(kind).validate_python(values, context=context)
@@ -104,7 +105,7 @@ def _short(text: str) -> str:
 
 
 def check(program: Program, where: str) -> None:
-    """Raises ShardcError with every entry of layouts.json that does not agree with others. where: the file."""
+    """Raise ShardcError with every entry of layouts.json that contradicts another. where: the file."""
     errors = Errors()
     for at, fault in _wrong(program):
         errors.add(f"{at}: {fault}", where=where, fix=AGAIN)
@@ -112,7 +113,7 @@ def check(program: Program, where: str) -> None:
 
 
 def _wrong(program: Program) -> Iterator[tuple[str, str]]:
-    """The entries that do not agree with others, and why."""
+    """Yield the entries that contradict others, and why."""
     mesh, buckets, params = program.mesh, program.buckets, {p.name: p for p in program.params}
     updated, outputs = {b.name for b in program.buffers if b.updated}, {o.name for o in program.outputs}
 
@@ -184,7 +185,7 @@ def _wrong(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def axis_fault(axis: str, mesh: Mesh) -> str:
-    """What is wrong with the name of an axis of the mesh, or of some of its coordinates ("pp[0,3]"); "" if nothing."""
+    """Return what is wrong with an axis of the mesh, or with a part of it ("pp[0,3]"); "" if nothing."""
     whole, bracket, inside = axis.partition("[")
     if whole not in mesh.names and whole not in {n.rpartition(".")[0] for n in mesh.names}:
         return f"the mesh has no axis {_short(repr(axis))}"
