@@ -148,19 +148,19 @@ def read_facts(folder: str | Path, *, trust: bool = False) -> dict[str, Any]:
 def _manifest(files: FolderFiles) -> Manifest:
     """Read the manifest, and check that the files are those that it lists."""
     where, folder = files.path(MANIFEST), str(files.folder)
-    found = files.table(MANIFEST)
-    if not isinstance(found, dict) or not {"format", "torch", "sha256"} <= found.keys():
+    values = files.table(MANIFEST)
+    if not isinstance(values, dict) or not {"format", "torch", "sha256"} <= values.keys():
         fix = "make one with `shardc compile -o DIR`"
         raise ShardcError(f"{MANIFEST} is not the manifest of a shardc artifact", where=where, fix=fix)
-    if found["format"] != FORMAT:
-        fault = f"artifact of format {str(found['format'])[:20]}, this shardc reads {FORMAT}"
+    if values["format"] != FORMAT:
+        fault = f"artifact of format {str(values['format'])[:20]}, this shardc reads {FORMAT}"
         raise ShardcError(fault, where=folder, fix="compile again")
-    manifest: Manifest = of_form(Manifest, found, where)
+    manifest: Manifest = of_form(Manifest, values, where)
     of_form(Facts, manifest.meta, where, "meta")
     errors = Errors()
-    then, here = (".".join(str(v).split(".")[:2]) for v in (manifest.torch, torch.__version__))
-    if then != here and not files.trust:
-        fault = f"compiled with torch {then}, but this is torch {here}, whose ops may differ"
+    then, now = (".".join(str(v).split(".")[:2]) for v in (manifest.torch, torch.__version__))
+    if then != now and not files.trust:
+        fault = f"compiled with torch {then}, but this is torch {now}, whose ops may differ"
         errors.add(fault, where=folder, fix="compile again, or load it with trust=True (--trust)")
     files.check(manifest.sha256, errors)
     errors.raise_any()
@@ -189,7 +189,7 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
 
     def graph(name: str, types: dict[str, Value], form: Any, *, piped: bool = False, joint: bool = False) -> fx.Graph:
         """Read a graph from its text. form: of what it returns."""
-        made = graph_of(
+        parsed = graph_of(
             files.text(name),
             program.mesh,
             types,
@@ -199,10 +199,10 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
             regions=regions,
             unknown_ops=unknown,
         )
-        if not _has_form(made.output_node().args[0], form):
+        if not _has_form(parsed.output_node().args[0], form):
             fault = "it does not return the loss, and what the tables list beside it"
             raise ShardcError(fault, where=files.path(name), fix="compile again")
-        return made
+        return parsed
 
     def joint_of(stage: str, forward: Any) -> Joint | None:
         if f"{stage}_forward.py" not in files:
@@ -221,16 +221,16 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
     program = replace(program, spec=spec, graph=graph("single.py", whole, (OPTIONAL, beside)))
     stages, forwards = [], []
     for i, stage in enumerate(program.stages):
-        own = len(stage.updates) + len(stage.outputs) if program.axis else beside
-        forwards.append((OPTIONAL, own, ANY, ANY))
-        form_of_stage = (OPTIONAL, own, ANY) if program.axis else (OPTIONAL, own)
+        results = len(stage.updates) + len(stage.outputs) if program.axis else beside
+        forwards.append((OPTIONAL, results, ANY, ANY))
+        form_of_stage = (OPTIONAL, results, ANY) if program.axis else (OPTIONAL, results)
         code = graph(f"stage{i}.py", local, form_of_stage, piped=bool(program.axis))
         stages.append(replace(stage, graph=code, joint=joint_of(f"stage{i}", forwards[-1])))
     program = replace(program, stages=tuple(stages))
     giving = [s.name for s in stages if s.graph.output_node().args[0][0] is not None]  # type: ignore[index]
     if len(giving) != (not program.forward_only):
-        wanted = "no stage does: the model has none" if program.forward_only else "one stage does"
-        fault = f"the loss is returned by {', '.join(giving) or 'no stage'}, and {wanted}"
+        expected = "no stage does: the model has none" if program.forward_only else "one stage does"
+        fault = f"the loss is returned by {', '.join(giving) or 'no stage'}, and {expected}"
         raise ShardcError(fault, where=files.path(MANIFEST), fix="compile again")
     if program.axis:
         text, most = files.text(SCHEDULE), 100 * (8 * len(stages) * program.microbatches + 100)

@@ -95,19 +95,19 @@ def function(
             lines.append(f"    {node.name},{kind}")
     lines.append("):")
     last = _last_uses(graph)
-    said, source_said = source_text(Source()), (Source(), "")
+    header, header_source = source_text(Source()), (Source(), "")
     for node in graph.nodes:
         if node.op == "output":
             lines.append(f"    return {_arg(node.args[0])}")
         elif node.name in left_out and node.op == "call_function":
             lines += _in_place(left_out[node.name], "    # ")
         elif node.op == "call_function":
-            source, of = source_of(node), _of(node)
-            if (source, of) != source_said:
-                source_said = source, of
-                if (now := of + source_text(source)) != said:  # two sources may read the same
-                    said = now
-                    lines.append(f"    # {said}")
+            source, prefix = source_of(node), _of(node)
+            if (source, prefix) != header_source:
+                header_source = source, prefix
+                if (now := prefix + source_text(source)) != header:  # two sources may read the same
+                    header = now
+                    lines.append(f"    # {header}")
             if node.target in EFFECTS:
                 lines.append(
                     f"    {_call(node)}"
@@ -164,8 +164,8 @@ def graphs(program: Program) -> Iterator[tuple[str, fx.Graph, str, tuple[int, ..
 
 def joint(program: Program, stage: int | None = None) -> str:
     """Return the forward and backward texts of all joint stages, or of one."""
-    every = (each for each in graphs(program) if each[3] and (stage is None or stage in each[3]))
-    return "\n".join(f"# {what}\n{function(graph, program, name)}" for name, graph, what, _ in every)
+    selected = (each for each in graphs(program) if each[3] and (stage is None or stage in each[3]))
+    return "\n".join(f"# {what}\n{function(graph, program, name)}" for name, graph, what, _ in selected)
 
 
 #: What runs beside a forward, by kind of pair.
@@ -212,9 +212,9 @@ def _head(program: Program, folded: Folded) -> Iterator[str]:
     stages = f", {plural(len(program.stages), 'stage')}" if program.stages else ""
     yield f"# {program.meta.get('model', 'program')} on {mesh}: {plural(mesh.world, 'rank')}{stages}"
     total = sum(p.value.nbytes() for p in program.params)
-    mine = f"{size(program.parameter_bytes())} {'on the rank with most' if program.axis else 'a rank'}"
+    per_rank = f"{size(program.parameter_bytes())} {'on the rank with most' if program.axis else 'a rank'}"
     count = sum(math.prod(p.shape) for p in program.params)
-    yield f"# {plural(len(program.params), 'parameter')}, {count:,} numbers, {size(total)}; {mine}"
+    yield f"# {plural(len(program.params), 'parameter')}, {count:,} numbers, {size(total)}; {per_rank}"
     yield from (f"# {line}" for line in note_lines(map(plain, program.notes)))
     if program.meta.get("shard"):
         yield "# shard: what `use` came to, as entries of a spec"
@@ -291,9 +291,9 @@ def bucket_text(b: Bucket, program: Program) -> str:
     kept = " and ".join(("optimizer state", "gradients", "parameters")[: b.zero]).replace(
         " and ", ", ", b.zero - 2 if b.zero > 2 else 0
     )
-    held = f"{plural(len(b.params), 'parameter')}, {nbytes}, from {b.params[0]} to {b.params[-1]}"
+    params = f"{plural(len(b.params), 'parameter')}, {nbytes}, from {b.params[0]} to {b.params[-1]}"
     if program.forward_only and b.zero == 3:
-        return f"parameters split over {b.shard}: {held}; all_gather in forward, {plural(b.prefetch, 'bucket')} ahead"
+        return f"parameters split over {b.shard}: {params}; all_gather in forward, {plural(b.prefetch, 'bucket')} ahead"
     each = " of each microbatch" if b.each and program.microbatches > 1 else ""
     ways = [f"reduce_scatter over {b.shard}{each}"] if b.shard in b.axes else []
     ways += (
@@ -303,7 +303,7 @@ def bucket_text(b: Bucket, program: Program) -> str:
     )
     often = "once a step" if b.keep else f"in forward and in backward, {plural(b.prefetch, 'bucket')} ahead"
     after = f"all_gather {'in 8 bits ' if b.rounded else ''}{often}" if b.zero == 3 else "all_gather after the update"
-    return f"{kept} split over {b.shard}: {held}; gradients: {', then '.join(ways) or 'no sum'}; {after}"
+    return f"{kept} split over {b.shard}: {params}; gradients: {', then '.join(ways) or 'no sum'}; {after}"
 
 
 def region_head(r: Region) -> str:

@@ -124,10 +124,10 @@ class FolderFiles:
             raise ShardcError(fault, where=self.path(name), fix=AGAIN)
         text = self.text(name)
         try:
-            found = json.loads(text, object_pairs_hook=text_file.unique)
+            values = json.loads(text, object_pairs_hook=text_file.unique)
             if "\\" in text:  # control characters may be escaped
-                self._check_texts(name, found)
-            return found
+                self._check_texts(name, values)
+            return values
         except json.JSONDecodeError as e:
             where = f"{self.path(name)}:{e.lineno}:{e.colno}"
             raise ShardcError(f"{name} is not JSON: {e.msg}", where=where, fix=AGAIN) from None
@@ -152,8 +152,8 @@ class FolderFiles:
         if CONSTANTS not in self:
             return {}
         try:
-            held = opened(self.folder / CONSTANTS)
-            return {name: held.get_tensor(name).clone() for name in held.keys()}  # noqa: SIM118 (not a dict)
+            file = opened(self.folder / CONSTANTS)
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
         except OSError as e:
             raise self._unreadable(CONSTANTS, e) from None
 
@@ -169,7 +169,7 @@ class FolderFiles:
 
 def dtype(text: str) -> torch.dtype:
     """Return the dtype of a name such as `torch.float32`. Raises ValueError for any other name."""
-    found = getattr(torch, text.removeprefix("torch."), None) if text.isascii() else None
-    if not isinstance(found, torch.dtype):
+    value = getattr(torch, text.removeprefix("torch."), None) if text.isascii() else None
+    if not isinstance(value, torch.dtype):
         raise ValueError(f"{text[:40]!r} is no dtype")
-    return found
+    return value

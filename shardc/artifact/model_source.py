@@ -58,25 +58,25 @@ def record(found: Iterable[Origin]) -> dict[str, Any]:
 
     Other files are named relative to the main file's folder.
     """
-    wanted = list(found)
-    if not wanted:
+    listed = list(found)
+    if not listed:
         return {}
-    main = wanted[0][0].resolve()
-    return {"source": digests(main, wanted), "source_main": str(main), "python": list(sys.version_info[:2])}
+    main = listed[0][0].resolve()
+    return {"source": digests(main, listed), "source_main": str(main), "python": list(sys.version_info[:2])}
 
 
 def digests(main: Path, found: Iterable[Origin]) -> Digests:
     """Return digests of all definitions that these reach. Files that are not valid Python are left out."""
-    wanted = [(path.resolve(), name) for path, name in found]
+    pending = [(path.resolve(), name) for path, name in found]
     result: Digests = {}
-    while wanted:
-        path, name = wanted.pop()
+    while pending:
+        path, name = pending.pop()
         seen = result.setdefault("" if path == main else os.path.relpath(path, main.parent), {})
         if name in seen or (file := _file(path)) is None:
             continue
         if (digest := file.digest(name)) is not None:
             seen[name] = digest
-            wanted += file.reached(name)
+            pending += file.reached(name)
     return {path: dict(sorted(names.items())) for path, names in sorted(result.items()) if names}
 
 
@@ -106,7 +106,7 @@ def changed(recorded: Digests, main: Path, *, other: bool = False) -> list[str]:
     other: main is not the file that was compiled; names that it does not bind are not changed. A missing or invalid
     file is left to the code that imports it.
     """
-    folder, found = main.resolve().parent, []
+    folder, changes = main.resolve().parent, []
     for relative, names in recorded.items():
         path = folder / relative if relative else main
         absent = (None,) if not relative and other else ()
@@ -116,10 +116,10 @@ def changed(recorded: Digests, main: Path, *, other: bool = False) -> list[str]:
         # another file than it was compiled from, `--model other.py`, need not have them
         different = [name for name, digest in names.items() if today[name] not in (digest, *absent)]
         if WHOLE in different:
-            found.append(path.name)
+            changes.append(path.name)
         elif different:
-            found.append(f"{', '.join(different)} of {path.name}")
-    return found
+            changes.append(f"{', '.join(different)} of {path.name}")
+    return changes
 
 
 def _file(path: Path) -> _File | None:
@@ -127,10 +127,10 @@ def _file(path: Path) -> _File | None:
     try:
         if path.suffix not in (".py", ".json"):  # Python, or the config of a model of transformers
             return None
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > LIMIT:  # a folder from anybody may name any file
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > LIMIT:  # a folder from anybody may name any file
             return None
-        return _read(path, found.st_mtime_ns, found.st_size)
+        return _read(path, status.st_mtime_ns, status.st_size)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 

@@ -113,20 +113,20 @@ class _Reader:
         source, returned = Source(), False
         body = self._function()
         for line, text in enumerate(self.lines[body:], body + 1):
-            said = text.strip()
-            if not said:
+            content = text.strip()
+            if not content:
                 continue
-            if said.startswith("#"):
+            if content.startswith("#"):
                 if self.joint:
-                    of = _OF.match(said)
-                    self.of = {"of": of[1], **({"repeats": True} if of[2] == "again" else {})} if of else {}
-                    said = f"# {of[3]}" if of else said
-                source = source_of_text(said) or source
+                    m = _OF.match(content)
+                    self.of = {"of": m[1], **({"repeats": True} if m[2] == "again" else {})} if m else {}
+                    content = f"# {m[3]}" if m else content
+                source = source_of_text(content) or source
                 continue
             if returned:
                 raise self.wrong(line, "nothing can follow the return")
-            statement = self._statement(said, line)
-            comment = _rest_of_line(said, statement).strip().removeprefix("# ")
+            statement = self._statement(content, line)
+            comment = _rest_of_line(content, statement).strip().removeprefix("# ")
             match statement:
                 case ast.Return(value=ast.expr() as value):
                     self.graph.output(self._arg(value, line))
@@ -180,7 +180,7 @@ class _Reader:
         end = next((i for i, line in enumerate(self.lines[begin:], begin) if line == "):"), None)
         if end is None:
             raise self.wrong(begin + 1, "not Python that shardc writes: no line `):` ends the function's arguments")
-        found: list[tuple[str, str, int]] = []  # (name, comment, line)
+        arguments: list[tuple[str, str, int]] = []  # (name, comment, line)
         for at, text in enumerate(self.lines[begin + 1 : end], begin + 2):
             if not (argument := _ARGUMENT.match(text)):
                 if text.lstrip().startswith("#"):
@@ -188,8 +188,8 @@ class _Reader:
                 raise self.wrong(
                     at, "the function's arguments are not those that the layouts list: another order or form"
                 )
-            found.append((argument[1], (argument[2] or "").strip(), at))
-        taken = [name for name, _, _ in found]
+            arguments.append((argument[1], (argument[2] or "").strip(), at))
+        taken = [name for name, _, _ in arguments]
         names = ["mesh", "rng", *self.types]
         if self.piped:
             names = [n for n in names if n in taken] + [n for n in taken if n not in names]
@@ -199,7 +199,7 @@ class _Reader:
             ]
             why = ", ".join(off[:5]) or "another order or form"
             raise self.wrong(begin + 1, f"the function's arguments are not those that the layouts list: {why}")
-        for name, comment, at in found:
+        for name, comment, at in arguments:
             node = self.graph.placeholder(name)
             if node.name != name:
                 raise self.wrong(at, f"{name} is a name that Python uses")

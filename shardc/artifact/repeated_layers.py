@@ -104,9 +104,9 @@ def _notes(kind: str, items: Iterable[tuple[T, tuple[str, str] | None]]) -> dict
     items: each with (what is shown, what it represents), or None.
     """
     gaps: list[list[tuple[T, tuple[str, str]]]] = [[]]
-    for item, of in items:
-        if of is not None:
-            gaps[-1].append((item, of))
+    for item, pair in items:
+        if pair is not None:
+            gaps[-1].append((item, pair))
         elif gaps[-1]:
             gaps.append([])
     notes: dict[T, str] = {}

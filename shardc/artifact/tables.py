@@ -62,9 +62,9 @@ class Facts(BaseModel):
 
     @model_validator(mode="after")
     def _of_source(self) -> Facts:
-        given = {"source", "source_main", "python"} & self.model_fields_set
-        if len(given) not in (0, 3):
-            raise ValueError(f"of source, source_main and python there is only {', '.join(sorted(given))}")
+        present = {"source", "source_main", "python"} & self.model_fields_set
+        if len(present) not in (0, 3):
+            raise ValueError(f"of source, source_main and python there is only {', '.join(sorted(present))}")
         return self
 
 
@@ -93,9 +93,9 @@ def of_form(kind: Any, values: Any, where: str, at: str = "", context: Any = Non
         errors = Errors()
         for wrong in e.errors(include_url=False, include_context=False):
             place = "".join(f"[{x}]" if isinstance(x, int) else f".{_short(x)}" for x in wrong["loc"])
-            given = _short(repr(wrong["input"])) if wrong["type"] != "missing" else "nothing"
+            value = _short(repr(wrong["input"])) if wrong["type"] != "missing" else "nothing"
             fault = wrong["msg"].removeprefix("Value error, ")
-            errors.add(f"{(at + place).lstrip('.') or 'it'}: {fault}; it is {given}", where=where, fix=AGAIN)
+            errors.add(f"{(at + place).lstrip('.') or 'it'}: {fault}; it is {value}", where=where, fix=AGAIN)
         errors.raise_any()
         raise
 
@@ -173,8 +173,8 @@ def _wrong(program: Program) -> Iterator[tuple[str, str]]:
                 yield f"{key}[{i}].microbatch", f"{cut} does not fit a tensor {list(x.shape)}"
     yield from known("matrices", program.matrices or (), params)
     for name, cuts in (program.matrices or {}).items():
-        of = params.get(name)
-        if of is not None and (why := matrices.fault(of.shape[1:] if of.members else of.shape, cuts)):
+        param = params.get(name)
+        if param is not None and (why := matrices.fault(param.shape[1:] if param.members else param.shape, cuts)):
             yield f"matrices[{name}]", why
     for i, a in enumerate(program.adapters):
         yield from known(f"adapters[{i}]", (a.base, *a.names), params)

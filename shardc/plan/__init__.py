@@ -80,8 +80,8 @@ def plan(
     """
     started = time.perf_counter()
     subject = Subject.of(model, batch, loss)
-    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    specs = [Spec.load(one, world=devices) for one in several if one is not None]
+    sources = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    specs = [Spec.load(one, world=devices) for one in sources if one is not None]
 
     def on_one(one: OneDevice) -> Plan:
         machine = chosen(one, specs[0] if specs else None)

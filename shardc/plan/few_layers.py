@@ -72,7 +72,7 @@ class Subject:
             kind = (int(layer[1]) - self.layers.first) % self.layers.period
             inside = name[len(".".join(filter(None, layer))) :]
             matched.setdefault((kind, inside), set()).add(frozenset(p for p in patterns if match(p, name)))
-        return all(len(found) == 1 for found in matched.values())
+        return all(len(matches) == 1 for matches in matched.values())
 
     @property
     def rows(self) -> int:
@@ -163,12 +163,12 @@ def experts(program: Program) -> tuple[tuple[str, ...], int]:
     number = 0
     for n in nodes:
         modules[of_every_layer(source_of(n).module)] = None
-        held = [
+        counts = [
             x.meta["value"].shape[0]
             for x in n.all_input_nodes
             if x.op == "placeholder" and len(x.meta["value"].shape) > 2
         ]
-        number = max([number, *held])
+        number = max([number, *counts])
     return tuple(modules), number
 
 
@@ -178,14 +178,14 @@ def encoders(lists: Sequence[str]) -> tuple[str, ...]:
     >>> encoders(["vision.blocks", "text.model.layers"]), encoders(["layers"])
     (('vision',), ())
     """
-    found = dict[str, None]()
+    modules = dict[str, None]()
     last = lists[-1].split(".") if lists else []
     for name in lists[:-1]:
         path = name.split(".")
         shared = next((i for i, (a, b) in enumerate(zip(path, last, strict=False)) if a != b), len(path))
         if shared < len(path) - 1:
-            found[".".join(path[: shared + 1])] = None
-    return tuple(found)
+            modules[".".join(path[: shared + 1])] = None
+    return tuple(modules)
 
 
 def _hands_on(program: Program, name: str) -> bool:

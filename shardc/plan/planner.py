@@ -107,18 +107,18 @@ class Planner:
 
         for tight in TIGHT:  # more is reserved than live: if nothing fits, tighten
             finder.tight = tight
-            some = finder.ranked(devices, rows)
-            exact |= finder.refine(some)
-            if best() < math.inf or not any(r.peak <= finder.room for _, r in some):
+            estimates = finder.ranked(devices, rows)
+            exact |= finder.refine(estimates)
+            if best() < math.inf or not any(r.peak <= finder.room for _, r in estimates):
                 break
         finder.tight = 1.0
         while best() < math.inf and devices % 2 == 0:
             devices //= 2
             limit = UNSURE * best()
-            some = finder.ranked(devices, rows, below=limit)
-            if not some or some[0][1].peak > finder.room or some[0][1].seconds > limit:
+            estimates = finder.ranked(devices, rows, below=limit)
+            if not estimates or estimates[0][1].peak > finder.room or estimates[0][1].seconds > limit:
                 break  # even fewer are even slower
-            exact |= finder.refine(some)
+            exact |= finder.refine(estimates)
         return exact
 
     def _candidate(self, c: Choice, p: Priced, target: Target) -> Candidate:
@@ -159,13 +159,13 @@ class Planner:
         note = f"global batch of {rows} rows" + (
             "" if batch else ": what batch() gives (change it with --global-batch)"
         )
-        found = []
+        candidates = []
         for one in specs:
             self.on("the given spec", 0, 0)
             target = self.target(one.mesh.world, rows, note, one)
-            found.append(Candidate(**vars(price(self.library, one, rows)), spec=one, target=target))
-        found.sort(key=_order)
-        return Plan(found[0].target, tuple(found), len(found))
+            candidates.append(Candidate(**vars(price(self.library, one, rows)), spec=one, target=target))
+        candidates.sort(key=_order)
+        return Plan(candidates[0].target, tuple(candidates), len(candidates))
 
     # --- how much, how few
 
@@ -214,18 +214,18 @@ class Planner:
 
     def _for_long_rows(self, best: Candidate, devices: int) -> list[Spec]:
         """Return specs for the longest rows: one row at a time, cut over all ranks, all recomputed, ZeRO 3."""
-        rows, found = best.batch, []
+        rows, specs = best.batch, []
         ep = dict(best.spec.mesh.axes).get("ep", 1)
         keep: Keep = "full" if self.facts.regions else "none"
-        each = rows if self.library.microbatches > 1 else 1
+        microbatches = rows if self.library.microbatches > 1 else 1
         for split in self.finder.splits(devices):
             cp = devices // (split.tp * ep)
             if cp == 1 or split.ep != ep or devices % (split.tp * ep) or not (block := self.finder.block(split)):
                 continue
             core = block.core._replace(cp=cp, checkpoint=keep)
-            choice = Choice(**core._asdict(), zero=3, rows=rows // each, microbatches=each)
-            found.append(Spec.load(spec(choice, self.facts)))
-        return sorted(found, key=lambda s: -s.sequence_ranks)
+            choice = Choice(**core._asdict(), zero=3, rows=rows // microbatches, microbatches=microbatches)
+            specs.append(Spec.load(spec(choice, self.facts)))
+        return sorted(specs, key=lambda s: -s.sequence_ranks)
 
     def _longest(self, one: Spec, rows: int, above: int = 0) -> dict[str, Any]:
         """Find the longest rows that a spec can take; an answer that is not longer than `above` is 0."""
@@ -280,8 +280,8 @@ class Planner:
         self.on(f"{devices} devices", 0, 0)
         finder, target = self.finder, self.target(devices, batch, "")
         estimates = sorted(finder.ranked(devices, batch), key=lambda x: x[1].peak)[:3]
-        some = (self._candidate(c, finder.exact(c), target) for c, p in estimates if p.peak <= FAR * finder.room)
-        return next((one for one in some if one.fits), None)
+        candidates = (self._candidate(c, finder.exact(c), target) for c, p in estimates if p.peak <= FAR * finder.room)
+        return next((one for one in candidates if one.fits), None)
 
     # --- why, how long
 

@@ -84,32 +84,32 @@ class Priced:
 
 def price(library: Library, spec: Spec, batch: int) -> Priced:
     """Return the price of a spec for a global batch of so many rows. Raises ShardcError if compile does."""
-    each, p, layers = spec.batch.microbatches, spec.pipeline, library.layers
-    if batch % (each * spec.data_ranks):
+    microbatches, p, layers = spec.batch.microbatches, spec.pipeline, library.layers
+    if batch % (microbatches * spec.data_ranks):
         return _whole(library, spec, batch)  # compile raises the error
     pairs = spec.execution.overlap != "none"  # pairs of actions are priced from their own graphs
     if pairs or not library.runs.treats_layers_alike(spec):
         return _whole(library, spec, batch)
-    some = min(each, 3)  # the first, one for all between, the last
-    less = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}
-    less["batch"] = {**less.get("batch", {}), "microbatches": some}
-    rows, of = batch // each * some, roles(spec)
-    summing = math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))  # ranks
+    sampled = min(microbatches, 3)  # the first, one for all between, the last
+    reduced = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}
+    reduced["batch"] = {**reduced.get("batch", {}), "microbatches": sampled}
+    rows, role = batch // microbatches * sampled, roles(spec)
+    summing = math.prod(n for axis, n in spec.mesh.axes if role[axis] in ("dp", "cp", "ep"))  # ranks
     bucket = spec.data.bucket_bytes(summing) if summing > 1 else 0.0
     if p is None or spec.mesh.size(p.axis) == 1:
-        less.pop("pipeline", None)
-        stage, only = library.alone(less, rows, bucket)
-        return _composed(library, spec, batch, [stage], [only], schedules.alone(each), ())
+        reduced.pop("pipeline", None)
+        stage, only = library.alone(reduced, rows, bucket)
+        return _composed(library, spec, batch, [stage], [only], schedules.alone(microbatches), ())
     maker = schedules.SCHEDULES.get(p.schedule)
     if layers is None or maker is None or maker.pairs or p.cut is not None:
         return _whole(library, spec, batch)
-    stages = library.pipelined(less, rows, p.axis)
+    stages = library.pipelined(reduced, rows, p.axis)
     count = p.stages or schedules.default_stages(p.schedule, spec.mesh.size(p.axis))
     counts = p.balance or balanced(beside_layers(stages), count, layers.number, stages.before)
     middle, two = stages.ranks["one"].weights.trained, stages.ranks["two"].weights.trained
     if library.number is None and several(two - middle, bucket):
         return _whole(library, spec, batch, counts)
-    schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=each)
+    schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=microbatches)
     costs = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
     first, one, last = (stages.ranks[name].run for name in ("first", "one", "last"))
     few = [first, *[one] * (len(counts) - 2), last]
@@ -138,10 +138,10 @@ def beside_layers(stages: Stages) -> tuple[float, float]:
     def seconds(s: Stage, causes: slice = CAUSES) -> float:
         return float(sum(typical(s, kind)[causes].sum() for kind in computing(s)))
 
-    here = slice(CAUSES.start, CAUSES.start + 3)
+    work = slice(CAUSES.start, CAUSES.start + 3)
     one, two = stages.one, stages.two
-    more = max(seconds(two) - seconds(one), seconds(two, here) - seconds(one, here), 1e-12) / stages.period
-    return (seconds(stages.first) - seconds(one)) / more, (seconds(stages.last) - seconds(one)) / more
+    layer = max(seconds(two) - seconds(one), seconds(two, work) - seconds(one, work), 1e-12) / stages.period
+    return (seconds(stages.first) - seconds(one)) / layer, (seconds(stages.last) - seconds(one)) / layer
 
 
 def spread(busy: Sequence[float], layers: int) -> list[int]:
@@ -172,12 +172,14 @@ def _composed(
     counts: tuple[int, ...],
 ) -> Priced:
     """Assemble the price of a step from its stages. few: their dry runs with few layers."""
-    own = [{s: stages[s] for s in schedule.stages_of(rank)} for rank in range(schedule.ranks)]
-    peaks = [_memory(mine, schedule, rank) for rank, mine in enumerate(own)]
-    ends = [_once_a_step([np.sum([part_of(s, k, "")[CAUSES] for k in ENDS], 0) for s in mine.values()]) for mine in own]
+    by_rank = [{s: stages[s] for s in schedule.stages_of(rank)} for rank in range(schedule.ranks)]
+    peaks = [_memory(mine, schedule, rank) for rank, mine in enumerate(by_rank)]
+    ends = [
+        _once_a_step([np.sum([part_of(s, k, "")[CAUSES] for k in ENDS], 0) for s in mine.values()]) for mine in by_rank
+    ]
     fullest = max(range(len(peaks)), key=lambda r: peaks[r].sum())
-    each = [np.sum([_all(s, schedule.microbatches) for s in mine.values()], 0) for mine in own]
-    whole = [v[CAUSES] + end for v, end in zip(each, ends, strict=True)]
+    busy = [np.sum([_all(s, schedule.microbatches) for s in mine.values()], 0) for mine in by_rank]
+    whole = [v[CAUSES] + end for v, end in zip(busy, ends, strict=True)]
     slow = max(range(schedule.ranks), key=lambda r: float(whole[r].sum()))
     if schedule.ranks == 1:
         step = float(whole[0].sum())
@@ -195,9 +197,9 @@ def _composed(
     by = dict(zip(BYTES, map(float, peaks[fullest]), strict=True))
     by["temporaries"] += by.pop("still")
     kinds = {k: n for k, n in by.items() if n > 0}
-    beside = library.device.outside_bytes(max(len(_communicators(run)) for run in few))
-    taken = reserved(library, few, max(float(v.sum()) for v in peaks), library.device.memory - beside)
-    return Priced(batch, step, kinds, spent, taken, beside, counts, float(each[slow][FLOPS]))
+    outside = library.device.outside_bytes(max(len(_communicators(run)) for run in few))
+    taken = reserved(library, few, max(float(v.sum()) for v in peaks), library.device.memory - outside)
+    return Priced(batch, step, kinds, spent, taken, outside, counts, float(busy[slow][FLOPS]))
 
 
 def _once_a_step(ends: Sequence[Vector]) -> Vector:
@@ -209,8 +211,8 @@ def _once_a_step(ends: Sequence[Vector]) -> Vector:
 
 def _all(s: Stage, microbatches: int) -> Vector:
     """Sum the costs of all microbatches on a stage: the first, those between, and the last."""
-    some = {"first": 1, "middle": max(microbatches - 2, 0), "last": int(microbatches > 1)}
-    return np.sum([n * part_of(s, kind, which) for kind in computing(s) for which, n in some.items()], 0)  # type: ignore[no-any-return]
+    counts = {"first": 1, "middle": max(microbatches - 2, 0), "last": int(microbatches > 1)}
+    return np.sum([n * part_of(s, kind, which) for kind in computing(s) for which, n in counts.items()], 0)  # type: ignore[no-any-return]
 
 
 def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float], schedule: Schedule) -> Costs:
@@ -245,16 +247,16 @@ def _memory(mine: Mapping[int, Stage], schedule: Schedule, rank: int) -> Vector:
     A part may leave more than its own peak: with fewer layers, the peak was at another moment.
     """
     last = schedule.microbatches - 1
-    each = [s["before", ""] for s in mine.values()]
+    in_order = [s["before", ""] for s in mine.values()]
     for a in schedules.computed(schedule.actions[rank]):
         if a.stage >= 0:
             m = a.microbatch
             which = "" if m < 0 else "first" if m == 0 else "last" if m == last else "middle"
-            each.append(part_of(mine[a.stage], a.kind, which))
-    each += [s[kind, ""] for kind in ("after", "update") for s in mine.values()]
+            in_order.append(part_of(mine[a.stage], a.kind, which))
+    in_order += [s[kind, ""] for kind in ("after", "update") for s in mine.values()]
     live: Vector = np.sum([s["resident", ""][NET] for s in mine.values()], 0)
     best = live
-    for part in each:
+    for part in in_order:
         best = max(best, live + part[HIGH], live + part[NET], key=np.sum)
         live = live + part[NET]
     return np.maximum(best, 0)
@@ -265,11 +267,11 @@ def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = (
     if counts:
         p = {k: v for k, v in spec.to_dict()["pipeline"].items() if k not in ("stages", "cut")}
         spec = Spec.load({**spec.to_dict(), "mesh": dict(spec.mesh.axes), "pipeline": {**p, "balance": counts}})
-    program, each = library.runs.whole(spec, batch, library.sequence)
+    program, runs = library.runs.whole(spec, batch, library.sequence)
     schedule = schedules.of(program)
-    cost = assemble(program, schedule, each, library.device)
+    cost = assemble(program, schedule, runs, library.device)
     spent: list[dict[str, float]] = []
-    for r in each:
+    for r in runs:
         clock = Meter(library.device, program.mesh, r.rank, roles=roles(spec))
         for _, part in parts(r, schedule.actions[r.at]):
             clock.run(part)
@@ -296,9 +298,9 @@ def reserved(library: Library, few: Sequence[DryRun], live: float, room: float) 
     """
     if library.device.kind == "cpu" or live > room:
         return live
-    beside = [0.0]
+    overhead = [0.0]
     for run in {id(run): run for run in few}.values():
         actions = tuple(a for a, _ in run.actions)
         high = float(memory(run, actions).peak)
-        beside.append(allocated(run, actions, max(room - max(live - high, 0.0), high)) - high)
-    return live + max(beside)
+        overhead.append(allocated(run, actions, max(room - max(live - high, 0.0), high)) - high)
+    return live + max(overhead)

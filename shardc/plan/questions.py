@@ -86,12 +86,12 @@ def what_if(library: Library, spec: Spec, batch: int) -> list[dict[str, Any]]:
         seconds = priced.step_seconds
         return {"what": what, "step_seconds": seconds, "ratio": seconds / now.step_seconds, "fits": fits}
 
-    found = [answer(what, other, price(library.on(other), spec, batch)) for what, other in _others(library.device)]
+    answers = [answer(what, other, price(library.on(other), spec, batch)) for what, other in _others(library.device)]
     for what, one in _specs(spec):
         with contextlib.suppress(ShardcError):  # what compile refuses would not help
-            found.append(answer(what, library.device, price(library, one, batch)))
-    found = [x for x in found if x["what"] != ALIGNED or x["ratio"] < 1]  # useful only if some are not
-    return sorted(found, key=lambda x: x["ratio"])
+            answers.append(answer(what, library.device, price(library, one, batch)))
+    answers = [x for x in answers if x["what"] != ALIGNED or x["ratio"] < 1]  # useful only if some are not
+    return sorted(answers, key=lambda x: x["ratio"])
 
 
 def _specs(spec: Spec) -> Iterator[tuple[str, Spec]]:
@@ -141,7 +141,7 @@ def check_prices(prices: Mapping[str, float], names: Sequence[str]) -> None:
 
 def best_cluster(plans: Sequence[Plan], prices: Mapping[str, float]) -> Plan:
     """Return the plan of the best cluster; its answers list all. prices: of a device-hour, by device name."""
-    found = []
+    clusters = []
     for plan in plans:
         a, c = plan.target, plan.candidates[0] if plan.candidates else None
         fits = c is not None and c.fits
@@ -153,14 +153,14 @@ def best_cluster(plans: Sequence[Plan], prices: Mapping[str, float]) -> Plan:
                 one |= {"price_per_hour": hourly, "price_per_row": hourly / 3600 / c.rows_per_second}
                 if a.sequence:
                     one["price_per_million_tokens"] = one["price_per_row"] / a.sequence * 1e6
-        found.append((plan, one))
-    every = all("price_per_row" in one for _, one in found if one["fits"])
+        clusters.append((plan, one))
+    priced = all("price_per_row" in one for _, one in clusters if one["fits"])
 
     def rank(x: tuple[Plan, dict[str, Any]]) -> tuple[bool, float]:
         one = x[1]
-        return not one["fits"], 0.0 if not one["fits"] else one["price_per_row"] if every else -one["rows_per_second"]
+        return not one["fits"], 0.0 if not one["fits"] else one["price_per_row"] if priced else -one["rows_per_second"]
 
-    found.sort(key=rank)
-    plan, one = found[0]
-    answer = {"what": "the cheapest" if every else "the fastest", "value": one["device"] if one["fits"] else None}
-    return replace(plan, answers={**plan.answers, "clusters": {**answer, "clusters": [x for _, x in found]}})
+    clusters.sort(key=rank)
+    plan, one = clusters[0]
+    answer = {"what": "the cheapest" if priced else "the fastest", "value": one["device"] if one["fits"] else None}
+    return replace(plan, answers={**plan.answers, "clusters": {**answer, "clusters": [x for _, x in clusters]}})

@@ -87,8 +87,8 @@ class Block:
     def between(self, full: Block, keep: Keep, share: float) -> Block:
         """Return the block with a share of the saved bytes, between nothing (`full`) and everything saved."""
         names = "first", "one", "unit", "last"
-        each = {name: share * getattr(self, name) + (1 - share) * getattr(full, name) for name in names}
-        return replace(full, core=full.core._replace(checkpoint=keep), **each)
+        vectors = {name: share * getattr(self, name) + (1 - share) * getattr(full, name) for name in names}
+        return replace(full, core=full.core._replace(checkpoint=keep), **vectors)
 
 
 def _vector(each: Sequence[Stage], weights: Weights, device: Device) -> Vector:
@@ -129,26 +129,26 @@ class Table:
     groups: list[tuple[int, int, bool]] = field(init=False)
 
     def __post_init__(self) -> None:
-        some = self.choices
+        choices = self.choices
         numbers = [
             (c.pp, c.per_rank, c.rows, c.microbatches, c.zero, c.sharded, c.dp, _DATA.bucket_bytes(c.dp * c.cp * c.ep))
-            for c in some
+            for c in choices
         ]
         columns = np.array(numbers, float).T[:, :, None]
         self.pp, self.per_rank, self.rows, self.m, self.zero, self.sharded, dp, self.bucket = columns
-        flags = [(c.over_experts, bool(c.offload), c.offload == "all") for c in some]
+        flags = [(c.over_experts, bool(c.offload), c.offload == "all") for c in choices]
         self.over, self.host, self.all = np.array(flags, bool).T[:, :, None]
         self.experts_sharded = np.where(self.over, dp, self.sharded)
-        self.of_rows = np.array([_parts_of_rows(c.rows) for c in some])[:, None, :]
-        timed = [_schedule(c.schedule, c.pp, c.per_rank, c.microbatches) for c in some]
+        self.of_rows = np.array([_parts_of_rows(c.rows) for c in choices])[:, None, :]
+        timed = [_schedule(c.schedule, c.pp, c.per_rank, c.microbatches) for c in choices]
         self.idle, first, last = np.array(timed, float).T[:, :, None]
         self.alive = np.concatenate([first, (first + last) / 2, last], 1)
-        keys = [(c.pp, c.per_rank, SCHEDULES[c.schedule].folds) for c in some]
+        keys = [(c.pp, c.per_rank, SCHEDULES[c.schedule].folds) for c in choices]
         self.groups = list(dict.fromkeys(keys))
         self.group = np.array(list(map({key: i for i, key in enumerate(self.groups)}.__getitem__, keys)), np.intp)
-        lines = {_placed(c): c for c in some}
-        each = {key: _lines(c, self.device, self.known) for key, c in lines.items()}
-        self.lines = np.array([each[_placed(c)] for c in some])
+        lines = {_placed(c): c for c in choices}
+        times = {key: _lines(c, self.device, self.known) for key, c in lines.items()}
+        self.lines = np.array([times[_placed(c)] for c in choices])
 
     def taken(self, which: int, nbytes: Vector, times: Vector) -> Vector:
         """Return seconds of `times` COLLECTIVES[which] with `nbytes` in total; shape [choices, ranks]."""
@@ -195,7 +195,7 @@ def _lines(c: Choice, device: Device, known: dict[object, tuple[float, float]]) 
     """Return (seconds of an empty one, seconds a byte) of each of COLLECTIVES; zeros if a choice has none."""
     outer = ("dp_outer",) if c.outer > 1 else () if c.zero and not c.over_experts else ("dp",)
     ep = () if c.over_experts else ("ep",)
-    each = (
+    needed = (
         ("all_gather", (c.sharding,) if c.zero else ()),
         ("all_gather", ("dp",) if c.over_experts else ()),
         ("all_reduce", (*outer, *ep)),
@@ -204,7 +204,7 @@ def _lines(c: Choice, device: Device, known: dict[object, tuple[float, float]]) 
     )
     mesh = Mesh(tuple(c.mesh.items()))
     sizes = dict(mesh.axes)
-    return [_line(device, kind, mesh, tuple(a for a in over if sizes.get(a, 1) > 1), known) for kind, over in each]
+    return [_line(device, kind, mesh, tuple(a for a in over if sizes.get(a, 1) > 1), known) for kind, over in needed]
 
 
 def _line(
@@ -227,8 +227,8 @@ def _line(
 def priced(t: Table, block: Block, library: Library) -> tuple[Vector, Vector]:
     """Return (seconds, live bytes at the peak) of all choices of a table."""
     layers = library.layers
-    each = [_ranks(block, *key, layers.number if layers else 1) for key in t.groups]
-    ranks, uneven = np.array([r for r, _ in each])[t.group], np.array([u for _, u in each])[t.group, None]
+    pairs = [_ranks(block, *key, layers.number if layers else 1) for key in t.groups]
+    ranks, uneven = np.array([r for r, _ in pairs])[t.group], np.array([u for _, u in pairs])[t.group, None]
     kept = casts_kept(block.core.checkpoint)
     return _step(t, ranks, uneven, kept, library.device), _peaks(t, ranks, kept)
 
@@ -246,20 +246,20 @@ def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> tu
     count = pp * per_rank
     counts = balanced(block.beside, count, layers, block.before)
     units_of = [(n - (block.before if i == 0 else 0)) / block.period for i, n in enumerate(counts)]
-    own = [[r, count - 1 - r] if folds else list(range(r, count, pp)) for r in range(pp)]
-    middle = max(own[1:-1], key=lambda mine: sum(units_of[i] for i in mine), default=own[-1])
+    stages = [[r, count - 1 - r] if folds else list(range(r, count, pp)) for r in range(pp)]
+    middle = max(stages[1:-1], key=lambda mine: sum(units_of[i] for i in mine), default=stages[-1])
 
     def rank(mine: Sequence[int]) -> Vector:
-        each = [
+        vectors = [
             (block.first if i == 0 else block.last if i == count - 1 else block.one) + (units_of[i] - 1) * block.unit
             for i in mine
         ]
-        total: Vector = np.sum(each, 0)
-        total[[HEIGHT, STILL]] = max((v[[HEIGHT, STILL]] for v in each), key=np.sum)
-        total[SEND] = each[-1][SEND]
+        total: Vector = np.sum(vectors, 0)
+        total[[HEIGHT, STILL]] = max((v[[HEIGHT, STILL]] for v in vectors), key=np.sum)
+        total[SEND] = vectors[-1][SEND]
         return total
 
-    return [rank(own[0]), rank(middle), rank(own[-1])], max(counts[1:]) * count / layers
+    return [rank(stages[0]), rank(middle), rank(stages[-1])], max(counts[1:]) * count / layers
 
 
 def _weights(t: Table, ranks: Vector) -> tuple[Vector, Vector, Vector]:
@@ -302,12 +302,12 @@ def _step(t: Table, ranks: Vector, uneven: Vector, casts_kept: float, device: De
 def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> tuple[Vector, Vector, Vector]:
     """Return exposed seconds of the data axes' collectives: once a step, per forward, per backward."""
     grads, (whole, experts, buckets) = ranks[..., GRADIENTS], _weights(t, ranks)
-    apart, slower = np.where(t.over, 1 - experts, 1.0), 1 - device.reaches.computing
+    share, slower = np.where(t.over, 1 - experts, 1.0), 1 - device.reaches.computing
 
     def sharded(nbytes: Vector) -> Vector:
         """Return seconds over the axis that ZeRO shards over, and over that of experts if it is another one."""
         elsewhere = np.where(t.over, t.taken(OF_EXPERTS, nbytes * experts, buckets * experts), 0)
-        return t.taken(SHARED, nbytes * apart, np.maximum(buckets * apart, 1)) + elsewhere
+        return t.taken(SHARED, nbytes * share, np.maximum(buckets * share, 1)) + elsewhere
 
     def beside(sent: Vector, computed: Vector, shown: Vector) -> Vector:
         return np.maximum(sent - computed * (1 - shown), (shown + slower * (1 - shown)) * sent)
@@ -317,11 +317,11 @@ def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> t
     summed = summed + t.taken(SUM_OF_EXPERTS, left * experts, buckets * (experts > 0))
     ends = t.per_rank / buckets
     seen = np.maximum(ends, _SEEN)
-    each = t.zero == 3
+    zero3 = t.zero == 3
     scattered = beside(scatter, b, ends)
-    forward = np.where(each, beside(gather, f, seen), 0)
-    backward = np.where(each, beside(gather + scatter, b, seen), np.where(t.zero == 2, scattered, 0))
-    last = np.where(t.zero == 0, 0, np.where(each, backward, scattered))
-    last = np.maximum(beside(summed + np.where(each, gather, 0), b, ends), last) - backward
-    once = np.where((t.zero > 0) & ~each, beside(gather, f, seen), 0)
+    forward = np.where(zero3, beside(gather, f, seen), 0)
+    backward = np.where(zero3, beside(gather + scatter, b, seen), np.where(t.zero == 2, scattered, 0))
+    last = np.where(t.zero == 0, 0, np.where(zero3, backward, scattered))
+    last = np.maximum(beside(summed + np.where(zero3, gather, 0), b, ends), last) - backward
+    once = np.where((t.zero > 0) & ~zero3, beside(gather, f, seen), 0)
     return once + np.maximum(last, 0), forward, backward

@@ -114,15 +114,15 @@ class Runs:
             try:
                 program = self._compiled(spec, rows, units, sequence)
                 assert program.spec is not None
-                of = roles(program.spec)
-                ranks = [Rank(self._dry_run(program, c), program.mesh, of, _weights(program, c)) for c in at]
+                role = roles(program.spec)
+                ranks = [Rank(self._dry_run(program, c), program.mesh, role, _weights(program, c)) for c in at]
                 self._found[key] = ranks
             except ShardcError as e:
                 self._found[key] = e
-        found = self._found[key]
-        if isinstance(found, ShardcError):
-            raise found
-        return found
+        result = self._found[key]
+        if isinstance(result, ShardcError):
+            raise result
+        return result
 
     def whole(self, spec: Spec, rows: int, sequence: int | None) -> tuple[Program, tuple[DryRun, ...]]:
         """Return a spec's program and its ranks' dry runs. The last result is kept, for other devices."""
@@ -157,14 +157,14 @@ class Runs:
 
 
 def _weights(program: Program, coordinate: int) -> Weights:
-    mesh, held = program.mesh, [p for p in program.params if coordinate in (p.stages or (0,))]
+    mesh, params = program.mesh, [p for p in program.params if coordinate in (p.stages or (0,))]
     names, copies = {p.name for p in program.params}, (torch.ops.aten._to_copy.default, ops.cast_once)
     copied = [n for n in calls(program.stages[coordinate].graph) if n.target in copies]
     casts = [n for n in copied if operands_of(n)[0].name in names]
     experts = program.spec.experts if program.spec is not None else ()
     parts = {part for e in experts if e.axis in mesh.names for part in mesh.parts(e.axis)}
-    trained, smallest = [p for p in held if p.requires_grad], Data().bucket_bytes()
-    spread = [p for p in held if any(isinstance(p.layout[x], Shard) for x in parts)]
+    trained, smallest = [p for p in params if p.requires_grad], Data().bucket_bytes()
+    spread = [p for p in params if any(isinstance(p.layout[x], Shard) for x in parts)]
     return Weights(
         float(sum(n.meta["value"].nbytes(mesh) for n in casts)),
         float(sum(p.value.nbytes(mesh) for p in spread)),

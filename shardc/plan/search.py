@@ -135,48 +135,48 @@ class Search:
         slower choices are of no use.
         """
         few = batch * self.library.device.node < devices
-        found = dict[Core, _Found]()
+        estimates = dict[Core, _Found]()
         for level in range(4):
             cores = self.splits(devices, longer=few or level > 0, over_nodes=level > 1)
             keeps = KEEPS if level > 1 else tuple(k for k in KEEPS if k != "host")
-            found |= self._climbed(cores, keeps, devices, batch, level == 3, below)
-            if any(not x.key[0] for x in found.values()) or below < math.inf:
+            estimates |= self._climbed(cores, keeps, devices, batch, level == 3, below)
+            if any(not x.key[0] for x in estimates.values()) or below < math.inf:
                 break
-        every = [x for one in found.values() for x in one.best()]
-        self.considered += sum(len(x.seconds) for x in found.values())
-        every.sort(key=lambda x: (x[1].peak > self.room, x[1].seconds if x[1].peak <= self.room else x[1].peak))
-        return every
+        ranking = [x for one in estimates.values() for x in one.best()]
+        self.considered += sum(len(x.seconds) for x in estimates.values())
+        ranking.sort(key=lambda x: (x[1].peak > self.room, x[1].seconds if x[1].peak <= self.room else x[1].peak))
+        return ranking
 
     def _climbed(
         self, cores: Sequence[Core], keeps: Sequence[Keep], devices: int, batch: int, on_host: bool, below: float
     ) -> dict[Core, _Found]:
         """Return estimates of splits: climb to the best from the splits that were run, and from the corners."""
-        found, tried, before = dict[Core, _Found](), set[Core](), len(self._blocks)
+        estimates, tried, before = dict[Core, _Found](), set[Core](), len(self._blocks)
 
         def visit(some: Sequence[Core]) -> None:
             for core in some:
                 tried.add(core)
                 if (one := self._found(core, devices, batch, on_host)) is not None:
-                    found[core] = one
+                    estimates[core] = one
 
         def recomputed(core: Core, keeps: Sequence[Keep]) -> list[Core]:
             """Return the split with other recomputation, if some choices do not fit without."""
-            less = core in found and (core.checkpoint != "none" or (found[core].peaks > self.room).any())
+            less = core in estimates and (core.checkpoint != "none" or (estimates[core].peaks > self.room).any())
             return [core._replace(checkpoint=keep) for keep in keeps] if less and self.library.facts.regions else []
 
         visit([c for c in self._blocks if c._replace(checkpoint="none") in cores and c.checkpoint in keeps])
         if below == math.inf:
             visit(corners := _corners(cores))
             visit([x for core in corners for x in recomputed(core, ["full"])])
-        while found and len(self._blocks) - before < BLOCKS:
-            best = min(found, key=lambda core: found[core].key)
-            if below < math.inf and found[best].key > (False, below):
+        while estimates and len(self._blocks) - before < BLOCKS:
+            best = min(estimates, key=lambda core: estimates[core].key)
+            if below < math.inf and estimates[best].key > (False, below):
                 break
             near = [*_neighbours(best, cores, tried), *recomputed(best, keeps)]
             if (core := next((x for x in near if x not in tried), None)) is None:
                 break
             visit([core])
-        return found
+        return estimates
 
     def _found(self, core: Core, devices: int, batch: int, on_host: bool) -> _Found | None:
         table = self._table(core, devices, batch, on_host)
@@ -196,8 +196,8 @@ class Search:
 
     def spreads(self, devices: int, batch: int, cores: Iterable[Core]) -> bool:
         """Return whether so many rows can be spread over so many devices by one of these splits."""
-        some = (core for core in cores if self._table(core, devices, batch, False) is not None)
-        return any(self.block(core) is not None for core in some)
+        possible = (core for core in cores if self._table(core, devices, batch, False) is not None)
+        return any(self.block(core) is not None for core in possible)
 
     # --- tier two
 
@@ -208,10 +208,10 @@ class Search:
                 self._exact[c] = price(self.library, Spec.load(spec(c, self.library.facts)), c.batch)
             except ShardcError as e:
                 self._exact[c] = e
-        found = self._exact[c]
-        if isinstance(found, ShardcError):
-            raise found
-        return found
+        result = self._exact[c]
+        if isinstance(result, ShardcError):
+            raise result
+        return result
 
     def refine(self, ranked: Sequence[tuple[Choice, Rough]]) -> dict[Choice, Priced]:
         """Return exact prices of the best choices, and of more of them if these do not fit.
@@ -239,12 +239,12 @@ class Search:
             families[family] += 1
             self.on(str(c), len(prices), PRICED)
             try:
-                prices[c] = found = self.exact(c)
+                prices[c] = cost = self.exact(c)
             except ShardcError as e:
                 self.refused[str(c)] = e
                 continue
-            off[c.core] = found.step_seconds / rough.seconds, found.needs / self.memory * room / max(rough.peak, 1.0)
-            best = min(best, found.step_seconds if found.needs <= self.memory else math.inf)
+            off[c.core] = cost.step_seconds / rough.seconds, cost.needs / self.memory * room / max(rough.peak, 1.0)
+            best = min(best, cost.step_seconds if cost.needs <= self.memory else math.inf)
         self._vary(prices)
         return prices
 
@@ -289,9 +289,9 @@ class _Found(NamedTuple):
     def best(self) -> Iterator[tuple[Choice, Rough]]:
         """Yield the fastest choices that fit, and those that need the least memory."""
         fits = self.peaks <= self.room
-        some = [*np.argsort(np.where(fits, self.seconds, np.inf), kind="stable")[: min(BEST, int(fits.sum()))]]
-        some += [*np.argsort(self.peaks, kind="stable")[: BEST // 4]]
-        for i in dict.fromkeys(some):
+        indices = [*np.argsort(np.where(fits, self.seconds, np.inf), kind="stable")[: min(BEST, int(fits.sum()))]]
+        indices += [*np.argsort(self.peaks, kind="stable")[: BEST // 4]]
+        for i in dict.fromkeys(indices):
             c = replace(self.table.choices[i], **self.core._asdict())
             yield c, Rough(float(self.seconds[i]), float(self.peaks[i]))
 

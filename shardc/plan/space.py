@@ -135,15 +135,15 @@ class Choice:
         return Core(self.tp, self.ep, self.cp, self.sequence_parallel, self.checkpoint)
 
     def __str__(self) -> str:
-        said = [f"{a}={n}" for a, n in self.mesh.items()]
-        said += ["sp"] if self.sequence_parallel else []
+        words = [f"{a}={n}" for a, n in self.mesh.items()]
+        words += ["sp"] if self.sequence_parallel else []
         over = " over ep" if self.over_experts else ""
-        said += [f"zero {self.zero}{over}"] if self.sharded > 1 else []
-        said += [f"offload {self.offload}"] if self.offload else []
-        said += [self.schedule + (f" ×{self.per_rank}" if self.per_rank > 1 else "")] if self.pp > 1 else []
-        said += ["encoder's rows over tp"] if self.encoder_rows else []
-        said += ["compiled"] if self.compiled else []
-        return ", ".join([*said, f"recompute {self.checkpoint}", f"{self.microbatches} microbatches of {self.rows}"])
+        words += [f"zero {self.zero}{over}"] if self.sharded > 1 else []
+        words += [f"offload {self.offload}"] if self.offload else []
+        words += [self.schedule + (f" ×{self.per_rank}" if self.per_rank > 1 else "")] if self.pp > 1 else []
+        words += ["encoder's rows over tp"] if self.encoder_rows else []
+        words += ["compiled"] if self.compiled else []
+        return ", ".join([*words, f"recompute {self.checkpoint}", f"{self.microbatches} microbatches of {self.rows}"])
 
 
 @dataclass(frozen=True)
@@ -242,9 +242,9 @@ def sequence_widths(ranks: int, tokens: int | None) -> list[int]:
 
 def _with(c: Choice, **changes: Any) -> Choice:
     """Return a changed copy, five times faster than dataclasses.replace: there are 100,000s of choices."""
-    made = object.__new__(Choice)
-    made.__dict__.update(c.__dict__, **changes)
-    return made
+    choice = object.__new__(Choice)
+    choice.__dict__.update(c.__dict__, **changes)
+    return choice
 
 
 def choices(
@@ -261,12 +261,12 @@ def choices(
             dp = devices // (tp * ep * cp * pp)
             if batch % (dp * ep):
                 continue
-            each = batch // (dp * ep)
+            local = batch // (dp * ep)
             base = Choice(pp, dp, cp, ep, tp, sp, checkpoint=keep)
-            for rows in (r for r in divisors(each) if (r & (r - 1) == 0 and r <= ROWS) or r == each):
-                if each // rows > most or (rows > 1 and pp > 1 and each // rows < pp and each // pp > 0):
+            for rows in (r for r in divisors(local) if (r & (r - 1) == 0 and r <= ROWS) or r == local):
+                if local // rows > most or (rows > 1 and pp > 1 and local // rows < pp and local // pp > 0):
                     continue  # too many, or too few to fill the pipeline, as fewer rows would
-                sized = _with(base, rows=rows, microbatches=each // rows)
+                sized = _with(base, rows=rows, microbatches=local // rows)
                 for sharded in sharding(sized, node):
                     yield from scheduled(sharded, layers)
 

@@ -44,8 +44,8 @@ def roles(spec: Spec) -> dict[str, str]:
     """Return the role of each axis of the mesh, as named in WHAT."""
     stages = spec.pipeline.axis if spec.pipeline else ""
     sequence = dict.fromkeys(spec.sequence.axis if spec.sequence else (), "cp")
-    of = {**dict.fromkeys(spec.data_axes, "dp"), **dict.fromkeys(spec.expert_axes, "ep"), **sequence, stages: "pp"}
-    return {a: of.get(a, "tp") for a in spec.mesh.names}
+    role = {**dict.fromkeys(spec.data_axes, "dp"), **dict.fromkeys(spec.expert_axes, "ep"), **sequence, stages: "pp"}
+    return {a: role.get(a, "tp") for a in spec.mesh.names}
 
 
 @dataclass
@@ -62,11 +62,11 @@ class Meter(Clock):
     _causes: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def op_seconds(self, w: Op) -> float:
-        found = self.priced.get((self.rows, w))
-        if found is None:
+        priced = self.priced.get((self.rows, w))
+        if priced is None:
             op = w if self.rows == 1 else w.of_rows(self.rows)
-            found = self.priced[self.rows, w] = self.device.op_seconds(op), self.device.cause(op)
-        return found[0]
+            priced = self.priced[self.rows, w] = self.device.op_seconds(op), self.device.cause(op)
+        return priced[0]
 
     def ran(self, w: Op, begin: float) -> None:
         self.spent[self.priced[self.rows, w][1]] += self.now - begin
@@ -87,8 +87,8 @@ class Meter(Clock):
         if record.axes == HOST_LINK:  # activations that wait on the host
             return "memory"
         if record.axes not in self._causes:
-            of = {self.roles[a.partition("[")[0].partition(".")[0]] for a in record.axes}
-            self._causes[record.axes] = next(a for a in ("pp", "dp", "ep", "cp", "tp") if a in of)
+            causes = {self.roles[a.partition("[")[0].partition(".")[0]] for a in record.axes}
+            self._causes[record.axes] = next(a for a in ("pp", "dp", "ep", "cp", "tp") if a in causes)
         return self._causes[record.axes]
 
 
@@ -107,9 +107,9 @@ def stage(r: DryRun, clock: Meter) -> Stage:
     vectors["resident", ""] = resident
     several = len({a.microbatch for a, _ in r.actions if a.microbatch >= 0}) > 1
     for which in ("first", "middle") if several else ():
-        mine = [v for (_, w), v in vectors.items() if w == which]
-        if mine and (end := vectors.get(("W", which), vectors.get(("B", which)))) is not None:
-            left = np.sum([v[NET] for v in mine], 0)
+        parts = [v for (_, w), v in vectors.items() if w == which]
+        if parts and (end := vectors.get(("W", which), vectors.get(("B", which)))) is not None:
+            left = np.sum([v[NET] for v in parts], 0)
             if which == "first":
                 left[_SHARED] = 0
             end[NET] -= left
@@ -119,8 +119,8 @@ def stage(r: DryRun, clock: Meter) -> Stage:
 def parts_of(r: DryRun) -> Iterator[tuple[Key, Part]]:
     """Yield a step's parts in order; all microbatches between the first and the last share a key."""
     assert not any(a.kind in PAIRS for a, _ in r.actions), "a pair is of two stages"
-    some = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
-    ends = {**({some[-1]: "last"} if some else {}), **({some[0]: "first"} if some else {}), -1: ""}
+    numbers = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
+    ends = {**({numbers[-1]: "last"} if numbers else {}), **({numbers[0]: "first"} if numbers else {}), -1: ""}
     yield ("before", ""), r.before
     for a, part in r.actions:
         yield (a.kind, ends.get(a.microbatch, "middle")), part
@@ -173,8 +173,8 @@ def then(a: Vector, b: Vector) -> Vector:
 
 def _undivided(s: Stage) -> Stage:
     """Return the stage with backward as one part."""
-    found = {key: v for key, v in s.items() if key[0] not in ("I", "W")}
-    return found | {("B", w): then(s["I", w], part_of(s, "W", w)) for kind, w in s if kind == "I"}
+    rest = {key: v for key, v in s.items() if key[0] not in ("I", "W")}
+    return rest | {("B", w): then(s["I", w], part_of(s, "W", w)) for kind, w in s if kind == "I"}
 
 
 def part_of(s: Stage, kind: str, which: str) -> Vector:
@@ -185,10 +185,10 @@ def part_of(s: Stage, kind: str, which: str) -> Vector:
     for w in (which, "middle", "last", "first"):
         if (vector := s.get((kind, w))) is not None:
             return vector
-    there = {k for k, _ in s}
-    if kind == "I" and "B" in there:
+    kinds = {k for k, _ in s}
+    if kind == "I" and "B" in kinds:
         return part_of(s, "B", which)
-    if kind == "B" and "I" in there:
+    if kind == "B" and "I" in kinds:
         return then(part_of(s, "I", which), part_of(s, "W", which))
     return np.zeros(WIDTH)
 
@@ -206,7 +206,7 @@ def typical(s: Stage, kind: str) -> Vector:
     """
     if (kind, "middle") in s or kind == "F":
         return part_of(s, kind, "middle")
-    found = part_of(s, kind, "first").copy()
-    here = slice(CAUSES.start, CAUSES.start + 3)
-    found[here] = part_of(s, kind, "last")[here]
-    return found
+    part = part_of(s, kind, "first").copy()
+    work = slice(CAUSES.start, CAUSES.start + 3)
+    part[work] = part_of(s, kind, "last")[work]
+    return part

@@ -90,13 +90,13 @@ def running(c: Candidate) -> str:
 def zero(c: Candidate) -> str:
     """Return the level of ZeRO, and the other settings of `data:`."""
     d, sizes = c.spec.data, dict(c.spec.mesh.axes)
-    said = [str(d.zero)]
-    said += ["kept"] if d.keep else []
+    words = [str(d.zero)]
+    words += ["kept"] if d.keep else []
     if d.zero and len(d.axis) > 1:  # experts are over ep already, so over dp
         over_experts = d.axis[-1] in c.spec.expert_axes
-        said += [f"over {d.axis[-1]}, experts {d.axis[0]}" if over_experts else f"{sizes[d.axis[0]]} replicas"]
-    said += [f"{x} on host" for x in ("optimizer", "parameters") if getattr(d.offload, x) != "none"]
-    return ", ".join(said)
+        words += [f"over {d.axis[-1]}, experts {d.axis[0]}" if over_experts else f"{sizes[d.axis[0]]} replicas"]
+    words += [f"{x} on host" for x in ("optimizer", "parameters") if getattr(d.offload, x) != "none"]
+    return ", ".join(words)
 
 
 def schedule(c: Candidate) -> str:
