@@ -145,22 +145,22 @@ def best_cluster(plans: Sequence[Plan], prices: Mapping[str, float]) -> Plan:
     for plan in plans:
         a, c = plan.target, plan.candidates[0] if plan.candidates else None
         fits = c is not None and c.fits
-        one: dict[str, Any] = {"device": a.device.name, "devices": a.devices, "fits": fits}
+        row: dict[str, Any] = {"device": a.device.name, "devices": a.devices, "fits": fits}
         if c is not None and fits:
-            one |= {"step_seconds": c.step_seconds, "mfu": c.mfu, "rows_per_second": c.rows_per_second}
+            row |= {"step_seconds": c.step_seconds, "mfu": c.mfu, "rows_per_second": c.rows_per_second}
             if a.device.name in prices:
                 hourly = a.devices * prices[a.device.name]
-                one |= {"price_per_hour": hourly, "price_per_row": hourly / 3600 / c.rows_per_second}
+                row |= {"price_per_hour": hourly, "price_per_row": hourly / 3600 / c.rows_per_second}
                 if a.sequence:
-                    one["price_per_million_tokens"] = one["price_per_row"] / a.sequence * 1e6
-        clusters.append((plan, one))
-    priced = all("price_per_row" in one for _, one in clusters if one["fits"])
+                    row["price_per_million_tokens"] = row["price_per_row"] / a.sequence * 1e6
+        clusters.append((plan, row))
+    priced = all("price_per_row" in row for _, row in clusters if row["fits"])
 
     def rank(x: tuple[Plan, dict[str, Any]]) -> tuple[bool, float]:
-        one = x[1]
-        return not one["fits"], 0.0 if not one["fits"] else one["price_per_row"] if priced else -one["rows_per_second"]
+        row = x[1]
+        return not row["fits"], 0.0 if not row["fits"] else row["price_per_row"] if priced else -row["rows_per_second"]
 
     clusters.sort(key=rank)
-    plan, one = clusters[0]
-    answer = {"what": "the cheapest" if priced else "the fastest", "value": one["device"] if one["fits"] else None}
+    plan, row = clusters[0]
+    answer = {"what": "the cheapest" if priced else "the fastest", "value": row["device"] if row["fits"] else None}
     return replace(plan, answers={**plan.answers, "clusters": {**answer, "clusters": [x for _, x in clusters]}})

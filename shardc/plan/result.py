@@ -123,10 +123,11 @@ class Candidate(Priced):
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of a search. candidates: those that fit first, the fastest first.
+    """The result of a search.
 
-    considered: number of estimated choices. refused: compile's errors by split. answers: to questions such as "largest
-    batch". what_if: what would make the best one faster (shardc.plan.what_if), the most helpful first.
+    candidates: those that fit first, the fastest first. considered: number of estimated choices. refused: compile's
+    errors by split. answers: to questions such as "largest batch". what_if: what would make the best one faster
+    (shardc.plan.what_if), the most helpful first.
     """
 
     target: Target
