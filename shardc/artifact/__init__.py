@@ -1,20 +1,21 @@
-"""A compiled program on disk: readable Python, layouts, a manifest. No pickle.
+"""Write and read a compiled program on disk: readable Python, layouts, a manifest. No pickle.
 
 manifest.json           format, versions, mesh, hashes of the other files, facts
 spec.yaml               the spec that it was compiled from
-layouts.json            parameters, buffers, inputs, buckets, in the notation of shardc.ir.placement, and all else that
-                        a Program has beside its graphs
+layouts.json            parameters, buffers, inputs, buckets, in the notation of shardc.ir.placement, and all other
+                        fields of a Program except graphs
 single.py               the model as one device runs it
-stage0.py               what every rank runs: `forward` in it is exactly what runs after loading
+stage0.py               what every rank runs: its `forward` is exactly what runs after loading
+stage0_forward.py, ...  the stage's forward and backward graphs, and pair_0_1.py, ... of overlapped stages
 stage1.py, ...          of a pipeline: what the ranks of the other stages run
-counts.py               sums over all microbatches that a step needs before they run, if there are any
+counts.py               sums over all microbatches that a step needs first, if there are any
 schedule.txt            of a pipeline: who runs which stage when (shardc.runtime.schedule)
 constants.safetensors   tensors that capture found in the code
 
-rows writes and reads fields of the IR's dataclasses, emit writes the Python, parser reads it back,
-repeated_layers says which of its lines can be left out when it is shown, model_source whether the user's code is still
-that of which the folder was compiled; this file writes and reads it. A folder may be anybody's: folder_files reads its
-files, tables checks what the two tables say, program_ops which ops its texts may call.
+rows writes and reads fields of the IR's dataclasses, emit writes the Python, parser reads it back, repeated_layers
+finds lines to leave out when it is shown, model_source checks whether the user's code has changed since; this file
+writes and reads the folder. A folder may come from anybody: folder_files reads its files, tables checks the two
+tables, program_ops decides which ops its texts may call.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def write(program: Program, folder: str | Path) -> None:
 
 
 def check_free(folder: Path, shown: str) -> None:
-    """Raises ShardcError unless the folder is new, empty or an artifact, which may be replaced."""
+    """Raise ShardcError unless the folder is new, empty or an artifact, which may be replaced."""
     fix = "name a new or empty folder"
     if not folder.exists():
         return
@@ -136,29 +137,30 @@ def read(folder: str | Path, *, trust: bool = False) -> Program:
 
 
 def read_facts(folder: str | Path, *, trust: bool = False) -> dict[str, Any]:
-    """The facts in a folder's manifest: which model it was compiled from, and when. Also of one that `read` refuses for
-    an op that nobody has registered. Raises ShardcError as `read` does for a manifest that is none.
+    """Return the facts of a folder's manifest: its model, and when it was compiled.
+
+    Also reads a folder that `read` refuses for an unregistered op. Raises ShardcError for an invalid manifest.
     """
     facts: dict[str, Any] = _manifest(FolderFiles(Path(folder), trust=trust)).meta
     return facts
 
 
 def _manifest(files: FolderFiles) -> Manifest:
-    """The manifest, after checking that the files are those it lists."""
+    """Read the manifest, and check that the files are those that it lists."""
     where, folder = files.path(MANIFEST), str(files.folder)
-    found = files.table(MANIFEST)
-    if not isinstance(found, dict) or not {"format", "torch", "sha256"} <= found.keys():
+    values = files.table(MANIFEST)
+    if not isinstance(values, dict) or not {"format", "torch", "sha256"} <= values.keys():
         fix = "make one with `shardc compile -o DIR`"
         raise ShardcError(f"{MANIFEST} is not the manifest of a shardc artifact", where=where, fix=fix)
-    if found["format"] != FORMAT:
-        fault = f"artifact of format {str(found['format'])[:20]}, this shardc reads {FORMAT}"
+    if values["format"] != FORMAT:
+        fault = f"artifact of format {str(values['format'])[:20]}, this shardc reads {FORMAT}"
         raise ShardcError(fault, where=folder, fix="compile again")
-    manifest: Manifest = of_form(Manifest, found, where)
+    manifest: Manifest = of_form(Manifest, values, where)
     of_form(Facts, manifest.meta, where, "meta")
     errors = Errors()
-    then, here = (".".join(str(v).split(".")[:2]) for v in (manifest.torch, torch.__version__))
-    if then != here and not files.trust:
-        fault = f"compiled with torch {then}, but this is torch {here}, whose ops may differ"
+    then, now = (".".join(str(v).split(".")[:2]) for v in (manifest.torch, torch.__version__))
+    if then != now and not files.trust:
+        fault = f"compiled with torch {then}, but this is torch {now}, whose ops may differ"
         errors.add(fault, where=folder, fix="compile again, or load it with trust=True (--trust)")
     files.check(manifest.sha256, errors)
     errors.raise_any()
@@ -166,7 +168,7 @@ def _manifest(files: FolderFiles) -> Manifest:
 
 
 def _with_constants(program: Program, files: FolderFiles) -> tuple[Buffer, ...]:
-    """The buffers with the tensors of constants. Raises ShardcError for one that is not of its type."""
+    """Return the buffers with their constants. Raises ShardcError for a missing one or another type."""
     constants, buffers = files.constants(), []
     for b in program.buffers:
         x = _as(constants[b.name], b.dtype) if b.constant and b.name in constants else None
@@ -178,7 +180,7 @@ def _with_constants(program: Program, files: FolderFiles) -> tuple[Buffer, ...]:
 
 
 def _with_texts(program: Program, files: FolderFiles) -> Program:
-    """The program with its graphs, schedule and spec, which are read."""
+    """Return the program with its graphs, schedule and spec, read from their texts."""
     local = {x.name: x.value for x in program.stored}
     whole = {n: Value(v.shape, v.dtype, v.requires_grad) for n, v in local.items()}
     spec = Spec.parse(files.text(SPEC), files.path(SPEC)) if SPEC in files else None
@@ -186,8 +188,8 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
     unknown = spec is not None and spec.unknown_ops == "replicate"
 
     def graph(name: str, types: dict[str, Value], form: Any, *, piped: bool = False, joint: bool = False) -> fx.Graph:
-        """Reads a text. form: of what it returns."""
-        made = graph_of(
+        """Read a graph from its text. form: of what it returns."""
+        parsed = graph_of(
             files.text(name),
             program.mesh,
             types,
@@ -197,10 +199,10 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
             regions=regions,
             unknown_ops=unknown,
         )
-        if not _has_form(made.output_node().args[0], form):
+        if not _has_form(parsed.output_node().args[0], form):
             fault = "it does not return the loss, and what the tables list beside it"
             raise ShardcError(fault, where=files.path(name), fix="compile again")
-        return made
+        return parsed
 
     def joint_of(stage: str, forward: Any) -> Joint | None:
         if f"{stage}_forward.py" not in files:
@@ -219,16 +221,16 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
     program = replace(program, spec=spec, graph=graph("single.py", whole, (OPTIONAL, beside)))
     stages, forwards = [], []
     for i, stage in enumerate(program.stages):
-        own = len(stage.updates) + len(stage.outputs) if program.axis else beside
-        forwards.append((OPTIONAL, own, ANY, ANY))
-        form_of_stage = (OPTIONAL, own, ANY) if program.axis else (OPTIONAL, own)
+        results = len(stage.updates) + len(stage.outputs) if program.axis else beside
+        forwards.append((OPTIONAL, results, ANY, ANY))
+        form_of_stage = (OPTIONAL, results, ANY) if program.axis else (OPTIONAL, results)
         code = graph(f"stage{i}.py", local, form_of_stage, piped=bool(program.axis))
         stages.append(replace(stage, graph=code, joint=joint_of(f"stage{i}", forwards[-1])))
     program = replace(program, stages=tuple(stages))
     giving = [s.name for s in stages if s.graph.output_node().args[0][0] is not None]  # type: ignore[index]
     if len(giving) != (not program.forward_only):
-        wanted = "no stage does: the model has none" if program.forward_only else "one stage does"
-        fault = f"the loss is returned by {', '.join(giving) or 'no stage'}, and {wanted}"
+        expected = "no stage does: the model has none" if program.forward_only else "one stage does"
+        fault = f"the loss is returned by {', '.join(giving) or 'no stage'}, and {expected}"
         raise ShardcError(fault, where=files.path(MANIFEST), fix="compile again")
     if program.axis:
         text, most = files.text(SCHEDULE), 100 * (8 * len(stages) * program.microbatches + 100)
@@ -255,12 +257,12 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
     return program
 
 
-#: In the form of what a text returns: a value or None; any number of values.
+#: In the form of a text's results: a value or None; any number of values.
 OPTIONAL, ANY = "optional", -1
 
 
 def _has_form(x: Any, form: Any) -> bool:
-    """Whether what a text returns has a form: a tuple of forms; (): any tuple; a number: so many values; None: all."""
+    """Return whether results have a form: a tuple of forms; (): any tuple; n: n values; None: anything."""
     if form is None:
         return True
     if form == OPTIONAL:
@@ -273,10 +275,10 @@ def _has_form(x: Any, form: Any) -> bool:
 
 
 def _reals(x: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers, as safetensors does not support complex128."""
+    """View a complex tensor as pairs of real numbers, as safetensors does not support complex128."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `_reals`, where the program's dtype is complex."""
+    """Undo `_reals` if the program's dtype is complex."""
     return torch.view_as_complex(x) if dtype.is_complex and not x.is_complex() else x

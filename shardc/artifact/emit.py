@@ -3,14 +3,14 @@
     # h.0.proj (gpt.py:31): x = x + self.proj(y)
     proj = aten.linear.default(y, h_0_proj_weight, None)  # f32[8, 16, 64] +tp ~dp grad
     proj_sum = ops.all_reduce(proj, mesh, ('tp',), tag='proj_sum')  # f32[8, 16, 64] grad | all_reduce/none tp 32768
-    "spec.yaml:9:3 '*.proj': row" del proj, y
+                                                                    "spec.yaml:9:3 '*.proj': row" (on the same line)
+    del proj, y
 
-A line is one op; its comment is the type of the result (shardc.ir.type_text.show), `grad` where a gradient flows, and
-for collectives what runs forward/backward, the axes, bytes per rank and cause (`implicit` before it if no annotation
-implies it). Before that comes the region of values that backward computes again, and `kept` with those that it does
-not. Lines of a stage that are compiled as one say so: `| fused 3`; those that begin
-a copy to the host or back, its bytes and cause: `| copy 32768 "spec.yaml:9:5 checkpoint 'h.*'"`.
-`shardc.artifact.parser` reads it back: the text is the artifact, not a picture of it.
+A line is one op. Its comment is the type of the result (shardc.ir.type_text.show), `grad` if a gradient flows, and for
+a collective what runs forward/backward, the axes, bytes per rank and cause (`implicit` before it if no annotation
+implies it). Before that is the region of values that backward recomputes, and `kept` with those that it keeps. Lines
+that are compiled as one have `| fused 3`; those that begin a copy to the host or back have its bytes and cause:
+`| copy 32768 "spec.yaml:9:5 checkpoint 'h.*'"`. `shardc.artifact.parser` reads it back: the text is the artifact.
 """
 
 from __future__ import annotations
@@ -49,23 +49,22 @@ from shardc.runtime import ops
 
 aten = torch.ops.aten
 """
-#: Names that the text itself uses; fx keeps its own names off Python's keywords and builtins, and off `torch`.
+#: Names that the text itself uses; fx avoids Python's keywords and builtins, and `torch`.
 RESERVED = {"ops", "aten"}
-#: Ops of backward graphs that do something, and give nothing.
+#: Ops of backward graphs that have an effect, and no result.
 EFFECTS = {ops.launch, ops.accumulate, ops.scatter}
-#: In the place of a type.
+#: In place of a type, for a value that is no tensor.
 NO_TENSOR = "?"
 
 
 def function(
     graph: fx.Graph, program: Program, name: str = "forward", left_out: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """One graph as the text of a Python function.
+    """Return a graph as the text of a Python function.
 
     left_out: nodes that are not shown, with the line in their place ("": none), as in `repeated_layers`.
-
-    Raises ShardcError where a name of the model hides one that the text needs, TypeError for an argument with no
-    written form."""
+    Raises ShardcError if a name of the model hides one of the text, TypeError for an argument without a written form.
+    """
     about = {x.name: x for x in program.stored}
     lines = [f"def {name}("]
     for node in graph.nodes:
@@ -96,19 +95,19 @@ def function(
             lines.append(f"    {node.name},{kind}")
     lines.append("):")
     last = _last_uses(graph)
-    said, source_said = source_text(Source()), (Source(), "")
+    header, header_source = source_text(Source()), (Source(), "")
     for node in graph.nodes:
         if node.op == "output":
             lines.append(f"    return {_arg(node.args[0])}")
         elif node.name in left_out and node.op == "call_function":
             lines += _in_place(left_out[node.name], "    # ")
         elif node.op == "call_function":
-            source, of = source_of(node), _of(node)
-            if (source, of) != source_said:
-                source_said = source, of
-                if (now := of + source_text(source)) != said:  # two sources may read the same
-                    said = now
-                    lines.append(f"    # {said}")
+            source, prefix = source_of(node), _of(node)
+            if (source, prefix) != header_source:
+                header_source = source, prefix
+                if (now := prefix + source_text(source)) != header:  # two sources may read the same
+                    header = now
+                    lines.append(f"    # {header}")
             if node.target in EFFECTS:
                 lines.append(
                     f"    {_call(node)}"
@@ -123,31 +122,31 @@ def function(
 
 
 def _of(node: fx.Node) -> str:
-    """In backward: the op of forward that a line belongs to, or that it runs again."""
+    """Return the forward op that a line of backward belongs to or runs again, as the start of its comment."""
     if "of" not in node.meta:
         return ""
     return f"{node.meta['of']} {'again' if node.meta.get('repeats') else 'backward'}, "
 
 
 def _in_place(note: str, indent: str = "# ") -> list[str]:
-    """The lines for what is left out."""
+    """Return the comment lines in place of what is left out."""
     return [f"{indent}{line}" for line in note.splitlines()]
 
 
 def what_is(x: Param | Buffer | Input) -> str:
-    """What a placeholder is: the model's name of it, or its place in the batch."""
+    """Return a placeholder's name in the model, or its place in the batch."""
     if isinstance(x, Input):
         return plain(f"input {'.'.join(map(str, x.path))}").rstrip()
     return plain(x.fqn) or "constant"
 
 
 def module(graph: fx.Graph, program: Program, doc: str) -> str:
-    """One graph as the text of a Python file."""
+    """Return a graph as the text of a Python file."""
     return f'"""{doc}"""\n\n{HEADER}\n\n{function(graph, program)}'
 
 
 def graphs(program: Program) -> Iterator[tuple[str, fx.Graph, str, tuple[int, ...]]]:
-    """Yield every graph with its name, what it is, and of graphs of a step the stages."""
+    """Yield every graph with its name, its description, and its stages if a training step runs it."""
     yield "single", program.graph, "the model as one device runs it", ()
     if program.prologue is not None:
         counts = f"what every rank adds up over the {program.microbatches} microbatches first"
@@ -164,9 +163,9 @@ def graphs(program: Program) -> Iterator[tuple[str, fx.Graph, str, tuple[int, ..
 
 
 def joint(program: Program, stage: int | None = None) -> str:
-    """The forward and backward texts of the stages that are joint, or of one."""
-    every = (each for each in graphs(program) if each[3] and (stage is None or stage in each[3]))
-    return "\n".join(f"# {what}\n{function(graph, program, name)}" for name, graph, what, _ in every)
+    """Return the forward and backward texts of all joint stages, or of one."""
+    selected = (each for each in graphs(program) if each[3] and (stage is None or stage in each[3]))
+    return "\n".join(f"# {what}\n{function(graph, program, name)}" for name, graph, what, _ in selected)
 
 
 #: What runs beside a forward, by kind of pair.
@@ -174,14 +173,12 @@ SECOND = {"FB": "backward", "FF": "forward"}
 
 
 def pair_name(p: Pair) -> str:
-    """Of the function of an overlapped pair, and of its file."""
+    """Return the name of the function of an overlapped pair, and of its file."""
     return f"{'pair' if p.kind == 'FB' else 'forwards'}_{p.first}_{p.then}"
 
 
 def text(program: Program, *, full: bool = False) -> str:
-    """The whole program: what it is, how everything is stored, what is reduced, and what every rank runs. Layers that
-    are equal are shown once, unless `full`.
-    """
+    """Return the whole program as text. Equal layers are shown once, unless `full`."""
     folded = NOTHING if full else fold(program)
     lines = [*_head(program, folded), ""]
     if program.stages:
@@ -202,7 +199,7 @@ def text(program: Program, *, full: bool = False) -> str:
 
 
 def who(program: Program, stage: int) -> str:
-    """The ranks that run a stage."""
+    """Return the ranks that run a stage, in words."""
     return (
         "every rank"
         if program.schedule is None
@@ -215,9 +212,9 @@ def _head(program: Program, folded: Folded) -> Iterator[str]:
     stages = f", {plural(len(program.stages), 'stage')}" if program.stages else ""
     yield f"# {program.meta.get('model', 'program')} on {mesh}: {plural(mesh.world, 'rank')}{stages}"
     total = sum(p.value.nbytes() for p in program.params)
-    mine = f"{size(program.parameter_bytes())} {'on the rank with most' if program.axis else 'a rank'}"
+    per_rank = f"{size(program.parameter_bytes())} {'on the rank with most' if program.axis else 'a rank'}"
     count = sum(math.prod(p.shape) for p in program.params)
-    yield f"# {plural(len(program.params), 'parameter')}, {count:,} numbers, {size(total)}; {mine}"
+    yield f"# {plural(len(program.params), 'parameter')}, {count:,} numbers, {size(total)}; {per_rank}"
     yield from (f"# {line}" for line in note_lines(map(plain, program.notes)))
     if program.meta.get("shard"):
         yield "# shard: what `use` came to, as entries of a spec"
@@ -277,7 +274,7 @@ def buffer_text(b: Buffer) -> str:
 
 
 def output_text(o: Output, program: Program) -> str:
-    """`accuracy  f32[] +dp  summed over microbatches, divided by 'accuracy (count)'`"""
+    """Return e.g. `accuracy  f32[] +dp  summed over microbatches, divided by 'accuracy (count)'`."""
     adds = ["summed over microbatches"] if o.adds and program.microbatches > 1 else []
     adds += [f"divided by {o.divisor!r}"] if o.divisor else []
     adds += [f"made by stage{o.stage}"] if program.axis else []
@@ -294,9 +291,9 @@ def bucket_text(b: Bucket, program: Program) -> str:
     kept = " and ".join(("optimizer state", "gradients", "parameters")[: b.zero]).replace(
         " and ", ", ", b.zero - 2 if b.zero > 2 else 0
     )
-    held = f"{plural(len(b.params), 'parameter')}, {nbytes}, from {b.params[0]} to {b.params[-1]}"
+    params = f"{plural(len(b.params), 'parameter')}, {nbytes}, from {b.params[0]} to {b.params[-1]}"
     if program.forward_only and b.zero == 3:
-        return f"parameters split over {b.shard}: {held}; all_gather in forward, {plural(b.prefetch, 'bucket')} ahead"
+        return f"parameters split over {b.shard}: {params}; all_gather in forward, {plural(b.prefetch, 'bucket')} ahead"
     each = " of each microbatch" if b.each and program.microbatches > 1 else ""
     ways = [f"reduce_scatter over {b.shard}{each}"] if b.shard in b.axes else []
     ways += (
@@ -306,7 +303,7 @@ def bucket_text(b: Bucket, program: Program) -> str:
     )
     often = "once a step" if b.keep else f"in forward and in backward, {plural(b.prefetch, 'bucket')} ahead"
     after = f"all_gather {'in 8 bits ' if b.rounded else ''}{often}" if b.zero == 3 else "all_gather after the update"
-    return f"{kept} split over {b.shard}: {held}; gradients: {', then '.join(ways) or 'no sum'}; {after}"
+    return f"{kept} split over {b.shard}: {params}; gradients: {', then '.join(ways) or 'no sum'}; {after}"
 
 
 def region_head(r: Region) -> str:
@@ -319,9 +316,7 @@ def region_head(r: Region) -> str:
 
 
 def plain(text: str) -> str:
-    """Text for a comment: on one line, whatever is in it. (Form feeds and Unicode's line ends count as lines to
-    some readers.)
-    """
+    """Replace unprintable characters by spaces: some readers take form feeds and others as line ends."""
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
@@ -329,13 +324,13 @@ def plain(text: str) -> str:
 
 
 def source_text(source: Source) -> str:
-    """`module (file.py:31): code`; the root module is `·`."""
+    """Return `module (file.py:31): code`; the root module is `·`."""
     code = plain(source.code).strip()
     return f"{plain(source.module) or '·'} ({plain(source.line)})" + (f": {code}" if code else "")
 
 
 def value_text(value: Value | tuple[Value, ...] | None) -> str:
-    """The type of a result, as `show` prints it; `?` for what is no tensor (of asserts, before canonical; tapes)."""
+    """Return the type of a result as `show` prints it; `?` for no tensor (uncanonical asserts, tapes)."""
     if value is None:
         return NO_TENSOR
     vs = value if isinstance(value, tuple) else (value,)
@@ -356,14 +351,12 @@ def comment(node: fx.Node) -> str:
 
 
 def copy_text(c: HostCopy) -> str:
-    """`copy 32768 "spec.yaml:9:5 checkpoint 'h.*'"`: bytes, to the host or back."""
+    """Return `copy 32768 "spec.yaml:9:5 checkpoint 'h.*'"`: the bytes and the cause."""
     return f"copy {c.bytes} {json.dumps(c.cause)}"
 
 
 def region_text(region: str, kept: Sequence[str], again: int) -> str:
-    """`region "h.0"`; with a result that is kept, `region "h.0" kept "h.0"`; a collective that is repeated once,
-    `region "h.0" again 1`.
-    """
+    """Return `region "h.0"`, with ` kept "h.0"` for a kept result, ` again 1` for a repeated collective."""
     names = [json.dumps(n) for n in (region, *kept)]  # escaped: on one line, and read back as they are
     return " ".join(
         ["region", names[0], *(["kept", *names[1:]] if kept else []), *(["again", str(again)] if again else [])]
@@ -385,7 +378,7 @@ def _call(node: fx.Node) -> str:
 
 
 def target_text(target: Any) -> str:
-    """`aten.add.Tensor`, `torch.ops.lib.op.default`, `ops.all_reduce`."""
+    """Return the name of an op: `aten.add.Tensor`, `torch.ops.lib.op.default`, `ops.all_reduce`."""
     if isinstance(target, OpOverload):
         name = str(target)
         return name if name.startswith("aten.") else f"torch.ops.{name}"
@@ -411,7 +404,7 @@ def _arg(a: Any) -> str:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    """Op -> the values that nothing after it reads: deleting them there keeps memory as eager code would."""
+    """Return {op: the values that it reads last}: deleting them there keeps memory as eager code would."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         last[node] = node  # until something reads it

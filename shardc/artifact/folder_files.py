@@ -1,6 +1,4 @@
-"""Reads the files of a compiled folder, which may be anybody's: only those that `shardc compile` writes, none through a
-link, none larger than a program can be; a JSON table only after its values have been counted.
-"""
+"""Read files of a compiled folder from anybody: only names that compile writes, no links, size limits."""
 
 from __future__ import annotations
 
@@ -25,23 +23,23 @@ MANIFEST, LAYOUTS, SPEC, CONSTANTS, SCHEDULE = (
     "constants.safetensors",
     "schedule.txt",
 )
-#: Values of a table, of some 64 bytes each once it is read.
+#: The most values of a table; each takes some 64 bytes when it is parsed.
 VALUES = 500_000
 _TEXT = re.compile(
     r"(?:single|counts|(?:pair|forwards)_\d{1,5}_\d{1,5}|stage\d{1,5}(?:_(?:forward|backward|weights))?)\.py", re.ASCII
 )
-#: What a terminal would obey, and what would begin another line for some readers. Written programs have none.
+#: Characters that control a terminal, or begin a line for some readers. Written programs have none.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 AGAIN = "compile again"
 
 
 def may_hold(name: str) -> bool:
-    """Whether `shardc compile` writes a file of this name beside the manifest."""
+    """Return whether `shardc compile` writes a file of this name beside the manifest."""
     return name in (LAYOUTS, SPEC, CONSTANTS, SCHEDULE) or _TEXT.fullmatch(name) is not None
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of a regular file, block by block. Raises OSError for anything else, and for a link."""
+    """Return the SHA-256 of a regular file, read in blocks. Raises OSError for a link or anything else."""
     sha = hashlib.sha256()
     with disk_calls.opened(file) as descriptor, open(descriptor, "rb", closefd=False) as f:
         while block := f.read(1 << 20):
@@ -52,7 +50,7 @@ def digest(file: Path) -> str:
 class FolderFiles:
     """The files that a manifest lists, read once: what was hashed is what is used.
 
-    trust: files may be others than those that were written.
+    trust: accept files that were edited after they were written.
     """
 
     def __init__(self, folder: Path, *, trust: bool) -> None:
@@ -68,7 +66,7 @@ class FolderFiles:
             raise self._unreadable(MANIFEST, e) from None
 
     def check(self, listed: dict[str, str], errors: Errors) -> None:
-        """Read what the manifest lists. Adds every file that is missing, edited, or none of an artifact's."""
+        """Read what the manifest lists. Adds an error for each file that is missing, edited or unknown."""
         for name, expected in listed.items():
             path = self.folder / name
             if not may_hold(name):
@@ -76,7 +74,7 @@ class FolderFiles:
                 errors.add(fault, where=str(self.folder / MANIFEST), fix=AGAIN)
                 continue
             try:
-                if name == CONSTANTS:  # as large as the model's own: not held, and its header is looked at first
+                if name == CONSTANTS:  # may be as large as the model: not kept, and its header is checked first
                     opened(path)
                     actual = digest(path)
                 else:
@@ -101,7 +99,7 @@ class FolderFiles:
         return str(self.folder / name)
 
     def text(self, name: str) -> str:
-        """A text of the folder. Raises ShardcError with the place of what no shardc writes into one."""
+        """Return a text of the folder. Raises ShardcError with the place of a character that no shardc writes."""
         if name not in self._held:
             raise ShardcError(f"{name} is missing from the manifest", where=self.path(MANIFEST), fix=AGAIN)
         try:
@@ -117,24 +115,25 @@ class FolderFiles:
         return text
 
     def table(self, name: str) -> Any:
-        """The values of a JSON file. Raises ShardcError for what is none, for keys that stand twice, and, before they
-        are made, for more values than any program has.
+        """Return the values of a JSON file.
+
+        Raises ShardcError for invalid JSON, duplicate keys, and, before it is parsed, more values than any program has.
         """
         if (count := sum(map(self._held.get(name, b"").count, (b",", b"[", b"{")))) > VALUES:
             fault = f"{name} has {count:,} values, more than the {VALUES:,} of any program"
             raise ShardcError(fault, where=self.path(name), fix=AGAIN)
         text = self.text(name)
         try:
-            found = json.loads(text, object_pairs_hook=text_file.unique)
-            if "\\" in text:  # what was escaped
-                self._check_texts(name, found)
-            return found
+            values = json.loads(text, object_pairs_hook=text_file.unique)
+            if "\\" in text:  # control characters may be escaped
+                self._check_texts(name, values)
+            return values
         except json.JSONDecodeError as e:
             where = f"{self.path(name)}:{e.lineno}:{e.colno}"
             raise ShardcError(f"{name} is not JSON: {e.msg}", where=where, fix=AGAIN) from None
         except RecursionError:
             raise ShardcError(f"{name} is nested too deeply", where=self.path(name), fix=AGAIN) from None
-        except ValueError as e:  # a key that stands twice, a number of thousands of digits
+        except ValueError as e:  # a duplicate key, a number of thousands of digits
             raise ShardcError(f"{name} cannot be read: {e}", where=self.path(name), fix=AGAIN) from None
 
     def _check_texts(self, name: str, found: Any) -> None:
@@ -149,12 +148,12 @@ class FolderFiles:
                 raise ValueError(f"a character U+{ord(odd[0]):04X} in {x[:40]!r}")
 
     def constants(self) -> dict[str, Tensor]:
-        """The tensors that capture found in the code, by name. Raises ShardcError for a file of something else."""
+        """Return the tensors that capture found in the code, by name. Raises ShardcError for an invalid file."""
         if CONSTANTS not in self:
             return {}
         try:
-            held = opened(self.folder / CONSTANTS)
-            return {name: held.get_tensor(name).clone() for name in held.keys()}  # noqa: SIM118 (not a dict)
+            file = opened(self.folder / CONSTANTS)
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
         except OSError as e:
             raise self._unreadable(CONSTANTS, e) from None
 
@@ -169,8 +168,8 @@ class FolderFiles:
 
 
 def dtype(text: str) -> torch.dtype:
-    """`torch.float32`. Raises ValueError for the name of anything else."""
-    found = getattr(torch, text.removeprefix("torch."), None) if text.isascii() else None
-    if not isinstance(found, torch.dtype):
+    """Return the dtype of a name such as `torch.float32`. Raises ValueError for any other name."""
+    value = getattr(torch, text.removeprefix("torch."), None) if text.isascii() else None
+    if not isinstance(value, torch.dtype):
         raise ValueError(f"{text[:40]!r} is no dtype")
-    return found
+    return value

@@ -1,10 +1,9 @@
-"""What of the user's source a compiled folder was made from, so that a later change is seen.
+"""Record the user's source that a compiled folder was made from, so that a later change is noticed.
 
-A program keeps the forward and the loss of the day on which it was compiled; whoever trains the folder takes the
-optimizer and the data from the files of today. So the folder's manifest has a digest of every definition that forward
-and loss can reach: from the classes of the model's modules and the loss function (of a model file, its builder too),
-through the names that they use, into every module of the user's that they import. What only data(), optimizer() or
-batch() use is not among them.
+A program keeps forward and loss as they were when it was compiled; training takes the optimizer and the data from the
+current files. So the folder's manifest has a digest of every definition that forward and loss can reach: from the
+classes of the model's modules and the loss function (of a model file, its builder, too), through the names that they
+use, into every user's module that they import. What only data(), optimizer() or batch() use is not included.
 """
 
 from __future__ import annotations
@@ -25,19 +24,20 @@ from torch import nn
 
 from shardc.ir.source import is_users
 
-#: Bytes of a source file that is looked at; the longest of transformers has a fifth.
+#: The most bytes of a source file that is read; the longest of transformers has a fifth.
 LIMIT = 1 << 20
-#: All of a file, as a name in it.
+#: The name that means all of a file.
 WHOLE = "*"
-#: A file of the user's, and a name at its top level that forward and loss come from.
+#: A user's file, and a name at its top level that defines forward or loss.
 Origin = tuple[Path, str]
 #: {path from the main file's folder, "" for that file itself: {name of a definition: digest}}
 Digests = dict[str, dict[str, str]]
 
 
 def origins(model: nn.Module, loss: Any = None) -> tuple[Origin, ...]:
-    """Where a model and its loss function are defined, as far as that is the user's code: the model's own class first.
-    What is defined inside of a function is not looked at: a script's `main()` holds all that trains, too.
+    """Return where the user's code defines a model and its loss function, the model's own class first.
+
+    Definitions inside functions are skipped: a script's `main()` contains all that trains, too.
     """
     while isinstance(loss, functools.partial):
         loss = loss.func
@@ -54,35 +54,37 @@ def origins(model: nn.Module, loss: Any = None) -> tuple[Origin, ...]:
 
 
 def record(found: Iterable[Origin]) -> dict[str, Any]:
-    """What a folder's manifest has of the source. found: the file of the first one is the main one, from whose folder
-    others are named.
+    """Return a manifest's entries on the source. found: the file of the first one is the main file.
+
+    Other files are named relative to the main file's folder.
     """
-    wanted = list(found)
-    if not wanted:
+    listed = list(found)
+    if not listed:
         return {}
-    main = wanted[0][0].resolve()
-    return {"source": digests(main, wanted), "source_main": str(main), "python": list(sys.version_info[:2])}
+    main = listed[0][0].resolve()
+    return {"source": digests(main, listed), "source_main": str(main), "python": list(sys.version_info[:2])}
 
 
 def digests(main: Path, found: Iterable[Origin]) -> Digests:
-    """Of all definitions that these reach. Files that cannot be read as Python are left out."""
-    wanted = [(path.resolve(), name) for path, name in found]
+    """Return digests of all definitions that these reach. Files that are not valid Python are left out."""
+    pending = [(path.resolve(), name) for path, name in found]
     result: Digests = {}
-    while wanted:
-        path, name = wanted.pop()
+    while pending:
+        path, name = pending.pop()
         seen = result.setdefault("" if path == main else os.path.relpath(path, main.parent), {})
         if name in seen or (file := _file(path)) is None:
             continue
         if (digest := file.digest(name)) is not None:
             seen[name] = digest
-            wanted += file.reached(name)
+            pending += file.reached(name)
     return {path: dict(sorted(names.items())) for path, names in sorted(result.items()) if names}
 
 
 def stale(meta: Mapping[str, Any], main: Path | None = None) -> tuple[str, bool]:
-    """(what of a compiled folder's source is not as it was, "" if all is; whether that is sure). meta: of its manifest.
-    main: the main file, if not the one that it was compiled from. Not sure: another Python compiled it, which may read
-    the same code otherwise.
+    """Return (what has changed since a folder was compiled, or ""; whether that is certain).
+
+    meta: of its manifest. main: the main file, if it is another one. Uncertain: another Python compiled it, which may
+    parse the same code differently.
     """
     if "source_main" not in meta:
         return "", True
@@ -99,11 +101,12 @@ def stale(meta: Mapping[str, Any], main: Path | None = None) -> tuple[str, bool]
 
 
 def changed(recorded: Digests, main: Path, *, other: bool = False) -> list[str]:
-    """The definitions that are not what they were, as "Net of model.py". main: the main file of today.
-    other: that is not the one that was compiled: names that it does not bind are not changed. A file that is
-    not there, or cannot be read as Python, is left to whoever imports it.
+    """Return the definitions that changed, as "Net of model.py". main: the current main file.
+
+    other: main is not the file that was compiled; names that it does not bind are not changed. A missing or invalid
+    file is left to the code that imports it.
     """
-    folder, found = main.resolve().parent, []
+    folder, changes = main.resolve().parent, []
     for relative, names in recorded.items():
         path = folder / relative if relative else main
         absent = (None,) if not relative and other else ()
@@ -113,21 +116,21 @@ def changed(recorded: Digests, main: Path, *, other: bool = False) -> list[str]:
         # another file than it was compiled from, `--model other.py`, need not have them
         different = [name for name, digest in names.items() if today[name] not in (digest, *absent)]
         if WHOLE in different:
-            found.append(path.name)
+            changes.append(path.name)
         elif different:
-            found.append(f"{', '.join(different)} of {path.name}")
-    return found
+            changes.append(f"{', '.join(different)} of {path.name}")
+    return changes
 
 
 def _file(path: Path) -> _File | None:
-    """A file of the user's, or None if it is not there, or not Python."""
+    """Return a user's Python or JSON file, or None if it is missing, too large or invalid."""
     try:
         if path.suffix not in (".py", ".json"):  # Python, or the config of a model of transformers
             return None
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > LIMIT:  # a folder that is anybody's may name any file
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > LIMIT:  # a folder from anybody may name any file
             return None
-        return _read(path, found.st_mtime_ns, found.st_size)
+        return _read(path, status.st_mtime_ns, status.st_size)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
@@ -138,7 +141,7 @@ def _read(path: Path, *_: int) -> _File:
 
 
 class _File:
-    """One file of the user's, as its statements at top level and the names that they bind. Raises SyntaxError."""
+    """A user's file: its top-level statements and the names that they bind. Raises SyntaxError."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.text = path, path.read_bytes()
@@ -160,7 +163,7 @@ class _File:
                 self.bound[name].append(statement)
 
     def digest(self, name: str) -> str | None:
-        """Of what a name stands for, without comments and docstrings; None if the file does not bind it."""
+        """Return the digest of a name's definition without comments and docstrings; None if it is not bound."""
         if self.path.suffix != ".py":
             return hashlib.sha256(self.text).hexdigest()[:16]
         statements = self._of(name)
@@ -168,7 +171,7 @@ class _File:
         return hashlib.sha256(code.encode()).hexdigest()[:16] if statements else None
 
     def reached(self, name: str) -> Iterator[tuple[Path, str]]:
-        """What the definition of a name uses, in this file and others of the user's."""
+        """Yield what the definition of a name uses, in this file and in the user's other files."""
         for statement in self._of(name):
             yield from ((self.path, x) for x in self.reads[statement] if x in self.bound)
             yield from self._through_modules(statement)
@@ -176,13 +179,13 @@ class _File:
                 if isinstance(node, ast.Import):
                     for module in node.names:
                         if node is statement and (module.asname or "." not in module.name):
-                            continue  # by what is used of it, where it is used
+                            continue  # yielded where it is used
                         yield from ((path, WHOLE) for path in _module(module.name))
                 elif isinstance(node, ast.ImportFrom):
                     yield from self._from(node)
 
     def _through_modules(self, statement: ast.stmt) -> Iterator[tuple[Path, str]]:
-        """Of modules that `import m` at top level binds: the names in `m.name`, and all of one that is used bare."""
+        """Yield `name` for each `m.name` of a module from a top-level `import m`, and WHOLE for a bare `m`."""
         modules = {
             x.asname or x.name: x.name
             for top in self.statements
@@ -205,7 +208,7 @@ class _File:
         return self.statements if name == WHOLE else self.bound.get(name, [])
 
     def _from(self, node: ast.ImportFrom) -> Iterator[tuple[Path, str]]:
-        """`from module import names`, of which each may be a module by itself."""
+        """Yield the origins of `from module import names`; each name may be a module."""
         module = "." * node.level + (node.module or "")
         if node.level:
             package = next((getattr(m, "__package__", "") for m in _loaded(self.path)), "")
@@ -218,7 +221,7 @@ class _File:
 
 
 def _module(name: str) -> list[Path]:
-    """The file of a module that is imported, if it is the user's own."""
+    """Return the file of an imported module in a list, or [] if it is not the user's."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if not file or not file.endswith(".py"):
         return []
@@ -230,7 +233,7 @@ def _loaded(path: Path) -> list[object]:
 
 
 def _symbols(code: ast.AST) -> tuple[set[str], set[str]]:
-    """The names that code at top level gives a value, and those that it reads, in functions too, and are not theirs."""
+    """Return the names that code binds at top level, and the globals that it reads, also in functions."""
     top = symtable.symtable(ast.unparse(code), "source", "exec")
     binds = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
     reads, tables = set(), [top]
@@ -242,19 +245,19 @@ def _symbols(code: ast.AST) -> tuple[set[str], set[str]]:
 
 
 def _of_builtin(statement: ast.stmt) -> bool:
-    """`print(...)`: changes nothing of what it names."""
+    """Return whether it is `print(...)` or similar, which changes nothing that it names."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     harmless = ("print", "repr", "len", "isinstance")
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in harmless
 
 
 def _is_script(statement: ast.stmt) -> bool:
-    """`if __name__ == "__main__":`"""
+    """Return whether it is `if __name__ == "__main__":`."""
     return isinstance(statement, ast.If) and "__name__" in _symbols(statement.test)[1]
 
 
 class _Undocumented(ast.NodeTransformer):
-    """Leaves docstrings out."""
+    """Removes docstrings."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)

@@ -1,4 +1,4 @@
-"""Reads a program's text (shardc.artifact.emit) back into its graph. Nothing in the text is executed."""
+"""Read a program's text (shardc.artifact.emit) back into its graph. Nothing in the text is executed."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _FUSED = re.compile(r"fused (\d{1,9})(?: \| |$)")
 _COPY = re.compile(rf"copy (\d{{1,18}}) ({_NAME})$")
 _PREAMBLE = set(HEADER.splitlines())
 _ARGUMENT = re.compile(r"    (\w+),(?:\s*# ?(.*))?$", re.ASCII)
-#: What a collective may be called: moves, what runs between stages, and what there is none of.
+#: Names of collectives: moves, the send between stages, and "none" for no collective.
 _KINDS = {*COLLECTIVES, "send_recv", "none"}
-#: Parts of a line: Python makes up to a kilobyte of each. A stage of 126 layers returns some four thousand.
+#: The most parts of a line: Python takes up to a kilobyte for each. A stage of 126 layers returns some four thousand.
 PARTS = 30_000
 LENGTH = 1_000_000
-#: Braces of a line, for each of which Python reads a formatted string again. Programs have none but in their strings.
+#: The most braces of a line: Python reads a formatted string again for each. Programs have them only in strings.
 BRACES = 200
 _SEPARATORS = " ,.([{+-*/%<>=&|^~@"
 
 
 def source_of_text(comment: str) -> Source | None:
-    """The source that `emit.source_text` wrote: `# module (file.py:31): code`; None for another comment."""
+    """Return the source of a comment `# module (file.py:31): code`; None for another comment."""
     start = comment.find(" (", 3)
     if not comment.startswith("# ") or start < 0:
         return None
@@ -70,14 +70,13 @@ def graph_of(
     regions: Collection[str] | None = None,
     unknown_ops: bool = False,
 ) -> fx.Graph:
-    """The graph of the one function in a text.
+    """Return the graph of the only function in a text.
 
-    types: of params, buffers and inputs, in order, by name (from the artifact's layouts); those in the text have to
-    agree. piped: the function is a pipeline's stage: it takes some of them, and after them values of other stages.
-    joint: it is a half of a stage: it takes any of them, and others. regions: the names of those that there
-    are, None: any. unknown_ops: ops without a rule may be called, too. Raises ShardcError with file and line for
-    anything that `shardc.artifact.emit` would not have written. Lines are read one by one: nothing is made of those
-    behind a wrong one.
+    types: of params, buffers and inputs, in order, by name (from the artifact's layouts); those in the text must agree.
+    piped: the function is a pipeline's stage: it takes some of them, and then values of other stages. joint: it is half
+    of a stage: it takes any of them, and others. regions: the names of existing regions; None: any. unknown_ops: also
+    allow ops without a rule. Raises ShardcError with file and line for anything that `shardc.artifact.emit` would not
+    write. Lines are read one by one: nothing behind a wrong line is built.
     """
     reader = _Reader(text, mesh, types, file, piped, joint)
     reader.regions, reader.unknown_ops = regions, unknown_ops
@@ -85,14 +84,14 @@ def graph_of(
 
 
 class MissingOpError(ShardcError):
-    """A program calls an op of the user's that nothing has registered in this process."""
+    """A program calls a user's op that is not registered in this process."""
 
 
 class _Reader:
     def __init__(self, text: str, mesh: Mesh, types: Mapping[str, Value], file: str, piped: bool, joint: bool) -> None:
         self.text, self.mesh, self.types, self.file = text, mesh, types, file
         self.piped, self.joint = piped or joint, joint
-        self.of: dict[str, Any] = {}  # the op of forward that lines of backward belong to
+        self.of: dict[str, Any] = {}  # the forward op of the following lines of backward
         self.lines = text.split("\n")
         self.graph = fx.Graph()
         self.env: dict[str, fx.Node] = {}
@@ -114,20 +113,20 @@ class _Reader:
         source, returned = Source(), False
         body = self._function()
         for line, text in enumerate(self.lines[body:], body + 1):
-            said = text.strip()
-            if not said:
+            content = text.strip()
+            if not content:
                 continue
-            if said.startswith("#"):
+            if content.startswith("#"):
                 if self.joint:
-                    of = _OF.match(said)
-                    self.of = {"of": of[1], **({"repeats": True} if of[2] == "again" else {})} if of else {}
-                    said = f"# {of[3]}" if of else said
-                source = source_of_text(said) or source
+                    m = _OF.match(content)
+                    self.of = {"of": m[1], **({"repeats": True} if m[2] == "again" else {})} if m else {}
+                    content = f"# {m[3]}" if m else content
+                source = source_of_text(content) or source
                 continue
             if returned:
                 raise self.wrong(line, "nothing can follow the return")
-            statement = self._statement(said, line)
-            comment = _rest_of_line(said, statement).strip().removeprefix("# ")
+            statement = self._statement(content, line)
+            comment = _rest_of_line(content, statement).strip().removeprefix("# ")
             match statement:
                 case ast.Return(value=ast.expr() as value):
                     self.graph.output(self._arg(value, line))
@@ -148,12 +147,12 @@ class _Reader:
         return self.graph
 
     def _statement(self, text: str, line: int) -> ast.stmt:
-        """The one statement that stands on a line."""
+        """Parse the only statement of a line."""
         parts = sum(map(text.count, _SEPARATORS)) if PARTS < len(text) < LENGTH else 0
         if parts > PARTS or len(text) >= LENGTH or text.count("{") > BRACES:
             raise self.wrong(line, f"a line of more than {PARTS:,} parts, {LENGTH:,} characters or {BRACES} braces")
         try:
-            tree = ast.parse(text, self.file)  # Python reads the line of an error in the file that it is given
+            tree = ast.parse(text, self.file)  # Python reads the line of an error from the file of this name
         except SyntaxError as e:
             raise self.wrong(line, f"not Python: {e.msg}") from None
         except ValueError as e:  # a null byte, before Python 3.12
@@ -165,7 +164,7 @@ class _Reader:
         return tree.body[0]
 
     def _function(self) -> int:
-        """Make the placeholders of the only function in the text. Returns how many lines its head ends with."""
+        """Create the placeholders of the only function. Returns the number of lines before its body."""
         begins = [i for i, line in enumerate(self.lines) if line.startswith(("def ", "async def ", "class "))]
         if len(begins) != 1:
             raise self.wrong(1, f"{len(begins)} functions, not one")
@@ -181,7 +180,7 @@ class _Reader:
         end = next((i for i, line in enumerate(self.lines[begin:], begin) if line == "):"), None)
         if end is None:
             raise self.wrong(begin + 1, "not Python that shardc writes: no line `):` ends the function's arguments")
-        found: list[tuple[str, str, int]] = []  # (name, comment, line)
+        arguments: list[tuple[str, str, int]] = []  # (name, comment, line)
         for at, text in enumerate(self.lines[begin + 1 : end], begin + 2):
             if not (argument := _ARGUMENT.match(text)):
                 if text.lstrip().startswith("#"):
@@ -189,8 +188,8 @@ class _Reader:
                 raise self.wrong(
                     at, "the function's arguments are not those that the layouts list: another order or form"
                 )
-            found.append((argument[1], (argument[2] or "").strip(), at))
-        taken = [name for name, _, _ in found]
+            arguments.append((argument[1], (argument[2] or "").strip(), at))
+        taken = [name for name, _, _ in arguments]
         names = ["mesh", "rng", *self.types]
         if self.piped:
             names = [n for n in names if n in taken] + [n for n in taken if n not in names]
@@ -200,7 +199,7 @@ class _Reader:
             ]
             why = ", ".join(off[:5]) or "another order or form"
             raise self.wrong(begin + 1, f"the function's arguments are not those that the layouts list: {why}")
-        for name, comment, at in found:
+        for name, comment, at in arguments:
             node = self.graph.placeholder(name)
             if node.name != name:
                 raise self.wrong(at, f"{name} is a name that Python uses")
@@ -220,7 +219,7 @@ class _Reader:
         return end + 1
 
     def _received(self, node: fx.Node, comment: str, line: int) -> None:
-        """A value of another stage; the line before it has its source."""
+        """Describe a value of another stage; the line before it has its source."""
         source = source_of_text(self.lines[line - 2].strip()) or Source()
         self._describe(node, comment, source, line)
         if "collective" not in node.meta:
@@ -255,7 +254,7 @@ class _Reader:
             self.env[name] = node
 
     def _opaque(self, name: Any, line: int) -> None:
-        """Check the name of the op that `ops.opaque` calls: the reader of ops has to accept it, too."""
+        """Check that the op that `ops.opaque` calls is one that programs may call."""
         try:
             named = isinstance(name, str) and len(name) < 200
             op = self._target(ast.parse(name, self.file, mode="eval").body, line) if named else None
@@ -265,7 +264,7 @@ class _Reader:
             raise self.wrong(line, f"ops.opaque of {str(name)[:60]!r}: that is not an op that programs call")
 
     def _describe(self, node: fx.Node, comment: str, source: Source, line: int) -> None:
-        """Set a node's type, source and collective from the comment that follows it."""
+        """Set a node's type, source, region and collective from the comment that follows it."""
         typed, _, collective = comment.partition(" | ")
         node.meta = {"value": self._types(typed, line), "source": source, **self.of}
         if self.joint and (fused := _FUSED.match(collective)):
@@ -292,7 +291,7 @@ class _Reader:
             node.meta["collective"] = Collective(m[1], m[2], axes, int(m[5]), cause, bool(m[6]), int(m[4] or 0))
 
     def _region(self, node: fx.Node, text: str, line: int) -> str:
-        """Read the region, who keeps the result, and how often it is repeated. Returns the rest of the text."""
+        """Read a region, who keeps the result, and how often it is repeated. Returns the rest of the text."""
         m = _REGION.match(text)
         if not m:
             raise self.wrong(line, f"cannot read the region {text[:80]!r}")
@@ -307,7 +306,7 @@ class _Reader:
         return text[m.end() :]
 
     def _types(self, text: str, line: int) -> Any:
-        """The type of a value, or the types of several; None for what is no tensor, in a stage."""
+        """Return the type of a value, or the types of several; None for no tensor, in half of a stage."""
         if text not in self.seen:
             try:
                 self.seen[text] = (
@@ -325,7 +324,7 @@ class _Reader:
         return Value(shape, dtype, bare != text, layout)
 
     def _target(self, func: ast.expr, line: int) -> Any:
-        """The op that `aten.add.Tensor`, `torch.ops.lib.op.default` or `ops.all_reduce` names, and nothing else."""
+        """Return the op that `aten.add.Tensor`, `torch.ops.lib.op.default` or `ops.all_reduce` names."""
         path: tuple[str, ...] = ()
         head = func
         while isinstance(head, ast.Attribute) and len(path) < 5:
@@ -341,7 +340,7 @@ class _Reader:
             return getattr(ops, path[1])
         if path[:1] == ("aten",):
             path = ("torch", "ops", *path)
-        # an op, not what the objects that hold ops can do: load a library, name the files that were loaded
+        # only ops: other attributes of torch.ops load a library, or name the loaded files
         if path[:2] != ("torch", "ops") or len(path) != 5:
             if path[:2] == ("torch", "ops") and len(path) == 4:
                 raise self.wrong(
@@ -403,7 +402,7 @@ class _Reader:
 
 
 def _written(node: ast.AST) -> str:
-    """The beginning of a piece of code."""
+    """Return the beginning of a node's code."""
     try:
         return ast.unparse(node)[:60]
     except (RecursionError, ValueError):
@@ -411,7 +410,7 @@ def _written(node: ast.AST) -> str:
 
 
 def _rest_of_line(line: str, statement: ast.stmt) -> str:
-    """What follows a statement on its line. (ast counts bytes, so other than ASCII is encoded for it.)"""
+    """Return what follows a statement on its line. (ast counts bytes, so non-ASCII text is encoded.)"""
     assert statement.end_col_offset is not None
     if line.isascii():
         return line[statement.end_col_offset :]

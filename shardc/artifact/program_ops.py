@@ -1,8 +1,8 @@
-"""Which ops of torch a program may call. A text may be anybody's, and what is called in it runs when the program does.
+"""Decide which ops of torch a program may call: a text may come from anybody, and its ops are run.
 
-An op is taken if a rule knows it and it is functional: it reads tensors and numbers, changes none of them, and gives
-new ones. Halves of stages also call backward ops, which have no rule: there any functional op of aten is taken.
-A spec that says `unknown_ops: replicate` may have ops without a rule, too: of aten, or registered by the user's code.
+An op is allowed if a rule knows it and it is functional: it reads tensors and numbers, changes none of them, and
+returns new ones. Halves of stages also call backward ops, which have no rule: there any functional op of aten is
+allowed. With `unknown_ops: replicate` in the spec, ops without a rule are allowed: of aten, or registered by the user.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from shardc.rules.core import registry
 from shardc.torch_private import OpOverload
 
-#: Namespaces of ops that come with torch, beside aten: none of them is a user's own. Some send, print, or start things.
+#: Namespaces of ops that come with torch, besides aten: none is a user's. Some ops send, print or start things.
 OF_TORCH = frozenset(
     (
         *("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_inductor_test", "_quantized"),
@@ -23,14 +23,12 @@ OF_TORCH = frozenset(
         *("xnnpack"),
     )
 )
-#: Types of arguments that are values: tensors, and what says how to compute with them.
+#: Types of arguments that are values: tensors, numbers and options.
 _VALUE = re.compile(r"(?:(?:Optional|List)\[)*(?:Tensor|int|float|number|bool|complex|str|Device|SymInt)\]*")
 
 
 def refusal(op: OpOverload, *, joint: bool, unknown: bool) -> str:
-    """Why a program may not call an op; "" if it may. joint: in half of a stage. unknown: the spec lets ops
-    without a rule be run whole.
-    """
+    """Return why a program may not call an op, or "". joint: in half of a stage; unknown: needs no rule."""
     if why := _effect(op):
         return f"{why}: programs call ops that only compute"
     known, namespace = registry.find(op) is not None, op.namespace
@@ -40,7 +38,7 @@ def refusal(op: OpOverload, *, joint: bool, unknown: bool) -> str:
 
 
 def _effect(op: OpOverload) -> str:
-    """What an op does beside computing its result; "" for a functional one."""
+    """Return what an op does besides computing its result; "" for a functional op."""
     schema = op._schema
     if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
         return "changes its arguments"

@@ -1,10 +1,10 @@
-"""Which lines of a program's text are left out, as they only repeat: equal layers, their parameters, buckets, stages.
+"""Find the lines of a program's text that only repeat and can be left out: layers, buckets, stages.
 
     # h.0.fc (gpt.py:31): ...
     linear = aten.linear.default(x, h_0_fc_weight)
     # 78 more layers like h.0: h.{1-78}
 
-What is saved is always whole.
+A saved text is always complete.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Folded:
-    """What a text leaves out. Each maps what is left out (names of nodes and of parameters; indices) to the line that
-    takes its place, which is "" for all but the first of a stretch.
+    """What a text leaves out: by kind, {name of a node or parameter, or index: the line in its place}.
+
+    The line is "" for all but the first of a stretch.
     """
 
     params: Mapping[str, str]
@@ -74,7 +75,7 @@ def fold(program: Program) -> Folded:
 
 
 def _graph(graph: fx.Graph, equal: Repeats) -> Notes:
-    """Placeholders and ops that are left out: what they compute, an earlier layer of this graph computes."""
+    """Return the placeholders and ops to leave out: an earlier layer of this graph computes the same."""
     nodes: dict[str, list[fx.Node]] = {"placeholder": [], "call_function": []}
     for n in graph.nodes:
         nodes.get(n.op, []).append(n)
@@ -83,7 +84,7 @@ def _graph(graph: fx.Graph, equal: Repeats) -> Notes:
 
 
 def _layers(items: Sequence[tuple[str, Sequence[str]]], equal: Repeats) -> Notes:
-    """items: each with the modules that it is of."""
+    """Return the items to leave out, with notes. items: (name, the modules that it belongs to)."""
     layers = {layer for _, modules in items for m in modules for layer in enclosing_layers(m)}
     shown: dict[str, str] = {}  # of equal layers, the first that has an item
     for layer in sorted(layers, key=in_order):
@@ -98,13 +99,14 @@ def _layers(items: Sequence[tuple[str, Sequence[str]]], equal: Repeats) -> Notes
 
 
 def _notes(kind: str, items: Iterable[tuple[T, tuple[str, str] | None]]) -> dict[T, str]:
-    """What is left out, with the lines in its place. items: each with (what is shown, what it stands for), or None. A
-    single one is shown: it is as long as the line in its place.
+    """Return what is left out, with the lines in its place. A single item is shown: its line is as long.
+
+    items: each with (what is shown, what it represents), or None.
     """
     gaps: list[list[tuple[T, tuple[str, str]]]] = [[]]
-    for item, of in items:
-        if of is not None:
-            gaps[-1].append((item, of))
+    for item, pair in items:
+        if pair is not None:
+            gaps[-1].append((item, pair))
         elif gaps[-1]:
             gaps.append([])
     notes: dict[T, str] = {}
@@ -119,7 +121,7 @@ def _notes(kind: str, items: Iterable[tuple[T, tuple[str, str] | None]]) -> dict
 
 
 def _together(names: Sequence[str]) -> str:
-    """Names that differ in one number, as one.
+    """Join names that differ in one number.
 
     >>> _together(["h.1.fc", "h.2.fc", "h.4.fc"]), _together(["0 -> 1", "1 -> 2"])
     ('h.{1-2,4}.fc', '0 -> 1 to 1 -> 2')
@@ -134,14 +136,14 @@ def _together(names: Sequence[str]) -> str:
 
 
 def _entries(kind: str, names: Sequence[str], key: Callable[[int], Hashable]) -> dict[int, str]:
-    """Indices that are left out of a list, as earlier entries have the same key."""
+    """Return the indices to leave out of a list, with notes: earlier entries have the same key."""
     first: dict[Hashable, int] = {}
     like = ((i, first.setdefault(key(i), i)) for i in range(len(names)))
     return _notes(kind, ((i, None if one == i else (names[one], names[i])) for i, one in like))
 
 
 def _stages(stages: Sequence[Stage]) -> dict[int, str]:
-    """Stages of a pipeline that are left out, as they run what the one before runs."""
+    """Return the pipeline stages to leave out, with notes: they run what the stage before runs."""
     keys = [graph_key(s.graph) for s in stages]
     left_out: dict[int, str] = {}
     for i, (a, b) in enumerate(pairwise(keys), 1):

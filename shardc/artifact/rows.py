@@ -1,13 +1,13 @@
-"""Write and read layouts.json: the program, and the dataclasses in it, as JSON objects by the types of their fields.
+"""Write and read layouts.json: the program and its dataclasses, as JSON objects by field types.
 
     str, int, float, bool      themselves; an int counts from 0, unless BOUNDS says otherwise
     tuple[X, ...]              a list
     shape, dtype, layout       one entry `type`: "f32[8, 16@tp]"
     torch.dtype                its name; of a Shard its fields
-    Tensor                     true, if there is one: constants are in a file of their own
+    Tensor                     true, if there is one: constants are in a separate file
 
-So a field is declared once, in its dataclass. NOT_WRITTEN are those that the file does not have: the graphs and what is
-made of them have their own files, the rest is not needed to run a compiled program.
+So a field is declared once, in its dataclass. NOT_WRITTEN lists the fields that are not in the file: graphs and what
+is made of them have their own files, the rest is not needed to run a compiled program.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NOT_WRITTEN: dict[type, frozenset[str]] = {
     Program: frozenset(("mesh", "graph", "prologue", "schedule", "pairs", "spec", "meta", "recorded"))
     | {"resize", "check_attributes", "origins"},
 }
-#: Names in annotations of fields that are not written, which their modules import for type checkers only.
+#: Names in annotations of fields that are not written; their modules import them for type checkers only.
 _UNSEEN = dict.fromkeys(("ForwardRecord", "Pair", "Schedule", "Spec"), object)
 _NO_GRAPH = fx.Graph()
 #: Names that the texts use themselves.
@@ -58,7 +58,7 @@ class Form(BaseModel):
 
 
 def _name(text: str) -> str:
-    """A name in the texts: of a placeholder."""
+    """Check a placeholder's name in the texts. Raises ValueError if it is invalid."""
     if not text.isascii() or not text.isidentifier() or keyword.iskeyword(text) or text in _TAKEN or "__" in text[:2]:
         raise ValueError(f"{text[:40]!r} cannot be a name in a program")
     return text
@@ -75,7 +75,7 @@ Positive = Annotated[int, Field(ge=1, lt=1 << 62)]
 Name = Annotated[str, AfterValidator(_name)]
 _Place = Annotated[str, AfterValidator(_place)]
 _Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-#: What a field may be, where its type allows more.
+#: Bounds of fields whose type allows more.
 BOUNDS: dict[tuple[type, str], Any] = {
     (Param, "name"): Name,
     (Buffer, "name"): Name,
@@ -101,7 +101,7 @@ BOUNDS: dict[tuple[type, str], Any] = {
 
 
 def row(x: Any) -> Any:
-    """A field's value, or a dataclass of the IR, as JSON."""
+    """Return a field's value, or a dataclass of the IR, as JSON."""
     if isinstance(x, Mapping):
         return {name: row(y) for name, y in x.items()}
     if isinstance(x, (tuple, list)):
@@ -119,8 +119,9 @@ def row(x: Any) -> Any:
 
 @functools.cache
 def form(kind: Any) -> Any:
-    """The type by which pydantic reads rows of a dataclass and makes it, with an empty graph, and True where it has a
-    constant. The validation's context is the mesh.
+    """Return the type with which pydantic reads rows of a dataclass and builds it, with an empty graph.
+
+    A constant is True. The validation's context is the mesh.
     """
     entries = {name: BOUNDS.get((kind, name)) or _form_of(hint) for name, hint in _written(kind).items()}
     if _has_type(kind):
@@ -140,7 +141,7 @@ def form(kind: Any) -> Any:
 
 @functools.cache
 def _written(kind: Any) -> Mapping[str, Any]:
-    """The annotations of the fields that are entries of a row, by name."""
+    """Return the annotations of the fields that are entries of a row, by name."""
     left_out = {name for k in kind.__mro__ for name in NOT_WRITTEN.get(k, ())} | {*(_TYPE if _has_type(kind) else ())}
     hints = get_type_hints(kind, localns=_UNSEEN | {"Cut": Cut, "Mapping": Mapping})
     return {f.name: hints[f.name] for f in fields(kind) if f.name not in left_out}
@@ -177,9 +178,7 @@ def _typed(text: str, info: ValidationInfo) -> tuple[tuple[int, ...], torch.dtyp
 
 @functools.lru_cache(4096)
 def typed(text: str, mesh: Mesh) -> tuple[tuple[int, ...], torch.dtype, Layout]:
-    """Shape, dtype and layout of a type. Raises ValueError for what is none, where the mesh has no such axis, or where
-    the parts do not fit the shape.
-    """
+    """Return shape, dtype and layout of a type. Raises ValueError if text, axis or parts are invalid."""
     shape, kind, placements = parse(text)
     for axis in placements:
         try:

@@ -1,7 +1,7 @@
-"""Read the tables of a compiled folder, manifest.json and layouts.json: their form, and what has to agree in them.
+"""Check the tables of a compiled folder, manifest.json and layouts.json: their form and consistency.
 
-The folder may be anybody's. Every entry is checked before anything is made of it: its type, its size, and that the
-names and numbers in it are those of something. An error says which entry it is: `layouts.json: params[3].bucket`.
+The folder may come from anybody. Every entry is checked before it is used: its type, its size, and that its names and
+numbers exist. An error names the entry: `layouts.json: params[3].bucket`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Example(Form):
 
 
 class Facts(BaseModel):
-    """Facts for people and reports; others than these are kept as they are."""
+    """Facts for people and reports; unknown facts are kept unchanged."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -62,14 +62,14 @@ class Facts(BaseModel):
 
     @model_validator(mode="after")
     def _of_source(self) -> Facts:
-        given = {"source", "source_main", "python"} & self.model_fields_set
-        if len(given) not in (0, 3):
-            raise ValueError(f"of source, source_main and python there is only {', '.join(sorted(given))}")
+        present = {"source", "source_main", "python"} & self.model_fields_set
+        if len(present) not in (0, 3):
+            raise ValueError(f"of source, source_main and python there is only {', '.join(sorted(present))}")
         return self
 
 
 class Manifest(Form):
-    """manifest.json: which shardc and torch wrote the folder, what is in it, and on which mesh it runs."""
+    """The content of manifest.json: versions of shardc and torch, hashes of the files, mesh and facts."""
 
     format: int
     shardc: str
@@ -83,8 +83,9 @@ class Manifest(Form):
 
 
 def of_form(kind: Any, values: Any, where: str, at: str = "", context: Any = None) -> Any:
-    """The values in their form. where: their file; at: the entry in it that they are. Raises ShardcError with all
-    entries that are otherwise.
+    """Return the values in their form. where: their file; at: the entry in it that they are.
+
+    Raises ShardcError with all entries that have another form.
     """
     try:
         return TypeAdapter(kind).validate_python(values, context=context)
@@ -92,9 +93,9 @@ def of_form(kind: Any, values: Any, where: str, at: str = "", context: Any = Non
         errors = Errors()
         for wrong in e.errors(include_url=False, include_context=False):
             place = "".join(f"[{x}]" if isinstance(x, int) else f".{_short(x)}" for x in wrong["loc"])
-            given = _short(repr(wrong["input"])) if wrong["type"] != "missing" else "nothing"
+            value = _short(repr(wrong["input"])) if wrong["type"] != "missing" else "nothing"
             fault = wrong["msg"].removeprefix("Value error, ")
-            errors.add(f"{(at + place).lstrip('.') or 'it'}: {fault}; it is {given}", where=where, fix=AGAIN)
+            errors.add(f"{(at + place).lstrip('.') or 'it'}: {fault}; it is {value}", where=where, fix=AGAIN)
         errors.raise_any()
         raise
 
@@ -104,7 +105,7 @@ def _short(text: str) -> str:
 
 
 def check(program: Program, where: str) -> None:
-    """Raises ShardcError with every entry of layouts.json that does not agree with others. where: the file."""
+    """Raise ShardcError with every entry of layouts.json that contradicts another. where: the file."""
     errors = Errors()
     for at, fault in _wrong(program):
         errors.add(f"{at}: {fault}", where=where, fix=AGAIN)
@@ -112,7 +113,7 @@ def check(program: Program, where: str) -> None:
 
 
 def _wrong(program: Program) -> Iterator[tuple[str, str]]:
-    """The entries that do not agree with others, and why."""
+    """Yield the entries that contradict others, and why."""
     mesh, buckets, params = program.mesh, program.buckets, {p.name: p for p in program.params}
     updated, outputs = {b.name for b in program.buffers if b.updated}, {o.name for o in program.outputs}
 
@@ -172,8 +173,8 @@ def _wrong(program: Program) -> Iterator[tuple[str, str]]:
                 yield f"{key}[{i}].microbatch", f"{cut} does not fit a tensor {list(x.shape)}"
     yield from known("matrices", program.matrices or (), params)
     for name, cuts in (program.matrices or {}).items():
-        of = params.get(name)
-        if of is not None and (why := matrices.fault(of.shape[1:] if of.members else of.shape, cuts)):
+        param = params.get(name)
+        if param is not None and (why := matrices.fault(param.shape[1:] if param.members else param.shape, cuts)):
             yield f"matrices[{name}]", why
     for i, a in enumerate(program.adapters):
         yield from known(f"adapters[{i}]", (a.base, *a.names), params)
@@ -184,7 +185,7 @@ def _wrong(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def axis_fault(axis: str, mesh: Mesh) -> str:
-    """What is wrong with the name of an axis of the mesh, or of some of its coordinates ("pp[0,3]"); "" if nothing."""
+    """Return what is wrong with an axis of the mesh, or with a part of it ("pp[0,3]"); "" if nothing."""
     whole, bracket, inside = axis.partition("[")
     if whole not in mesh.names and whole not in {n.rpartition(".")[0] for n in mesh.names}:
         return f"the mesh has no axis {_short(repr(axis))}"

@@ -1,6 +1,6 @@
-"""The model that is planned: captured for any number of rows and of its layers, once for each.
+"""Capture the planned model for any number of rows and layers, each combination once.
 
-Of 126 equal layers, a shallow copy of the model with the first 5 is captured: the whole model would begin the same way.
+A model of 126 equal layers is captured as a shallow copy with its first 5: the full graph begins in the same way.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from shardc.plan.space import Facts, Layers
 from shardc.runtime.data import inputs
 from shardc.torch_private import pytree
 
-#: Units of layers, enough to see what each adds: stages of one (the first), one, two, and one (the last).
+#: Units of layers to capture: stages of one (the first), one, two and one (the last) show what each unit adds.
 UNITS = 5
 
 
-#: Attributes in which transformers' layers keep their own number.
+#: Attributes in which transformers' layers keep their number.
 _NUMBERS = ("layer_idx", "layer_id", "layer_index")
 Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass
 class Subject:
-    """A model and an example batch. layers: the model's list of repeated layers, if it is long enough to be shortened.
+    """A model and an example batch.
 
-    rows: of the example batch; sequence: tokens of each, if all inputs that are sequences have the same.
+    layers: the model's list of repeated layers; None if there is no list that is long enough to shorten.
     """
 
     model: nn.Module
@@ -61,7 +61,7 @@ class Subject:
         return subject
 
     def match_layers_alike(self, patterns: Set[str]) -> bool:
-        """Whether each pattern matches the same of every layer: not so if one names single layers."""
+        """Return whether each pattern matches the same names in every layer: none selects single layers."""
         assert self.layers is not None
         names = [n for n, _ in (*self.model.named_modules(), *self.model.named_parameters())]
         matched: dict[tuple[int, str], set[frozenset[str]]] = {}  # by kind of layer and name in it
@@ -72,7 +72,7 @@ class Subject:
             kind = (int(layer[1]) - self.layers.first) % self.layers.period
             inside = name[len(".".join(filter(None, layer))) :]
             matched.setdefault((kind, inside), set()).add(frozenset(p for p in patterns if match(p, name)))
-        return all(len(found) == 1 for found in matched.values())
+        return all(len(matches) == 1 for matches in matched.values())
 
     @property
     def rows(self) -> int:
@@ -82,14 +82,12 @@ class Subject:
 
     @property
     def sequence(self) -> int | None:
-        """Of ids and masks [batch, sequence], and of features [batch, sequence, hidden]: numbers [batch, n] are n
-        features of a row.
-        """
+        """Dim 1 of int [batch, sequence] and float [batch, sequence, hidden] inputs; None if it differs."""
         lengths = {x.shape[1] for x in _leaves(self.batch) if x.dim() == (3 if x.is_floating_point() else 2)}
         return lengths.pop() if len(lengths) == 1 else None
 
     def example(self, rows: int, sequence: int | None = None) -> Any:
-        """A batch of other sizes, on the meta device."""
+        """Build a batch like the example on the meta device, with other numbers of rows and tokens."""
         own_rows, own_length = self.rows, self.sequence
 
         def sized(x: Any) -> Any:
@@ -101,7 +99,7 @@ class Subject:
         return pytree.tree_map(sized, self.batch)
 
     def captured(self, rows: int, units: int | None = None, sequence: int | None = None) -> Program:
-        """units: of layers; None: all. Raises ShardcError as capture does."""
+        """Return the captured program. units: of layers; None: all. Raises ShardcError as capture does."""
         key = rows, units, sequence
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
@@ -121,7 +119,7 @@ class Subject:
         return with_layers(self.captured(rows, None, sequence), count)
 
     def model_of(self, units: int | None) -> nn.Module:
-        """The module to pass to compile: its plan and name are the model's."""
+        """Return the module to pass to compile for so many units of layers, with the model's plan and name."""
         if units is None or self.layers is None or self._counts:
             return self.model
         keep = self.layers.first + max(units, UNITS) * self.layers.period
@@ -131,7 +129,7 @@ class Subject:
 
 
 def facts(subject: Subject) -> Facts:
-    """From the captured model with few of its layers, for two rows. Raises ShardcError as capture does."""
+    """Collect facts from the captured few-layer model for two rows. Raises ShardcError as capture does."""
     program = subject.captured(2, UNITS if subject.layers else None)
     lists = layer_lists(program)
     modules, number = experts(program)
@@ -153,45 +151,45 @@ def facts(subject: Subject) -> Facts:
 
 
 def whole_inputs(program: Program, rows: int) -> dict[str, int | None]:
-    """`batch: {dims: ...}` for the inputs that have no rows; {} if all have."""
+    """Return `batch: {dims: ...}` for the inputs without rows; {} if all inputs have rows."""
     odd = [inputs.name_of(x.path) if x.path else x.name for x in program.inputs if not x.shape or x.shape[0] != rows]
     return {**dict.fromkeys(odd), "*": 0} if odd else {}
 
 
 def experts(program: Program) -> tuple[tuple[str, ...], int]:
-    """Patterns of the modules with experts, and the number of experts; ((), 0) without any."""
+    """Return patterns of the modules with experts, and the number of experts; ((), 0) without any."""
     nodes = [n for n in program.graph.nodes if n.op == "call_function" and op_name(n.target) == "experts"]
     modules: dict[str, None] = {}
     number = 0
     for n in nodes:
         modules[of_every_layer(source_of(n).module)] = None
-        held = [
+        counts = [
             x.meta["value"].shape[0]
             for x in n.all_input_nodes
             if x.op == "placeholder" and len(x.meta["value"].shape) > 2
         ]
-        number = max([number, *held])
+        number = max([number, *counts])
     return tuple(modules), number
 
 
 def encoders(lists: Sequence[str]) -> tuple[str, ...]:
-    """The modules that hold lists of layers which run before the last one, and not that.
+    """Return the modules that contain an earlier list of layers, but not the last list.
 
     >>> encoders(["vision.blocks", "text.model.layers"]), encoders(["layers"])
     (('vision',), ())
     """
-    found = dict[str, None]()
+    modules = dict[str, None]()
     last = lists[-1].split(".") if lists else []
     for name in lists[:-1]:
         path = name.split(".")
         shared = next((i for i, (a, b) in enumerate(zip(path, last, strict=False)) if a != b), len(path))
         if shared < len(path) - 1:
-            found[".".join(path[: shared + 1])] = None
-    return tuple(found)
+            modules[".".join(path[: shared + 1])] = None
+    return tuple(modules)
 
 
 def _hands_on(program: Program, name: str) -> bool:
-    """Whether layers return [batch, sequence, hidden]: dim 1 can be split between them."""
+    """Return whether the layers of a list return [batch, sequence, hidden], so that dim 1 can be split."""
     long = {n for x in program.inputs for n in x.shape[1:2]}
     last: dict[str, fx.Node] = {}
     for n in program.graph.nodes:
@@ -206,8 +204,10 @@ def _hands_on(program: Program, name: str) -> bool:
 
 
 def _repeated(model: nn.Module) -> tuple[str, int, int, int] | None:
-    """(name, layers before the pattern, its period, number) of the model's one outermost list of more layers than UNITS
-    periods: that for which fewest have to be kept."""
+    """Find the model's list of repeated layers: (name, layers before the pattern, period, number).
+
+    None unless there is one outermost list with more than UNITS periods. Takes the pattern that keeps fewest layers.
+    """
     lists = [(name, m) for name, m in _lists(model, "") if len(m._modules) > 1]
     if len(lists) != 1:
         return None
@@ -235,7 +235,7 @@ def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _signature(module: nn.Module) -> object:
-    """A value that is equal for modules that differ only in their number."""
+    """Return a value that is equal for modules that differ only in their layer number."""
     plain = {
         k: v
         for k, v in vars(module).items()
@@ -254,9 +254,7 @@ def _signature(module: nn.Module) -> object:
 
 
 def _shortened(model: nn.Module, name: str, keep: int) -> nn.Module:
-    """The model with only the first layers of a list: the modules that contain it are shallow copies, all others are
-    shared.
-    """
+    """Return the model with the first `keep` layers of a list: its parents are copied, the rest is shared."""
     short = copy.copy(model)
     short._modules = dict(model._modules)
     if not name:

@@ -1,4 +1,4 @@
-"""The planner: the best spec of a model on one kind of device, the price of a given spec, and answers to questions."""
+"""Find the best spec of a model on one kind of device, price given specs, and answer questions."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "pure-bfloat16": {"params": "bfloat16"},
     "model": {},
 }
-#: What is estimated at so many times the best price may be faster all the same.
+#: A spec may be faster than the best although its estimate is up to this many times the best price.
 UNSURE = 1.15
-#: Shares of the room for live bytes: the next one where nothing fits that was thought to.
+#: Shares of memory to fill with live bytes: the next is tried if specs that should fit do not.
 TIGHT = (1.0, 0.9, 0.75, 0.6)
 
 
 @dataclass
 class Planner:
-    """A model on one kind of device. See shardc.plan.plan."""
+    """A planner for one model on one kind of device. See shardc.plan.plan."""
 
     subject: Subject
     device: Device
@@ -93,34 +93,32 @@ class Planner:
         one_of_each = {
             (c.spec.mesh.axes, f"{c.step_seconds:.4g}", f"{c.peak:.4g}", f"{c.needs:.4g}"): c
             for c in sorted(candidates, key=_order, reverse=True)
-        }  # schedules that come to the same, or settings that nothing uses
+        }  # schedules with the same result, or settings that nothing uses
         best = sorted(one_of_each.values(), key=_order)
         return Plan(target, tuple(best), finder.considered, {k: e.what for k, e in finder.refused.items()})
 
     def _refined(self, devices: int, rows: int) -> dict[Choice, Priced]:
-        """Exact prices of the best for so many devices, and for half of them, a quarter, and so on, where a first price
-        says that these may be faster: others are idle then.
-        """
+        """Price the best choices exactly, also on 1/2, 1/4, ... of the devices if that may be faster."""
         finder = self.finder
         exact = dict[Choice, Priced]()
 
         def best() -> float:
             return min((p.step_seconds for p in exact.values() if p.needs <= self.device.memory), default=math.inf)
 
-        for tight in TIGHT:  # more is reserved than is live: where nothing fits, others are the best
+        for tight in TIGHT:  # more is reserved than live: if nothing fits, tighten
             finder.tight = tight
-            some = finder.ranked(devices, rows)
-            exact |= finder.refine(some)
-            if best() < math.inf or not any(r.peak <= finder.room for _, r in some):
+            estimates = finder.ranked(devices, rows)
+            exact |= finder.refine(estimates)
+            if best() < math.inf or not any(r.peak <= finder.room for _, r in estimates):
                 break
         finder.tight = 1.0
         while best() < math.inf and devices % 2 == 0:
             devices //= 2
             limit = UNSURE * best()
-            some = finder.ranked(devices, rows, below=limit)
-            if not some or some[0][1].peak > finder.room or some[0][1].seconds > limit:
-                break  # still fewer are slower still
-            exact |= finder.refine(some)
+            estimates = finder.ranked(devices, rows, below=limit)
+            if not estimates or estimates[0][1].peak > finder.room or estimates[0][1].seconds > limit:
+                break  # even fewer are even slower
+            exact |= finder.refine(estimates)
         return exact
 
     def _candidate(self, c: Choice, p: Priced, target: Target) -> Candidate:
@@ -128,7 +126,7 @@ class Planner:
         return Candidate(**vars(p), spec=one, target=target)
 
     def _batch(self, devices: int, batch: int | None) -> tuple[int, str]:
-        """Rows of the global batch, and a note on their source."""
+        """Return the rows of the global batch, and a note on where the number comes from."""
         rows, finder = self.facts.rows, self.finder
 
         def spreads(rows: int, *, longer: bool = False) -> bool:
@@ -156,24 +154,25 @@ class Planner:
         )
 
     def given(self, specs: Sequence[Spec], batch: int | None) -> Plan:
-        """The prices of these specs, for the same global batch."""
+        """Price these specs for the same global batch."""
         rows = batch or self.facts.rows
         note = f"global batch of {rows} rows" + (
             "" if batch else ": what batch() gives (change it with --global-batch)"
         )
-        found = []
+        candidates = []
         for one in specs:
             self.on("the given spec", 0, 0)
             target = self.target(one.mesh.world, rows, note, one)
-            found.append(Candidate(**vars(price(self.library, one, rows)), spec=one, target=target))
-        found.sort(key=_order)
-        return Plan(found[0].target, tuple(found), len(found))
+            candidates.append(Candidate(**vars(price(self.library, one, rows)), spec=one, target=target))
+        candidates.sort(key=_order)
+        return Plan(candidates[0].target, tuple(candidates), len(candidates))
 
     # --- how much, how few
 
     def largest(self, plan: Plan, kind: str, *, given: bool = False) -> Plan:
-        """Answers how many rows (kind: "batch"), how many layers ("model"), or how long a sequence, the best candidate
-        can take. A sequence also with the meshes that take the longest, unless the candidate's spec was given.
+        """Add the largest batch, model or sequence that the best candidate can take to the answers.
+
+        kind: "batch" (rows), "model" (layers) or "sequence" (tokens); without `given`, also on meshes for long rows.
         """
         best = _first(plan)
         one, rows = best.spec, best.batch
@@ -194,7 +193,7 @@ class Planner:
     def _most(
         self, one: Spec, unit: int, start: int, words: str, needs: Callable[[int], float], first: int = 0
     ) -> dict[str, Any]:
-        """The largest multiple of a unit, beyond the first so many, that fits."""
+        """Find the largest first + n * unit that fits; needs: returns the bytes for it."""
 
         def of(n: int) -> float:
             self.on(words.format(first + n * unit), 0, 0)
@@ -214,24 +213,22 @@ class Planner:
         }
 
     def _for_long_rows(self, best: Candidate, devices: int) -> list[Spec]:
-        """Specs for so many devices that take the longest rows: one row at a time, its tokens over all ranks
-        that do not split weights, every layer recomputed, all state sharded.
-        """
-        rows, found = best.batch, []
+        """Return specs for the longest rows: one row at a time, cut over all ranks, all recomputed, ZeRO 3."""
+        rows, specs = best.batch, []
         ep = dict(best.spec.mesh.axes).get("ep", 1)
         keep: Keep = "full" if self.facts.regions else "none"
-        each = rows if self.library.microbatches > 1 else 1
+        microbatches = rows if self.library.microbatches > 1 else 1
         for split in self.finder.splits(devices):
             cp = devices // (split.tp * ep)
             if cp == 1 or split.ep != ep or devices % (split.tp * ep) or not (block := self.finder.block(split)):
                 continue
             core = block.core._replace(cp=cp, checkpoint=keep)
-            choice = Choice(**core._asdict(), zero=3, rows=rows // each, microbatches=each)
-            found.append(Spec.load(spec(choice, self.facts)))
-        return sorted(found, key=lambda s: -s.sequence_ranks)
+            choice = Choice(**core._asdict(), zero=3, rows=rows // microbatches, microbatches=microbatches)
+            specs.append(Spec.load(spec(choice, self.facts)))
+        return sorted(specs, key=lambda s: -s.sequence_ranks)
 
     def _longest(self, one: Spec, rows: int, above: int = 0) -> dict[str, Any]:
-        """How long rows may be for a spec. above: an answer is of no use unless it is longer."""
+        """Find the longest rows that a spec can take; an answer that is not longer than `above` is 0."""
         if self.facts.sequence is None:
             fault = "the inputs have no sequence dim in common"
             raise ShardcError(fault, where="--largest sequence", fix="use --largest batch")
@@ -250,7 +247,7 @@ class Planner:
         return self._most(one, unit, start, "a sequence of {} tokens", needs)
 
     def _deepest(self, one: Spec, rows: int) -> dict[str, Any]:
-        """How many layers a spec takes: a pipeline has as many stages as before, with other numbers of layers."""
+        """Find how many layers a spec can take. A pipeline keeps its number of stages."""
         layers = self.facts.layers
         if layers is None or not self.runs.treats_layers_alike(one):
             fault = "the model has no long list of equal layers, or the spec tells them apart"
@@ -266,9 +263,7 @@ class Planner:
         return self._most(spec, layers.period, layers.number, "{} layers", needs, layers.first)
 
     def fewest(self, plan: Plan) -> Plan:
-        """Answers on how few devices anything fits, for the same global batch: by halving the number while something
-        does.
-        """
+        """Add the fewest devices for the same global batch: double until something fits, then halve."""
         n, batch = plan.target.devices, plan.target.batch
         while (fits := self._smallest(n, batch)) is None and n < 1 << 20:
             n *= 2
@@ -281,23 +276,23 @@ class Planner:
         return replace(plan, answers={**plan.answers, "fewest devices": answer})
 
     def _smallest(self, devices: int, batch: int) -> Candidate | None:
-        """A candidate that fits on so many devices, if there is one: tried in the order of estimated memory."""
+        """Return a candidate that fits, or None. Tries the three choices with the least estimated memory."""
         self.on(f"{devices} devices", 0, 0)
         finder, target = self.finder, self.target(devices, batch, "")
         estimates = sorted(finder.ranked(devices, batch), key=lambda x: x[1].peak)[:3]
-        some = (self._candidate(c, finder.exact(c), target) for c, p in estimates if p.peak <= FAR * finder.room)
-        return next((one for one in some if one.fits), None)
+        candidates = (self._candidate(c, finder.exact(c), target) for c, p in estimates if p.peak <= FAR * finder.room)
+        return next((one for one in candidates if one.fits), None)
 
     # --- why, how long
 
     def what_if(self, plan: Plan) -> Plan:
-        """Answers what would make the best candidate faster."""
+        """Add what would make the best candidate faster."""
         best = _first(plan)
         self.on("what would help", 0, 0)
         return replace(plan, what_if=tuple(what_if(self.library, best.spec, best.batch)))
 
     def duration(self, plan: Plan, tokens: float) -> Plan:
-        """Answers how long the best candidate takes for so many tokens."""
+        """Add how long the best candidate takes for so many tokens."""
         best = _first(plan)
         if best.tokens_per_second is None:
             fault = "the rows of this model are not sequences of tokens"
@@ -308,12 +303,12 @@ class Planner:
 
 
 def _first(plan: Plan) -> Candidate:
-    """The best candidate, whether it fits or not."""
+    """Return the best candidate, whether it fits or not. Raises ShardcError if there is none."""
     if not plan.candidates:
         raise plan.lacking()
     return plan.candidates[0]
 
 
 def _order(c: Candidate) -> tuple[bool, float]:
-    """The best first: the fastest of what fits."""
+    """Return the sort key: candidates that fit, by time, before the others, by needed memory."""
     return not c.fits, c.step_seconds if c.fits else c.needs

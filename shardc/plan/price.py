@@ -1,8 +1,7 @@
-"""The price of a spec, from dry runs of its own: a schedule assembled from stages of a few layers, or the whole program
-where it is small.
+"""Price a spec by dry runs: of its whole program, or of few layers to assemble a schedule from.
 
-`Priced` is step time, what it is spent on, peak memory by kind, and what a device has to have for it, on the spec's own
-mesh, with ZeRO's buckets and overlap as in the engine.
+`Priced` holds the step time and its causes, the peak memory by kind, and the bytes that a device needs. The price is
+for the spec's own mesh, with ZeRO's buckets and overlap as in the engine.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Costs, Schedule
 from shardc.spec import Spec
 
-#: Of causes of time: waiting for other stages.
+#: The cause of time in WHAT that is waiting for other stages.
 _STAGES = WHAT.index("pp")
 #: Parts of a step outside of microbatches.
 ENDS = ("before", "REDUCE", "STEP", "after", "update")
@@ -50,12 +49,12 @@ ENDS = ("before", "REDUCE", "STEP", "after", "update")
 
 @dataclass(frozen=True)
 class Priced:
-    """One training step. batch: rows of the global batch.
+    """The price of one training step. batch: rows of the global batch.
 
-    memory: bytes at the peak, by kind, of the rank that has the highest; reserved: bytes that torch's allocator takes
-    for these tensors, of the rank that has most; outside: bytes of a device that are no tensor's and not the
-    allocator's (as of shardc.cost.step.Cost). spent: seconds of the busiest rank, by cause (stage.WHAT), and "bubble";
-    flops: that it computes. counts: layers of each stage of a pipeline.
+    memory: bytes at the peak by kind, of the rank with the highest. reserved: bytes that torch's allocator reserves
+    for these tensors, of the rank with the most. outside: bytes of a device that belong neither to tensors nor to the
+    allocator (see shardc.cost.step.Cost). spent: seconds of the busiest rank, by cause (stage.WHAT) and "bubble".
+    flops: of that rank. counts: layers of each stage of a pipeline.
     """
 
     batch: int
@@ -69,50 +68,48 @@ class Priced:
 
     @property
     def peak(self) -> float:
-        """Live bytes."""
+        """Live bytes at the peak."""
         return sum(self.memory.values())
 
     @property
     def needs(self) -> float:
-        """Bytes that a device has to have: reserved and outside."""
+        """Bytes that a device needs: reserved and outside."""
         return self.reserved + self.outside
 
     @property
     def limit(self) -> str:
-        """What most of a step's time goes to: compute, memory, launch, bubble, or the axis whose collectives are waited
-        for.
-        """
+        """The largest cause of step time: compute, memory, launch, bubble, or the axis of collectives."""
         return max(self.spent, key=self.spent.__getitem__)
 
 
 def price(library: Library, spec: Spec, batch: int) -> Priced:
-    """The price of a spec for a global batch of so many rows. Raises ShardcError if compile does."""
-    each, p, layers = spec.batch.microbatches, spec.pipeline, library.layers
-    if batch % (each * spec.data_ranks):
+    """Return the price of a spec for a global batch of so many rows. Raises ShardcError if compile does."""
+    microbatches, p, layers = spec.batch.microbatches, spec.pipeline, library.layers
+    if batch % (microbatches * spec.data_ranks):
         return _whole(library, spec, batch)  # compile raises the error
-    pairs = spec.execution.overlap != "none"  # of actions, which cost what their text takes
+    pairs = spec.execution.overlap != "none"  # pairs of actions are priced from their own graphs
     if pairs or not library.runs.treats_layers_alike(spec):
         return _whole(library, spec, batch)
-    some = min(each, 3)  # the first, one like all between, the last
-    less = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}
-    less["batch"] = {**less.get("batch", {}), "microbatches": some}
-    rows, of = batch // each * some, roles(spec)
-    summing = math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))  # ranks, of gradients
+    sampled = min(microbatches, 3)  # the first, one for all between, the last
+    reduced = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}
+    reduced["batch"] = {**reduced.get("batch", {}), "microbatches": sampled}
+    rows, role = batch // microbatches * sampled, roles(spec)
+    summing = math.prod(n for axis, n in spec.mesh.axes if role[axis] in ("dp", "cp", "ep"))  # ranks
     bucket = spec.data.bucket_bytes(summing) if summing > 1 else 0.0
     if p is None or spec.mesh.size(p.axis) == 1:
-        less.pop("pipeline", None)
-        stage, only = library.alone(less, rows, bucket)
-        return _composed(library, spec, batch, [stage], [only], schedules.alone(each), ())
+        reduced.pop("pipeline", None)
+        stage, only = library.alone(reduced, rows, bucket)
+        return _composed(library, spec, batch, [stage], [only], schedules.alone(microbatches), ())
     maker = schedules.SCHEDULES.get(p.schedule)
     if layers is None or maker is None or maker.pairs or p.cut is not None:
         return _whole(library, spec, batch)
-    stages = library.pipelined(less, rows, p.axis)
+    stages = library.pipelined(reduced, rows, p.axis)
     count = p.stages or schedules.default_stages(p.schedule, spec.mesh.size(p.axis))
     counts = p.balance or balanced(beside_layers(stages), count, layers.number, stages.before)
     middle, two = stages.ranks["one"].weights.trained, stages.ranks["two"].weights.trained
     if library.number is None and several(two - middle, bucket):
         return _whole(library, spec, batch, counts)
-    schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=each)
+    schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=microbatches)
     costs = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
     first, one, last = (stages.ranks[name].run for name in ("first", "one", "last"))
     few = [first, *[one] * (len(counts) - 2), last]
@@ -120,8 +117,9 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
 
 
 def balanced(beside: tuple[float, float], count: int, layers: int, before: int) -> tuple[int, ...]:
-    """Layers for each of `count` stages, such that the slowest is as fast as possible. beside: what the first and the
-    last take for what is no layer, in the time of a layer; before: layers that the first has in any case.
+    """Divide layers over `count` stages, so that the slowest stage is as fast as possible.
+
+    beside: time of the first and last stage outside layers, in layers. before: layers that the first stage always has.
     """
     first, last = beside
     busy = [1.0] * count
@@ -132,22 +130,24 @@ def balanced(beside: tuple[float, float], count: int, layers: int, before: int) 
 
 
 def beside_layers(stages: Stages) -> tuple[float, float]:
-    """How long the first stage and the last one take for what is no layer of the pattern, in the time of a layer: at
-    least what it computes, as two may wait less for gathers than one does, which has nothing to hide them.
+    """Return the time of the first and the last stage outside layers, in units of a layer's time.
+
+    A layer takes at least its computation: two may wait less for gathers than one, which cannot hide them.
     """
 
     def seconds(s: Stage, causes: slice = CAUSES) -> float:
         return float(sum(typical(s, kind)[causes].sum() for kind in computing(s)))
 
-    here = slice(CAUSES.start, CAUSES.start + 3)
+    work = slice(CAUSES.start, CAUSES.start + 3)
     one, two = stages.one, stages.two
-    more = max(seconds(two) - seconds(one), seconds(two, here) - seconds(one, here), 1e-12) / stages.period
-    return (seconds(stages.first) - seconds(one)) / more, (seconds(stages.last) - seconds(one)) / more
+    layer = max(seconds(two) - seconds(one), seconds(two, work) - seconds(one, work), 1e-12) / stages.period
+    return (seconds(stages.first) - seconds(one)) / layer, (seconds(stages.last) - seconds(one)) / layer
 
 
 def spread(busy: Sequence[float], layers: int) -> list[int]:
-    """How many more layers each gets that is busy for so long, in the time of a layer, such that the slowest is as fast
-    as possible. Of equal ones the last gets the next, as later stages keep fewer microbatches.
+    """Return how many more layers each stage gets, so that the slowest stage is as fast as possible.
+
+    busy: its time so far, in layers. Of equal stages the last comes first, as later stages keep fewer microbatches.
 
     >>> spread([1.5, 1.0, 1.0], 3)
     [0, 1, 2]
@@ -171,13 +171,15 @@ def _composed(
     schedule: Schedule,
     counts: tuple[int, ...],
 ) -> Priced:
-    """A step, assembled from the parts of its stages. few: the dry runs that stand for theirs, with few layers."""
-    own = [{s: stages[s] for s in schedule.stages_of(rank)} for rank in range(schedule.ranks)]
-    peaks = [_memory(mine, schedule, rank) for rank, mine in enumerate(own)]
-    ends = [_once_a_step([np.sum([part_of(s, k, "")[CAUSES] for k in ENDS], 0) for s in mine.values()]) for mine in own]
+    """Assemble the price of a step from its stages. few: their dry runs with few layers."""
+    by_rank = [{s: stages[s] for s in schedule.stages_of(rank)} for rank in range(schedule.ranks)]
+    peaks = [_memory(mine, schedule, rank) for rank, mine in enumerate(by_rank)]
+    ends = [
+        _once_a_step([np.sum([part_of(s, k, "")[CAUSES] for k in ENDS], 0) for s in mine.values()]) for mine in by_rank
+    ]
     fullest = max(range(len(peaks)), key=lambda r: peaks[r].sum())
-    each = [np.sum([_all(s, schedule.microbatches) for s in mine.values()], 0) for mine in own]
-    whole = [v[CAUSES] + end for v, end in zip(each, ends, strict=True)]
+    busy = [np.sum([_all(s, schedule.microbatches) for s in mine.values()], 0) for mine in by_rank]
+    whole = [v[CAUSES] + end for v, end in zip(busy, ends, strict=True)]
     slow = max(range(schedule.ranks), key=lambda r: float(whole[r].sum()))
     if schedule.ranks == 1:
         step = float(whole[0].sum())
@@ -195,30 +197,28 @@ def _composed(
     by = dict(zip(BYTES, map(float, peaks[fullest]), strict=True))
     by["temporaries"] += by.pop("still")
     kinds = {k: n for k, n in by.items() if n > 0}
-    beside = library.device.outside_bytes(max(len(_communicators(run)) for run in few))
-    taken = reserved(library, few, max(float(v.sum()) for v in peaks), library.device.memory - beside)
-    return Priced(batch, step, kinds, spent, taken, beside, counts, float(each[slow][FLOPS]))
+    outside = library.device.outside_bytes(max(len(_communicators(run)) for run in few))
+    taken = reserved(library, few, max(float(v.sum()) for v in peaks), library.device.memory - outside)
+    return Priced(batch, step, kinds, spent, taken, outside, counts, float(busy[slow][FLOPS]))
 
 
 def _once_a_step(ends: Sequence[Vector]) -> Vector:
-    """Seconds by cause of what a rank does once a step; ends: of each of its stages. For other stages it waits once,
-    however many stages it has: they hand on one loss.
-    """
+    """Sum the once-a-step seconds of a rank's stages by cause; the rank waits for other stages only once."""
     spent: Vector = np.sum(ends, 0)
     spent[_STAGES] = max(float(e[_STAGES]) for e in ends)
     return spent
 
 
 def _all(s: Stage, microbatches: int) -> Vector:
-    """All microbatches on a stage: the first and the last one, and those between."""
-    some = {"first": 1, "middle": max(microbatches - 2, 0), "last": int(microbatches > 1)}
-    return np.sum([n * part_of(s, kind, which) for kind in computing(s) for which, n in some.items()], 0)  # type: ignore[no-any-return]
+    """Sum the costs of all microbatches on a stage: the first, those between, and the last."""
+    counts = {"first": 1, "middle": max(microbatches - 2, 0), "last": int(microbatches > 1)}
+    return np.sum([n * part_of(s, kind, which) for kind in computing(s) for which, n in counts.items()], 0)  # type: ignore[no-any-return]
 
 
 def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float], schedule: Schedule) -> Costs:
-    """Of a schedule's actions: of microbatches between the first and the last, of these two, and when ranks begin.
-    What was begun with the last update is under way on all ranks: a rank's first stage waits for it, and others find it
-    there.
+    """Return the costs of a schedule's actions (middle, first, last microbatch), and when ranks begin.
+
+    All ranks run what the last update began. A rank's first stage waits for it; its other stages find it done.
     """
 
     def seconds(s: Stage, kind: str, which: str) -> float:
@@ -242,37 +242,36 @@ def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float], sc
 
 
 def _memory(mine: Mapping[int, Stage], schedule: Schedule, rank: int) -> Vector:
-    """Bytes by kind at the highest moment of a rank's step. What a part leaves may be above its highest moment, which
-    was another one in fewer layers.
+    """Return bytes by kind at the highest moment of a rank's step.
+
+    A part may leave more than its own peak: with fewer layers, the peak was at another moment.
     """
     last = schedule.microbatches - 1
-    each = [s["before", ""] for s in mine.values()]
+    in_order = [s["before", ""] for s in mine.values()]
     for a in schedules.computed(schedule.actions[rank]):
         if a.stage >= 0:
             m = a.microbatch
             which = "" if m < 0 else "first" if m == 0 else "last" if m == last else "middle"
-            each.append(part_of(mine[a.stage], a.kind, which))
-    each += [s[kind, ""] for kind in ("after", "update") for s in mine.values()]
+            in_order.append(part_of(mine[a.stage], a.kind, which))
+    in_order += [s[kind, ""] for kind in ("after", "update") for s in mine.values()]
     live: Vector = np.sum([s["resident", ""][NET] for s in mine.values()], 0)
     best = live
-    for part in each:
+    for part in in_order:
         best = max(best, live + part[HIGH], live + part[NET], key=np.sum)
         live = live + part[NET]
     return np.maximum(best, 0)
 
 
 def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = ()) -> Priced:
-    """A spec whose program is compiled as it is, with a dry run of each of its ranks. counts: of layers of its stages,
-    which it leaves open.
-    """
+    """Compile a spec's whole program and price it by a dry run of each rank. counts: layers of stages."""
     if counts:
         p = {k: v for k, v in spec.to_dict()["pipeline"].items() if k not in ("stages", "cut")}
         spec = Spec.load({**spec.to_dict(), "mesh": dict(spec.mesh.axes), "pipeline": {**p, "balance": counts}})
-    program, each = library.runs.whole(spec, batch, library.sequence)
+    program, runs = library.runs.whole(spec, batch, library.sequence)
     schedule = schedules.of(program)
-    cost = assemble(program, schedule, each, library.device)
+    cost = assemble(program, schedule, runs, library.device)
     spent: list[dict[str, float]] = []
-    for r in each:
+    for r in runs:
         clock = Meter(library.device, program.mesh, r.rank, roles=roles(spec))
         for _, part in parts(r, schedule.actions[r.at]):
             clock.run(part)
@@ -293,14 +292,15 @@ def _communicators(run: DryRun) -> set[str]:
 
 
 def reserved(library: Library, few: Sequence[DryRun], live: float, room: float) -> float:
-    """Bytes that torch's allocator takes for so many live ones: what it takes beside those of few layers, with as much
-    room as all others leave. room: bytes that there are for tensors.
+    """Return the bytes that torch's allocator reserves for so many live bytes.
+
+    Adds the overhead of runs with few layers, in the room that the other layers leave. room: bytes for tensors.
     """
     if library.device.kind == "cpu" or live > room:
         return live
-    beside = [0.0]
+    overhead = [0.0]
     for run in {id(run): run for run in few}.values():
         actions = tuple(a for a, _ in run.actions)
         high = float(memory(run, actions).peak)
-        beside.append(allocated(run, actions, max(room - max(live - high, 0.0), high)) - high)
-    return live + max(beside)
+        overhead.append(allocated(run, actions, max(room - max(live - high, 0.0), high)) - high)
+    return live + max(overhead)

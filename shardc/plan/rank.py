@@ -1,10 +1,10 @@
-"""Tier one: a first price of every choice of a split, by arithmetic on the dry run of one block.
+"""Estimate the price of every choice of a split (tier one), by arithmetic on the dry run of one block.
 
-    memory   state at this ZeRO and data axis + microbatches that the schedule keeps × bytes of each + the highest
+    memory   state with this ZeRO and data axis + microbatches that the schedule keeps × bytes of each + the highest
              moment of a microbatch
-    time     microbatches × the slowest rank + the schedule's bubble + sums and gathers that nothing hides
+    time     microbatches × the slowest rank + the schedule's bubble + collectives that nothing hides
 
-These prices only decide what is priced by dry runs of its own (shardc.plan.price): users see those.
+The estimates only decide what is priced by its own dry runs (shardc.plan.price). Users see those prices.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from shardc.plan.stage import BYTES, CAUSES, HIGH, NET, SENT, WHAT, Stage, Vecto
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec.data_section import Data
 
-#: Microbatches of so many rows are priced from a run of one row; what is between lies on a line.
+#: Rows of the microbatches that are priced, from a run of one row; other numbers are interpolated linearly.
 ROWS = (1, 4, 16, 64)
 KIND = {k: i for i, k in enumerate(BYTES)}
 #: Kinds of bytes that grow with the rows of a microbatch, and are split with them.
 GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in BYTES])
-#: Of a rank, in one vector: seconds of a microbatch forward and backward and of what it does once a step, by rows; then
-#: seconds of casting weights once, bytes that forward keeps, bytes at the highest moment above these that grow with
-#: rows and others, state, bytes to the next rank, and of Weights.
+#: Columns of a rank's vector: seconds of forward, of backward, and of once-a-step work, each for ROWS; seconds of one
+#: cast of the weights; bytes that forward keeps; bytes of the peak above these, growing with rows or not (STILL);
+#: bytes of state; bytes sent to the next rank; the bytes and buckets of Weights.
 F, B, ONCE = (slice(i * len(ROWS), (i + 1) * len(ROWS)) for i in range(3))
 (CASTING, KEPT, HEIGHT, STILL, PARAMETERS, OPTIMIZER, GRADIENTS, STATE, SEND, CASTS, EXPERTS, BUCKETS) = range(
     ONCE.stop, ONCE.stop + 12
 )
 _SUMMED = np.array([w not in ("dp", "ep") for w in WHAT])
 _DATA = Data()
-#: Of collectives that are hidden, the share that is seen in any case: of the first gather, the last sum.
+#: The share of hidden collectives that is always exposed: the first gather, the last sum.
 _SEEN = 0.05
 
 
 class Rough(NamedTuple):
-    """A first price: seconds of a step, live bytes at its peak."""
+    """An estimate: seconds of a step, live bytes at its peak."""
 
     seconds: float
     peak: float
@@ -55,9 +55,10 @@ class Rough(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """What the stages of a split take, a vector each: the first with one unit of layers, one in the middle, one more
-    unit, the last; before, period: layers. beside: what the first and the last take for what is no layer, in the time
-    of a layer. whole: the model has no layers that repeat, and is divided evenly.
+    """Vectors of a split's stages: the first with one unit, a middle one, one more unit, the last.
+
+    beside: time of the first and last stage outside layers, in layers. before: layers before the pattern of `period`.
+    whole: the model has no repeated layers, and is divided evenly.
     """
 
     core: Core
@@ -72,7 +73,7 @@ class Block:
 
     @staticmethod
     def of(core: Core, each: Sequence[Stages], device: Device) -> Block:
-        """each: the stages with each number of ROWS."""
+        """Build a block from its stages with each number of ROWS."""
         s = each[0]
         if s.whole is not None:
             whole = _vector([x.whole or {} for x in each], s.ranks["whole"].weights, device)
@@ -84,10 +85,10 @@ class Block:
         return Block(core, first, one, two - one, last, beside_layers(s), s.before, s.period)
 
     def between(self, full: Block, keep: Keep, share: float) -> Block:
-        """With so large a share of what is kept: between nothing and everything recomputed."""
+        """Return the block with a share of the saved bytes, between nothing (`full`) and everything saved."""
         names = "first", "one", "unit", "last"
-        each = {name: share * getattr(self, name) + (1 - share) * getattr(full, name) for name in names}
-        return replace(full, core=full.core._replace(checkpoint=keep), **each)
+        vectors = {name: share * getattr(self, name) + (1 - share) * getattr(full, name) for name in names}
+        return replace(full, core=full.core._replace(checkpoint=keep), **vectors)
 
 
 def _vector(each: Sequence[Stage], weights: Weights, device: Device) -> Vector:
@@ -98,7 +99,7 @@ def _vector(each: Sequence[Stage], weights: Weights, device: Device) -> Vector:
     height = max(part_of(s, "F", "last")[HIGH] - kept, part_of(s, later[0], "last")[HIGH], key=np.sum)
     p, o, g = (float(resident[KIND[k]]) for k in ("parameters", "optimizer", "gradients"))
     cast = Op(0, round(3 * weights.casts / max(weights.copies, 1)), "float32", name="_to_copy")
-    casting = weights.copies * device.op_seconds(cast)  # each reads three bytes for one of the copy's, and writes it
+    casting = weights.copies * device.op_seconds(cast)  # moves three times the bytes of the copies
     of_rows = kept[GROW].sum(), height[GROW].sum(), height[KIND["still"]]
     state = p, o, g or weights.trained, resident.sum() - p - o - g
     sent = part_of(s, "SEND_F", "last")[SENT], weights.casts, weights.experts, weights.buckets
@@ -106,9 +107,7 @@ def _vector(each: Sequence[Stage], weights: Weights, device: Device) -> Vector:
 
 
 def _once(s: Stage) -> float:
-    """Seconds of what a stage does once a step, and of what the first microbatch and the last one take more than
-    others, such as casts of weights.
-    """
+    """Return seconds of once-a-step work, and the extra of the first and last microbatch, such as casts."""
     seconds = np.sum([part_of(s, k, "")[CAUSES] for k in ("before", "after", "update")], 0)
     for kind in computing(s):
         odd = part_of(s, kind, "first") + part_of(s, kind, "last") - 2 * typical(s, kind)
@@ -118,9 +117,10 @@ def _once(s: Stage) -> float:
 
 @dataclass
 class Table:
-    """Choices of one split as columns, so that all are priced at once. groups: of choices whose ranks have the same
-    layers, (stages of the pipeline, of a rank, whether the first rank has the last stage too). known: what collectives
-    take, see _line.
+    """The choices of one split as columns, so that all are priced at once.
+
+    groups: (ranks of the pipeline, stages of a rank, whether the first rank has the last stage, too), without repeats.
+    known: times of collectives, see _line.
     """
 
     choices: Sequence[Choice]
@@ -129,35 +129,35 @@ class Table:
     groups: list[tuple[int, int, bool]] = field(init=False)
 
     def __post_init__(self) -> None:
-        some = self.choices
+        choices = self.choices
         numbers = [
             (c.pp, c.per_rank, c.rows, c.microbatches, c.zero, c.sharded, c.dp, _DATA.bucket_bytes(c.dp * c.cp * c.ep))
-            for c in some
+            for c in choices
         ]
         columns = np.array(numbers, float).T[:, :, None]
         self.pp, self.per_rank, self.rows, self.m, self.zero, self.sharded, dp, self.bucket = columns
-        flags = [(c.over_experts, bool(c.offload), c.offload == "all") for c in some]
+        flags = [(c.over_experts, bool(c.offload), c.offload == "all") for c in choices]
         self.over, self.host, self.all = np.array(flags, bool).T[:, :, None]
         self.experts_sharded = np.where(self.over, dp, self.sharded)
-        self.of_rows = np.array([_parts_of_rows(c.rows) for c in some])[:, None, :]
-        timed = [_schedule(c.schedule, c.pp, c.per_rank, c.microbatches) for c in some]
+        self.of_rows = np.array([_parts_of_rows(c.rows) for c in choices])[:, None, :]
+        timed = [_schedule(c.schedule, c.pp, c.per_rank, c.microbatches) for c in choices]
         self.idle, first, last = np.array(timed, float).T[:, :, None]
         self.alive = np.concatenate([first, (first + last) / 2, last], 1)
-        keys = [(c.pp, c.per_rank, SCHEDULES[c.schedule].folds) for c in some]
+        keys = [(c.pp, c.per_rank, SCHEDULES[c.schedule].folds) for c in choices]
         self.groups = list(dict.fromkeys(keys))
         self.group = np.array(list(map({key: i for i, key in enumerate(self.groups)}.__getitem__, keys)), np.intp)
-        lines = {_placed(c): c for c in some}
-        each = {key: _lines(c, self.device, self.known) for key, c in lines.items()}
-        self.lines = np.array([each[_placed(c)] for c in some])
+        lines = {_placed(c): c for c in choices}
+        times = {key: _lines(c, self.device, self.known) for key, c in lines.items()}
+        self.lines = np.array([times[_placed(c)] for c in choices])
 
     def taken(self, which: int, nbytes: Vector, times: Vector) -> Vector:
-        """Seconds of so many collectives of a kind of COLLECTIVES with so many bytes together. [choices, ranks]"""
+        """Return seconds of `times` COLLECTIVES[which] with `nbytes` in total; shape [choices, ranks]."""
         line = self.lines[:, which, :, None]
         return line[:, 0] * times + line[:, 1] * nbytes
 
 
 def _parts_of_rows(rows: int) -> list[float]:
-    """How much of what a microbatch with each number of ROWS takes one of so many rows does.
+    """Return how to interpolate a microbatch of so many rows: the factor for each number of ROWS.
 
     >>> _parts_of_rows(7)
     [0.0, 0.75, 0.25, 0.0]
@@ -171,9 +171,7 @@ def _parts_of_rows(rows: int) -> list[float]:
 
 @functools.cache
 def _schedule(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[float, float, float]:
-    """(How long a rank waits for others, in the time of a microbatch; of how many microbatches the first rank keeps
-    activations at once, and the last.)
-    """
+    """Return (idle time of a rank in microbatches, microbatches that the first rank keeps, the last rank)."""
     maker = SCHEDULES[name]
     if ranks == 1:
         return 0.0, 1.0, 1.0
@@ -184,8 +182,8 @@ def _schedule(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[
     return idle / 3, first, last
 
 
-#: What data axes and neighbours in a pipeline exchange: gathers, and scatters, of what is sharded, and of experts that
-#: are sharded elsewhere; sums of what is left of what is not experts', and of what is; and what goes to the next stage.
+#: Collectives of data axes and pipeline neighbours: gathers and scatters of sharded weights, and of experts that are
+#: sharded over another axis; sums of the remaining gradients, not of experts and of experts; sends to the next stage.
 COLLECTIVES = SHARED, OF_EXPERTS, SUM, SUM_OF_EXPERTS, TO_NEXT = range(5)
 
 
@@ -194,10 +192,10 @@ def _placed(c: Choice) -> tuple[object, ...]:
 
 
 def _lines(c: Choice, device: Device, known: dict[object, tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of each of COLLECTIVES, seconds of none and of each byte; zeros for those that a choice does not need."""
+    """Return (seconds of an empty one, seconds a byte) of each of COLLECTIVES; zeros if a choice has none."""
     outer = ("dp_outer",) if c.outer > 1 else () if c.zero and not c.over_experts else ("dp",)
     ep = () if c.over_experts else ("ep",)
-    each = (
+    needed = (
         ("all_gather", (c.sharding,) if c.zero else ()),
         ("all_gather", ("dp",) if c.over_experts else ()),
         ("all_reduce", (*outer, *ep)),
@@ -206,7 +204,7 @@ def _lines(c: Choice, device: Device, known: dict[object, tuple[float, float]]) 
     )
     mesh = Mesh(tuple(c.mesh.items()))
     sizes = dict(mesh.axes)
-    return [_line(device, kind, mesh, tuple(a for a in over if sizes.get(a, 1) > 1), known) for kind, over in each]
+    return [_line(device, kind, mesh, tuple(a for a in over if sizes.get(a, 1) > 1), known) for kind, over in needed]
 
 
 def _line(
@@ -215,7 +213,7 @@ def _line(
     if not axes:
         return 0.0, 0.0
     first = min(mesh.names.index(a) for a in axes)
-    inner = mesh.axes[first + 1 :] if axes == ("pp",) else mesh.axes[first:]  # what lies outside decides nothing
+    inner = mesh.axes[first + 1 :] if axes == ("pp",) else mesh.axes[first:]  # axes outside make no difference
     if (key := (kind, axes, inner)) not in known:
         ranks = Mesh((("pp", 2), *inner)).group(0, axes) if axes == ("pp",) else Mesh(inner).group(0, axes)
         none = collective_seconds(device, kind, 0, ranks)
@@ -227,17 +225,18 @@ def _line(
 
 
 def priced(t: Table, block: Block, library: Library) -> tuple[Vector, Vector]:
-    """(seconds, live bytes at the peak) of all choices of a table."""
+    """Return (seconds, live bytes at the peak) of all choices of a table."""
     layers = library.layers
-    each = [_ranks(block, *key, layers.number if layers else 1) for key in t.groups]
-    ranks, uneven = np.array([r for r, _ in each])[t.group], np.array([u for _, u in each])[t.group, None]
+    pairs = [_ranks(block, *key, layers.number if layers else 1) for key in t.groups]
+    ranks, uneven = np.array([r for r, _ in pairs])[t.group], np.array([u for _, u in pairs])[t.group, None]
     kept = casts_kept(block.core.checkpoint)
     return _step(t, ranks, uneven, kept, library.device), _peaks(t, ranks, kept)
 
 
 def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> tuple[list[Vector], float]:
-    """The first rank, the fullest of those in the middle, and the last; and how many times the mean the longest stage
-    takes: others of its rank are shorter, and a pipeline fills and drains by the longest.
+    """Return the first, the fullest middle and the last rank; and the longest stage, relative to the mean.
+
+    A pipeline fills and drains at the pace of its longest stage; other stages of the rank are shorter.
     """
     if block.whole:
         return [block.one / pp] * 3, 1.0
@@ -247,26 +246,26 @@ def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> tu
     count = pp * per_rank
     counts = balanced(block.beside, count, layers, block.before)
     units_of = [(n - (block.before if i == 0 else 0)) / block.period for i, n in enumerate(counts)]
-    own = [[r, count - 1 - r] if folds else list(range(r, count, pp)) for r in range(pp)]
-    middle = max(own[1:-1], key=lambda mine: sum(units_of[i] for i in mine), default=own[-1])
+    stages = [[r, count - 1 - r] if folds else list(range(r, count, pp)) for r in range(pp)]
+    middle = max(stages[1:-1], key=lambda mine: sum(units_of[i] for i in mine), default=stages[-1])
 
     def rank(mine: Sequence[int]) -> Vector:
-        each = [
+        vectors = [
             (block.first if i == 0 else block.last if i == count - 1 else block.one) + (units_of[i] - 1) * block.unit
             for i in mine
         ]
-        total: Vector = np.sum(each, 0)
-        total[[HEIGHT, STILL]] = max((v[[HEIGHT, STILL]] for v in each), key=np.sum)
-        total[SEND] = each[-1][SEND]
+        total: Vector = np.sum(vectors, 0)
+        total[[HEIGHT, STILL]] = max((v[[HEIGHT, STILL]] for v in vectors), key=np.sum)
+        total[SEND] = vectors[-1][SEND]
         return total
 
-    return [rank(own[0]), rank(middle), rank(own[-1])], max(counts[1:]) * count / layers
+    return [rank(stages[0]), rank(middle), rank(stages[-1])], max(counts[1:]) * count / layers
 
 
 def _weights(t: Table, ranks: Vector) -> tuple[Vector, Vector, Vector]:
-    """(bytes of parameters as products take them, the share of experts, the number of buckets). [choices, ranks]"""
+    """Return (bytes of weights in the compute dtype, experts' share, number of buckets). [choices, ranks]"""
     p, casts = ranks[..., PARAMETERS], ranks[..., CASTS]
-    whole = np.where(casts > 0, np.minimum(np.maximum(p - casts, 0), p), p)  # what has no copy is used as it is stored
+    whole = np.where(casts > 0, np.minimum(np.maximum(p - casts, 0), p), p)  # weights without a copy are used as stored
     smallest = np.minimum(ranks[..., BUCKETS], ranks[..., GRADIENTS] / t.bucket)
     buckets = np.maximum(np.ceil(smallest / t.per_rank), 1) * t.per_rank
     return whole, np.minimum(ranks[..., EXPERTS] / np.maximum(p, 1.0), 1.0), buckets
@@ -288,9 +287,9 @@ def _peaks(t: Table, ranks: Vector, casts_kept: float) -> Vector:
 
 
 def _step(t: Table, ranks: Vector, uneven: Vector, casts_kept: float, device: Device) -> Vector:
-    """Seconds: the rank that takes longest, and how long it waits for others."""
+    """Return the seconds of a step: of the slowest rank, with its waits for others."""
     f, b, once = ((ranks[..., s] * t.of_rows).sum(2) for s in (F, B, ONCE))
-    # with ZeRO weights are there in the dtype of products: no microbatch casts them, nor widens their gradients
+    # with ZeRO, weights are gathered in the compute dtype: no microbatch casts them, or widens their gradients
     casting = np.where(t.zero > 0, ranks[..., CASTING], 0)
     f, b = np.maximum(f - casting * (1 - casts_kept), 0), np.maximum(b - casting * (2 - casts_kept), 0)
     step, forward, backward = _exposed(t, ranks, f, b, device)
@@ -301,14 +300,14 @@ def _step(t: Table, ranks: Vector, uneven: Vector, casts_kept: float, device: De
 
 
 def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> tuple[Vector, Vector, Vector]:
-    """Seconds of the data axes' collectives that nothing hides: of a step, of each forward, of each backward."""
+    """Return exposed seconds of the data axes' collectives: once a step, per forward, per backward."""
     grads, (whole, experts, buckets) = ranks[..., GRADIENTS], _weights(t, ranks)
-    apart, slower = np.where(t.over, 1 - experts, 1.0), 1 - device.reaches.computing
+    share, slower = np.where(t.over, 1 - experts, 1.0), 1 - device.reaches.computing
 
     def sharded(nbytes: Vector) -> Vector:
-        """Over the axis that ZeRO shards over, and of experts, where that is another one."""
+        """Return seconds over the axis that ZeRO shards over, and over that of experts if it is another one."""
         elsewhere = np.where(t.over, t.taken(OF_EXPERTS, nbytes * experts, buckets * experts), 0)
-        return t.taken(SHARED, nbytes * apart, np.maximum(buckets * apart, 1)) + elsewhere
+        return t.taken(SHARED, nbytes * share, np.maximum(buckets * share, 1)) + elsewhere
 
     def beside(sent: Vector, computed: Vector, shown: Vector) -> Vector:
         return np.maximum(sent - computed * (1 - shown), (shown + slower * (1 - shown)) * sent)
@@ -318,11 +317,11 @@ def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> t
     summed = summed + t.taken(SUM_OF_EXPERTS, left * experts, buckets * (experts > 0))
     ends = t.per_rank / buckets
     seen = np.maximum(ends, _SEEN)
-    each = t.zero == 3
+    zero3 = t.zero == 3
     scattered = beside(scatter, b, ends)
-    forward = np.where(each, beside(gather, f, seen), 0)
-    backward = np.where(each, beside(gather + scatter, b, seen), np.where(t.zero == 2, scattered, 0))
-    last = np.where(t.zero == 0, 0, np.where(each, backward, scattered))
-    last = np.maximum(beside(summed + np.where(each, gather, 0), b, ends), last) - backward
-    once = np.where((t.zero > 0) & ~each, beside(gather, f, seen), 0)
+    forward = np.where(zero3, beside(gather, f, seen), 0)
+    backward = np.where(zero3, beside(gather + scatter, b, seen), np.where(t.zero == 2, scattered, 0))
+    last = np.where(t.zero == 0, 0, np.where(zero3, backward, scattered))
+    last = np.maximum(beside(summed + np.where(zero3, gather, 0), b, ends), last) - backward
+    once = np.where((t.zero > 0) & ~zero3, beside(gather, f, seen), 0)
     return once + np.maximum(last, 0), forward, backward

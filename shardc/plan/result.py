@@ -16,10 +16,10 @@ from shardc.spec import Spec
 
 @dataclass(frozen=True)
 class Target:
-    """What is planned for. batch: rows of the global batch; sequence: tokens of a row, None: rows are not sequences.
+    """The model, devices and batch of a plan. sequence: tokens of a row; None: rows are not sequences.
 
-    flops: of the model and one row, forward and backward, nothing recomputed. dtype: of products. assumed: sentences
-    on what the user left open.
+    batch: rows of the global batch. flops: of the model and one row, forward and backward, nothing recomputed.
+    dtype: of products. assumed: sentences on what the user left open.
     """
 
     model: str
@@ -33,7 +33,7 @@ class Target:
 
     @property
     def rate(self) -> str:
-        """What is counted by the second: tokens, where rows are sequences."""
+        """The unit of throughput: "tokens" if rows are sequences, else "samples"."""
         return "tokens" if self.sequence else "samples"
 
     def __repr__(self) -> str:
@@ -43,7 +43,7 @@ class Target:
 
 @dataclass(frozen=True, repr=False)
 class Candidate(Priced):
-    """One spec and its price."""
+    """A spec and its price."""
 
     spec: Spec
     target: Target
@@ -56,7 +56,7 @@ class Candidate(Priced):
 
     @property
     def fits(self) -> bool:
-        """Whether what is reserved, and what is outside of it, is not more than a device has."""
+        """Whether the needed bytes (reserved and outside) fit in the device's memory."""
         return self.needs <= self.target.device.memory
 
     @property
@@ -65,15 +65,13 @@ class Candidate(Priced):
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization (Chowdhery et al. 2022): of what the devices' peak would do in a step, without what
-        is computed again.
-        """
+        """Model FLOPs utilization (Chowdhery et al. 2022): share of the devices' peak, nothing recomputed."""
         peak = self.target.device.flops_per_second(self.target.dtype) * self.devices
         return self.target.flops * self.batch / (self.step_seconds * peak)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all devices; None where rows are not sequences."""
+        """Tokens per second of all devices; None if rows are not sequences."""
         return self.rows_per_second * self.target.sequence if self.target.sequence else None
 
     @property
@@ -82,22 +80,23 @@ class Candidate(Priced):
 
     @property
     def shares(self) -> dict[str, float]:
-        """The parts of a step's time, by what it goes to."""
+        """Shares of a step's time, by cause."""
         total = sum(self.spent.values()) or 1.0
         return {k: v / total for k, v in self.spent.items() if v > 0}
 
     @property
     def waterfall(self) -> dict[str, float]:
-        """The seconds of a step, of the rank that has most to do, cause by cause: "peak", the model's products at the
-        device's peak; "again", what is computed again, or divided unevenly; "below", what products do not reach of the
-        peak; and the other causes of `shares`.
+        """Seconds of a step by cause, of the busiest rank.
+
+        "peak": the model's products at the device's peak; "again": recomputation and uneven division; "below": products
+        below the peak; and the other causes of `shares`.
         """
         peak = self.target.device.flops_per_second(self.target.dtype)
         ideal = self.target.flops * self.batch / self.devices / peak
         spent = dict(self.spent)
         computed = self.flops / peak
         below = spent.pop("compute", 0.0) - computed
-        if below < 0 and "launch" in spent:  # of small products, whose time is that of starting them
+        if below < 0 and "launch" in spent:  # small products, whose time is that of their launch
             spent["launch"], below = max(spent["launch"] + below, 0.0), min(spent["launch"] + below, 0.0)
         parts = {"peak": ideal, "again": computed - ideal, "below": below}
         return {name: s for name, s in {**parts, **spent}.items() if s}
@@ -124,9 +123,11 @@ class Candidate(Priced):
 
 @dataclass(frozen=True)
 class Plan:
-    """candidates: priced, those that fit first, the fastest of them first. considered: how many were estimated.
-    refused: what compile said of splits that it did not take. answers: to questions such as "largest batch". what_if:
-    what would make the best one faster (shardc.plan.what_if), the most helpful first.
+    """The result of a search.
+
+    candidates: those that fit first, the fastest first. considered: number of estimated choices. refused: compile's
+    errors by split. answers: to questions such as "largest batch". what_if: what would make the best one faster
+    (shardc.plan.what_if), the most helpful first.
     """
 
     target: Target
@@ -144,22 +145,20 @@ class Plan:
         return f"<Plan of {a.model} on {a.devices} x {a.device.name}: {priced}; best: {best}>"
 
     def __str__(self) -> str:
-        """The table of `shardc plan`, without colours."""
+        """Return the table of `shardc plan`, without colours."""
         from shardc.plan.table import plain_table
 
         return plain_table(self)
 
     @property
     def best(self) -> Candidate:
-        """The fastest that fits. Raises ShardcError if nothing does: the nearest, what it
-        lacks, and what would help.
-        """
+        """The fastest candidate that fits. Raises ShardcError with the nearest one and a fix if nothing fits."""
         if not self.candidates or not self.candidates[0].fits:
             raise self.lacking()
         return self.candidates[0]
 
     def spec(self) -> str:
-        """The best candidate's spec, as YAML annotated with why."""
+        """Return the best candidate's spec as YAML, annotated with reasons."""
         from shardc.plan.annotated_yaml import annotated
 
         return annotated(self.best, self)
@@ -169,7 +168,7 @@ class Plan:
         Path(path).write_text(self.spec(), encoding="utf-8")
 
     def html(self) -> str:
-        """The plan as a page: the best spec, the plot, every priced spec, where time and memory go, what would help."""
+        """Return the plan as a page: the best spec, a plot, priced specs, time and memory, what would help."""
         from shardc.plan.page import html
 
         return html(self)

@@ -1,10 +1,10 @@
-"""Dry runs of a model with few of its layers, each made once, and the stages that follow from them.
+"""Run dry runs of a model with few of its layers, each once, and build stages from them.
 
     five units of layers on four stages     [first, 1]   [1]   [2]   [1, last]      one compile, four dry runs
     two units, and three                    the whole model on one stage
 
-A unit is a period of the model's layers. A model without a long list of layers is run as a whole, and so is one whose
-gradients are summed in buckets that hold several.
+A unit is a period of the model's layers. A model runs as a whole if it has no long list of layers, or if its gradients
+are summed in buckets that hold several units.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from shardc.spec.data_section import Data
 
 
 class Weights(NamedTuple):
-    """Of a stage's parameters, bytes: casts: of their copies in the dtype of products; experts: of those that are
-    spread over an axis of experts; trained: of those that get gradients. buckets: into how many buckets of the
-    smallest size they go; what fills a part of one counts as that. copies: how many ops cast weights.
+    """A stage's parameters, in bytes. casts: copies in the compute dtype; trained: with gradients.
+
+    experts: those that are split over an axis of experts. buckets: the smallest buckets that they fill; each parameter
+    counts for at most one. copies: number of ops that cast weights.
     """
 
     casts: float = 0.0
@@ -63,9 +64,10 @@ class Rank:
 
 @dataclass(frozen=True)
 class Stages:
-    """Stages of one rank each: of a model of layers the first, a middle one of one unit and of two, and
-    the last; of another model only `whole`. period: layers of a unit; before: layers of the first stage besides its
-    units. ranks: those that were run, by the name of their stage.
+    """Stages of one rank each: first, middle with `one` unit and with `two`, last; or only `whole`.
+
+    whole: for a model without repeated layers. period: layers of a unit. before: layers of the first stage besides its
+    units. ranks: the ranks that were run, by the name of their stage.
     """
 
     ranks: Mapping[str, Rank]
@@ -78,7 +80,7 @@ class Stages:
     before: int = 0
 
     def at(self, index: int, count: int, layers: float) -> Stage:
-        """Stage `index` of `count`, with so many layers (several stages)."""
+        """Return stage `index` of `count` (more than one), with so many layers."""
         if index == 0:
             return lines(self.first, self.two, self.one, (layers - self.before) / self.period - 1)
         base = self.last if index == count - 1 else self.one
@@ -87,7 +89,7 @@ class Stages:
 
 @dataclass
 class Runs:
-    """The dry runs of one model. cpu: the device is one, which runs other kernels."""
+    """The dry runs of one model. cpu: the device is a CPU, which runs other kernels."""
 
     subject: Subject
     cpu: bool = False
@@ -97,32 +99,33 @@ class Runs:
 
     @cached_property
     def facts(self) -> Facts:
-        """Raises ShardcError as capture does."""
+        """The model's facts. Raises ShardcError as capture does."""
         return facts(self.subject)
 
     def ranks(
         self, spec: Mapping[str, Any], rows: int, units: int | None, sequence: int | None, at: tuple[int, ...]
     ) -> list[Rank]:
-        """Ranks of the program of a spec for a global batch of so many rows: of the whole model, or of so many units of
-        its layers; by their coordinates on the pipeline's axis. Raises ShardcError if compile does.
+        """Return ranks of a spec's program for a global batch of so many rows, each compiled and run once.
+
+        units: of layers; None: all. at: coordinates on the pipeline's axis. Raises ShardcError if compile does.
         """
-        key = json.dumps([spec, rows, units, sequence, at])  # in its order: that of a mesh's axes counts
+        key = json.dumps([spec, rows, units, sequence, at])  # not sorted: the order of a mesh's axes matters
         if key not in self._found:
             try:
                 program = self._compiled(spec, rows, units, sequence)
                 assert program.spec is not None
-                of = roles(program.spec)
-                ranks = [Rank(self._dry_run(program, c), program.mesh, of, _weights(program, c)) for c in at]
+                role = roles(program.spec)
+                ranks = [Rank(self._dry_run(program, c), program.mesh, role, _weights(program, c)) for c in at]
                 self._found[key] = ranks
             except ShardcError as e:
                 self._found[key] = e
-        found = self._found[key]
-        if isinstance(found, ShardcError):
-            raise found
-        return found
+        result = self._found[key]
+        if isinstance(result, ShardcError):
+            raise result
+        return result
 
     def whole(self, spec: Spec, rows: int, sequence: int | None) -> tuple[Program, tuple[DryRun, ...]]:
-        """The program of a spec, and the dry runs of its ranks. The last one is kept, for other devices."""
+        """Return a spec's program and its ranks' dry runs. The last result is kept, for other devices."""
         document = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}
         key = json.dumps([document, rows, sequence])
         if key not in self._whole:
@@ -132,8 +135,9 @@ class Runs:
         return self._whole[key]
 
     def treats_layers_alike(self, spec: Spec) -> bool:
-        """Whether a spec says the same of every layer: only then are few layers like many. Not so with `every: 2`, or
-        with a pattern that names single layers, nor where matrices have owners, which are balanced over all layers.
+        """Return whether a spec treats all layers in the same way: only then do few layers represent many.
+
+        False with `every: 2`, patterns for single layers, or matrices with owners, which are balanced over all layers.
         """
         if self.subject.layers is None:
             return True
@@ -153,14 +157,14 @@ class Runs:
 
 
 def _weights(program: Program, coordinate: int) -> Weights:
-    mesh, held = program.mesh, [p for p in program.params if coordinate in (p.stages or (0,))]
+    mesh, params = program.mesh, [p for p in program.params if coordinate in (p.stages or (0,))]
     names, copies = {p.name for p in program.params}, (torch.ops.aten._to_copy.default, ops.cast_once)
     copied = [n for n in calls(program.stages[coordinate].graph) if n.target in copies]
     casts = [n for n in copied if operands_of(n)[0].name in names]
     experts = program.spec.experts if program.spec is not None else ()
     parts = {part for e in experts if e.axis in mesh.names for part in mesh.parts(e.axis)}
-    trained, smallest = [p for p in held if p.requires_grad], Data().bucket_bytes()
-    spread = [p for p in held if any(isinstance(p.layout[x], Shard) for x in parts)]
+    trained, smallest = [p for p in params if p.requires_grad], Data().bucket_bytes()
+    spread = [p for p in params if any(isinstance(p.layout[x], Shard) for x in parts)]
     return Weights(
         float(sum(n.meta["value"].nbytes(mesh) for n in casts)),
         float(sum(p.value.nbytes(mesh) for p in spread)),
@@ -172,9 +176,10 @@ def _weights(program: Program, coordinate: int) -> Weights:
 
 @dataclass
 class Library:
-    """The stages of every way to split and recompute, on one device. facts: of the model, with its precision.
-    microbatches: of the runs of blocks: a first and a last one, or 1 for a model that cannot be run in microbatches, as
-    where statistics of the batch are used. number: of layers, where it is not the model's.
+    """Stages of every way to split and recompute, on one device. facts: of the model with its precision.
+
+    microbatches: of the runs of blocks: a first and a last one, or 1 if the model cannot run in microbatches, as with
+    statistics of the batch. number: of layers, if it differs from the model's.
     """
 
     runs: Runs
@@ -186,25 +191,26 @@ class Library:
     _priced: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def on(self, device: Device) -> Library:
-        """The same on another device of its kind, from the same dry runs."""
+        """Return the library for another device of this kind, with the same dry runs."""
         return replace(self, device=device, _priced={})
 
     def of_length(self, sequence: int) -> Library:
-        """The same with rows of so many tokens."""
+        """Return the library for rows of so many tokens."""
         return replace(self, sequence=sequence)
 
     def of_layers(self, number: int) -> Library:
-        """The same of a model with so many layers."""
+        """Return the library for a model with so many layers."""
         return replace(self, number=number)
 
     @property
     def layers(self) -> Layers | None:
-        """The model's list of layers that repeats."""
+        """The model's list of repeated layers, with the library's number of them."""
         layers = self.facts.layers
         return layers if layers is None or self.number is None else replace(layers, number=self.number)
 
     def block(self, core: Core, rows: int = 1) -> Stages:
-        """The stages of a core, priced with so many rows a microbatch, from a dry run of one row, without a data axis.
+        """Return a core's stages for so many rows a microbatch, from a dry run of one row without a data axis.
+
         Raises ShardcError if compile refuses it.
         """
         choice = Choice(**core._asdict(), microbatches=self.microbatches)
@@ -215,20 +221,18 @@ class Library:
         return Stages({"whole": whole}, self._stage(whole, rows=rows))
 
     def pipelined(self, spec: Mapping[str, Any], rows: int, axis: str = "pp", more_rows: int = 1) -> Stages:
-        """A spec's stages, from a pipeline of four stages along `axis` in place of its own. more_rows: priced with so
-        many times the rows.
-        """
+        """Return a spec's stages, from a pipeline of four along `axis`. more_rows: factor on the rows."""
         layers, sizes = self.layers, spec["mesh"]
         assert layers is not None
         split = SCHEDULES[spec.get("pipeline", {}).get("schedule", "1f1b")].splits_backward
-        inside = axis in sizes and next(iter(sizes)) != axis  # then neighbours elsewhere lie further apart
+        inside = axis in sizes and next(iter(sizes)) != axis  # then neighbours along it are further apart
         ranks = self._four({**spec, "mesh": {a: n for a, n in sizes.items() if a != axis}}, rows, axis, split)
         named = dict(zip(("first", "one", "two", "last"), ranks, strict=True))
         first, one, two, last = (self._stage(rank, sizes if inside else None, more_rows) for rank in ranks)
         return Stages(named, None, first, one, two, last, layers.period, layers.first)
 
     def _four(self, spec: Mapping[str, Any], rows: int, axis: str, split: bool) -> list[Rank]:
-        """Ranks of the program of five units of layers on four stages."""
+        """Return the ranks of the program of five units of layers on four stages."""
         layers = self.layers
         assert layers is not None
         counts = [layers.first + layers.period, layers.period, 2 * layers.period, layers.period]
@@ -237,8 +241,9 @@ class Library:
         return self.runs.ranks(document, rows, UNITS, self.sequence, (0, 1, 2, 3))
 
     def alone(self, spec: Mapping[str, Any], rows: int, bucket: float = 0.0) -> tuple[Stage, DryRun]:
-        """The whole model on one stage, and the dry run that stands for it: from two units of its layers and three, or
-        as it is. bucket: bytes of gradients that are summed over data axes at once; 0: none are.
+        """Return the whole model as one stage, and the dry run that represents it.
+
+        Both come from two and three units of layers, if possible. bucket: bytes of a sum of gradients; 0: no sums.
         """
         layers = self.layers
         if layers is not None:
@@ -253,12 +258,12 @@ class Library:
         return self.runs.ranks(spec, rows, units, self.sequence, (0,))[0]
 
     def _stage(self, rank: Rank, sizes: Mapping[str, int] | None = None, rows: int = 1) -> Stage:
-        """sizes: of the mesh that it is a part of, where that is not the one that was run."""
+        """Return a rank's stage. sizes: of the mesh that it is a part of, if another one was run."""
         mesh, number = (rank.mesh, rank.run.rank) if sizes is None else (ordered(rank.mesh, sizes), 0)
         return stage(rank.run, Meter(self.device, mesh, number, roles=rank.roles, rows=rows, priced=self._priced))
 
     def takes_microbatches(self) -> None:
-        """Find out whether the model can be run in microbatches. Raises ShardcError if compile refuses it at all."""
+        """Find out whether the model can run in microbatches. Raises ShardcError if compile always refuses it."""
         try:
             self.block(Core())
         except ShardcError as e:
@@ -270,9 +275,7 @@ class Library:
 
     @property
     def flops(self) -> float:
-        """Of the model and one row, forward and backward: twice forward's products in backward, fewer where weights are
-        frozen. Nothing is recomputed, scores of attention neither.
-        """
+        """FLOPs of one row, forward and backward (at most twice forward's), with nothing recomputed."""
         s, layers = self.block(Core()), self.layers
 
         def of(kind: str) -> float:
@@ -286,12 +289,12 @@ class Library:
 
 
 def several(trained: float, bucket: float) -> bool:
-    """Whether a bucket of gradients holds several layers of so many bytes each: then few are unlike many."""
+    """Return whether a bucket of gradients holds several units of so many bytes: few differ from many."""
     return 0 < 4 / 3 * trained < bucket
 
 
 def ordered(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
-    """The mesh with other sizes, in another order; an axis that is seen as several digits stays so.
+    """Return the mesh with other sizes in another order; an axis that has several digits keeps them.
 
     >>> ordered(Mesh((("pp", 4), ("dp", 2), ("tp.0", 2), ("tp.1", 2))), {"dp": 2, "pp": 8, "tp": 4}).axes
     (('dp', 2), ('pp', 8), ('tp.0', 2), ('tp.1', 2))

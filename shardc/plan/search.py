@@ -1,9 +1,8 @@
-"""The search: tier one ranks all choices by arithmetic (shardc.plan.rank), tier two prices the best by dry
-runs of their own (shardc.plan.price).
+"""Search all choices: tier one ranks them by arithmetic, tier two prices the best by dry runs.
 
-A split is a way to divide a layer: (tp, ep, cp, what is recomputed). Tier one climbs: it runs a block of a few splits,
-then of the neighbours of the best so far, one step along an axis or with a little more or less recomputed, until the
-best has no better neighbour.
+A split is a way to divide a layer: (tp, ep, cp, what is recomputed). Tier one (shardc.plan.rank) climbs: it runs a
+block of a few splits, then of the neighbours of the best so far, one step along an axis or with a little more or less
+recomputed, until the best has no better neighbour. Tier two (shardc.plan.price) runs each spec.
 """
 
 from __future__ import annotations
@@ -37,29 +36,30 @@ from shardc.plan.space import (
 from shardc.plan.stage import Vector
 from shardc.spec import Spec
 
-#: How many blocks a climb runs at most.
+#: The most blocks that a climb runs.
 BLOCKS = 24
-#: Ranks of experts to begin with, at most.
+#: The most ranks of experts to begin with.
 EXPERTS = 8
-#: How many choices tier two prices, and how many that differ only in ZeRO and schedule: their first prices are off in
-#: the same way.
+#: The most choices that tier two prices, and of those that differ only in ZeRO and schedule: their estimates have the
+#: same error.
 PRICED, ALIKE = 24, 6
-#: Where one fits, others are priced whose first price is at most so many times its price.
+#: Once a choice fits, others are priced if their estimate is at most this many times the best price.
 SLOWER = 1.12
-#: What needs so many times the memory at first is not priced.
+#: Choices whose estimate is this many times the memory are not priced.
 FAR = 2.0
-#: How many choices of a split may be priced exactly.
+#: The most choices of a split that fit and may be priced exactly.
 BEST = 64
-#: What is recomputed, from nothing to everything; in the machine's memory where nothing else fits.
+#: Recomputation, from nothing to everything; the last keeps values in host memory, if nothing else fits.
 KEEPS: tuple[Keep, ...] = tuple(CHECKPOINTS)
 OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass
 class Search:
-    """One model on one kind of device. on: called with what is being priced: (subject, done, total). refused: why
-    compile refused a split, by name. considered: how many choices were ranked. tight: the share of the room that live
-    bytes may have at first.
+    """The search for one model on one kind of device. on: called with progress (subject, done, total).
+
+    refused: compile's error for each refused split, by name. considered: number of ranked choices. tight: the share of
+    the memory that live bytes may take in an estimate.
     """
 
     library: Library
@@ -78,20 +78,21 @@ class Search:
 
     @property
     def room(self) -> float:
-        """Bytes for tensors: what libraries take at least is not."""
+        """Bytes for tensors in an estimate: `tight` of the memory, without the least that libraries take."""
         return max(self.tight * (self.memory - self.library.device.outside_bytes(0)), 1.0)
 
     @property
     def cuts(self) -> int:
-        """How many stages a pipeline may have."""
+        """The largest number of stages of a pipeline."""
         layers = self.library.facts.layers
         return layers.number if layers else self.library.facts.cuts
 
     # --- tier one
 
     def splits(self, devices: int, *, longer: bool = False, over_nodes: bool = False) -> list[Core]:
-        """Those of so many devices, without recomputation, whatever compile says of them. longer: with the sequence
-        cut, too; over_nodes: with tensor parallelism over several nodes, too.
+        """Return the splits of so many devices without recomputation, also those that compile refuses.
+
+        longer: also those that cut the sequence; over_nodes: also tensor parallelism over several nodes.
         """
         facts, tokens = self.library.facts, self.library.sequence or self.library.facts.sequence
         inside, over = tensor_widths(devices, self.library.device.node)
@@ -104,9 +105,7 @@ class Search:
         ]
 
     def block(self, core: Core) -> Block | None:
-        """What a block of a split takes, run now if it was not; without sequence parallelism if compile refuses that;
-        None if it refuses both.
-        """
+        """Run a split's block once; if refused, without sequence parallelism; None if that is refused, too."""
         if core not in self._blocks:
             axes = zip(("tp", "ep", "cp"), core[:3], strict=True)
             name = ", ".join(f"{a}={n}" for a, n in axes if n > 1 or a == "tp")
@@ -129,54 +128,55 @@ class Search:
         return full and none and none.between(full, core.checkpoint, share)
 
     def ranked(self, devices: int, batch: int, below: float = math.inf) -> list[tuple[Choice, Rough]]:
-        """Choices for so many devices with their first prices, the best first: those that seem to fit by time, then the
-        others by memory. Only where nothing fits: rows are cut (also where there are few); then tensor parallelism goes
-        over nodes, and what recomputed layers keep to the machine's memory; then the optimizer's state, whose copies
-        have no price. below: seconds; what is slower is of no use.
+        """Return choices with estimates: those that seem to fit, by time, then the others, by memory.
+
+        If nothing fits, it tries more, step by step: cut rows (always if there are few); tensor parallelism over nodes,
+        and recomputed layers that keep values in host memory; offload, whose copies have no price. below: seconds;
+        slower choices are of no use.
         """
         few = batch * self.library.device.node < devices
-        found = dict[Core, _Found]()
+        estimates = dict[Core, _Found]()
         for level in range(4):
             cores = self.splits(devices, longer=few or level > 0, over_nodes=level > 1)
             keeps = KEEPS if level > 1 else tuple(k for k in KEEPS if k != "host")
-            found |= self._climbed(cores, keeps, devices, batch, level == 3, below)
-            if any(not x.key[0] for x in found.values()) or below < math.inf:
+            estimates |= self._climbed(cores, keeps, devices, batch, level == 3, below)
+            if any(not x.key[0] for x in estimates.values()) or below < math.inf:
                 break
-        every = [x for one in found.values() for x in one.best()]
-        self.considered += sum(len(x.seconds) for x in found.values())
-        every.sort(key=lambda x: (x[1].peak > self.room, x[1].seconds if x[1].peak <= self.room else x[1].peak))
-        return every
+        ranking = [x for one in estimates.values() for x in one.best()]
+        self.considered += sum(len(x.seconds) for x in estimates.values())
+        ranking.sort(key=lambda x: (x[1].peak > self.room, x[1].seconds if x[1].peak <= self.room else x[1].peak))
+        return ranking
 
     def _climbed(
         self, cores: Sequence[Core], keeps: Sequence[Keep], devices: int, batch: int, on_host: bool, below: float
     ) -> dict[Core, _Found]:
-        """First prices of splits, from those that were run and corners to the best."""
-        found, tried, before = dict[Core, _Found](), set[Core](), len(self._blocks)
+        """Return estimates of splits: climb to the best from the splits that were run, and from the corners."""
+        estimates, tried, before = dict[Core, _Found](), set[Core](), len(self._blocks)
 
         def visit(some: Sequence[Core]) -> None:
             for core in some:
                 tried.add(core)
                 if (one := self._found(core, devices, batch, on_host)) is not None:
-                    found[core] = one
+                    estimates[core] = one
 
         def recomputed(core: Core, keeps: Sequence[Keep]) -> list[Core]:
-            """The same with other recomputation, where something does not fit without."""
-            less = core in found and (core.checkpoint != "none" or (found[core].peaks > self.room).any())
+            """Return the split with other recomputation, if some choices do not fit without."""
+            less = core in estimates and (core.checkpoint != "none" or (estimates[core].peaks > self.room).any())
             return [core._replace(checkpoint=keep) for keep in keeps] if less and self.library.facts.regions else []
 
         visit([c for c in self._blocks if c._replace(checkpoint="none") in cores and c.checkpoint in keeps])
         if below == math.inf:
             visit(corners := _corners(cores))
             visit([x for core in corners for x in recomputed(core, ["full"])])
-        while found and len(self._blocks) - before < BLOCKS:
-            best = min(found, key=lambda core: found[core].key)
-            if below < math.inf and found[best].key > (False, below):
+        while estimates and len(self._blocks) - before < BLOCKS:
+            best = min(estimates, key=lambda core: estimates[core].key)
+            if below < math.inf and estimates[best].key > (False, below):
                 break
             near = [*_neighbours(best, cores, tried), *recomputed(best, keeps)]
             if (core := next((x for x in near if x not in tried), None)) is None:
                 break
             visit([core])
-        return found
+        return estimates
 
     def _found(self, core: Core, devices: int, batch: int, on_host: bool) -> _Found | None:
         table = self._table(core, devices, batch, on_host)
@@ -189,33 +189,34 @@ class Search:
         if key not in self._tables:
             most = batch if self.library.microbatches > 1 else 1
             some = list(choices([core], devices, batch, self.cuts, most, self.library.device.node))
-            if on_host:  # parameters can be elsewhere where they are gathered before each use
+            if on_host:  # parameters can be on the host if they are gathered before each use
                 some += [replace(c, offload=o) for c in some for o in OFFLOADS if o and (o != "all" or c.zero == 3)]
             self._tables[key] = Table(some, self.library.device, self._lines) if some else None
         return self._tables[key]
 
     def spreads(self, devices: int, batch: int, cores: Iterable[Core]) -> bool:
-        """Whether so many rows can be spread over so many devices by one of these splits."""
-        some = (core for core in cores if self._table(core, devices, batch, False) is not None)
-        return any(self.block(core) is not None for core in some)
+        """Return whether so many rows can be spread over so many devices by one of these splits."""
+        possible = (core for core in cores if self._table(core, devices, batch, False) is not None)
+        return any(self.block(core) is not None for core in possible)
 
     # --- tier two
 
     def exact(self, c: Choice) -> Priced:
-        """Raises ShardcError if compile refuses it."""
+        """Return the exact price of a choice. Raises ShardcError if compile refuses it."""
         if c not in self._exact:
             try:
                 self._exact[c] = price(self.library, Spec.load(spec(c, self.library.facts)), c.batch)
             except ShardcError as e:
                 self._exact[c] = e
-        found = self._exact[c]
-        if isinstance(found, ShardcError):
-            raise found
-        return found
+        result = self._exact[c]
+        if isinstance(result, ShardcError):
+            raise result
+        return result
 
     def refine(self, ranked: Sequence[tuple[Choice, Rough]]) -> dict[Choice, Priced]:
-        """Exact prices of the best, and of more of them where these turn out not to fit. The last one of a split says
-        how far off the first prices of others are.
+        """Return exact prices of the best choices, and of more of them if these do not fit.
+
+        The last exact price of a split corrects the estimates of its other choices.
         """
         prices: dict[Choice, Priced] = {}
         off: dict[Core, tuple[float, float]] = {}
@@ -238,18 +239,19 @@ class Search:
             families[family] += 1
             self.on(str(c), len(prices), PRICED)
             try:
-                prices[c] = found = self.exact(c)
+                prices[c] = cost = self.exact(c)
             except ShardcError as e:
                 self.refused[str(c)] = e
                 continue
-            off[c.core] = found.step_seconds / rough.seconds, found.needs / self.memory * room / max(rough.peak, 1.0)
-            best = min(best, found.step_seconds if found.needs <= self.memory else math.inf)
+            off[c.core] = cost.step_seconds / rough.seconds, cost.needs / self.memory * room / max(rough.peak, 1.0)
+            best = min(best, cost.step_seconds if cost.needs <= self.memory else math.inf)
         self._vary(prices)
         return prices
 
     def _vary(self, prices: dict[Choice, Priced]) -> None:
-        """Price the best also as it is not in tier one: the sequence whole between layers, an encoder's rows split over
-        more axes, element-wise work compiled; each on top of the best so far.
+        """Price variants of the best that tier one does not have, each on top of the best so far.
+
+        Variants: no sequence parallelism, an encoder's rows split over more axes, compiled element-wise work.
         """
         facts = self.library.facts
         changes: tuple[dict[str, Any], ...] = {"sequence_parallel": False}, {"encoder_rows": True}, {"compiled": True}
@@ -270,7 +272,7 @@ class Search:
 
 
 class _Found(NamedTuple):
-    """First prices of a split's choices. core: as it was run."""
+    """The estimates of a split's choices. core: as it was run."""
 
     table: Table
     core: Core
@@ -280,28 +282,28 @@ class _Found(NamedTuple):
 
     @property
     def key(self) -> tuple[bool, float]:
-        """(nothing fits, seconds of the fastest that does, or the fewest bytes)."""
+        """(Whether nothing fits, seconds of the fastest that fits, or else the fewest bytes)."""
         fits = self.peaks <= self.room
         return (False, float(self.seconds[fits].min())) if fits.any() else (True, float(self.peaks.min()))
 
     def best(self) -> Iterator[tuple[Choice, Rough]]:
-        """The fastest that fit, and those that need least memory."""
+        """Yield the fastest choices that fit, and those that need the least memory."""
         fits = self.peaks <= self.room
-        some = [*np.argsort(np.where(fits, self.seconds, np.inf), kind="stable")[: min(BEST, int(fits.sum()))]]
-        some += [*np.argsort(self.peaks, kind="stable")[: BEST // 4]]
-        for i in dict.fromkeys(some):
+        indices = [*np.argsort(np.where(fits, self.seconds, np.inf), kind="stable")[: min(BEST, int(fits.sum()))]]
+        indices += [*np.argsort(self.peaks, kind="stable")[: BEST // 4]]
+        for i in dict.fromkeys(indices):
             c = replace(self.table.choices[i], **self.core._asdict())
             yield c, Rough(float(self.seconds[i]), float(self.peaks[i]))
 
 
 def _corners(cores: Sequence[Core]) -> list[Core]:
-    """The splits to begin with: no axis, each axis, and both."""
+    """Return the splits to begin with: no axis, each axis at its largest, and both."""
     tp, ep = max((c.tp for c in cores), default=1), max((c.ep for c in cores if c.ep <= EXPERTS), default=1)
     return [c for c in cores if c.tp in (1, tp) and c.ep in (1, ep) and c.cp == 1]
 
 
 def _neighbours(core: Core, cores: Sequence[Core], tried: Container[Core]) -> list[Core]:
-    """What differs along one axis: halfway to the nearest that was tried, or by a step."""
+    """Return splits that differ along one axis: halfway to the nearest tried one, or by a step."""
     near = []
     for i in range(3):
         line = sorted((c for c in cores if _but(c, i) == _but(core, i)), key=itemgetter(i))
@@ -317,5 +319,5 @@ def _neighbours(core: Core, cores: Sequence[Core], tried: Container[Core]) -> li
 
 
 def _but(core: Core, i: int) -> tuple[object, ...]:
-    """The axes of a split without one."""
+    """Return the axes of a split without axis `i`."""
     return (*core[:i], *core[i + 1 : 3])

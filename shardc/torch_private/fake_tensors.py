@@ -45,9 +45,9 @@ def fake_mode(*, of_gpu: bool = False, symbols: bool = True) -> FakeTensorMode:
 
 def fake_mode_on() -> FakeTensorMode:
     """Return the active fake tensor mode, also within another mode's dispatch."""
-    found = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    assert isinstance(found, FakeTensorMode)
-    return found
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    assert isinstance(mode, FakeTensorMode)
+    return mode
 
 
 def stands_for_gpu(x: Tensor) -> bool:
@@ -57,8 +57,8 @@ def stands_for_gpu(x: Tensor) -> bool:
 
 def no_modes() -> AbstractContextManager[Any]:
     """Return a context in which new tensors have data, in spite of active modes."""
-    found: AbstractContextManager[Any] = _disable_current_modes()
-    return found
+    context: AbstractContextManager[Any] = _disable_current_modes()
+    return context
 
 
 def fake_tensor(mode: FakeTensorMode, like: Tensor) -> Tensor:
@@ -102,16 +102,16 @@ def fake_result(
     makes a tensor for every op, and that took four times as long.
     """
     with torch._C._DisableTorchDispatch():
-        made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         if view is not None:
-            made.set_(view[0].untyped_storage(), view[1], shape, strides)
+            meta.set_(view[0].untyped_storage(), view[1], shape, strides)
     known = mode.attributes.get(device) if isinstance(mode, _FakeMode) else None
     if known is None:
-        first = FakeTensor(mode, made, device)
+        first = FakeTensor(mode, meta, device)
         if isinstance(mode, _FakeMode):
             mode.attributes[device] = {name: x for name, x in vars(first).items() if name != "fake_mode"}
         return first
-    found = Tensor._make_subclass(FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device)
-    torch._C._set_throw_on_mutable_data_ptr(found)
-    vars(found).update(known, fake_mode=mode)
-    return found
+    fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(known, fake_mode=mode)
+    return fake

@@ -32,8 +32,8 @@ def overload_of(op: Any) -> OpOverload | None:
 
 def unintercepted() -> AbstractContextManager[Any]:
     """Return a context in which no torch function mode of the user changes calls or their arguments."""
-    found: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
-    return found
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return context
 
 
 def decompositions(op: OpOverload) -> list[Callable[..., Any]]:
