@@ -20,7 +20,7 @@ OF_TORCH = frozenset(
         *("fsdp", "higher_order", "inductor", "metal", "mkl", "mkldnn", "mkldnn_prepacked", "mtia"),
         *("onednn", "prepacked", "prim", "prims", "profiler", "quantized", "quantized_decomposed"),
         *("rngprims", "sparse", "static_runtime", "streams", "symm_mem", "test", "vulkan_prepack"),
-        *("xnnpack"),
+        "xnnpack",
     )
 )
 #: Types of arguments that are values: tensors, numbers and options.
