@@ -250,7 +250,7 @@ def test_data_may_give_a_part_of_each_batch(folder: Path) -> None:
 
 def test_each_key_of_the_section_is_an_option() -> None:
     options = inspect.signature(command_of_run).parameters
-    for name, text in {"steps": "(default: 100)", "keep": "that stay in --save", "timeout": "0 = torch's"}.items():
+    for name, text in {"steps": "(default: 100)", "keep": "checkpoints to keep in --save", "timeout": "0 = torch's"}.items():
         _, option = get_args(options[name].annotation)
         assert text in option.help
     assert Run.model_fields.keys() < options.keys()
@@ -396,7 +396,7 @@ def test_a_run_goes_on_with_more_data_and_another_schedule(folder: Path) -> None
     go_on = ("--steps", "6", "--mesh", "dp=1,tp=1", "--resume", "first", "--save", "second")
     done = run(folder, "a longer dataset", *go_on)
     assert done.returncode == 2
-    assert "the checkpoint is in the middle of 24 samples, and this is 48 samples" in done.stderr
+    assert "the checkpoint is in the middle of 24 samples, but this one is 48 samples" in done.stderr
     assert "begin with this one: load(folder, new_data=True), run: --new-data" in done.stderr
     options = ("--new-data", "--new-schedule", "--max-restarts", "1")
     done = run(folder, "a longer dataset", *go_on, *options, "--log", "log", "--save-every", "1")

@@ -176,7 +176,7 @@ def test_lines_say_where_a_run_differs(program: shardc.Program, tmp_path: Path) 
 
 def test_a_run_on_another_mesh_or_device_is_refused(program: shardc.Program, tmp_path: Path) -> None:
     log = run_log.read(write_log(tmp_path / "log", program, CPU))
-    with pytest.raises(ShardcError, match=r"the run was on cpu, 1 threads, and h100-80g is no cpu device"):
+    with pytest.raises(ShardcError, match=r"the run was on cpu, 1 threads, and h100-80g is not a cpu device"):
         waterfall.compare(program.cost("h100-80g"), log)
     from tests import zoo
 

@@ -157,11 +157,11 @@ def written(
     return find(choices.call.target, args, kwargs)
 
 
-def hints(call: fx.Node, shows: Sequence[Layout], mesh: Mesh) -> dict[str, list[Placement]]:
+def hints(call: fx.Node, shows: Sequence[Layout], mesh: Mesh, *, wide: bool = False) -> dict[str, list[Placement]]:
     """Return the placements that a result may have, by axis, if the op's operands do not decide.
 
     These are the placements that the text shows. No text shows the microbatch axis: there, any dim may be split at any
-    digit that the sizes of axes make, within each part that a view makes.
+    digit that the sizes of axes make, within each part that a view makes. wide: the same on every axis.
     """
     placements: dict[str, dict[Placement, None]] = {a: {} for a in mesh.names}
     microbatches = mesh.size(MICROBATCH) if MICROBATCH in mesh.names else 1
@@ -170,12 +170,16 @@ def hints(call: fx.Node, shows: Sequence[Layout], mesh: Mesh) -> dict[str, list[
         placements[axis] |= {p: None, replace(p, split=p.split * microbatches): None}  # a text shows one microbatch
     sizes = [n for _, n in mesh.axes if n > 1]
     digits = {math.prod(sizes[i:j]) for i in range(len(sizes)) for j in range(i, len(sizes) + 1)} | {1}
-    for v in values_of(call)[:1] if microbatches > 1 else ():
-        for (d, size), padding in product(enumerate(v.shape), {p.padding for _, p in splits} | {0}):
-            placements[MICROBATCH] |= dict.fromkeys(
+    axes = [(axis, n) for axis, n in mesh.axes if n > 1 and (wide or axis == MICROBATCH)]
+    known = {p.split for each in placements.values() for p in each if isinstance(p, Shard)} | {1}
+    paddings = {p.padding for _, p in splits} | {0}
+    for v in values_of(call)[:1]:
+        for (axis, n), (d, size), padding in product(axes, enumerate(v.shape), paddings):
+            before = range(1, min(size, _PARTS) + 1) if axis == MICROBATCH else known
+            placements[axis] |= dict.fromkeys(
                 Shard(d, parts * digit, (), padding, parts if padding else 1)
-                for parts, digit in product(range(1, min(size, _PARTS) + 1), sorted(digits))
-                if size % parts == 0 and (size // parts + padding) % (digit * microbatches) == 0
+                for parts, digit in product(before, sorted(digits))
+                if size % parts == 0 and (size // parts + padding) % (digit * n) == 0
             )
     return {a: list(each) for a, each in placements.items()}
 

@@ -140,13 +140,21 @@ class Text:
         uniform = [[by[x] for x in operands] for by in once]
         mixed = [list(each) for each in product(*(forms[x] for x in operands))] if len(forms) < len(operands) else []
 
-        free = any(all(place is None for place in ins) for ins, _ in choices.places.values())
-        # a constant fits thousands of layouts: its lines in the text say which
-        hint = op_types.hints(call, self._shown_of(call), self.mesh) if free else {}
-        for ways in (uniform, mixed):
-            # try each: several lines may be this op
-            if sum(self._match(call, choices, way, hint) for way in ways):
-                return
+        for hint, strict in self._hints(call, choices):
+            for ways in (uniform, mixed):
+                # try each: several lines may be this op
+                if sum(self._match(call, choices, way, hint, strict=strict) for way in ways):
+                    return
+
+    def _hints(self, call: fx.Node, choices: Choices) -> Iterator[tuple[op_types.Hints, bool]]:
+        """Yield hints of the result's placements, for `_match`, and whether the text has to agree."""
+        if not any(all(place is None for place in ins) for ins, _ in choices.places.values()):
+            yield {}, False
+            return
+        shows = self._shown_of(call)  # a constant fits thousands of layouts: its lines in the text say which
+        yield op_types.hints(call, shows, self.mesh), True
+        inputs = [x.layout for x in self.model.program.stored]  # padding that a view moves is in no type
+        yield op_types.hints(call, [*inputs, *shows], self.mesh, wide=True), False
 
     def _match(
         self,
@@ -154,10 +162,12 @@ class Text:
         choices: Choices,
         forms: list[tuple[fx.Node, Claim]],
         hint: op_types.Hints,
+        *,
+        strict: bool,
     ) -> bool:
         """Claim the lines that are this op on these forms, and return whether there are any.
 
-        hint: see `op_types.hints`. With a hint, only lines count whose type in the text agrees.
+        hint: see `op_types.hints`. strict: only lines count whose type in the text agrees.
         """
         order = iter(line for line, _ in forms)
 
@@ -192,7 +202,7 @@ class Text:
                 continue
             matches.append((line, touched, layouts))
         shown = [(line, touched, layouts) for line, touched, layouts in matches if self._shows(line, layouts)]
-        if hint:
+        if strict:
             matches = shown
         for line, touched, layouts in shown or matches:
             for node in touched:

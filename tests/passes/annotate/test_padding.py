@@ -196,7 +196,7 @@ def test_without_the_word_it_is_an_error_with_what_would_fit(
 def test_a_ranks_own_part_does_not_tell_a_padded_batch() -> None:
     net, batch = Net(), {"x": torch.randn(7, 6)}
     program = shardc.compile(net, batch, {"shardc": 1, "mesh": {"dp": 2}, "uneven": "pad"})
-    with pytest.raises(shardc.ShardcError, match=r"(?s)does not divide over the ranks.*without local=True"):
+    with pytest.raises(shardc.ShardcError, match=r"(?s)does not divide over ranks.*without local=True"):
         loopback(program.mesh, lambda mesh: take(program, {"x": torch.randn(4, 6)}, mesh, local=True))
 
 

@@ -635,7 +635,7 @@ def test_a_rest_needs_the_model() -> None:
     """A program that was read from an artifact is for one batch size."""
     program = replace(compiled({"dp": 2}), resize=None)
     with pytest.raises(
-        ShardcError, match=r"the last batch of an epoch would be 5 samples and not 8.*\n  fix: leave drop_last out"
+        ShardcError, match=r"the last batch of an epoch would be 5 samples, not 8.*\n  fix: leave drop_last out"
     ):
         Loader(program, Rank(0), Numbers(21), drop_last=False)
 
@@ -650,7 +650,7 @@ def test_another_dataset_than_the_checkpoints() -> None:
     state = Loader(program, Rank(0), Numbers(16)).state_dict()
     with pytest.raises(
         ShardcError,
-        match=r"is in the middle of 16 samples, and this is 24 samples\n  fix: continue with the same",
+        match=r"is in the middle of 16 samples, but this one is 24 samples\n  fix: continue with the same",
     ):
         Loader(program, Rank(0), Numbers(24)).load_state_dict(state)
     with pytest.raises(ShardcError, match=r"is in the middle of 16 samples, and this is an iterable dataset"):

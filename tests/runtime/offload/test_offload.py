@@ -476,7 +476,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = program({"dp": 1}, {"optimizer": str(tmp_path)}).engine(model(), adamw)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(
-        ShardcError, match=r"has no room for [\d,]+ bytes more \([\d,]+ are free\): No space left on device"
+        ShardcError, match=r"has no room for [\d,]+ more bytes \([\d,]+ are free\): No space left on device"
     ) as e:
         engine.step(batch())
     assert (e.value.errors[0].where, "larger disk" in e.value.errors[0].fix) == ("data.offload.optimizer", True)

@@ -302,7 +302,7 @@ PIECES: dict[str, tuple[Any, str, Any, str]] = {
     "a mask of padding that is turned": (local_math, "_real", lambda *a: None, "fill_padding"),
     "entries of all ranks": (
         local_math,
-        "held",
+        "locate",
         lambda index, size, digits, mesh: (index % (size // mesh.size("a")), index == index),
         "gather_partial",
     ),

@@ -557,9 +557,9 @@ def test_a_schedule_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("asked", "what", "fix"),
     [
-        ("two.txt", "two.txt has 2 microbatches, and the spec 4", "change the number of microbatches"),
-        ("stages.txt", "stages.txt has 3 stages, and the spec 2", "stages"),
-        ("ranks.txt", "ranks.txt has 1 ranks, and the spec 2", "ranks"),
+        ("two.txt", "two.txt has 2 microbatches, but the spec needs 4", "change the number of microbatches"),
+        ("stages.txt", "stages.txt has 3 stages, but the spec needs 2", "stages"),
+        ("ranks.txt", "ranks.txt has 1 ranks, but the spec needs 2", "ranks"),
         ("gone.txt", "the schedule gone.txt cannot be read", "gpipe, 1f1b"),
         ("1f1c", "the schedule 1f1c cannot be read", "gpipe, 1f1b"),
     ],

@@ -88,7 +88,7 @@ def test_parts_in_one_vector_are_refused(spec: str) -> None:
     def work(mesh: LoopbackMesh) -> None:
         module = ShardedModule(program, NET, mesh=mesh)
         before = module.full_state_dict()
-        with pytest.raises(ShardcError, match=r"parameters_to_vector: up.weight: this rank has a part"):
+        with pytest.raises(ShardcError, match=r"parameters_to_vector: up.weight: this rank has only a part"):
             nn.utils.parameters_to_vector(module.parameters())
         with pytest.raises(ShardcError, match=r"vector_to_parameters: up.weight: .*\n  fix: take the whole weights"):
             nn.utils.vector_to_parameters(whole, module.parameters())
