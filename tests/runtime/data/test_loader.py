@@ -653,7 +653,7 @@ def test_another_dataset_than_the_checkpoints() -> None:
         match=r"is in the middle of 16 samples, but this one is 24 samples\n  fix: continue with the same",
     ):
         Loader(program, Rank(0), Numbers(24)).load_state_dict(state)
-    with pytest.raises(ShardcError, match=r"is in the middle of 16 samples, and this is an iterable dataset"):
+    with pytest.raises(ShardcError, match=r"is in the middle of 16 samples, but this one is an iterable dataset"):
         Loader(program, Rank(0), Endless(24)).load_state_dict(state)
 
 
