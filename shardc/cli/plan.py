@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
     from shardc.plan import Plan
+    from shardc.plan.few_layers import Subject
 
 #: Columns of a table that is written to a file.
 WIDE = 200
@@ -61,6 +63,10 @@ def command(
         typer.Option("--what-if", help="also price it on other devices, without recomputation, and compiled"),
     ] = False,
     tokens: Annotated[float | None, typer.Option(help="also answer how long so many tokens take, e.g. 15e12")] = None,
+    headroom: Annotated[
+        float | None,
+        typer.Option(help="share of a device's memory to leave (default: none), beside what libraries take"),
+    ] = None,
     batch: BatchOption = None,
     seq: SeqOption = None,
     as_json: JsonOption = False,
@@ -80,24 +86,20 @@ def command(
             def on(subject: str, done: int, total: int) -> None:
                 report(subject if subject in PREPARING else f"pricing {subject}", done, total)
 
-            import shardc
-            from shardc.cli import model_file
+            from shardc.plan import planned
+            from shardc.plan.planner import HEADROOM
 
-            on("loading the model", 0, 0)
-            file = model_file.load(model, batch=batch, seq=seq)
-            on("capturing", 0, 0)
-            plan = shardc.plan(
-                file.on_meta(),
-                file.batch,
-                loss=file.loss,
-                name=model,
+            plan = planned(
+                _subject(model, batch, seq, on),
+                model,
                 devices=devices,
                 device=device[0] if device is not None and len(device) == 1 else device or None,
                 prices=_prices(price or []),
                 global_batch=global_batch,
                 precision=precision,
+                headroom=HEADROOM if headroom is None else headroom,
                 given=given or None,
-                largest=largest,  # type: ignore[arg-type]  # plan says which there are
+                largest=largest,
                 fewest=fewest,
                 what_if=what_if,
                 tokens=tokens,
@@ -122,6 +124,18 @@ def command(
             for text in failure.texts():
                 print_error(f"error {text}")
     raise typer.Exit(0 if fits else 1)
+
+
+def _subject(model: str, batch: int | None, seq: int | None, on: Callable[[str, int, int], None]) -> Subject:
+    """Load the model without weights, as a subject to plan for. on: as in `shardc.plan.planned`."""
+    on("loading the model", 0, 0)
+    from shardc.cli import model_file
+    from shardc.plan.few_layers import Subject
+
+    file = model_file.load(model, batch=batch, seq=seq)
+    subject = Subject.of(file.on_meta(), file.batch, file.loss)
+    on("capturing", 0, 0)
+    return subject
 
 
 def _prices(said: list[str]) -> dict[str, float]:

@@ -1,13 +1,12 @@
-"""Find the spec that trains a model fastest on a number of devices, and whether it fits.
+"""`shardc plan`: which spec trains a model fastest on so many devices, and whether it fits; by the cost model alone,
+without a device or data.
 
-`shardc plan` uses the cost model alone: it needs no device and no data.
-
-planner       plans, prices given specs and answers questions; search: finds the best specs in two tiers
-space         the choices: mesh, ZeRO, schedule, recomputation, ...
-few_layers    the model with few of its layers, and the facts that a plan needs
-runs          dry runs of few layers; stage: costs of the parts of a stage's step
-rank          tier one: estimates every choice by arithmetic on one block
-price         tier two: prices a spec by its own dry runs
+planner       the questions that a plan answers; search: which spec is best, in two tiers
+space         the choices: mesh, ZeRO, schedule, what is recomputed, ...
+few_layers    the model, with few of its layers, and what a plan has to know of it
+runs          dry runs of few layers; stage: what the parts of a stage's step take
+rank          tier one: a first price of every choice, by arithmetic on one block
+price         tier two: a price by dry runs of a spec of its own
 result        Plan, Candidate
 questions     the largest that fits, what would help most, the best of several clusters
 table         the plan as a table; annotated_yaml: the best spec, with reasons as comments
@@ -27,7 +26,7 @@ from shardc.cost.measured.device_file import chosen
 from shardc.errors import ShardcError
 from shardc.machine.device import Device
 from shardc.plan.few_layers import Subject
-from shardc.plan.planner import Planner
+from shardc.plan.planner import HEADROOM, Planner, usable
 from shardc.plan.questions import best_cluster, check_prices
 from shardc.plan.result import Candidate, Plan
 from shardc.spec import Spec
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Candidate", "Plan", "plan"]
 
-OneDevice = str | Path | Device | None
-OneSpec = str | Path | Mapping[str, Any] | Spec | None
+Devices = str | Path | Device | Sequence[str | Path | Device] | None
+Given = str | Path | Mapping[str, Any] | Spec | Sequence[str | Path | Mapping[str, Any] | Spec] | None
 
 
 @checked("shardc.plan", elsewhere={})
@@ -48,10 +47,11 @@ def plan(
     batch: Any,
     *,
     devices: int | None = None,
-    device: OneDevice | Sequence[OneDevice] = None,
+    device: Devices = None,
     global_batch: int | None = None,
     precision: str = "bfloat16",
-    given: OneSpec | Sequence[OneSpec] = None,
+    headroom: float = HEADROOM,
+    given: Given = None,
     largest: Literal["batch", "sequence", "model"] | None = None,
     fewest: bool = False,
     what_if: bool = False,
@@ -61,76 +61,109 @@ def plan(
     name: str = "",
     on: Callable[[str, int, int], None] = lambda subject, done, total: None,
 ) -> Plan:
-    """Search for the spec that trains a model fastest on a number of devices.
+    """Search for the spec that trains a model fastest on so many devices.
 
     model, batch, loss: as in `shardc.compile`; the model may be on the meta device.
-    devices: their number; default: that of the given spec's mesh, or all devices of the device file (`nodes`).
-    device: a name, a YAML file, or a shardc.cost.Device; default: the given spec's, else h100-80g. With several, the
-        result is the plan of the cheapest by `prices`, {device's name: price of a device-hour}, or else the fastest.
-    global_batch: rows of a step; default: those of `batch`, or a multiple with a row for every device.
+    devices: how many; default: those of the given spec's mesh, or all that the device's file has (`nodes`).
+    device: a name, a YAML file, or a shardc.cost.Device; default: the given spec's, else h100-80g. Several: the plan of
+        the cheapest by `prices`, {device's name: of an hour of one}, or else of the fastest.
+    global_batch: rows of a step; default: those of `batch`, or a multiple such that every device has a row.
     precision: bfloat16 or float16 (with master weights in float32), float32, pure-bfloat16, or model (as it is).
-    given: price only this spec, or these, side by side.
-    largest: also find how many rows, tokens of a row or layers the best spec (or the best given one) can take.
-    fewest: also find the smallest number of devices on which anything fits.
-    what_if: also price the best spec (or the given one) on better devices, on other devices, without recomputation,
-        and with compiled element-wise work.
-    tokens: also return how long this many tokens take. The model's rows must be sequences.
-    on: called with the progress of pricing: (subject, done, total).
+    headroom: share of a device's memory to leave, beside what the allocator and libraries take.
+    given: price only this spec, or these, side by side. largest: also find out how many rows, how long a sequence, or
+        how many layers the best spec (or the best given one) can take. fewest: also find out on how few devices
+        anything fits.
+    what_if: also price the best spec (or the given one) on devices that are better in one respect, and on others,
+        without recomputation, and with element-wise work compiled.
+    tokens: also say how long so many take, of a model whose rows are sequences.
+    on: called with what is being priced: (subject, done, total).
     Raises ShardcError for invalid input; if nothing fits, `.best` of the result raises it.
     """
+    return planned(
+        Subject.of(model, batch, loss),
+        name or type(model).__name__,
+        devices=devices,
+        device=device,
+        global_batch=global_batch,
+        precision=precision,
+        headroom=headroom,
+        given=given,
+        largest=largest,
+        fewest=fewest,
+        what_if=what_if,
+        tokens=tokens,
+        prices=prices,
+        on=on,
+    )
+
+
+def planned(
+    subject: Subject,
+    name: str,
+    *,
+    devices: int | None,
+    device: Devices,
+    global_batch: int | None,
+    precision: str,
+    headroom: float,
+    given: Given,
+    largest: str | None,
+    fewest: bool,
+    what_if: bool,
+    tokens: float | None,
+    prices: Mapping[str, float] | None,
+    on: Callable[[str, int, int], None],
+) -> Plan:
+    """As `plan`, of a model with its batch."""
     started = time.perf_counter()
-    subject = Subject.of(model, batch, loss)
-    sources = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    specs = [Spec.load(one, world=devices) for one in sources if one is not None]
-
-    def on_one(one: OneDevice) -> Plan:
-        machine = chosen(one, specs[0] if specs else None)
-        number = _number(devices, machine, specs)
-        planner = Planner(subject, machine, precision, name or type(model).__name__, on)
-        result = planner.given(specs, global_batch) if specs else planner.search(number, global_batch)
-        if largest is not None:
-            result = planner.largest(result, largest, given=bool(specs))
-        result = planner.fewest(result) if fewest else result
-        result = planner.what_if(result) if what_if else result
-        return planner.duration(result, tokens) if tokens is not None else result
-
-    _check_numbers(global_batch, largest, tokens)
     if isinstance(device, Sequence) and not isinstance(device, str):
-        check_prices(prices or {}, [chosen(one, None).name for one in device])
-        result = best_cluster([on_one(one) for one in device], prices or {})
-    else:
-        result = on_one(device)
-    return replace(result, seconds=time.perf_counter() - started)
-
-
-def _number(devices: int | None, machine: Device, specs: Sequence[Spec]) -> int:
-    """Return the number of devices: the argument, the last given spec's, or that of the device file."""
+        each = [chosen(one, None) for one in device]
+        check_prices(prices or {}, [one.name for one in each])
+        same: dict[str, Any] = {"devices": devices, "global_batch": global_batch, "precision": precision}
+        same |= {"headroom": headroom, "given": given, "largest": largest, "fewest": fewest, "what_if": what_if}
+        same |= {"tokens": tokens, "prices": prices, "on": on}
+        found = best_cluster([planned(subject, name, device=one, **same) for one in each], prices or {})
+        return replace(found, seconds=time.perf_counter() - started)
+    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    specs = [Spec.load(one, world=devices) for one in several if one is not None]
+    usable(on_device := chosen(device, specs[0] if specs else None), headroom)
     for one in specs:
-        machine.check_room(one.mesh.world)
-    if devices is None and specs:
-        return specs[-1].mesh.world
-    if devices is None and machine.nodes is not None:
-        devices = machine.nodes * machine.node
-    if devices is None:
+        on_device.check_room(one.mesh.world)
+    if devices is None and on_device.nodes is not None:
+        devices = on_device.nodes * on_device.node
+    if not specs and devices is None:
         raise ShardcError(
             "the number of devices is missing",
             where="--devices",
             fix="add e.g. --devices 64, or price a spec with --given spec.yaml; in Python devices=64, given=...",
         )
-    if isinstance(devices, bool) or not isinstance(devices, int):
+    if devices is not None and (isinstance(devices, bool) or not isinstance(devices, int)):
         raise ShardcError(f"{devices!r} is no number of devices", where="--devices", fix="a whole number, such as 8")
-    if devices < 1:
+    if devices is not None and devices < 1:
         raise ShardcError(f"{devices} devices are too few", where="--devices", fix="name at least 1")
-    machine.check_room(devices)
-    return devices
-
-
-def _check_numbers(global_batch: int | None, largest: str | None, tokens: float | None) -> None:
+    if devices is not None:
+        on_device.check_room(devices)
     if global_batch is not None and global_batch < 1:
-        fix = "name at least 1"
-        raise ShardcError(f"a global batch of {global_batch} rows is too small", where="--global-batch", fix=fix)
+        raise ShardcError(
+            f"a global batch of {global_batch} rows is too small", where="--global-batch", fix="name at least 1"
+        )
     if largest not in (None, "batch", "sequence", "model"):
         fix = "name batch, sequence or model"
         raise ShardcError(f"cannot search for the largest {largest!r}", where="--largest", fix=fix)
     if tokens is not None and not tokens > 0:
         raise ShardcError(f"{tokens} tokens are too few", where="--tokens", fix="name a number, such as 1e12")
+    planner = Planner(subject, on_device, precision, headroom, name, on)
+    if specs:
+        result = planner.given(specs, global_batch)
+    else:
+        assert devices is not None
+        result = planner.search(devices, global_batch)
+    if largest is not None:
+        result = planner.largest(result, largest, given=bool(specs))
+    if fewest:
+        result = planner.fewest(result)
+    if what_if:
+        result = planner.what_if(result)
+    if tokens is not None:
+        result = planner.duration(result, tokens)
+    return replace(result, seconds=time.perf_counter() - started)

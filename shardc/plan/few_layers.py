@@ -1,13 +1,13 @@
-"""Capture the planned model for any number of rows and layers, each combination once.
+"""The model that is planned: captured for any number of rows and of its layers, once for each.
 
-A model of 126 equal layers is captured as a shallow copy with its first 5: the full graph begins in the same way.
+Of 126 equal layers, a shallow copy of the model with the first 5 is captured: the whole model would begin the same way.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,24 +23,49 @@ from shardc.ir.program import Program
 from shardc.ir.types import op_name
 from shardc.layer_names import layer_of, of_every_layer
 from shardc.passes.annotate import model_plan
-from shardc.plan.space import Facts, Layers
+from shardc.plan.space import Layers
 from shardc.runtime.data import inputs
 from shardc.torch_private import pytree
 
-#: Units of layers to capture: stages of one (the first), one, two and one (the last) show what each unit adds.
+#: Units of layers, enough to see what each adds: stages of one (the first), one, two, and one (the last).
 UNITS = 5
 
 
-#: Attributes in which transformers' layers keep their number.
+@dataclass(frozen=True)
+class Facts:
+    """Of the example batch: its rows, and tokens of each (None: its inputs have no sequence dim in common).
+
+    Of the model: its list of layers, if it is long enough to be shortened; the dtype of its weights, "float32";
+    carried: whether it has a plan for tensor parallelism of its own.
+
+    Of its graph, for specs: regions, sequences, experts: patterns of modules; number: of experts; cuts: stages that a
+    pipeline may have; inputs: `batch: {dims: ...}`; encoders: modules whose layers run before the last list of them.
+    """
+
+    rows: int
+    sequence: int | None
+    layers: Layers | None
+    dtype: str
+    carried: bool
+    regions: Sequence[str]
+    sequences: Sequence[str]
+    experts: Sequence[str]
+    number: int
+    cuts: int
+    inputs: Mapping[str, int | None]
+    encoders: Sequence[str] = ()
+
+
+#: Attributes in which transformers' layers keep their own number.
 _NUMBERS = ("layer_idx", "layer_id", "layer_index")
 Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass
 class Subject:
-    """A model and an example batch.
+    """A model and an example batch. layers: the model's list of repeated layers, if it is long enough to be shortened.
 
-    layers: the model's list of repeated layers; None if there is no list that is long enough to shorten.
+    rows: of the example batch; sequence: tokens of each, if all inputs that are sequences have the same.
     """
 
     model: nn.Module
@@ -61,7 +86,7 @@ class Subject:
         return subject
 
     def match_layers_alike(self, patterns: Set[str]) -> bool:
-        """Return whether each pattern matches the same names in every layer: none selects single layers."""
+        """Whether each pattern matches the same of every layer: not so if one names single layers."""
         assert self.layers is not None
         names = [n for n, _ in (*self.model.named_modules(), *self.model.named_parameters())]
         matched: dict[tuple[int, str], set[frozenset[str]]] = {}  # by kind of layer and name in it
@@ -72,7 +97,7 @@ class Subject:
             kind = (int(layer[1]) - self.layers.first) % self.layers.period
             inside = name[len(".".join(filter(None, layer))) :]
             matched.setdefault((kind, inside), set()).add(frozenset(p for p in patterns if match(p, name)))
-        return all(len(matches) == 1 for matches in matched.values())
+        return all(len(found) == 1 for found in matched.values())
 
     @property
     def rows(self) -> int:
@@ -82,12 +107,14 @@ class Subject:
 
     @property
     def sequence(self) -> int | None:
-        """Dim 1 of int [batch, sequence] and float [batch, sequence, hidden] inputs; None if it differs."""
+        """Of ids and masks [batch, sequence], and of features [batch, sequence, hidden]: numbers [batch, n] are n
+        features of a row.
+        """
         lengths = {x.shape[1] for x in _leaves(self.batch) if x.dim() == (3 if x.is_floating_point() else 2)}
         return lengths.pop() if len(lengths) == 1 else None
 
     def example(self, rows: int, sequence: int | None = None) -> Any:
-        """Build a batch like the example on the meta device, with other numbers of rows and tokens."""
+        """A batch of other sizes, on the meta device."""
         own_rows, own_length = self.rows, self.sequence
 
         def sized(x: Any) -> Any:
@@ -99,7 +126,7 @@ class Subject:
         return pytree.tree_map(sized, self.batch)
 
     def captured(self, rows: int, units: int | None = None, sequence: int | None = None) -> Program:
-        """Return the captured program. units: of layers; None: all. Raises ShardcError as capture does."""
+        """units: of layers; None: all. Raises ShardcError as capture does."""
         key = rows, units, sequence
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
@@ -119,7 +146,7 @@ class Subject:
         return with_layers(self.captured(rows, None, sequence), count)
 
     def model_of(self, units: int | None) -> nn.Module:
-        """Return the module to pass to compile for so many units of layers, with the model's plan and name."""
+        """The module to pass to compile: its plan and name are the model's."""
         if units is None or self.layers is None or self._counts:
             return self.model
         keep = self.layers.first + max(units, UNITS) * self.layers.period
@@ -129,9 +156,8 @@ class Subject:
 
 
 def facts(subject: Subject) -> Facts:
-    """Collect facts from the captured few-layer model for two rows. Raises ShardcError as capture does."""
+    """From the captured model with few of its layers, for two rows. Raises ShardcError as capture does."""
     program = subject.captured(2, UNITS if subject.layers else None)
-    lists = layer_lists(program)
     modules, number = experts(program)
     first = next((p for p in subject.model.parameters() if p.is_floating_point()), None)
     return Facts(
@@ -139,57 +165,71 @@ def facts(subject: Subject) -> Facts:
         sequence=subject.sequence,
         layers=subject.layers,
         dtype=str(first.dtype).removeprefix("torch.") if first is not None else "float32",
-        number=number,
-        cuts=max(sum(map(len, lists.values())), 1),
-        shard={"use": "model" if model_plan.read(subject.model) else "structure"},
-        regions=tuple(f"{name}.*" if name else "*" for name in lists),
-        sequences=tuple(f"{name}.*" for name in lists if name and _hands_on(program, name)),
+        carried=bool(model_plan.read(subject.model)),
+        regions=regions(program),
+        sequences=sequences(program),
         experts=modules,
-        encoders=encoders(list(lists)),
+        number=number,
+        cuts=cuts(program),
         inputs=whole_inputs(program, 2),
+        encoders=encoders(list(layer_lists(program))),
     )
 
 
 def whole_inputs(program: Program, rows: int) -> dict[str, int | None]:
-    """Return `batch: {dims: ...}` for the inputs without rows; {} if all inputs have rows."""
+    """`batch: {dims: ...}` for the inputs that have no rows; {} if all have."""
     odd = [inputs.name_of(x.path) if x.path else x.name for x in program.inputs if not x.shape or x.shape[0] != rows]
     return {**dict.fromkeys(odd), "*": 0} if odd else {}
 
 
+def cuts(program: Program) -> int:
+    """How many stages a pipeline may have: the number of layers in all lists."""
+    return max(sum(len(each) for each in layer_lists(program).values()), 1)
+
+
+def regions(program: Program) -> tuple[str, ...]:
+    """Patterns of the repeated layers, which are the regions of recomputation."""
+    return tuple(f"{name}.*" if name else "*" for name in layer_lists(program))
+
+
 def experts(program: Program) -> tuple[tuple[str, ...], int]:
-    """Return patterns of the modules with experts, and the number of experts; ((), 0) without any."""
+    """Patterns of the modules with experts, and the number of experts; ((), 0) without any."""
     nodes = [n for n in program.graph.nodes if n.op == "call_function" and op_name(n.target) == "experts"]
     modules: dict[str, None] = {}
     number = 0
     for n in nodes:
         modules[of_every_layer(source_of(n).module)] = None
-        counts = [
+        held = [
             x.meta["value"].shape[0]
             for x in n.all_input_nodes
             if x.op == "placeholder" and len(x.meta["value"].shape) > 2
         ]
-        number = max([number, *counts])
+        number = max([number, *held])
     return tuple(modules), number
 
 
 def encoders(lists: Sequence[str]) -> tuple[str, ...]:
-    """Return the modules that contain an earlier list of layers, but not the last list.
+    """The modules that hold lists of layers which run before the last one, and not that.
 
     >>> encoders(["vision.blocks", "text.model.layers"]), encoders(["layers"])
     (('vision',), ())
     """
-    modules = dict[str, None]()
+    found = dict[str, None]()
     last = lists[-1].split(".") if lists else []
     for name in lists[:-1]:
         path = name.split(".")
         shared = next((i for i, (a, b) in enumerate(zip(path, last, strict=False)) if a != b), len(path))
         if shared < len(path) - 1:
-            modules[".".join(path[: shared + 1])] = None
-    return tuple(modules)
+            found[".".join(path[: shared + 1])] = None
+    return tuple(found)
+
+
+def sequences(program: Program) -> tuple[str, ...]:
+    """Patterns of the layers that return [batch, sequence, hidden]: dim 1 can be split between them."""
+    return tuple(f"{name}.*" for name in layer_lists(program) if name and _hands_on(program, name))
 
 
 def _hands_on(program: Program, name: str) -> bool:
-    """Return whether the layers of a list return [batch, sequence, hidden], so that dim 1 can be split."""
     long = {n for x in program.inputs for n in x.shape[1:2]}
     last: dict[str, fx.Node] = {}
     for n in program.graph.nodes:
@@ -204,10 +244,8 @@ def _hands_on(program: Program, name: str) -> bool:
 
 
 def _repeated(model: nn.Module) -> tuple[str, int, int, int] | None:
-    """Find the model's list of repeated layers: (name, layers before the pattern, period, number).
-
-    None unless there is one outermost list with more than UNITS periods. Takes the pattern that keeps fewest layers.
-    """
+    """(name, layers before the pattern, its period, number) of the model's one outermost list of more layers than UNITS
+    periods: that for which fewest have to be kept."""
     lists = [(name, m) for name, m in _lists(model, "") if len(m._modules) > 1]
     if len(lists) != 1:
         return None
@@ -235,7 +273,7 @@ def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _signature(module: nn.Module) -> object:
-    """Return a value that is equal for modules that differ only in their layer number."""
+    """A value that is equal for modules that differ only in their number."""
     plain = {
         k: v
         for k, v in vars(module).items()
@@ -254,7 +292,9 @@ def _signature(module: nn.Module) -> object:
 
 
 def _shortened(model: nn.Module, name: str, keep: int) -> nn.Module:
-    """Return the model with the first `keep` layers of a list: its parents are copied, the rest is shared."""
+    """The model with only the first layers of a list: the modules that contain it are shallow copies, all others are
+    shared.
+    """
     short = copy.copy(model)
     short._modules = dict(model._modules)
     if not name:

@@ -1,4 +1,6 @@
-"""Build a plan's HTML page: this file collects the data, `shardc/report/page/plan.js` draws it."""
+"""A plan as one self-contained page: the best spec and why, the plot, every priced spec, where a step's time and memory
+go, what would help. Here is its data; `shardc/report/page/plan.js` draws it.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def html(plan: Plan) -> str:
-    """Return the plan as one self-contained HTML page."""
+    """The page."""
     return page.file("plan.html", f"Plan of {plan.target.model}", data(plan), page.PLAN)
 
 
 def data(plan: Plan) -> dict[str, Any]:
-    """Return what the page shows, as JSON: bytes and seconds are numbers, rows are in the table's order."""
+    """All that the page shows, as JSON: bytes and seconds are numbers. rows: of the table and the plot, in order."""
     a, first = plan.target, plan.candidates[0] if plan.candidates else None
     fits = first is not None and first.fits
     spent = f"{plan.considered} choices considered, {len(plan.candidates)} priced"
@@ -30,12 +32,12 @@ def data(plan: Plan) -> dict[str, Any]:
         "spec": plan.spec() if fits else "",
         "lacking": [] if fits else plan.lacking().texts(),
         "device": a.device.name,
-        "limit": a.device.memory,
-        "rate": a.rate,
+        "limit": a.usable,
+        "rate": "tokens" if a.sequence else "samples",
         "kinds": [*KINDS, "gaps", "outside"],
         "causes": list(table.CAUSES),
         "words": {name: table.cause(name) for name in table.CAUSES},
-        "rows": [_row(c) for c in plan.candidates],
+        "rows": [_row(c) for c, _ in table.distinct(plan.candidates)],
         "waterfall": [
             (table.WATERFALL.get(k, table.cause(k)), k if k in table.CAUSES else "compute", n) for k, n in falls
         ],

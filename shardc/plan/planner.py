@@ -1,9 +1,11 @@
-"""Find the best spec of a model on one kind of device, price given specs, and answer questions."""
+"""The planner: the best spec of a model on one kind of device, the price of a given spec, the largest batch or
+sequence, and the fewest devices that fit.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,13 +14,14 @@ from shardc.cost.premises import gradients_norm
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 from shardc.machine.device import Device
-from shardc.plan.few_layers import Subject
+from shardc.plan.few_layers import Facts, Subject
 from shardc.plan.price import Priced, price
 from shardc.plan.questions import Largest, what_if
+from shardc.plan.rank import Rough
 from shardc.plan.result import Candidate, Plan, Target
 from shardc.plan.runs import Library, Runs
 from shardc.plan.search import FAR, Search
-from shardc.plan.space import Choice, Facts, Keep, spec
+from shardc.plan.space import Choice, Core, Keep, SpecTemplate, spec
 from shardc.spec import Spec
 
 #: `--precision`, as the section of a spec.
@@ -29,19 +32,35 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "pure-bfloat16": {"params": "bfloat16"},
     "model": {},
 }
-#: A spec may be faster than the best although its estimate is up to this many times the best price.
+
+
+#: What is estimated at so many times the best price may be faster all the same.
 UNSURE = 1.15
-#: Shares of memory to fill with live bytes: the next is tried if specs that should fit do not.
+#: Shares of the room for live bytes: the next one where nothing fits that was thought to.
 TIGHT = (1.0, 0.9, 0.75, 0.6)
+
+
+#: The share of a device's memory that is left, where nobody says another one.
+HEADROOM = 0.0
+
+
+def usable(device: Device, headroom: float) -> float:
+    """Bytes of a device's memory that a step may use. Raises ShardcError for what is no share."""
+    if not 0 <= headroom < 1:
+        raise ShardcError(
+            f"headroom {headroom} is not a share", where="--headroom", fix="a number from 0 to 1, such as 0.05"
+        )
+    return device.memory * (1 - headroom)
 
 
 @dataclass
 class Planner:
-    """A planner for one model on one kind of device. See shardc.plan.plan."""
+    """A model on one kind of device. See shardc.plan.plan."""
 
     subject: Subject
     device: Device
     precision: str
+    headroom: float
     name: str
     on: Callable[[str, int, int], None]
 
@@ -51,34 +70,58 @@ class Planner:
             fix = (f"did you mean {close}? " if close else "") + f"one of {', '.join(PRECISIONS)}"
             raise ShardcError(f"unknown precision {self.precision!r}", where="--precision", fix=fix)
 
+    @property
+    def usable(self) -> float:
+        return usable(self.device, self.headroom)
+
     @cached_property
     def runs(self) -> Runs:
         return Runs(self.subject, self.device.kind == "cpu")
 
-    @cached_property
+    @property
     def facts(self) -> Facts:
-        return replace(self.runs.facts, precision=PRECISIONS[self.precision])
+        return self.runs.facts
+
+    @cached_property
+    def template(self) -> SpecTemplate:
+        f = self.facts
+        shard = {"use": "model" if f.carried else "structure"}
+        words = tuple(f.regions), tuple(f.sequences), tuple(f.experts), tuple(f.encoders)
+        return SpecTemplate(shard, PRECISIONS[self.precision], *words, f.inputs)
 
     @cached_property
     def library(self) -> Library:
-        return Library(self.runs, self.facts, self.device)
+        return Library(self.runs, self.template, self.device)
 
     @cached_property
     def finder(self) -> Search:
-        return Search(self.library, self.on)
+        return Search(self.library, self.usable, self.on)
 
-    def target(self, devices: int, batch: int, note: str, given: Spec | None = None) -> Target:
-        section: Any = PRECISIONS[self.precision] if given is None else given.precision.model_dump()
-        bfloat16 = "products in bfloat16, master weights and AdamW's state in float32"
-        assumed = (
-            note,
-            bfloat16 if self.precision == "bfloat16" else f"precision {self.precision}",
-            f"a step {gradients_norm(norm=False, clipped=False)} (`shardc run` takes it: `shardc cost`)",
-            "memory: what torch's allocator reserves, and what the process and its libraries take outside of it",
+    def target(self, devices: int, batch: int, assumed: tuple[str, ...] = ()) -> Target:
+        dtypes = (
+            "products in bfloat16, master weights and AdamW's state in float32"
+            if self.precision == "bfloat16"
+            else f"precision {self.precision}"
         )
-        dtype = str(section.get("compute") or section.get("params") or self.facts.dtype)
-        sequence = self.library.sequence or self.facts.sequence
-        return Target(self.name, self.device, devices, batch, sequence, self.library.flops, dtype, assumed)
+        step = f"a step {gradients_norm(norm=False, clipped=False)} (`shardc run` takes it: `shardc cost`)"
+        left = "memory: what torch's allocator reserves, and what the process and its libraries take outside of it"
+        left += f"; {self.headroom:.0%} is left (--headroom)" if self.headroom else ""
+        return Target(
+            self.name,
+            self.device,
+            devices,
+            batch,
+            self.library.sequence or self.facts.sequence,
+            self.library.flops,
+            self._dtype(),
+            self.usable,
+            (*assumed, dtypes, step, left),
+        )
+
+    def _dtype(self) -> str:
+        """Of products."""
+        section = PRECISIONS[self.precision]
+        return str(section.get("compute", section.get("params", self.facts.dtype)))
 
     # --- which spec
 
@@ -86,54 +129,67 @@ class Planner:
         finder = self.finder
         self.on("one microbatch", 0, 0)
         self.library.takes_microbatches()
-        rows, note = self._batch(devices, batch)
-        exact = self._refined(devices, rows)
-        target = self.target(devices, rows, note)
+        cores = finder.splits(devices)
+        rows, note = self._batch(devices, batch, cores)
+        exact = self._refined(devices, rows, cores)
+        target = self.target(devices, rows, (note,))
         candidates = [self._candidate(c, p, target) for c, p in exact.items()]
-        one_of_each = {
-            (c.spec.mesh.axes, f"{c.step_seconds:.4g}", f"{c.peak:.4g}", f"{c.needs:.4g}"): c
-            for c in sorted(candidates, key=_order, reverse=True)
-        }  # schedules with the same result, or settings that nothing uses
-        best = sorted(one_of_each.values(), key=_order)
-        return Plan(target, tuple(best), finder.considered, {k: e.what for k, e in finder.refused.items()})
+        candidates.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.needs))
+        return Plan(target, tuple(candidates), finder.considered, {k: e.what for k, e in finder.refused.items()})
 
-    def _refined(self, devices: int, rows: int) -> dict[Choice, Priced]:
-        """Price the best choices exactly, also on 1/2, 1/4, ... of the devices if that may be faster."""
+    def _refined(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
+        """Exact prices of the best for so many devices, and for half of them, a quarter, and so on, where a first price
+        says that these may be faster: others are idle then.
+        """
         finder = self.finder
         exact = dict[Choice, Priced]()
 
         def best() -> float:
-            return min((p.step_seconds for p in exact.values() if p.needs <= self.device.memory), default=math.inf)
+            return min((p.seconds for p in exact.values() if p.needs <= self.usable), default=math.inf)
 
-        for tight in TIGHT:  # more is reserved than live: if nothing fits, tighten
+        for tight in TIGHT:  # more is reserved than is live: where nothing fits, others are the best
             finder.tight = tight
-            estimates = finder.ranked(devices, rows)
-            exact |= finder.refine(estimates)
-            if best() < math.inf or not any(r.peak <= finder.room for _, r in estimates):
+            some = self.ranked(devices, rows, cores)
+            exact |= finder.refine(some)
+            if best() < math.inf or not any(r.peak <= finder.room for _, r in some):
                 break
         finder.tight = 1.0
+        least = 3 * self.library.products
         while best() < math.inf and devices % 2 == 0:
             devices //= 2
             limit = UNSURE * best()
-            estimates = finder.ranked(devices, rows, below=limit)
-            if not estimates or estimates[0][1].peak > finder.room or estimates[0][1].seconds > limit:
-                break  # even fewer are even slower
-            exact |= finder.refine(estimates)
+            if least * rows / devices > limit:  # still fewer are slower still
+                break
+            some = finder.ranked(devices, rows, finder.splits(devices), below=limit)
+            if some and some[0][1].peak <= finder.room and some[0][1].seconds <= limit:
+                exact |= finder.refine(some)
         return exact
 
+    def ranked(self, devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
+        """First prices of choices for so many devices: of what is slow, or in the machine's memory, only where nothing
+        fits without.
+        """
+        finder = self.finder
+        found = finder.ranked(devices, rows, cores)
+        if not found or found[0][1].peak > finder.room:
+            found += finder.ranked(devices, rows, finder.splits(devices, over_nodes=True))
+        if not any(r.peak <= finder.room for _, r in found):
+            found += finder.ranked(devices, rows, cores, on_host=True)
+        return found
+
     def _candidate(self, c: Choice, p: Priced, target: Target) -> Candidate:
-        one = Spec.load(spec(c, self.facts, p.counts if c.pp > 1 else ()))
-        return Candidate(**vars(p), spec=one, target=target)
+        return Candidate(Spec.load(spec(c, self.template, p.counts if c.pp > 1 else ())), p, target)
 
-    def _batch(self, devices: int, batch: int | None) -> tuple[int, str]:
-        """Return the rows of the global batch, and a note on where the number comes from."""
+    def _batch(self, devices: int, batch: int | None, cores: list[Core]) -> tuple[int, str]:
+        """Rows of the global batch, and a note on their source. cores: the splits for so many devices."""
         rows, finder = self.facts.rows, self.finder
+        longer = [longer for core in cores for longer in finder.longer(core, devices)]
 
-        def spreads(rows: int, *, longer: bool = False) -> bool:
-            return finder.spreads(devices, rows, finder.splits(devices, longer=longer))
+        def spreads(rows: int, some: Iterable[Core] = cores) -> bool:
+            return finder.spreads(devices, rows, some)
 
         if batch is not None:
-            if not spreads(batch, longer=True):
+            if not spreads(batch) and not spreads(batch, longer):
                 fault = f"a global batch of {batch} rows cannot be spread over {devices} devices"
                 raise ShardcError(
                     fault,
@@ -142,7 +198,7 @@ class Planner:
                 )
             return batch, f"global batch of {batch} rows (--global-batch)"
         for k in (1, *(2**i for i in range(1, 40) if 2**i * rows < 2 * devices), devices):
-            if spreads(k * rows, longer=k == 1):
+            if spreads(k * rows) or (k == 1 and spreads(rows, longer)):
                 times = (
                     f", times {k}: as some of {devices} devices would be idle with fewer"
                     if k > 1
@@ -154,161 +210,187 @@ class Planner:
         )
 
     def given(self, specs: Sequence[Spec], batch: int | None) -> Plan:
-        """Price these specs for the same global batch."""
+        """The prices of these specs, for the same global batch."""
         rows = batch or self.facts.rows
         note = f"global batch of {rows} rows" + (
             "" if batch else ": what batch() gives (change it with --global-batch)"
         )
-        candidates = []
+        found = []
         for one in specs:
             self.on("the given spec", 0, 0)
-            target = self.target(one.mesh.world, rows, note, one)
-            candidates.append(Candidate(**vars(price(self.library, one, rows)), spec=one, target=target))
-        candidates.sort(key=_order)
-        return Plan(candidates[0].target, tuple(candidates), len(candidates))
+            dtype = one.precision.compute or one.precision.params or self._dtype()
+            target = replace(self.target(one.mesh.world, rows, (note,)), dtype=dtype)
+            found.append(Candidate(one, price(self.library, one, rows), target))
+        found.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.needs))
+        return Plan(found[0].target, tuple(found), len(found))
 
     # --- how much, how few
 
-    def largest(self, plan: Plan, kind: str, *, given: bool = False) -> Plan:
-        """Add the largest batch, model or sequence that the best candidate can take to the answers.
-
-        kind: "batch" (rows), "model" (layers) or "sequence" (tokens); without `given`, also on meshes for long rows.
+    def largest(self, plan: Plan, what: str, *, given: bool = False) -> Plan:
+        """Answers how many rows (what: "batch"), or how long a sequence, the best candidate can take. A sequence also
+        with the meshes that take the longest, unless the candidate's spec was given.
         """
-        best = _first(plan)
-        one, rows = best.spec, best.batch
-        if kind == "batch":
-            unit = one.data_ranks * one.batch.microbatches
-            words = "a global batch of {} rows"
-            answer = self._most(one, unit, rows, words, lambda n: price(self.library, one, n).needs)
-        elif kind == "model":
-            answer = self._deepest(one, rows)
-        else:
-            answer = self._longest(one, rows)
-            for other in () if given else self._for_long_rows(best, plan.target.devices):
-                longer = self._longest(other, rows, answer["value"])
-                answer = longer if longer["value"] > answer["value"] else answer
-        units = {"batch": "rows of the global batch", "model": "layers", "sequence": "tokens of a row"}
-        return replace(plan, answers={**plan.answers, f"largest {kind}": {**answer, "what": units[kind]}})
+        best = plan.candidates[0] if plan.candidates else None
+        if best is None:
+            raise plan.lacking()
+        if what == "batch":
+            data = best.spec.data_ranks * best.spec.batch.microbatches
 
-    def _most(
-        self, one: Spec, unit: int, start: int, words: str, needs: Callable[[int], float], first: int = 0
-    ) -> dict[str, Any]:
-        """Find the largest first + n * unit that fits; needs: returns the bytes for it."""
+            def needs(n: int) -> float:
+                self.on(f"a global batch of {n * data} rows", 0, 0)
+                return price(self.library, best.spec, n * data).needs
 
-        def of(n: int) -> float:
-            self.on(words.format(first + n * unit), 0, 0)
-            return needs(first + n * unit)
-
-        solver = Largest(of, self.device.memory)
-        n = solver.solve(max((start - first) // unit, 1))
-        following = solver.peaks.get(n + 1, math.inf)
-        return {
-            "value": n and first + n * unit,
-            "step": unit,
-            "needs_bytes": solver.peaks.get(n),
-            "next": first + (n + 1) * unit,
-            "next_needs_bytes": following if math.isfinite(following) else None,
-            "spec": one.to_dict(),
-            "priced": len(solver.peaks),
-        }
+            solver = Largest(needs, self.usable)
+            answer = _answer(solver, solver.solve(max(best.priced.batch // data, 1)), data, best.spec)
+            answer["what"] = "rows of the global batch"
+            return replace(plan, answers={**plan.answers, "largest batch": answer})
+        if what == "model":
+            answer = {**self._deepest(best.spec, best.priced.batch), "what": "layers"}
+            return replace(plan, answers={**plan.answers, "largest model": answer})
+        if self.facts.sequence is None:
+            raise ShardcError(
+                "the inputs have no sequence dim in common", where="--largest sequence", fix="use --largest batch"
+            )
+        answer = self._longest(best.spec, best.priced.batch, self.facts.sequence)
+        for one in () if given else self._for_long_rows(best, plan.target.devices):
+            longer = self._longest(one, best.priced.batch, 2 * answer["value"], above=answer["value"])
+            if longer["value"] > answer["value"]:
+                answer = {**longer, "priced": answer["priced"] + longer["priced"]}
+        answer["what"] = "tokens of a row"
+        return replace(plan, answers={**plan.answers, "largest sequence": answer})
 
     def _for_long_rows(self, best: Candidate, devices: int) -> list[Spec]:
-        """Return specs for the longest rows: one row at a time, cut over all ranks, all recomputed, ZeRO 3."""
-        rows, specs = best.batch, []
+        """Specs for so many devices that take the longest rows: one row at a time, its tokens over all ranks
+        that do not split weights, every layer recomputed, all state sharded.
+        """
+        rows, found = best.priced.batch, []
         ep = dict(best.spec.mesh.axes).get("ep", 1)
-        keep: Keep = "full" if self.facts.regions else "none"
-        microbatches = rows if self.library.microbatches > 1 else 1
-        for split in self.finder.splits(devices):
-            cp = devices // (split.tp * ep)
-            if cp == 1 or split.ep != ep or devices % (split.tp * ep) or not (block := self.finder.block(split)):
-                continue
-            core = block.core._replace(cp=cp, checkpoint=keep)
-            choice = Choice(**core._asdict(), zero=3, rows=rows // microbatches, microbatches=microbatches)
-            specs.append(Spec.load(spec(choice, self.facts)))
-        return sorted(specs, key=lambda s: -s.sequence_ranks)
+        for core in filter(None, map(self.finder.accepted, self.finder.splits(devices))):
+            cp = devices // (core.tp * ep)
+            if cp > 1 and core.ep == ep and devices % (core.tp * ep) == 0:
+                keep: Keep = "full" if self.template.regions else "none"
+                each = self.library.microbatches > 1
+                choice = Choice(cp=cp, ep=ep, tp=core.tp, sequence_parallel=core.sequence_parallel, checkpoint=keep)
+                choice = replace(choice, zero=3, rows=1 if each else rows, microbatches=rows if each else 1)
+                found.append(Spec.load(spec(choice, self.template)))
+        return sorted(found, key=lambda s: -s.sequence_ranks)
 
-    def _longest(self, one: Spec, rows: int, above: int = 0) -> dict[str, Any]:
-        """Find the longest rows that a spec can take; an answer that is not longer than `above` is 0."""
-        if self.facts.sequence is None:
-            fault = "the inputs have no sequence dim in common"
-            raise ShardcError(fault, where="--largest sequence", fix="use --largest batch")
-        start = 2 * above or self.facts.sequence
+    def _longest(self, one: Spec, rows: int, start: int, above: int = 0) -> dict[str, Any]:
+        """How long rows may be for a spec. above: an answer is of no use unless it is longer."""
+        split = one.mesh.world // one.data_ranks
         zigzag = 2 * one.sequence_ranks if one.sequence else 1
-        unit = math.lcm(128 if start >= 128 else 1, one.mesh.world // one.data_ranks, zigzag)
+        unit = math.lcm(128 if start >= 128 else 1, split, zigzag)
 
         def needs(n: int) -> float:
+            self.on(f"a sequence of {n * unit} tokens", 0, 0)
             try:
-                return price(self.library.of_length(n), one, rows).needs
+                return price(self.library.of_length(n * unit), one, rows).needs
             except ShardcError:
                 return math.inf  # too long for the model
 
-        if above and needs((above // unit + 1) * unit) > self.device.memory:
-            return {"value": 0}
-        return self._most(one, unit, start, "a sequence of {} tokens", needs)
+        solver = Largest(needs, self.usable)
+        if above and solver.at(above // unit + 1) > self.usable:
+            return {"value": 0, "priced": 1}
+        return _answer(solver, solver.solve(max(start // unit, 1)), unit, one)
 
     def _deepest(self, one: Spec, rows: int) -> dict[str, Any]:
-        """Find how many layers a spec can take. A pipeline keeps its number of stages."""
+        """How many layers a spec takes: a pipeline has as many stages as before, with other numbers of layers."""
         layers = self.facts.layers
         if layers is None or not self.runs.treats_layers_alike(one):
-            fault = "the model has no long list of equal layers, or the spec tells them apart"
-            raise ShardcError(fault, where="--largest model", fix="use --largest batch")
+            raise ShardcError(
+                "the model has no long list of equal layers, or the spec tells them apart",
+                where="--largest model",
+                fix="use --largest batch",
+            )
         document = one.to_dict()
         if balance := document.get("pipeline", {}).pop("balance", None):
             document["pipeline"]["stages"] = len(balance)
         spec, stages = Spec.load(document), len(balance or [0])
 
         def needs(n: int) -> float:
-            return price(self.library.of_layers(n), spec, rows).needs if n >= stages else 0.0
+            number = layers.first + n * layers.period
+            self.on(f"{number} layers", 0, 0)
+            return price(self.library.of_layers(number), spec, rows).needs if number >= stages else 0.0
 
-        return self._most(spec, layers.period, layers.number, "{} layers", needs, layers.first)
+        solver = Largest(needs, self.usable)
+        n = solver.solve(max((layers.number - layers.first) // layers.period, 1))
+        answer = _answer(solver, n, layers.period, spec)
+        return answer | {
+            "value": answer["value"] and answer["value"] + layers.first,
+            "next": answer["next"] + layers.first,
+        }
 
     def fewest(self, plan: Plan) -> Plan:
-        """Add the fewest devices for the same global batch: double until something fits, then halve."""
-        n, batch = plan.target.devices, plan.target.batch
-        while (fits := self._smallest(n, batch)) is None and n < 1 << 20:
-            n *= 2
-        while fits is not None and n > 1 and (fewer := self._smallest(n // 2, batch)) is not None:
-            n, fits = n // 2, fewer
+        """Answers on how few devices anything fits, for the same global batch: by halving the number while something
+        does.
+        """
+        batch = plan.target.batch
         answer: dict[str, Any] = {"what": "devices", "value": None}
-        if fits is not None:
-            spec = fits.spec.to_dict()
-            answer |= {"value": n, "spec": spec, "needs_bytes": fits.needs, "step_seconds": fits.step_seconds}
+        n = plan.target.devices
+        fits = self._smallest(n, batch)
+        while fits is None and n < 1 << 20:
+            n *= 2
+            fits = self._smallest(n, batch)
+        while fits is not None:
+            answer |= {
+                "value": n,
+                "spec": fits.spec.to_dict(),
+                "needs_bytes": fits.needs,
+                "step_seconds": fits.step_seconds,
+            }
+            if n == 1:
+                break
+            n //= 2
+            fits = self._smallest(n, batch)
         return replace(plan, answers={**plan.answers, "fewest devices": answer})
-
-    def _smallest(self, devices: int, batch: int) -> Candidate | None:
-        """Return a candidate that fits, or None. Tries the three choices with the least estimated memory."""
-        self.on(f"{devices} devices", 0, 0)
-        finder, target = self.finder, self.target(devices, batch, "")
-        estimates = sorted(finder.ranked(devices, batch), key=lambda x: x[1].peak)[:3]
-        candidates = (self._candidate(c, finder.exact(c), target) for c, p in estimates if p.peak <= FAR * finder.room)
-        return next((one for one in candidates if one.fits), None)
 
     # --- why, how long
 
     def what_if(self, plan: Plan) -> Plan:
-        """Add what would make the best candidate faster."""
-        best = _first(plan)
+        """Answers what would make the best candidate faster."""
+        if not plan.candidates:
+            raise plan.lacking()
+        best = plan.candidates[0]
         self.on("what would help", 0, 0)
-        return replace(plan, what_if=tuple(what_if(self.library, best.spec, best.batch)))
+        return replace(plan, what_if=tuple(what_if(self.library, best.spec, best.priced.batch, self.usable)))
 
     def duration(self, plan: Plan, tokens: float) -> Plan:
-        """Add how long the best candidate takes for so many tokens."""
-        best = _first(plan)
+        """Answers how long the best candidate takes for so many tokens."""
+        best = plan.candidates[0] if plan.candidates else None
+        if best is None:
+            raise plan.lacking()
         if best.tokens_per_second is None:
-            fault = "the rows of this model are not sequences of tokens"
-            raise ShardcError(fault, where="--tokens", fix="leave it out")
+            raise ShardcError(
+                "the rows of this model are not sequences of tokens", where="--tokens", fix="leave it out"
+            )
         hours = tokens / best.tokens_per_second / 3600
         answer = {"what": "hours", "value": hours, "device_hours": hours * best.devices, "tokens": tokens}
         return replace(plan, answers={**plan.answers, "duration": answer})
 
+    def _smallest(self, devices: int, batch: int) -> Candidate | None:
+        """A candidate that fits on so many devices, if there is one: tried in the order of estimated memory."""
+        self.on(f"{devices} devices", 0, 0)
+        finder = self.finder
+        estimates = sorted(finder.ranked(devices, batch, finder.splits(devices)), key=lambda x: x[1].peak)
+        target = self.target(devices, batch)
+        for c, p in estimates[:3]:
+            if p.peak > FAR * finder.room:
+                break
+            one = self._candidate(c, finder.exact(c), target)
+            if one.fits:
+                return one
+        return None
 
-def _first(plan: Plan) -> Candidate:
-    """Return the best candidate, whether it fits or not. Raises ShardcError if there is none."""
-    if not plan.candidates:
-        raise plan.lacking()
-    return plan.candidates[0]
 
-
-def _order(c: Candidate) -> tuple[bool, float]:
-    """Return the sort key: candidates that fit, by time, before the others, by needed memory."""
-    return not c.fits, c.step_seconds if c.fits else c.needs
+def _answer(solver: Largest, n: int, unit: int, one: Spec) -> dict[str, Any]:
+    """What was found out, of numbers that are multiples of a unit."""
+    following = solver.peaks.get(n + 1, math.inf)
+    return {
+        "value": n * unit,
+        "step": unit,
+        "needs_bytes": solver.peaks.get(n),
+        "next": (n + 1) * unit,
+        "next_needs_bytes": following if math.isfinite(following) else None,
+        "spec": one.to_dict(),
+        "priced": len(solver.peaks),
+    }

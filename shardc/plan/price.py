@@ -1,24 +1,29 @@
-"""Price a spec by dry runs: of its whole program, or of few layers to assemble a schedule from.
+"""The price of a spec, from dry runs of its own: a schedule assembled from stages of a few layers, or the whole program
+where it is small.
 
-`Priced` holds the step time and its causes, the peak memory by kind, and the bytes that a device needs. The price is
-for the spec's own mesh, with ZeRO's buckets and overlap as in the engine.
+`Priced` is step time, what it is spent on, peak memory by kind, and what a device has to have for it, on the spec's own
+mesh, with ZeRO's buckets and overlap as in the engine.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from shardc.cost.peak_memory import memory
-from shardc.cost.peak_memory import reserved as allocated
-from shardc.cost.recorded import DryRun, parts
+from shardc.cost.peak_memory import reserve
+from shardc.cost.recorded import HOST, DryRun, parts
 from shardc.cost.step import assemble
+from shardc.layer_names import layer_of
 from shardc.machine.collectives import collective_seconds
-from shardc.plan.runs import Library, Stages, several
+from shardc.machine.work import Part, Storage
+from shardc.plan.runs import Library, Stages, fill
 from shardc.plan.stage import (
     BYTES,
     CAUSES,
@@ -27,7 +32,9 @@ from shardc.plan.stage import (
     NET,
     OF_UPDATE,
     SENT,
+    SHARED,
     WHAT,
+    Key,
     Meter,
     Stage,
     Vector,
@@ -38,10 +45,10 @@ from shardc.plan.stage import (
     typical,
 )
 from shardc.runtime import schedule as schedules
-from shardc.runtime.schedule import Costs, Schedule
+from shardc.runtime.schedule import SCHEDULES, Costs, Schedule
 from shardc.spec import Spec
 
-#: The cause of time in WHAT that is waiting for other stages.
+#: Of causes of time: waiting for other stages.
 _STAGES = WHAT.index("pp")
 #: Parts of a step outside of microbatches.
 ENDS = ("before", "REDUCE", "STEP", "after", "update")
@@ -49,77 +56,102 @@ ENDS = ("before", "REDUCE", "STEP", "after", "update")
 
 @dataclass(frozen=True)
 class Priced:
-    """The price of one training step. batch: rows of the global batch.
+    """One training step. batch: rows of the global batch. seconds: of a step.
 
-    memory: bytes at the peak by kind, of the rank with the highest. reserved: bytes that torch's allocator reserves
-    for these tensors, of the rank with the most. outside: bytes of a device that belong neither to tensors nor to the
-    allocator (see shardc.cost.step.Cost). spent: seconds of the busiest rank, by cause (stage.WHAT) and "bubble".
-    flops: of that rank. counts: layers of each stage of a pipeline.
+    kinds: bytes at the peak, by kind, of the rank that has the highest; at: its coordinate on the pipeline's axis.
+    reserved: bytes that torch's allocator takes for these tensors, of the rank that has most; outside: bytes of a
+    device that are not the allocator's (as of shardc.cost.step.Cost).
+    spent: seconds of the busiest rank, by cause (stage.WHAT), and "bubble"; flops: that it computes. counts:
+    layers of each stage of a pipeline. exact: from a dry run of its own mesh, not estimated from a similar one.
     """
 
     batch: int
-    step_seconds: float
-    memory: Mapping[str, float]
+    seconds: float
+    kinds: Mapping[str, float]
     spent: Mapping[str, float]
-    reserved: float
-    outside: float
-    counts: tuple[int, ...]
-    flops: float
+    reserved: float = 0.0
+    outside: float = 0.0
+    at: int = 0
+    counts: tuple[int, ...] = ()
+    exact: bool = True
+    flops: float = 0.0
 
     @property
     def peak(self) -> float:
-        """Live bytes at the peak."""
-        return sum(self.memory.values())
+        """Bytes."""
+        return sum(self.kinds.values())
 
     @property
     def needs(self) -> float:
-        """Bytes that a device needs: reserved and outside."""
+        """Bytes that a device has to have: never less than the peak."""
         return self.reserved + self.outside
 
     @property
     def limit(self) -> str:
-        """The largest cause of step time: compute, memory, launch, bubble, or the axis of collectives."""
-        return max(self.spent, key=self.spent.__getitem__)
+        """The cause of the largest share of the time."""
+        return max(self.spent, key=lambda k: self.spent[k])
 
 
 def price(library: Library, spec: Spec, batch: int) -> Priced:
-    """Return the price of a spec for a global batch of so many rows. Raises ShardcError if compile does."""
-    microbatches, p, layers = spec.batch.microbatches, spec.pipeline, library.layers
-    if batch % (microbatches * spec.data_ranks):
+    """The price of a spec for a global batch of so many rows. Raises ShardcError if compile does."""
+    layers = library.layers
+    each = spec.batch.microbatches
+    some = min(each, 3)  # the first, one like all between, the last
+    less = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}
+    less["batch"] = {**less.get("batch", {}), "microbatches": some}
+    rows = batch // each * some
+    if batch % (each * spec.data_ranks):
         return _whole(library, spec, batch)  # compile raises the error
-    pairs = spec.execution.overlap != "none"  # pairs of actions are priced from their own graphs
-    if pairs or not library.runs.treats_layers_alike(spec):
+    side_by_side = spec.execution.overlap != "none"  # a pair costs what its text takes
+    if side_by_side or not library.runs.treats_layers_alike(spec):
         return _whole(library, spec, batch)
-    sampled = min(microbatches, 3)  # the first, one for all between, the last
-    reduced = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}
-    reduced["batch"] = {**reduced.get("batch", {}), "microbatches": sampled}
-    rows, role = batch // microbatches * sampled, roles(spec)
-    summing = math.prod(n for axis, n in spec.mesh.axes if role[axis] in ("dp", "cp", "ep"))  # ranks
-    bucket = spec.data.bucket_bytes(summing) if summing > 1 else 0.0
+    summing = _summing(spec)  # each bucket of gradients at once
+    p, bucket = spec.pipeline, spec.data.bucket_bytes(summing) if summing > 1 else 0.0
     if p is None or spec.mesh.size(p.axis) == 1:
-        reduced.pop("pipeline", None)
-        stage, only = library.alone(reduced, rows, bucket)
-        return _composed(library, spec, batch, [stage], [only], schedules.alone(microbatches), ())
-    maker = schedules.SCHEDULES.get(p.schedule)
-    if layers is None or maker is None or maker.pairs or p.cut is not None:
+        less.pop("pipeline", None)
+        stage, only = library.alone(less, rows, bucket)
+        return _composed(library, spec, batch, [stage], [only], schedules.alone(each), ())
+    pairs = p.schedule in schedules.SCHEDULES and schedules.SCHEDULES[p.schedule].pairs
+    if layers is None or p.schedule not in schedules.SCHEDULES or pairs:  # a pair costs what its text takes
         return _whole(library, spec, batch)
-    stages = library.pipelined(reduced, rows, p.axis)
-    count = p.stages or schedules.default_stages(p.schedule, spec.mesh.size(p.axis))
-    counts = p.balance or balanced(beside_layers(stages), count, layers.number, stages.before)
+    stages = library.pipelined(less, rows, p.axis)
+    counts = counted(spec, stages, layers.number)
     middle, two = stages.ranks["one"].weights.trained, stages.ranks["two"].weights.trained
-    if library.number is None and several(two - middle, bucket):
-        return _whole(library, spec, batch, counts)
-    schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=microbatches)
+    times = fill(bucket, two - middle)
+    if 1 < times < max(counts) / layers.period:  # else it fills none
+        if library.number is None and library.short(times):
+            return _whole(library, spec, batch, counts)
+        if not library.short(times):
+            stages = library.pipelined(less, rows, p.axis, times)
+    schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=each)
     costs = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
     first, one, last = (stages.ranks[name].run for name in ("first", "one", "last"))
     few = [first, *[one] * (len(counts) - 2), last]
     return _composed(library, spec, batch, costs, few, schedule, counts)
 
 
-def balanced(beside: tuple[float, float], count: int, layers: int, before: int) -> tuple[int, ...]:
-    """Divide layers over `count` stages, so that the slowest stage is as fast as possible.
+def _summing(spec: Spec) -> int:
+    """How many ranks sum gradients."""
+    of = roles(spec)
+    return math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))
 
-    beside: time of the first and last stage outside layers, in layers. before: layers that the first stage always has.
+
+def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
+    """The number of layers of each stage."""
+    p = spec.pipeline
+    assert p is not None
+    if p.balance is not None:
+        return p.balance
+    if p.cut is not None and all(layer_of(name) for name in p.cut):
+        starts = [0, *(int(layer_of(name)[1]) for name in p.cut), layers]  # type: ignore[index]
+        return tuple(b - a for a, b in pairwise(starts))
+    count = p.stages or schedules.default_stages(p.schedule, spec.mesh.size(p.axis))
+    return balanced(beside_layers(stages), count, layers, stages.before)
+
+
+def balanced(beside: tuple[float, float], count: int, layers: int, before: int) -> tuple[int, ...]:
+    """Layers for each of `count` stages, such that the slowest is as fast as possible. beside: what the first and the
+    last take for what is no layer, in the time of a layer; before: layers that the first has in any case.
     """
     first, last = beside
     busy = [1.0] * count
@@ -130,36 +162,44 @@ def balanced(beside: tuple[float, float], count: int, layers: int, before: int) 
 
 
 def beside_layers(stages: Stages) -> tuple[float, float]:
-    """Return the time of the first and the last stage outside layers, in units of a layer's time.
-
-    A layer takes at least its computation: two may wait less for gathers than one, which cannot hide them.
+    """How long the first stage and the last one take for what is no layer of the pattern, in the time of a layer: at
+    least what it computes, as two may wait less for gathers than one does, which has nothing to hide them.
     """
 
     def seconds(s: Stage, causes: slice = CAUSES) -> float:
         return float(sum(typical(s, kind)[causes].sum() for kind in computing(s)))
 
-    work = slice(CAUSES.start, CAUSES.start + 3)
+    here = slice(CAUSES.start, CAUSES.start + 3)
     one, two = stages.one, stages.two
-    layer = max(seconds(two) - seconds(one), seconds(two, work) - seconds(one, work), 1e-12) / stages.period
-    return (seconds(stages.first) - seconds(one)) / layer, (seconds(stages.last) - seconds(one)) / layer
+    more = max(seconds(two) - seconds(one), seconds(two, here) - seconds(one, here), 1e-12) / stages.period
+    return (seconds(stages.first) - seconds(one)) / more, (seconds(stages.last) - seconds(one)) / more
 
 
 def spread(busy: Sequence[float], layers: int) -> list[int]:
-    """Return how many more layers each stage gets, so that the slowest stage is as fast as possible.
-
-    busy: its time so far, in layers. Of equal stages the last comes first, as later stages keep fewer microbatches.
+    """How many more layers each gets that is busy for so long, in the time of a layer, such that the slowest is as fast
+    as possible. Of equal ones the last gets the next, as later stages keep fewer microbatches.
 
     >>> spread([1.5, 1.0, 1.0], 3)
     [0, 1, 2]
     """
-    counts = [0] * len(busy)
-    soonest = [(round(seconds, 6), -i) for i, seconds in enumerate(busy)]
+    # none is the soonest before all are within one layer of where they would be even, if layers could be divided
+    more = sorted(busy)
+    even = (layers + sum(more)) / len(more)
+    while more[-1] > even:
+        more.pop()
+        even = (layers + sum(more)) / len(more)
+    counts = [max(math.floor(even - seconds - _ROUNDED), 0) for seconds in busy]
+    soonest = [(round(seconds + n, 6), -i) for i, (seconds, n) in enumerate(zip(busy, counts, strict=True))]
     heapq.heapify(soonest)
-    for _ in range(layers):
+    for _ in range(layers - sum(counts)):
         i = -soonest[0][1]
         counts[i] += 1
         heapq.heapreplace(soonest, (round(busy[i] + counts[i], 6), -i))
     return counts
+
+
+#: More than what rounding to six digits changes, of two numbers.
+_ROUNDED = 1e-5
 
 
 def _composed(
@@ -171,15 +211,18 @@ def _composed(
     schedule: Schedule,
     counts: tuple[int, ...],
 ) -> Priced:
-    """Assemble the price of a step from its stages. few: their dry runs with few layers."""
-    by_rank = [{s: stages[s] for s in schedule.stages_of(rank)} for rank in range(schedule.ranks)]
-    peaks = [_memory(mine, schedule, rank) for rank, mine in enumerate(by_rank)]
-    ends = [
-        _once_a_step([np.sum([part_of(s, k, "")[CAUSES] for k in ENDS], 0) for s in mine.values()]) for mine in by_rank
-    ]
+    """A step, assembled from the parts of its stages. few: the dry runs that stand for theirs, with few layers."""
+    peaks, ends = [], []
+    for rank in range(schedule.ranks):
+        mine = schedule.stages_of(rank)
+        peaks.append(_memory([stages[s] for s in mine], {s: stages[s] for s in mine}, schedule, rank))
+        ends.append(once_a_step([np.sum([part_of(stages[s], k, "")[CAUSES] for k in ENDS], 0) for s in mine]))
     fullest = max(range(len(peaks)), key=lambda r: peaks[r].sum())
-    busy = [np.sum([_all(s, schedule.microbatches) for s in mine.values()], 0) for mine in by_rank]
-    whole = [v[CAUSES] + end for v, end in zip(busy, ends, strict=True)]
+    each = [
+        np.sum([_all(stages[s], schedule.microbatches) for s in schedule.stages_of(r)], 0)
+        for r in range(schedule.ranks)
+    ]
+    whole = [v[CAUSES] + end for v, end in zip(each, ends, strict=True)]
     slow = max(range(schedule.ranks), key=lambda r: float(whole[r].sum()))
     if schedule.ranks == 1:
         step = float(whole[0].sum())
@@ -191,34 +234,38 @@ def _composed(
             transfer[s, s + 1] = collective_seconds(
                 library.device, "send_recv", float(part_of(stages[s], "SEND_F", "middle")[SENT]), (pair[0], pair[1])
             )
-        step = schedules.timeline(schedule, costs(stages, transfer, schedule)).end + max(float(e.sum()) for e in ends)
+        each_costs = costs(stages, transfer, schedule)
+        step = schedules.timeline(schedule, each_costs).end + max(float(e.sum()) for e in ends)
     spent = dict(zip(WHAT, map(float, whole[slow]), strict=True))
     spent["bubble"] = max(step - sum(spent.values()), 0.0)
     by = dict(zip(BYTES, map(float, peaks[fullest]), strict=True))
     by["temporaries"] += by.pop("still")
     kinds = {k: n for k, n in by.items() if n > 0}
-    outside = library.device.outside_bytes(max(len(_communicators(run)) for run in few))
-    taken = reserved(library, few, max(float(v.sum()) for v in peaks), library.device.memory - outside)
-    return Priced(batch, step, kinds, spent, taken, outside, counts, float(busy[slow][FLOPS]))
+    beside = library.device.outside_bytes(max(len(_communicators(run)) for run in few))
+    live = [float(v.sum()) for v in peaks]
+    taken = reserved(library, few, schedule, live, library.device.memory - beside)
+    return Priced(batch, step, kinds, spent, taken, beside, fullest, counts, flops=float(each[slow][FLOPS]))
 
 
-def _once_a_step(ends: Sequence[Vector]) -> Vector:
-    """Sum the once-a-step seconds of a rank's stages by cause; the rank waits for other stages only once."""
+def once_a_step(ends: Sequence[Vector]) -> Vector:
+    """Seconds by cause of what a rank does once a step; ends: of each of its stages. For other stages it waits once,
+    however many stages it has: they hand on one loss.
+    """
     spent: Vector = np.sum(ends, 0)
     spent[_STAGES] = max(float(e[_STAGES]) for e in ends)
     return spent
 
 
 def _all(s: Stage, microbatches: int) -> Vector:
-    """Sum the costs of all microbatches on a stage: the first, those between, and the last."""
-    counts = {"first": 1, "middle": max(microbatches - 2, 0), "last": int(microbatches > 1)}
-    return np.sum([n * part_of(s, kind, which) for kind in computing(s) for which, n in counts.items()], 0)  # type: ignore[no-any-return]
+    """All microbatches on a stage: the first and the last one, and those between."""
+    some = {"first": 1, "middle": max(microbatches - 2, 0), "last": int(microbatches > 1)}
+    return np.sum([n * part_of(s, kind, which) for kind in computing(s) for which, n in some.items()], 0)  # type: ignore[no-any-return]
 
 
 def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float], schedule: Schedule) -> Costs:
-    """Return the costs of a schedule's actions (middle, first, last microbatch), and when ranks begin.
-
-    All ranks run what the last update began. A rank's first stage waits for it; its other stages find it done.
+    """Of a schedule's actions: of microbatches between the first and the last, of these two, and when ranks begin.
+    What was begun with the last update is under way on all ranks: a rank's first stage waits for it, and others find it
+    there.
     """
 
     def seconds(s: Stage, kind: str, which: str) -> float:
@@ -241,37 +288,40 @@ def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float], sc
     return Costs(of("F"), of("B", "I"), of("W"), transfer, single=single, begin=begin)
 
 
-def _memory(mine: Mapping[int, Stage], schedule: Schedule, rank: int) -> Vector:
-    """Return bytes by kind at the highest moment of a rank's step.
-
-    A part may leave more than its own peak: with fewer layers, the peak was at another moment.
+def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, rank: int) -> Any:
+    """Bytes by kind at the highest moment of a rank's step. What a part leaves may be above its highest moment, which
+    was another one in fewer layers.
     """
-    last = schedule.microbatches - 1
-    in_order = [s["before", ""] for s in mine.values()]
-    for a in schedules.computed(schedule.actions[rank]):
-        if a.stage >= 0:
-            m = a.microbatch
-            which = "" if m < 0 else "first" if m == 0 else "last" if m == last else "middle"
-            in_order.append(part_of(mine[a.stage], a.kind, which))
-    in_order += [s[kind, ""] for kind in ("after", "update") for s in mine.values()]
-    live: Vector = np.sum([s["resident", ""][NET] for s in mine.values()], 0)
+    live: Vector = np.sum([s["resident", ""][NET] for s in mine], 0)
     best = live
-    for part in in_order:
-        best = max(best, live + part[HIGH], live + part[NET], key=np.sum)
-        live = live + part[NET]
+    for s in mine:
+        live = live + s["before", ""][NET]
+    for a in schedules.computed(schedule.actions[rank]):
+        if a.stage < 0:
+            continue
+        which = "first" if a.microbatch == 0 else "last" if a.microbatch == schedule.microbatches - 1 else "middle"
+        v = part_of(by[a.stage], a.kind, which if a.microbatch >= 0 else "")
+        best = max(best, live + v[HIGH], live + v[NET], key=np.sum)
+        live = live + v[NET]
+    for kind in ("after", "update"):
+        for s in mine:
+            best = max(best, live + s[kind, ""][HIGH], live + s[kind, ""][NET], key=np.sum)
+            live = live + s[kind, ""][NET]
     return np.maximum(best, 0)
 
 
 def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = ()) -> Priced:
-    """Compile a spec's whole program and price it by a dry run of each rank. counts: layers of stages."""
+    """A spec whose program is compiled as it is, with a dry run of each of its ranks. counts: of layers of its stages,
+    which it leaves open.
+    """
     if counts:
         p = {k: v for k, v in spec.to_dict()["pipeline"].items() if k not in ("stages", "cut")}
         spec = Spec.load({**spec.to_dict(), "mesh": dict(spec.mesh.axes), "pipeline": {**p, "balance": counts}})
-    program, runs = library.runs.whole(spec, batch, library.sequence)
+    program, each = library.runs.whole(spec, batch, library.sequence)
     schedule = schedules.of(program)
-    cost = assemble(program, schedule, runs, library.device)
+    cost = assemble(program, schedule, each, library.device)
     spent: list[dict[str, float]] = []
-    for r in runs:
+    for r in each:
         clock = Meter(library.device, program.mesh, r.rank, roles=roles(spec))
         for _, part in parts(r, schedule.actions[r.at]):
             clock.run(part)
@@ -280,8 +330,8 @@ def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = (
     shown = {w: most[w] for w in WHAT} | {"bubble": max(cost.step_seconds - sum(most.values()), 0.0)}
     peak = max(cost.ranks, key=lambda r: r.memory.peak)
     flops = cost.ranks[spent.index(most)].flops
-    taken = float(cost.reserved), float(cost.outside)
-    return Priced(batch, cost.step_seconds, dict(peak.memory.kinds), shown, *taken, counts, float(flops))
+    kinds, taken = dict(peak.memory.kinds), (float(cost.reserved), float(cost.outside))
+    return Priced(batch, cost.step_seconds, kinds, shown, *taken, peak.at, counts, flops=float(flops))
 
 
 # --- what the allocator takes
@@ -291,16 +341,101 @@ def _communicators(run: DryRun) -> set[str]:
     return {r.axis for _, part in parts_of(run) for r in part.sent if r.bytes}
 
 
-def reserved(library: Library, few: Sequence[DryRun], live: float, room: float) -> float:
-    """Return the bytes that torch's allocator reserves for so many live bytes.
+#: What has less than this share of the highest live bytes reserves less.
+_LIKELY = 0.8
 
-    Adds the overhead of runs with few layers, in the room that the other layers leave. room: bytes for tensors.
+
+def reserved(library: Library, few: Sequence[DryRun], schedule: Schedule, live: Sequence[float], room: float) -> float:
+    """Bytes that torch's allocator takes, of the rank that has most: its rules run over the rank's own actions on
+    stages of few layers, which get as much room as the live bytes of all others leave. live: at most, of each rank.
+    room: bytes that there are for tensors.
     """
-    if library.device.kind == "cpu" or live > room:
-        return live
-    overhead = [0.0]
-    for run in {id(run): run for run in few}.values():
-        actions = tuple(a for a, _ in run.actions)
-        high = float(memory(run, actions).peak)
-        overhead.append(allocated(run, actions, max(room - max(live - high, 0.0), high)) - high)
-    return live + max(overhead)
+    if library.device.kind == "cpu" or max(live) > room:
+        return max(live)
+    ends = 0, schedule.ranks - 1
+    middle = max(range(schedule.ranks), key=lambda r: (r not in ends, live[r]))
+    short = _shortened(schedule)
+    likely = sorted(r for r in {*ends, middle} if live[r] > _LIKELY * max(live))
+    return max(max(_reserved(few, short, r, live[r], room), live[r]) for r in likely)
+
+
+def _reserved(few: Sequence[DryRun], schedule: Schedule, rank: int, live: float, room: float) -> float:
+    own: dict[int, DryRun] = {}
+    for s in schedule.stages_of(rank):
+        own[s] = _copied(few[s]) if any(few[s] is run for run in own.values()) else few[s]
+    step, resident = list(_step(own, schedule, rank)), [s for run in own.values() for s in run.resident]
+    there = high = sum(s.nbytes for s in resident if s.kind != HOST)
+    held = dict.fromkeys(resident, 1)
+    for part, _ in step:
+        for sign, x in part.changes:
+            if x.kind != HOST and held.get(x, 0) + sign >= 0:
+                held[x] = held.get(x, 0) + sign
+                there += sign * x.nbytes
+                high = max(high, there)
+    others = max(live - high, 0.0)
+    return reserve(resident, step, max(room - others, high)) + others
+
+
+def _copied(run: DryRun) -> DryRun:
+    """The same with storages of its own."""
+    copies: dict[Storage, Storage] = {}
+
+    def part(p: Part) -> Part:
+        return replace(p, changes=[(sign, copies.setdefault(s, Storage(s.nbytes, s.kind))) for sign, s in p.changes])
+
+    return replace(
+        run,
+        resident=tuple(copies.setdefault(s, Storage(s.nbytes, s.kind)) for s in run.resident),
+        before=part(run.before),
+        actions=tuple((a, part(p)) for a, p in run.actions),
+        after=part(run.after),
+        update=part(run.update),
+    )
+
+
+def _shortened(schedule: Schedule) -> Schedule:
+    """The same with fewer microbatches, of which a rank keeps as many at once: the rest is repetition."""
+    ranks, most, per_rank = schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks
+    if ranks == 1:
+        return schedules.alone(min(most, 4))
+    kept = SCHEDULES[schedule.name].kept
+    for n in range(2 * ranks, most, ranks):
+        if all(kept(ranks, per_rank, n, first) == kept(ranks, per_rank, most, first) for first in (True, False)):
+            return schedules.make(schedule.name, stages=schedule.stages, ranks=ranks, microbatches=n)
+    return schedule
+
+
+def _step(runs: Mapping[int, DryRun], schedule: Schedule, rank: int) -> Iterator[tuple[Part, bool]]:
+    """The parts of a step, as shardc.cost.peak_memory.reserve takes them."""
+    named = {stage: _microbatches(run) for stage, run in runs.items()}
+    last = schedule.microbatches - 1
+    yield from ((run.before, False) for run in runs.values())
+    for a in schedules.computed(schedule.actions[rank]):
+        if a.stage < 0:
+            continue
+        which = "first" if a.microbatch == 0 else "last" if a.microbatch == last else "middle"
+        yield from ((part, False) for part in _same(named[a.stage], a.kind, which if a.microbatch >= 0 else ""))
+    yield from ((run.after, i == 0) for i, run in enumerate(runs.values()))
+    yield from ((run.update, False) for run in runs.values())
+
+
+def _microbatches(run: DryRun) -> dict[Key, Part]:
+    """The parts of a step. A microbatch that stands for many leaves nothing, as in `stage`."""
+    found = dict(reversed(list(parts_of(run))))
+    several = len({a.microbatch for a, _ in run.actions if a.microbatch >= 0}) > 1
+    for which, stays in (("first", SHARED), ("middle", ())) if several else ():
+        end = next((key for kind in "WB" if (key := (kind, which)) in found), None)
+        if end is not None:
+            left = Counter[Storage]()
+            for sign, storage in (x for (_, w), part in found.items() if w == which for x in part.changes):
+                left[storage] += sign
+            freed = [(-1, s) for s, n in left.items() if n > 0 and s.kind not in stays]
+            found[end] = replace(found[end], changes=[*found[end].changes, *freed])
+    return found
+
+
+def _same(named: Mapping[Key, Part], kind: str, which: str) -> Iterator[Part]:
+    """An action, or the same of the most similar microbatch, of a backward that is divided or not: as `part_of`."""
+    there, divided = {k for k, _ in named}, {"I": ("B",), "B": ("I", "W")}
+    for one in (kind,) if kind in there else divided.get(kind, ()):
+        yield from [named[one, w] for w in (which, "middle", "last", "first") if (one, w) in named][:1]

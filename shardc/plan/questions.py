@@ -1,11 +1,12 @@
-"""Answer questions beyond the best spec: the largest that fits, what would help, the best cluster.
+"""Questions beside which spec is best: the largest number that fits, what would help most, the best of some clusters.
 
-`Largest` follows the curve through the priced points, and confirms its answer by pricing it and the next number. Live
-memory is a polynomial of low degree in rows and in sequence length (piecewise: the op at the peak may change), so two
-or three points lead near the answer. Reserved memory grows in steps, so the curve is of little use close to the
-answer: after a guess that does not halve the interval, the next guess is its middle.
+The largest is solved on the curve through the points that were priced, and confirmed by pricing it and the next one. A
+step's live memory is a polynomial of low degree in rows and in sequence length (piecewise: the op at the peak may
+change), so two or three points lead near the answer. What is reserved for it goes up in steps, so close to the answer
+the curve says little: where a guess does not halve what is left, the next one does.
 
-Dry runs do not depend on the device: another device costs only arithmetic, another spec needs its own dry runs.
+Dry runs do not depend on the device, so what another device would change costs arithmetic only; what another spec
+would, dry runs of that.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Largest:
-    """The largest n in 1..most with peak(n) <= limit, 0 if there is none; peak is inf for impossible n."""
+    """The largest n >= 1 with peak(n) <= limit, at most `most`; 0 if there is none. peaks: what was priced. peak
+    returns inf where n is not possible.
+    """
 
     peak: Callable[[int], float]
     limit: float
@@ -56,7 +59,7 @@ class Largest:
         return low
 
     def _guess(self, low: int, high: int) -> int:
-        """Return where the curve through the known points crosses the limit."""
+        """Where the curve through the known points crosses the limit."""
         known = sorted((n, p) for n, p in self.peaks.items() if np.isfinite(p))
         if len(known) < 2:
             return 2 * low if high > self.most else (low + high) // 2
@@ -73,29 +76,31 @@ class Largest:
 
 # --- what would help
 
-#: With a vocabulary of 50,257, rows of the head's products are not aligned, so a GPU cannot use its usual kernels.
+#: A vocabulary of 50,257 makes rows of the head's products begin anywhere, which keeps them from a GPU's usual kernels.
 ALIGNED = "sizes of products that are multiples of 8 (a padded vocabulary)"
 
 
-def what_if(library: Library, spec: Spec, batch: int) -> list[dict[str, Any]]:
-    """Return [{"what", "step_seconds", "ratio", "fits"}], best first; ratio: new to old step time."""
+def what_if(library: Library, spec: Spec, batch: int, usable: float) -> list[dict[str, Any]]:
+    """[{"what", "step_seconds", "ratio", "fits"}], the most helpful first; ratio: of a step's time to that on this
+    device. usable: bytes of the device's memory that a step may use; of another device, the same share.
+    """
     now = price(library, spec, batch)
+    share = usable / library.device.memory
 
     def answer(what: str, other: Device, priced: Priced) -> dict[str, Any]:
-        fits = priced.needs <= other.memory
-        seconds = priced.step_seconds
-        return {"what": what, "step_seconds": seconds, "ratio": seconds / now.step_seconds, "fits": fits}
+        fits = priced.needs <= share * other.memory
+        return {"what": what, "step_seconds": priced.seconds, "ratio": priced.seconds / now.seconds, "fits": fits}
 
-    answers = [answer(what, other, price(library.on(other), spec, batch)) for what, other in _others(library.device)]
+    found = [answer(what, other, price(library.on(other), spec, batch)) for what, other in _others(library.device)]
     for what, one in _specs(spec):
         with contextlib.suppress(ShardcError):  # what compile refuses would not help
-            answers.append(answer(what, library.device, price(library, one, batch)))
-    answers = [x for x in answers if x["what"] != ALIGNED or x["ratio"] < 1]  # useful only if some are not
-    return sorted(answers, key=lambda x: x["ratio"])
+            found.append(answer(what, library.device, price(library, one, batch)))
+    found = [x for x in found if x["what"] != ALIGNED or x["ratio"] < 1]  # of interest where some are not
+    return sorted(found, key=lambda x: x["ratio"])
 
 
 def _specs(spec: Spec) -> Iterator[tuple[str, Spec]]:
-    """Yield variants of the spec with less to compute or to move, each with a description."""
+    """The spec with less to compute or to move."""
     now = spec.to_dict()
     if spec.checkpoint:
         yield "nothing computed again (no checkpoint:)", Spec.load({k: v for k, v in now.items() if k != "checkpoint"})
@@ -105,7 +110,7 @@ def _specs(spec: Spec) -> Iterator[tuple[str, Spec]]:
 
 
 def _others(d: Device) -> Iterator[tuple[str, Device]]:
-    """Yield devices that are twice as good in one respect, then the other known GPUs."""
+    """Devices that are twice as good as this one in one respect; and those that there are."""
 
     def but(**changes: Any) -> Device:
         return d.model_copy(update=changes)
@@ -131,7 +136,7 @@ def _twice(link: Any) -> Any:
 
 
 def check_prices(prices: Mapping[str, float], names: Sequence[str]) -> None:
-    """Raise ShardcError for a price that is not above 0, or of a device that is not planned for."""
+    """Raises ShardcError for prices that are none, or of devices that nobody asked for."""
     for name, hourly in prices.items():
         if name not in names:
             raise ShardcError(f"a price of {name!r}, which is not planned for", where="--price", fix=f"one of {names}")
@@ -140,27 +145,29 @@ def check_prices(prices: Mapping[str, float], names: Sequence[str]) -> None:
 
 
 def best_cluster(plans: Sequence[Plan], prices: Mapping[str, float]) -> Plan:
-    """Return the plan of the best cluster; its answers list all. prices: of a device-hour, by device name."""
-    clusters = []
+    """The plan of the best cluster, with all of them among its answers: `clusters`, the best first. prices: of an hour
+    of one device, by the device's name.
+    """
+    found = []
     for plan in plans:
         a, c = plan.target, plan.candidates[0] if plan.candidates else None
         fits = c is not None and c.fits
-        row: dict[str, Any] = {"device": a.device.name, "devices": a.devices, "fits": fits}
+        one: dict[str, Any] = {"device": a.device.name, "devices": a.devices, "fits": fits}
         if c is not None and fits:
-            row |= {"step_seconds": c.step_seconds, "mfu": c.mfu, "rows_per_second": c.rows_per_second}
+            one |= {"step_seconds": c.step_seconds, "mfu": c.mfu, "rows_per_second": c.rows_per_second}
             if a.device.name in prices:
                 hourly = a.devices * prices[a.device.name]
-                row |= {"price_per_hour": hourly, "price_per_row": hourly / 3600 / c.rows_per_second}
+                one |= {"price_per_hour": hourly, "price_per_row": hourly / 3600 / c.rows_per_second}
                 if a.sequence:
-                    row["price_per_million_tokens"] = row["price_per_row"] / a.sequence * 1e6
-        clusters.append((plan, row))
-    priced = all("price_per_row" in row for _, row in clusters if row["fits"])
+                    one["price_per_million_tokens"] = one["price_per_row"] / a.sequence * 1e6
+        found.append((plan, one))
+    every = all("price_per_row" in one for _, one in found if one["fits"])
 
     def rank(x: tuple[Plan, dict[str, Any]]) -> tuple[bool, float]:
-        row = x[1]
-        return not row["fits"], 0.0 if not row["fits"] else row["price_per_row"] if priced else -row["rows_per_second"]
+        one = x[1]
+        return not one["fits"], 0.0 if not one["fits"] else one["price_per_row"] if every else -one["rows_per_second"]
 
-    clusters.sort(key=rank)
-    plan, row = clusters[0]
-    answer = {"what": "the cheapest" if priced else "the fastest", "value": row["device"] if row["fits"] else None}
-    return replace(plan, answers={**plan.answers, "clusters": {**answer, "clusters": [x for _, x in clusters]}})
+    found.sort(key=rank)
+    plan, one = found[0]
+    answer = {"what": "the cheapest" if every else "the fastest", "value": one["device"] if one["fits"] else None}
+    return replace(plan, answers={**plan.answers, "clusters": {**answer, "clusters": [x for _, x in found]}})

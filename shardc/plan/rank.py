@@ -1,15 +1,19 @@
-"""Estimate the price of every choice of a split (tier one), by arithmetic on the dry run of one block.
+"""Tier one: a first price of every choice, by arithmetic on the dry run of one block.
 
-    memory   state with this ZeRO and data axis + microbatches that the schedule keeps × bytes of each + the highest
+    memory   state at this ZeRO and data axis + microbatches that the schedule keeps × bytes of each + the highest
              moment of a microbatch
-    time     microbatches × the slowest rank + the schedule's bubble + collectives that nothing hides
+    time     microbatches × the slowest rank + the schedule's bubble + sums and gathers that nothing hides
 
-The estimates only decide what is priced by its own dry runs (shardc.plan.price). Users see those prices.
+A block is run for those ways to split (tp, ep, cp, what is recomputed) that may be the best: what others take is
+foretold from the one that was run and is nearest, and whatever then seems the best is run, until all of the best are.
+These prices only decide what is priced by dry runs of its own (shardc.plan.price): users see those.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,31 +27,29 @@ from shardc.machine.device import Device
 from shardc.machine.work import Op
 from shardc.plan.price import balanced, beside_layers
 from shardc.plan.runs import Library, Stages, Weights
-from shardc.plan.space import Choice, Core, Keep, casts_kept
-from shardc.plan.stage import BYTES, CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, computing, part_of, typical
+from shardc.plan.space import Choice, Core, casts_kept
+from shardc.plan.stage import BYTES, CAUSES, HIGH, NET, SENT, WHAT, N, Stage, Vector, computing, part_of, typical
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec.data_section import Data
 
-#: Rows of the microbatches that are priced, from a run of one row; other numbers are interpolated linearly.
+#: Microbatches of so many rows are priced from a run of one row; what is between lies on a line.
 ROWS = (1, 4, 16, 64)
 KIND = {k: i for i, k in enumerate(BYTES)}
 #: Kinds of bytes that grow with the rows of a microbatch, and are split with them.
 GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in BYTES])
-#: Columns of a rank's vector: seconds of forward, of backward, and of once-a-step work, each for ROWS; seconds of one
-#: cast of the weights; bytes that forward keeps; bytes of the peak above these, growing with rows or not (STILL);
-#: bytes of state; bytes sent to the next rank; the bytes and buckets of Weights.
-F, B, ONCE = (slice(i * len(ROWS), (i + 1) * len(ROWS)) for i in range(3))
-(CASTING, KEPT, HEIGHT, STILL, PARAMETERS, OPTIMIZER, GRADIENTS, STATE, SEND, CASTS, EXPERTS, BUCKETS) = range(
-    ONCE.stop, ONCE.stop + 12
-)
+#: Of a rank, in one vector: seconds of a microbatch forward and backward by rows and cause, what it takes once a step,
+#: bytes that forward keeps, bytes at the highest moment above these, bytes that stay, bytes to the next rank, weights.
+_SIZES = len(ROWS) * len(WHAT), len(ROWS) * len(WHAT), len(ROWS), N, N, N, 1, len(Weights._fields)
+_ENDS_OF = np.cumsum((0, *_SIZES))
+F, B, ONCE, KEPT, HEIGHT, STAYS, SEND, WEIGHTS = (slice(int(a), int(b)) for a, b in itertools.pairwise(_ENDS_OF))
 _SUMMED = np.array([w not in ("dp", "ep") for w in WHAT])
 _DATA = Data()
-#: The share of hidden collectives that is always exposed: the first gather, the last sum.
+#: Of collectives that are hidden, the share that is seen in any case: of the first gather, the last sum.
 _SEEN = 0.05
 
 
 class Rough(NamedTuple):
-    """An estimate: seconds of a step, live bytes at its peak."""
+    """A first price: seconds of a step, live bytes at its peak."""
 
     seconds: float
     peak: float
@@ -55,59 +57,65 @@ class Rough(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Vectors of a split's stages: the first with one unit, a middle one, one more unit, the last.
-
-    beside: time of the first and last stage outside layers, in layers. before: layers before the pattern of `period`.
-    whole: the model has no repeated layers, and is divided evenly.
+    """What the stages of a split take, a vector each: the first with one unit of layers, one in the middle, one more
+    unit, the last; before, period: layers. beside: what the first and the last take for what is no layer, in the time
+    of a layer. whole: the model has no layers that repeat, and is divided evenly.
     """
 
-    core: Core
     first: Vector
     one: Vector
     unit: Vector
     last: Vector
-    beside: tuple[float, float] = (0.0, 0.0)
+    beside: tuple[float, float]
     before: int = 0
     period: int = 1
     whole: bool = False
 
     @staticmethod
-    def of(core: Core, each: Sequence[Stages], device: Device) -> Block:
-        """Build a block from its stages with each number of ROWS."""
+    def of(each: Sequence[Stages]) -> Block:
+        """each: the stages with each number of ROWS."""
         s = each[0]
         if s.whole is not None:
-            whole = _vector([x.whole or {} for x in each], s.ranks["whole"].weights, device)
-            return Block(core, whole, whole, whole, whole, whole=True)
+            whole = _vector([x.whole or {} for x in each], s.ranks["whole"].weights)
+            return Block(whole, whole, whole, whole, (0.0, 0.0), whole=True)
         first, one, two, last = (
-            _vector([getattr(x, name) for x in each], s.ranks[name].weights, device)
-            for name in ("first", "one", "two", "last")
+            _vector([getattr(x, name) for x in each], s.ranks[name].weights) for name in ("first", "one", "two", "last")
         )
-        return Block(core, first, one, two - one, last, beside_layers(s), s.before, s.period)
+        return Block(first, one, two - one, last, beside_layers(s), s.before, s.period)
 
-    def between(self, full: Block, keep: Keep, share: float) -> Block:
-        """Return the block with a share of the saved bytes, between nothing (`full`) and everything saved."""
+    def scaled(self, factors: Vector) -> Block:
+        first, one, unit, last = (v * factors for v in (self.first, self.one, self.unit, self.last))
+        return replace(self, first=first, one=one, unit=unit, last=last)
+
+    def between(self, other: Block, seconds: float, nbytes: float) -> Block:
+        """So much of the way to another one, in what is computed and in what is kept."""
+        share = np.full(_ENDS_OF[-1], seconds)
+        share[KEPT] = share[HEIGHT] = nbytes
         names = "first", "one", "unit", "last"
-        vectors = {name: share * getattr(self, name) + (1 - share) * getattr(full, name) for name in names}
-        return replace(full, core=full.core._replace(checkpoint=keep), **vectors)
+        made = {name: getattr(self, name) + share * (getattr(other, name) - getattr(self, name)) for name in names}
+        return replace(other, **made)
 
 
-def _vector(each: Sequence[Stage], weights: Weights, device: Device) -> Vector:
+def _vector(each: Sequence[Stage], weights: Weights) -> Vector:
     s = each[0]
-    later = [k for k in computing(s) if k != "F"]
-    seconds = [[sum(typical(x, k)[CAUSES].sum() for k in kinds) for x in each] for kinds in (["F"], later)]
-    kept, resident = typical(s, "F")[NET], s["resident", ""][NET]
-    height = max(part_of(s, "F", "last")[HIGH] - kept, part_of(s, later[0], "last")[HIGH], key=np.sum)
-    p, o, g = (float(resident[KIND[k]]) for k in ("parameters", "optimizer", "gradients"))
-    cast = Op(0, round(3 * weights.casts / max(weights.copies, 1)), "float32", name="_to_copy")
-    casting = weights.copies * device.op_seconds(cast)  # moves three times the bytes of the copies
-    of_rows = kept[GROW].sum(), height[GROW].sum(), height[KIND["still"]]
-    state = p, o, g or weights.trained, resident.sum() - p - o - g
-    sent = part_of(s, "SEND_F", "last")[SENT], weights.casts, weights.experts, weights.buckets
-    return np.array([*seconds[0], *seconds[1], *map(_once, each), casting, *of_rows, *state, *sent])
+    b_kinds = [k for k in computing(s) if k != "F"]
+    forward = [typical(x, "F")[CAUSES] for x in each]
+    backward = [np.sum([typical(x, k)[CAUSES] for k in b_kinds], 0) for x in each]
+    once = [_once(x) for x in each]
+    kept = typical(s, "F")[NET]
+    above = part_of(s, "F", "last")[HIGH] - kept
+    later = part_of(s, b_kinds[0], "last")[HIGH]
+    height = above if above.sum() > later.sum() else later
+    stays, sent = s["resident", ""][NET], part_of(s, "SEND_F", "last")[SENT]
+    grads = np.zeros(N)
+    grads[KIND["gradients"]] = weights.trained if stays[KIND["gradients"]] == 0 else 0.0
+    return np.concatenate([*forward, *backward, once, kept, height, stays + grads, [sent], weights])
 
 
 def _once(s: Stage) -> float:
-    """Return seconds of once-a-step work, and the extra of the first and last microbatch, such as casts."""
+    """Seconds of what a stage does once a step, and of what the first microbatch and the last one take more than
+    others, such as casts of weights.
+    """
     seconds = np.sum([part_of(s, k, "")[CAUSES] for k in ("before", "after", "update")], 0)
     for kind in computing(s):
         odd = part_of(s, kind, "first") + part_of(s, kind, "last") - 2 * typical(s, kind)
@@ -117,10 +125,9 @@ def _once(s: Stage) -> float:
 
 @dataclass
 class Table:
-    """The choices of one split as columns, so that all are priced at once.
-
-    groups: (ranks of the pipeline, stages of a rank, whether the first rank has the last stage, too), without repeats.
-    known: times of collectives, see _line.
+    """Choices of one split as columns, so that all are priced at once. groups: of choices whose ranks have the same
+    layers, (stages of the pipeline, of a rank, whether the first rank has the last stage too). known: what collectives
+    take, see _line.
     """
 
     choices: Sequence[Choice]
@@ -129,35 +136,40 @@ class Table:
     groups: list[tuple[int, int, bool]] = field(init=False)
 
     def __post_init__(self) -> None:
-        choices = self.choices
-        numbers = [
-            (c.pp, c.per_rank, c.rows, c.microbatches, c.zero, c.sharded, c.dp, _DATA.bucket_bytes(c.dp * c.cp * c.ep))
-            for c in choices
-        ]
-        columns = np.array(numbers, float).T[:, :, None]
-        self.pp, self.per_rank, self.rows, self.m, self.zero, self.sharded, dp, self.bucket = columns
-        flags = [(c.over_experts, bool(c.offload), c.offload == "all") for c in choices]
-        self.over, self.host, self.all = np.array(flags, bool).T[:, :, None]
+        some = self.choices
+
+        def column(values: Sequence[float]) -> Vector:
+            return np.array(values, float)
+
+        numbers = [(c.pp, c.per_rank, c.rows, c.microbatches, c.zero, c.sharded, c.dp) for c in some]
+        self.pp, self.per_rank, self.rows, self.m, self.zero, self.sharded, dp = np.array(numbers, float).T
+        self.kept, self.over, self.inputs, self.all = np.array(
+            [(c.kept, c.over_experts, bool(c.offload), c.offload == "all") for c in some], bool
+        ).T
         self.experts_sharded = np.where(self.over, dp, self.sharded)
-        self.of_rows = np.array([_parts_of_rows(c.rows) for c in choices])[:, None, :]
-        timed = [_schedule(c.schedule, c.pp, c.per_rank, c.microbatches) for c in choices]
-        self.idle, first, last = np.array(timed, float).T[:, :, None]
-        self.alive = np.concatenate([first, (first + last) / 2, last], 1)
-        keys = [(c.pp, c.per_rank, SCHEDULES[c.schedule].folds) for c in choices]
+        self.bucket = column([_DATA.bucket_bytes(c.dp * c.cp * c.ep) for c in some])
+        self.of_rows = np.array([_parts_of_rows(c.rows) for c in some])
+        timed = [_schedule(c.schedule, c.pp, c.per_rank, c.microbatches) for c in some]
+        self.idle, first, last = np.array(timed, float).T
+        self.alive = np.stack([first, (first + last) / 2, last], 1)
+        keys = [(c.pp, c.per_rank, SCHEDULES[c.schedule].folds) for c in some]
         self.groups = list(dict.fromkeys(keys))
-        self.group = np.array(list(map({key: i for i, key in enumerate(self.groups)}.__getitem__, keys)), np.intp)
-        lines = {_placed(c): c for c in choices}
-        times = {key: _lines(c, self.device, self.known) for key, c in lines.items()}
-        self.lines = np.array([times[_placed(c)] for c in choices])
+        numbered = {key: i for i, key in enumerate(self.groups)}
+        self.group = np.array([numbered[key] for key in keys], np.intp)
+        lines = dict[object, list[tuple[float, float]]]()
+        for c in some:
+            if (key := _placed(c)) not in lines:
+                lines[key] = _lines(c, self.device, self.known)
+        self.lines = np.array([lines[_placed(c)] for c in some])
 
     def taken(self, which: int, nbytes: Vector, times: Vector) -> Vector:
-        """Return seconds of `times` COLLECTIVES[which] with `nbytes` in total; shape [choices, ranks]."""
+        """Seconds of so many collectives of a kind of COLLECTIVES with so many bytes together. [choices, ranks]"""
         line = self.lines[:, which, :, None]
         return line[:, 0] * times + line[:, 1] * nbytes
 
 
 def _parts_of_rows(rows: int) -> list[float]:
-    """Return how to interpolate a microbatch of so many rows: the factor for each number of ROWS.
+    """How much of what a microbatch with each number of ROWS takes one of so many rows does.
 
     >>> _parts_of_rows(7)
     [0.0, 0.75, 0.25, 0.0]
@@ -171,40 +183,47 @@ def _parts_of_rows(rows: int) -> list[float]:
 
 @functools.cache
 def _schedule(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[float, float, float]:
-    """Return (idle time of a rank in microbatches, microbatches that the first rank keeps, the last rank)."""
+    """(How long a rank waits for others, in the time of a microbatch; of how many microbatches the first rank keeps
+    activations at once, and the last.)
+    """
     maker = SCHEDULES[name]
     if ranks == 1:
         return 0.0, 1.0, 1.0
-    idle = 3.0 * (ranks - 1)  # too few to fill the pipeline
-    if microbatches >= ranks:
-        idle = maker.idle(ranks, per_rank, microbatches, 1.0, 2.0, 1.0)
+    forward, backward, weights = 1.0, 2.0, 1.0
+    if microbatches < ranks:  # too few to fill the pipeline
+        idle = (ranks - 1) * (forward + backward)
+    else:
+        idle = maker.idle(ranks, per_rank, microbatches, forward, backward, weights)
     first, last = (maker.kept(ranks, per_rank, microbatches, at) for at in (True, False))
-    return idle / 3, first, last
+    return idle / (forward + backward), first, last
 
 
-#: Collectives of data axes and pipeline neighbours: gathers and scatters of sharded weights, and of experts that are
-#: sharded over another axis; sums of the remaining gradients, not of experts and of experts; sends to the next stage.
-COLLECTIVES = SHARED, OF_EXPERTS, SUM, SUM_OF_EXPERTS, TO_NEXT = range(5)
+#: What data axes and neighbours in a pipeline exchange: gathers and scatters of what is sharded, of experts that are
+#: sharded elsewhere, sums of what is left of what is not experts', and of what is; and what goes to the next stage.
+COLLECTIVES = ("gather", "scatter", "gather of experts", "scatter of experts", "sum", "sum of experts", "send")
 
 
 def _placed(c: Choice) -> tuple[object, ...]:
-    return c.pp, c.dp, c.cp, c.ep, c.tp, c.zero > 0, c.outer, c.over_experts
+    return c.pp, c.dp, c.cp, c.ep, c.tp, c.inside, c.zero > 0, c.outer, c.over_experts
 
 
 def _lines(c: Choice, device: Device, known: dict[object, tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return (seconds of an empty one, seconds a byte) of each of COLLECTIVES; zeros if a choice has none."""
-    outer = ("dp_outer",) if c.outer > 1 else () if c.zero and not c.over_experts else ("dp",)
-    ep = () if c.over_experts else ("ep",)
-    needed = (
-        ("all_gather", (c.sharding,) if c.zero else ()),
-        ("all_gather", ("dp",) if c.over_experts else ()),
-        ("all_reduce", (*outer, *ep)),
-        ("all_reduce", outer if c.ep > 1 and not c.over_experts else ()),
-        ("send_recv", ("pp",)),
-    )
+    """Of each of COLLECTIVES, seconds of none and of each byte; zeros for those that a choice does not need."""
+    shards = ("dp",) if c.outer > 1 else (c.sharding,)
+    outer = ("dp_outer",) if c.outer > 1 else () if c.zero and not c.over_experts else ("dp",) if c.dp > 1 else ()
+    ep = ("ep",) if c.ep > 1 and not c.over_experts else ()
+    of_experts = ("dp",) if c.over_experts and c.dp > 1 else () if c.over_experts else shards
+    axes = {
+        "gather": ("all_gather", shards if c.zero else ()),
+        "scatter": ("reduce_scatter", shards if c.zero else ()),
+        "gather of experts": ("all_gather", of_experts if c.zero else ()),
+        "scatter of experts": ("reduce_scatter", of_experts if c.zero else ()),
+        "sum": ("all_reduce", (*outer, *ep)),
+        "sum of experts": ("all_reduce", outer if c.ep > 1 and not c.over_experts else ()),
+        "send": ("send_recv", ("pp",) if c.pp > 1 else ()),
+    }
     mesh = Mesh(tuple(c.mesh.items()))
-    sizes = dict(mesh.axes)
-    return [_line(device, kind, mesh, tuple(a for a in over if sizes.get(a, 1) > 1), known) for kind, over in needed]
+    return [_line(device, kind, mesh, tuple(a for a in over if a in mesh.names), known) for kind, over in axes.values()]
 
 
 def _line(
@@ -213,7 +232,7 @@ def _line(
     if not axes:
         return 0.0, 0.0
     first = min(mesh.names.index(a) for a in axes)
-    inner = mesh.axes[first + 1 :] if axes == ("pp",) else mesh.axes[first:]  # axes outside make no difference
+    inner = mesh.axes[first + 1 :] if axes == ("pp",) else mesh.axes[first:]  # what lies outside decides nothing
     if (key := (kind, axes, inner)) not in known:
         ranks = Mesh((("pp", 2), *inner)).group(0, axes) if axes == ("pp",) else Mesh(inner).group(0, axes)
         none = collective_seconds(device, kind, 0, ranks)
@@ -224,104 +243,203 @@ def _line(
 # --- prices of a table
 
 
-def priced(t: Table, block: Block, library: Library) -> tuple[Vector, Vector]:
-    """Return (seconds, live bytes at the peak) of all choices of a table."""
+def priced(t: Table, block: Block, core: Core, library: Library) -> tuple[Vector, Vector]:
+    """(seconds, live bytes at the peak) of all choices of a table."""
     layers = library.layers
-    pairs = [_ranks(block, *key, layers.number if layers else 1) for key in t.groups]
-    ranks, uneven = np.array([r for r, _ in pairs])[t.group], np.array([u for _, u in pairs])[t.group, None]
-    kept = casts_kept(block.core.checkpoint)
-    return _step(t, ranks, uneven, kept, library.device), _peaks(t, ranks, kept)
+    ranks = np.array([_ranks(block, *key, layers.number if layers else 1) for key in t.groups])[t.group]
+    uneven = np.array([_uneven(block, *key[:2], layers.number if layers else 1) for key in t.groups])[t.group]
+    peaks = _peaks(t, ranks, core, library.microbatches == 1)
+    return _step(t, ranks, uneven, core, library.device), peaks.max(1)
 
 
-def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> tuple[list[Vector], float]:
-    """Return the first, the fullest middle and the last rank; and the longest stage, relative to the mean.
-
-    A pipeline fills and drains at the pace of its longest stage; other stages of the rank are shorter.
+def _uneven(block: Block, pp: int, per_rank: int, layers: int) -> float:
+    """How many times the mean the longest stage takes: others of its rank are shorter, and a pipeline fills and drains
+    by the longest.
     """
+    if block.whole or pp == 1:
+        return 1.0
+    counts = balanced(block.beside, pp * per_rank, layers, block.before)
+    return max(counts[1:]) * len(counts) / layers
+
+
+def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> list[Vector]:
+    """Of the first rank, the fullest of those in the middle, and the last."""
     if block.whole:
-        return [block.one / pp] * 3, 1.0
+        return [block.one / pp] * 3
     if pp == 1:
         units = (layers - block.before) / block.period
-        return [block.first + block.last + (units - 2) * block.unit] * 3, 1.0
+        return [block.first + block.last + (units - 2) * block.unit] * 3
     count = pp * per_rank
-    counts = balanced(block.beside, count, layers, block.before)
-    units_of = [(n - (block.before if i == 0 else 0)) / block.period for i, n in enumerate(counts)]
-    stages = [[r, count - 1 - r] if folds else list(range(r, count, pp)) for r in range(pp)]
-    middle = max(stages[1:-1], key=lambda mine: sum(units_of[i] for i in mine), default=stages[-1])
+    units_of = [
+        (n - (block.before if i == 0 else 0)) / block.period
+        for i, n in enumerate(balanced(block.beside, count, layers, block.before))
+    ]
+    own = [[r, count - 1 - r] if folds else list(range(r, count, pp)) for r in range(pp)]
+    middle = max(own[1:-1], key=lambda mine: sum(units_of[i] for i in mine), default=own[-1])
 
     def rank(mine: Sequence[int]) -> Vector:
-        vectors = [
+        each = [
             (block.first if i == 0 else block.last if i == count - 1 else block.one) + (units_of[i] - 1) * block.unit
             for i in mine
         ]
-        total: Vector = np.sum(vectors, 0)
-        total[[HEIGHT, STILL]] = max((v[[HEIGHT, STILL]] for v in vectors), key=np.sum)
-        total[SEND] = vectors[-1][SEND]
+        total: Vector = np.sum(each, 0)
+        total[HEIGHT] = max((v[HEIGHT] for v in each), key=np.sum)
+        total[SEND] = each[-1][SEND]
         return total
 
-    return [rank(stages[0]), rank(middle), rank(stages[-1])], max(counts[1:]) * count / layers
+    return [rank(own[0]), rank(middle), rank(own[-1])]
 
 
-def _weights(t: Table, ranks: Vector) -> tuple[Vector, Vector, Vector]:
-    """Return (bytes of weights in the compute dtype, experts' share, number of buckets). [choices, ranks]"""
-    p, casts = ranks[..., PARAMETERS], ranks[..., CASTS]
-    whole = np.where(casts > 0, np.minimum(np.maximum(p - casts, 0), p), p)  # weights without a copy are used as stored
-    smallest = np.minimum(ranks[..., BUCKETS], ranks[..., GRADIENTS] / t.bucket)
-    buckets = np.maximum(np.ceil(smallest / t.per_rank), 1) * t.per_rank
-    return whole, np.minimum(ranks[..., EXPERTS] / np.maximum(p, 1.0), 1.0), buckets
+def _weights(ranks: Vector) -> tuple[Vector, Vector, Vector, Vector]:
+    """(bytes of parameters as products take them, of gradients, the share of experts, the number of the smallest
+    buckets). [choices, ranks]
+    """
+    p, g = ranks[..., STAYS.start + KIND["parameters"]], ranks[..., STAYS.start + KIND["gradients"]]
+    casts, experts, _, buckets, *_ = np.moveaxis(ranks[..., WEIGHTS], -1, 0)
+    cast = np.minimum(casts, p)
+    whole = np.where(cast > 0, np.minimum(p - cast, p), p)  # what has no copy is used as it is stored
+    return whole, g, np.minimum(experts / np.where(p > 0, p, 1.0), 1.0), buckets
 
 
-def _peaks(t: Table, ranks: Vector, casts_kept: float) -> Vector:
-    p, o, grads, rest = (ranks[..., i] for i in (PARAMETERS, OPTIMIZER, GRADIENTS, STATE))
-    whole, experts, buckets = _weights(t, ranks)
-    cast = np.minimum(ranks[..., CASTS], p)
-    part = 1 / t.sharded + experts * (1 / t.experts_sharded - 1 / t.sharded)
-    gathered = np.where(cast > 0, whole + p * part, p)
-    weights = np.where(t.zero == 3, p * part, np.where(t.zero > 0, gathered, p + cast * casts_kept))
-    state = np.where(t.all, cast, weights) + o * np.where(t.zero > 0, part, 1) * ~t.host
-    state = state + grads * np.where(t.zero > 1, part, 1) + rest
-    kept, height = ranks[..., KEPT] * t.rows, ranks[..., HEIGHT] * t.rows
-    passing = np.minimum(2 / buckets, 1) * (grads + np.where(t.zero == 3, whole, 0))
-    total = state + t.alive * kept + np.maximum(height, -kept) + ranks[..., STILL] + np.where(t.zero > 1, passing, 0)
-    return total.max(1)  # type: ignore[no-any-return]
+def _buckets(t: Table, smallest: Vector, grads: Vector) -> Vector:
+    each = np.ceil(np.minimum(smallest, grads / t.bucket[:, None]) / t.per_rank[:, None])
+    return np.maximum(each, 1) * t.per_rank[:, None]  # type: ignore[no-any-return]
 
 
-def _step(t: Table, ranks: Vector, uneven: Vector, casts_kept: float, device: Device) -> Vector:
-    """Return the seconds of a step: of the slowest rank, with its waits for others."""
-    f, b, once = ((ranks[..., s] * t.of_rows).sum(2) for s in (F, B, ONCE))
-    # with ZeRO, weights are gathered in the compute dtype: no microbatch casts them, or widens their gradients
-    casting = np.where(t.zero > 0, ranks[..., CASTING], 0)
-    f, b = np.maximum(f - casting * (1 - casts_kept), 0), np.maximum(b - casting * (2 - casts_kept), 0)
+def _peaks(t: Table, ranks: Vector, core: Core, one_microbatch: bool) -> Vector:
+    stays, kept, height = (ranks[..., s].copy() for s in (STAYS, KEPT, HEIGHT))
+    p, o, g, a = (KIND[k] for k in ("parameters", "optimizer", "gradients", "activations"))
+    whole, grads, experts, smallest = _weights(ranks)
+    cast = np.minimum(ranks[..., WEIGHTS.start], stays[..., p])
+    zero, kept_whole, rows = t.zero[:, None], t.kept[:, None], t.rows[:, None, None]
+    part = 1 / t.sharded[:, None] + experts * (1 / t.experts_sharded - 1 / t.sharded)[:, None]
+    shares = stays[..., p] * part
+    gathered = np.where((cast > 0) | kept_whole, whole + shares, stays[..., p])
+    stays[..., p] = np.where((zero == 3) & ~kept_whole, shares, np.where(zero > 0, gathered, stays[..., p]))
+    stays[..., o] *= np.where(zero > 0, part, 1) * ~t.inputs[:, None]
+    stays[..., g] *= np.where((zero > 1) & ~kept_whole, part, 1)
+    stays[..., p] = np.where(t.all[:, None], cast, stays[..., p])
+    casts = cast * casts_kept(core.checkpoint)
+    if one_microbatch:  # they were counted as the microbatch's
+        kept[..., a] -= casts
+    kept = np.where(GROW, kept * rows, 0)
+    stays[..., p] += np.where(zero == 0, casts, 0)
+    height = np.where(GROW, height * rows, height * (np.arange(N) == KIND["still"]))
+    each = (zero > 1) & ~kept_whole
+    passing = np.minimum(2 / _buckets(t, smallest, grads), 1) * (grads + np.where(zero == 3, whole, 0))
+    kinds = stays + t.alive[..., None] * kept + np.maximum(height, -kept)
+    return np.maximum(kinds, 0).sum(2) + np.where(each, passing, 0)  # type: ignore[no-any-return]
+
+
+def _step(t: Table, ranks: Vector, uneven: Vector, core: Core, device: Device) -> Vector:
+    """Seconds: the rank that takes longest, and how long it waits for others."""
+    shape = (*ranks.shape[:2], len(ROWS), len(WHAT))
+    f, b = ((ranks[..., s].reshape(shape).sum(3) * t.of_rows[:, None]).sum(2) for s in (F, B))
+    once, m, zero = (ranks[..., ONCE] * t.of_rows[:, None]).sum(2), t.m[:, None], t.zero[:, None]
+    # with ZeRO weights are there in the dtype of products: no microbatch casts them, nor widens their gradients
+    casting, kept = _casting(ranks, device), casts_kept(core.checkpoint)
+    f = f - np.where(zero > 0, np.minimum(casting * (1 - kept), f), 0)
+    b = b - np.where(zero > 0, np.minimum(casting * (2 - kept), b), 0)
+    once = once - np.where(zero > 0, casting * kept, 0)
     step, forward, backward = _exposed(t, ranks, f, b, device)
-    busy = f + b + forward + backward
-    waits = t.idle * uneven * busy.mean(1, keepdims=True)
-    waits = waits + 2 * (t.pp - 1) * t.taken(TO_NEXT, ranks[..., SEND] * t.rows, np.ones_like(once))
-    return (t.m * busy + waits + once - casting * casts_kept + step).max(1)  # type: ignore[no-any-return]
+    f, b = f + forward, b + backward
+    busy = f + b
+    waits = (t.idle * uneven * busy.mean(1))[:, None]
+    waits = waits + np.where(t.pp > 1, 2 * (t.pp - 1), 0)[:, None] * t.taken(
+        6, ranks[..., SEND.start] * t.rows[:, None], np.ones_like(once)
+    )
+    # one stage after the other waits for gathers of the whole step
+    step = step * np.where(t.kept & (t.zero > 0), t.pp, 1)[:, None]
+    return (m * busy + waits + once + step).max(1)  # type: ignore[no-any-return]
+
+
+def _casting(ranks: Vector, device: Device) -> Vector:
+    """Seconds of casting the weights of a rank once: each reads three bytes for one of the copy's, and writes it."""
+    copies, casts = ranks[..., WEIGHTS.start + 5], ranks[..., WEIGHTS.start]
+    unique, places = np.unique(np.stack([copies, casts], -1).reshape(-1, 2), axis=0, return_inverse=True)
+    seconds = [
+        n * device.op_seconds(Op(0, round(3 * b / n), "float32", name="_to_copy")) if n > 0 else 0 for n, b in unique
+    ]
+    return np.array(seconds)[places.reshape(copies.shape)]
 
 
 def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> tuple[Vector, Vector, Vector]:
-    """Return exposed seconds of the data axes' collectives: once a step, per forward, per backward."""
-    grads, (whole, experts, buckets) = ranks[..., GRADIENTS], _weights(t, ranks)
-    share, slower = np.where(t.over, 1 - experts, 1.0), 1 - device.reaches.computing
+    """Seconds of the data axes' collectives that nothing hides: of a step, of each forward, of each backward."""
+    whole, grads, experts, smallest = _weights(ranks)
+    zero, over = t.zero[:, None], t.over[:, None]
+    dense, buckets, slower = 1 - experts, _buckets(t, smallest, grads), 1 - device.reaches.computing
+    apart = np.where(over, dense, 1.0)
 
-    def sharded(nbytes: Vector) -> Vector:
-        """Return seconds over the axis that ZeRO shards over, and over that of experts if it is another one."""
-        elsewhere = np.where(t.over, t.taken(OF_EXPERTS, nbytes * experts, buckets * experts), 0)
-        return t.taken(SHARED, nbytes * share, np.maximum(buckets * share, 1)) + elsewhere
+    def taken(kind: int, nbytes: Vector) -> Vector:
+        """Over the axis that ZeRO shards over, and of experts, where that is another one."""
+        elsewhere = np.where(over & (experts > 0), t.taken(kind + 2, nbytes * experts, buckets * experts), 0)
+        return t.taken(kind, nbytes * apart, np.maximum(buckets * apart, 1)) + elsewhere
+
+    gather, scatter = taken(0, whole), taken(1, grads)
+    left = np.where(zero == 0, 1.0, 1 / t.sharded[:, None])
+    summed = t.taken(4, grads * dense * left, buckets) + t.taken(5, grads * experts * left, buckets * (experts > 0))
+    ends = t.per_rank[:, None] / buckets
+    seen = np.maximum(ends, _SEEN)
+
+    # of what one op uses with others, as experts' weights are, nothing hides but what is computed between two buckets
+    together = np.minimum(ranks[..., WEIGHTS.start + 4] / np.maximum(smallest, 1e-9), 1.0)
+
+    def in_turn(sent: Vector, computed: Vector, shown: Vector) -> Vector:
+        return beside(sent * dense, computed, shown) + beside(sent * experts, computed * together, shown)
 
     def beside(sent: Vector, computed: Vector, shown: Vector) -> Vector:
         return np.maximum(sent - computed * (1 - shown), (shown + slower * (1 - shown)) * sent)
 
-    gather, scatter, left = sharded(whole), sharded(grads), grads * np.where(t.zero == 0, 1.0, 1 / t.sharded)
-    summed = t.taken(SUM, left * (1 - experts), buckets)
-    summed = summed + t.taken(SUM_OF_EXPERTS, left * experts, buckets * (experts > 0))
-    ends = t.per_rank / buckets
-    seen = np.maximum(ends, _SEEN)
-    zero3 = t.zero == 3
-    scattered = beside(scatter, b, ends)
-    forward = np.where(zero3, beside(gather, f, seen), 0)
-    backward = np.where(zero3, beside(gather + scatter, b, seen), np.where(t.zero == 2, scattered, 0))
-    last = np.where(t.zero == 0, 0, np.where(zero3, backward, scattered))
-    last = np.maximum(beside(summed + np.where(zero3, gather, 0), b, ends), last) - backward
-    once = np.where((t.zero > 0) & ~zero3, beside(gather, f, seen), 0)
+    each = (zero == 3) & ~t.kept[:, None]
+    scattered = in_turn(scatter, b, ends)
+    forward = np.where(each, in_turn(gather, f, seen), 0)
+    backward = np.where(each, in_turn(gather + scatter, b, seen), np.where(zero == 2, scattered, 0))
+    last = np.where(zero == 0, 0, np.where(each, backward, scattered))
+    last = np.maximum(beside(summed + np.where(each, gather, 0), b, ends), last) - backward
+    once = np.where((zero > 0) & ~each, beside(gather, f, seen), 0)
     return once + np.maximum(last, 0), forward, backward
+
+
+# --- what was not run
+
+
+def factors(near: Core, core: Core, block: Block, device: Device) -> Vector:
+    """What one split takes, times what another one that was run does: products and activations are divided among more
+    ranks; what is sent takes as long as over as many links.
+    """
+    made = np.ones(int(_ENDS_OF[-1]))
+    work = near.tp * near.cp / (core.tp * core.cp)
+    p = max(float(block.unit[STAYS.start + KIND["parameters"]]), 1.0)
+    experts = min(float(block.unit[WEIGHTS.start + 1]) / p, 1.0)
+    if core.ep > 1 and near.ep == 1:
+        experts = experts or _UNKNOWN
+    state = near.tp / core.tp * (1 - experts + experts * near.ep / core.ep)
+    causes = {"compute": work, "memory": work, "tp": near.cp / core.cp, "cp": near.tp / core.tp, "ep": work}
+    for axis in ("tp", "cp", "ep"):
+        sizes = [getattr(x, axis) for x in (near, core)]
+        if min(sizes) > 1 and sizes[0] != sizes[1]:
+            causes[axis] *= _bytes_seconds(device, core, axis) / max(_bytes_seconds(device, near, axis), 1e-30)
+    by_cause = np.array([causes.get(w, 1.0) for w in WHAT])
+    for columns in (F, B):
+        made[columns] = np.tile(by_cause, len(ROWS))
+    made[KEPT] = made[HEIGHT] = made[SEND] = work
+    made[STAYS] = made[WEIGHTS] = state
+    return made
+
+
+#: The share of experts in parameters, where no run says it.
+_UNKNOWN = 0.9
+
+
+def _bytes_seconds(device: Device, core: Core, axis: str) -> float:
+    sizes = {"cp": core.cp, "ep": core.ep, "tp": core.tp}
+    mesh = Mesh(tuple((a, n) for a, n in sizes.items() if n > 1))
+    kind = "all_to_all" if axis == "ep" else "all_gather"
+    return collective_seconds(device, kind, 1e9, mesh.group(0, (axis,)))
+
+
+def distance(near: Core, core: Core) -> float:
+    """How many times each axis is doubled; an axis along which only one of both sends counts more."""
+    pairs = list(zip(near[:3], core[:3], strict=True))
+    apart = sum(abs(math.log2(a / b)) for a, b in pairs)
+    return apart + sum(4.0 for a, b in pairs if (a == 1) != (b == 1))

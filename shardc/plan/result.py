@@ -16,10 +16,10 @@ from shardc.spec import Spec
 
 @dataclass(frozen=True)
 class Target:
-    """The model, devices and batch of a plan. sequence: tokens of a row; None: rows are not sequences.
+    """What is planned for. batch: rows of the global batch; sequence: tokens of a row, None: rows are not sequences.
 
-    batch: rows of the global batch. flops: of the model and one row, forward and backward, nothing recomputed.
-    dtype: of products. assumed: sentences on what the user left open.
+    flops: of the model and one row, forward and backward, nothing recomputed. dtype: of products. usable: bytes of a
+    device's memory that a step may use. assumed: sentences on what the user left open.
     """
 
     model: str
@@ -29,35 +29,62 @@ class Target:
     sequence: int | None
     flops: float
     dtype: str
+    usable: float
     assumed: tuple[str, ...] = ()
-
-    @property
-    def rate(self) -> str:
-        """The unit of throughput: "tokens" if rows are sequences, else "samples"."""
-        return "tokens" if self.sequence else "samples"
 
     def __repr__(self) -> str:
         rows = f"{self.batch} rows" + (f" of {self.sequence} tokens" if self.sequence else "")
         return f"<Target: {self.model} on {self.devices} x {self.device.name}, {rows}>"
 
 
-@dataclass(frozen=True, repr=False)
-class Candidate(Priced):
-    """A spec and its price."""
+@dataclass(frozen=True)
+class Candidate:
+    """One spec and its price. why: {section of the spec: the reason for it}."""
 
     spec: Spec
+    priced: Priced
     target: Target
+    why: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         from shardc.plan.table import named
 
-        fits = "fits" if self.fits else f"does not fit into {size(self.target.device.memory)}"
+        fits = "fits" if self.fits else f"does not fit into {size(self.target.usable)}"
         return f"<Candidate {named(self)}: step {seconds(self.step_seconds)}, needs {size(self.needs)}, {fits}>"
 
     @property
     def fits(self) -> bool:
-        """Whether the needed bytes (reserved and outside) fit in the device's memory."""
-        return self.needs <= self.target.device.memory
+        """Whether what is reserved, and what is outside of it, is not more than a step may use."""
+        return self.needs <= self.target.usable
+
+    @property
+    def step_seconds(self) -> float:
+        return self.priced.seconds
+
+    @property
+    def memory(self) -> Mapping[str, float]:
+        """Bytes at the peak of the rank that needs most, by kind."""
+        return self.priced.kinds
+
+    @property
+    def peak(self) -> float:
+        """Live bytes."""
+        return self.priced.peak
+
+    @property
+    def reserved(self) -> float:
+        """Bytes that torch's allocator takes for them."""
+        return self.priced.reserved
+
+    @property
+    def outside(self) -> float:
+        """Bytes of a device that are no tensor's and not the allocator's."""
+        return self.priced.outside
+
+    @property
+    def needs(self) -> float:
+        """Bytes that a device has to have: reserved and outside."""
+        return self.priced.needs
 
     @property
     def devices(self) -> int:
@@ -65,38 +92,46 @@ class Candidate(Priced):
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization (Chowdhery et al. 2022): share of the devices' peak, nothing recomputed."""
+        """Model FLOPs utilization (Chowdhery et al. 2022): of what the devices' peak would do in a step, without what
+        is computed again.
+        """
         peak = self.target.device.flops_per_second(self.target.dtype) * self.devices
-        return self.target.flops * self.batch / (self.step_seconds * peak)
+        return self.target.flops * self.priced.batch / (self.priced.seconds * peak)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of all devices; None if rows are not sequences."""
+        """Of all devices; None where rows are not sequences."""
         return self.rows_per_second * self.target.sequence if self.target.sequence else None
 
     @property
     def rows_per_second(self) -> float:
-        return self.batch / self.step_seconds
+        return self.priced.batch / self.priced.seconds
+
+    @property
+    def limit(self) -> str:
+        """What most of a step's time goes to: compute, memory, launch, bubble, or the axis whose collectives are waited
+        for.
+        """
+        return self.priced.limit
 
     @property
     def shares(self) -> dict[str, float]:
-        """Shares of a step's time, by cause."""
-        total = sum(self.spent.values()) or 1.0
-        return {k: v / total for k, v in self.spent.items() if v > 0}
+        """The parts of a step's time, by what it goes to."""
+        total = sum(self.priced.spent.values()) or 1.0
+        return {k: v / total for k, v in self.priced.spent.items() if v > 0}
 
     @property
     def waterfall(self) -> dict[str, float]:
-        """Seconds of a step by cause, of the busiest rank.
-
-        "peak": the model's products at the device's peak; "again": recomputation and uneven division; "below": products
-        below the peak; and the other causes of `shares`.
+        """The seconds of a step, of the rank that has most to do, cause by cause: "peak", the model's products at the
+        device's peak; "again", what is computed again, or divided unevenly; "below", what products do not reach of the
+        peak; and the other causes of `shares`.
         """
         peak = self.target.device.flops_per_second(self.target.dtype)
-        ideal = self.target.flops * self.batch / self.devices / peak
-        spent = dict(self.spent)
-        computed = self.flops / peak
+        ideal = self.target.flops * self.priced.batch / self.devices / peak
+        spent = dict(self.priced.spent)
+        computed = self.priced.flops / peak
         below = spent.pop("compute", 0.0) - computed
-        if below < 0 and "launch" in spent:  # small products, whose time is that of their launch
+        if below < 0 and "launch" in spent:  # of small products, whose time is that of starting them
             spent["launch"], below = max(spent["launch"] + below, 0.0), min(spent["launch"] + below, 0.0)
         parts = {"peak": ideal, "again": computed - ideal, "below": below}
         return {name: s for name, s in {**parts, **spent}.items() if s}
@@ -106,6 +141,7 @@ class Candidate(Priced):
             "spec": self.spec.to_dict(),
             "mesh": dict(self.spec.mesh.axes),
             "fits": self.fits,
+            "exact": self.priced.exact,
             "step_seconds": self.step_seconds,
             "mfu": self.mfu,
             "tokens_per_second": self.tokens_per_second,
@@ -117,17 +153,16 @@ class Candidate(Priced):
             "limit": self.limit,
             "shares": self.shares,
             "waterfall": self.waterfall,
-            "layers": list(self.counts),
+            "layers": list(self.priced.counts),
+            "why": dict(self.why),
         }
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of a search.
-
-    candidates: those that fit first, the fastest first. considered: number of estimated choices. refused: compile's
-    errors by split. answers: to questions such as "largest batch". what_if: what would make the best one faster
-    (shardc.plan.what_if), the most helpful first.
+    """candidates: priced, those that fit first, the fastest of them first. considered: how many were estimated.
+    refused: what compile said of splits that it did not take. answers: to questions such as "largest batch". what_if:
+    what would make the best one faster (shardc.plan.what_if), the most helpful first.
     """
 
     target: Target
@@ -145,20 +180,22 @@ class Plan:
         return f"<Plan of {a.model} on {a.devices} x {a.device.name}: {priced}; best: {best}>"
 
     def __str__(self) -> str:
-        """Return the table of `shardc plan`, without colours."""
+        """The table of `shardc plan`, without colours."""
         from shardc.plan.table import plain_table
 
         return plain_table(self)
 
     @property
     def best(self) -> Candidate:
-        """The fastest candidate that fits. Raises ShardcError with the nearest one and a fix if nothing fits."""
+        """The fastest that fits. Raises ShardcError if nothing does: the nearest, what it
+        lacks, and what would help.
+        """
         if not self.candidates or not self.candidates[0].fits:
             raise self.lacking()
         return self.candidates[0]
 
     def spec(self) -> str:
-        """Return the best candidate's spec as YAML, annotated with reasons."""
+        """The best candidate's spec, as YAML annotated with why."""
         from shardc.plan.annotated_yaml import annotated
 
         return annotated(self.best, self)
@@ -168,7 +205,7 @@ class Plan:
         Path(path).write_text(self.spec(), encoding="utf-8")
 
     def html(self) -> str:
-        """Return the plan as a page: the best spec, a plot, priced specs, time and memory, what would help."""
+        """The plan as a page: the best spec, the plot, every priced spec, where time and memory go, what would help."""
         from shardc.plan.page import html
 
         return html(self)
@@ -192,8 +229,8 @@ class Plan:
             "gathered": "more tensor parallelism",
         }.get(kind, "more devices, or another --precision")
         fault = (
-            f"nothing fits into {size(a.device.memory)} of {a.device.name}: the nearest ({named(near)}) needs"
-            f" {size(near.needs)}, {size(near.needs - a.device.memory)} more than that; {kind} are {size(most)} of it"
+            f"nothing fits into {size(a.usable)} of {a.device.name}: the nearest ({named(near)}) needs"
+            f" {size(near.needs)}, {size(near.needs - a.usable)} more than that; {kind} are {size(most)} of it"
         )
         return ShardcError(fault, where=a.model, fix=f"{way}; --fewest finds out how many devices it takes")
 
@@ -205,7 +242,7 @@ class Plan:
             "devices": a.devices,
             "global_batch": a.batch,
             "sequence": a.sequence,
-            "device_bytes": round(a.device.memory),
+            "usable_bytes": round(a.usable),
             "flops_per_row": a.flops,
             "assumed": list(a.assumed),
             "considered": self.considered,

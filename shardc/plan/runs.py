@@ -1,15 +1,16 @@
-"""Run dry runs of a model with few of its layers, each once, and build stages from them.
+"""Dry runs of a model with few of its layers, each made once, and the stages that follow from them.
 
     five units of layers on four stages     [first, 1]   [1]   [2]   [1, last]      one compile, four dry runs
     two units, and three                    the whole model on one stage
 
-A unit is a period of the model's layers. A model runs as a whole if it has no long list of layers, or if its gradients
-are summed in buckets that hold several units.
+A unit is a period of the model's layers; where gradients are summed in buckets that hold several, it is as many as fill
+one, so that each unit sends, and keeps, as much as the next. A model without a long list of layers is run as a whole.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,27 +29,33 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.machine.device import Device
-from shardc.plan.few_layers import UNITS, Subject, facts
-from shardc.plan.space import Choice, Core, Facts, Layers, spec
-from shardc.plan.stage import FLOPS, Meter, Stage, lines, part_of, roles, stage
+from shardc.plan.few_layers import Facts, Subject, facts
+from shardc.plan.space import Choice, Core, Layers, SpecTemplate, spec
+from shardc.plan.stage import CAUSES, FLOPS, Meter, Stage, joined, lines, part_of, roles, stage
 from shardc.runtime import ops
 from shardc.runtime.schedule import SCHEDULES
 from shardc.runtime.step.engine_optimizer import assumed
 from shardc.spec import Spec
 from shardc.spec.data_section import Data
 
+#: Units of a stage that are buckets, so many that one more keeps no more: one fills while the one before it is summed.
+_BASE = 2
+#: Units of a model whose dry run takes no longer than those of a few.
+_SHORT = 9
+
 
 class Weights(NamedTuple):
-    """A stage's parameters, in bytes. casts: copies in the compute dtype; trained: with gradients.
-
-    experts: those that are split over an axis of experts. buckets: the smallest buckets that they fill; each parameter
-    counts for at most one. copies: number of ops that cast weights.
+    """Of a stage's parameters, bytes: casts: of their copies in the dtype of products; experts: of those that are
+    spread over an axis of experts; trained: of those that get gradients. buckets: into how many buckets of the
+    smallest size they go; what fills a part of one counts as that; of_experts: those of experts. copies: how many ops
+    cast weights.
     """
 
     casts: float = 0.0
     experts: float = 0.0
     trained: float = 0.0
     buckets: float = 0.0
+    of_experts: float = 0.0
     copies: float = 0.0
 
 
@@ -64,10 +71,9 @@ class Rank:
 
 @dataclass(frozen=True)
 class Stages:
-    """Stages of one rank each: first, middle with `one` unit and with `two`, last; or only `whole`.
-
-    whole: for a model without repeated layers. period: layers of a unit. before: layers of the first stage besides its
-    units. ranks: the ranks that were run, by the name of their stage.
+    """Stages of one rank each: of a model of layers the first, a middle one of `base` units and of one more (two), and
+    the last; of another model only `whole`. period: layers of a unit; before: layers of the first stage besides its
+    units. ranks: those that were run, by the name of their stage.
     """
 
     ranks: Mapping[str, Rank]
@@ -78,18 +84,25 @@ class Stages:
     last: Stage = field(default_factory=dict)
     period: int = 1
     before: int = 0
+    base: int = 1
 
     def at(self, index: int, count: int, layers: float) -> Stage:
-        """Return stage `index` of `count` (more than one), with so many layers."""
+        """Stage `index` of `count`, with so many layers (several stages)."""
         if index == 0:
-            return lines(self.first, self.two, self.one, (layers - self.before) / self.period - 1)
+            return lines(self.first, self.two, self.one, (layers - self.before) / self.period - self.base)
         base = self.last if index == count - 1 else self.one
-        return lines(base, self.two, self.one, layers / self.period - 1)
+        return lines(base, self.two, self.one, layers / self.period - self.base)
+
+    def alone(self, layers: int) -> Stage:
+        """The whole model as one stage, from the first and the last stage run one after the other."""
+        if self.whole is not None:
+            return self.whole
+        return joined(lines(self.first, self.two, self.one, (layers - self.before) / self.period - 2), self.last)
 
 
 @dataclass
 class Runs:
-    """The dry runs of one model. cpu: the device is a CPU, which runs other kernels."""
+    """The dry runs of one model. cpu: the device is one, which runs other kernels."""
 
     subject: Subject
     cpu: bool = False
@@ -99,33 +112,32 @@ class Runs:
 
     @cached_property
     def facts(self) -> Facts:
-        """The model's facts. Raises ShardcError as capture does."""
+        """Raises ShardcError as capture does."""
         return facts(self.subject)
 
     def ranks(
         self, spec: Mapping[str, Any], rows: int, units: int | None, sequence: int | None, at: tuple[int, ...]
     ) -> list[Rank]:
-        """Return ranks of a spec's program for a global batch of so many rows, each compiled and run once.
-
-        units: of layers; None: all. at: coordinates on the pipeline's axis. Raises ShardcError if compile does.
+        """Ranks of the program of a spec for a global batch of so many rows: of the whole model, or of so many units of
+        its layers; by their coordinates on the pipeline's axis. Raises ShardcError if compile does.
         """
-        key = json.dumps([spec, rows, units, sequence, at])  # not sorted: the order of a mesh's axes matters
+        key = json.dumps([spec, rows, units, sequence, at])  # in its order: that of a mesh's axes counts
         if key not in self._found:
             try:
                 program = self._compiled(spec, rows, units, sequence)
                 assert program.spec is not None
-                role = roles(program.spec)
-                ranks = [Rank(self._dry_run(program, c), program.mesh, role, _weights(program, c)) for c in at]
+                of = roles(program.spec)
+                ranks = [Rank(self._dry_run(program, c), program.mesh, of, _weights(program, c)) for c in at]
                 self._found[key] = ranks
             except ShardcError as e:
                 self._found[key] = e
-        result = self._found[key]
-        if isinstance(result, ShardcError):
-            raise result
-        return result
+        found = self._found[key]
+        if isinstance(found, ShardcError):
+            raise found
+        return found
 
     def whole(self, spec: Spec, rows: int, sequence: int | None) -> tuple[Program, tuple[DryRun, ...]]:
-        """Return a spec's program and its ranks' dry runs. The last result is kept, for other devices."""
+        """The program of a spec, and the dry runs of its ranks. The last one is kept, for other devices."""
         document = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}
         key = json.dumps([document, rows, sequence])
         if key not in self._whole:
@@ -135,11 +147,10 @@ class Runs:
         return self._whole[key]
 
     def treats_layers_alike(self, spec: Spec) -> bool:
-        """Return whether a spec treats all layers in the same way: only then do few layers represent many.
-
-        False with `every: 2`, patterns for single layers, or matrices with owners, which are balanced over all layers.
+        """Whether a spec says the same of every layer: only then are few layers like many. Not so with `every: 2`, or
+        with a pattern that names single layers, nor where matrices have owners, which are balanced over all layers.
         """
-        if self.subject.layers is None:
+        if self.facts.layers is None:
             return True
         if spec.optimizer.matrices is not None or any(entry.every > 1 for entry in spec.checkpoint):
             return False
@@ -157,113 +168,153 @@ class Runs:
 
 
 def _weights(program: Program, coordinate: int) -> Weights:
-    mesh, params = program.mesh, [p for p in program.params if coordinate in (p.stages or (0,))]
+    mesh, held = program.mesh, [p for p in program.params if coordinate in (p.stages or (0,))]
     names, copies = {p.name for p in program.params}, (torch.ops.aten._to_copy.default, ops.cast_once)
     copied = [n for n in calls(program.stages[coordinate].graph) if n.target in copies]
     casts = [n for n in copied if operands_of(n)[0].name in names]
     experts = program.spec.experts if program.spec is not None else ()
     parts = {part for e in experts if e.axis in mesh.names for part in mesh.parts(e.axis)}
-    trained, smallest = [p for p in params if p.requires_grad], Data().bucket_bytes()
-    spread = [p for p in params if any(isinstance(p.layout[x], Shard) for x in parts)]
+    trained, smallest = [p for p in held if p.requires_grad], Data().bucket_bytes()
+    spread = [p for p in held if any(isinstance(p.layout[x], Shard) for x in parts)]
+    buckets = {p.name: min(p.value.nbytes(mesh) / smallest, 1.0) for p in trained}
     return Weights(
         float(sum(n.meta["value"].nbytes(mesh) for n in casts)),
         float(sum(p.value.nbytes(mesh) for p in spread)),
         float(sum(p.value.nbytes(mesh) for p in trained)),
-        sum(min(p.value.nbytes(mesh) / smallest, 1.0) for p in trained),
+        sum(buckets.values()),
+        sum(buckets.get(p.name, 0.0) for p in spread),
         float(len(casts)),
     )
 
 
 @dataclass
 class Library:
-    """Stages of every way to split and recompute, on one device. facts: of the model with its precision.
-
-    microbatches: of the runs of blocks: a first and a last one, or 1 if the model cannot run in microbatches, as with
-    statistics of the batch. number: of layers, if it differs from the model's.
+    """The stages of every way to split and recompute, on one device. template: what all specs have in common.
+    microbatches: of the runs of blocks: a first and a last one, or 1 for a model that cannot be run in microbatches, as
+    where statistics of the batch are used. number: of layers, where it is not the model's.
     """
 
     runs: Runs
-    facts: Facts
+    template: SpecTemplate
     device: Device
     sequence: int | None = None
     microbatches: int = 2
     number: int | None = None
+    _blocks: dict[tuple[Core, int], Stages] = field(default_factory=dict)
+    _pipelined: dict[str, Stages] = field(default_factory=dict)
+    _alone: dict[str, tuple[Stage, DryRun]] = field(default_factory=dict)
     _priced: dict[Any, Any] = field(default_factory=dict, repr=False)
 
+    @property
+    def facts(self) -> Facts:
+        return self.runs.facts
+
     def on(self, device: Device) -> Library:
-        """Return the library for another device of this kind, with the same dry runs."""
-        return replace(self, device=device, _priced={})
+        """The same on another device of its kind, from the same dry runs."""
+        return Library(self.runs, self.template, device, self.sequence, self.microbatches, self.number)
 
     def of_length(self, sequence: int) -> Library:
-        """Return the library for rows of so many tokens."""
-        return replace(self, sequence=sequence)
+        """The same with rows of so many tokens."""
+        return Library(self.runs, self.template, self.device, sequence, self.microbatches)
 
     def of_layers(self, number: int) -> Library:
-        """Return the library for a model with so many layers."""
-        return replace(self, number=number)
+        """The same of a model with so many layers."""
+        return replace(self, number=number, _alone={})
 
     @property
     def layers(self) -> Layers | None:
-        """The model's list of repeated layers, with the library's number of them."""
+        """The model's list of layers that repeats."""
         layers = self.facts.layers
         return layers if layers is None or self.number is None else replace(layers, number=self.number)
 
     def block(self, core: Core, rows: int = 1) -> Stages:
-        """Return a core's stages for so many rows a microbatch, from a dry run of one row without a data axis.
-
+        """The stages of a core, priced with so many rows a microbatch, from a dry run of one row, without a data axis.
         Raises ShardcError if compile refuses it.
         """
-        choice = Choice(**core._asdict(), microbatches=self.microbatches)
-        entries = spec(choice, self.facts)
-        if self.layers is not None:
-            return self.pipelined(entries, choice.batch, more_rows=rows)
-        whole = self._only(entries, choice.batch, None)
-        return Stages({"whole": whole}, self._stage(whole, rows=rows))
+        if (core, rows) not in self._blocks:
+            choice = Choice(**core._asdict(), microbatches=self.microbatches)
+            entries = spec(choice, self.template)
+            if self.layers is None:
+                ranks = {"whole": self._only(entries, choice.batch, None)}
+                self._blocks[core, rows] = Stages(ranks, self._stage(ranks["whole"], rows=rows))
+            else:
+                self._blocks[core, rows] = self.pipelined(entries, choice.batch, more_rows=rows)
+        return self._blocks[core, rows]
 
-    def pipelined(self, spec: Mapping[str, Any], rows: int, axis: str = "pp", more_rows: int = 1) -> Stages:
-        """Return a spec's stages, from a pipeline of four along `axis`. more_rows: factor on the rows."""
+    def pipelined(
+        self, spec: Mapping[str, Any], rows: int, axis: str = "pp", times: int = 1, more_rows: int = 1
+    ) -> Stages:
+        """A spec's stages, from a pipeline of four stages along `axis` in place of its own. times: so many periods of
+        layers are a unit. more_rows: priced with so many times the rows.
+        """
         layers, sizes = self.layers, spec["mesh"]
         assert layers is not None
         split = SCHEDULES[spec.get("pipeline", {}).get("schedule", "1f1b")].splits_backward
-        inside = axis in sizes and next(iter(sizes)) != axis  # then neighbours along it are further apart
-        ranks = self._four({**spec, "mesh": {a: n for a, n in sizes.items() if a != axis}}, rows, axis, split)
-        named = dict(zip(("first", "one", "two", "last"), ranks, strict=True))
-        first, one, two, last = (self._stage(rank, sizes if inside else None, more_rows) for rank in ranks)
-        return Stages(named, None, first, one, two, last, layers.period, layers.first)
+        mesh = {a: n for a, n in sizes.items() if a != axis}
+        inside = axis in sizes and next(iter(sizes)) != axis  # then neighbours elsewhere lie further apart
+        key = json.dumps(
+            ({**spec, "pipeline": split, "mesh": mesh}, rows, list(sizes.items()) if inside else (), times, more_rows)
+        )
+        if key not in self._pipelined:
+            ranks = self._four({**spec, "mesh": mesh}, rows, axis, split, times)
+            named = dict(zip(("first", "one", "two", "last"), ranks, strict=True))
+            each = (self._stage(rank, sizes if inside else None, more_rows) for rank in ranks)
+            shape = times * layers.period, layers.first, _BASE if times > 1 else 1
+            first, one, two, last = each
+            self._pipelined[key] = Stages(named, None, first, one, two, last, *shape)
+        return self._pipelined[key]
 
-    def _four(self, spec: Mapping[str, Any], rows: int, axis: str, split: bool) -> list[Rank]:
-        """Return the ranks of the program of five units of layers on four stages."""
+    def _four(self, spec: Mapping[str, Any], rows: int, axis: str, split: bool, times: int) -> list[Rank]:
+        """Ranks of the program of five units of layers on four stages; of nine where units fill buckets (_BASE)."""
         layers = self.layers
         assert layers is not None
-        counts = [layers.first + layers.period, layers.period, 2 * layers.period, layers.period]
+        base, p = _BASE if times > 1 else 1, times * layers.period
+        counts = [layers.first + base * p, base * p, (base + 1) * p, base * p]
+        mesh = {axis: 4, **{a: n for a, n in spec["mesh"].items() if a != axis}}
         pipeline = {"axis": axis, "balance": counts, "schedule": "zb-h1" if split else "1f1b"}
-        document = {**spec, "mesh": {axis: 4, **spec["mesh"]}, "pipeline": pipeline}
-        return self.runs.ranks(document, rows, UNITS, self.sequence, (0, 1, 2, 3))
+        units = (sum(counts) - layers.first) // layers.period
+        document = {**spec, "mesh": mesh, "pipeline": pipeline}
+        return self.runs.ranks(document, rows, units, self.sequence, (0, 1, 2, 3))
 
     def alone(self, spec: Mapping[str, Any], rows: int, bucket: float = 0.0) -> tuple[Stage, DryRun]:
-        """Return the whole model as one stage, and the dry run that represents it.
-
-        Both come from two and three units of layers, if possible. bucket: bytes of a sum of gradients; 0: no sums.
+        """The whole model on one stage, and the dry run that stands for it: from two units of its layers and three, or
+        as it is. bucket: bytes of gradients that are summed over data axes at once; 0: none are.
         """
-        layers = self.layers
+        layers, key = self.layers, repr((spec, rows, bucket))
+        if key in self._alone:
+            return self._alone[key]
         if layers is not None:
+            units = (layers.number - layers.first) / layers.period
             two, three = (self._only(spec, rows, n) for n in (2, 3))
-            if self.number is not None or not several(three.weights.trained - two.weights.trained, bucket):
-                few, units = self._stage(two), (layers.number - layers.first) / layers.period
-                return lines(few, self._stage(three), few, units - 2), three.run
-        only = self._only(spec, rows, None)
-        return self._stage(only), only.run
+            times = fill(bucket, three.weights.trained - two.weights.trained)
+            if times > 1 and not self.short(times):
+                two, three = (self._only(spec, rows, n * times) for n in (2, 3))
+                units /= times
+            elif 1 < times < units and self.number is None:
+                layers = None
+        if layers is None:
+            only = self._only(spec, rows, None)
+            self._alone[key] = self._stage(only), only.run
+        else:
+            few = self._stage(two)
+            self._alone[key] = lines(few, self._stage(three), few, units - 2), three.run
+        return self._alone[key]
+
+    def short(self, times: int) -> bool:
+        """Whether a dry run of the whole model takes no longer than those of a few units of so many periods."""
+        layers = self.layers
+        return layers is None or layers.number - layers.first <= _SHORT * times * layers.period
 
     def _only(self, spec: Mapping[str, Any], rows: int, units: int | None) -> Rank:
         return self.runs.ranks(spec, rows, units, self.sequence, (0,))[0]
 
     def _stage(self, rank: Rank, sizes: Mapping[str, int] | None = None, rows: int = 1) -> Stage:
-        """Return a rank's stage. sizes: of the mesh that it is a part of, if another one was run."""
+        """sizes: of the mesh that it is a part of, where that is not the one that was run."""
         mesh, number = (rank.mesh, rank.run.rank) if sizes is None else (ordered(rank.mesh, sizes), 0)
         return stage(rank.run, Meter(self.device, mesh, number, roles=rank.roles, rows=rows, priced=self._priced))
 
     def takes_microbatches(self) -> None:
-        """Find out whether the model can run in microbatches. Raises ShardcError if compile always refuses it."""
+        """Find out whether the model can be run in microbatches. Raises ShardcError if compile refuses it at all."""
         try:
             self.block(Core())
         except ShardcError as e:
@@ -275,26 +326,37 @@ class Library:
 
     @property
     def flops(self) -> float:
-        """FLOPs of one row, forward and backward (at most twice forward's), with nothing recomputed."""
-        s, layers = self.block(Core()), self.layers
-
-        def of(kind: str) -> float:
-            if s.whole is not None:
-                return float(part_of(s.whole, kind, "middle")[FLOPS])
-            first, one, two, last = (float(part_of(x, kind, "middle")[FLOPS]) for x in (s.first, s.one, s.two, s.last))
-            return first + last + ((layers.number - s.before) / s.period - 2) * (two - one) if layers else 0.0
-
-        forward, backward = of("F"), of("B")
+        """Of the model and one row, forward and backward: twice forward's products in backward, fewer where weights are
+        frozen. Nothing is recomputed, scores of attention neither.
+        """
+        forward, backward = (float(part_of(self._whole(1), kind, "middle")[FLOPS]) for kind in "FB")
         return forward + min(backward, 2 * forward)
 
+    @property
+    def products(self) -> float:
+        """Seconds of forward's products of one row on one device, in a large microbatch."""
+        return float(part_of(self._whole(64), "F", "middle")[CAUSES][0]) / 64
 
-def several(trained: float, bucket: float) -> bool:
-    """Return whether a bucket of gradients holds several units of so many bytes: few differ from many."""
-    return 0 < 4 / 3 * trained < bucket
+    def _whole(self, rows: int) -> Stage:
+        """The model on one device."""
+        return self.block(Core(), rows).alone(self.layers.number if self.layers else 0)
+
+
+def fill(bucket: float, trained: float) -> int:
+    """How many periods of layers fill a bucket of gradients, about. trained: bytes of one's parameters that get
+    gradients.
+
+    >>> fill(25.0, 8.0), fill(25.0, 10.0), fill(25.0, 40.0), fill(0.0, 10.0)
+    (3, 3, 1, 1)
+    """
+    if bucket <= trained or not trained:
+        return 1
+    some = math.floor(bucket / trained), math.ceil(bucket / trained)
+    return min(some, key=lambda n: abs(1 - bucket / (n * trained)))
 
 
 def ordered(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
-    """Return the mesh with other sizes in another order; an axis that has several digits keeps them.
+    """The mesh with other sizes, in another order; an axis that is seen as several digits stays so.
 
     >>> ordered(Mesh((("pp", 4), ("dp", 2), ("tp.0", 2), ("tp.1", 2))), {"dp": 2, "pp": 8, "tp": 4}).axes
     (('dp', 2), ('pp', 8), ('tp.0', 2), ('tp.1', 2))

@@ -1,17 +1,13 @@
-"""Search all choices: tier one ranks them by arithmetic, tier two prices the best by dry runs.
-
-A split is a way to divide a layer: (tp, ep, cp, what is recomputed). Tier one (shardc.plan.rank) climbs: it runs a
-block of a few splits, then of the neighbours of the best so far, one step along an axis or with a little more or less
-recomputed, until the best has no better neighbour. Tier two (shardc.plan.price) runs each spec.
+"""The search: tier one ranks all choices by arithmetic (shardc.plan.rank), tier two prices the best two dozen by dry
+runs of their own (shardc.plan.price).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +23,7 @@ from shardc.plan.space import (
     Choice,
     Core,
     Keep,
+    budget,
     choices,
     divisors,
     sequence_widths,
@@ -34,35 +31,51 @@ from shardc.plan.space import (
     tensor_widths,
 )
 from shardc.plan.stage import Vector
+from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
 
-#: The most blocks that a climb runs.
-BLOCKS = 24
-#: The most ranks of experts to begin with.
-EXPERTS = 8
-#: The most choices that tier two prices, and of those that differ only in ZeRO and schedule: their estimates have the
-#: same error.
-PRICED, ALIKE = 24, 6
-#: Once a choice fits, others are priced if their estimate is at most this many times the best price.
-SLOWER = 1.12
-#: Choices whose estimate is this many times the memory are not priced.
-FAR = 2.0
-#: The most choices of a split that fit and may be priced exactly.
+#: How many blocks tier one runs at most, beside those that it begins with.
+BLOCKS = 10
+#: What is foretold takes so much longer for each doubling of an axis between it and what was run: it leaves out some of
+#: what is sent.
+LESS_SURE = 0.02
+#: How many choices tier two prices, and from how many dry runs of their own; twice as many where nothing fits.
+PRICED, DRY_RUNS = 24, 6
+#: How many are priced that differ only in ZeRO and schedule: their first prices are off in the same way.
+ALIKE = 4
+#: Where one fits, others are priced whose first price is at most so many times its price, and so many times the memory.
+SLOWER, LARGER = 1.12, 1.3
+#: How many choices of a split may be priced exactly.
 BEST = 64
-#: Recomputation, from nothing to everything; the last keeps values in host memory, if nothing else fits.
-KEEPS: tuple[Keep, ...] = tuple(CHECKPOINTS)
+#: What needs so many times the memory at first is not priced.
+FAR = 2.0
+#: Until a block with other recomputation is run: which part of the way from nothing to everything that is at best, in
+#: time, and in bytes.
+SHARES: dict[Keep, tuple[float, float]] = {
+    "cheap": (0.05, 0.9),
+    "products": (0.15, 0.9),
+    "selective": (0.3, 0.95),
+    "sent": (0.4, 0.95),
+    "half": (0.5, 0.5),
+    "quarter": (0.75, 0.75),
+    "eighth": (0.875, 0.875),
+    "full": (1.0, 1.0),
+    "host": (1.0, 1.05),
+}
+#: What is recomputed where something does not fit without; in the machine's memory where nothing else fits.
+KEEPS: tuple[Keep, ...] = tuple(k for k in CHECKPOINTS if k not in ("none", "host"))
 OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass
 class Search:
-    """The search for one model on one kind of device. on: called with progress (subject, done, total).
-
-    refused: compile's error for each refused split, by name. considered: number of ranked choices. tight: the share of
-    the memory that live bytes may take in an estimate.
+    """One model on one kind of device. memory: bytes of a device that a step may use. cuts: how many stages a pipeline
+    may have. on: called with what is being priced: (subject, done, total). refused: why compile refused a split, by
+    name. considered: how many choices were ranked. tight: the share of the room that live bytes may have at first.
     """
 
     library: Library
+    memory: float
     on: OnProgress = lambda subject, done, total: None
     refused: dict[str, ShardcError] = field(default_factory=dict)
     considered: int = 0
@@ -73,196 +86,258 @@ class Search:
     _exact: dict[Choice, Priced | ShardcError] = field(default_factory=dict)
 
     @property
-    def memory(self) -> float:
-        return self.library.device.memory
-
-    @property
     def room(self) -> float:
-        """Bytes for tensors in an estimate: `tight` of the memory, without the least that libraries take."""
+        """Bytes for tensors: what libraries take at least is not."""
         return max(self.tight * (self.memory - self.library.device.outside_bytes(0)), 1.0)
 
     @property
     def cuts(self) -> int:
-        """The largest number of stages of a pipeline."""
         layers = self.library.facts.layers
         return layers.number if layers else self.library.facts.cuts
 
     # --- tier one
 
-    def splits(self, devices: int, *, longer: bool = False, over_nodes: bool = False) -> list[Core]:
-        """Return the splits of so many devices without recomputation, also those that compile refuses.
-
-        longer: also those that cut the sequence; over_nodes: also tensor parallelism over several nodes.
+    def splits(self, devices: int, *, over_nodes: bool = False) -> list[Core]:
+        """Those of so many devices, without recomputation, whatever compile says of them: tensor parallelism inside a
+        node, or over several.
         """
-        facts, tokens = self.library.facts, self.library.sequence or self.library.facts.sequence
-        inside, over = tensor_widths(devices, self.library.device.node)
+        facts = self.library.facts
         return [
-            Core(tp, ep, cp, sequence_parallel=tp > 1 and bool(facts.sequences))
-            for tp in (*inside, *(over if over_nodes else ()))
+            Core(tp, ep, sequence_parallel=tp > 1 and bool(facts.sequences))
+            for tp in tensor_widths(devices, self.library.device.node)[over_nodes]
             for ep in (divisors(facts.number) if facts.number else [1])
             if devices % (tp * ep) == 0
-            for cp in (1, *(sequence_widths(devices // (tp * ep), tokens) if longer else ()))
         ]
 
+    def longer(self, core: Core, devices: int) -> list[Core]:
+        """A split with the sequence cut too."""
+        widths = sequence_widths(devices // (core.tp * core.ep), self.library.sequence or self.library.facts.sequence)
+        return [core._replace(cp=cp) for cp in widths]
+
     def block(self, core: Core) -> Block | None:
-        """Run a split's block once; if refused, without sequence parallelism; None if that is refused, too."""
+        """What a block of a split takes, run now if it was not; None if compile refuses it."""
         if core not in self._blocks:
             axes = zip(("tp", "ep", "cp"), core[:3], strict=True)
             name = ", ".join(f"{a}={n}" for a, n in axes if n > 1 or a == "tp")
             name = name if core.checkpoint == "none" else f"{name}, recompute {core.checkpoint}"
             self.on(f"one block at {name}", 0, 0)
             try:
-                self._blocks[core] = self._run(core)
-                self.refused.pop(name, None)
+                self._blocks[core] = Block.of([self.library.block(core, rows) for rows in ROWS])
             except ShardcError as e:
+                self._blocks[core] = None
                 self.refused[name] = e
-                plain = core._replace(sequence_parallel=False)
-                self._blocks[core] = self.block(plain) if plain != core else None
+            else:
+                self.refused.pop(name, None)
         return self._blocks[core]
 
-    def _run(self, core: Core) -> Block | None:
-        share = (CHECKPOINTS[core.checkpoint] or {}).get("budget")
-        if share is None:
-            return Block.of(core, [self.library.block(core, rows) for rows in ROWS], self.library.device)
-        full, none = (self.block(core._replace(checkpoint=keep)) for keep in ("full", "none"))
-        return full and none and none.between(full, core.checkpoint, share)
+    def accepted(self, core: Core) -> Core | None:
+        """It, or the same without sequence parallelism, if compile accepts that."""
+        some = dict.fromkeys((core, core._replace(sequence_parallel=False)))
+        return next((one for one in some if self.block(one) is not None), None)
 
-    def ranked(self, devices: int, batch: int, below: float = math.inf) -> list[tuple[Choice, Rough]]:
-        """Return choices with estimates: those that seem to fit, by time, then the others, by memory.
-
-        If nothing fits, it tries more, step by step: cut rows (always if there are few); tensor parallelism over nodes,
-        and recomputed layers that keep values in host memory; offload, whose copies have no price. below: seconds;
-        slower choices are of no use.
+    def ranked(
+        self, devices: int, batch: int, cores: Sequence[Core], *, on_host: bool = False, below: float = math.inf
+    ) -> list[tuple[Choice, Rough]]:
+        """Choices of these splits with their first prices, the best first: those that seem to fit by time, then the
+        others by memory. Recomputation, and rows that are cut, only where something does not fit without. below:
+        seconds; what is slower is of no use.
         """
-        few = batch * self.library.device.node < devices
-        estimates = dict[Core, _Found]()
-        for level in range(4):
-            cores = self.splits(devices, longer=few or level > 0, over_nodes=level > 1)
-            keeps = KEEPS if level > 1 else tuple(k for k in KEEPS if k != "host")
-            estimates |= self._climbed(cores, keeps, devices, batch, level == 3, below)
-            if any(not x.key[0] for x in estimates.values()) or below < math.inf:
-                break
-        ranking = [x for one in estimates.values() for x in one.best()]
-        self.considered += sum(len(x.seconds) for x in estimates.values())
-        ranking.sort(key=lambda x: (x[1].peak > self.room, x[1].seconds if x[1].peak <= self.room else x[1].peak))
-        return ranking
+        found = self._explored(cores, devices, batch, on_host, below)
 
-    def _climbed(
-        self, cores: Sequence[Core], keeps: Sequence[Keep], devices: int, batch: int, on_host: bool, below: float
+        def fits() -> bool:
+            return any(not x.key[0] for x in found.values())
+
+        if not fits() or batch * self.library.device.node < devices:  # parts of rows
+            longer = [longer for core in cores for longer in self.longer(core, devices)]
+            found |= self._explored(longer, devices, batch, on_host, below)
+        if not fits():  # what recomputed layers keep, in the machine's memory
+            plain = [core for core in found if core.checkpoint == "none"]
+            found |= self._explored(plain, devices, batch, on_host, below, ("host",))
+        every = [x for core in found if found[core].run for x in found[core].best(core, self._sp(core))]
+        self.considered += sum(len(x.seconds) for x in found.values())
+        every.sort(key=lambda x: (x[1].peak > self.room, x[1].seconds if x[1].peak <= self.room else x[1].peak))
+        return every
+
+    def _explored(
+        self,
+        cores: Sequence[Core],
+        devices: int,
+        batch: int,
+        on_host: bool,
+        below: float,
+        keeps: Sequence[Keep] = KEEPS,
     ) -> dict[Core, _Found]:
-        """Return estimates of splits: climb to the best from the splits that were run, and from the corners."""
-        estimates, tried, before = dict[Core, _Found](), set[Core](), len(self._blocks)
-
-        def visit(some: Sequence[Core]) -> None:
-            for core in some:
-                tried.add(core)
-                if (one := self._found(core, devices, batch, on_host)) is not None:
-                    estimates[core] = one
-
-        def recomputed(core: Core, keeps: Sequence[Keep]) -> list[Core]:
-            """Return the split with other recomputation, if some choices do not fit without."""
-            less = core in estimates and (core.checkpoint != "none" or (estimates[core].peaks > self.room).any())
-            return [core._replace(checkpoint=keep) for keep in keeps] if less and self.library.facts.regions else []
-
-        visit([c for c in self._blocks if c._replace(checkpoint="none") in cores and c.checkpoint in keeps])
+        """First prices of these splits, with what they may recompute; the best of them are run."""
         if below == math.inf:
-            visit(corners := _corners(cores))
-            visit([x for core in corners for x in recomputed(core, ["full"])])
-        while estimates and len(self._blocks) - before < BLOCKS:
-            best = min(estimates, key=lambda core: estimates[core].key)
-            if below < math.inf and estimates[best].key > (False, below):
-                break
-            near = [*_neighbours(best, cores, tried), *recomputed(best, keeps)]
-            if (core := next((x for x in near if x not in tried), None)) is None:
-                break
-            visit([core])
-        return estimates
+            for core in _corners(cores):
+                self.accepted(core)
+        ways = dict.fromkeys(way for core in cores for way in self._ways(core, devices, batch, on_host, keeps))
+        found, runs = dict[Core, _Found](), 0
+        while True:
+            for core in ways:
+                if core not in found or not (found[core].run or found[core].known == self._sources(core)):
+                    found[core] = self._found(core, devices, batch, on_host)
+            best = min((found[core].key for core in ways if found[core].run), default=(True, math.inf))
+            limit = best if best[0] else (False, min(best[1], below))
+            left = [core for core in ways if not found[core].run and found[core].key < limit]
+            if not left or runs == BLOCKS:
+                return {core: found[core] for core in ways}
+            core = min(left, key=lambda core: found[core].key)
+            refused = [x for x in self._needed(core) if self.accepted(x) is None]
+            ways = {c: None for c in ways if not any(x in self._needed(c) for x in refused)}
+            runs += not refused
 
-    def _found(self, core: Core, devices: int, batch: int, on_host: bool) -> _Found | None:
+    def _sp(self, core: Core) -> bool:
+        """Whether a split that was run has its sequence split along tp."""
+        return core.sequence_parallel and self._blocks.get(self._needed(core)[0]) is not None
+
+    def _ways(self, core: Core, devices: int, batch: int, on_host: bool, keeps: Sequence[Keep]) -> Iterator[Core]:
+        """A split, and what it may recompute, where something does not fit without."""
+        yield core
+        if self.library.template.regions and (self._found(core, devices, batch, on_host).peaks > self.room).any():
+            yield from (core._replace(checkpoint=k) for k in keeps)
+
+    def _needed(self, core: Core) -> list[Core]:
+        """The blocks that one follows from: shares of what is kept lie between all and nothing."""
+        keeps: tuple[Keep, ...] = (core.checkpoint,) if budget(core.checkpoint) is None else ("full", "none")
+        return [core._replace(checkpoint=k) for k in keeps]
+
+    def _sources(self, core: Core) -> tuple[Core | None, ...]:
+        """The blocks that were run from which one's first prices follow."""
+        ran = [c for c, b in self._blocks.items() if b is not None]
+        keeps = dict.fromkeys((core.checkpoint, "none", "full"))
+        near = ([c for c in ran if c.checkpoint == k] for k in keeps)
+        return tuple(min(some, key=lambda c: rank.distance(c, core), default=None) for some in near)
+
+    def _known(self, core: Core) -> Block | None:
+        some = (core, core._replace(sequence_parallel=False))
+        return next((b for one in some if (b := self._blocks.get(one)) is not None), None)
+
+    def _found(self, core: Core, devices: int, batch: int, on_host: bool) -> _Found:
         table = self._table(core, devices, batch, on_host)
-        if table is None or (block := self.block(core)) is None:
-            return None
-        return _Found(table, block.core, *rank.priced(table, block, self.library), self.room)
+        each = [self._known(x) for x in self._needed(core)]
+        if table is None:
+            return _Found(all(each), None, np.zeros(0), np.zeros(0), self.room, ())
+        if all(each):
+            share = budget(core.checkpoint)
+            block = each[0] if share is None else each[0].between(each[1], share, share)  # type: ignore[union-attr,arg-type]
+        else:
+            block = self._foretold(core)
+        assert block is not None
+        seconds, peaks = rank.priced(table, block, core, self.library)
+        sources = self._sources(core)
+        if not all(each):
+            seconds = seconds * (1 + LESS_SURE * min(rank.distance(near, core) for near in sources if near is not None))
+        return _Found(all(each), table, seconds, peaks, self.room, sources)
+
+    def _foretold(self, core: Core) -> Block:
+        """What a block takes that was not run: with nothing recomputed as the nearest that was, divided among other
+        ranks; else as far from that to everything as the nearest with the same recomputation is.
+        """
+        keep, plain = core.checkpoint, core._replace(checkpoint="none")
+        ran = [c for c, b in self._blocks.items() if b is not None and c.checkpoint == keep]
+        near = min(ran, key=lambda c: rank.distance(c, core), default=None)
+        if keep == "none":
+            assert near is not None
+            block = self._blocks[near]
+            assert block is not None
+            return block.scaled(rank.factors(near, core, block, self.library.device))
+        none = self._at(plain)
+        full = _all_again(none) if keep == "full" else self._at(core._replace(checkpoint="full"))
+        seconds, nbytes = SHARES[keep] if near is None else self._shares(near)
+        return none.between(full, seconds, nbytes)
+
+    def _at(self, core: Core) -> Block:
+        return self._known(core) or self._foretold(core)
+
+    def _shares(self, near: Core) -> tuple[float, float]:
+        """How far from nothing to everything a recomputation is, in time, and in bytes."""
+        none = self._at(near._replace(checkpoint="none"))
+        full = _all_again(none) if near.checkpoint == "full" else self._at(near._replace(checkpoint="full"))
+        one, less, more = self._at(near).unit, none.unit, full.unit
+        each = []
+        for columns in (rank.B, rank.KEPT):
+            whole = float((more - less)[columns].sum())
+            each.append(float((one - less)[columns].sum()) / whole if whole else 1.0)
+        return each[0], each[1]
 
     def _table(self, core: Core, devices: int, batch: int, on_host: bool) -> Table | None:
         key = core[:3], core.checkpoint == "none", devices, batch, on_host
         if key not in self._tables:
             most = batch if self.library.microbatches > 1 else 1
             some = list(choices([core], devices, batch, self.cuts, most, self.library.device.node))
-            if on_host:  # parameters can be on the host if they are gathered before each use
+            if on_host:  # parameters can be elsewhere where they are gathered before each use
                 some += [replace(c, offload=o) for c in some for o in OFFLOADS if o and (o != "all" or c.zero == 3)]
             self._tables[key] = Table(some, self.library.device, self._lines) if some else None
         return self._tables[key]
 
     def spreads(self, devices: int, batch: int, cores: Iterable[Core]) -> bool:
-        """Return whether so many rows can be spread over so many devices by one of these splits."""
-        possible = (core for core in cores if self._table(core, devices, batch, False) is not None)
-        return any(self.block(core) is not None for core in possible)
+        """Whether so many rows can be spread over so many devices by one of these splits."""
+        some = (core for core in cores if self._table(core, devices, batch, False) is not None)
+        return any(self.accepted(core) is not None for core in some)
 
     # --- tier two
 
     def exact(self, c: Choice) -> Priced:
-        """Return the exact price of a choice. Raises ShardcError if compile refuses it."""
+        """Raises ShardcError if compile refuses it."""
         if c not in self._exact:
             try:
-                self._exact[c] = price(self.library, Spec.load(spec(c, self.library.facts)), c.batch)
+                self._exact[c] = price(self.library, Spec.load(spec(c, self.library.template)), c.batch)
             except ShardcError as e:
                 self._exact[c] = e
-        result = self._exact[c]
-        if isinstance(result, ShardcError):
-            raise result
-        return result
+        found = self._exact[c]
+        if isinstance(found, ShardcError):
+            raise found
+        return found
 
     def refine(self, ranked: Sequence[tuple[Choice, Rough]]) -> dict[Choice, Priced]:
-        """Return exact prices of the best choices, and of more of them if these do not fit.
-
-        The last exact price of a split corrects the estimates of its other choices.
+        """Exact prices of the best, and of more of them where these turn out not to fit. What one was priced at says
+        how far off the first prices of those like it are.
         """
         prices: dict[Choice, Priced] = {}
-        off: dict[Core, tuple[float, float]] = {}
-        families = Counter[object]()
-        best, rest, room = math.inf, list(ranked), self.memory - self.library.device.outside_bytes(0)
-
-        def key(x: tuple[Choice, Rough]) -> tuple[bool, float]:
-            slower, larger = off.get(x[0].core, (1.0, 1.0))
-            over = x[1].peak * larger > room
-            return over, x[1].peak * larger if over else x[1].seconds * slower
-
+        dry_runs, families = set[object](), Counter[object]()
+        alike = ALIKE if self.library.facts.layers else ALIKE // 2  # each needs a dry run of its own
+        off = _Off(self.memory, self.library.device.outside_bytes(0))
+        rest = list(ranked)
         while rest and len(prices) < PRICED:
-            c, rough = one = min(rest, key=key)
-            rest.remove(one)
-            family = c.core, c.pp, c.dp, c.rows
-            if families[family] == ALIKE or (prices and rough.peak > FAR * self.memory):
+            c, rough = min(rest, key=lambda x: off.key(*x))
+            rest.remove((c, rough))
+            family, run = (c.core, c.pp, c.dp, c.rows), self._dry_run(c)
+            most = DRY_RUNS if off.best < math.inf else 2 * DRY_RUNS
+            if families[family] >= alike or (run not in dry_runs and len(dry_runs) >= most):
                 continue
-            if best < math.inf and key(one) > (False, SLOWER * best):
-                break
+            if off.behind(c, rough) or (prices and rough.peak > FAR * self.memory):
+                continue
             families[family] += 1
+            dry_runs.add(run)
             self.on(str(c), len(prices), PRICED)
             try:
-                prices[c] = cost = self.exact(c)
+                prices[c] = self.exact(c)
             except ShardcError as e:
                 self.refused[str(c)] = e
-                continue
-            off[c.core] = cost.step_seconds / rough.seconds, cost.needs / self.memory * room / max(rough.peak, 1.0)
-            best = min(best, cost.step_seconds if cost.needs <= self.memory else math.inf)
+                dry_runs.discard(run)
+            else:
+                off.priced(c, rough, prices[c])
         self._vary(prices)
         return prices
 
     def _vary(self, prices: dict[Choice, Priced]) -> None:
-        """Price variants of the best that tier one does not have, each on top of the best so far.
-
-        Variants: no sequence parallelism, an encoder's rows split over more axes, compiled element-wise work.
+        """Price the best also as it is not in tier one: the sequence whole between layers, an encoder's rows split over
+        more axes, element-wise work compiled; each on top of the best so far.
         """
-        facts = self.library.facts
+
+        def best() -> Choice | None:
+            fits = {c: p.seconds for c, p in prices.items() if p.needs <= self.memory}
+            return min(fits, key=lambda c: fits[c], default=None)
+
+        template = self.library.template
         changes: tuple[dict[str, Any], ...] = {"sequence_parallel": False}, {"encoder_rows": True}, {"compiled": True}
         for change in changes:
-            fits = {c: p.step_seconds for c, p in prices.items() if p.needs <= self.memory}
-            if not fits:
+            if (c := best()) is None:
                 return
-            c = min(fits, key=fits.__getitem__)
             other = replace(c, **change)
             on_cpu = self.library.device.kind == "cpu"
-            if spec(c, facts) == spec(other, facts) or (on_cpu and other.compiled):
+            if spec(c, template) == spec(other, template) or (on_cpu and other.compiled):
                 continue
             self.on(str(other), len(prices), len(prices))
             try:
@@ -270,54 +345,113 @@ class Search:
             except ShardcError as e:
                 self.refused[str(other)] = e
 
+    def _dry_run(self, c: Choice) -> object:
+        """A key that is equal for choices priced from the same dry run: of a model of layers, for any schedule and
+        stages.
+        """
+        whole = (
+            (c.pp, c.schedule, c.per_rank)
+            if self.library.facts.layers is None
+            else (SCHEDULES[c.schedule].splits_backward, c.pp == 1)
+        )
+        return c.core, c.dp, c.outer, c.over_experts, c.zero, c.kept, c.offload, c.rows, min(c.microbatches, 3), whole
+
 
 class _Found(NamedTuple):
-    """The estimates of a split's choices. core: as it was run."""
+    """First prices of a split's choices. run: from a block that was run; known: from which others they follow."""
 
-    table: Table
-    core: Core
+    run: bool
+    table: Table | None
     seconds: Vector
     peaks: Vector
     room: float
+    known: tuple[Core | None, ...]
 
     @property
     def key(self) -> tuple[bool, float]:
-        """(Whether nothing fits, seconds of the fastest that fits, or else the fewest bytes)."""
+        """(nothing fits, seconds of the fastest that does, or the fewest bytes)."""
         fits = self.peaks <= self.room
-        return (False, float(self.seconds[fits].min())) if fits.any() else (True, float(self.peaks.min()))
+        if fits.any():
+            return False, float(self.seconds[fits].min())
+        return True, float(self.peaks.min()) if len(self.peaks) else math.inf
 
-    def best(self) -> Iterator[tuple[Choice, Rough]]:
-        """Yield the fastest choices that fit, and those that need the least memory."""
+    def best(self, core: Core, sequence_parallel: bool) -> Iterator[tuple[Choice, Rough]]:
+        """The fastest that fit, and those that need least memory."""
+        if self.table is None:
+            return
         fits = self.peaks <= self.room
-        indices = [*np.argsort(np.where(fits, self.seconds, np.inf), kind="stable")[: min(BEST, int(fits.sum()))]]
-        indices += [*np.argsort(self.peaks, kind="stable")[: BEST // 4]]
-        for i in dict.fromkeys(indices):
-            c = replace(self.table.choices[i], **self.core._asdict())
+        some = [*np.argsort(np.where(fits, self.seconds, np.inf), kind="stable")[: min(BEST, int(fits.sum()))]]
+        some += [*np.argsort(self.peaks, kind="stable")[: BEST // 4]]
+        for i in dict.fromkeys(some):
+            c = replace(self.table.choices[i], checkpoint=core.checkpoint, sequence_parallel=sequence_parallel)
             yield c, Rough(float(self.seconds[i]), float(self.peaks[i]))
 
 
+@dataclass
+class _Off:
+    """How many times their first prices those of a kind take, and how many times the bytes."""
+
+    memory: float
+    outside: float
+    best: float = math.inf
+    least: float = 1.0
+    _seconds: dict[object, float] = field(default_factory=dict)
+    _bytes: dict[object, float] = field(default_factory=dict)
+
+    @staticmethod
+    def _kinds(c: Choice) -> tuple[object, object, object]:
+        kind = c.zero, c.kept, c.offload, c.per_rank > 1, SCHEDULES[c.schedule].splits_backward
+        return (kind, c.core), ("core", c.core), kind
+
+    def priced(self, c: Choice, rough: Rough, exact: Priced) -> None:
+        self._seconds |= dict.fromkeys(self._kinds(c), exact.seconds / rough.seconds)
+        self._bytes |= dict.fromkeys(self._kinds(c), exact.reserved / max(rough.peak, 1.0))
+        self.outside = max(self.outside, exact.outside)
+        self.least = min(self.least, exact.seconds / rough.seconds)
+        if exact.needs <= self.memory:
+            self.best = min(self.best, exact.seconds)
+
+    def _of(self, c: Choice, known: dict[object, float]) -> float:
+        return next((known[k] for k in self._kinds(c) if k in known), 1.0)
+
+    def key(self, c: Choice, rough: Rough) -> tuple[bool, float]:
+        nbytes = rough.peak * self._of(c, self._bytes)
+        over = nbytes > self.memory - self.outside
+        return over, nbytes if over else rough.seconds * self._of(c, self._seconds)
+
+    def behind(self, c: Choice, rough: Rough) -> bool:
+        """Whether one cannot be better than the best that fits."""
+        slow = rough.seconds * min(self._of(c, self._seconds), self.least)
+        return self.best < math.inf and (slow > SLOWER * self.best or rough.peak > LARGER * self.memory)
+
+
 def _corners(cores: Sequence[Core]) -> list[Core]:
-    """Return the splits to begin with: no axis, each axis at its largest, and both."""
-    tp, ep = max((c.tp for c in cores), default=1), max((c.ep for c in cores if c.ep <= EXPERTS), default=1)
-    return [c for c in cores if c.tp in (1, tp) and c.ep in (1, ep) and c.cp == 1]
+    """The splits to begin with: no axis, each axis, and both, such that others lie between them."""
+    tp, ep = max((c.tp for c in cores), default=1), [c.ep for c in cores if c.ep <= _EXPERTS]
+    ends = {1, tp}, {1, max(ep, default=1)}
+    return [c for c in cores if c.tp in ends[0] and c.ep in ends[1] and c.cp == 1]
 
 
-def _neighbours(core: Core, cores: Sequence[Core], tried: Container[Core]) -> list[Core]:
-    """Return splits that differ along one axis: halfway to the nearest tried one, or by a step."""
-    near = []
-    for i in range(3):
-        line = sorted((c for c in cores if _but(c, i) == _but(core, i)), key=itemgetter(i))
-        line = [c._replace(checkpoint=core.checkpoint) for c in line]
-        at, known = (
-            next(j for j, c in enumerate(line) if c[i] == core[i]),
-            [j for j, c in enumerate(line) if c in tried],
-        )
-        after = (at + min((j for j in known if j > at), default=at + 2)) // 2
-        before = (at + max((j for j in known if j < at), default=at - 2) + 1) // 2
-        near += [line[j] for j in (after, before) if 0 <= j < len(line) and j != at]
-    return near
+#: Ranks of experts to begin with, at most.
+_EXPERTS = 8
 
 
-def _but(core: Core, i: int) -> tuple[object, ...]:
-    """Return the axes of a split without axis `i`."""
-    return (*core[:i], *core[i + 1 : 3])
+def _all_again(none: Block) -> Block:
+    """A block of which everything is computed again, from one of which nothing is: another forward in each backward."""
+
+    def again(v: Vector) -> Vector:
+        made = v.copy()
+        made[rank.B] += v[rank.F]
+        made[rank.KEPT] *= _BOUNDARY
+        made[rank.HEIGHT] += v[rank.KEPT] * (1 - _BOUNDARY)
+        return made
+
+    # a layer at a time is computed again
+    first, one, last = (again(v) for v in (none.first, none.one, none.last))
+    unit = again(none.unit)
+    unit[rank.HEIGHT] = none.unit[rank.HEIGHT]
+    return replace(none, first=first, one=one, unit=unit, last=last)
+
+
+#: What is kept of a layer of which everything is computed again.
+_BOUNDARY = 0.06

@@ -1,7 +1,7 @@
-"""Enumerate what a plan searches: each point is a `Choice`, which can be written as a spec.
+"""The space that a plan searches. A point of it is a `Choice`, which can be written as a spec.
 
 mesh         pp × dp × cp × ep × tp, outermost first: neighbours in tp share a node
-the rest     sequence parallel, ZeRO, recomputation, the schedule, rows of a microbatch
+the rest     sequence parallel, ZeRO, what is recomputed, the schedule, rows of a microbatch
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from typing import Any, Literal, NamedTuple
 
 from shardc.runtime.schedule import SCHEDULES
 
-Keep = Literal["none", "cheap", "products", "selective", "half", "quarter", "eighth", "full", "host"]
-#: Recomputation, from nothing to everything, as an entry of `checkpoint:` without `match`.
+Keep = Literal["none", "cheap", "products", "selective", "sent", "half", "quarter", "eighth", "full", "host"]
+#: What is recomputed, from nothing to everything, as an entry of `checkpoint:` beside `match`.
 CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
     "none": None,
     "cheap": {"recompute": "cheap"},
     "products": {"recompute": ["elementwise", "norm", "gather", "attention", "matmul"]},
     "selective": {"save": ["linear", "attention", "collective"]},
+    "sent": {"save": ["linear", "attention"]},
     "half": {"budget": 0.5},
     "quarter": {"budget": 0.25},
     "eighth": {"budget": 0.125},
     "full": {"save": []},
     "host": {"save": [], "offload": "cpu"},
 }
-#: What `data: {offload: ...}` keeps in host memory. Tried only if nothing else fits, as its copies have no price.
+#: What `data: {offload: ...}` keeps in the machine's memory: tried where nothing fits otherwise, as its copies have no
+#: price.
 Offload = Literal["", "optimizer", "all"]
 OFFLOADS: dict[Offload, dict[str, str]] = {
     "": {},
@@ -35,18 +37,25 @@ OFFLOADS: dict[Offload, dict[str, str]] = {
 }
 
 
-def casts_kept(keep: Keep) -> float:
-    """Return the share of weights whose compute-dtype copy is kept for backward, not made again.
-
-    0 if only named results are saved; with a budget, its share; otherwise 1.
-    """
+def budget(keep: Keep) -> float | None:
+    """The share of a region's bytes that is kept for backward, where the spec says so."""
     entry = CHECKPOINTS[keep] or {}
-    return float(entry.get("budget", 0.0 if "save" in entry else 1.0))
+    return entry.get("budget")
+
+
+def casts_kept(keep: Keep) -> float:
+    """The share of weights whose copy in the dtype of products is kept, and not made again in backward: none where only
+    named results are.
+    """
+    share = budget(keep)
+    return share if share is not None else 0.0 if "save" in (CHECKPOINTS[keep] or {}) else 1.0
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The list of repeated layers `name` ("model.layers"): `first` layers, then a pattern of `period`."""
+    """The model's list of layers that repeats. name: "model.layers"; number: of layers; first: those before the pattern
+    of `period` begins.
+    """
 
     name: str
     number: int
@@ -55,7 +64,7 @@ class Layers:
 
 
 class Core(NamedTuple):
-    """A split: what decides the work of a rank for one row of one layer."""
+    """What decides the work that one row of one layer is on a rank."""
 
     tp: int = 1
     ep: int = 1
@@ -68,9 +77,10 @@ class Core(NamedTuple):
 class Choice:
     """One way to train. rows: of a microbatch, on one rank. per_rank: stages on each rank of a pipeline.
 
-    outer: number of replica groups of the dp ranks; ZeRO shards inside a group. over_experts: weights are sharded over
-    the ranks of the experts' axis and replicated over dp; experts are sharded over dp. encoder_rows: an encoder splits
-    its rows over tp, too. compiled: element-wise work of layers is compiled.
+    outer: of the dp ranks, so many groups are replicas of each other, and ZeRO shards inside of one. kept: at ZeRO 3,
+    parameters stay whole over a step. over_experts: what is not experts' is sharded over the ranks that experts are
+    spread over, and replicated over dp; experts over dp. inside: neighbours in the pipeline share nodes, in place of
+    those in dp. encoder_rows: an encoder splits its rows over tp, too. compiled: element-wise work of layers is.
     """
 
     pp: int = 1
@@ -86,7 +96,9 @@ class Choice:
     rows: int = 1
     microbatches: int = 1
     outer: int = 1
+    kept: bool = False
     over_experts: bool = False
+    inside: bool = False
     offload: Offload = ""
     encoder_rows: bool = False
     compiled: bool = False
@@ -94,7 +106,9 @@ class Choice:
     @property
     def mesh(self) -> dict[str, int]:
         data = {"dp_outer": self.outer, "dp": self.dp // self.outer, "cp": self.cp, "ep": self.ep}
-        return {a: n for a, n in {"pp": self.pp, **data, "tp": self.tp}.items() if n > 1} or {"dp": 1}
+        stages = {"pp": self.pp}
+        sizes = {**data, **stages, "tp": self.tp} if self.inside else {**stages, **data, "tp": self.tp}
+        return {a: n for a, n in sizes.items() if n > 1} or {"dp": 1}
 
     @property
     def batch(self) -> int:
@@ -107,25 +121,25 @@ class Choice:
 
     @property
     def sharding(self) -> str:
-        """The axis that ZeRO shards over: the experts' with `over_experts`, else dp, or cp if there is no dp."""
+        """The axis that ZeRO shards over: the data's, or the sequence's where there is none; or that of experts."""
         if self.over_experts:
             return "ep"
         return "cp" if self.dp == 1 and self.cp > 1 else "dp"
 
     @property
     def data(self) -> dict[str, Any]:
-        """The section `data:`; {} if it is not needed."""
+        """The section `data:`; {} if there is nothing to say."""
         section: dict[str, Any] = {}
         if self.zero and self.sharded > 1:
             axis: Any = ["dp_outer", "dp"] if self.outer > 1 else self.sharding
             if self.over_experts and self.dp > 1:
                 axis = ["dp", "ep"]
-            section = {"axis": axis, "zero": self.zero}
+            section = {"axis": axis, "zero": self.zero, **({"keep": True} if self.kept else {})}
         return section | ({"offload": OFFLOADS[self.offload]} if self.offload else {})
 
     @property
     def sharded(self) -> int:
-        """The number of ranks that ZeRO shards weights over, other than experts."""
+        """The number of ranks that ZeRO shards over what is not experts'."""
         if self.over_experts:
             return self.ep
         return self.cp if self.dp == 1 else self.dp // self.outer
@@ -135,61 +149,50 @@ class Choice:
         return Core(self.tp, self.ep, self.cp, self.sequence_parallel, self.checkpoint)
 
     def __str__(self) -> str:
-        words = [f"{a}={n}" for a, n in self.mesh.items()]
-        words += ["sp"] if self.sequence_parallel else []
+        said = [f"{a}={n}" for a, n in self.mesh.items()]
+        said += ["sp"] if self.sequence_parallel else []
         over = " over ep" if self.over_experts else ""
-        words += [f"zero {self.zero}{over}"] if self.sharded > 1 else []
-        words += [f"offload {self.offload}"] if self.offload else []
-        words += [self.schedule + (f" ×{self.per_rank}" if self.per_rank > 1 else "")] if self.pp > 1 else []
-        words += ["encoder's rows over tp"] if self.encoder_rows else []
-        words += ["compiled"] if self.compiled else []
-        return ", ".join([*words, f"recompute {self.checkpoint}", f"{self.microbatches} microbatches of {self.rows}"])
+        said += [f"zero {self.zero}{over}{', kept' if self.kept else ''}"] if self.sharded > 1 else []
+        said += [f"offload {self.offload}"] if self.offload else []
+        said += [self.schedule + (f" ×{self.per_rank}" if self.per_rank > 1 else "")] if self.pp > 1 else []
+        said += ["encoder's rows over tp"] if self.encoder_rows else []
+        said += ["compiled"] if self.compiled else []
+        return ", ".join([*said, f"recompute {self.checkpoint}", f"{self.microbatches} microbatches of {self.rows}"])
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Facts of the model and the example batch that the choices and their specs need.
-
-    Batch: rows; sequence: tokens of each row (None: its inputs have no common sequence dim).
-
-    Model: layers: its list of repeated layers, if long enough to shorten; dtype: of its weights, "float32"; number: of
-    experts; cuts: stages that a pipeline may have.
-
-    Specs: shard: the section, if tp > 1; regions: of recomputation, as patterns of modules; sequences: modules whose
-    results may be split by sequence; experts: modules with experts; encoders: modules that run before the model's last
-    layers; inputs: `batch: {dims: ...}`; precision: the section.
+class SpecTemplate:
+    """What specs of one model have in common. shard: the section, where tp > 1; regions: of recomputation, as patterns
+    of modules; sequences: modules whose results may be split by sequence; experts: those that hold experts; encoders:
+    those that run before the model's last layers; dims: of inputs without rows. base: other sections that all have,
+    such as `adapters`.
     """
 
-    rows: int
-    sequence: int | None
-    layers: Layers | None
-    dtype: str
-    number: int
-    cuts: int
     shard: Mapping[str, Any]
+    precision: Mapping[str, Any]
     regions: tuple[str, ...] = ()
     sequences: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     encoders: tuple[str, ...] = ()
-    inputs: Mapping[str, int | None] = field(default_factory=dict)
-    precision: Mapping[str, Any] = field(default_factory=dict)
+    dims: Mapping[str, int | None] | None = None
+    base: Mapping[str, Any] = field(default_factory=dict)
 
 
-def spec(choice: Choice, facts: Facts, counts: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Return a choice as a spec. counts: layers of each stage."""
-    document: dict[str, Any] = {"shardc": 1, "mesh": choice.mesh}
-    batch: dict[str, Any] = {"dims": dict(facts.inputs)} if facts.inputs else {}
+def spec(choice: Choice, template: SpecTemplate, counts: tuple[int, ...] = ()) -> dict[str, Any]:
+    """A choice as a spec. counts: layers of each stage."""
+    document: dict[str, Any] = {**template.base, "shardc": 1, "mesh": choice.mesh}
+    batch: dict[str, Any] = {"dims": dict(template.dims)} if template.dims else {}
     if choice.microbatches > 1:
         batch["microbatches"] = choice.microbatches
     document |= {"batch": batch} if batch else {}
     if choice.cp > 1:
         document["sequence"] = {"axis": "cp"}
     if choice.tp > 1:
-        document["shard"] = dict(facts.shard)
+        document["shard"] = dict(template.shard)
     if choice.sequence_parallel:
-        document["activations"] = {name: {1: "tp"} for name in facts.sequences}
-    if choice.encoder_rows and choice.tp > 1 and facts.encoders:
-        document["activations"] = {**document.get("activations", {}), **{name: {0: "tp"} for name in facts.encoders}}
+        document["activations"] = {name: {1: "tp"} for name in template.sequences}
+    if choice.encoder_rows and choice.tp > 1 and template.encoders:
+        document["activations"] = {**document.get("activations", {}), **{name: {0: "tp"} for name in template.encoders}}
     if choice.compiled:
         document["execution"] = {"compile": "layers"}
     if choice.pp > 1:
@@ -201,10 +204,10 @@ def spec(choice: Choice, facts: Facts, counts: tuple[int, ...] = ()) -> dict[str
     if choice.data:
         document["data"] = choice.data
     if choice.ep > 1:
-        document["experts"] = [{"match": name, "axis": "ep"} for name in facts.experts]
+        document["experts"] = [{"match": name, "axis": "ep"} for name in template.experts]
     if (how := CHECKPOINTS[choice.checkpoint]) is not None:
-        document["checkpoint"] = [{"match": name, **how} for name in facts.regions]
-    document |= {"precision": dict(facts.precision)} if facts.precision else {}
+        document["checkpoint"] = [{"match": name, **how} for name in template.regions]
+    document |= {"precision": dict(template.precision)} if template.precision else {}
     return document
 
 
@@ -214,9 +217,8 @@ def divisors(n: int) -> list[int]:
 
 
 def tensor_widths(devices: int, node: int) -> tuple[list[int], list[int]]:
-    """Return sizes of the tensor-parallel axis: those inside a node, and those of 2 to 4 whole nodes.
-
-    The latter are slow: they are tried only if nothing of the first kind fits into memory. node: devices of a node.
+    """Sizes of the tensor-parallel axis: those whose groups lie inside a node of so many devices; and groups of 2 to 4
+    whole nodes, which are slow: they are tried only where nothing of the first kind fits into memory.
 
     >>> tensor_widths(24, 8)
     ([1, 2, 4, 8], [24])
@@ -225,14 +227,16 @@ def tensor_widths(devices: int, node: int) -> tuple[list[int], list[int]]:
     return inside, [t for t in divisors(devices) if t in range(2 * node, 4 * node + 1, node)]
 
 
-#: A microbatch of more rows is tried only if it holds all rows of a rank.
+#: Microbatches of more rows are tried only if that is all that a rank has.
 ROWS = 64
-#: The fewest tokens of a row on a rank of the sequence axis: with fewer, it soon sends more than it computes.
+#: A rank of the sequence's axis has so many tokens of a row at least: with fewer, what it sends is soon more than what
+#: it computes.
 TOKENS = 1024
 
 
 def sequence_widths(ranks: int, tokens: int | None) -> list[int]:
-    """Return sizes of the sequence axis with two equal stretches for each rank (a zigzag), ascending.
+    """Sizes of the sequence's axis, smallest first: those that cut so many tokens into two equal stretches for each
+    rank (a zigzag).
 
     >>> sequence_widths(12, 8192)
     [2, 4]
@@ -241,18 +245,17 @@ def sequence_widths(ranks: int, tokens: int | None) -> list[int]:
 
 
 def _with(c: Choice, **changes: Any) -> Choice:
-    """Return a changed copy, five times faster than dataclasses.replace: there are 100,000s of choices."""
-    choice = object.__new__(Choice)
-    choice.__dict__.update(c.__dict__, **changes)
-    return choice
+    """As dataclasses.replace, in a fifth of the time: there are hundreds of thousands of choices."""
+    made = object.__new__(Choice)
+    made.__dict__.update(c.__dict__, **changes)
+    return made
 
 
 def choices(
     cores: list[Core], devices: int, batch: int, layers: int, most: int = 1 << 30, node: int = 1
 ) -> Iterator[Choice]:
-    """Yield all choices for so many devices and rows, with these cores.
-
-    layers: most stages of a pipeline; most: microbatches that the model can take; node: devices of a node.
+    """All of them for so many devices and rows, given what there is of cores. layers: that a pipeline may cut; most:
+    microbatches that the model takes; node: devices of one.
     """
     for tp, ep, cp, sp, keep in cores:
         if devices % (tp * ep * cp):
@@ -261,28 +264,44 @@ def choices(
             dp = devices // (tp * ep * cp * pp)
             if batch % (dp * ep):
                 continue
-            local = batch // (dp * ep)
+            each = batch // (dp * ep)
             base = Choice(pp, dp, cp, ep, tp, sp, checkpoint=keep)
-            for rows in (r for r in divisors(local) if (r & (r - 1) == 0 and r <= ROWS) or r == local):
-                if local // rows > most or (rows > 1 and pp > 1 and local // rows < pp and local // pp > 0):
+            for rows in (r for r in divisors(each) if (r & (r - 1) == 0 and r <= ROWS) or r == each):
+                if each // rows > most or (rows > 1 and pp > 1 and each // rows < pp and each // pp > 0):
                     continue  # too many, or too few to fill the pipeline, as fewer rows would
-                sized = _with(base, rows=rows, microbatches=local // rows)
-                for sharded in sharding(sized, node):
-                    yield from scheduled(sharded, layers)
+                sized = _with(base, rows=rows, microbatches=each // rows)
+                for one in placed(sized, node):
+                    for sharded in sharding(one, node):
+                        yield from scheduled(sharded, layers)
+
+
+def placed(c: Choice, node: int) -> Iterator[Choice]:
+    """With stages in different nodes; and inside of nodes, where then other ranks are in different ones."""
+    yield c
+    neighbours = c.tp * c.cp * c.ep
+    if c.pp > 1 and c.dp > 1 and neighbours < node < neighbours * c.pp * c.dp:
+        yield _with(c, inside=True)
 
 
 def sharding(c: Choice, node: int) -> Iterator[Choice]:
-    """Yield the choice with every level of ZeRO: over data ranks, inside a node, and over expert ranks."""
-    near = node // (c.tp * c.cp * c.ep)
-    replicas = [c.dp // near] if 1 < near < c.dp and c.dp % near == 0 else []
+    """With every level of ZeRO: over all ranks of the data's axis, over those in a node where there are more, and over
+    the ranks that experts are spread over.
+    """
     for zero in range(4) if c.sharded > 1 else (0,):
-        yield from (_with(c, zero=zero, outer=outer) for outer in (1, *(replicas if zero else ())))
+        one = _with(c, zero=zero)
+        near = node // (c.tp * c.cp * c.ep * (c.pp if c.inside else 1))
+        for outer in (1, *([c.dp // near] if zero and 1 < near < c.dp and c.dp % near == 0 else [])):
+            yield _with(one, outer=outer)
+            if zero == 3 and c.microbatches > 1:
+                yield _with(one, outer=outer, kept=True)
     for zero in range(1, 4) if c.ep > 1 else ():
         yield _with(c, zero=zero, over_experts=True)
+        if zero == 3 and c.microbatches > 1:
+            yield _with(c, zero=zero, over_experts=True, kept=True)
 
 
 def scheduled(c: Choice, layers: int) -> Iterator[Choice]:
-    """Yield the choice with every schedule of a pipeline."""
+    """With every schedule of a pipeline."""
     if c.pp == 1:
         yield c
         return

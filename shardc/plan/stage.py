@@ -1,4 +1,4 @@
-"""Price the parts of a stage's step, as vectors that are linear in the n units of layers of the stage.
+"""What the parts of a stage's step take, as vectors that are linear in its layers: of a stage of n units of layers,
 
 [1 unit] + (n - 1) · ([2 units] - [1 unit])        bytes by kind, seconds by cause, flops
 """
@@ -20,39 +20,39 @@ from shardc.runtime.schedule.actions import PAIRS
 from shardc.spec import Spec
 
 Vector = NDArray[np.float64]
-#: Kinds of bytes; "still": temporaries that do not grow with rows, such as a layer's gradients of weights.
+#: Kinds of bytes. Temporaries that are no larger with more rows, as a layer's gradients of weights, are one more.
 BYTES = (*KINDS, "still")
 N = len(BYTES)
-#: Causes of a rank's time: products, memory traffic, starting small ops, waiting for the collectives of an axis.
+#: What a rank's time goes to: products, memory traffic, starting small ops, waiting for the collectives of an axis.
 WHAT = ("compute", "memory", "launch", "tp", "cp", "ep", "dp", "pp")
 #: Columns: bytes left behind, bytes at the highest moment, seconds by cause; flops, bytes sent to the next stage, and
 #: seconds of waiting for what the last update began.
 NET, HIGH, CAUSES = slice(0, N), slice(N, 2 * N), slice(2 * N, 2 * N + len(WHAT))
 FLOPS, SENT, OF_UPDATE = range(CAUSES.stop, CAUSES.stop + 3)
 WIDTH = OF_UPDATE + 1
-#: What the first microbatch leaves for the others: gradients, cast weights, weights that stay gathered.
+#: What the first microbatch leaves for the others: gradients, weights that were cast, those that are kept gathered.
 SHARED = "gradients", "parameters", "gathered"
 _SHARED = [KINDS.index(k) for k in SHARED]
-_KIND, _STILL = {k: i for i, k in enumerate(KINDS)}, BYTES.index("still")
+_KIND, _STILL, _STAGES = {k: i for i, k in enumerate(KINDS)}, BYTES.index("still"), WHAT.index("pp")
 
-#: Key of a part: (kind of action, or "before", "after", "update", "resident"; "first", "middle" or "last" microbatch).
+#: Of a part: (kind of action, or "before", "after", "update", "resident"; "first", "middle" or "last" of its
+#: microbatch).
 Key = tuple[str, str]
 Stage = dict[Key, Vector]
 
 
 def roles(spec: Spec) -> dict[str, str]:
-    """Return the role of each axis of the mesh, as named in WHAT."""
+    """The role of each axis of the mesh, as named in WHAT."""
     stages = spec.pipeline.axis if spec.pipeline else ""
     sequence = dict.fromkeys(spec.sequence.axis if spec.sequence else (), "cp")
-    role = {**dict.fromkeys(spec.data_axes, "dp"), **dict.fromkeys(spec.expert_axes, "ep"), **sequence, stages: "pp"}
-    return {a: role.get(a, "tp") for a in spec.mesh.names}
+    of = {**dict.fromkeys(spec.data_axes, "dp"), **dict.fromkeys(spec.expert_axes, "ep"), **sequence, stages: "pp"}
+    return {a: of.get(a, "tp") for a in spec.mesh.names}
 
 
 @dataclass
 class Meter(Clock):
-    """A clock that sums time by cause. roles: of the mesh's axes. rows: factor on the rows that were run.
-
-    priced: seconds and cause of each op, shared by the clocks of a device.
+    """A clock that sums time by cause. roles: of the mesh's axes. rows: as many times those that were run. priced:
+    seconds and cause of each op, which clocks of one device share.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
@@ -62,11 +62,11 @@ class Meter(Clock):
     _causes: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def op_seconds(self, w: Op) -> float:
-        priced = self.priced.get((self.rows, w))
-        if priced is None:
+        found = self.priced.get((self.rows, w))
+        if found is None:
             op = w if self.rows == 1 else w.of_rows(self.rows)
-            priced = self.priced[self.rows, w] = self.device.op_seconds(op), self.device.cause(op)
-        return priced[0]
+            found = self.priced[self.rows, w] = self.device.op_seconds(op), self.device.cause(op)
+        return found[0]
 
     def ran(self, w: Op, begin: float) -> None:
         self.spent[self.priced[self.rows, w][1]] += self.now - begin
@@ -83,17 +83,17 @@ class Meter(Clock):
         self.spent[self.cause(record)] += seconds
 
     def cause(self, record: CommRecord) -> str:
-        """Return the cause that waiting for a collective counts as."""
+        """What waiting for a collective counts as."""
         if record.axes == HOST_LINK:  # activations that wait on the host
             return "memory"
         if record.axes not in self._causes:
-            causes = {self.roles[a.partition("[")[0].partition(".")[0]] for a in record.axes}
-            self._causes[record.axes] = next(a for a in ("pp", "dp", "ep", "cp", "tp") if a in causes)
+            of = {self.roles[a.partition("[")[0].partition(".")[0]] for a in record.axes}
+            self._causes[record.axes] = next(a for a in ("pp", "dp", "ep", "cp", "tp") if a in of)
         return self._causes[record.axes]
 
 
 def stage(r: DryRun, clock: Meter) -> Stage:
-    """Return the vectors of a one-stage rank's dry run. A middle microbatch leaves nothing when it ends."""
+    """The vectors of a dry run of a rank with one stage. A middle microbatch leaves nothing once it has ended."""
     vectors: Stage = {}
     for key, part in parts_of(r):
         seconds = _seconds(part, clock)
@@ -107,9 +107,9 @@ def stage(r: DryRun, clock: Meter) -> Stage:
     vectors["resident", ""] = resident
     several = len({a.microbatch for a, _ in r.actions if a.microbatch >= 0}) > 1
     for which in ("first", "middle") if several else ():
-        parts = [v for (_, w), v in vectors.items() if w == which]
-        if parts and (end := vectors.get(("W", which), vectors.get(("B", which)))) is not None:
-            left = np.sum([v[NET] for v in parts], 0)
+        mine = [v for (_, w), v in vectors.items() if w == which]
+        if mine and (end := vectors.get(("W", which), vectors.get(("B", which)))) is not None:
+            left = np.sum([v[NET] for v in mine], 0)
             if which == "first":
                 left[_SHARED] = 0
             end[NET] -= left
@@ -117,10 +117,10 @@ def stage(r: DryRun, clock: Meter) -> Stage:
 
 
 def parts_of(r: DryRun) -> Iterator[tuple[Key, Part]]:
-    """Yield a step's parts in order; all microbatches between the first and the last share a key."""
+    """The parts of a step, in order; those of microbatches between the first and the last have the same key."""
     assert not any(a.kind in PAIRS for a, _ in r.actions), "a pair is of two stages"
-    numbers = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
-    ends = {**({numbers[-1]: "last"} if numbers else {}), **({numbers[0]: "first"} if numbers else {}), -1: ""}
+    some = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
+    ends = {**({some[-1]: "last"} if some else {}), **({some[0]: "first"} if some else {}), -1: ""}
     yield ("before", ""), r.before
     for a, part in r.actions:
         yield (a.kind, ends.get(a.microbatch, "middle")), part
@@ -129,14 +129,14 @@ def parts_of(r: DryRun) -> Iterator[tuple[Key, Part]]:
 
 
 def _seconds(part: Part, clock: Meter) -> Vector:
-    """Run a part; return its seconds by cause, and those of them that wait for the last update."""
+    """By cause; and, of these, what is waited for the last update."""
     before, of_update = list(clock.spent.values()), clock.of_update
     clock.run(part)
     return np.array([*(n - b for n, b in zip(clock.spent.values(), before, strict=True)), clock.of_update - of_update])
 
 
 def _memory(part: Part) -> Vector:
-    """Return a part's vector with the columns of memory, flops and sends."""
+    """The columns of memory, flops and sends."""
     v = np.zeros(WIDTH)
     net, total, best = [0] * N, 0, 0
     high = net.copy()
@@ -157,7 +157,7 @@ def _kind(s: Storage) -> int:
 
 
 def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
-    """Return a + n · (more - less). A first stage runs backward undivided: it has no time to fill."""
+    """a + n · (more - less). A first stage has nothing to fill with parts of backward, and runs it undivided."""
     none = np.zeros(WIDTH)
     if ("B", "first") in a and ("I", "first") in more:
         more, less = _undivided(more), _undivided(less)
@@ -165,48 +165,56 @@ def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
 
 
 def then(a: Vector, b: Vector) -> Vector:
-    """Return two parts in order. The peak is the first's, or the second's above what the first leaves."""
+    """One part after another. Its highest moment is the first's, or the second's above what the first leaves."""
     both, after = a + b, a[NET] + b[HIGH]
     both[HIGH] = a[HIGH] if a[HIGH].sum() >= after.sum() else after
     return both
 
 
 def _undivided(s: Stage) -> Stage:
-    """Return the stage with backward as one part."""
-    rest = {key: v for key, v in s.items() if key[0] not in ("I", "W")}
-    return rest | {("B", w): then(s["I", w], part_of(s, "W", w)) for kind, w in s if kind == "I"}
+    """With backward as one part."""
+    found = {key: v for key, v in s.items() if key[0] not in ("I", "W")}
+    return found | {("B", w): then(s["I", w], part_of(s, "W", w)) for kind, w in s if kind == "I"}
+
+
+def joined(front: Stage, back: Stage) -> Stage:
+    """Two stages as one, which has nobody to send to."""
+    made: Stage = {}
+    for kind, which in {**front, **back}:
+        if not kind.startswith(("SEND", "RECV")):
+            a, b = part_of(front, kind, which), part_of(back, kind, which)
+            made[kind, which] = then(b, a) if kind in ("B", "I", "W") else then(a, b)
+            made[kind, which][CAUSES][_STAGES] = 0.0
+    return made
 
 
 def part_of(s: Stage, kind: str, which: str) -> Vector:
-    """Return a part, or the same part of the most similar microbatch.
-
-    If only the other form of backward was run, B is I and then W, and I is all of B.
+    """A part, or the same of the most similar microbatch; of a backward that was divided, or was not, the part that is
+    wanted: all of an undivided one counts as its first part.
     """
     for w in (which, "middle", "last", "first"):
         if (vector := s.get((kind, w))) is not None:
             return vector
-    kinds = {k for k, _ in s}
-    if kind == "I" and "B" in kinds:
+    there = {k for k, _ in s}
+    if kind == "I" and "B" in there:
         return part_of(s, "B", which)
-    if kind == "B" and "I" in kinds:
+    if kind == "B" and "I" in there:
         return then(part_of(s, "I", which), part_of(s, "W", which))
     return np.zeros(WIDTH)
 
 
 def computing(s: Stage) -> tuple[str, ...]:
-    """Return the kinds of actions of a microbatch in a stage."""
+    """The actions that a microbatch is, in a stage."""
     return ("F", "I", "W") if any(k == "I" for k, _ in s) else ("F", "B")
 
 
 def typical(s: Stage, kind: str) -> Vector:
-    """Return a part of a typical microbatch, also from a run with only a first and a last one.
-
-    Forward is the last one's: the first one makes values for all. Backward is the first one's, as the last one sums
-    gradients over axes; but its computation is the last one's, which adds to gradients.
+    """A part of a microbatch like most, where only a first one and a last one were run: the first one's forward makes
+    what all of them use; backward of the last one adds to gradients that are there, and sums them over axes.
     """
     if (kind, "middle") in s or kind == "F":
         return part_of(s, kind, "middle")
-    part = part_of(s, kind, "first").copy()
-    work = slice(CAUSES.start, CAUSES.start + 3)
-    part[work] = part_of(s, kind, "last")[work]
-    return part
+    found = part_of(s, kind, "first").copy()
+    here = slice(CAUSES.start, CAUSES.start + 3)
+    found[here] = part_of(s, kind, "last")[here]
+    return found

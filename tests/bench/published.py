@@ -367,7 +367,7 @@ def row(run: Published, op_by_op: Candidate | None, compiled: Candidate | None) 
     found = compiled if run.compiled else op_by_op
     reserved = " | "
     if run.bytes is not None and found is not None:
-        theirs, ours = run.bytes / GIB, found.reserved / GIB
+        theirs, ours = run.bytes / GIB, found.priced.reserved / GIB
         reserved = f"{theirs:.1f} | {ours:.1f} GiB"
     cells = run.source, run.name, f"{run.seconds:.2f} s", seconds(op_by_op, run), seconds(compiled, run), reserved
     return "| " + " | ".join(cells) + " |"

@@ -250,7 +250,7 @@ def test_data_may_give_a_part_of_each_batch(folder: Path) -> None:
 
 def test_each_key_of_the_section_is_an_option() -> None:
     options = inspect.signature(command_of_run).parameters
-    for name, text in {"steps": "(default: 100)", "keep": "checkpoints to keep in --save", "timeout": "0 = torch's"}.items():
+    for name, text in {"steps": "(default: 100)", "keep": "to keep in --save", "timeout": "0 = torch's"}.items():
         _, option = get_args(options[name].annotation)
         assert text in option.help
     assert Run.model_fields.keys() < options.keys()

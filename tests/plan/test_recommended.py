@@ -18,7 +18,7 @@ from shardc.cost.caching_allocator import MIB
 from shardc.errors import ShardcError
 from shardc.plan.planner import Planner
 from shardc.plan.price import Priced, price
-from shardc.plan.space import CHECKPOINTS, Choice, Core, choices, spec
+from shardc.plan.space import CHECKPOINTS, Choice, Core, budget, choices, spec
 from shardc.spec import Spec
 from tests.plan.test_monotone import MODELS, machine, numbers, planner
 
@@ -46,7 +46,7 @@ def exact(plans: Planner, c: Choice, sequence: int | None = None, counts: tuple[
     """None: compile refuses it. counts: of layers on each stage, where they are given."""
     try:
         library = plans.library if sequence is None else plans.library.of_length(sequence)
-        return price(library, Spec.load(spec(c, plans.facts, counts)), c.batch)
+        return price(library, Spec.load(spec(c, plans.template, counts)), c.batch)
     except ShardcError:
         return None
 
@@ -64,8 +64,8 @@ def test_nothing_given_that_fits_is_faster(pytestconfig: pytest.Config) -> None:
         best = fastest(plans, devices, batch)
         for _, c in zip(range(8), some(plans, r, devices, batch), strict=False):
             given = exact(plans, c)
-            if given is not None and given.needs <= plans.device.memory:
-                assert best <= given.step_seconds * (1 + 1e-9), (number, str(c), given.step_seconds / best)
+            if given is not None and given.needs <= plans.usable:
+                assert best <= given.seconds * (1 + 1e-9), (number, str(c), given.seconds / best)
 
 
 def test_more_devices_and_more_memory_are_no_slower(pytestconfig: pytest.Config) -> None:
@@ -87,7 +87,7 @@ def test_longer_rows_take_no_less_memory(pytestconfig: pytest.Config) -> None:
         long = exact(plans, c, 128, counts)
         if short is None or long is None:
             continue
-        if "budget" not in (CHECKPOINTS[c.checkpoint] or {}):  # which ops a budget keeps is chosen anew for each length
+        if budget(c.checkpoint) is None:  # which ops a budget keeps is chosen anew for each length
             assert short.peak <= long.peak, (number, str(c))
             # torch's allocator takes 20 MiB where 1 to 10 are wanted: more may fit into a segment of its own size
             assert short.needs <= long.needs + 20 * MIB, (number, str(c))
@@ -97,7 +97,7 @@ def test_a_higher_zero_takes_no_more_memory(pytestconfig: pytest.Config) -> None
     for number in numbers(pytestconfig, 2):
         r, model, on, devices, batch = drawn(number)
         plans = planner(model, on)
-        c = next(c for c in some(plans, r, max(devices, 2), batch) if not c.over_experts)
+        c = next(c for c in some(plans, r, max(devices, 2), batch) if not c.kept and not c.over_experts)
         if c.dp == 1:
             continue
         plain = exact(plans, replace(c, zero=0, outer=1))  # whose layers on each stage all have: others wait elsewhere
@@ -105,9 +105,9 @@ def test_a_higher_zero_takes_no_more_memory(pytestconfig: pytest.Config) -> None
         higher_ones = (exact(plans, replace(c, zero=zero, outer=1), counts=counts) for zero in (1, 2, 3))
         prices = [p for p in (plain, *higher_ones) if p is not None]
         # each of these models is one bucket, which a rank has whole for a moment beside its shares
-        bucket = sum(prices[0].memory.get(kind, 0.0) for kind in ("gradients", "parameters")) if prices else 0.0
+        bucket = sum(prices[0].kinds.get(kind, 0.0) for kind in ("gradients", "parameters")) if prices else 0.0
         for lower, higher in itertools.pairwise(prices):
-            assert higher.peak <= lower.peak + bucket, (number, str(c), higher.memory, lower.memory)
+            assert higher.peak <= lower.peak + bucket, (number, str(c), higher.kinds, lower.kinds)
 
 
 def test_layers_of_stages_that_wait_for_gathers() -> None:
@@ -117,8 +117,8 @@ def test_layers_of_stages_that_wait_for_gathers() -> None:
     r, model, on, devices, batch = drawn(72)
     plans = planner(model, on)
     c = next(c for c in some(plans, r, devices, batch) if c.pp == 2 and c.dp == 2 and c.per_rank == 1)
-    c = replace(c, zero=3, outer=1, over_experts=False)
+    c = replace(c, zero=3, kept=False, outer=1, over_experts=False)
     own, even = exact(plans, c), exact(plans, c, counts=(4, 4))
     assert own is not None
     assert even is not None
-    assert own.step_seconds <= even.step_seconds
+    assert own.seconds <= even.seconds

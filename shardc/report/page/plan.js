@@ -90,14 +90,14 @@ function planPicture() {
     svg("text", { x: left + wide + 24, y: top + 12 + 30 * i, "data-tip": c.name }, cut(`${i + 1}  ${c.name}`, width - left - wide - 32)),
     text(left + wide + 40, top + 25 + 30 * i, `${seconds(c.seconds)}, ${size(c.needs)}${c.fits ? "" : ", does not fit"}`)]);
   const rest = P.rows.length - listed.length;
-  const limit = `${size(P.limit)} of ${P.device}${beyond ? ", far above" : ""}`;
+  const usable = `${size(P.limit)} usable of ${P.device}${beyond ? ", far above" : ""}`;
   return svg("svg", { width, height: bottom + 70, viewBox: `0 0 ${width} ${bottom + 70}`, role: "img", "aria-label": "priced specs by time and memory; the table says the same" },
     memory.ticks.map((n) => [line(left, Y(n), left + wide, Y(n)), text(left - 8, Y(n) + 4, size(n), { "text-anchor": "end" })]),
     time.ticks.map((s) => [line(X(s), bottom, X(s), bottom + 5), text(X(s), bottom + 17, s ? seconds(s) : "0", { "text-anchor": "middle" })]),
     svg("rect", { class: "frame", x: left, y: top, width: wide, height: high }),
     text(left, top - 10, `memory that the fullest rank needs, reserved and outside${memory.how}`),
     text(left + wide, bottom + 34, `time of a step${time.how}`, { "text-anchor": "end" }),
-    line(left, Y(P.limit), left + wide, Y(P.limit), "limit"), svg("text", { class: "limit", x: left + 6, y: Y(P.limit) + (beyond ? 13 : -5) }, limit),
+    line(left, Y(P.limit), left + wide, Y(P.limit), "limit"), svg("text", { class: "limit", x: left + 6, y: Y(P.limit) + (beyond ? 13 : -5) }, usable),
     front.length ? svg("path", { class: "front", d: `M${front.map((c) => `${X(c.seconds)},${Y(c.needs, 0.99)}`).join("L")}` }) : "",
     dots.reverse(), listed, rest > 0 ? text(left + wide + 24, top + 12 + 30 * listed.length, `and ${rest} more`) : "",
     [["best", "best"], ["fits", "fits"], ["not", "does not fit"]].map(([kind, words], i) => [svg("circle", { class: `dot ${kind}`, cx: left + 7 + 90 * i, cy: bottom + 54, r: 7 }), text(left + 20 + 90 * i, bottom + 58, words)]));
