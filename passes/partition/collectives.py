@@ -26,7 +26,7 @@ def digit_arguments(mesh: Mesh, axis: str, old: Layout, new: Layout) -> tuple[An
     """Return the digits that a conversion joins and cuts, as op arguments (shardc.runtime.ops.convert).
 
     `dim, split` of the old shard and of the new one; its sections, if only one of the two is a shard; with padding:
-    `padding, blocks` of each. all_gather of Shard(1, split=3): (1, 3, ()); all_to_all, Shard(0) to (1): (0, 1, 1, 1).
+    `padding, blocks` of each. all_gather of Shard(1, 3): (1, 3, ()); all_to_all, Shard(0) to Shard(1): (0, 1, 1, 1).
     """
     sides = [(s, a, b) for a, b in ((old, new), (new, old)) if isinstance(s := a[axis], Shard)]
     digits = [arg for s, layout, _ in sides for arg in (s.dim, layout.local_split(axis, mesh))]

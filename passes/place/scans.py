@@ -57,7 +57,7 @@ class Region:
 
 
 #: A way to run a region: the number of a value that it reads, and the shard of that value. None: whole.
-Way = tuple[int, Shard] | None
+OtherSplit = tuple[int, Shard] | None
 
 
 def split_otherwise(axis: Axis, tokens: set[str]) -> tuple[Axis, list[str]]:
@@ -154,7 +154,7 @@ def _keeps(axis: Axis, node: fx.Node, split: dict[Key, Shard]) -> Strategy | Non
     return None
 
 
-def _ways(axis: Axis, region: Region, inner: tuple[int, ...]) -> Iterator[tuple[Way, dict[fx.Node, Strategy]]]:
+def _ways(axis: Axis, region: Region, inner: tuple[int, ...]) -> Iterator[tuple[OtherSplit, dict[fx.Node, Strategy]]]:
     """Yield the other ways to run a region, each with the strategies of its ops."""
     now = axis.price(set(region.nodes))
     known: list[dict[fx.Node, Strategy]] = []
