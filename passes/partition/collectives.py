@@ -25,8 +25,8 @@ from shardc.torch_private import OpOverload
 def digit_arguments(mesh: Mesh, axis: str, old: Layout, new: Layout) -> tuple[Any, ...]:
     """Return the digits that a conversion joins and cuts, as op arguments (shardc.runtime.ops.convert).
 
-    `dim, split` of the old shard, of the new one; if there is one, its sections; with padding: `padding, blocks` of
-    each. all_gather of Shard(1, split=3): (1, 3, ()); all_to_all from Shard(0) to Shard(1): (0, 1, 1, 1).
+    `dim, split` of the old shard and of the new one; its sections, if only one of the two is a shard; with padding:
+    `padding, blocks` of each. all_gather of Shard(1, 3): (1, 3, ()); all_to_all, Shard(0) to Shard(1): (0, 1, 1, 1).
     """
     sides = [(s, a, b) for a, b in ((old, new), (new, old)) if isinstance(s := a[axis], Shard)]
     digits = [arg for s, layout, _ in sides for arg in (s.dim, layout.local_split(axis, mesh))]
@@ -55,7 +55,7 @@ def collective_of(
     """Return the collective of a conversion with its cause; None if it does not communicate.
 
     old, new: layouts before and after. v: the global value. producer: the global node that it comes from. user: the
-    node that needs it. cause: the spec line behind the layout; "": that of the user's strategy.
+    node that needs it. cause: the spec line to name if the two nodes have none.
     """
     forward, backward = row.collectives(gradient=needs_sum_grad(v))
     if forward == backward == "none":

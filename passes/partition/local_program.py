@@ -47,7 +47,7 @@ class LocalProgram:
 
     program: Program
     mesh: Mesh
-    batch: frozenset[str] = frozenset()  # the axes that split the batch
+    batch_axes: frozenset[str] = frozenset()  # as outputs.batch_axes
     graph: fx.Graph = field(default_factory=fx.Graph)
     # (global node, result) -> layout -> local node; the first is the form in which the value is produced
     forms: dict[tuple[fx.Node, int], dict[Layout, fx.Node]] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class LocalProgram:
         for o, value in zip(self.program.outputs, new_values[len(layouts) :], strict=True):
             op, i = producer_of(value)
             produced = next(iter(self.forms[op, i]))
-            layouts.append(outputs.layout_of(o, values_of(op)[i], dict(produced.items), self.batch, self.mesh))
+            layouts.append(outputs.layout_of(o, values_of(op)[i], dict(produced.items), self.batch_axes, self.mesh))
         causes = [""] * (len(layouts) - len(self.program.outputs)) + [
             o.cause or ("it is an output, returned whole" if loss is None else "") for o in self.program.outputs
         ]
@@ -115,7 +115,7 @@ class LocalProgram:
         need = [self._layout({a: s.inputs[i] for a, s in strategies.items()}) for i in range(len(operands))]
         out = [self._layout({a: s.outputs[i] for a, s in strategies.items()}) for i in range(len(values_of(node)))]
         if len(operands) == 1 and not any(map(needs_sum_grad, values_of(node))):
-            need = [self._as_it_is(operands[0], need[0])]
+            need = [self._same_value_form(operands[0], need[0])]
         converted = [self._get(n, layout, node) for n, layout in zip(operands, need, strict=True)]
         converted = [self._summable(operands, x, i, need[i], strategies) for i, x in enumerate(converted)]
         order = iter(self._finite(node, converted, need))
@@ -174,7 +174,7 @@ class LocalProgram:
         else:
             self.forms[node, 0] = {out[0]: new}
 
-    def _as_it_is(self, node: fx.Node, need: Layout) -> Layout:
+    def _same_value_form(self, node: fx.Node, need: Layout) -> Layout:
         """Return the layout of a form that differs only in its gradient, for an op without a gradient."""
 
         def value(layout: Layout) -> list[tuple[str, Placement]]:
@@ -218,8 +218,8 @@ class LocalProgram:
     ) -> fx.Node:
         """Return operand i with zeros in the padding of dims that the op sums away.
 
-        A weight's padding is zero already. Its gradient's is zero too if that is a product with another zero-padded
-        operand. If not, an optimizer would change the padding, so an op sets it to zero, in backward the gradient's.
+        A weight's padding is zero. So is that of its gradient if the op multiplies it by another zero-padded operand.
+        Else an optimizer would change it: an op zeroes the padding in forward, and that of the gradient in backward.
         """
         sums = [s for s in strategies.values() if s.sums_padding(i)]
         node, values = operands[i], [value_of(x) for x in operands]
@@ -280,7 +280,7 @@ class LocalProgram:
     def _get(self, node: fx.Node, need: Layout, user: fx.Node, cause: str = "") -> fx.Node:
         """Return the local node of a value in the layout that a user needs, converted from the nearest form.
 
-        cause: the spec line behind that layout; "": that of the user's strategy.
+        cause: the spec line to name if the value's maker and the user have none.
         """
         key = producer_of(node)
         have = self.forms[key]
@@ -315,11 +315,11 @@ class LocalProgram:
         """Write one call of a conversion's op. Return the layout that it leads to, and its node.
 
         x: the local node. v: its global value. producer: the global node that it comes from. user: the node that needs
-        it. cause: the spec line behind the layout; "": that of the user's strategy.
+        it. cause: the spec line to name if the two have none.
         """
-        digit, new = self.mesh.parts(axes[0])[0], Routes(self.mesh).after(row, axes, old, need)
+        part, new = self.mesh.parts(axes[0])[0], Routes(self.mesh).after(row, axes, old, need)
         over = axes if row.merged else axes[0]
-        args = (x, self.mesh_node, over, *digit_arguments(self.mesh, digit, old, new))
+        args = (x, self.mesh_node, over, *digit_arguments(self.mesh, part, old, new))
         line = producer if row.source is Partial else user  # a sum belongs to the op whose result is summed
         name = f"{producer.name}_{row.suffix}"
         collective = collective_of(self.mesh, row, axes, old, new, v, producer, user, cause)

@@ -56,9 +56,9 @@ class Routes:
 
     def after(self, row: Conversion, axes: tuple[str, ...], old: Layout, need: Layout) -> Layout:
         """Return the layout that a conversion leads to on the way to the one that is needed."""
-        digit = self.mesh.parts(axes[0])[0]  # the outermost digit of an axis that is converted as one
+        part = self.mesh.parts(axes[0])[0]  # the outermost part of an axis that is converted as one
         # the first of two conversions always leads to Replicate
-        target = need[digit] if isinstance(need[digit], row.target) else REPLICATE
+        target = need[part] if isinstance(need[part], row.target) else REPLICATE
         for axis in axes:
             old = old.replace(axis, target, self.mesh)
         return old

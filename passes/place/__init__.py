@@ -5,7 +5,7 @@ and inputs get their layouts. Partition then inserts the conversions that the ch
 
 one_axis        chooses strategies on one axis, greedily
 storing         moves conversions to parameters and buffers; writes strategies and their causes to nodes
-scans           splits ops that read all tokens of a split sequence by another dim instead
+scans           splits by another dim those ops that need all tokens of a split sequence
 refuse          refuses annotated splits that could not be carried out
 transfer_cost   prices conversions and repeated work
 """
@@ -36,7 +36,7 @@ class Place(Pass):
         mesh, program = program.mesh, replace(program, graph=copy_graph(program.graph))
         cache: dict[Any, Choices] = {}
         choices = {
-            node: _of_whole_sums(choices_of(node, cache)) if rounds(node) else choices_of(node, cache)
+            node: _without_partial_sums(choices_of(node, cache)) if rounds(node) else choices_of(node, cache)
             for node in program.graph.nodes
             if node.op == "call_function" and node.target is not operator.getitem
         }
@@ -47,18 +47,18 @@ class Place(Pass):
         }
         for node in program.graph.nodes:
             node.meta["strategies"] = {}
-        # `splits_batch`: the spec's axes of the batch. `batch`: axes that split an input, which come first: only a dim
+        # `batch_axes`: the spec's axes of the batch. `input_axes`: they split inputs, and come first: only a dim
         # that no axis has split yet can be padded, and an annotation of such a dim splits what these axes leave of it
-        splits_batch, other = outputs.batch_axes(self.spec, mesh), self.options.compatible_with
-        batch = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
+        batch_axes, running = outputs.batch_axes(self.spec, mesh), self.options.compatible_with
+        input_axes = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
         section = self.spec.sequence
         tokens = {part for a in section.axis for part in mesh.parts(a)} if section is not None else set[str]()
         # in both groups the sequence's come last: `scans` may split rows by them, and takes what other axes left
-        for axis, n in sorted(mesh.axes, key=lambda a: (a[0] not in batch, a[0] in tokens)):
+        for axis, n in sorted(mesh.axes, key=lambda a: (a[0] not in input_axes, a[0] in tokens)):
             if n == 1:
                 continue
-            fixed = {p.name: p.layout[axis] for p in other.params} if other is not None else {}
-            chosen = Axis(program, axis, n, mesh, choices, operands, axis in splits_batch, fixed).choose()
+            kept = {p.name: p.layout[axis] for p in running.params} if running is not None else {}
+            chosen = Axis(program, axis, n, mesh, choices, operands, axis in batch_axes, kept).choose()
             if axis in tokens:
                 chosen, notes = scans.split_otherwise(chosen, tokens)
                 program = replace(program, notes=(*program.notes, *notes))
@@ -72,6 +72,6 @@ class Place(Pass):
         return program
 
 
-def _of_whole_sums(choices: Choices) -> Choices:
+def _without_partial_sums(choices: Choices) -> Choices:
     """Return the choices without those that take partial sums: rounding is not linear."""
     return replace(choices, rule=replace(choices.rule, linear=(), linear_of=None))

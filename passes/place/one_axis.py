@@ -25,10 +25,10 @@ from shardc.rules.core.choices import Choices
 from shardc.rules.core.strategy import Strategy
 from shardc.runtime import ops
 
-#: In each sweep, demands move up by one op that has a choice; few models change after the second sweep.
+#: Each sweep carries demands past one more op that has a choice; few models change after the second sweep.
 SWEEPS = 4
 
-#: Kinds of strategies in which ranks communicate. Microbatches cannot communicate.
+#: Extra strategies in which ranks communicate: not for microbatches. (softmax.PARTS is tried; accumulate refuses it.)
 _COMMUNICATING = (STRETCHES, reduce_parts.PARTS)
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)
@@ -37,7 +37,7 @@ _shown = lru_cache(maxsize=1024)(repr)  # placements sort by their text
 
 @dataclass
 class Axis:
-    """Placement on one axis. Axes are placed in turn; each sees only the digits that others took.
+    """Placement on one axis. Axes are placed in turn; each sees only the splits of earlier axes.
 
     The algorithm is greedy, in sweeps over the ops, until a sweep changes nothing (at most `SWEEPS`):
 
@@ -90,11 +90,11 @@ class Axis:
     stored: dict[fx.Node, Placement] = field(default_factory=dict)
     #: Values made of parameters (and constants) alone: their gradients are reduced at the parameters anyway.
     from_parameters: set[fx.Node] = field(default_factory=set)
-    #: Those that are no larger than their parameter: a split of them means that the parameter is stored split.
+    #: Those made without products, by ops that enlarge nothing: if one is split, the parameter is stored split.
     splittable: set[fx.Node] = field(default_factory=set)
-    #: Values that an annotation splits, and views of them: gathering them would undo it.
+    #: Values that an annotation splits, and values made of these and of parameters: to gather them would undo it.
     annotated: set[fx.Node] = field(default_factory=set)
-    #: Weights with key-value heads that several ranks of the axis share, and views of them.
+    #: Weights with key-value heads that several ranks of the axis share, and values made of these and of parameters.
     shared_heads: set[fx.Node] = field(default_factory=set)
     #: Bytes of a value after the splits of earlier axes (`size`).
     sizes: dict[Key, float] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Axis:
     # --- preparation
 
     def _classify(self) -> None:
-        """Find how placeholders are stored, which values come from parameters alone, and which are outputs."""
+        """Find stored placements, values made of parameters alone, and outputs that are summed after the step."""
         for o, (node, i) in zip(self.program.outputs, self._outputs(), strict=True) if self.splits_batch else ():
             small = o.wanted is None and math.prod(values_of(node)[i].shape) <= SMALL
             if small and all(u.op == "output" for u in node.users):
@@ -294,7 +294,7 @@ class Axis:
     def size(self, operand: Key) -> float:
         """Return the bytes of a value as cut by the axes that were placed before.
 
-        float64 counts as float32, because the choice must not depend on whether a check runs in double precision.
+        float64 counts as float32: choices must not depend on whether a check runs in double precision.
         """
         if (known := self.sizes.get(operand)) is not None:
             return known
@@ -315,7 +315,7 @@ class Axis:
     def _conversion_cost(
         self, operand: Key, need: Placement, user: fx.Node | None = None, *, fresh: bool = False
     ) -> float:
-        """Return the bytes of converting a value to what `user` needs, from its nearest available placement.
+        """Return the price of converting a value to what `user` needs, from its nearest available placement.
 
         fresh: from the placement in which it is produced.
         """
@@ -330,7 +330,7 @@ class Axis:
         return cost
 
     def _nearest(self, operand: Key, forms: list[Placement], need: Placement) -> float:
-        """Return the bytes of converting a value from the nearest of its forms; the first is the produced one."""
+        """Return the price of converting a value from the nearest of its forms; the first is the produced one."""
         node, i = operand
         free = need == PARTIAL_GRAD or (isinstance(need, Shard) and not need.mirrored and node in self.splittable)
         if node in self.from_parameters and forms[0] in (REPLICATE, PARTIAL_GRAD) and free:
@@ -343,11 +343,11 @@ class Axis:
         return cost * (UNDO if kept else REPEATED if need == REPLICATE else 1.0)
 
     def _strategy_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
-        """Return the bytes a rank sends for a strategy's operands and results, plus repeated work as bytes."""
-        # whether the result, a partial sum, is only added to others that must be summed anyway: that sum costs the same
+        """Return the price of a strategy: of conversions of operands and results, messages, and repeated work."""
+        # `a @ b + c @ d`, both partial: one sum for both, so a result that only joins a sum is not priced
         joins = PARTIAL in strategy.outputs and self._joins_a_sum(node)
         pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
-        # so an operand that becomes partial is not priced either (the table's `deferred` is for that same sum)
+        # nor are conversions of its operands to Partial: these send nothing; `deferred`, their price, is for that sum
         cost = sum(self._operand_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
         cost += self._own_cost(node, operands, strategy)
         if strategy.kind == "pin":
@@ -361,13 +361,13 @@ class Axis:
             for need in sorted(later, key=lambda p: p != REPLICATE):  # a conversion for one user serves the next
                 cost += min(self.prices.transfer(v, p, need, nbytes, self._packed((node, i))) for p in forms)
                 forms.append(need)
-            # a partial value that is passed on is only summed later; outputs are summed together, at no extra cost
+            # nobody demands the partial value yet: it is summed later, at its smallest. Outputs: all together, for free
             if isinstance(out, Partial) and not later and node not in self.summed_after:
                 cost += self.prices.transfer(v, out, REPLICATE, self._smallest_sum(node))
         return cost
 
     def _operand_cost(self, operand: Key, need: Placement, user: fx.Node) -> float:
-        """Return the bytes of converting a value for a user; for its only user, its maker may change instead."""
+        """Return the price of converting a value for a user; for its only user, its maker may change instead."""
         cost = self._conversion_cost(operand, need, user)
         if cost == 0 or isinstance(need, Partial) or len(operand[0].users) > 1:
             return cost
@@ -386,13 +386,13 @@ class Axis:
         return smallest
 
     def _own_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
-        """Return the bytes that an op itself sends, plus the work that every rank repeats, as bytes."""
+        """Return the price of what an op itself sends, plus that of the work that every rank repeats."""
         if strategy.kind == RING:
             rows, keys, *_ = strategy.inputs
             assert isinstance(rows, Shard)
             assert isinstance(keys, Shard)
             share = sent_by_ring(self.choices[node].call, rows, keys, self.n) / self.n
-            return sum(3 * share * self.size(o) for o in operands[1:3])  # forward, backward, and gradients
+            return sum(3 * share * self.size(o) for o in operands[1:3])  # keys, values; again in backward; gradients
         choices = self.choices[node]
         if strategy.kind == softmax.PARTS:  # the largest element and the sum, of each softmax
             v = choices.call.operands[0]
@@ -405,10 +405,9 @@ class Axis:
         return 0.0
 
     def price(self, nodes: Collection[fx.Node] | None = None) -> float:
-        """Return the bytes that a rank sends by the choices, plus repeated work; of all ops, or of some.
+        """Return the price of the choices: of conversions, messages and repeated work; of all ops, or of some.
 
-        Each value is converted once to what several users need. Each message costs extra: else a loop that sends every
-        token separately would cost no more than one message for all.
+        Each value is converted once for all users. Each message costs extra, so that one is cheaper than one per token.
         """
         total, needs = 0.0, dict[Key, dict[Placement, None]]()
         for node, strategy in self.chosen.items():
@@ -426,7 +425,7 @@ class Axis:
         return total
 
     def _joins_a_sum(self, node: fx.Node) -> bool:
-        """Return whether each user adds a result to another partial value that nothing else needs whole."""
+        """Return whether each user adds a result to a partial value that no other op needs whole."""
 
         def only_summed(o: Key, user: fx.Node) -> bool:
             others = {p for p, users in self.demands.get(o, {}).items() if users - {user}}
@@ -443,7 +442,7 @@ class Axis:
         return all(adds(user) for user in node.users)
 
     def _collect_demands(self) -> None:
-        """Collect what users need of every value. An op passes a demand on to its operands if that is free."""
+        """Collect what users need of every value. Ops pass demands on unless a conversion is cheaper."""
         self.demands, self.known_costs = {}, {}
         output = self.program.graph.output_node()
         loss = [] if self.program.forward_only else self.operands[output][:1]
@@ -484,7 +483,7 @@ class Axis:
         return sum(self._cheapest(o, need, depth) for o, need in zip(operands, other.inputs, strict=True)) - before
 
     def _cheapest(self, operand: Key, need: Placement, depth: int) -> float:
-        """Return the bytes of a value as an op needs it: by a conversion, or by another strategy of its maker."""
+        """Return the price of a value as an op needs it: by a conversion, or by another strategy of its maker."""
         deep, known = self.known_costs.get((operand, need), (-1, 0.0))
         if deep >= depth:
             return known
@@ -498,11 +497,12 @@ class Axis:
         return cost
 
     def _alternative(self, node: fx.Node, wanted: Placement) -> Strategy | None:
-        """Return a strategy that makes the wanted result; None if there is none, or only with more work."""
+        """Return a strategy that makes the wanted result, for ops that may change; None if there is none."""
         if node in self.decided:
             return None
         choices, chosen = self.choices[node], self.chosen[node]
         works = choices.rule.flops is not None
+        # a replicated op may become split; a split one may change if it is no product, so that repeating it is cheap
         if chosen.kind != "replicate" and (works or chosen.kind != "split"):
             return None
         if wanted == PARTIAL_GRAD:

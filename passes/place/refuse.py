@@ -23,7 +23,7 @@ _TURNS = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.op
 
 
 def refuse_pins(program: Program, mesh: Mesh) -> None:
-    """Raise ShardcError for annotated activations whose dim another axis already splits."""
+    """Raise ShardcError for annotated activations whose dim cannot be split again: another axis has it."""
     errors = Errors()
     for node in program.graph.nodes:
         if "pin" not in node.meta:

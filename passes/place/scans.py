@@ -1,18 +1,18 @@
-"""Split ops that need all tokens of a split sequence by another dim, if a gather costs more.
+"""Split by another dim those ops that need all tokens of a split sequence, if a gather costs more.
 
 The scan of a state space, a loop over tokens or over chunks, a sort, a roll: no rule splits these ops by their tokens.
 For one such op alone, gathering its operand is cheaper than changing the split. Together they may be independent over
 another dim: channels, heads or rows. Then an all_to_all makes the tokens whole and splits that dim, each rank computes
 its share, and an all_to_all leads back. For attention, `method: ulysses` does the same.
 
-    before   h0 = a[:, :, 0] * 0 + b[:, :, 0]      a, b: f32[8, 128, 16@cp]   an all_reduce fetches each token from its
+    before   h0 = b[:, :, 0]                       a, b: f32[8, 128, 16@cp]   an all_reduce fetches each token from its
              h1 = a[:, :, 1] * h0 + b[:, :, 1]                                 rank; every rank computes all of the scan
     after    the same ops                          a, b: f32[8, 128@cp, 16]   one all_to_all of a and b before
 
 1. Placement runs as usual. Ops that it left whole, though they come from a value with split tokens, are grouped into
    connected *regions* (`_regions`).
-2. Each dim of each value that a region reads is tried: some ops keep that split (`_follow`). Values that the split does
-   not reach (inputs that all channels share) are whole on every rank, and gathered once.
+2. Of the two largest values that a region reads each other dim is tried, if that is not too expensive: some ops keep
+   the split (`_follow`). Values that it does not reach (inputs of all channels) are whole, and gathered once.
 3. Placement runs again with these strategies decided, and the cheapest is taken, by bytes and by repeated work. Another
    choice is to gather once what the ops would read token by token. Equal regions, as of equal layers, are decided
    together.
@@ -57,7 +57,7 @@ class Region:
 
 
 #: A way to run a region: the number of a value that it reads, and the shard of that value. None: whole.
-Way = tuple[int, Shard] | None
+OtherSplit = tuple[int, Shard] | None
 
 
 def split_otherwise(axis: Axis, tokens: set[str]) -> tuple[Axis, list[str]]:
@@ -72,20 +72,20 @@ def split_otherwise(axis: Axis, tokens: set[str]) -> tuple[Axis, list[str]]:
         if sum(axis.price(set(region.nodes)) for region in regions) < _LEAST * lowest:
             continue
         per_region = [dict(_ways(axis, region, inner)) for region in regions]
-        for name in per_region[0]:
-            if all(name in ways for ways in per_region):
-                ops = {node: s for ways in per_region for node, s in ways[name].items()}
+        for way in per_region[0]:
+            if all(way in ways for ways in per_region):
+                ops = {node: s for ways in per_region for node, s in ways[way].items()}
                 tried = axis.choose_with({**axis.decided, **ops})
                 if (price := tried.price()) < lowest * (1 - 1e-9):
-                    best, lowest, taken = tried, price, name
+                    best, lowest, taken = tried, price, way
         axis = best
         if taken is not None:
             notes += [_note(axis, region, taken) for region in regions]
     return axis, notes
 
 
-def _note(axis: Axis, region: Region, name: tuple[int, Shard]) -> str:
-    number, shard = name
+def _note(axis: Axis, region: Region, way: tuple[int, Shard]) -> str:
+    number, shard = way
     (node, i), _ = region.reads[number]
     v = values_of(node)[i]
     return (
@@ -114,7 +114,7 @@ def _regions(axis: Axis) -> list[Region]:
         if any(isinstance(p, Shard) for p in strategy.outputs) or node in axis.decided:
             continue
         within = [source for source, _ in operands if source in group]
-        begins = [o for o, need in zip(operands, strategy.inputs, strict=True) if _leaves(o, split, need, strategy)]
+        begins = [o for o, need in zip(operands, strategy.inputs, strict=True) if _needs_all(o, split, need, strategy)]
         if begins and not within and (kept := _keeps(axis, node, split)) is not None:
             split |= {(node, i): p for i, p in enumerate(kept.outputs) if isinstance(p, Shard)}
         elif begins or within:
@@ -132,7 +132,7 @@ def _regions(axis: Axis) -> list[Region]:
     return regions
 
 
-def _leaves(operand: Key, split: dict[Key, Shard], need: Placement, strategy: Strategy) -> bool:
+def _needs_all(operand: Key, split: dict[Key, Shard], need: Placement, strategy: Strategy) -> bool:
     """Return whether an op needs a split float value whole, or single entries. (Integers are small.)"""
     node, i = operand
     placement = split.get(operand)
@@ -154,14 +154,14 @@ def _keeps(axis: Axis, node: fx.Node, split: dict[Key, Shard]) -> Strategy | Non
     return None
 
 
-def _ways(axis: Axis, region: Region, inner: tuple[int, ...]) -> Iterator[tuple[Way, dict[fx.Node, Strategy]]]:
+def _ways(axis: Axis, region: Region, inner: tuple[int, ...]) -> Iterator[tuple[OtherSplit, dict[fx.Node, Strategy]]]:
     """Yield the other ways to run a region, each with the strategies of its ops."""
     now = axis.price(set(region.nodes))
     known: list[dict[fx.Node, Strategy]] = []
     for number, (seed, seed_shard) in enumerate(region.reads[:_SEEDS]):
         v = values_of(seed[0])[seed[1]]
         dims = [d for d in range(len(v.shape)) if d != seed_shard.dim]
-        for shard in (Shard(d, digit) for d in dims for digit in _possible_splits(axis, seed, d, inner)):
+        for shard in (Shard(d, split) for d in dims for split in _possible_splits(axis, seed, d, inner)):
             # not worth trying: the all_to_all of this value alone costs twice the region as it is now
             if axis.prices.transfer(v, seed_shard, shard, axis.size(seed)) > 2 * now:
                 continue
@@ -184,7 +184,7 @@ def _possible_splits(axis: Axis, operand: Key, dim: int, inner: tuple[int, ...])
         if a != axis.name and isinstance(p := s.outputs[i], Shard) and p.dim == dim
     ]
     candidates = (max(taken),) if taken else inner
-    return [digit for digit in candidates if size % (digit * axis.n) == 0]
+    return [split for split in candidates if size % (split * axis.n) == 0]
 
 
 def _inner_splits(axis: Axis, tokens: set[str]) -> tuple[int, ...]:
@@ -200,7 +200,7 @@ def _inner_splits(axis: Axis, tokens: set[str]) -> tuple[int, ...]:
 
 
 def _follow(axis: Axis, region: Region, seed: Key, shard: Shard) -> dict[fx.Node, Strategy]:
-    """Return the strategies that ops get if one value's split is followed, forward and back.
+    """Return the strategies that ops get if one value's split is followed to its users and producers.
 
     What the split does not reach is whole. Ops that cannot keep it, and those after them, are left to placement.
     """

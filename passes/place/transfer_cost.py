@@ -24,7 +24,7 @@ TOUCH = 0.08
 MESSAGE = 2048.0
 # Factor on gathering a shard to Replicate: every rank then holds the value, and its results, whole.
 REPEATED = 2.0
-# Factor on gathering what an annotation splits: it would undo the annotation.
+# Factor on any conversion of a shard that an annotation or the microbatch axis made: it would undo the annotation.
 UNDO = 1000.0
 
 

@@ -1,9 +1,9 @@
 """Run a stage's forward and backward graphs (passes/joint) as functions; a merged pair as one.
 
-forward(*inputs of the stage)    -> loss, new values, values for other stages; and what backward needs, by name
-backward({name: value})          -> gradients of received values; it pops each value from the dict, so that
-                                    the values that forward kept are freed at their last use
-weights({name: value})           -> second half of a backward in two halves: gradients go into buckets
+forward     from inputs of the stage to the loss, new values, values for other stages; and what backward needs, by name
+backward    from that and first gradients, in one dict, to gradients of received values. Each value is popped from the
+            dict, so that it is freed at its last use
+weights     the second half of a backward in two halves, in the same way: gradients go into buckets
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardc.runtime.stage.repeated_lines import insert_repeat_marks
 class JointStage:
     """The forward and backward graphs of a stage with `joint`.
 
-    graphs: forward, backward, perhaps weights, as prepared for this device. copies: activations kept on the host.
+    graphs: forward, backward, perhaps weights, as prepared for this device. on_host: activations kept on the host.
     compiler: compiles fused regions. .weights: the second half, if any.
     """
 
@@ -37,19 +37,19 @@ class JointStage:
         self,
         stage: Stage,
         graphs: Mapping[str, fx.Graph],
-        copies: OffloadedTensors,
+        on_host: OffloadedTensors,
         *,
         ranges: bool,
         compiler: Compiler | None = None,
     ) -> None:
-        self._copies = copies
+        self._on_host = on_host
         forward, backward = graphs["forward"], graphs["backward"]
         returned: Any = stage.graph.output_node().args[0]
-        self._loss = f"{returned[0].name}_grad" if returned[0] is not None else ""
+        self._loss_grad_name = f"{returned[0].name}_grad" if returned[0] is not None else ""
         self.received = [n for n, v in stage.receives.items() if v.requires_grad]
         self._forward_graph = forward
-        kept: Any = forward.output_node().args[0]
-        self._kept = [n.name for n in kept[3]]
+        outputs: Any = forward.output_node().args[0]
+        self._kept = [n.name for n in outputs[3]]
         self._forward = fx.GraphModule(nn.Module(), bind(copy_graph(with_compiled_regions(forward, compiler))))
         if ranges:
             self._forward = with_ranges(self._forward, forward)
@@ -61,13 +61,14 @@ class JointStage:
     @torch.no_grad()
     def forward(self, mesh: Any, *values: Any) -> tuple[Any, dict[str, Any]]:
         """Run forward: ((loss, new values, sent values), what backward needs). values: the stage's inputs."""
-        with mesh.step.training(host_copies=self._copies), op_errors.named(self._forward_graph):
+        with mesh.step.training(host_copies=self._on_host), op_errors.named(self._forward_graph):
             *returned, kept = self._forward(*values)
         return tuple(returned), dict(zip(self._kept, kept, strict=True))
 
-    def begin(self, grads: Mapping[str, Tensor], loss: Tensor | None) -> dict[str, Tensor]:
+    def begin(self, grads: Mapping[str, Tensor], loss_grad: Tensor | None) -> dict[str, Tensor]:
         """Return the gradients that backward begins with, by the names of its graph: see `backward`."""
-        return {f"{n}_grad": g for n, g in grads.items()} | ({} if loss is None else {self._loss: loss})
+        of_loss = {} if loss_grad is None else {self._loss_grad_name: loss_grad}
+        return {f"{n}_grad": g for n, g in grads.items()} | of_loss
 
     @torch.no_grad()
     def backward(
@@ -75,15 +76,15 @@ class JointStage:
         kept: dict[str, Any],
         values: Mapping[str, Any],
         grads: Mapping[str, Tensor],
-        loss: Tensor | None,
+        loss_grad: Tensor | None,
         launch: Callable[[], None],
     ) -> dict[str, Tensor | None]:
         """Run backward and return {received value: its gradient}.
 
         kept: of forward; consumed, except for what the second half needs. values: the stage's inputs. grads: of values
-        for other stages. loss: the gradient of the loss, if computed here. launch: begins the sums of complete buckets.
+        for other stages. loss_grad: of the loss, if computed here. launch: begins the sums of complete buckets.
         """
-        kept |= self.begin(grads, loss)
+        kept |= self.begin(grads, loss_grad)
         if self.weights is None:
             return dict(zip(self.received, self._backward(kept, values, launch), strict=True))
         later = {name: kept[name] for name in self.weights.takes & kept.keys()}
@@ -96,7 +97,7 @@ class JointStage:
 class JointPair:
     """One microbatch's forward and another's backward or forward as one graph (shardc.passes.joint.pair).
 
-    graph: as prepared for this device. forward, then: the stages of its halves. copies, compiler: see JointStage.
+    graph: as prepared for this device. forward, then: the stages of its halves. on_host, compiler: see JointStage.
     """
 
     def __init__(
@@ -105,19 +106,19 @@ class JointPair:
         graph: fx.Graph,
         forward: Stage,
         then: JointStage,
-        copies: OffloadedTensors,
+        on_host: OffloadedTensors,
         *,
         ranges: bool,
         compiler: Compiler | None = None,
     ) -> None:
-        self._copies = copies
+        self._on_host = on_host
         assert forward.joint is not None
-        self._prefix = prefix_of(kind, forward.joint.forward)
+        self._second_prefix = prefix_of(kind, forward.joint.forward)
         self._then = then
         returned: Any = graph.output_node().args[0]
         halves = returned[:1] if kind == "FB" else returned
         #: For each forward, the names of the values that it keeps.
-        self._kept = [[n.name.removeprefix(self._prefix) for n in half[3]] for half in halves]
+        self._kept = [[n.name.removeprefix(self._second_prefix) for n in half[3]] for half in halves]
         self._pair = _Popping(graph, compiler, ranges=ranges)
 
     @torch.no_grad()
@@ -125,24 +126,23 @@ class JointPair:
         self,
         mesh: Any,
         microbatch: MicrobatchContext,
-        given: Mapping[str, Any],
+        first_inputs: Mapping[str, Any],
         kept: dict[str, Any],
-        values: Mapping[str, Any],
+        second_inputs: Mapping[str, Any],
         begin: Mapping[str, Tensor],
         launch: Callable[[], None],
     ) -> tuple[tuple[Any, dict[str, Any]], dict[str, Tensor | None]]:
         """Run both: (result as of JointStage.forward; gradients of values that backward's stage received).
 
-        given: inputs of forward's stage. microbatch, kept, values: of backward: its microbatch, what its forward kept
-        (consumed), inputs of its stage. begin: gradients of values for others, and of the loss, by the names of its
-        graph. launch: begins the sums of complete buckets.
+        first_inputs, second_inputs: of the forward's and the backward's stages. microbatch, kept: of the backward; kept
+        is consumed. begin: as from JointStage.begin. launch: begins the sums of complete buckets.
         """
         view = mesh.new_view()
         view.step.in_backward, view.step.microbatch = True, microbatch
         kept |= begin
-        inputs = self._graph_inputs(given, view, values, kept)
+        inputs = self._graph_inputs(first_inputs, view, second_inputs, kept)
         kept.clear()
-        with mesh.step.training(launch, self._copies), view.step.training(launch):
+        with mesh.step.training(launch, self._on_host), view.step.training(launch):
             returned, grads = self._pair.call(inputs, mesh.step)
         return self._forward(0, returned), dict(zip(self._then.received, grads, strict=True))
 
@@ -151,36 +151,36 @@ class JointPair:
         self,
         mesh: Any,
         microbatch: MicrobatchContext,
-        given: Mapping[str, Any],
-        values: Mapping[str, Any],
+        first_inputs: Mapping[str, Any],
+        second_inputs: Mapping[str, Any],
         weight_copies: dict[str, Tensor],
     ) -> tuple[tuple[Any, dict[str, Any]], ...]:
         """Run both forwards; return a result as of JointStage.forward for each.
 
-        given: inputs of the first one's stage. microbatch, values: of the second, and inputs of its stage;
-        weight_copies: copies of weights that the microbatches of its stage share.
+        first_inputs, second_inputs: of their stages. microbatch: of the second. weight_copies: copies of weights that
+        the microbatches of the second's stage share.
         """
         view = mesh.new_view()
         view.step.microbatch, view.step.routings = microbatch, mesh.step.routings
         view.step.weight_copies = weight_copies
-        inputs = self._graph_inputs(given, view, values, {})
-        with mesh.step.training(host_copies=self._copies), view.step.training(host_copies=self._copies):
+        inputs = self._graph_inputs(first_inputs, view, second_inputs, {})
+        with mesh.step.training(host_copies=self._on_host), view.step.training(host_copies=self._on_host):
             returned = self._pair.call(inputs, mesh.step)
         return tuple(self._forward(i, half) for i, half in enumerate(returned))
 
     def _graph_inputs(
-        self, given: Mapping[str, Any], view: Any, values: Mapping[str, Any], kept: dict[str, Any]
+        self, first_inputs: Mapping[str, Any], view: Any, second_inputs: Mapping[str, Any], kept: dict[str, Any]
     ) -> dict[str, Any]:
         """Return all inputs of the graph by name. view: the mesh as the second half sees it."""
         inputs: dict[str, Any] = {}
         for name in self._pair.takes:
-            plain = name.removeprefix(self._prefix)
+            plain = name.removeprefix(self._second_prefix)
             if plain == name:
-                inputs[name] = given[name] if name in given else values[name]
+                inputs[name] = first_inputs[name] if name in first_inputs else second_inputs[name]
             elif plain == "mesh":
                 inputs[name] = view
             else:
-                inputs[name] = kept.pop(plain) if plain in kept else values[plain]
+                inputs[name] = kept.pop(plain) if plain in kept else second_inputs[plain]
         return inputs
 
     def _forward(self, half: int, returned: Sequence[Any]) -> tuple[Any, dict[str, Any]]:

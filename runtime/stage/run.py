@@ -1,15 +1,15 @@
 """Run one step of one rank: a loop over a list of actions (shardc.runtime.schedule).
 
-A stage is two functions of its rank's parameters, buffers and inputs and of values of other stages: its forward graph,
-and its backward graph. For a stage s and a microbatch m, forward keeps what backward needs. Backward starts from the
-gradients of the values that the stage sent, and returns those of the values that it received, which are sent back:
+A stage has two graphs, forward and backward. Both take its rank's parameters, buffers and inputs, and values of other
+stages. For a stage s and a microbatch m, forward keeps what backward needs. Backward starts from the gradients of the
+values that the stage sent, and returns those of the values that it received. `0SEND_F3>1`: stage 0, microbatch 3, to 1.
 
-    0F0          stage 0 runs; its output h waits in the outbox
-    0SEND_F0>1   h is sent                            1RECV_F0<0    a receive is posted on the other rank
-                                                      1F0           waits for it
-                                                      1B0           from the loss; the gradient of h waits in the outbox
-    0RECV_B0<1   its receive                          1SEND_B0>0    it is sent
-    0B0          backward of stage 0 from that gradient
+    0F3          stage 0 runs; its output h waits in the outbox
+    0SEND_F3>1   h is sent                            1RECV_F3<0    a receive is posted on the other rank
+                                                      1F3           waits for it
+                                                      1B3           from the loss; the gradient of h waits in the outbox
+    0RECV_B3<1   its receive                          1SEND_B3>0    it is sent
+    0B3          backward of stage 0 from that gradient
 
 A program of one stage is the same loop over `F0 B0 F1 B1 ...`. A receive is posted at its place in the list; the action
 that uses it waits for it. A send is waited for, and its values freed, when IN_FLIGHT other sends have begun after it.
@@ -45,7 +45,7 @@ Values = Sequence[Mapping[str, Any]]  # by microbatch: {placeholder: value}, wit
 
 @dataclass
 class _Kept:
-    """What one run of a stage keeps until its backward: the loss, if made here, and inputs by name."""
+    """What one forward keeps: the loss, if made here, and the values that its backward reads, by name."""
 
     loss: Tensor | None
     values: dict[str, Any]
@@ -53,13 +53,13 @@ class _Kept:
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Calls around each backward (zero.buckets.Buckets). scaled: multiplies the loss's gradient."""
+    """Calls of a step into zero.buckets.Buckets, and how the gradient of the loss is scaled."""
 
-    start: Callable[..., None]
-    pause: Callable[[], None]
-    launch: Callable[[], None]
-    reduce: Callable[[], None]
-    scaled: Callable[[Tensor], Tensor]
+    start: Callable[..., None]  # before a backward
+    pause: Callable[[], None]  # after it
+    launch: Callable[[], None]  # in it, when buckets may be full
+    reduce: Callable[[], None]  # at REDUCE
+    scaled: Callable[[Tensor], Tensor]  # times the loss scale
 
 
 #: Kind of action -> the method that runs it (names: a table of bound methods in Run would be a reference cycle).
@@ -78,7 +78,7 @@ _PHASES = {"B": "backward", "I": "backward", "W": "backward", "F": "forward"}
 
 
 class Run:
-    """One running step."""
+    """One pass over a list of actions: a step, or forward alone (hooks=None)."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Run:
         self._note_activity("")
 
     def run_action(self, action: Action) -> None:
-        """Run one action. The engine does STEP."""
+        """Run one action. STEP does nothing here: the engine updates."""
         doing = f"at {action} of the schedule" + (
             f": stage {action.stage}, microbatch {action.microbatch}" if action.microbatch >= 0 else ""
         )
@@ -217,7 +217,7 @@ class Run:
         """Run a whole backward (B). Some schedules run its halves: `inputs` (I), then `weights` (W)."""
         key = (action.stage, action.microbatch)
         kept = self.kept.pop(key)
-        self._start(action)
+        self._start_buckets(action)
         grads = self._backward(kept, key)
         self._weights(kept, key)
         self._pause()
@@ -227,11 +227,11 @@ class Run:
         """Run a backward graph. Returns the gradients of values that the stage received."""
         assert self.hooks is not None
         grads = self.interpreter.stages[key[0]].joint.backward(
-            kept.values, self.values[key[1]], *self._begin(kept, key), self.hooks.launch
+            kept.values, self.values[key[1]], *self._first_grads(kept, key), self.hooks.launch
         )
         return {n: g if g is None else g.contiguous() for n, g in grads.items()}
 
-    def _begin(self, kept: _Kept, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor | None]:
+    def _first_grads(self, kept: _Kept, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return the gradients that a backward begins with: of values that the stage sent, and of the loss."""
         assert self.hooks is not None
         self._wait_for_receives(*key, "backward")
@@ -246,8 +246,8 @@ class Run:
         inputs = self._forward_inputs(forward)
         key = (backward.stage, backward.microbatch)
         kept = self.kept.pop(key)
-        begin = self.interpreter.stages[backward.stage].joint.begin(*self._begin(kept, key))
-        self._start(backward)
+        begin = self.interpreter.stages[backward.stage].joint.begin(*self._first_grads(kept, key))
+        self._start_buckets(backward)
         pair = self.interpreter.pairs["FB", forward.stage, backward.stage]
         with self._weight_copies(forward):
             (returned, forward_kept), grads = pair.run(
@@ -285,11 +285,11 @@ class Run:
     def weights(self, action: Action) -> None:
         """Run the half of a backward that computes gradients of parameters (W)."""
         key = (action.stage, action.microbatch)
-        self._start(action)
+        self._start_buckets(action)
         self._weights(self.kept.pop(key), key)
         self._pause()
 
-    def _start(self, action: Action) -> None:
+    def _start_buckets(self, action: Action) -> None:
         assert self.hooks is not None
         first, last = action == self.first_backward, action == self.last_backward[action.stage]
         self.hooks.start(stage=action.stage, first=first, last=last)

@@ -99,9 +99,9 @@ class Engine:
     finite on some rank, the step leaves parameters and optimizer unchanged on every rank.
 
     At ZeRO 0 on a CPU, `step` updates a bucket's parameters as soon as their gradients are summed, while later buckets
-    are still summed (shardc.runtime.zero.early_step). The optimizer must step each parameter separately, and nothing
-    may need all gradients first (clip_norm, nonfinite, loss scaling, offload). If nothing needs them, gradients of
-    matrices are also sent to their owners while backward runs, at every ZeRO stage and on every device.
+    are still summed (shardc.runtime.zero.early_step). It does so if the optimizer treats each parameter separately, and
+    without clip_norm, nonfinite, loss scaling, offload and `matrices`. Without the first four, gradients of `matrices`
+    are sent to their owners while backward runs, at every ZeRO stage and on every device.
 
     An error in forward or backward (a wrong batch, a failing op, Ctrl-C) on all ranks leaves the engine unchanged,
     except perhaps buffers: the next step starts fresh. After one in the update (a custom optimizer) load a checkpoint.
@@ -167,10 +167,10 @@ class Engine:
         trains = optimizer is not None and not program.forward_only
         local_optimizer = self._make_optimizer(local, optimizer) if trains and optimizer is not None else None
         schedules = scheduler if trains else None
-        self._updating = Update(local, local_optimizer, schedules, self._checks, settable, trains=trains)
+        self._optimizer_half = Update(local, local_optimizer, schedules, self._checks, settable, trains=trains)
         self._evaluation = Evaluation(local, self._checks)
         skeleton = state.skeleton(loaded.model)
-        self._saver = Saver(local, self._updating, self.loaders, self._checks, skeleton, loaded.folder)
+        self._saver = Saver(local, self._optimizer_half, self.loaders, self._checks, skeleton, loaded.folder)
         self.loads: tuple[Load, ...] = ()
         self._loads = Loads(program, self.mesh) if routing else None
         self._graphs = step_graph.recorder(program, self.mesh, self.rng, local.buckets, self.mesh.note)
@@ -197,9 +197,9 @@ class Engine:
     def step(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
         """Run one optimizer step on a global batch and return the global loss, 0-dim, detached.
 
-        If the loss function names values beside the loss: (loss, {name: value}), detached. Single numbers and values
-        without rows are those of the whole batch, on every rank: sums and means over all rows. Values with rows, such
-        as logits, have this rank's rows; gather=True: all rows, on every rank. local=True: `batch` is this rank's part.
+        If the loss function names values beside the loss, return (loss, {name: value}), detached. Single numbers and
+        values without rows are those of the whole batch, on every rank: sums and means over all rows. Others, such as
+        logits, have this rank's rows; gather=True: all rows, on every rank. local=True: `batch` is this rank's part.
         A batch may have fewer rows than the compiled one, such as the last of an epoch, or another length. The first
         time that such sizes come, every rank compiles for them (shardc.recompile).
         Raises ShardcError if names, shapes or dtypes differ from the compiled ones.
@@ -233,7 +233,7 @@ class Engine:
 
         Raises ShardcError without a `backward` before it, and, on all ranks, if some ranks call something else.
         """
-        self._updating.check_whole()
+        self._optimizer_half.check_whole()
         if not self._waiting:
             raise ShardcError(
                 "no backward was called since the last update: the current gradients are used already",
@@ -246,7 +246,7 @@ class Engine:
     @torch.enable_grad()  # even if the caller disabled it: nobody would notice a step that trains nothing
     def _backward(self, batch: Any, *, local: bool, gather: bool, early: bool) -> Any:
         """Run the batch forward and backward, replace buffers, wait for gradients. early: see Update.begin."""
-        model, update, checks = self._model, self._updating, self._checks
+        model, update, checks = self._model, self._optimizer_half, self._checks
         update.check_whole()
         self._saver.saves.poll()
         checks.forward("engine.step", training=True)
@@ -260,7 +260,7 @@ class Engine:
         if self._graphs is None:
             model.buckets.finish(update.reduced)
         else:  # the CUDA graph of the step has already run `buckets.finish`
-            for names in model.buckets.of_each:
+            for names in model.buckets.names_by_bucket:
                 update.reduced(names)
         update.finish_gradients()
         checks.gradients()
@@ -268,9 +268,9 @@ class Engine:
 
     def _run(self, interpreter: Interpreter, values: Values) -> step_graph.Result:
         """Run all microbatches, forward and backward; return (loss, new buffers, values beside the loss)."""
-        buckets, scaler = self.buckets, self._updating.scaler
+        buckets, scaler = self.buckets, self._optimizer_half.scaler
         # gradients come to buckets by `ops.accumulate`; `ops.launch` in the backward graph calls `launch`
-        hooks = StepHooks(buckets.start, buckets.pause, buckets.launch, buckets.reduce, self._updating.scale)
+        hooks = StepHooks(buckets.start, buckets.pause, buckets.launch, buckets.reduce, self._optimizer_half.scale)
         self.mesh.step.routings = [] if self._loads is not None else None
 
         def work(values: Values) -> step_graph.Result:
@@ -294,11 +294,11 @@ class Engine:
     def _update(self) -> None:
         """Clip, step the optimizer and the schedules."""
         self._waiting = False
-        self._updating.apply()
+        self._optimizer_half.apply()
         self.rng.step += 1  # counts steps; random numbers depend on it
         self.loaders.note_step()
-        self._updating.whole = True
-        self._updating.step_schedule()
+        self._optimizer_half.whole = True
+        self._optimizer_half.step_schedule()
         self._checks.updated()
 
     # --- forward alone
@@ -308,7 +308,7 @@ class Engine:
 
         If forward branches on `self.training`, the model is compiled once more, in eval mode.
         """
-        self._updating.check_whole()
+        self._optimizer_half.check_whole()
         return self._evaluation.loss(batch, local=local, gather=gather)
 
     def evaluate_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
@@ -318,7 +318,7 @@ class Engine:
         divisors, such as each batch's number of tokens (shardc.runtime.step.means); other single numbers: by rows (a
         note if the loss is one).
         """
-        self._updating.check_whole()
+        self._optimizer_half.check_whole()
         return self._evaluation.losses(batches, local=local)
 
     def score(self, batch: Any, *, local: bool = False, gather: bool = False) -> Tensor:
@@ -330,7 +330,7 @@ class Engine:
         The first call compiles a forward-only program on the same parameters: logits stay split by classes, and are
         computed a few rows at a time. Raises ShardcError if the loss has no cross entropy of class indices, or several.
         """
-        self._updating.check_whole()
+        self._optimizer_half.check_whole()
         return self._evaluation.score(batch, local=local, gather=gather)
 
     def score_all(
@@ -341,7 +341,7 @@ class Engine:
         Only targets that the loss counts. Exact on any mesh. each: called on every rank with the scores of all rows of
         each batch. Raises NoBatchesError without any batch.
         """
-        self._updating.check_whole()
+        self._optimizer_half.check_whole()
         return self._evaluation.scores(batches, local=local, each=each)
 
     def generate(
@@ -365,7 +365,7 @@ class Engine:
         """
         ends = tuple(stop) if stop is not None else None
         options = Options(max_new_tokens, temperature, top_k, top_p, ends, seed)
-        self._updating.check_whole()
+        self._optimizer_half.check_whole()
         return self._evaluation.generate(prompts, options)
 
     # --- the state
@@ -486,7 +486,7 @@ class Engine:
             facts = (stated(n, x, where="engine.set", fix=same) for n, x in settable.items())
             self._checks.call("setting options", *facts)
             self._options = changed
-            self._updating.set_options(**settable)
+            self._optimizer_half.set_options(**settable)
 
     def _check_nothing_waits(self, call: str) -> None:
         if self._waiting:
@@ -598,33 +598,33 @@ class Engine:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer that the user's function made; None if this rank has nothing to train."""
-        return self._updating.optimizer
+        return self._optimizer_half.optimizer
 
     @property
     def scheduler(self) -> Any:
         """What the user's function returned: a scheduler or a list of them; None without one."""
-        schedulers = self._updating.schedulers
+        schedulers = self._optimizer_half.schedulers
         return schedulers.returned if schedulers is not None else None
 
     @property
     def scaler(self) -> LossScaler | None:
         """The loss scaling of `precision.loss_scale`, or None."""
-        return self._updating.scaler
+        return self._optimizer_half.scaler
 
     @property
     def clip_norm(self) -> float | None:
         """The norm that gradients are clipped to; `set` changes it."""
-        return self._updating.clip_norm
+        return self._optimizer_half.clip_norm
 
     @property
     def grad_norm(self) -> Tensor | None:
         """2-norm of the last step's whole gradient, before clipping; None if nothing needs it."""
-        return self._updating.norm
+        return self._optimizer_half.norm
 
     @property
     def whole(self) -> bool:
-        """Whether all of the state belongs to the same step. False after an error in an update."""
-        return self._updating.whole
+        """Whether all of the state belongs to the same step. False after an error in an update or a load."""
+        return self._optimizer_half.whole
 
     @property
     def lr(self) -> float | None:
@@ -643,8 +643,8 @@ class Engine:
 
     def check_schedule(self, steps: int) -> None:
         """Raise ShardcError if the learning-rate schedule ends before so many more steps."""
-        if self._updating.schedulers is not None:
-            self._updating.schedulers.check_room(steps)
+        if self._optimizer_half.schedulers is not None:
+            self._optimizer_half.schedulers.check_room(steps)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and "_made" in self.__dict__:

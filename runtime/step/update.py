@@ -65,9 +65,9 @@ class Update:
         """Apply the options that `engine.set` may change."""
         self.clip_norm, self._nonfinite = clip_norm, nonfinite
         self._needs_norm = norm or clip_norm is not None or nonfinite != "ignore"
-        at_once = clip_norm is not None or nonfinite != "ignore" or self.scaler is not None
+        needs_all = clip_norm is not None or nonfinite != "ignore" or self.scaler is not None
         #: Whether an update may begin before all gradients are there.
-        self._may_begin_early = not at_once and not self.model.offload.places
+        self._may_begin_early = not needs_all and not self.model.offload.places
         self._overlapped = (
             OverlappedStep(self.optimizer, self.model.owned)
             if self.optimizer is not None
@@ -98,7 +98,7 @@ class Update:
         return self.scaler.scale if self.scaler is not None else lambda gradient: gradient
 
     def begin(self, *, early: bool) -> None:
-        """Clear the last step's gradients. early: this step may step or send a bucket while others are summed."""
+        """Clear the last step's gradients. early: buckets may be updated or sent while others are summed."""
         model = self.model
         self._steps_early = early and self._overlapped is not None and self._overlapped.begin_if_possible()
         self._sends_early = early and self._may_begin_early and model.matrices is not None

@@ -62,7 +62,7 @@ class Bucket:
         self.tag, self.mesh, self._aliased = f"bucket{index}", mesh, aliased
         self._offload, self._gathered, self._last, self._launched = offload, gathered, last, launched
         # of a late bucket (tied weights: stages on other ranks use them too): the parameters that are trained anywhere
-        self.elsewhere = trained_params(program).intersection(self.spec.params) if self.spec.late else frozenset()
+        self.trained_by_any = trained_params(program).intersection(self.spec.params) if self.spec.late else frozenset()
         self.flat = Flat.of(program, self.spec)
         self.params: dict[str, nn.Parameter] = {}  # whole local parts, as the graph has them; none at ZeRO 3
         self.owned: dict[str, nn.Parameter] = {}
@@ -87,12 +87,11 @@ class Bucket:
         rounds = bool(self.spec.rounded) and not self.whole
         self._rounded = RoundedGather(self.spec, self.flat, self.runs, mesh, self.tag) if rounds else None
         self._trains: dict[str, bool] = {}
-        self._whole: Tensor | None = None  # ZeRO 1 and 2: all parameters, as ops take them
+        self._flat_params: Tensor | None = None  # ZeRO 1 and 2: all parameters, as ops take them
         self._master: Tensor | None = None  # this rank's part, as stored
         self._home: Home | None = None  # where the master is, if it is not on the device
         self._versions = 0
-        #: With `keep`: the gathered parameters, until the step's last backward.
-        self._kept_whole: tuple[Tensor, Work] | None = None
+        self._kept_whole: tuple[Tensor, Work] | None = None  # `keep`: gathered parameters, until the last backward
 
     # --- parameters
 
@@ -108,8 +107,8 @@ class Bucket:
         if self._master is None:
             self._master = self._make_master(p)
         with torch.no_grad():
-            if self._whole is not None:
-                place = self._named(self._whole)[name]
+            if self._flat_params is not None:
+                place = self._named(self._flat_params)[name]
                 place.copy_(p)
                 self.params[name] = nn.Parameter(place, requires_grad=p.requires_grad)
             run = self.runs[name]
@@ -118,11 +117,11 @@ class Bucket:
         return self
 
     def _make_master(self, p: nn.Parameter) -> Tensor:
-        """Allocate this rank's part of the parameters as stored, zeros at first."""
+        """Allocate whole parameters (ZeRO 1, 2) and this rank's part, perhaps a view of them. All are zeros."""
         if self.whole:
-            self._whole = torch.zeros(self.flat.padded, dtype=self.spec.compute or p.dtype, device=p.device)
-            if self._whole.dtype == p.dtype:
-                return self._whole[self.low : self.high]
+            self._flat_params = torch.zeros(self.flat.padded, dtype=self.spec.compute or p.dtype, device=p.device)
+            if self._flat_params.dtype == p.dtype:
+                return self._flat_params[self.low : self.high]
         self._home = self._offload.room("optimizer" if self.whole else "parameters", self.flat.part, p.dtype)
         if self._home is not None:
             return self._home.tensor
@@ -172,16 +171,16 @@ class Bucket:
     def publish(self) -> None:
         """Start to gather the other ranks' parts, after an update."""
         self._kept_whole = None  # it has the values from before the update
-        if self._whole is None:
+        if (flat := self._flat_params) is None:
             return
         assert self._master is not None
         self._gather.wait()  # of two running gathers the first may end last
-        part = self._whole[self.low : self.high]
+        part = flat[self.low : self.high]
         if self.spec.compute is not None:
             part.copy_(self._master)
             if self._home is not None:
-                self._home.slot.behind()
-        self._gather = self.mesh.start_all_gather(part, self._whole, self.spec.shard, direction="update", tag=self.tag)
+                self._home.slot.behind()  # its memory may be released until the next update
+        self._gather = self.mesh.start_all_gather(part, flat, self.spec.shard, direction="update", tag=self.tag)
         self._versions = self._version()
 
     def wait_for_gather(self) -> None:
@@ -273,7 +272,7 @@ class Bucket:
         """The buffer of whole gradients, or None."""
         return self._buffer
 
-    def _flat(self) -> Tensor:
+    def _ensure_buffer(self) -> Tensor:
         """Return the buffer of whole gradients; make it when the first one arrives."""
         if self._buffer is None:
             self._buffer = torch.empty(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
@@ -301,7 +300,7 @@ class Bucket:
             self._launched(self)
 
     def _add(self, name: str, grad: Tensor) -> None:
-        self._flat()
+        self._ensure_buffer()
         if name in self._in_buffer:
             self._views[name].add_(grad)
         else:
@@ -312,7 +311,7 @@ class Bucket:
 
     def _with_zeros(self) -> Tensor:
         """Return the buffer, with zeros for the gradients that did not arrive."""
-        buffer = self._flat()
+        buffer = self._ensure_buffer()
         for name in self.spec.params:
             if name not in self._in_buffer:
                 self._views[name].zero_()
@@ -320,56 +319,56 @@ class Bucket:
 
     def launch(self) -> None:
         """Start the sum of the buffer over ranks, in the background: see buckets.py."""
-        flat = self._with_zeros()
+        buffer = self._with_zeros()
         if not self.sharded:
-            self._work = self.mesh.start_all_reduce(flat, self.spec.axes, direction="backward", tag=self.tag)
+            self._work = self.mesh.start_all_reduce(buffer, self.spec.axes, direction="backward", tag=self.tag)
             return
         if not self.scatters:
-            self._sum = flat[self.low : self.high]
-            self._reduce(flat, self._sum)
-            self._sum_rest(self._sum, at_once=True)
+            self._sum = buffer[self.low : self.high]
+            self._reduce(buffer, self._sum)
+            self._sum_rest(self._sum, without_waiting=True)
             return
         self.advance_sum()
-        self._sum_input, self._sum_output = flat, torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
+        self._sum_input = buffer
+        self._sum_output = torch.empty(self.flat.part, dtype=buffer.dtype, device=buffer.device)
         self._free()
-        self._reduce(flat, self._sum_output)
-        self._final = not self.spec.late and self._last(self)  # others may have the last of a late one
+        self._reduce(buffer, self._sum_output)
+        self._final = not self.spec.late and self._last(self)  # late: see `close`, as another rank may be the last
         if self._final and self._sum is None:
-            self._sum_rest(self._sum_output, at_once=True)
+            self._sum_rest(self._sum_output, without_waiting=True)
 
-    def _reduce(self, flat: Tensor, part: Tensor) -> None:
-        """Start to sum flat into part."""
+    def _reduce(self, full: Tensor, part: Tensor) -> None:
+        """Start to sum the full buffer into this rank's part."""
         if self.spec.shard in self.spec.axes:
-            self._work = self.mesh.start_reduce_scatter(flat, part, self.spec.shard, direction="backward", tag=self.tag)
-        elif self.scatters:  # else part is a view of flat
-            part.copy_(flat[self.low : self.high])  # all ranks of the axis have the same gradient
+            self._work = self.mesh.start_reduce_scatter(full, part, self.spec.shard, direction="backward", tag=self.tag)
+        elif self.scatters:  # else part is a view of full
+            part.copy_(full[self.low : self.high])  # all ranks of the axis have the same gradient
 
     @property
     def _rest_due(self) -> bool:
         """Whether a sum over the other axes has still to start."""
         return not self._rest_started and bool(self.rest) and self.mesh.members(self.rest) > 1
 
-    def _sum_rest(self, part: Tensor, *, at_once: bool = False) -> None:
+    def _sum_rest(self, part: Tensor, *, without_waiting: bool = False) -> None:
         """Start the sum over the other axes, once a step.
 
-        at_once: queue it behind the sum over the first axis, without waiting for that here; only on meshes with
-        streams.
+        without_waiting: queue it behind the sum over the shard axis, on a mesh with streams; else do nothing.
         """
-        if not self._rest_due or (at_once and not self.mesh.streams):
+        if not self._rest_due or (without_waiting and not self.mesh.streams):
             return
-        with self.mesh.after(self._work) if at_once else nullcontext():
+        with self.mesh.after(self._work) if without_waiting else nullcontext():
             self._rest_work = self.mesh.start_all_reduce(part, self.rest, direction="backward", tag=self.tag)
         self._rest_started = True
 
     def advance_sum(self) -> None:
-        """Wait for the running sum; start that over the other axes. ZeRO 0, ZeRO 1 on a GPU: do nothing."""
+        """Wait for the running sum (not at ZeRO 0); after the step's last, start that over the other axes."""
         if self._sum_output is not None:
             self._work.wait()
             self._sum = self._sum_output if self._sum is None else self._sum.add_(self._sum_output)
             self._sum_output = self._sum_input = None
             if self._final:
                 self._sum_rest(self._sum)
-        elif not self.scatters and self._sum is not None and (self._rest_due or not self.mesh.streams):
+        elif not self.scatters and self._sum is not None and (self._rest_due or not self.mesh.streams):  # ZeRO 1 on CPU
             self._work.wait()
             self._sum_rest(self._sum)
 
@@ -385,7 +384,7 @@ class Bucket:
         if self._buffer is not None:  # the last backward did not reach this bucket
             self.launch()
         self.advance_sum()
-        if self._sum is None and self.elsewhere:  # ranks of other stages sum with this one
+        if self._sum is None and self.trained_by_any:  # ranks of other stages sum with this one
             self._sum = torch.zeros(self.flat.part, dtype=self.spec.dtype, device=self.mesh.device)
         if self._sum is not None:
             self._sum_rest(self._sum)
@@ -412,7 +411,7 @@ class Bucket:
         for name, p in self.owned.items():
             # the new sum, plus gradients from before the step, plus those of loss terms outside of the graph (aliased)
             others = [g for g in (self._kept.get(name), p.grad) if g is not None]
-            if name in (self.seen | self.elsewhere) and name in sums:
+            if name in (self.seen | self.trained_by_any) and name in sums:
                 others.insert(0, sums[name].to(p.dtype))
             p.grad = others[0] if others else None
             for g in others[1:]:

@@ -17,8 +17,8 @@ When a sum starts, and when a rank waits for it (`Bucket.launch`, `advance_sum`)
 
     * when the bucket is full and those before it have started; buckets that did not fill, after the (stage's) backward.
     ZeRO 1 to 3: once a step an all_reduce over the other data axes follows. `late` buckets (of parameters that stages
-    on other ranks use too): ZeRO 0 and 1 start them in `finish`, 2 and 3 that all_reduce. With `early`, a bucket whose
-    last sum runs is finished when the next one has started.
+    on other ranks use too): `finish` starts their sum (ZeRO 0, 1), or only that all_reduce (2, 3). With `early`, a
+    bucket whose last sum runs is finished when the next one has started.
 
 A step at ZeRO 2 with two microbatches and buckets a, b (the backward graph calls `ops.accumulate` for each gradient and
 `ops.launch` where a bucket is full):
@@ -81,19 +81,19 @@ class Buckets:
         )
         indices = [i for i, b in enumerate(program.buckets) if not stages.isdisjoint(b.stages)]
         self._all = [
-            Bucket(program, i, mesh, offload, self._gathered, self._is_last, self._launched, aliased=aliased)
+            Bucket(program, i, mesh, offload, self._gathered, self._is_last, self._wait_for_earlier, aliased=aliased)
             for i in indices
             if program.buckets[i].zero or mesh.members(program.buckets[i].axes) > 1
         ]
         self._stages = {b: stages.intersection(b.spec.stages) for b in self._all}
-        #: The stages of each bucket whose last backward of the step has not started.
+        #: By bucket: those of its stages whose last backward of the step has not started.
         self._left: dict[Bucket, set[int]] = {}
         self._of = {n: b for b in self._all for n in b.spec.params}
-        #: The buckets that are summed once a step, in order, and the index of the next one to start.
+        #: ZeRO 0 and 1: the buckets, which are summed once a step, in order, and the index of the next one to start.
         self._once = [b for b in self._all if not b.scatters]
         self._next = 0
         #: ZeRO 2: the buckets that every backward sums; those that the running backward has yet to start.
-        self._each = [b for b in self._all if b.scatters and b.whole]
+        self._scattered = [b for b in self._all if b.scatters and b.whole]
         self._due: deque[Bucket] = deque()
         self._active = False
         self._in_flight: list[Bucket] = []
@@ -114,7 +114,7 @@ class Buckets:
         #: The parameters that are in no bucket.
         self.unsummed = [name for name in self.owned if name not in self._of]
         self.runs: dict[str, FlatShard] = {n: run for b in self._all for n, run in b.runs.items()}
-        for b in (*self._once, *self._each):
+        for b in (*self._once, *self._scattered):
             for name, p in b.params.items():
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(self._hook(b, name))  # type: ignore[no-untyped-call]
@@ -129,7 +129,7 @@ class Buckets:
         return set(self._of)
 
     @property
-    def of_each(self) -> list[Sequence[str]]:
+    def names_by_bucket(self) -> list[Sequence[str]]:
         """The parameters of each bucket, as `finish` passes them to `reduced`."""
         return [b.spec.params for b in self._all]
 
@@ -163,7 +163,7 @@ class Buckets:
                 b.start(first)
             if last:
                 self._left[b].discard(stage)
-        self._due = deque(b for b in self._each if stage in self._stages[b])
+        self._due = deque(b for b in self._scattered if stage in self._stages[b])
 
     def pause(self) -> None:
         """End a backward that others of the same step may follow."""
@@ -174,10 +174,10 @@ class Buckets:
         for b in self._once:
             if not self._left[b]:
                 b.missing = set()  # missing gradients will not come any more
-        self._launch(all_of_them=False)
+        self._start_once(all_of_them=False)
 
     def reset(self, *, forward: bool = False) -> None:
-        """Forget a failed backward. forward: forwards without backward too. No backward may be running."""
+        """Forget what a failed step left. No backward may run. forward: also gathers that a forward left."""
         if self._active or forward:
             self._gathered.finish()
         self._due.clear()
@@ -195,9 +195,9 @@ class Buckets:
     def launch(self) -> None:
         """Start the sums that are due, after some gradients have arrived."""
         self._scatter(all_of_them=False)
-        self._launch(all_of_them=False)
+        self._start_once(all_of_them=False)
 
-    def _launch(self, *, all_of_them: bool) -> None:
+    def _start_once(self, *, all_of_them: bool) -> None:
         """Start the due buckets that are summed once a step, in the same order on every rank."""
         while self._next < len(self._once):
             bucket = self._once[self._next]
@@ -205,16 +205,16 @@ class Buckets:
                 return
             bucket.launch()
             self._next += 1
-            self._launched(bucket)
+            self._wait_for_earlier(bucket)
 
     def _scatter(self, *, all_of_them: bool) -> None:
         """Start the due buckets that are summed in every backward, in the same order on every rank."""
         while self._due and (all_of_them or not self._due[0].missing):
             bucket = self._due.popleft()
             bucket.launch()
-            self._launched(bucket)
+            self._wait_for_earlier(bucket)
 
-    def _launched(self, bucket: Bucket) -> None:
+    def _wait_for_earlier(self, bucket: Bucket) -> None:
         """Wait for the sums that started before that of `bucket`, to free their buffers."""
         for other in (b for b in self._in_flight if b is not bucket):
             other.advance_sum()
@@ -225,10 +225,10 @@ class Buckets:
         self._in_flight = [bucket]
 
     def finish(self, reduced: Reduced | None = None) -> None:
-        """Wait for all sums, after backward. reduced: called for each bucket while later sums still run."""
+        """Wait for all sums, after backward. reduced: called for each bucket that `early` did not get."""
         self._scatter(all_of_them=True)
         self._left = {b: set() for b in self._all}
-        self._launch(all_of_them=True)
+        self._start_once(all_of_them=True)
         self._gathered.finish()
         left = [b for b in self._all if b not in self._done]
         for b in left:

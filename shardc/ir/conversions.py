@@ -44,8 +44,8 @@ class Conversion:
 
     forward, backward: the move of the value, and of its gradient. suffix: ends the name of the result (`proj_sum`).
     distance: if a value exists in several forms, the nearest is converted: with the smallest sum over the axes. 1 or 2
-    sends nothing, 20 only in backward, 30 to 50 in forward (unshard_partial: later); they are only compared.
-    deferred: added to the price, in all_gathers, for the sum that is still to be done: 3, above an all_reduce's 2.
+    sends nothing (shard: in backward), 20 only in backward, 30 to 50 in forward (unshard_partial: later).
+    deferred: added to the price, in all_gathers, for a sum that unshard_partial puts off: 3, above an all_reduce's 2.
     reason: why a program needs it. merged: one call converts several axes, in one collective.
     """
 
@@ -81,7 +81,7 @@ class Conversion:
 # The table keeps its columns, hence no formatter.
 # fmt: off
 #: The order of rows is the order of steps for a value that is converted on several axes: cut first, so that less is
-#: sent; then exchange, sum, gather; the last four send nothing in forward. (Nor does first_grad.)
+#: sent; then exchange, sum, gather. Only rows from reduce_scatter to all_gather_partial_grad send in forward.
 CONVERSIONS = (
     #          from         to           op                         forward           backward          suffix distance
     Conversion(Replicate,   Shard,       "shard",                   "slice",          "all_gather",     "cut",    1,

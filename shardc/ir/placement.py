@@ -63,7 +63,7 @@ class Shard:
 
     @property
     def in_order(self) -> bool:
-        """Whether `split` alone defines an index's rank and place: no sections, no padding between blocks."""
+        """Whether `signed` alone defines an index's rank and place: no sections, no padding between blocks."""
         return not self.sections and (self.blocks == 1 or not self.padding)
 
     def padded(self, size: int) -> int:
@@ -128,7 +128,7 @@ class Layout:
         return list({s.dim: s for _, s in self.shards() if s.padding}.values())
 
     def local_split(self, axis: str, mesh: Mesh) -> int:
-        """Return `split` of this axis's shard after all *other* axes' cuts; negative if it is mirrored."""
+        """Return `split` of this axis's shard after the cuts of outer axes; negative if it is mirrored."""
         shard = self[axis]
         assert isinstance(shard, Shard)
         return -self._free(axis, mesh) if shard.mirrored else self._free(axis, mesh)
@@ -250,15 +250,15 @@ def runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int
             before = s.split * n
     merged: list[tuple[int, int, int]] = []
     local = 0
-    for padded_start, real in stretches:  # real: the length with padding
+    for padded_start, padded_length in stretches:
         inside = padded_start % block  # its place in its block; a run is within one block
         start = padded_start - padded_start // block * pad.padding
-        length = max(0, min(real, block - pad.padding - inside))
+        length = max(0, min(padded_length, block - pad.padding - inside))
         if merged and merged[-1][1] + merged[-1][2] == start and merged[-1][0] + merged[-1][2] == local:
             merged[-1] = (merged[-1][0], merged[-1][1], merged[-1][2] + length)
         elif length:
             merged.append((local, start, length))
-        local += real
+        local += padded_length
     return merged
 
 

@@ -121,9 +121,9 @@ def test_bucket_by_bucket() -> None:
 
     def work(mesh: Any, overlapped: bool) -> dict[str, Tensor]:
         engine = p.engine(NET, two, mesh=mesh)
-        assert engine._updating._overlapped is not None
+        assert engine._optimizer_half._overlapped is not None
         if not overlapped:
-            engine._updating._overlapped = None
+            engine._optimizer_half._overlapped = None
         for _ in range(STEPS):
             engine.step(X)
         return engine.full_state_dict()
