@@ -13,6 +13,7 @@ import pytest
 
 import shardc
 from shardc.artifact import folder_files, parser
+from shardc.artifact.program_ops import OF_TORCH
 from shardc.errors import ShardcError
 from tests import harm
 from tests.artifact import hostile
@@ -172,3 +173,9 @@ def test_a_graph_of_a_step_that_returns_what_a_stage_does(originals: list[Path])
     with pytest.raises(ShardcError, match="does not return the loss, and what the tables list beside it") as caught:
         shardc.load(hostile.attacked(attack, originals[2]))
     assert caught.value.where.endswith("stage0_forward.py")
+
+
+def test_namespaces_of_torch_are_words() -> None:
+    """A missing comma once spread one into its letters, each of which may be a user's namespace."""
+    assert {"xnnpack", "c10d", "quantized"} <= OF_TORCH
+    assert min(map(len, OF_TORCH)) > 2
