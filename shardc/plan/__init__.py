@@ -1,6 +1,4 @@
-"""Find the spec that trains a model fastest on a number of devices, and whether it fits.
-
-`shardc plan` uses the cost model alone: it needs no device and no data.
+"""Find the spec that trains a model fastest on a number of devices, without a device and without data.
 
 planner       plans, prices given specs and answers questions; search: finds the best specs in two tiers
 space         the choices: mesh, ZeRO, schedule, recomputation, ...

@@ -27,7 +27,7 @@ from shardc.plan.space import Layers
 from shardc.runtime.data import inputs
 from shardc.torch_private import pytree
 
-#: Units of layers, enough to see what each adds: stages of one (the first), one, two, and one (the last).
+#: Units of layers that show what each adds: stages of one (the first), one, two, and one (the last).
 UNITS = 5
 
 
@@ -58,7 +58,7 @@ class Facts:
     encoders: Sequence[str] = ()
 
 
-#: Attributes in which transformers' layers keep their own number.
+#: Attributes in which the layers of transformers keep their number.
 _NUMBERS = ("layer_idx", "layer_id", "layer_index")
 Loss = Callable[[Any, Any], Tensor]
 

@@ -32,13 +32,13 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-#: What is estimated at so many times the best price may be faster all the same.
+#: A spec may be faster than the best although its estimate is up to this many times the best price.
 UNSURE = 1.15
-#: Shares of the room for live bytes: the next one where nothing fits that was thought to.
+#: Shares of memory to fill with live bytes: the next is tried if specs that should fit do not.
 TIGHT = (1.0, 0.9, 0.75, 0.6)
 
 
-#: The share of a device's memory that is left, where nobody says another one.
+#: The default share of a device's memory to leave free.
 HEADROOM = 0.0
 
 
@@ -121,7 +121,7 @@ class Planner:
         section = PRECISIONS[self.precision]
         return str(section.get("compute", section.get("params", self.facts.dtype)))
 
-    # --- which spec
+    # --- the best spec
 
     def search(self, devices: int, batch: int | None) -> Plan:
         finder = self.finder
@@ -143,7 +143,7 @@ class Planner:
         def best() -> float:
             return min((p.seconds for p in exact.values() if p.needs <= self.usable), default=math.inf)
 
-        for tight in TIGHT:  # more is reserved than is live: where nothing fits, others are the best
+        for tight in TIGHT:  # reserved memory exceeds live memory: if nothing fits, leave room
             finder.tight = tight
             some = self.ranked(devices, rows, cores)
             exact |= finder.refine(some)
@@ -154,7 +154,7 @@ class Planner:
         while best() < math.inf and devices % 2 == 0:
             devices //= 2
             limit = UNSURE * best()
-            if least * rows / devices > limit:  # still fewer are slower still
+            if least * rows / devices > limit:  # fewer devices are even slower
                 break
             some = finder.ranked(devices, rows, finder.splits(devices), below=limit)
             if some and some[0][1].peak <= finder.room and some[0][1].seconds <= limit:
@@ -175,10 +175,7 @@ class Planner:
         return Candidate(Spec.load(spec(c, self.template, p.counts if c.pp > 1 else ())), p, target)
 
     def _batch(self, devices: int, batch: int | None, cores: list[Core]) -> tuple[int, str]:
-        """Return the rows of the global batch, and a note on where the number comes from.
-
-        cores: the splits of so many devices. Raises ShardcError if the rows cannot be spread over the devices.
-        """
+        """Return the rows of the global batch, and a note on their source. cores: splits of so many devices."""
         rows, finder = self.facts.rows, self.finder
         longer = [longer for core in cores for longer in finder.longer(core, devices)]
 
@@ -221,7 +218,7 @@ class Planner:
         found.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.needs))
         return Plan(found[0].target, tuple(found), len(found))
 
-    # --- how much, how few
+    # --- largest batch, sequence and model; fewest devices
 
     def largest(self, plan: Plan, what: str, *, given: bool = False) -> Plan:
         """Add the largest batch, model or sequence that the best candidate can take to the answers.
@@ -338,7 +335,7 @@ class Planner:
             fits = self._smallest(n, batch)
         return replace(plan, answers={**plan.answers, "fewest devices": answer})
 
-    # --- why, how long
+    # --- what would help, how long training takes
 
     def what_if(self, plan: Plan) -> Plan:
         """Add what would make the best candidate faster."""

@@ -47,7 +47,7 @@ from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import SCHEDULES, Costs, Schedule
 from shardc.spec import Spec
 
-#: Of causes of time: waiting for other stages.
+#: The cause of time in WHAT that is waiting for other stages.
 _STAGES = WHAT.index("pp")
 #: Parts of a step outside of microbatches.
 ENDS = ("before", "REDUCE", "STEP", "after", "update")
@@ -95,29 +95,29 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
     """Return the price of a spec for a global batch of so many rows. Raises ShardcError if compile does."""
     layers = library.layers
     each = spec.batch.microbatches
-    some = min(each, 3)  # the first, one like all between, the last
+    some = min(each, 3)  # the first, a typical one, the last
     less = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}
     less["batch"] = {**less.get("batch", {}), "microbatches": some}
     rows = batch // each * some
     if batch % (each * spec.data_ranks):
         return _whole(library, spec, batch)  # compile raises the error
-    side_by_side = spec.execution.overlap != "none"  # a pair costs what its text takes
+    side_by_side = spec.execution.overlap != "none"  # a pair is priced from its own program
     if side_by_side or not library.runs.treats_layers_alike(spec):
         return _whole(library, spec, batch)
-    summing = _summing(spec)  # each bucket of gradients at once
+    summing = _summing(spec)  # a bucket of gradients in one collective
     p, bucket = spec.pipeline, spec.data.bucket_bytes(summing) if summing > 1 else 0.0
     if p is None or spec.mesh.size(p.axis) == 1:
         less.pop("pipeline", None)
         stage, only = library.alone(less, rows, bucket)
         return _composed(library, spec, batch, [stage], [only], schedules.alone(each), ())
     pairs = p.schedule in schedules.SCHEDULES and schedules.SCHEDULES[p.schedule].pairs
-    if layers is None or p.schedule not in schedules.SCHEDULES or pairs:  # a pair costs what its text takes
+    if layers is None or p.schedule not in schedules.SCHEDULES or pairs:  # as above
         return _whole(library, spec, batch)
     stages = library.pipelined(less, rows, p.axis)
     counts = counted(spec, stages, layers.number)
     middle, two = stages.ranks["one"].weights.trained, stages.ranks["two"].weights.trained
     times = fill(bucket, two - middle)
-    if 1 < times < max(counts) / layers.period:  # else it fills none
+    if 1 < times < max(counts) / layers.period:  # otherwise no bucket is full
         if library.number is None and library.short(times):
             return _whole(library, spec, batch, counts)
         if not library.short(times):
@@ -184,7 +184,7 @@ def spread(busy: Sequence[float], layers: int) -> list[int]:
     >>> spread([1.5, 1.0, 1.0], 3)
     [0, 1, 2]
     """
-    # none is the soonest before all are within one layer of where they would be even, if layers could be divided
+    # start from the even time of fractional layers, rounded down: only the remainder needs the heap
     more = sorted(busy)
     even = (layers + sum(more)) / len(more)
     while more[-1] > even:
@@ -200,7 +200,7 @@ def spread(busy: Sequence[float], layers: int) -> list[int]:
     return counts
 
 
-#: More than what rounding to six digits changes, of two numbers.
+#: More than rounding two numbers to six digits changes their difference.
 _ROUNDED = 1e-5
 
 
@@ -315,10 +315,7 @@ def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, 
 
 
 def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = ()) -> Priced:
-    """Compile a spec's whole program and price it by a dry run of each rank.
-
-    counts: layers of each stage, if the spec leaves them open.
-    """
+    """Price a spec by dry runs of its whole program. counts: layers of stages that it leaves open."""
     if counts:
         p = {k: v for k, v in spec.to_dict()["pipeline"].items() if k not in ("stages", "cut")}
         spec = Spec.load({**spec.to_dict(), "mesh": dict(spec.mesh.axes), "pipeline": {**p, "balance": counts}})
@@ -339,14 +336,14 @@ def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = (
     return Priced(batch, cost.step_seconds, kinds, shown, *taken, peak.at, counts, flops=float(flops))
 
 
-# --- what the allocator takes
+# --- the allocator's memory
 
 
 def _communicators(run: DryRun) -> set[str]:
     return {r.axis for _, part in parts_of(run) for r in part.sent if r.bytes}
 
 
-#: What has less than this share of the highest live bytes reserves less.
+#: Ranks with less than this share of the highest live bytes reserve less than the fullest rank.
 _LIKELY = 0.8
 
 
@@ -383,7 +380,7 @@ def _reserved(few: Sequence[DryRun], schedule: Schedule, rank: int, live: float,
 
 
 def _copied(run: DryRun) -> DryRun:
-    """Return the dry run with new storages."""
+    """Return the dry run with new storages, for a second stage that has the same run."""
     copies: dict[Storage, Storage] = {}
 
     def part(p: Part) -> Part:
@@ -400,7 +397,7 @@ def _copied(run: DryRun) -> DryRun:
 
 
 def _shortened(schedule: Schedule) -> Schedule:
-    """Return the schedule with fewer microbatches, of which a rank keeps as many at once."""
+    """Return the schedule with fewer microbatches, but as many that a rank keeps: the rest is repetition."""
     ranks, most, per_rank = schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks
     if ranks == 1:
         return schedules.alone(min(most, 4))
@@ -441,7 +438,7 @@ def _microbatches(run: DryRun) -> dict[Key, Part]:
 
 
 def _same(named: Mapping[Key, Part], kind: str, which: str) -> Iterator[Part]:
-    """Yield the parts of an action from the most similar microbatch. I, and I with W, replace B and back."""
+    """Yield an action of the most similar microbatch. B can replace I, and I with W can replace B."""
     there, divided = {k for k, _ in named}, {"I": ("B",), "B": ("I", "W")}
     for one in (kind,) if kind in there else divided.get(kind, ()):
         yield from [named[one, w] for w in (which, "middle", "last", "first") if (one, w) in named][:1]

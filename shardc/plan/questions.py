@@ -73,7 +73,7 @@ class Largest:
 
 # --- what would help
 
-#: A vocabulary of 50,257 makes rows of the head's products begin anywhere, which keeps them from a GPU's usual kernels.
+#: With a vocabulary of 50,257, rows of the head's products are not aligned, so a GPU cannot use its usual kernels.
 ALIGNED = "sizes of products that are multiples of 8 (a padded vocabulary)"
 
 
@@ -91,9 +91,9 @@ def what_if(library: Library, spec: Spec, batch: int, usable: float) -> list[dic
 
     found = [answer(what, other, price(library.on(other), spec, batch)) for what, other in _others(library.device)]
     for what, one in _specs(spec):
-        with contextlib.suppress(ShardcError):  # what compile refuses would not help
+        with contextlib.suppress(ShardcError):  # compile may refuse a variant
             found.append(answer(what, library.device, price(library, one, batch)))
-    found = [x for x in found if x["what"] != ALIGNED or x["ratio"] < 1]  # of interest where some are not
+    found = [x for x in found if x["what"] != ALIGNED or x["ratio"] < 1]  # only if some sizes are not multiples
     return sorted(found, key=lambda x: x["ratio"])
 
 

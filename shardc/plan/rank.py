@@ -32,19 +32,19 @@ from shardc.plan.stage import BYTES, CAUSES, HIGH, NET, SENT, WHAT, N, Stage, Ve
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec.data_section import Data
 
-#: Microbatches of so many rows are priced from a run of one row; what is between lies on a line.
+#: Rows of the microbatches that are priced, from a run of one row; other numbers are interpolated linearly.
 ROWS = (1, 4, 16, 64)
 KIND = {k: i for i, k in enumerate(BYTES)}
 #: Kinds of bytes that grow with the rows of a microbatch, and are split with them.
 GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in BYTES])
-#: Of a rank, in one vector: seconds of a microbatch forward and backward by rows and cause, what it takes once a step,
-#: bytes that forward keeps, bytes at the highest moment above these, bytes that stay, bytes to the next rank, weights.
+#: Columns of a rank's vector: seconds of a microbatch forward and backward by rows and cause, seconds of once-a-step
+#: work, bytes that forward keeps, bytes of the peak above these, bytes of state, bytes to the next rank, Weights.
 _SIZES = len(ROWS) * len(WHAT), len(ROWS) * len(WHAT), len(ROWS), N, N, N, 1, len(Weights._fields)
 _ENDS_OF = np.cumsum((0, *_SIZES))
 F, B, ONCE, KEPT, HEIGHT, STAYS, SEND, WEIGHTS = (slice(int(a), int(b)) for a, b in itertools.pairwise(_ENDS_OF))
 _SUMMED = np.array([w not in ("dp", "ep") for w in WHAT])
 _DATA = Data()
-#: Of collectives that are hidden, the share that is seen in any case: of the first gather, the last sum.
+#: The share of hidden collectives that is always exposed: the first gather, the last sum.
 _SEEN = 0.05
 
 
@@ -196,8 +196,8 @@ def _schedule(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[
     return idle / (forward + backward), first, last
 
 
-#: What data axes and neighbours in a pipeline exchange: gathers and scatters of what is sharded, of experts that are
-#: sharded elsewhere, sums of what is left of what is not experts', and of what is; and what goes to the next stage.
+#: Collectives of data axes and pipeline neighbours: gathers and scatters of sharded weights, and of experts that are
+#: sharded over another axis; sums of the remaining gradients, not of experts and of experts; sends to the next stage.
 COLLECTIVES = ("gather", "scatter", "gather of experts", "scatter of experts", "sum", "sum of experts", "send")
 
 
@@ -230,7 +230,7 @@ def _line(
     if not axes:
         return 0.0, 0.0
     first = min(mesh.names.index(a) for a in axes)
-    inner = mesh.axes[first + 1 :] if axes == ("pp",) else mesh.axes[first:]  # what lies outside decides nothing
+    inner = mesh.axes[first + 1 :] if axes == ("pp",) else mesh.axes[first:]  # outer axes have no effect
     if (key := (kind, axes, inner)) not in known:
         ranks = Mesh((("pp", 2), *inner)).group(0, axes) if axes == ("pp",) else Mesh(inner).group(0, axes)
         none = collective_seconds(device, kind, 0, ranks)
@@ -290,14 +290,11 @@ def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> li
 
 
 def _weights(ranks: Vector) -> tuple[Vector, Vector, Vector, Vector]:
-    """Return bytes of weights in the compute dtype, bytes of gradients, experts' share, number of buckets.
-
-    Each has the shape [choices, ranks]. The buckets are of the smallest size.
-    """
+    """Return bytes of weights in the compute dtype, bytes of gradients, experts' share, number of buckets."""
     p, g = ranks[..., STAYS.start + KIND["parameters"]], ranks[..., STAYS.start + KIND["gradients"]]
     casts, experts, _, buckets, *_ = np.moveaxis(ranks[..., WEIGHTS], -1, 0)
     cast = np.minimum(casts, p)
-    whole = np.where(cast > 0, np.minimum(p - cast, p), p)  # what has no copy is used as it is stored
+    whole = np.where(cast > 0, np.minimum(p - cast, p), p)  # weights without a copy are used as stored
     return whole, g, np.minimum(experts / np.where(p > 0, p, 1.0), 1.0), buckets
 
 
@@ -320,7 +317,7 @@ def _peaks(t: Table, ranks: Vector, core: Core, one_microbatch: bool) -> Vector:
     stays[..., g] *= np.where((zero > 1) & ~kept_whole, part, 1)
     stays[..., p] = np.where(t.all[:, None], cast, stays[..., p])
     casts = cast * casts_kept(core.checkpoint)
-    if one_microbatch:  # they were counted as the microbatch's
+    if one_microbatch:  # casts were counted in the microbatch
         kept[..., a] -= casts
     kept = np.where(GROW, kept * rows, 0)
     stays[..., p] += np.where(zero == 0, casts, 0)
@@ -336,7 +333,7 @@ def _step(t: Table, ranks: Vector, uneven: Vector, core: Core, device: Device) -
     shape = (*ranks.shape[:2], len(ROWS), len(WHAT))
     f, b = ((ranks[..., s].reshape(shape).sum(3) * t.of_rows[:, None]).sum(2) for s in (F, B))
     once, m, zero = (ranks[..., ONCE] * t.of_rows[:, None]).sum(2), t.m[:, None], t.zero[:, None]
-    # with ZeRO weights are there in the dtype of products: no microbatch casts them, nor widens their gradients
+    # ZeRO gathers weights in the compute dtype: no microbatch casts them, or casts their gradients back
     casting, kept = _casting(ranks, device), casts_kept(core.checkpoint)
     f = f - np.where(zero > 0, np.minimum(casting * (1 - kept), f), 0)
     b = b - np.where(zero > 0, np.minimum(casting * (2 - kept), b), 0)
@@ -348,7 +345,7 @@ def _step(t: Table, ranks: Vector, uneven: Vector, core: Core, device: Device) -
     waits = waits + np.where(t.pp > 1, 2 * (t.pp - 1), 0)[:, None] * t.taken(
         6, ranks[..., SEND.start] * t.rows[:, None], np.ones_like(once)
     )
-    # one stage after the other waits for gathers of the whole step
+    # stages wait one after another for the gathers of a whole step
     step = step * np.where(t.kept & (t.zero > 0), t.pp, 1)[:, None]
     return (m * busy + waits + once + step).max(1)  # type: ignore[no-any-return]
 
@@ -381,7 +378,7 @@ def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> t
     ends = t.per_rank[:, None] / buckets
     seen = np.maximum(ends, _SEEN)
 
-    # of what one op uses with others, as experts' weights are, nothing hides but what is computed between two buckets
+    # one op uses all experts' weights: only computation between two buckets hides their collectives
     together = np.minimum(ranks[..., WEIGHTS.start + 4] / np.maximum(smallest, 1e-9), 1.0)
 
     def in_turn(sent: Vector, computed: Vector, shown: Vector) -> Vector:
@@ -400,14 +397,11 @@ def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> t
     return once + np.maximum(last, 0), forward, backward
 
 
-# --- what was not run
+# --- splits that did not run
 
 
 def factors(near: Core, core: Core, block: Block, device: Device) -> Vector:
-    """Return the factors that turn the vector of a split that ran (`near`) into that of another split.
-
-    Work and activations are divided among more ranks. Collectives also depend on the links of their axis.
-    """
+    """Return the factors that turn the vector of a split that ran (`near`) into that of another split."""
     made = np.ones(int(_ENDS_OF[-1]))
     work = near.tp * near.cp / (core.tp * core.cp)
     p = max(float(block.unit[STAYS.start + KIND["parameters"]]), 1.0)
@@ -428,7 +422,7 @@ def factors(near: Core, core: Core, block: Block, device: Device) -> Vector:
     return made
 
 
-#: The share of experts in parameters, where no run says it.
+#: The assumed share of experts in parameters, if no run shows it.
 _UNKNOWN = 0.9
 
 

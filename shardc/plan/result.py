@@ -18,9 +18,8 @@ from shardc.spec import Spec
 class Target:
     """The model, devices and batch of a plan. sequence: tokens of a row; None: rows are not sequences.
 
-    batch: rows of the global batch. flops: of the model and one row, forward and backward, nothing recomputed.
-    dtype: of products. usable: bytes of a device's memory that a step may use. assumed: sentences on what the user left
-    open.
+    batch: rows of the global batch. flops: of one row, forward and backward, nothing recomputed. dtype: of products.
+    usable: bytes of a device's memory that a step may use. assumed: sentences on what the user left open.
     """
 
     model: str
@@ -129,7 +128,7 @@ class Candidate:
         spent = dict(self.priced.spent)
         computed = self.priced.flops / peak
         below = spent.pop("compute", 0.0) - computed
-        if below < 0 and "launch" in spent:  # of small products, whose time is that of starting them
+        if below < 0 and "launch" in spent:  # small products take the time of their launch
             spent["launch"], below = max(spent["launch"] + below, 0.0), min(spent["launch"] + below, 0.0)
         parts = {"peak": ideal, "again": computed - ideal, "below": below}
         return {name: s for name, s in {**parts, **spent}.items() if s}

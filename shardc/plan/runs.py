@@ -38,9 +38,9 @@ from shardc.runtime.step.engine_optimizer import assumed
 from shardc.spec import Spec
 from shardc.spec.data_section import Data
 
-#: Units of a stage that are buckets, so many that one more keeps no more: one fills while the one before it is summed.
+#: Buckets of a stage after which one more keeps no more bytes: one fills while the previous one is summed.
 _BASE = 2
-#: Units of a model whose dry run takes no longer than those of a few.
+#: The most units of a model whose dry run takes no longer than those of a few.
 _SHORT = 9
 
 
@@ -123,7 +123,7 @@ class Runs:
 
         units: of layers; None: all. at: coordinates on the pipeline's axis. Raises ShardcError if compile does.
         """
-        key = json.dumps([spec, rows, units, sequence, at])  # in its order: that of a mesh's axes counts
+        key = json.dumps([spec, rows, units, sequence, at])  # not sorted: the order of a mesh's axes matters
         if key not in self._found:
             try:
                 program = self._compiled(spec, rows, units, sequence)
@@ -257,7 +257,7 @@ class Library:
         assert layers is not None
         split = SCHEDULES[spec.get("pipeline", {}).get("schedule", "1f1b")].splits_backward
         mesh = {a: n for a, n in sizes.items() if a != axis}
-        inside = axis in sizes and next(iter(sizes)) != axis  # then neighbours elsewhere lie further apart
+        inside = axis in sizes and next(iter(sizes)) != axis  # then neighbours along outer axes are further apart
         key = json.dumps(
             ({**spec, "pipeline": split, "mesh": mesh}, rows, list(sizes.items()) if inside else (), times, more_rows)
         )
@@ -348,9 +348,7 @@ class Library:
 
 
 def fill(bucket: float, trained: float) -> int:
-    """Return about how many periods of layers fill a bucket of gradients.
-
-    trained: bytes of a period's parameters that get gradients.
+    """Return about how many periods of layers fill a bucket. trained: bytes of gradients of a period.
 
     >>> fill(25.0, 8.0), fill(25.0, 10.0), fill(25.0, 40.0), fill(0.0, 10.0)
     (3, 3, 1, 1)

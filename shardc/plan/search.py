@@ -1,7 +1,4 @@
-"""Search all choices: tier one ranks them by arithmetic, tier two prices the best by dry runs.
-
-Tier one is shardc.plan.rank. Tier two is shardc.plan.price: the best two dozen choices get their own dry runs.
-"""
+"""Search all choices: tier one (rank) estimates them, tier two (price) prices the best by dry runs."""
 
 from __future__ import annotations
 
@@ -35,23 +32,21 @@ from shardc.plan.stage import Vector
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
 
-#: How many blocks tier one runs at most, beside those that it begins with.
+#: The most blocks that tier one runs after those that it begins with.
 BLOCKS = 10
-#: What is foretold takes so much longer for each doubling of an axis between it and what was run: it leaves out some of
-#: what is sent.
+#: A prediction is raised by this share for each doubling of an axis from the block that ran: it omits some collectives.
 LESS_SURE = 0.02
-#: How many choices tier two prices, and from how many dry runs of their own; twice as many where nothing fits.
+#: The most choices that tier two prices, and their most dry runs: twice as many if nothing fits.
 PRICED, DRY_RUNS = 24, 6
-#: How many are priced that differ only in ZeRO and schedule: their first prices are off in the same way.
+#: The most choices to price that differ only in ZeRO and schedule: their estimates have the same error.
 ALIKE = 4
-#: Where one fits, others are priced whose first price is at most so many times its price, and so many times the memory.
+#: Once a choice fits, others are priced if their estimate is at most this many times its price, and the memory.
 SLOWER, LARGER = 1.12, 1.3
-#: How many choices of a split may be priced exactly.
+#: The most choices of a split that fit and may be priced exactly.
 BEST = 64
-#: What needs so many times the memory at first is not priced.
+#: Choices whose estimate is this many times the memory are not priced.
 FAR = 2.0
-#: Until a block with other recomputation is run: which part of the way from nothing to everything that is at best, in
-#: time, and in bytes.
+#: Position of each recomputation between none and full at best, in time and in bytes, until a block of it runs.
 SHARES: dict[Keep, tuple[float, float]] = {
     "cheap": (0.05, 0.9),
     "products": (0.15, 0.9),
@@ -63,7 +58,7 @@ SHARES: dict[Keep, tuple[float, float]] = {
     "full": (1.0, 1.0),
     "host": (1.0, 1.05),
 }
-#: What is recomputed where something does not fit without; in the machine's memory where nothing else fits.
+#: Recomputation to try if some choice does not fit without; `host` only if nothing else fits.
 KEEPS: tuple[Keep, ...] = tuple(k for k in CHECKPOINTS if k not in ("none", "host"))
 OnProgress = Callable[[str, int, int], None]
 
@@ -151,10 +146,10 @@ class Search:
         def fits() -> bool:
             return any(not x.key[0] for x in found.values())
 
-        if not fits() or batch * self.library.device.node < devices:  # parts of rows
+        if not fits() or batch * self.library.device.node < devices:  # cut rows
             longer = [longer for core in cores for longer in self.longer(core, devices)]
             found |= self._explored(longer, devices, batch, on_host, below)
-        if not fits():  # what recomputed layers keep, in the machine's memory
+        if not fits():  # recomputed layers keep values in host memory
             plain = [core for core in found if core.checkpoint == "none"]
             found |= self._explored(plain, devices, batch, on_host, below, ("host",))
         every = [x for core in found if found[core].run for x in found[core].best(core, self._sp(core))]
@@ -202,15 +197,12 @@ class Search:
             yield from (core._replace(checkpoint=k) for k in keeps)
 
     def _needed(self, core: Core) -> list[Core]:
-        """Return the blocks that a split's price follows from: two if recomputation has a budget."""
+        """Return the blocks that a split's estimate follows from: with a budget, those of `full` and `none`."""
         keeps: tuple[Keep, ...] = (core.checkpoint,) if budget(core.checkpoint) is None else ("full", "none")
         return [core._replace(checkpoint=k) for k in keeps]
 
     def _sources(self, core: Core) -> tuple[Core | None, ...]:
-        """Return the nearest blocks that ran, from which a split is predicted.
-
-        One each with the same recomputation, with none and with `full`; None if no such block ran.
-        """
+        """Return the nearest block that ran with the same recomputation, with none, and with `full`."""
         ran = [c for c, b in self._blocks.items() if b is not None]
         keeps = dict.fromkeys((core.checkpoint, "none", "full"))
         near = ([c for c in ran if c.checkpoint == k] for k in keeps)
@@ -275,7 +267,7 @@ class Search:
         if key not in self._tables:
             most = batch if self.library.microbatches > 1 else 1
             some = list(choices([core], devices, batch, self.cuts, most, self.library.device.node))
-            if on_host:  # parameters can be elsewhere where they are gathered before each use
+            if on_host:  # offloading parameters needs gathers before each use
                 some += [replace(c, offload=o) for c in some for o in OFFLOADS if o and (o != "all" or c.zero == 3)]
             self._tables[key] = Table(some, self.library.device, self._lines) if some else None
         return self._tables[key]
@@ -300,13 +292,10 @@ class Search:
         return found
 
     def refine(self, ranked: Sequence[tuple[Choice, Rough]]) -> dict[Choice, Priced]:
-        """Return exact prices of the best choices, and of more of them if these do not fit.
-
-        An exact price corrects the estimates of similar choices.
-        """
+        """Return exact prices of the best; each corrects the estimates of similar choices. More if none fits."""
         prices: dict[Choice, Priced] = {}
         dry_runs, families = set[object](), Counter[object]()
-        alike = ALIKE if self.library.facts.layers else ALIKE // 2  # each needs a dry run of its own
+        alike = ALIKE if self.library.facts.layers else ALIKE // 2  # each needs its own dry run
         off = _Off(self.memory, self.library.device.outside_bytes(0))
         rest = list(ranked)
         while rest and len(prices) < PRICED:
@@ -357,10 +346,7 @@ class Search:
                 self.refused[str(other)] = e
 
     def _dry_run(self, c: Choice) -> object:
-        """Return a key that is equal for choices priced from the same dry run.
-
-        A model with repeated layers has one dry run for several schedules and numbers of stages.
-        """
+        """Return a key that is equal for choices priced from the same dry run, which may serve many schedules."""
         whole = (
             (c.pp, c.schedule, c.per_rank)
             if self.library.facts.layers is None
@@ -370,7 +356,7 @@ class Search:
 
 
 class _Found(NamedTuple):
-    """The estimates of a split's choices. run: whether its block ran; known: the blocks that it follows from."""
+    """The estimates of a split's choices. run: whether its block ran; known: the blocks it follows from."""
 
     run: bool
     table: Table | None
@@ -444,7 +430,7 @@ def _corners(cores: Sequence[Core]) -> list[Core]:
     return [c for c in cores if c.tp in ends[0] and c.ep in ends[1] and c.cp == 1]
 
 
-#: Ranks of experts to begin with, at most.
+#: The most ranks of experts to begin with.
 _EXPERTS = 8
 
 
@@ -458,12 +444,12 @@ def _all_again(none: Block) -> Block:
         made[rank.HEIGHT] += v[rank.KEPT] * (1 - _BOUNDARY)
         return made
 
-    # a layer at a time is computed again
+    # one layer at a time is recomputed
     first, one, last = (again(v) for v in (none.first, none.one, none.last))
     unit = again(none.unit)
     unit[rank.HEIGHT] = none.unit[rank.HEIGHT]
     return replace(none, first=first, one=one, unit=unit, last=last)
 
 
-#: What is kept of a layer of which everything is computed again.
+#: The share of a fully recomputed layer's bytes that is kept.
 _BOUNDARY = 0.06

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from shardc.runtime.schedule import SCHEDULES
 
 Keep = Literal["none", "cheap", "products", "selective", "sent", "half", "quarter", "eighth", "full", "host"]
-#: What is recomputed, from nothing to everything, as an entry of `checkpoint:` beside `match`.
+#: Recomputation, from nothing to everything, as an entry of `checkpoint:` without `match`.
 CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
     "none": None,
     "cheap": {"recompute": "cheap"},
@@ -27,8 +27,7 @@ CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
     "full": {"save": []},
     "host": {"save": [], "offload": "cpu"},
 }
-#: What `data: {offload: ...}` keeps in the machine's memory: tried where nothing fits otherwise, as its copies have no
-#: price.
+#: What `data: {offload: ...}` keeps in host memory. Tried only if nothing else fits, as its copies have no price.
 Offload = Literal["", "optimizer", "all"]
 OFFLOADS: dict[Offload, dict[str, str]] = {
     "": {},
@@ -228,10 +227,9 @@ def tensor_widths(devices: int, node: int) -> tuple[list[int], list[int]]:
     return inside, [t for t in divisors(devices) if t in range(2 * node, 4 * node + 1, node)]
 
 
-#: Microbatches of more rows are tried only if that is all that a rank has.
+#: A microbatch of more rows is tried only if it holds all rows of a rank.
 ROWS = 64
-#: A rank of the sequence's axis has so many tokens of a row at least: with fewer, what it sends is soon more than what
-#: it computes.
+#: The fewest tokens of a row on a rank of the sequence axis: with fewer, it soon sends more than it computes.
 TOKENS = 1024
 
 
@@ -269,7 +267,7 @@ def choices(
             base = Choice(pp, dp, cp, ep, tp, sp, checkpoint=keep)
             for rows in (r for r in divisors(each) if (r & (r - 1) == 0 and r <= ROWS) or r == each):
                 if each // rows > most or (rows > 1 and pp > 1 and each // rows < pp and each // pp > 0):
-                    continue  # too many, or too few to fill the pipeline, as fewer rows would
+                    continue  # too many for the model, or too few to fill the pipeline although fewer rows fill it
                 sized = _with(base, rows=rows, microbatches=each // rows)
                 for one in placed(sized, node):
                     for sharded in sharding(one, node):
@@ -306,7 +304,7 @@ def scheduled(c: Choice, layers: int) -> Iterator[Choice]:
         return
     for name, maker in SCHEDULES.items():
         if maker.splits_backward and (c.zero == 3 or c.checkpoint != "none"):
-            # the second half of backward keeps what the first one gathered or computed again: nothing is saved
+            # the second half of backward needs what the first one gathered or recomputed: this saves no memory
             continue
         for v in maker.per_rank:
             if c.pp * v <= layers:

@@ -20,23 +20,22 @@ from shardc.runtime.schedule.actions import PAIRS
 from shardc.spec import Spec
 
 Vector = NDArray[np.float64]
-#: Kinds of bytes. Temporaries that are no larger with more rows, as a layer's gradients of weights, are one more.
+#: Kinds of bytes; "still": temporaries that do not grow with rows, such as a layer's gradients of weights.
 BYTES = (*KINDS, "still")
 N = len(BYTES)
-#: What a rank's time goes to: products, memory traffic, starting small ops, waiting for the collectives of an axis.
+#: Causes of a rank's time: products, memory traffic, starting small ops, waiting for the collectives of an axis.
 WHAT = ("compute", "memory", "launch", "tp", "cp", "ep", "dp", "pp")
 #: Columns: bytes left behind, bytes at the highest moment, seconds by cause; flops, bytes sent to the next stage, and
-#: seconds of waiting for what the last update began.
+#: seconds of waiting for collectives that the last update began.
 NET, HIGH, CAUSES = slice(0, N), slice(N, 2 * N), slice(2 * N, 2 * N + len(WHAT))
 FLOPS, SENT, OF_UPDATE = range(CAUSES.stop, CAUSES.stop + 3)
 WIDTH = OF_UPDATE + 1
-#: What the first microbatch leaves for the others: gradients, weights that were cast, those that are kept gathered.
+#: What the first microbatch leaves for the others: gradients, cast weights, weights that stay gathered.
 SHARED = "gradients", "parameters", "gathered"
 _SHARED = [KINDS.index(k) for k in SHARED]
 _KIND, _STILL, _STAGES = {k: i for i, k in enumerate(KINDS)}, BYTES.index("still"), WHAT.index("pp")
 
-#: Of a part: (kind of action, or "before", "after", "update", "resident"; "first", "middle" or "last" of its
-#: microbatch).
+#: Key of a part: (kind of action, or "before", "after", "update", "resident"; "first", "middle" or "last" microbatch).
 Key = tuple[str, str]
 Stage = dict[Key, Vector]
 

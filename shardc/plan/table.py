@@ -38,7 +38,7 @@ WATERFALL = {
     "launch": "starting small ops",
 }
 WIDTH = 12
-#: The letters that a bar is drawn with where there are no colours.
+#: The letters of a bar without colours.
 LETTERS = {
     "parameters": "P",
     "optimizer": "O",
@@ -113,7 +113,7 @@ def zero(c: Candidate) -> str:
     d, sizes = c.spec.data, dict(c.spec.mesh.axes)
     said = [str(d.zero)]
     said += ["kept"] if d.keep else []
-    if d.zero and len(d.axis) > 1:  # experts are over ep already, so over dp
+    if d.zero and len(d.axis) > 1:  # ep splits experts already, so ZeRO shards them over dp
         over_experts = d.axis[-1] in c.spec.expert_axes
         said += [f"over {d.axis[-1]}, experts {d.axis[0]}" if over_experts else f"{sizes[d.axis[0]]} replicas"]
     said += [f"{x} on host" for x in ("optimizer", "parameters") if getattr(d.offload, x) != "none"]
