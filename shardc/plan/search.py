@@ -36,7 +36,7 @@ from shardc.spec import Spec
 BLOCKS = 10
 #: A prediction is raised by this share for each doubling of an axis from the block that ran: it omits some collectives.
 LESS_SURE = 0.02
-#: The most choices that tier two prices, and their most dry runs: twice as many if nothing fits.
+#: The most choices that tier two prices, and the most dry runs for them; twice as many dry runs if nothing fits.
 PRICED, DRY_RUNS = 24, 6
 #: The most choices to price that differ only in ZeRO and schedule: their estimates have the same error.
 ALIKE = 4
