@@ -351,7 +351,8 @@ def reserved(library: Library, few: Sequence[DryRun], schedule: Schedule, live: 
     """Return the bytes that torch's allocator reserves, of the rank with the most.
 
     The allocator's rules run over the rank's own actions on stages of few layers, in the room that the live bytes of
-    the other layers leave. live: peak of each rank. room: bytes for tensors.
+    the other layers leave. On a CPU, or if live bytes exceed the room, it is the most live bytes.
+    live: peak of each rank. room: bytes for tensors.
     """
     if library.device.kind == "cpu" or max(live) > room:
         return max(live)

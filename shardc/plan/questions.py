@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Largest:
-    """The largest n in 1..most with peak(n) <= limit, 0 if there is none; peak is inf for impossible n."""
+    """The largest n in 1..most with peak(n) <= limit, 0 if there is none; peak is inf for impossible n.
+
+    peaks: the priced numbers, {n: peak}.
+    """
 
     peak: Callable[[int], float]
     limit: float

@@ -290,7 +290,10 @@ def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> li
 
 
 def _weights(ranks: Vector) -> tuple[Vector, Vector, Vector, Vector]:
-    """Return bytes of weights in the compute dtype, bytes of gradients, experts' share, number of buckets."""
+    """Return bytes of weights in the compute dtype and of gradients, experts' share, number of buckets.
+
+    Each has the shape [choices, ranks]. The buckets have the smallest size.
+    """
     p, g = ranks[..., STAYS.start + KIND["parameters"]], ranks[..., STAYS.start + KIND["gradients"]]
     casts, experts, _, buckets, *_ = np.moveaxis(ranks[..., WEIGHTS], -1, 0)
     cast = np.minimum(casts, p)
@@ -401,7 +404,10 @@ def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> t
 
 
 def factors(near: Core, core: Core, block: Block, device: Device) -> Vector:
-    """Return the factors that turn the vector of a split that ran (`near`) into that of another split."""
+    """Return the factors that turn the vector of a split that ran (`near`) into that of another split.
+
+    Work and activations are divided among more ranks. Collectives also depend on the links of their axis.
+    """
     made = np.ones(int(_ENDS_OF[-1]))
     work = near.tp * near.cp / (core.tp * core.cp)
     p = max(float(block.unit[STAYS.start + KIND["parameters"]]), 1.0)

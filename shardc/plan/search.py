@@ -139,7 +139,8 @@ class Search:
         """Return choices with estimates: those that seem to fit, by time, then the others, by memory.
 
         Recomputation is tried only if some choice does not fit without it. Cut rows are tried only if nothing fits or
-        there are few rows. on_host: also with offload. below: seconds; slower choices are of no use.
+        there are few rows. If still nothing fits, recomputed layers keep values in host memory.
+        on_host: also with offload. below: seconds; slower choices are of no use.
         """
         found = self._explored(cores, devices, batch, on_host, below)
 
@@ -346,7 +347,10 @@ class Search:
                 self.refused[str(other)] = e
 
     def _dry_run(self, c: Choice) -> object:
-        """Return a key that is equal for choices priced from the same dry run, which may serve many schedules."""
+        """Return a key that is equal for choices priced from the same dry run.
+
+        With repeated layers, pipelines of any length share a run if their schedules split backward in the same way.
+        """
         whole = (
             (c.pp, c.schedule, c.per_rank)
             if self.library.facts.layers is None
