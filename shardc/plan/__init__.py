@@ -1,12 +1,11 @@
-"""`shardc plan`: which spec trains a model fastest on so many devices, and whether it fits; by the cost model alone,
-without a device or data.
+"""Find the spec that trains a model fastest on a number of devices, without a device and without data.
 
-planner       the questions that a plan answers; search: which spec is best, in two tiers
-space         the choices: mesh, ZeRO, schedule, what is recomputed, ...
-few_layers    the model, with few of its layers, and what a plan has to know of it
-runs          dry runs of few layers; stage: what the parts of a stage's step take
-rank          tier one: a first price of every choice, by arithmetic on one block
-price         tier two: a price by dry runs of a spec of its own
+planner       plans, prices given specs and answers questions; search: finds the best specs in two tiers
+space         the choices: mesh, ZeRO, schedule, recomputation, ...
+few_layers    the model with few of its layers, and the facts that a plan needs
+runs          dry runs of few layers; stage: costs of the parts of a stage's step
+rank          tier one: estimates every choice by arithmetic on one block
+price         tier two: prices a spec by its own dry runs
 result        Plan, Candidate
 questions     the largest that fits, what would help most, the best of several clusters
 table         the plan as a table; annotated_yaml: the best spec, with reasons as comments
@@ -61,22 +60,22 @@ def plan(
     name: str = "",
     on: Callable[[str, int, int], None] = lambda subject, done, total: None,
 ) -> Plan:
-    """Search for the spec that trains a model fastest on so many devices.
+    """Search for the spec that trains a model fastest on a number of devices.
 
     model, batch, loss: as in `shardc.compile`; the model may be on the meta device.
-    devices: how many; default: those of the given spec's mesh, or all that the device's file has (`nodes`).
-    device: a name, a YAML file, or a shardc.cost.Device; default: the given spec's, else h100-80g. Several: the plan of
-        the cheapest by `prices`, {device's name: of an hour of one}, or else of the fastest.
-    global_batch: rows of a step; default: those of `batch`, or a multiple such that every device has a row.
+    devices: their number; default: that of the given spec's mesh, or all devices of the device file (`nodes`).
+    device: a name, a YAML file, or a shardc.cost.Device; default: the given spec's, else h100-80g. With several, the
+        result is the plan of the cheapest by `prices`, {device's name: price of a device-hour}, or else the fastest.
+    global_batch: rows of a step; default: those of `batch`, or a multiple with a row for every device.
     precision: bfloat16 or float16 (with master weights in float32), float32, pure-bfloat16, or model (as it is).
-    headroom: share of a device's memory to leave, beside what the allocator and libraries take.
-    given: price only this spec, or these, side by side. largest: also find out how many rows, how long a sequence, or
-        how many layers the best spec (or the best given one) can take. fewest: also find out on how few devices
-        anything fits.
-    what_if: also price the best spec (or the given one) on devices that are better in one respect, and on others,
-        without recomputation, and with element-wise work compiled.
-    tokens: also say how long so many take, of a model whose rows are sequences.
-    on: called with what is being priced: (subject, done, total).
+    headroom: share of a device's memory to leave free, besides what the allocator and libraries take.
+    given: price only this spec, or these, side by side.
+    largest: also find how many rows, tokens of a row or layers the best spec (or the best given one) can take.
+    fewest: also find the smallest number of devices on which anything fits.
+    what_if: also price the best spec (or the given one) on better devices, on other devices, without recomputation,
+        and with compiled element-wise work.
+    tokens: also return how long this many tokens take. The model's rows must be sequences.
+    on: called with the progress of pricing: (subject, done, total).
     Raises ShardcError for invalid input; if nothing fits, `.best` of the result raises it.
     """
     return planned(
@@ -114,7 +113,7 @@ def planned(
     prices: Mapping[str, float] | None,
     on: Callable[[str, int, int], None],
 ) -> Plan:
-    """As `plan`, of a model with its batch."""
+    """Plan for a subject, which is a model with its batch. See `plan`."""
     started = time.perf_counter()
     if isinstance(device, Sequence) and not isinstance(device, str):
         each = [chosen(one, None) for one in device]

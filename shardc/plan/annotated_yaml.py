@@ -1,4 +1,4 @@
-"""The chosen spec as a YAML file, with the reason for every section in a comment."""
+"""Write the chosen spec as a YAML file, with the reason for every section in a comment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def annotated(c: Candidate, plan: Plan) -> str:
-    """The text of the file. It loads to an equal spec."""
+    """Return the text of the file. It loads to an equal spec."""
     a = plan.target
     kinds = [f"{k} {size(n)}" for k, n in sorted(c.memory.items(), key=lambda x: -x[1]) if n > 0.01 * c.peak]
     head = [
@@ -34,7 +34,7 @@ def annotated(c: Candidate, plan: Plan) -> str:
 
 
 def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
-    """{section: the reason for it}, from the price of this candidate and of the others."""
+    """Return {section: its reason}, from the price of this candidate and of the others."""
     s, a = c.spec, plan.target
     sizes = dict(s.mesh.axes)
     others = [x for x in plan.candidates if x is not c]

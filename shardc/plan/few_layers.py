@@ -1,6 +1,6 @@
-"""The model that is planned: captured for any number of rows and of its layers, once for each.
+"""Capture the planned model for any number of rows and layers, each combination once.
 
-Of 126 equal layers, a shallow copy of the model with the first 5 is captured: the whole model would begin the same way.
+A model of 126 equal layers is captured as a shallow copy with its first 5: the full graph begins in the same way.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ from shardc.plan.space import Layers
 from shardc.runtime.data import inputs
 from shardc.torch_private import pytree
 
-#: Units of layers, enough to see what each adds: stages of one (the first), one, two, and one (the last).
+#: Units of layers that show what each adds: stages of one (the first), one, two, and one (the last).
 UNITS = 5
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Of the example batch: its rows, and tokens of each (None: its inputs have no sequence dim in common).
+    """Facts of the model and the example batch that the choices and their specs need.
 
-    Of the model: its list of layers, if it is long enough to be shortened; the dtype of its weights, "float32";
-    carried: whether it has a plan for tensor parallelism of its own.
+    Batch: rows; sequence: tokens of each row (None: its inputs have no common sequence dim).
 
-    Of its graph, for specs: regions, sequences, experts: patterns of modules; number: of experts; cuts: stages that a
-    pipeline may have; inputs: `batch: {dims: ...}`; encoders: modules whose layers run before the last list of them.
+    Model: layers: its list of repeated layers, if long enough to shorten; dtype: of its weights, "float32"; carried:
+    whether the model brings a plan for tensor parallelism.
+
+    Graph: regions, sequences, experts: patterns of modules; number: of experts; cuts: most stages of a pipeline;
+    inputs: `batch: {dims: ...}`; encoders: modules whose layers run before the last list of layers.
     """
 
     rows: int
@@ -56,16 +58,16 @@ class Facts:
     encoders: Sequence[str] = ()
 
 
-#: Attributes in which transformers' layers keep their own number.
+#: Attributes in which the layers of transformers keep their number.
 _NUMBERS = ("layer_idx", "layer_id", "layer_index")
 Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass
 class Subject:
-    """A model and an example batch. layers: the model's list of repeated layers, if it is long enough to be shortened.
+    """A model and an example batch.
 
-    rows: of the example batch; sequence: tokens of each, if all inputs that are sequences have the same.
+    layers: the model's list of repeated layers; None if there is no list that is long enough to shorten.
     """
 
     model: nn.Module
@@ -86,7 +88,7 @@ class Subject:
         return subject
 
     def match_layers_alike(self, patterns: Set[str]) -> bool:
-        """Whether each pattern matches the same of every layer: not so if one names single layers."""
+        """Return whether each pattern matches the same names in every layer: none selects single layers."""
         assert self.layers is not None
         names = [n for n, _ in (*self.model.named_modules(), *self.model.named_parameters())]
         matched: dict[tuple[int, str], set[frozenset[str]]] = {}  # by kind of layer and name in it
@@ -107,14 +109,12 @@ class Subject:
 
     @property
     def sequence(self) -> int | None:
-        """Of ids and masks [batch, sequence], and of features [batch, sequence, hidden]: numbers [batch, n] are n
-        features of a row.
-        """
+        """Dim 1 of int [batch, sequence] and float [batch, sequence, hidden] inputs; None if it differs."""
         lengths = {x.shape[1] for x in _leaves(self.batch) if x.dim() == (3 if x.is_floating_point() else 2)}
         return lengths.pop() if len(lengths) == 1 else None
 
     def example(self, rows: int, sequence: int | None = None) -> Any:
-        """A batch of other sizes, on the meta device."""
+        """Build a batch like the example on the meta device, with other numbers of rows and tokens."""
         own_rows, own_length = self.rows, self.sequence
 
         def sized(x: Any) -> Any:
@@ -126,7 +126,7 @@ class Subject:
         return pytree.tree_map(sized, self.batch)
 
     def captured(self, rows: int, units: int | None = None, sequence: int | None = None) -> Program:
-        """units: of layers; None: all. Raises ShardcError as capture does."""
+        """Return the captured program. units: of layers; None: all. Raises ShardcError as capture does."""
         key = rows, units, sequence
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
@@ -146,7 +146,7 @@ class Subject:
         return with_layers(self.captured(rows, None, sequence), count)
 
     def model_of(self, units: int | None) -> nn.Module:
-        """The module to pass to compile: its plan and name are the model's."""
+        """Return the module to pass to compile for so many units of layers, with the model's plan and name."""
         if units is None or self.layers is None or self._counts:
             return self.model
         keep = self.layers.first + max(units, UNITS) * self.layers.period
@@ -156,7 +156,7 @@ class Subject:
 
 
 def facts(subject: Subject) -> Facts:
-    """From the captured model with few of its layers, for two rows. Raises ShardcError as capture does."""
+    """Collect facts from the captured few-layer model for two rows. Raises ShardcError as capture does."""
     program = subject.captured(2, UNITS if subject.layers else None)
     modules, number = experts(program)
     first = next((p for p in subject.model.parameters() if p.is_floating_point()), None)
@@ -177,23 +177,23 @@ def facts(subject: Subject) -> Facts:
 
 
 def whole_inputs(program: Program, rows: int) -> dict[str, int | None]:
-    """`batch: {dims: ...}` for the inputs that have no rows; {} if all have."""
+    """Return `batch: {dims: ...}` for the inputs without rows; {} if all inputs have rows."""
     odd = [inputs.name_of(x.path) if x.path else x.name for x in program.inputs if not x.shape or x.shape[0] != rows]
     return {**dict.fromkeys(odd), "*": 0} if odd else {}
 
 
 def cuts(program: Program) -> int:
-    """How many stages a pipeline may have: the number of layers in all lists."""
+    """Return the most stages that a pipeline may have: the number of layers in all lists."""
     return max(sum(len(each) for each in layer_lists(program).values()), 1)
 
 
 def regions(program: Program) -> tuple[str, ...]:
-    """Patterns of the repeated layers, which are the regions of recomputation."""
+    """Return patterns of the repeated layers, which are the regions of recomputation."""
     return tuple(f"{name}.*" if name else "*" for name in layer_lists(program))
 
 
 def experts(program: Program) -> tuple[tuple[str, ...], int]:
-    """Patterns of the modules with experts, and the number of experts; ((), 0) without any."""
+    """Return patterns of the modules with experts, and the number of experts; ((), 0) without any."""
     nodes = [n for n in program.graph.nodes if n.op == "call_function" and op_name(n.target) == "experts"]
     modules: dict[str, None] = {}
     number = 0
@@ -209,7 +209,7 @@ def experts(program: Program) -> tuple[tuple[str, ...], int]:
 
 
 def encoders(lists: Sequence[str]) -> tuple[str, ...]:
-    """The modules that hold lists of layers which run before the last one, and not that.
+    """Return the modules that contain an earlier list of layers, but not the last list.
 
     >>> encoders(["vision.blocks", "text.model.layers"]), encoders(["layers"])
     (('vision',), ())
@@ -225,7 +225,7 @@ def encoders(lists: Sequence[str]) -> tuple[str, ...]:
 
 
 def sequences(program: Program) -> tuple[str, ...]:
-    """Patterns of the layers that return [batch, sequence, hidden]: dim 1 can be split between them."""
+    """Return patterns of the layers that return [batch, sequence, hidden]: dim 1 can be split there."""
     return tuple(f"{name}.*" for name in layer_lists(program) if name and _hands_on(program, name))
 
 
@@ -244,8 +244,10 @@ def _hands_on(program: Program, name: str) -> bool:
 
 
 def _repeated(model: nn.Module) -> tuple[str, int, int, int] | None:
-    """(name, layers before the pattern, its period, number) of the model's one outermost list of more layers than UNITS
-    periods: that for which fewest have to be kept."""
+    """Find the model's list of repeated layers: (name, layers before the pattern, period, number).
+
+    None unless there is one outermost list with more than UNITS periods. Takes the pattern that keeps fewest layers.
+    """
     lists = [(name, m) for name, m in _lists(model, "") if len(m._modules) > 1]
     if len(lists) != 1:
         return None
@@ -273,7 +275,7 @@ def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _signature(module: nn.Module) -> object:
-    """A value that is equal for modules that differ only in their number."""
+    """Return a value that is equal for modules that differ only in their layer number."""
     plain = {
         k: v
         for k, v in vars(module).items()
@@ -292,9 +294,7 @@ def _signature(module: nn.Module) -> object:
 
 
 def _shortened(model: nn.Module, name: str, keep: int) -> nn.Module:
-    """The model with only the first layers of a list: the modules that contain it are shallow copies, all others are
-    shared.
-    """
+    """Return the model with the first `keep` layers of a list: its parents are copied, the rest is shared."""
     short = copy.copy(model)
     short._modules = dict(model._modules)
     if not name:

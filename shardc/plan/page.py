@@ -1,6 +1,4 @@
-"""A plan as one self-contained page: the best spec and why, the plot, every priced spec, where a step's time and memory
-go, what would help. Here is its data; `shardc/report/page/plan.js` draws it.
-"""
+"""Build a plan's HTML page: this file collects the data, `shardc/report/page/plan.js` draws it."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def html(plan: Plan) -> str:
-    """The page."""
+    """Return the plan as one self-contained HTML page."""
     return page.file("plan.html", f"Plan of {plan.target.model}", data(plan), page.PLAN)
 
 
 def data(plan: Plan) -> dict[str, Any]:
-    """All that the page shows, as JSON: bytes and seconds are numbers. rows: of the table and the plot, in order."""
+    """Return what the page shows, as JSON: bytes and seconds are numbers, rows are in the table's order."""
     a, first = plan.target, plan.candidates[0] if plan.candidates else None
     fits = first is not None and first.fits
     spent = f"{plan.considered} choices considered, {len(plan.candidates)} priced"

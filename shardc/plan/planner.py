@@ -1,6 +1,4 @@
-"""The planner: the best spec of a model on one kind of device, the price of a given spec, the largest batch or
-sequence, and the fewest devices that fit.
-"""
+"""Find the best spec of a model on one kind of device, price given specs, and answer questions."""
 
 from __future__ import annotations
 
@@ -34,18 +32,18 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-#: What is estimated at so many times the best price may be faster all the same.
+#: A spec may be faster than the best although its estimate is up to this many times the best price.
 UNSURE = 1.15
-#: Shares of the room for live bytes: the next one where nothing fits that was thought to.
+#: Shares of memory to fill with live bytes: the next is tried if specs that should fit do not.
 TIGHT = (1.0, 0.9, 0.75, 0.6)
 
 
-#: The share of a device's memory that is left, where nobody says another one.
+#: The default share of a device's memory to leave free.
 HEADROOM = 0.0
 
 
 def usable(device: Device, headroom: float) -> float:
-    """Bytes of a device's memory that a step may use. Raises ShardcError for what is no share."""
+    """Return bytes of a device's memory that a step may use. Raises ShardcError unless 0 <= headroom < 1."""
     if not 0 <= headroom < 1:
         raise ShardcError(
             f"headroom {headroom} is not a share", where="--headroom", fix="a number from 0 to 1, such as 0.05"
@@ -55,7 +53,7 @@ def usable(device: Device, headroom: float) -> float:
 
 @dataclass
 class Planner:
-    """A model on one kind of device. See shardc.plan.plan."""
+    """A planner for one model on one kind of device. See shardc.plan.plan."""
 
     subject: Subject
     device: Device
@@ -119,11 +117,11 @@ class Planner:
         )
 
     def _dtype(self) -> str:
-        """Of products."""
+        """Return the dtype of products."""
         section = PRECISIONS[self.precision]
         return str(section.get("compute", section.get("params", self.facts.dtype)))
 
-    # --- which spec
+    # --- the best spec
 
     def search(self, devices: int, batch: int | None) -> Plan:
         finder = self.finder
@@ -138,16 +136,14 @@ class Planner:
         return Plan(target, tuple(candidates), finder.considered, {k: e.what for k, e in finder.refused.items()})
 
     def _refined(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
-        """Exact prices of the best for so many devices, and for half of them, a quarter, and so on, where a first price
-        says that these may be faster: others are idle then.
-        """
+        """Price the best choices exactly, also on 1/2, 1/4, ... of the devices if that may be faster."""
         finder = self.finder
         exact = dict[Choice, Priced]()
 
         def best() -> float:
             return min((p.seconds for p in exact.values() if p.needs <= self.usable), default=math.inf)
 
-        for tight in TIGHT:  # more is reserved than is live: where nothing fits, others are the best
+        for tight in TIGHT:  # reserved memory exceeds live memory: if nothing fits, leave room
             finder.tight = tight
             some = self.ranked(devices, rows, cores)
             exact |= finder.refine(some)
@@ -158,7 +154,7 @@ class Planner:
         while best() < math.inf and devices % 2 == 0:
             devices //= 2
             limit = UNSURE * best()
-            if least * rows / devices > limit:  # still fewer are slower still
+            if least * rows / devices > limit:  # fewer devices are even slower
                 break
             some = finder.ranked(devices, rows, finder.splits(devices), below=limit)
             if some and some[0][1].peak <= finder.room and some[0][1].seconds <= limit:
@@ -166,9 +162,7 @@ class Planner:
         return exact
 
     def ranked(self, devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
-        """First prices of choices for so many devices: of what is slow, or in the machine's memory, only where nothing
-        fits without.
-        """
+        """Return choices with estimates; slow ones, and those that use host memory, only if nothing else fits."""
         finder = self.finder
         found = finder.ranked(devices, rows, cores)
         if not found or found[0][1].peak > finder.room:
@@ -181,7 +175,7 @@ class Planner:
         return Candidate(Spec.load(spec(c, self.template, p.counts if c.pp > 1 else ())), p, target)
 
     def _batch(self, devices: int, batch: int | None, cores: list[Core]) -> tuple[int, str]:
-        """Rows of the global batch, and a note on their source. cores: the splits for so many devices."""
+        """Return the rows of the global batch, and a note on their source. cores: splits of so many devices."""
         rows, finder = self.facts.rows, self.finder
         longer = [longer for core in cores for longer in finder.longer(core, devices)]
 
@@ -210,7 +204,7 @@ class Planner:
         )
 
     def given(self, specs: Sequence[Spec], batch: int | None) -> Plan:
-        """The prices of these specs, for the same global batch."""
+        """Price these specs for the same global batch."""
         rows = batch or self.facts.rows
         note = f"global batch of {rows} rows" + (
             "" if batch else ": what batch() gives (change it with --global-batch)"
@@ -224,11 +218,12 @@ class Planner:
         found.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.needs))
         return Plan(found[0].target, tuple(found), len(found))
 
-    # --- how much, how few
+    # --- largest batch, sequence and model; fewest devices
 
     def largest(self, plan: Plan, what: str, *, given: bool = False) -> Plan:
-        """Answers how many rows (what: "batch"), or how long a sequence, the best candidate can take. A sequence also
-        with the meshes that take the longest, unless the candidate's spec was given.
+        """Add the largest batch, model or sequence that the best candidate can take to the answers.
+
+        what: "batch" (rows), "model" (layers) or "sequence" (tokens); without `given`, also on meshes for long rows.
         """
         best = plan.candidates[0] if plan.candidates else None
         if best is None:
@@ -260,9 +255,7 @@ class Planner:
         return replace(plan, answers={**plan.answers, "largest sequence": answer})
 
     def _for_long_rows(self, best: Candidate, devices: int) -> list[Spec]:
-        """Specs for so many devices that take the longest rows: one row at a time, its tokens over all ranks
-        that do not split weights, every layer recomputed, all state sharded.
-        """
+        """Return specs for the longest rows: one row at a time, cut over all ranks, all recomputed, ZeRO 3."""
         rows, found = best.priced.batch, []
         ep = dict(best.spec.mesh.axes).get("ep", 1)
         for core in filter(None, map(self.finder.accepted, self.finder.splits(devices))):
@@ -276,7 +269,7 @@ class Planner:
         return sorted(found, key=lambda s: -s.sequence_ranks)
 
     def _longest(self, one: Spec, rows: int, start: int, above: int = 0) -> dict[str, Any]:
-        """How long rows may be for a spec. above: an answer is of no use unless it is longer."""
+        """Find the longest rows that a spec can take; an answer that is not longer than `above` is 0."""
         split = one.mesh.world // one.data_ranks
         zigzag = 2 * one.sequence_ranks if one.sequence else 1
         unit = math.lcm(128 if start >= 128 else 1, split, zigzag)
@@ -294,7 +287,7 @@ class Planner:
         return _answer(solver, solver.solve(max(start // unit, 1)), unit, one)
 
     def _deepest(self, one: Spec, rows: int) -> dict[str, Any]:
-        """How many layers a spec takes: a pipeline has as many stages as before, with other numbers of layers."""
+        """Find how many layers a spec can take. A pipeline keeps its number of stages."""
         layers = self.facts.layers
         if layers is None or not self.runs.treats_layers_alike(one):
             raise ShardcError(
@@ -321,9 +314,7 @@ class Planner:
         }
 
     def fewest(self, plan: Plan) -> Plan:
-        """Answers on how few devices anything fits, for the same global batch: by halving the number while something
-        does.
-        """
+        """Add the fewest devices for the same global batch: double until something fits, then halve."""
         batch = plan.target.batch
         answer: dict[str, Any] = {"what": "devices", "value": None}
         n = plan.target.devices
@@ -344,10 +335,10 @@ class Planner:
             fits = self._smallest(n, batch)
         return replace(plan, answers={**plan.answers, "fewest devices": answer})
 
-    # --- why, how long
+    # --- what would help, how long training takes
 
     def what_if(self, plan: Plan) -> Plan:
-        """Answers what would make the best candidate faster."""
+        """Add what would make the best candidate faster."""
         if not plan.candidates:
             raise plan.lacking()
         best = plan.candidates[0]
@@ -355,7 +346,7 @@ class Planner:
         return replace(plan, what_if=tuple(what_if(self.library, best.spec, best.priced.batch, self.usable)))
 
     def duration(self, plan: Plan, tokens: float) -> Plan:
-        """Answers how long the best candidate takes for so many tokens."""
+        """Add how long the best candidate takes for so many tokens."""
         best = plan.candidates[0] if plan.candidates else None
         if best is None:
             raise plan.lacking()
@@ -368,7 +359,7 @@ class Planner:
         return replace(plan, answers={**plan.answers, "duration": answer})
 
     def _smallest(self, devices: int, batch: int) -> Candidate | None:
-        """A candidate that fits on so many devices, if there is one: tried in the order of estimated memory."""
+        """Return a candidate that fits, or None. Tries the three choices with the least estimated memory."""
         self.on(f"{devices} devices", 0, 0)
         finder = self.finder
         estimates = sorted(finder.ranked(devices, batch, finder.splits(devices)), key=lambda x: x[1].peak)
@@ -383,7 +374,7 @@ class Planner:
 
 
 def _answer(solver: Largest, n: int, unit: int, one: Spec) -> dict[str, Any]:
-    """What was found out, of numbers that are multiples of a unit."""
+    """Return the answer of a solver, whose numbers are multiples of `unit`."""
     following = solver.peaks.get(n + 1, math.inf)
     return {
         "value": n * unit,

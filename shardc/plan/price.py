@@ -1,8 +1,7 @@
-"""The price of a spec, from dry runs of its own: a schedule assembled from stages of a few layers, or the whole program
-where it is small.
+"""Price a spec by dry runs: of few layers to assemble a schedule from, or of its whole program.
 
-`Priced` is step time, what it is spent on, peak memory by kind, and what a device has to have for it, on the spec's own
-mesh, with ZeRO's buckets and overlap as in the engine.
+`Priced` holds the step time and its causes, the peak memory by kind, and the bytes that a device needs. The price is
+for the spec's own mesh, with ZeRO's buckets and overlap as in the engine.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import SCHEDULES, Costs, Schedule
 from shardc.spec import Spec
 
-#: Of causes of time: waiting for other stages.
+#: The cause of time in WHAT that is waiting for other stages.
 _STAGES = WHAT.index("pp")
 #: Parts of a step outside of microbatches.
 ENDS = ("before", "REDUCE", "STEP", "after", "update")
@@ -56,13 +55,13 @@ ENDS = ("before", "REDUCE", "STEP", "after", "update")
 
 @dataclass(frozen=True)
 class Priced:
-    """One training step. batch: rows of the global batch. seconds: of a step.
+    """The price of one training step. batch: rows of the global batch. seconds: of a step.
 
-    kinds: bytes at the peak, by kind, of the rank that has the highest; at: its coordinate on the pipeline's axis.
-    reserved: bytes that torch's allocator takes for these tensors, of the rank that has most; outside: bytes of a
-    device that are not the allocator's (as of shardc.cost.step.Cost).
-    spent: seconds of the busiest rank, by cause (stage.WHAT), and "bubble"; flops: that it computes. counts:
-    layers of each stage of a pipeline. exact: from a dry run of its own mesh, not estimated from a similar one.
+    kinds: bytes at the peak by kind, of the rank with the highest; at: its coordinate on the pipeline's axis.
+    reserved: bytes that torch's allocator reserves for these tensors, of the rank with the most. outside: bytes of a
+    device that do not belong to the allocator (see shardc.cost.step.Cost).
+    spent: seconds of the busiest rank, by cause (stage.WHAT) and "bubble"; flops: of that rank. counts: layers of each
+    stage of a pipeline. exact: from a dry run of the spec's own mesh, not estimated from a similar one.
     """
 
     batch: int
@@ -78,47 +77,47 @@ class Priced:
 
     @property
     def peak(self) -> float:
-        """Bytes."""
+        """Live bytes at the peak."""
         return sum(self.kinds.values())
 
     @property
     def needs(self) -> float:
-        """Bytes that a device has to have: never less than the peak."""
+        """Bytes that a device needs: reserved and outside."""
         return self.reserved + self.outside
 
     @property
     def limit(self) -> str:
-        """The cause of the largest share of the time."""
+        """The largest cause of step time: compute, memory, launch, bubble, or the axis of collectives."""
         return max(self.spent, key=lambda k: self.spent[k])
 
 
 def price(library: Library, spec: Spec, batch: int) -> Priced:
-    """The price of a spec for a global batch of so many rows. Raises ShardcError if compile does."""
+    """Return the price of a spec for a global batch of so many rows. Raises ShardcError if compile does."""
     layers = library.layers
     each = spec.batch.microbatches
-    some = min(each, 3)  # the first, one like all between, the last
+    some = min(each, 3)  # the first, a typical one, the last
     less = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}
     less["batch"] = {**less.get("batch", {}), "microbatches": some}
     rows = batch // each * some
     if batch % (each * spec.data_ranks):
         return _whole(library, spec, batch)  # compile raises the error
-    side_by_side = spec.execution.overlap != "none"  # a pair costs what its text takes
+    side_by_side = spec.execution.overlap != "none"  # a pair is priced from its own program
     if side_by_side or not library.runs.treats_layers_alike(spec):
         return _whole(library, spec, batch)
-    summing = _summing(spec)  # each bucket of gradients at once
+    summing = _summing(spec)  # a bucket of gradients in one collective
     p, bucket = spec.pipeline, spec.data.bucket_bytes(summing) if summing > 1 else 0.0
     if p is None or spec.mesh.size(p.axis) == 1:
         less.pop("pipeline", None)
         stage, only = library.alone(less, rows, bucket)
         return _composed(library, spec, batch, [stage], [only], schedules.alone(each), ())
     pairs = p.schedule in schedules.SCHEDULES and schedules.SCHEDULES[p.schedule].pairs
-    if layers is None or p.schedule not in schedules.SCHEDULES or pairs:  # a pair costs what its text takes
+    if layers is None or p.schedule not in schedules.SCHEDULES or pairs:  # as above
         return _whole(library, spec, batch)
     stages = library.pipelined(less, rows, p.axis)
     counts = counted(spec, stages, layers.number)
     middle, two = stages.ranks["one"].weights.trained, stages.ranks["two"].weights.trained
     times = fill(bucket, two - middle)
-    if 1 < times < max(counts) / layers.period:  # else it fills none
+    if 1 < times < max(counts) / layers.period:  # otherwise no bucket is full
         if library.number is None and library.short(times):
             return _whole(library, spec, batch, counts)
         if not library.short(times):
@@ -131,13 +130,13 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
 
 
 def _summing(spec: Spec) -> int:
-    """How many ranks sum gradients."""
+    """Return the number of ranks that sum gradients."""
     of = roles(spec)
     return math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))
 
 
 def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
-    """The number of layers of each stage."""
+    """Return the number of layers of each stage."""
     p = spec.pipeline
     assert p is not None
     if p.balance is not None:
@@ -150,8 +149,9 @@ def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
 
 
 def balanced(beside: tuple[float, float], count: int, layers: int, before: int) -> tuple[int, ...]:
-    """Layers for each of `count` stages, such that the slowest is as fast as possible. beside: what the first and the
-    last take for what is no layer, in the time of a layer; before: layers that the first has in any case.
+    """Divide layers over `count` stages, so that the slowest stage is as fast as possible.
+
+    beside: time of the first and last stage outside layers, in layers. before: layers that the first stage always has.
     """
     first, last = beside
     busy = [1.0] * count
@@ -162,8 +162,9 @@ def balanced(beside: tuple[float, float], count: int, layers: int, before: int) 
 
 
 def beside_layers(stages: Stages) -> tuple[float, float]:
-    """How long the first stage and the last one take for what is no layer of the pattern, in the time of a layer: at
-    least what it computes, as two may wait less for gathers than one does, which has nothing to hide them.
+    """Return the time of the first and the last stage outside layers, in units of a layer's time.
+
+    A layer takes at least its computation: two may wait less for gathers than one, which cannot hide them.
     """
 
     def seconds(s: Stage, causes: slice = CAUSES) -> float:
@@ -176,13 +177,14 @@ def beside_layers(stages: Stages) -> tuple[float, float]:
 
 
 def spread(busy: Sequence[float], layers: int) -> list[int]:
-    """How many more layers each gets that is busy for so long, in the time of a layer, such that the slowest is as fast
-    as possible. Of equal ones the last gets the next, as later stages keep fewer microbatches.
+    """Return how many more layers each stage gets, so that the slowest stage is as fast as possible.
+
+    busy: its time so far, in layers. Of equal stages the last comes first, as later stages keep fewer microbatches.
 
     >>> spread([1.5, 1.0, 1.0], 3)
     [0, 1, 2]
     """
-    # none is the soonest before all are within one layer of where they would be even, if layers could be divided
+    # start from the even time of fractional layers, rounded down: only the remainder needs the heap
     more = sorted(busy)
     even = (layers + sum(more)) / len(more)
     while more[-1] > even:
@@ -198,7 +200,7 @@ def spread(busy: Sequence[float], layers: int) -> list[int]:
     return counts
 
 
-#: More than what rounding to six digits changes, of two numbers.
+#: More than rounding two numbers to six digits changes their difference.
 _ROUNDED = 1e-5
 
 
@@ -211,7 +213,7 @@ def _composed(
     schedule: Schedule,
     counts: tuple[int, ...],
 ) -> Priced:
-    """A step, assembled from the parts of its stages. few: the dry runs that stand for theirs, with few layers."""
+    """Assemble the price of a step from its stages. few: their dry runs with few layers."""
     peaks, ends = [], []
     for rank in range(schedule.ranks):
         mine = schedule.stages_of(rank)
@@ -248,8 +250,9 @@ def _composed(
 
 
 def once_a_step(ends: Sequence[Vector]) -> Vector:
-    """Seconds by cause of what a rank does once a step; ends: of each of its stages. For other stages it waits once,
-    however many stages it has: they hand on one loss.
+    """Return seconds by cause of a rank's once-a-step work. ends: of each of its stages.
+
+    A rank waits only once for other stages, however many stages it has: they pass on one loss.
     """
     spent: Vector = np.sum(ends, 0)
     spent[_STAGES] = max(float(e[_STAGES]) for e in ends)
@@ -257,15 +260,15 @@ def once_a_step(ends: Sequence[Vector]) -> Vector:
 
 
 def _all(s: Stage, microbatches: int) -> Vector:
-    """All microbatches on a stage: the first and the last one, and those between."""
+    """Sum the costs of all microbatches on a stage: the first, those between, and the last."""
     some = {"first": 1, "middle": max(microbatches - 2, 0), "last": int(microbatches > 1)}
     return np.sum([n * part_of(s, kind, which) for kind in computing(s) for which, n in some.items()], 0)  # type: ignore[no-any-return]
 
 
 def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float], schedule: Schedule) -> Costs:
-    """Of a schedule's actions: of microbatches between the first and the last, of these two, and when ranks begin.
-    What was begun with the last update is under way on all ranks: a rank's first stage waits for it, and others find it
-    there.
+    """Return the costs of a schedule's actions (middle, first, last microbatch), and when ranks begin.
+
+    All ranks run what the last update began. A rank's first stage waits for it; its other stages find it done.
     """
 
     def seconds(s: Stage, kind: str, which: str) -> float:
@@ -289,8 +292,9 @@ def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float], sc
 
 
 def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, rank: int) -> Any:
-    """Bytes by kind at the highest moment of a rank's step. What a part leaves may be above its highest moment, which
-    was another one in fewer layers.
+    """Return bytes by kind at the highest moment of a rank's step.
+
+    A part may leave more than its own peak: with fewer layers, the peak was at another moment.
     """
     live: Vector = np.sum([s["resident", ""][NET] for s in mine], 0)
     best = live
@@ -311,9 +315,7 @@ def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, 
 
 
 def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = ()) -> Priced:
-    """A spec whose program is compiled as it is, with a dry run of each of its ranks. counts: of layers of its stages,
-    which it leaves open.
-    """
+    """Price a spec by dry runs of its whole program. counts: layers of stages that it leaves open."""
     if counts:
         p = {k: v for k, v in spec.to_dict()["pipeline"].items() if k not in ("stages", "cut")}
         spec = Spec.load({**spec.to_dict(), "mesh": dict(spec.mesh.axes), "pipeline": {**p, "balance": counts}})
@@ -334,21 +336,23 @@ def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = (
     return Priced(batch, cost.step_seconds, kinds, shown, *taken, peak.at, counts, flops=float(flops))
 
 
-# --- what the allocator takes
+# --- the allocator's memory
 
 
 def _communicators(run: DryRun) -> set[str]:
     return {r.axis for _, part in parts_of(run) for r in part.sent if r.bytes}
 
 
-#: What has less than this share of the highest live bytes reserves less.
+#: Ranks with less than this share of the highest live bytes reserve less than the fullest rank.
 _LIKELY = 0.8
 
 
 def reserved(library: Library, few: Sequence[DryRun], schedule: Schedule, live: Sequence[float], room: float) -> float:
-    """Bytes that torch's allocator takes, of the rank that has most: its rules run over the rank's own actions on
-    stages of few layers, which get as much room as the live bytes of all others leave. live: at most, of each rank.
-    room: bytes that there are for tensors.
+    """Return the bytes that torch's allocator reserves, of the rank with the most.
+
+    The allocator's rules run over the rank's own actions on stages of few layers, in the room that the live bytes of
+    the other layers leave. On a CPU, or if live bytes exceed the room, it is the most live bytes.
+    live: peak of each rank. room: bytes for tensors.
     """
     if library.device.kind == "cpu" or max(live) > room:
         return max(live)
@@ -377,7 +381,7 @@ def _reserved(few: Sequence[DryRun], schedule: Schedule, rank: int, live: float,
 
 
 def _copied(run: DryRun) -> DryRun:
-    """The same with storages of its own."""
+    """Return the dry run with new storages, for a second stage that has the same run."""
     copies: dict[Storage, Storage] = {}
 
     def part(p: Part) -> Part:
@@ -394,7 +398,7 @@ def _copied(run: DryRun) -> DryRun:
 
 
 def _shortened(schedule: Schedule) -> Schedule:
-    """The same with fewer microbatches, of which a rank keeps as many at once: the rest is repetition."""
+    """Return the schedule with fewer microbatches, but as many that a rank keeps: the rest is repetition."""
     ranks, most, per_rank = schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks
     if ranks == 1:
         return schedules.alone(min(most, 4))
@@ -406,7 +410,7 @@ def _shortened(schedule: Schedule) -> Schedule:
 
 
 def _step(runs: Mapping[int, DryRun], schedule: Schedule, rank: int) -> Iterator[tuple[Part, bool]]:
-    """The parts of a step, as shardc.cost.peak_memory.reserve takes them."""
+    """Yield the parts of a step, as shardc.cost.peak_memory.reserve takes them."""
     named = {stage: _microbatches(run) for stage, run in runs.items()}
     last = schedule.microbatches - 1
     yield from ((run.before, False) for run in runs.values())
@@ -420,7 +424,7 @@ def _step(runs: Mapping[int, DryRun], schedule: Schedule, rank: int) -> Iterator
 
 
 def _microbatches(run: DryRun) -> dict[Key, Part]:
-    """The parts of a step. A microbatch that stands for many leaves nothing, as in `stage`."""
+    """Return the parts of a step by key. A microbatch that represents many leaves nothing, as in `stage`."""
     found = dict(reversed(list(parts_of(run))))
     several = len({a.microbatch for a, _ in run.actions if a.microbatch >= 0}) > 1
     for which, stays in (("first", SHARED), ("middle", ())) if several else ():
@@ -435,7 +439,7 @@ def _microbatches(run: DryRun) -> dict[Key, Part]:
 
 
 def _same(named: Mapping[Key, Part], kind: str, which: str) -> Iterator[Part]:
-    """An action, or the same of the most similar microbatch, of a backward that is divided or not: as `part_of`."""
+    """Yield an action of the most similar microbatch. B can replace I, and I with W can replace B."""
     there, divided = {k for k, _ in named}, {"I": ("B",), "B": ("I", "W")}
     for one in (kind,) if kind in there else divided.get(kind, ()):
         yield from [named[one, w] for w in (which, "middle", "last", "first") if (one, w) in named][:1]

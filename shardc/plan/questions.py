@@ -1,12 +1,11 @@
-"""Questions beside which spec is best: the largest number that fits, what would help most, the best of some clusters.
+"""Answer questions beyond the best spec: the largest that fits, what would help, the best cluster.
 
-The largest is solved on the curve through the points that were priced, and confirmed by pricing it and the next one. A
-step's live memory is a polynomial of low degree in rows and in sequence length (piecewise: the op at the peak may
-change), so two or three points lead near the answer. What is reserved for it goes up in steps, so close to the answer
-the curve says little: where a guess does not halve what is left, the next one does.
+`Largest` follows the curve through the priced points, and confirms its answer by pricing it and the next number. Live
+memory is a polynomial of low degree in rows and in sequence length (piecewise: the op at the peak may change), so two
+or three points lead near the answer. Reserved memory grows in steps, so the curve is of little use close to the
+answer: after a guess that does not halve the interval, the next guess is its middle.
 
-Dry runs do not depend on the device, so what another device would change costs arithmetic only; what another spec
-would, dry runs of that.
+Dry runs do not depend on the device: another device costs only arithmetic, another spec needs its own dry runs.
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Largest:
-    """The largest n >= 1 with peak(n) <= limit, at most `most`; 0 if there is none. peaks: what was priced. peak
-    returns inf where n is not possible.
+    """The largest n in 1..most with peak(n) <= limit, 0 if there is none; peak is inf for impossible n.
+
+    peaks: the priced numbers, {n: peak}.
     """
 
     peak: Callable[[int], float]
@@ -59,7 +59,7 @@ class Largest:
         return low
 
     def _guess(self, low: int, high: int) -> int:
-        """Where the curve through the known points crosses the limit."""
+        """Return where the curve through the known points crosses the limit."""
         known = sorted((n, p) for n, p in self.peaks.items() if np.isfinite(p))
         if len(known) < 2:
             return 2 * low if high > self.most else (low + high) // 2
@@ -76,13 +76,14 @@ class Largest:
 
 # --- what would help
 
-#: A vocabulary of 50,257 makes rows of the head's products begin anywhere, which keeps them from a GPU's usual kernels.
+#: With a vocabulary of 50,257, rows of the head's products are not aligned, so a GPU cannot use its usual kernels.
 ALIGNED = "sizes of products that are multiples of 8 (a padded vocabulary)"
 
 
 def what_if(library: Library, spec: Spec, batch: int, usable: float) -> list[dict[str, Any]]:
-    """[{"what", "step_seconds", "ratio", "fits"}], the most helpful first; ratio: of a step's time to that on this
-    device. usable: bytes of the device's memory that a step may use; of another device, the same share.
+    """Return [{"what", "step_seconds", "ratio", "fits"}], best first; ratio: new to old step time.
+
+    usable: bytes of the device's memory that a step may use. On another device, a step may use the same share.
     """
     now = price(library, spec, batch)
     share = usable / library.device.memory
@@ -93,14 +94,14 @@ def what_if(library: Library, spec: Spec, batch: int, usable: float) -> list[dic
 
     found = [answer(what, other, price(library.on(other), spec, batch)) for what, other in _others(library.device)]
     for what, one in _specs(spec):
-        with contextlib.suppress(ShardcError):  # what compile refuses would not help
+        with contextlib.suppress(ShardcError):  # compile may refuse a variant
             found.append(answer(what, library.device, price(library, one, batch)))
-    found = [x for x in found if x["what"] != ALIGNED or x["ratio"] < 1]  # of interest where some are not
+    found = [x for x in found if x["what"] != ALIGNED or x["ratio"] < 1]  # only if some sizes are not multiples
     return sorted(found, key=lambda x: x["ratio"])
 
 
 def _specs(spec: Spec) -> Iterator[tuple[str, Spec]]:
-    """The spec with less to compute or to move."""
+    """Yield variants of the spec with less to compute or to move, each with a description."""
     now = spec.to_dict()
     if spec.checkpoint:
         yield "nothing computed again (no checkpoint:)", Spec.load({k: v for k, v in now.items() if k != "checkpoint"})
@@ -110,7 +111,7 @@ def _specs(spec: Spec) -> Iterator[tuple[str, Spec]]:
 
 
 def _others(d: Device) -> Iterator[tuple[str, Device]]:
-    """Devices that are twice as good as this one in one respect; and those that there are."""
+    """Yield devices that are twice as good in one respect, then the other known GPUs."""
 
     def but(**changes: Any) -> Device:
         return d.model_copy(update=changes)
@@ -136,7 +137,7 @@ def _twice(link: Any) -> Any:
 
 
 def check_prices(prices: Mapping[str, float], names: Sequence[str]) -> None:
-    """Raises ShardcError for prices that are none, or of devices that nobody asked for."""
+    """Raise ShardcError for a price that is not above 0, or of a device that is not planned for."""
     for name, hourly in prices.items():
         if name not in names:
             raise ShardcError(f"a price of {name!r}, which is not planned for", where="--price", fix=f"one of {names}")
@@ -145,9 +146,7 @@ def check_prices(prices: Mapping[str, float], names: Sequence[str]) -> None:
 
 
 def best_cluster(plans: Sequence[Plan], prices: Mapping[str, float]) -> Plan:
-    """The plan of the best cluster, with all of them among its answers: `clusters`, the best first. prices: of an hour
-    of one device, by the device's name.
-    """
+    """Return the plan of the best cluster; its answers list all. prices: of a device-hour, by device name."""
     found = []
     for plan in plans:
         a, c = plan.target, plan.candidates[0] if plan.candidates else None

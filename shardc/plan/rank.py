@@ -1,12 +1,12 @@
-"""Tier one: a first price of every choice, by arithmetic on the dry run of one block.
+"""Estimate the price of every choice (tier one), by arithmetic on the dry run of one block.
 
-    memory   state at this ZeRO and data axis + microbatches that the schedule keeps × bytes of each + the highest
+    memory   state with this ZeRO and data axis + microbatches that the schedule keeps × bytes of each + the highest
              moment of a microbatch
-    time     microbatches × the slowest rank + the schedule's bubble + sums and gathers that nothing hides
+    time     microbatches × the slowest rank + the schedule's bubble + collectives that nothing hides
 
-A block is run for those ways to split (tp, ep, cp, what is recomputed) that may be the best: what others take is
-foretold from the one that was run and is nearest, and whatever then seems the best is run, until all of the best are.
-These prices only decide what is priced by dry runs of its own (shardc.plan.price): users see those.
+The search runs a block for splits (tp, ep, cp, recomputation) that may be the best. Other splits are predicted from the
+nearest one that ran. Splits that then seem the best run too, until all of the best have run.
+The estimates only decide what is priced by its own dry runs (shardc.plan.price). Users see those prices.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from shardc.plan.stage import BYTES, CAUSES, HIGH, NET, SENT, WHAT, N, Stage, Ve
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec.data_section import Data
 
-#: Microbatches of so many rows are priced from a run of one row; what is between lies on a line.
+#: Rows of the microbatches that are priced, from a run of one row; other numbers are interpolated linearly.
 ROWS = (1, 4, 16, 64)
 KIND = {k: i for i, k in enumerate(BYTES)}
 #: Kinds of bytes that grow with the rows of a microbatch, and are split with them.
 GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in BYTES])
-#: Of a rank, in one vector: seconds of a microbatch forward and backward by rows and cause, what it takes once a step,
-#: bytes that forward keeps, bytes at the highest moment above these, bytes that stay, bytes to the next rank, weights.
+#: Columns of a rank's vector: seconds of a microbatch forward and backward by rows and cause, seconds of once-a-step
+#: work, bytes that forward keeps, bytes of the peak above these, bytes of state, bytes to the next rank, Weights.
 _SIZES = len(ROWS) * len(WHAT), len(ROWS) * len(WHAT), len(ROWS), N, N, N, 1, len(Weights._fields)
 _ENDS_OF = np.cumsum((0, *_SIZES))
 F, B, ONCE, KEPT, HEIGHT, STAYS, SEND, WEIGHTS = (slice(int(a), int(b)) for a, b in itertools.pairwise(_ENDS_OF))
 _SUMMED = np.array([w not in ("dp", "ep") for w in WHAT])
 _DATA = Data()
-#: Of collectives that are hidden, the share that is seen in any case: of the first gather, the last sum.
+#: The share of hidden collectives that is always exposed: the first gather, the last sum.
 _SEEN = 0.05
 
 
 class Rough(NamedTuple):
-    """A first price: seconds of a step, live bytes at its peak."""
+    """An estimate: seconds of a step, live bytes at its peak."""
 
     seconds: float
     peak: float
@@ -57,9 +57,10 @@ class Rough(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """What the stages of a split take, a vector each: the first with one unit of layers, one in the middle, one more
-    unit, the last; before, period: layers. beside: what the first and the last take for what is no layer, in the time
-    of a layer. whole: the model has no layers that repeat, and is divided evenly.
+    """Vectors of a split's stages: the first with one unit, a middle one, one more unit, the last.
+
+    beside: time of the first and last stage outside layers, in layers. before: layers before the pattern of `period`.
+    whole: the model has no repeated layers, and is divided evenly.
     """
 
     first: Vector
@@ -73,7 +74,7 @@ class Block:
 
     @staticmethod
     def of(each: Sequence[Stages]) -> Block:
-        """each: the stages with each number of ROWS."""
+        """Build a block from its stages with each number of ROWS."""
         s = each[0]
         if s.whole is not None:
             whole = _vector([x.whole or {} for x in each], s.ranks["whole"].weights)
@@ -88,7 +89,7 @@ class Block:
         return replace(self, first=first, one=one, unit=unit, last=last)
 
     def between(self, other: Block, seconds: float, nbytes: float) -> Block:
-        """So much of the way to another one, in what is computed and in what is kept."""
+        """Return a block between two: at the share `nbytes` for kept bytes, `seconds` for all else."""
         share = np.full(_ENDS_OF[-1], seconds)
         share[KEPT] = share[HEIGHT] = nbytes
         names = "first", "one", "unit", "last"
@@ -113,9 +114,7 @@ def _vector(each: Sequence[Stage], weights: Weights) -> Vector:
 
 
 def _once(s: Stage) -> float:
-    """Seconds of what a stage does once a step, and of what the first microbatch and the last one take more than
-    others, such as casts of weights.
-    """
+    """Return seconds of once-a-step work, and the extra of the first and last microbatch, such as casts."""
     seconds = np.sum([part_of(s, k, "")[CAUSES] for k in ("before", "after", "update")], 0)
     for kind in computing(s):
         odd = part_of(s, kind, "first") + part_of(s, kind, "last") - 2 * typical(s, kind)
@@ -125,9 +124,10 @@ def _once(s: Stage) -> float:
 
 @dataclass
 class Table:
-    """Choices of one split as columns, so that all are priced at once. groups: of choices whose ranks have the same
-    layers, (stages of the pipeline, of a rank, whether the first rank has the last stage too). known: what collectives
-    take, see _line.
+    """The choices of one split as columns, so that all are priced at once.
+
+    groups: (ranks of the pipeline, stages of a rank, whether the first rank has the last stage, too), without repeats.
+    known: times of collectives, see _line.
     """
 
     choices: Sequence[Choice]
@@ -163,13 +163,13 @@ class Table:
         self.lines = np.array([lines[_placed(c)] for c in some])
 
     def taken(self, which: int, nbytes: Vector, times: Vector) -> Vector:
-        """Seconds of so many collectives of a kind of COLLECTIVES with so many bytes together. [choices, ranks]"""
+        """Return seconds of `times` COLLECTIVES[which] with `nbytes` in total; shape [choices, ranks]."""
         line = self.lines[:, which, :, None]
         return line[:, 0] * times + line[:, 1] * nbytes
 
 
 def _parts_of_rows(rows: int) -> list[float]:
-    """How much of what a microbatch with each number of ROWS takes one of so many rows does.
+    """Return how to interpolate a microbatch of so many rows: the factor for each number of ROWS.
 
     >>> _parts_of_rows(7)
     [0.0, 0.75, 0.25, 0.0]
@@ -183,9 +183,7 @@ def _parts_of_rows(rows: int) -> list[float]:
 
 @functools.cache
 def _schedule(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[float, float, float]:
-    """(How long a rank waits for others, in the time of a microbatch; of how many microbatches the first rank keeps
-    activations at once, and the last.)
-    """
+    """Return (idle time of a rank in microbatches, microbatches that the first rank keeps, the last rank)."""
     maker = SCHEDULES[name]
     if ranks == 1:
         return 0.0, 1.0, 1.0
@@ -198,8 +196,8 @@ def _schedule(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[
     return idle / (forward + backward), first, last
 
 
-#: What data axes and neighbours in a pipeline exchange: gathers and scatters of what is sharded, of experts that are
-#: sharded elsewhere, sums of what is left of what is not experts', and of what is; and what goes to the next stage.
+#: Collectives of data axes and pipeline neighbours: gathers and scatters of sharded weights, and of experts that are
+#: sharded over another axis; sums of the remaining gradients, not of experts and of experts; sends to the next stage.
 COLLECTIVES = ("gather", "scatter", "gather of experts", "scatter of experts", "sum", "sum of experts", "send")
 
 
@@ -208,7 +206,7 @@ def _placed(c: Choice) -> tuple[object, ...]:
 
 
 def _lines(c: Choice, device: Device, known: dict[object, tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of each of COLLECTIVES, seconds of none and of each byte; zeros for those that a choice does not need."""
+    """Return (seconds of an empty one, seconds a byte) of each of COLLECTIVES; zeros if a choice has none."""
     shards = ("dp",) if c.outer > 1 else (c.sharding,)
     outer = ("dp_outer",) if c.outer > 1 else () if c.zero and not c.over_experts else ("dp",) if c.dp > 1 else ()
     ep = ("ep",) if c.ep > 1 and not c.over_experts else ()
@@ -232,7 +230,7 @@ def _line(
     if not axes:
         return 0.0, 0.0
     first = min(mesh.names.index(a) for a in axes)
-    inner = mesh.axes[first + 1 :] if axes == ("pp",) else mesh.axes[first:]  # what lies outside decides nothing
+    inner = mesh.axes[first + 1 :] if axes == ("pp",) else mesh.axes[first:]  # outer axes have no effect
     if (key := (kind, axes, inner)) not in known:
         ranks = Mesh((("pp", 2), *inner)).group(0, axes) if axes == ("pp",) else Mesh(inner).group(0, axes)
         none = collective_seconds(device, kind, 0, ranks)
@@ -244,7 +242,7 @@ def _line(
 
 
 def priced(t: Table, block: Block, core: Core, library: Library) -> tuple[Vector, Vector]:
-    """(seconds, live bytes at the peak) of all choices of a table."""
+    """Return (seconds, live bytes at the peak) of all choices of a table."""
     layers = library.layers
     ranks = np.array([_ranks(block, *key, layers.number if layers else 1) for key in t.groups])[t.group]
     uneven = np.array([_uneven(block, *key[:2], layers.number if layers else 1) for key in t.groups])[t.group]
@@ -253,8 +251,9 @@ def priced(t: Table, block: Block, core: Core, library: Library) -> tuple[Vector
 
 
 def _uneven(block: Block, pp: int, per_rank: int, layers: int) -> float:
-    """How many times the mean the longest stage takes: others of its rank are shorter, and a pipeline fills and drains
-    by the longest.
+    """Return the layers of the longest stage after the first, relative to the mean.
+
+    A pipeline fills and drains at the pace of its longest stage; other stages of the rank are shorter.
     """
     if block.whole or pp == 1:
         return 1.0
@@ -263,7 +262,7 @@ def _uneven(block: Block, pp: int, per_rank: int, layers: int) -> float:
 
 
 def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> list[Vector]:
-    """Of the first rank, the fullest of those in the middle, and the last."""
+    """Return the vectors of the first rank, of the fullest rank in the middle, and of the last rank."""
     if block.whole:
         return [block.one / pp] * 3
     if pp == 1:
@@ -291,13 +290,14 @@ def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> li
 
 
 def _weights(ranks: Vector) -> tuple[Vector, Vector, Vector, Vector]:
-    """(bytes of parameters as products take them, of gradients, the share of experts, the number of the smallest
-    buckets). [choices, ranks]
+    """Return bytes of weights in the compute dtype and of gradients, experts' share, number of buckets.
+
+    Each has the shape [choices, ranks]. The buckets have the smallest size.
     """
     p, g = ranks[..., STAYS.start + KIND["parameters"]], ranks[..., STAYS.start + KIND["gradients"]]
     casts, experts, _, buckets, *_ = np.moveaxis(ranks[..., WEIGHTS], -1, 0)
     cast = np.minimum(casts, p)
-    whole = np.where(cast > 0, np.minimum(p - cast, p), p)  # what has no copy is used as it is stored
+    whole = np.where(cast > 0, np.minimum(p - cast, p), p)  # weights without a copy are used as stored
     return whole, g, np.minimum(experts / np.where(p > 0, p, 1.0), 1.0), buckets
 
 
@@ -320,7 +320,7 @@ def _peaks(t: Table, ranks: Vector, core: Core, one_microbatch: bool) -> Vector:
     stays[..., g] *= np.where((zero > 1) & ~kept_whole, part, 1)
     stays[..., p] = np.where(t.all[:, None], cast, stays[..., p])
     casts = cast * casts_kept(core.checkpoint)
-    if one_microbatch:  # they were counted as the microbatch's
+    if one_microbatch:  # casts were counted in the microbatch
         kept[..., a] -= casts
     kept = np.where(GROW, kept * rows, 0)
     stays[..., p] += np.where(zero == 0, casts, 0)
@@ -332,11 +332,11 @@ def _peaks(t: Table, ranks: Vector, core: Core, one_microbatch: bool) -> Vector:
 
 
 def _step(t: Table, ranks: Vector, uneven: Vector, core: Core, device: Device) -> Vector:
-    """Seconds: the rank that takes longest, and how long it waits for others."""
+    """Return the seconds of a step: of the slowest rank, with its waits for others."""
     shape = (*ranks.shape[:2], len(ROWS), len(WHAT))
     f, b = ((ranks[..., s].reshape(shape).sum(3) * t.of_rows[:, None]).sum(2) for s in (F, B))
     once, m, zero = (ranks[..., ONCE] * t.of_rows[:, None]).sum(2), t.m[:, None], t.zero[:, None]
-    # with ZeRO weights are there in the dtype of products: no microbatch casts them, nor widens their gradients
+    # ZeRO gathers weights in the compute dtype: no microbatch casts them, or casts their gradients back
     casting, kept = _casting(ranks, device), casts_kept(core.checkpoint)
     f = f - np.where(zero > 0, np.minimum(casting * (1 - kept), f), 0)
     b = b - np.where(zero > 0, np.minimum(casting * (2 - kept), b), 0)
@@ -348,13 +348,13 @@ def _step(t: Table, ranks: Vector, uneven: Vector, core: Core, device: Device) -
     waits = waits + np.where(t.pp > 1, 2 * (t.pp - 1), 0)[:, None] * t.taken(
         6, ranks[..., SEND.start] * t.rows[:, None], np.ones_like(once)
     )
-    # one stage after the other waits for gathers of the whole step
+    # stages wait one after another for the gathers of a whole step
     step = step * np.where(t.kept & (t.zero > 0), t.pp, 1)[:, None]
     return (m * busy + waits + once + step).max(1)  # type: ignore[no-any-return]
 
 
 def _casting(ranks: Vector, device: Device) -> Vector:
-    """Seconds of casting the weights of a rank once: each reads three bytes for one of the copy's, and writes it."""
+    """Return seconds of casting a rank's weights once: three bytes are moved for each byte of a copy."""
     copies, casts = ranks[..., WEIGHTS.start + 5], ranks[..., WEIGHTS.start]
     unique, places = np.unique(np.stack([copies, casts], -1).reshape(-1, 2), axis=0, return_inverse=True)
     seconds = [
@@ -364,14 +364,14 @@ def _casting(ranks: Vector, device: Device) -> Vector:
 
 
 def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> tuple[Vector, Vector, Vector]:
-    """Seconds of the data axes' collectives that nothing hides: of a step, of each forward, of each backward."""
+    """Return exposed seconds of the data axes' collectives: once a step, per forward, per backward."""
     whole, grads, experts, smallest = _weights(ranks)
     zero, over = t.zero[:, None], t.over[:, None]
     dense, buckets, slower = 1 - experts, _buckets(t, smallest, grads), 1 - device.reaches.computing
     apart = np.where(over, dense, 1.0)
 
     def taken(kind: int, nbytes: Vector) -> Vector:
-        """Over the axis that ZeRO shards over, and of experts, where that is another one."""
+        """Return the seconds on ZeRO's axis, and those of experts on their axis, if that is another one."""
         elsewhere = np.where(over & (experts > 0), t.taken(kind + 2, nbytes * experts, buckets * experts), 0)
         return t.taken(kind, nbytes * apart, np.maximum(buckets * apart, 1)) + elsewhere
 
@@ -381,7 +381,7 @@ def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> t
     ends = t.per_rank[:, None] / buckets
     seen = np.maximum(ends, _SEEN)
 
-    # of what one op uses with others, as experts' weights are, nothing hides but what is computed between two buckets
+    # one op uses all experts' weights: only computation between two buckets hides their collectives
     together = np.minimum(ranks[..., WEIGHTS.start + 4] / np.maximum(smallest, 1e-9), 1.0)
 
     def in_turn(sent: Vector, computed: Vector, shown: Vector) -> Vector:
@@ -400,12 +400,13 @@ def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> t
     return once + np.maximum(last, 0), forward, backward
 
 
-# --- what was not run
+# --- splits that did not run
 
 
 def factors(near: Core, core: Core, block: Block, device: Device) -> Vector:
-    """What one split takes, times what another one that was run does: products and activations are divided among more
-    ranks; what is sent takes as long as over as many links.
+    """Return the factors that turn the vector of a split that ran (`near`) into that of another split.
+
+    Work and activations are divided among more ranks. Collectives also depend on the links of their axis.
     """
     made = np.ones(int(_ENDS_OF[-1]))
     work = near.tp * near.cp / (core.tp * core.cp)
@@ -427,7 +428,7 @@ def factors(near: Core, core: Core, block: Block, device: Device) -> Vector:
     return made
 
 
-#: The share of experts in parameters, where no run says it.
+#: The assumed share of experts in parameters, if no run shows it.
 _UNKNOWN = 0.9
 
 
@@ -439,7 +440,7 @@ def _bytes_seconds(device: Device, core: Core, axis: str) -> float:
 
 
 def distance(near: Core, core: Core) -> float:
-    """How many times each axis is doubled; an axis along which only one of both sends counts more."""
+    """Return how many times axes are doubled, plus 4 for each axis that only one of both splits uses."""
     pairs = list(zip(near[:3], core[:3], strict=True))
     apart = sum(abs(math.log2(a / b)) for a, b in pairs)
     return apart + sum(4.0 for a, b in pairs if (a == 1) != (b == 1))

@@ -16,10 +16,10 @@ from shardc.spec import Spec
 
 @dataclass(frozen=True)
 class Target:
-    """What is planned for. batch: rows of the global batch; sequence: tokens of a row, None: rows are not sequences.
+    """The model, devices and batch of a plan. sequence: tokens of a row; None: rows are not sequences.
 
-    flops: of the model and one row, forward and backward, nothing recomputed. dtype: of products. usable: bytes of a
-    device's memory that a step may use. assumed: sentences on what the user left open.
+    batch: rows of the global batch. flops: of one row, forward and backward, nothing recomputed. dtype: of products.
+    usable: bytes of a device's memory that a step may use. assumed: sentences on what the user left open.
     """
 
     model: str
@@ -39,7 +39,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One spec and its price. why: {section of the spec: the reason for it}."""
+    """A spec and its price. why: {section of the spec: the reason for it}."""
 
     spec: Spec
     priced: Priced
@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether what is reserved, and what is outside of it, is not more than a step may use."""
+        """Whether the needed bytes (reserved and outside) fit in the memory that a step may use."""
         return self.needs <= self.target.usable
 
     @property
@@ -63,27 +63,27 @@ class Candidate:
 
     @property
     def memory(self) -> Mapping[str, float]:
-        """Bytes at the peak of the rank that needs most, by kind."""
+        """Bytes at the peak by kind, of the rank that needs most."""
         return self.priced.kinds
 
     @property
     def peak(self) -> float:
-        """Live bytes."""
+        """Live bytes at the peak."""
         return self.priced.peak
 
     @property
     def reserved(self) -> float:
-        """Bytes that torch's allocator takes for them."""
+        """Bytes that torch's allocator reserves for the live bytes."""
         return self.priced.reserved
 
     @property
     def outside(self) -> float:
-        """Bytes of a device that are no tensor's and not the allocator's."""
+        """Bytes of a device that belong neither to tensors nor to the allocator."""
         return self.priced.outside
 
     @property
     def needs(self) -> float:
-        """Bytes that a device has to have: reserved and outside."""
+        """Bytes that a device needs: reserved and outside."""
         return self.priced.needs
 
     @property
@@ -92,15 +92,13 @@ class Candidate:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization (Chowdhery et al. 2022): of what the devices' peak would do in a step, without what
-        is computed again.
-        """
+        """Model FLOPs utilization (Chowdhery et al. 2022): share of the devices' peak, nothing recomputed."""
         peak = self.target.device.flops_per_second(self.target.dtype) * self.devices
         return self.target.flops * self.priced.batch / (self.priced.seconds * peak)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all devices; None where rows are not sequences."""
+        """Tokens per second of all devices; None if rows are not sequences."""
         return self.rows_per_second * self.target.sequence if self.target.sequence else None
 
     @property
@@ -109,29 +107,28 @@ class Candidate:
 
     @property
     def limit(self) -> str:
-        """What most of a step's time goes to: compute, memory, launch, bubble, or the axis whose collectives are waited
-        for.
-        """
+        """The largest cause of step time: compute, memory, launch, bubble, or the axis of collectives."""
         return self.priced.limit
 
     @property
     def shares(self) -> dict[str, float]:
-        """The parts of a step's time, by what it goes to."""
+        """Shares of a step's time, by cause."""
         total = sum(self.priced.spent.values()) or 1.0
         return {k: v / total for k, v in self.priced.spent.items() if v > 0}
 
     @property
     def waterfall(self) -> dict[str, float]:
-        """The seconds of a step, of the rank that has most to do, cause by cause: "peak", the model's products at the
-        device's peak; "again", what is computed again, or divided unevenly; "below", what products do not reach of the
-        peak; and the other causes of `shares`.
+        """Seconds of a step by cause, of the busiest rank.
+
+        "peak": the model's products at the device's peak; "again": recomputation and uneven division; "below": products
+        below the peak; and the other causes of `shares`.
         """
         peak = self.target.device.flops_per_second(self.target.dtype)
         ideal = self.target.flops * self.priced.batch / self.devices / peak
         spent = dict(self.priced.spent)
         computed = self.priced.flops / peak
         below = spent.pop("compute", 0.0) - computed
-        if below < 0 and "launch" in spent:  # of small products, whose time is that of starting them
+        if below < 0 and "launch" in spent:  # small products take the time of their launch
             spent["launch"], below = max(spent["launch"] + below, 0.0), min(spent["launch"] + below, 0.0)
         parts = {"peak": ideal, "again": computed - ideal, "below": below}
         return {name: s for name, s in {**parts, **spent}.items() if s}
@@ -160,9 +157,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """candidates: priced, those that fit first, the fastest of them first. considered: how many were estimated.
-    refused: what compile said of splits that it did not take. answers: to questions such as "largest batch". what_if:
-    what would make the best one faster (shardc.plan.what_if), the most helpful first.
+    """The result of a search.
+
+    candidates: those that fit first, the fastest first. considered: number of estimated choices. refused: compile's
+    errors by split. answers: to questions such as "largest batch". what_if: what would make the best one faster
+    (shardc.plan.what_if), the most helpful first.
     """
 
     target: Target
@@ -180,22 +179,20 @@ class Plan:
         return f"<Plan of {a.model} on {a.devices} x {a.device.name}: {priced}; best: {best}>"
 
     def __str__(self) -> str:
-        """The table of `shardc plan`, without colours."""
+        """Return the table of `shardc plan`, without colours."""
         from shardc.plan.table import plain_table
 
         return plain_table(self)
 
     @property
     def best(self) -> Candidate:
-        """The fastest that fits. Raises ShardcError if nothing does: the nearest, what it
-        lacks, and what would help.
-        """
+        """The fastest candidate that fits. Raises ShardcError with the nearest one and a fix if nothing fits."""
         if not self.candidates or not self.candidates[0].fits:
             raise self.lacking()
         return self.candidates[0]
 
     def spec(self) -> str:
-        """The best candidate's spec, as YAML annotated with why."""
+        """Return the best candidate's spec as YAML, annotated with reasons."""
         from shardc.plan.annotated_yaml import annotated
 
         return annotated(self.best, self)
@@ -205,7 +202,7 @@ class Plan:
         Path(path).write_text(self.spec(), encoding="utf-8")
 
     def html(self) -> str:
-        """The plan as a page: the best spec, the plot, every priced spec, where time and memory go, what would help."""
+        """Return the plan as a page: the best spec, a plot, priced specs, time and memory, what would help."""
         from shardc.plan.page import html
 
         return html(self)

@@ -1,10 +1,10 @@
-"""Dry runs of a model with few of its layers, each made once, and the stages that follow from them.
+"""Run dry runs of a model with few of its layers, each once, and build stages from them.
 
     five units of layers on four stages     [first, 1]   [1]   [2]   [1, last]      one compile, four dry runs
     two units, and three                    the whole model on one stage
 
-A unit is a period of the model's layers; where gradients are summed in buckets that hold several, it is as many as fill
-one, so that each unit sends, and keeps, as much as the next. A model without a long list of layers is run as a whole.
+A unit is a period of the model's layers. If gradients are summed in buckets that hold several periods, a unit has as
+many as fill a bucket: then each unit sends, and keeps, the same. A model without a long list of layers runs whole.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from shardc.runtime.step.engine_optimizer import assumed
 from shardc.spec import Spec
 from shardc.spec.data_section import Data
 
-#: Units of a stage that are buckets, so many that one more keeps no more: one fills while the one before it is summed.
+#: Buckets of a stage after which one more keeps no more bytes: one fills while the previous one is summed.
 _BASE = 2
-#: Units of a model whose dry run takes no longer than those of a few.
+#: The most units of a model whose dry run takes no longer than those of a few.
 _SHORT = 9
 
 
 class Weights(NamedTuple):
-    """Of a stage's parameters, bytes: casts: of their copies in the dtype of products; experts: of those that are
-    spread over an axis of experts; trained: of those that get gradients. buckets: into how many buckets of the
-    smallest size they go; what fills a part of one counts as that; of_experts: those of experts. copies: how many ops
-    cast weights.
+    """A stage's parameters, in bytes. casts: copies in the compute dtype; trained: with gradients.
+
+    experts: those that are split over an axis of experts. buckets: the smallest buckets that they fill; each parameter
+    counts for at most one. of_experts: buckets of experts. copies: number of ops that cast weights.
     """
 
     casts: float = 0.0
@@ -71,9 +71,10 @@ class Rank:
 
 @dataclass(frozen=True)
 class Stages:
-    """Stages of one rank each: of a model of layers the first, a middle one of `base` units and of one more (two), and
-    the last; of another model only `whole`. period: layers of a unit; before: layers of the first stage besides its
-    units. ranks: those that were run, by the name of their stage.
+    """Stages of one rank each: first, middle with `base` units (`one`) and one more (`two`), last.
+
+    whole: the only stage of a model without repeated layers. period: layers of a unit; before: layers of the first
+    stage besides its units. ranks: the ranks that were run, by the name of their stage.
     """
 
     ranks: Mapping[str, Rank]
@@ -87,14 +88,14 @@ class Stages:
     base: int = 1
 
     def at(self, index: int, count: int, layers: float) -> Stage:
-        """Stage `index` of `count`, with so many layers (several stages)."""
+        """Return stage `index` of `count` (more than one), with so many layers."""
         if index == 0:
             return lines(self.first, self.two, self.one, (layers - self.before) / self.period - self.base)
         base = self.last if index == count - 1 else self.one
         return lines(base, self.two, self.one, layers / self.period - self.base)
 
     def alone(self, layers: int) -> Stage:
-        """The whole model as one stage, from the first and the last stage run one after the other."""
+        """Return the whole model as one stage, which runs the first stage and then the last."""
         if self.whole is not None:
             return self.whole
         return joined(lines(self.first, self.two, self.one, (layers - self.before) / self.period - 2), self.last)
@@ -102,7 +103,7 @@ class Stages:
 
 @dataclass
 class Runs:
-    """The dry runs of one model. cpu: the device is one, which runs other kernels."""
+    """The dry runs of one model. cpu: the device is a CPU, which runs other kernels."""
 
     subject: Subject
     cpu: bool = False
@@ -112,16 +113,17 @@ class Runs:
 
     @cached_property
     def facts(self) -> Facts:
-        """Raises ShardcError as capture does."""
+        """The model's facts. Raises ShardcError as capture does."""
         return facts(self.subject)
 
     def ranks(
         self, spec: Mapping[str, Any], rows: int, units: int | None, sequence: int | None, at: tuple[int, ...]
     ) -> list[Rank]:
-        """Ranks of the program of a spec for a global batch of so many rows: of the whole model, or of so many units of
-        its layers; by their coordinates on the pipeline's axis. Raises ShardcError if compile does.
+        """Return ranks of a spec's program for a global batch of so many rows, each compiled and run once.
+
+        units: of layers; None: all. at: coordinates on the pipeline's axis. Raises ShardcError if compile does.
         """
-        key = json.dumps([spec, rows, units, sequence, at])  # in its order: that of a mesh's axes counts
+        key = json.dumps([spec, rows, units, sequence, at])  # not sorted: the order of a mesh's axes matters
         if key not in self._found:
             try:
                 program = self._compiled(spec, rows, units, sequence)
@@ -137,7 +139,7 @@ class Runs:
         return found
 
     def whole(self, spec: Spec, rows: int, sequence: int | None) -> tuple[Program, tuple[DryRun, ...]]:
-        """The program of a spec, and the dry runs of its ranks. The last one is kept, for other devices."""
+        """Return a spec's program and its ranks' dry runs. The last result is kept, for other devices."""
         document = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}
         key = json.dumps([document, rows, sequence])
         if key not in self._whole:
@@ -147,8 +149,9 @@ class Runs:
         return self._whole[key]
 
     def treats_layers_alike(self, spec: Spec) -> bool:
-        """Whether a spec says the same of every layer: only then are few layers like many. Not so with `every: 2`, or
-        with a pattern that names single layers, nor where matrices have owners, which are balanced over all layers.
+        """Return whether a spec treats all layers in the same way: only then do few layers represent many.
+
+        False with `every: 2`, patterns for single layers, or matrices with owners, which are balanced over all layers.
         """
         if self.facts.layers is None:
             return True
@@ -189,9 +192,10 @@ def _weights(program: Program, coordinate: int) -> Weights:
 
 @dataclass
 class Library:
-    """The stages of every way to split and recompute, on one device. template: what all specs have in common.
-    microbatches: of the runs of blocks: a first and a last one, or 1 for a model that cannot be run in microbatches, as
-    where statistics of the batch are used. number: of layers, where it is not the model's.
+    """Stages of every way to split and recompute, on one device. template: the common part of all specs.
+
+    microbatches: of the runs of blocks: a first and a last one, or 1 if the model cannot run in microbatches, as with
+    statistics of the batch. number: of layers, if it differs from the model's.
     """
 
     runs: Runs
@@ -210,25 +214,26 @@ class Library:
         return self.runs.facts
 
     def on(self, device: Device) -> Library:
-        """The same on another device of its kind, from the same dry runs."""
+        """Return the library for another device of this kind, with the same dry runs."""
         return Library(self.runs, self.template, device, self.sequence, self.microbatches, self.number)
 
     def of_length(self, sequence: int) -> Library:
-        """The same with rows of so many tokens."""
+        """Return the library for rows of so many tokens."""
         return Library(self.runs, self.template, self.device, sequence, self.microbatches)
 
     def of_layers(self, number: int) -> Library:
-        """The same of a model with so many layers."""
+        """Return the library for a model with so many layers."""
         return replace(self, number=number, _alone={})
 
     @property
     def layers(self) -> Layers | None:
-        """The model's list of layers that repeats."""
+        """The model's list of repeated layers, with the library's number of them."""
         layers = self.facts.layers
         return layers if layers is None or self.number is None else replace(layers, number=self.number)
 
     def block(self, core: Core, rows: int = 1) -> Stages:
-        """The stages of a core, priced with so many rows a microbatch, from a dry run of one row, without a data axis.
+        """Return a core's stages for so many rows a microbatch, from a dry run of one row without a data axis.
+
         Raises ShardcError if compile refuses it.
         """
         if (core, rows) not in self._blocks:
@@ -244,14 +249,15 @@ class Library:
     def pipelined(
         self, spec: Mapping[str, Any], rows: int, axis: str = "pp", times: int = 1, more_rows: int = 1
     ) -> Stages:
-        """A spec's stages, from a pipeline of four stages along `axis` in place of its own. times: so many periods of
-        layers are a unit. more_rows: priced with so many times the rows.
+        """Return a spec's stages, from a pipeline of four stages along `axis` instead of the spec's pipeline.
+
+        times: periods of layers in a unit. more_rows: factor on the rows.
         """
         layers, sizes = self.layers, spec["mesh"]
         assert layers is not None
         split = SCHEDULES[spec.get("pipeline", {}).get("schedule", "1f1b")].splits_backward
         mesh = {a: n for a, n in sizes.items() if a != axis}
-        inside = axis in sizes and next(iter(sizes)) != axis  # then neighbours elsewhere lie further apart
+        inside = axis in sizes and next(iter(sizes)) != axis  # then neighbours along outer axes are further apart
         key = json.dumps(
             ({**spec, "pipeline": split, "mesh": mesh}, rows, list(sizes.items()) if inside else (), times, more_rows)
         )
@@ -265,7 +271,7 @@ class Library:
         return self._pipelined[key]
 
     def _four(self, spec: Mapping[str, Any], rows: int, axis: str, split: bool, times: int) -> list[Rank]:
-        """Ranks of the program of five units of layers on four stages; of nine where units fill buckets (_BASE)."""
+        """Return the ranks of five units of layers on four stages; of nine if units fill buckets (_BASE)."""
         layers = self.layers
         assert layers is not None
         base, p = _BASE if times > 1 else 1, times * layers.period
@@ -277,8 +283,9 @@ class Library:
         return self.runs.ranks(document, rows, units, self.sequence, (0, 1, 2, 3))
 
     def alone(self, spec: Mapping[str, Any], rows: int, bucket: float = 0.0) -> tuple[Stage, DryRun]:
-        """The whole model on one stage, and the dry run that stands for it: from two units of its layers and three, or
-        as it is. bucket: bytes of gradients that are summed over data axes at once; 0: none are.
+        """Return the whole model as one stage, and the dry run that represents it.
+
+        Both come from two and three units of layers, if possible. bucket: bytes of a sum of gradients; 0: no sums.
         """
         layers, key = self.layers, repr((spec, rows, bucket))
         if key in self._alone:
@@ -301,7 +308,7 @@ class Library:
         return self._alone[key]
 
     def short(self, times: int) -> bool:
-        """Whether a dry run of the whole model takes no longer than those of a few units of so many periods."""
+        """Return whether the whole model's dry run takes no longer than those of few units of `times` periods."""
         layers = self.layers
         return layers is None or layers.number - layers.first <= _SHORT * times * layers.period
 
@@ -309,12 +316,12 @@ class Library:
         return self.runs.ranks(spec, rows, units, self.sequence, (0,))[0]
 
     def _stage(self, rank: Rank, sizes: Mapping[str, int] | None = None, rows: int = 1) -> Stage:
-        """sizes: of the mesh that it is a part of, where that is not the one that was run."""
+        """Return a rank's stage. sizes: of the mesh that it is a part of, if another one was run."""
         mesh, number = (rank.mesh, rank.run.rank) if sizes is None else (ordered(rank.mesh, sizes), 0)
         return stage(rank.run, Meter(self.device, mesh, number, roles=rank.roles, rows=rows, priced=self._priced))
 
     def takes_microbatches(self) -> None:
-        """Find out whether the model can be run in microbatches. Raises ShardcError if compile refuses it at all."""
+        """Find out whether the model can run in microbatches. Raises ShardcError if compile always refuses it."""
         try:
             self.block(Core())
         except ShardcError as e:
@@ -326,9 +333,7 @@ class Library:
 
     @property
     def flops(self) -> float:
-        """Of the model and one row, forward and backward: twice forward's products in backward, fewer where weights are
-        frozen. Nothing is recomputed, scores of attention neither.
-        """
+        """FLOPs of one row, forward and backward (at most twice forward's), with nothing recomputed."""
         forward, backward = (float(part_of(self._whole(1), kind, "middle")[FLOPS]) for kind in "FB")
         return forward + min(backward, 2 * forward)
 
@@ -338,13 +343,12 @@ class Library:
         return float(part_of(self._whole(64), "F", "middle")[CAUSES][0]) / 64
 
     def _whole(self, rows: int) -> Stage:
-        """The model on one device."""
+        """Return the model as one stage on one device, for so many rows a microbatch."""
         return self.block(Core(), rows).alone(self.layers.number if self.layers else 0)
 
 
 def fill(bucket: float, trained: float) -> int:
-    """How many periods of layers fill a bucket of gradients, about. trained: bytes of one's parameters that get
-    gradients.
+    """Return about how many periods of layers fill a bucket. trained: bytes of gradients of a period.
 
     >>> fill(25.0, 8.0), fill(25.0, 10.0), fill(25.0, 40.0), fill(0.0, 10.0)
     (3, 3, 1, 1)
@@ -356,7 +360,7 @@ def fill(bucket: float, trained: float) -> int:
 
 
 def ordered(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
-    """The mesh with other sizes, in another order; an axis that is seen as several digits stays so.
+    """Return the mesh with other sizes in another order; an axis that has several digits keeps them.
 
     >>> ordered(Mesh((("pp", 4), ("dp", 2), ("tp.0", 2), ("tp.1", 2))), {"dp": 2, "pp": 8, "tp": 4}).axes
     (('dp', 2), ('pp', 8), ('tp.0', 2), ('tp.1', 2))

@@ -1,6 +1,4 @@
-"""The search: tier one ranks all choices by arithmetic (shardc.plan.rank), tier two prices the best two dozen by dry
-runs of their own (shardc.plan.price).
-"""
+"""Search all choices: tier one (rank) estimates them, tier two (price) prices the best by dry runs."""
 
 from __future__ import annotations
 
@@ -34,23 +32,21 @@ from shardc.plan.stage import Vector
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
 
-#: How many blocks tier one runs at most, beside those that it begins with.
+#: The most blocks that tier one runs after those that it begins with.
 BLOCKS = 10
-#: What is foretold takes so much longer for each doubling of an axis between it and what was run: it leaves out some of
-#: what is sent.
+#: A prediction is raised by this share for each doubling of an axis from the block that ran: it omits some collectives.
 LESS_SURE = 0.02
-#: How many choices tier two prices, and from how many dry runs of their own; twice as many where nothing fits.
+#: The most choices that tier two prices, and the most dry runs for them; twice as many dry runs if nothing fits.
 PRICED, DRY_RUNS = 24, 6
-#: How many are priced that differ only in ZeRO and schedule: their first prices are off in the same way.
+#: The most choices to price that differ only in ZeRO and schedule: their estimates have the same error.
 ALIKE = 4
-#: Where one fits, others are priced whose first price is at most so many times its price, and so many times the memory.
+#: Once a choice fits, others are priced if their estimate is at most this many times its price, and the memory.
 SLOWER, LARGER = 1.12, 1.3
-#: How many choices of a split may be priced exactly.
+#: The most choices of a split that fit and may be priced exactly.
 BEST = 64
-#: What needs so many times the memory at first is not priced.
+#: Choices whose estimate is this many times the memory are not priced.
 FAR = 2.0
-#: Until a block with other recomputation is run: which part of the way from nothing to everything that is at best, in
-#: time, and in bytes.
+#: Position of each recomputation between none and full at best, in time and in bytes, until a block of it runs.
 SHARES: dict[Keep, tuple[float, float]] = {
     "cheap": (0.05, 0.9),
     "products": (0.15, 0.9),
@@ -62,16 +58,17 @@ SHARES: dict[Keep, tuple[float, float]] = {
     "full": (1.0, 1.0),
     "host": (1.0, 1.05),
 }
-#: What is recomputed where something does not fit without; in the machine's memory where nothing else fits.
+#: Recomputation to try if some choice does not fit without; `host` only if nothing else fits.
 KEEPS: tuple[Keep, ...] = tuple(k for k in CHECKPOINTS if k not in ("none", "host"))
 OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass
 class Search:
-    """One model on one kind of device. memory: bytes of a device that a step may use. cuts: how many stages a pipeline
-    may have. on: called with what is being priced: (subject, done, total). refused: why compile refused a split, by
-    name. considered: how many choices were ranked. tight: the share of the room that live bytes may have at first.
+    """The search for one model on one kind of device. memory: bytes of a device that a step may use.
+
+    on: called with progress (subject, done, total). refused: compile's error for each refused split, by name.
+    considered: number of ranked choices. tight: the share of the room that live bytes may take in an estimate.
     """
 
     library: Library
@@ -87,7 +84,7 @@ class Search:
 
     @property
     def room(self) -> float:
-        """Bytes for tensors: what libraries take at least is not."""
+        """Bytes for tensors in an estimate: `tight` of the memory, without the least that libraries take."""
         return max(self.tight * (self.memory - self.library.device.outside_bytes(0)), 1.0)
 
     @property
@@ -98,8 +95,9 @@ class Search:
     # --- tier one
 
     def splits(self, devices: int, *, over_nodes: bool = False) -> list[Core]:
-        """Those of so many devices, without recomputation, whatever compile says of them: tensor parallelism inside a
-        node, or over several.
+        """Return the splits of so many devices without recomputation, also those that compile refuses.
+
+        Tensor parallelism is inside a node, or with `over_nodes` over several nodes.
         """
         facts = self.library.facts
         return [
@@ -110,12 +108,12 @@ class Search:
         ]
 
     def longer(self, core: Core, devices: int) -> list[Core]:
-        """A split with the sequence cut too."""
+        """Return the split with each number of ranks that can cut the sequence."""
         widths = sequence_widths(devices // (core.tp * core.ep), self.library.sequence or self.library.facts.sequence)
         return [core._replace(cp=cp) for cp in widths]
 
     def block(self, core: Core) -> Block | None:
-        """What a block of a split takes, run now if it was not; None if compile refuses it."""
+        """Return a split's block, which runs once; None if compile refuses it."""
         if core not in self._blocks:
             axes = zip(("tp", "ep", "cp"), core[:3], strict=True)
             name = ", ".join(f"{a}={n}" for a, n in axes if n > 1 or a == "tp")
@@ -131,26 +129,28 @@ class Search:
         return self._blocks[core]
 
     def accepted(self, core: Core) -> Core | None:
-        """It, or the same without sequence parallelism, if compile accepts that."""
+        """Return the split, or else the same without sequence parallelism; None if compile refuses both."""
         some = dict.fromkeys((core, core._replace(sequence_parallel=False)))
         return next((one for one in some if self.block(one) is not None), None)
 
     def ranked(
         self, devices: int, batch: int, cores: Sequence[Core], *, on_host: bool = False, below: float = math.inf
     ) -> list[tuple[Choice, Rough]]:
-        """Choices of these splits with their first prices, the best first: those that seem to fit by time, then the
-        others by memory. Recomputation, and rows that are cut, only where something does not fit without. below:
-        seconds; what is slower is of no use.
+        """Return choices with estimates: those that seem to fit, by time, then the others, by memory.
+
+        Recomputation is tried only if some choice does not fit without it. Cut rows are tried only if nothing fits or
+        there are few rows. If still nothing fits, recomputed layers keep values in host memory.
+        on_host: also with offload. below: seconds; slower choices are of no use.
         """
         found = self._explored(cores, devices, batch, on_host, below)
 
         def fits() -> bool:
             return any(not x.key[0] for x in found.values())
 
-        if not fits() or batch * self.library.device.node < devices:  # parts of rows
+        if not fits() or batch * self.library.device.node < devices:  # cut rows
             longer = [longer for core in cores for longer in self.longer(core, devices)]
             found |= self._explored(longer, devices, batch, on_host, below)
-        if not fits():  # what recomputed layers keep, in the machine's memory
+        if not fits():  # recomputed layers keep values in host memory
             plain = [core for core in found if core.checkpoint == "none"]
             found |= self._explored(plain, devices, batch, on_host, below, ("host",))
         every = [x for core in found if found[core].run for x in found[core].best(core, self._sp(core))]
@@ -167,7 +167,7 @@ class Search:
         below: float,
         keeps: Sequence[Keep] = KEEPS,
     ) -> dict[Core, _Found]:
-        """First prices of these splits, with what they may recompute; the best of them are run."""
+        """Estimate the choices of these splits, also with recomputation, and run the blocks of the best."""
         if below == math.inf:
             for core in _corners(cores):
                 self.accepted(core)
@@ -188,22 +188,22 @@ class Search:
             runs += not refused
 
     def _sp(self, core: Core) -> bool:
-        """Whether a split that was run has its sequence split along tp."""
+        """Return whether the block that ran for a split has its sequence split along tp."""
         return core.sequence_parallel and self._blocks.get(self._needed(core)[0]) is not None
 
     def _ways(self, core: Core, devices: int, batch: int, on_host: bool, keeps: Sequence[Keep]) -> Iterator[Core]:
-        """A split, and what it may recompute, where something does not fit without."""
+        """Yield a split, and the same with recomputation if one of its choices does not fit."""
         yield core
         if self.library.template.regions and (self._found(core, devices, batch, on_host).peaks > self.room).any():
             yield from (core._replace(checkpoint=k) for k in keeps)
 
     def _needed(self, core: Core) -> list[Core]:
-        """The blocks that one follows from: shares of what is kept lie between all and nothing."""
+        """Return the blocks that a split's estimate follows from: with a budget, those of `full` and `none`."""
         keeps: tuple[Keep, ...] = (core.checkpoint,) if budget(core.checkpoint) is None else ("full", "none")
         return [core._replace(checkpoint=k) for k in keeps]
 
     def _sources(self, core: Core) -> tuple[Core | None, ...]:
-        """The blocks that were run from which one's first prices follow."""
+        """Return the nearest block that ran with the same recomputation, with none, and with `full`."""
         ran = [c for c, b in self._blocks.items() if b is not None]
         keeps = dict.fromkeys((core.checkpoint, "none", "full"))
         near = ([c for c in ran if c.checkpoint == k] for k in keeps)
@@ -231,8 +231,10 @@ class Search:
         return _Found(all(each), table, seconds, peaks, self.room, sources)
 
     def _foretold(self, core: Core) -> Block:
-        """What a block takes that was not run: with nothing recomputed as the nearest that was, divided among other
-        ranks; else as far from that to everything as the nearest with the same recomputation is.
+        """Predict the block of a split that did not run.
+
+        Without recomputation: the nearest block that ran, divided among other ranks. With recomputation: as far between
+        none and full as in the nearest block with the same recomputation.
         """
         keep, plain = core.checkpoint, core._replace(checkpoint="none")
         ran = [c for c, b in self._blocks.items() if b is not None and c.checkpoint == keep]
@@ -251,7 +253,7 @@ class Search:
         return self._known(core) or self._foretold(core)
 
     def _shares(self, near: Core) -> tuple[float, float]:
-        """How far from nothing to everything a recomputation is, in time, and in bytes."""
+        """Return how far a recomputation is on the way from none to full, in time and in bytes."""
         none = self._at(near._replace(checkpoint="none"))
         full = _all_again(none) if near.checkpoint == "full" else self._at(near._replace(checkpoint="full"))
         one, less, more = self._at(near).unit, none.unit, full.unit
@@ -266,20 +268,20 @@ class Search:
         if key not in self._tables:
             most = batch if self.library.microbatches > 1 else 1
             some = list(choices([core], devices, batch, self.cuts, most, self.library.device.node))
-            if on_host:  # parameters can be elsewhere where they are gathered before each use
+            if on_host:  # offloading parameters needs gathers before each use
                 some += [replace(c, offload=o) for c in some for o in OFFLOADS if o and (o != "all" or c.zero == 3)]
             self._tables[key] = Table(some, self.library.device, self._lines) if some else None
         return self._tables[key]
 
     def spreads(self, devices: int, batch: int, cores: Iterable[Core]) -> bool:
-        """Whether so many rows can be spread over so many devices by one of these splits."""
+        """Return whether so many rows can be spread over so many devices by one of these splits."""
         some = (core for core in cores if self._table(core, devices, batch, False) is not None)
         return any(self.accepted(core) is not None for core in some)
 
     # --- tier two
 
     def exact(self, c: Choice) -> Priced:
-        """Raises ShardcError if compile refuses it."""
+        """Return the exact price of a choice. Raises ShardcError if compile refuses it."""
         if c not in self._exact:
             try:
                 self._exact[c] = price(self.library, Spec.load(spec(c, self.library.template)), c.batch)
@@ -291,12 +293,10 @@ class Search:
         return found
 
     def refine(self, ranked: Sequence[tuple[Choice, Rough]]) -> dict[Choice, Priced]:
-        """Exact prices of the best, and of more of them where these turn out not to fit. What one was priced at says
-        how far off the first prices of those like it are.
-        """
+        """Return exact prices of the best; each corrects the estimates of similar choices. More if none fits."""
         prices: dict[Choice, Priced] = {}
         dry_runs, families = set[object](), Counter[object]()
-        alike = ALIKE if self.library.facts.layers else ALIKE // 2  # each needs a dry run of its own
+        alike = ALIKE if self.library.facts.layers else ALIKE // 2  # each needs its own dry run
         off = _Off(self.memory, self.library.device.outside_bytes(0))
         rest = list(ranked)
         while rest and len(prices) < PRICED:
@@ -322,8 +322,9 @@ class Search:
         return prices
 
     def _vary(self, prices: dict[Choice, Priced]) -> None:
-        """Price the best also as it is not in tier one: the sequence whole between layers, an encoder's rows split over
-        more axes, element-wise work compiled; each on top of the best so far.
+        """Price variants of the best that tier one does not have, each on top of the best so far.
+
+        Variants: no sequence parallelism, an encoder's rows split over more axes, compiled element-wise work.
         """
 
         def best() -> Choice | None:
@@ -346,8 +347,9 @@ class Search:
                 self.refused[str(other)] = e
 
     def _dry_run(self, c: Choice) -> object:
-        """A key that is equal for choices priced from the same dry run: of a model of layers, for any schedule and
-        stages.
+        """Return a key that is equal for choices priced from the same dry run.
+
+        With repeated layers, pipelines of any length share a run if their schedules split backward in the same way.
         """
         whole = (
             (c.pp, c.schedule, c.per_rank)
@@ -358,7 +360,7 @@ class Search:
 
 
 class _Found(NamedTuple):
-    """First prices of a split's choices. run: from a block that was run; known: from which others they follow."""
+    """The estimates of a split's choices. run: whether its block ran; known: the blocks it follows from."""
 
     run: bool
     table: Table | None
@@ -369,14 +371,14 @@ class _Found(NamedTuple):
 
     @property
     def key(self) -> tuple[bool, float]:
-        """(nothing fits, seconds of the fastest that does, or the fewest bytes)."""
+        """(Whether nothing fits, seconds of the fastest that fits, or else the fewest bytes)."""
         fits = self.peaks <= self.room
         if fits.any():
             return False, float(self.seconds[fits].min())
         return True, float(self.peaks.min()) if len(self.peaks) else math.inf
 
     def best(self, core: Core, sequence_parallel: bool) -> Iterator[tuple[Choice, Rough]]:
-        """The fastest that fit, and those that need least memory."""
+        """Yield the fastest choices that fit, and those that need the least memory."""
         if self.table is None:
             return
         fits = self.peaks <= self.room
@@ -389,7 +391,7 @@ class _Found(NamedTuple):
 
 @dataclass
 class _Off:
-    """How many times their first prices those of a kind take, and how many times the bytes."""
+    """Ratios of exact prices to estimates, in seconds and in bytes, by kind of choice."""
 
     memory: float
     outside: float
@@ -420,24 +422,24 @@ class _Off:
         return over, nbytes if over else rough.seconds * self._of(c, self._seconds)
 
     def behind(self, c: Choice, rough: Rough) -> bool:
-        """Whether one cannot be better than the best that fits."""
+        """Return whether a choice cannot be better than the best that fits."""
         slow = rough.seconds * min(self._of(c, self._seconds), self.least)
         return self.best < math.inf and (slow > SLOWER * self.best or rough.peak > LARGER * self.memory)
 
 
 def _corners(cores: Sequence[Core]) -> list[Core]:
-    """The splits to begin with: no axis, each axis, and both, such that others lie between them."""
+    """Return the splits to begin with: no axis, each axis at its largest (ep: at most _EXPERTS), and both."""
     tp, ep = max((c.tp for c in cores), default=1), [c.ep for c in cores if c.ep <= _EXPERTS]
     ends = {1, tp}, {1, max(ep, default=1)}
     return [c for c in cores if c.tp in ends[0] and c.ep in ends[1] and c.cp == 1]
 
 
-#: Ranks of experts to begin with, at most.
+#: The most ranks of experts to begin with.
 _EXPERTS = 8
 
 
 def _all_again(none: Block) -> Block:
-    """A block of which everything is computed again, from one of which nothing is: another forward in each backward."""
+    """Return a block with everything recomputed from one with nothing: each backward runs another forward."""
 
     def again(v: Vector) -> Vector:
         made = v.copy()
@@ -446,12 +448,12 @@ def _all_again(none: Block) -> Block:
         made[rank.HEIGHT] += v[rank.KEPT] * (1 - _BOUNDARY)
         return made
 
-    # a layer at a time is computed again
+    # one layer at a time is recomputed
     first, one, last = (again(v) for v in (none.first, none.one, none.last))
     unit = again(none.unit)
     unit[rank.HEIGHT] = none.unit[rank.HEIGHT]
     return replace(none, first=first, one=one, unit=unit, last=last)
 
 
-#: What is kept of a layer of which everything is computed again.
+#: The share of a fully recomputed layer's bytes that is kept.
 _BOUNDARY = 0.06

@@ -1,7 +1,7 @@
-"""The space that a plan searches. A point of it is a `Choice`, which can be written as a spec.
+"""Enumerate what a plan searches: each point is a `Choice`, which can be written as a spec.
 
 mesh         pp × dp × cp × ep × tp, outermost first: neighbours in tp share a node
-the rest     sequence parallel, ZeRO, what is recomputed, the schedule, rows of a microbatch
+the rest     sequence parallel, ZeRO, recomputation, the schedule, rows of a microbatch
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from shardc.runtime.schedule import SCHEDULES
 
 Keep = Literal["none", "cheap", "products", "selective", "sent", "half", "quarter", "eighth", "full", "host"]
-#: What is recomputed, from nothing to everything, as an entry of `checkpoint:` beside `match`.
+#: Recomputation, from nothing to everything, as an entry of `checkpoint:` without `match`.
 CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
     "none": None,
     "cheap": {"recompute": "cheap"},
@@ -27,8 +27,7 @@ CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
     "full": {"save": []},
     "host": {"save": [], "offload": "cpu"},
 }
-#: What `data: {offload: ...}` keeps in the machine's memory: tried where nothing fits otherwise, as its copies have no
-#: price.
+#: What `data: {offload: ...}` keeps in host memory. Tried only if nothing else fits, as its copies have no price.
 Offload = Literal["", "optimizer", "all"]
 OFFLOADS: dict[Offload, dict[str, str]] = {
     "": {},
@@ -38,14 +37,15 @@ OFFLOADS: dict[Offload, dict[str, str]] = {
 
 
 def budget(keep: Keep) -> float | None:
-    """The share of a region's bytes that is kept for backward, where the spec says so."""
+    """Return the share of a region's bytes that is kept for backward; None if the entry has no budget."""
     entry = CHECKPOINTS[keep] or {}
     return entry.get("budget")
 
 
 def casts_kept(keep: Keep) -> float:
-    """The share of weights whose copy in the dtype of products is kept, and not made again in backward: none where only
-    named results are.
+    """Return the share of weights whose compute-dtype copy is kept for backward, not made again.
+
+    0 if only named results are saved; with a budget, its share; otherwise 1.
     """
     share = budget(keep)
     return share if share is not None else 0.0 if "save" in (CHECKPOINTS[keep] or {}) else 1.0
@@ -53,9 +53,7 @@ def casts_kept(keep: Keep) -> float:
 
 @dataclass(frozen=True)
 class Layers:
-    """The model's list of layers that repeats. name: "model.layers"; number: of layers; first: those before the pattern
-    of `period` begins.
-    """
+    """The list of repeated layers `name` ("model.layers"): `first` layers, then a pattern of `period`."""
 
     name: str
     number: int
@@ -64,7 +62,7 @@ class Layers:
 
 
 class Core(NamedTuple):
-    """What decides the work that one row of one layer is on a rank."""
+    """A split: what decides the work of a rank for one row of one layer."""
 
     tp: int = 1
     ep: int = 1
@@ -77,10 +75,10 @@ class Core(NamedTuple):
 class Choice:
     """One way to train. rows: of a microbatch, on one rank. per_rank: stages on each rank of a pipeline.
 
-    outer: of the dp ranks, so many groups are replicas of each other, and ZeRO shards inside of one. kept: at ZeRO 3,
-    parameters stay whole over a step. over_experts: what is not experts' is sharded over the ranks that experts are
-    spread over, and replicated over dp; experts over dp. inside: neighbours in the pipeline share nodes, in place of
-    those in dp. encoder_rows: an encoder splits its rows over tp, too. compiled: element-wise work of layers is.
+    outer: number of replica groups of the dp ranks; ZeRO shards inside a group. kept: at ZeRO 3, parameters stay whole
+    during a step. over_experts: other weights are sharded over the experts' axis and replicated over dp; experts are
+    sharded over dp. inside: neighbours in the pipeline share nodes, not those in dp. encoder_rows: an encoder splits
+    its rows over tp, too. compiled: element-wise work of layers is compiled.
     """
 
     pp: int = 1
@@ -121,14 +119,14 @@ class Choice:
 
     @property
     def sharding(self) -> str:
-        """The axis that ZeRO shards over: the data's, or the sequence's where there is none; or that of experts."""
+        """The axis that ZeRO shards over: the experts' with `over_experts`, else dp, or cp if there is no dp."""
         if self.over_experts:
             return "ep"
         return "cp" if self.dp == 1 and self.cp > 1 else "dp"
 
     @property
     def data(self) -> dict[str, Any]:
-        """The section `data:`; {} if there is nothing to say."""
+        """The section `data:`; {} if it is not needed."""
         section: dict[str, Any] = {}
         if self.zero and self.sharded > 1:
             axis: Any = ["dp_outer", "dp"] if self.outer > 1 else self.sharding
@@ -139,7 +137,7 @@ class Choice:
 
     @property
     def sharded(self) -> int:
-        """The number of ranks that ZeRO shards over what is not experts'."""
+        """The number of ranks that ZeRO shards weights over, other than experts."""
         if self.over_experts:
             return self.ep
         return self.cp if self.dp == 1 else self.dp // self.outer
@@ -162,10 +160,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class SpecTemplate:
-    """What specs of one model have in common. shard: the section, where tp > 1; regions: of recomputation, as patterns
-    of modules; sequences: modules whose results may be split by sequence; experts: those that hold experts; encoders:
-    those that run before the model's last layers; dims: of inputs without rows. base: other sections that all have,
-    such as `adapters`.
+    """The common part of all specs of one model. shard: the section, if tp > 1.
+
+    regions: of recomputation, as patterns of modules; sequences: modules whose results may be split by sequence;
+    experts: modules with experts; encoders: modules that run before the model's last layers; dims: of inputs without
+    rows; base: other sections of all specs, such as `adapters`.
     """
 
     shard: Mapping[str, Any]
@@ -179,7 +178,7 @@ class SpecTemplate:
 
 
 def spec(choice: Choice, template: SpecTemplate, counts: tuple[int, ...] = ()) -> dict[str, Any]:
-    """A choice as a spec. counts: layers of each stage."""
+    """Return a choice as a spec. counts: layers of each stage."""
     document: dict[str, Any] = {**template.base, "shardc": 1, "mesh": choice.mesh}
     batch: dict[str, Any] = {"dims": dict(template.dims)} if template.dims else {}
     if choice.microbatches > 1:
@@ -217,8 +216,9 @@ def divisors(n: int) -> list[int]:
 
 
 def tensor_widths(devices: int, node: int) -> tuple[list[int], list[int]]:
-    """Sizes of the tensor-parallel axis: those whose groups lie inside a node of so many devices; and groups of 2 to 4
-    whole nodes, which are slow: they are tried only where nothing of the first kind fits into memory.
+    """Return sizes of the tensor-parallel axis: those inside a node, and those of 2 to 4 whole nodes.
+
+    The latter are slow: they are tried only if nothing of the first kind fits into memory. node: devices of a node.
 
     >>> tensor_widths(24, 8)
     ([1, 2, 4, 8], [24])
@@ -227,16 +227,14 @@ def tensor_widths(devices: int, node: int) -> tuple[list[int], list[int]]:
     return inside, [t for t in divisors(devices) if t in range(2 * node, 4 * node + 1, node)]
 
 
-#: Microbatches of more rows are tried only if that is all that a rank has.
+#: A microbatch of more rows is tried only if it holds all rows of a rank.
 ROWS = 64
-#: A rank of the sequence's axis has so many tokens of a row at least: with fewer, what it sends is soon more than what
-#: it computes.
+#: The fewest tokens of a row on a rank of the sequence axis: with fewer, it soon sends more than it computes.
 TOKENS = 1024
 
 
 def sequence_widths(ranks: int, tokens: int | None) -> list[int]:
-    """Sizes of the sequence's axis, smallest first: those that cut so many tokens into two equal stretches for each
-    rank (a zigzag).
+    """Return sizes of the sequence axis with two equal stretches for each rank (a zigzag), ascending.
 
     >>> sequence_widths(12, 8192)
     [2, 4]
@@ -245,7 +243,7 @@ def sequence_widths(ranks: int, tokens: int | None) -> list[int]:
 
 
 def _with(c: Choice, **changes: Any) -> Choice:
-    """As dataclasses.replace, in a fifth of the time: there are hundreds of thousands of choices."""
+    """Return a changed copy, five times faster than dataclasses.replace: there are 100,000s of choices."""
     made = object.__new__(Choice)
     made.__dict__.update(c.__dict__, **changes)
     return made
@@ -254,8 +252,9 @@ def _with(c: Choice, **changes: Any) -> Choice:
 def choices(
     cores: list[Core], devices: int, batch: int, layers: int, most: int = 1 << 30, node: int = 1
 ) -> Iterator[Choice]:
-    """All of them for so many devices and rows, given what there is of cores. layers: that a pipeline may cut; most:
-    microbatches that the model takes; node: devices of one.
+    """Yield all choices for so many devices and rows, with these cores.
+
+    layers: most stages of a pipeline; most: microbatches that the model can take; node: devices of a node.
     """
     for tp, ep, cp, sp, keep in cores:
         if devices % (tp * ep * cp):
@@ -268,7 +267,7 @@ def choices(
             base = Choice(pp, dp, cp, ep, tp, sp, checkpoint=keep)
             for rows in (r for r in divisors(each) if (r & (r - 1) == 0 and r <= ROWS) or r == each):
                 if each // rows > most or (rows > 1 and pp > 1 and each // rows < pp and each // pp > 0):
-                    continue  # too many, or too few to fill the pipeline, as fewer rows would
+                    continue  # too many for the model, or too few to fill the pipeline although fewer rows fill it
                 sized = _with(base, rows=rows, microbatches=each // rows)
                 for one in placed(sized, node):
                     for sharded in sharding(one, node):
@@ -276,7 +275,7 @@ def choices(
 
 
 def placed(c: Choice, node: int) -> Iterator[Choice]:
-    """With stages in different nodes; and inside of nodes, where then other ranks are in different ones."""
+    """Yield the choice with stages in different nodes, and if possible with stages that share nodes."""
     yield c
     neighbours = c.tp * c.cp * c.ep
     if c.pp > 1 and c.dp > 1 and neighbours < node < neighbours * c.pp * c.dp:
@@ -284,9 +283,7 @@ def placed(c: Choice, node: int) -> Iterator[Choice]:
 
 
 def sharding(c: Choice, node: int) -> Iterator[Choice]:
-    """With every level of ZeRO: over all ranks of the data's axis, over those in a node where there are more, and over
-    the ranks that experts are spread over.
-    """
+    """Yield the choice with every level of ZeRO: over data ranks, inside a node, and over expert ranks."""
     for zero in range(4) if c.sharded > 1 else (0,):
         one = _with(c, zero=zero)
         near = node // (c.tp * c.cp * c.ep * (c.pp if c.inside else 1))
@@ -301,13 +298,13 @@ def sharding(c: Choice, node: int) -> Iterator[Choice]:
 
 
 def scheduled(c: Choice, layers: int) -> Iterator[Choice]:
-    """With every schedule of a pipeline."""
+    """Yield the choice with every schedule of a pipeline."""
     if c.pp == 1:
         yield c
         return
     for name, maker in SCHEDULES.items():
         if maker.splits_backward and (c.zero == 3 or c.checkpoint != "none"):
-            # the second half of backward keeps what the first one gathered or computed again: nothing is saved
+            # the second half of backward needs what the first one gathered or recomputed: this saves no memory
             continue
         for v in maker.per_rank:
             if c.pp * v <= layers:

@@ -1,4 +1,4 @@
-"""What the parts of a stage's step take, as vectors that are linear in its layers: of a stage of n units of layers,
+"""Price the parts of a stage's step, as vectors that are linear in the n units of layers of the stage.
 
 [1 unit] + (n - 1) · ([2 units] - [1 unit])        bytes by kind, seconds by cause, flops
 """
@@ -20,29 +20,28 @@ from shardc.runtime.schedule.actions import PAIRS
 from shardc.spec import Spec
 
 Vector = NDArray[np.float64]
-#: Kinds of bytes. Temporaries that are no larger with more rows, as a layer's gradients of weights, are one more.
+#: Kinds of bytes; "still": temporaries that do not grow with rows, such as a layer's gradients of weights.
 BYTES = (*KINDS, "still")
 N = len(BYTES)
-#: What a rank's time goes to: products, memory traffic, starting small ops, waiting for the collectives of an axis.
+#: Causes of a rank's time: products, memory traffic, starting small ops, waiting for the collectives of an axis.
 WHAT = ("compute", "memory", "launch", "tp", "cp", "ep", "dp", "pp")
 #: Columns: bytes left behind, bytes at the highest moment, seconds by cause; flops, bytes sent to the next stage, and
-#: seconds of waiting for what the last update began.
+#: seconds of waiting for collectives that the last update began.
 NET, HIGH, CAUSES = slice(0, N), slice(N, 2 * N), slice(2 * N, 2 * N + len(WHAT))
 FLOPS, SENT, OF_UPDATE = range(CAUSES.stop, CAUSES.stop + 3)
 WIDTH = OF_UPDATE + 1
-#: What the first microbatch leaves for the others: gradients, weights that were cast, those that are kept gathered.
+#: What the first microbatch leaves for the others: gradients, cast weights, weights that stay gathered.
 SHARED = "gradients", "parameters", "gathered"
 _SHARED = [KINDS.index(k) for k in SHARED]
 _KIND, _STILL, _STAGES = {k: i for i, k in enumerate(KINDS)}, BYTES.index("still"), WHAT.index("pp")
 
-#: Of a part: (kind of action, or "before", "after", "update", "resident"; "first", "middle" or "last" of its
-#: microbatch).
+#: Key of a part: (kind of action, or "before", "after", "update", "resident"; "first", "middle" or "last" microbatch).
 Key = tuple[str, str]
 Stage = dict[Key, Vector]
 
 
 def roles(spec: Spec) -> dict[str, str]:
-    """The role of each axis of the mesh, as named in WHAT."""
+    """Return the role of each axis of the mesh, as named in WHAT."""
     stages = spec.pipeline.axis if spec.pipeline else ""
     sequence = dict.fromkeys(spec.sequence.axis if spec.sequence else (), "cp")
     of = {**dict.fromkeys(spec.data_axes, "dp"), **dict.fromkeys(spec.expert_axes, "ep"), **sequence, stages: "pp"}
@@ -51,8 +50,9 @@ def roles(spec: Spec) -> dict[str, str]:
 
 @dataclass
 class Meter(Clock):
-    """A clock that sums time by cause. roles: of the mesh's axes. rows: as many times those that were run. priced:
-    seconds and cause of each op, which clocks of one device share.
+    """A clock that sums time by cause. roles: of the mesh's axes. rows: factor on the rows that were run.
+
+    priced: seconds and cause of each op, shared by the clocks of a device.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Meter(Clock):
         self.spent[self.cause(record)] += seconds
 
     def cause(self, record: CommRecord) -> str:
-        """What waiting for a collective counts as."""
+        """Return the cause that waiting for a collective counts as."""
         if record.axes == HOST_LINK:  # activations that wait on the host
             return "memory"
         if record.axes not in self._causes:
@@ -93,7 +93,7 @@ class Meter(Clock):
 
 
 def stage(r: DryRun, clock: Meter) -> Stage:
-    """The vectors of a dry run of a rank with one stage. A middle microbatch leaves nothing once it has ended."""
+    """Return the vectors of a one-stage rank's dry run. A middle microbatch leaves nothing when it ends."""
     vectors: Stage = {}
     for key, part in parts_of(r):
         seconds = _seconds(part, clock)
@@ -117,7 +117,7 @@ def stage(r: DryRun, clock: Meter) -> Stage:
 
 
 def parts_of(r: DryRun) -> Iterator[tuple[Key, Part]]:
-    """The parts of a step, in order; those of microbatches between the first and the last have the same key."""
+    """Yield a step's parts in order; all microbatches between the first and the last share a key."""
     assert not any(a.kind in PAIRS for a, _ in r.actions), "a pair is of two stages"
     some = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
     ends = {**({some[-1]: "last"} if some else {}), **({some[0]: "first"} if some else {}), -1: ""}
@@ -129,14 +129,14 @@ def parts_of(r: DryRun) -> Iterator[tuple[Key, Part]]:
 
 
 def _seconds(part: Part, clock: Meter) -> Vector:
-    """By cause; and, of these, what is waited for the last update."""
+    """Run a part; return its seconds by cause, and those of them that wait for the last update."""
     before, of_update = list(clock.spent.values()), clock.of_update
     clock.run(part)
     return np.array([*(n - b for n, b in zip(clock.spent.values(), before, strict=True)), clock.of_update - of_update])
 
 
 def _memory(part: Part) -> Vector:
-    """The columns of memory, flops and sends."""
+    """Return a part's vector with the columns of memory, flops and sends."""
     v = np.zeros(WIDTH)
     net, total, best = [0] * N, 0, 0
     high = net.copy()
@@ -157,7 +157,7 @@ def _kind(s: Storage) -> int:
 
 
 def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
-    """a + n · (more - less). A first stage has nothing to fill with parts of backward, and runs it undivided."""
+    """Return a + n · (more - less). A first stage runs backward undivided: it has no time to fill."""
     none = np.zeros(WIDTH)
     if ("B", "first") in a and ("I", "first") in more:
         more, less = _undivided(more), _undivided(less)
@@ -165,20 +165,20 @@ def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
 
 
 def then(a: Vector, b: Vector) -> Vector:
-    """One part after another. Its highest moment is the first's, or the second's above what the first leaves."""
+    """Return two parts in order. The peak is the first's, or the second's above what the first leaves."""
     both, after = a + b, a[NET] + b[HIGH]
     both[HIGH] = a[HIGH] if a[HIGH].sum() >= after.sum() else after
     return both
 
 
 def _undivided(s: Stage) -> Stage:
-    """With backward as one part."""
+    """Return the stage with backward as one part."""
     found = {key: v for key, v in s.items() if key[0] not in ("I", "W")}
     return found | {("B", w): then(s["I", w], part_of(s, "W", w)) for kind, w in s if kind == "I"}
 
 
 def joined(front: Stage, back: Stage) -> Stage:
-    """Two stages as one, which has nobody to send to."""
+    """Return two stages as one, which sends to no other stage."""
     made: Stage = {}
     for kind, which in {**front, **back}:
         if not kind.startswith(("SEND", "RECV")):
@@ -189,8 +189,9 @@ def joined(front: Stage, back: Stage) -> Stage:
 
 
 def part_of(s: Stage, kind: str, which: str) -> Vector:
-    """A part, or the same of the most similar microbatch; of a backward that was divided, or was not, the part that is
-    wanted: all of an undivided one counts as its first part.
+    """Return a part, or the same part of the most similar microbatch.
+
+    If only the other form of backward was run, B is I and then W, and I is all of B.
     """
     for w in (which, "middle", "last", "first"):
         if (vector := s.get((kind, w))) is not None:
@@ -204,13 +205,15 @@ def part_of(s: Stage, kind: str, which: str) -> Vector:
 
 
 def computing(s: Stage) -> tuple[str, ...]:
-    """The actions that a microbatch is, in a stage."""
+    """Return the kinds of actions of a microbatch in a stage."""
     return ("F", "I", "W") if any(k == "I" for k, _ in s) else ("F", "B")
 
 
 def typical(s: Stage, kind: str) -> Vector:
-    """A part of a microbatch like most, where only a first one and a last one were run: the first one's forward makes
-    what all of them use; backward of the last one adds to gradients that are there, and sums them over axes.
+    """Return a part of a typical microbatch, also from a run with only a first and a last one.
+
+    Forward is the last one's: the first one makes values for all. Backward is the first one's, as the last one sums
+    gradients over axes; but its computation is the last one's, which adds to gradients.
     """
     if (kind, "middle") in s or kind == "F":
         return part_of(s, kind, "middle")

@@ -1,4 +1,4 @@
-"""A plan as a ranked table, with bars of memory by kind and of time by cause."""
+"""Show a plan as a ranked table, with bars of memory by kind and of time by cause."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WATERFALL = {
     "launch": "starting small ops",
 }
 WIDTH = 12
-#: The letters that a bar is drawn with where there are no colours.
+#: The letters of a bar without colours.
 LETTERS = {
     "parameters": "P",
     "optimizer": "O",
@@ -64,19 +64,17 @@ LETTERS = {
 
 
 def parts(c: Candidate) -> dict[str, float]:
-    """What a device has to have: live bytes by kind at the peak, what the allocator takes beside them, what is outside
-    of it.
-    """
+    """Return the bytes that a device needs: live bytes by kind at the peak, the allocator's gaps, outside."""
     return {**c.memory, "gaps": c.reserved - c.peak, "outside": c.outside}
 
 
 def needed(c: Candidate) -> str:
-    """The same in words."""
+    """Return the reserved and the outside bytes in words."""
     return f"{size(c.reserved)} reserved and {size(c.outside)} outside of it, of {size(c.target.usable)}"
 
 
 def rate(c: Candidate) -> str:
-    """Of all devices: tokens, where rows are sequences, else rows."""
+    """Return the throughput of all devices as text."""
     per_token = c.tokens_per_second
     return per_second(per_token, "tokens") if per_token else per_second(c.rows_per_second, "samples")
 
@@ -86,7 +84,7 @@ def limit(c: Candidate) -> str:
 
 
 def named(c: Candidate) -> str:
-    """A candidate in a line."""
+    """Return a candidate as one line of text."""
     s = c.spec
     parts = [f"{a}={n}" for a, n in s.mesh.axes]
     parts += ["sequence parallel"] if s.activations else []
@@ -97,7 +95,7 @@ def named(c: Candidate) -> str:
 
 
 def more(c: Candidate) -> list[str]:
-    """What else the spec asks for."""
+    """Return the other settings of the spec: rows of modules split over more axes, compiled layers."""
     rows = [name for name, dims in c.spec.to_dict().get("activations", {}).items() if 0 in dims]
     return [
         *(f"rows of {name} over more" for name in rows),
@@ -106,16 +104,16 @@ def more(c: Candidate) -> list[str]:
 
 
 def running(c: Candidate) -> str:
-    """The schedule, and what else the spec asks for."""
+    """Return the schedule, and the other settings of the spec."""
     return ", ".join([schedule(c), *more(c)]) if c.spec.pipeline or not more(c) else ", ".join(more(c))
 
 
 def zero(c: Candidate) -> str:
-    """The level of ZeRO, and what else `data:` says."""
+    """Return the level of ZeRO, and the other settings of `data:`."""
     d, sizes = c.spec.data, dict(c.spec.mesh.axes)
     said = [str(d.zero)]
     said += ["kept"] if d.keep else []
-    if d.zero and len(d.axis) > 1:  # experts are over ep already, so over dp
+    if d.zero and len(d.axis) > 1:  # ep splits experts already, so ZeRO shards them over dp
         over_experts = d.axis[-1] in c.spec.expert_axes
         said += [f"over {d.axis[-1]}, experts {d.axis[0]}" if over_experts else f"{sizes[d.axis[0]]} replicas"]
     said += [f"{x} on host" for x in ("optimizer", "parameters") if getattr(d.offload, x) != "none"]
@@ -149,7 +147,7 @@ def microbatches(c: Candidate) -> str:
 def bar(
     shares: Mapping[str, float], whole: float, colors: Mapping[str, str], *, plain: bool, width: int = WIDTH
 ) -> Text:
-    """Parts of a whole, as blocks of colour; plain: as letters."""
+    """Return a bar of the parts of a whole, as blocks of colour; plain: as letters."""
     text, done, drawn = Text(), 0.0, 0
     for name, color in colors.items():
         done += shares.get(name, 0.0)
@@ -209,7 +207,7 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
 
 
 def plain_table(plan: Plan, width: int = 200) -> str:
-    """The table as text without colours."""
+    """Return the table as text without colours."""
     console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
     with console.capture() as captured:
         console.print(table(plan, plain=True))
@@ -217,8 +215,9 @@ def plain_table(plan: Plan, width: int = 200) -> str:
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[tuple[Candidate, list[Candidate]]]:
-    """(candidate, others that take the same time and memory on the same mesh), in order: schedules that come to the
-    same, or settings that nothing uses.
+    """Return (candidate, others with the same time and memory on the same mesh), in order.
+
+    The others are schedules with the same result, or settings that nothing uses.
     """
     groups: dict[object, list[Candidate]] = {}
     for c in candidates:
@@ -228,7 +227,7 @@ def distinct(candidates: Sequence[Candidate]) -> list[tuple[Candidate, list[Cand
 
 
 def alike(rows: Sequence[tuple[Candidate, Sequence[Candidate]]]) -> Text:
-    """A line for each row that stands for several candidates."""
+    """Return a line for each row that represents several candidates."""
     lines = [f"{i} also as: {'; '.join(map(named, others))}" for i, (_, others) in enumerate(rows, 1) if others]
     return Text("\n" + "\n".join(lines) if lines else "", style="bright_black")
 
@@ -246,7 +245,7 @@ def heading(plan: Plan) -> Text:
 
 
 def keys(plan: Plan, *, plain: bool) -> Text:
-    """The meaning of the bars' colours, and the choices that were refused."""
+    """Return the meaning of the bars' colours, notes, and the choices that were refused."""
     text = Text("\nmemory ")
     used = {k for c in plan.candidates for k, n in parts(c).items() if n > 0.005 * c.needs}
     for name, color in COLORS.items():
@@ -269,7 +268,7 @@ def keys(plan: Plan, *, plain: bool) -> Text:
 
 
 def breakdown(c: Candidate, *, plain: bool = False) -> RenderableType:
-    """One candidate: memory by kind, time by cause."""
+    """Return a table of one candidate: memory by kind, time by cause."""
     rows = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("memory of a device", "", "", "time of a step", "", ""):
         rows.add_column(name, justify="left", no_wrap=True)
@@ -294,7 +293,7 @@ def breakdown(c: Candidate, *, plain: bool = False) -> RenderableType:
 
 
 def waterfall(c: Candidate, *, plain: bool = False) -> RenderableType:
-    """From what the model's products take at the device's peak to the whole step, cause by cause."""
+    """Return a table from the model's products at the device's peak to the whole step, cause by cause."""
     rows = Table(box=None, pad_edge=False, header_style="bold")
     for name, justify in (("from the device's peak to a step", "left"), ("", "right"), ("", "right"), ("", "left")):
         rows.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
@@ -313,7 +312,7 @@ def waterfall(c: Candidate, *, plain: bool = False) -> RenderableType:
 
 
 def helpful(plan: Plan) -> RenderableType:
-    """What would make the best candidate faster."""
+    """Return a table of what would make the best candidate faster."""
     rows = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("what would help", "step", "of today's"):
         rows.add_column(name, justify="left" if name.startswith("what") else "right", no_wrap=True)
@@ -324,7 +323,7 @@ def helpful(plan: Plan) -> RenderableType:
 
 
 def of_clusters(answer: Mapping[str, Any]) -> RenderableType:
-    """The clusters that were compared, the best first."""
+    """Return a table of the compared clusters, the best first."""
     rows = Table(box=None, pad_edge=False, header_style="bold")
     names = ("clusters, " + answer["what"] + " first", "step", "MFU", "an hour", "a million tokens")
     for i, name in enumerate(names):
