@@ -61,7 +61,7 @@ class Priced:
     reserved: bytes that torch's allocator reserves for these tensors, of the rank with the most. outside: bytes of a
     device that do not belong to the allocator (see shardc.cost.step.Cost).
     spent: seconds of the busiest rank, by cause (stage.WHAT) and "bubble"; flops: of that rank. counts: layers of each
-    stage of a pipeline. exact: from a dry run of the spec's own mesh, not estimated from a similar one.
+    stage of a pipeline.
     """
 
     batch: int
@@ -72,7 +72,6 @@ class Priced:
     outside: float = 0.0
     at: int = 0
     counts: tuple[int, ...] = ()
-    exact: bool = True
     flops: float = 0.0
 
     @property

@@ -138,7 +138,6 @@ class Candidate:
             "spec": self.spec.to_dict(),
             "mesh": dict(self.spec.mesh.axes),
             "fits": self.fits,
-            "exact": self.priced.exact,
             "step_seconds": self.step_seconds,
             "mfu": self.mfu,
             "tokens_per_second": self.tokens_per_second,

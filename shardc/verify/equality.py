@@ -161,7 +161,8 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
             )
             message = f"{fault} differs from one device by {off:.1e} relative"
             if (bad := broken.get(name)) is not None:
-                message = f"{fault} is {bad[~bad.isfinite()][0].item()} on the ranks, and finite on one device; {op}"
+                message = f"{fault} is {bad[~bad.isfinite()][0].item()} on the ranks, and finite on one device"
+                message += f"; {op}" if op else ""
             findings.append(Finding(name, message, "a bug in shardc or in a rule of your own: please report it"))
     return Report(tuple(findings), len(off_by), worst, time.perf_counter() - start, of_compiled)
 

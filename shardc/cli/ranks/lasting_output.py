@@ -42,7 +42,7 @@ class _Lasting(io.RawIOBase):
 
 
 def install(*, report_loss: bool = True) -> None:
-    """Protect `sys.stdout` and `sys.stderr` unless Python code replaced them. report_loss: report a lost stdout."""
+    """Protect `sys.stdout` and `sys.stderr` if they are the originals. report_loss: report a lost stdout."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None and not isinstance(_raw(sys.stdout), _Lasting):
         sys.stdout = sys.__stdout__ = _lasting(sys.stdout, _report_loss if report_loss else _ignore)  # type: ignore[misc]
     if sys.stderr is sys.__stderr__ and sys.stderr is not None and not isinstance(_raw(sys.stderr), _Lasting):
