@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
+import resource
+import signal
 import time
 import traceback
 import warnings
@@ -41,6 +43,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 #: Relative differences up to this are equal. Both sides add in other orders, which norms of small numbers and many
 #: layers multiply; the page says how many are beyond equality.RTOL.
 EQUAL = 1e-9
+#: Bytes of memory that one case may take.
+MEMORY = 12 << 30
 #: What a refusal says of a model whose batch norms take all rows of a step: it is tried again with one microbatch.
 ALL_ROWS = "takes all rows of the batch"
 
@@ -109,12 +113,16 @@ def tried(build: Callable[[], Any], loss: Any = None, bound: float = 0.0) -> Ite
         yield setting, compared(one, setting, max(bound, EQUAL)) | {"seconds": time.monotonic() - start}
 
 
-def _work(rows: Callable[[], Iterable[tuple[str, Row]]], key: str, file: Path) -> None:
+def _work(rows: Callable[[], Iterable[tuple[str, Row]]], key: str, file: Path, seconds: float) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 60))  # of the CPU: other work does not count
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # an attempt at a huge model fails, and ends no other process
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for setting, row in rows():
             with file.open("a") as out:
-                out.write(json.dumps({"model": key, "setting": setting, **row}) + "\n")
+                out.write(
+                    json.dumps({"model": key, "setting": setting, **row, "day": time.strftime("%Y-%m-%d")}) + "\n"
+                )
 
 
 def _import_once() -> None:
@@ -126,27 +134,44 @@ def _import_once() -> None:
 
 
 def in_own_process(rows: Callable[[], Iterable[tuple[str, Row]]], key: str, file: Path, seconds: float) -> None:
-    """Add what `rows` gives to the file, for `seconds` at most."""
-    process = multiprocessing.get_context("fork").Process(target=_work, args=(rows, key, file))
+    """Add what `rows` gives to the file, for `seconds` of the CPU and four times as long at most."""
+    process = multiprocessing.get_context("fork").Process(target=_work, args=(rows, key, file, seconds))
     process.start()
-    process.join(seconds)
-    ended = not process.is_alive()
-    if not ended:
+    process.join(4 * seconds)
+    late = process.is_alive()
+    if late:
         process.kill()
         process.join()
-    if not ended or process.exitcode:
-        what = f"ended with status {process.exitcode}" if ended else f"not done after {seconds:.0f} s"
-        row = {"model": key, "setting": "rest", "verdict": "raw" if ended else "out of time", "what": what}
+    if late or process.exitcode:
+        if late or process.exitcode == -signal.SIGXCPU:
+            verdict, what = "out of time", f"not done after {seconds:.0f} s of the CPU"
+        elif process.exitcode == -signal.SIGKILL:
+            verdict, what = "out of memory", "killed by the system"
+        else:
+            verdict, what = "raw", f"ended with status {process.exitcode}"
+        row = {"model": key, "setting": "rest", "verdict": verdict, "what": what}
         with file.open("a") as out:
             out.write(json.dumps(row) + "\n")
 
 
+def days(rows: Iterable[Row]) -> str:
+    """The first and the last day on which rows were made."""
+    every = sorted({row["day"] for row in rows if "day" in row})
+    return " to ".join(dict.fromkeys([every[0], every[-1]])) if every else "no day"
+
+
 def kept(file: Path) -> dict[str, dict[str, Row]]:
-    """model -> setting -> what came of it, of a file of rows. The last row of a key counts."""
-    found: dict[str, dict[str, Row]] = {}
+    """Read a file of rows: model -> setting -> what came of it. The last row of a key counts.
+
+    A row after "rest" is of a second try, which takes the place of the first.
+    """
+    by_model: dict[str, dict[str, Row]] = {}
     for row in map(json.loads, file.read_text().splitlines() if file.exists() else []):
-        found.setdefault(row["model"], {})[row["setting"]] = row
-    return found
+        of_model = by_model.setdefault(row["model"], {})
+        if "rest" in of_model:
+            of_model.clear()
+        of_model[row["setting"]] = row
+    return by_model
 
 
 def run(
@@ -157,21 +182,23 @@ def run(
     again: bool = False,
     load: Callable[[str], Any] = str,
 ) -> None:
-    """Try the cases that the file has not, until the minutes are over. each: seconds at most of one case; load: called
-    with a case's key before its process is forked, so that the next cases find what it imports.
+    """Try the cases that the file has not, then those that were out of time, until the minutes are over.
+
+    each: seconds of the CPU at most of one case; load: called with a case's key before its process is forked, so that
+    the next cases find what it imports.
     """
     file.parent.mkdir(exist_ok=True)
     done = {} if again else kept(file)
+    late = [key for key in cases if any(row["verdict"] == "out of time" for row in done.get(key, {}).values())]
     until = time.monotonic() + 60 * minutes
     _import_once()
-    for key, rows in cases.items():
+    for key in [*(key for key in cases if key not in done), *late]:
         if time.monotonic() > until:
             return
-        if key not in done:
-            load(key)
-            in_own_process(rows, key, file, each)
-            last = " ".join(f"{s}:{r['verdict']}" for s, r in kept(file).get(key, {}).items())
-            print(f"{key:40} {last}", flush=True)
+        load(key)
+        in_own_process(cases[key], key, file, each)
+        last = " ".join(f"{s}:{r['verdict']}" for s, r in kept(file).get(key, {}).items())
+        print(f"{key:40} {last}", flush=True)
 
 
 def reasons(rows: Iterable[Row]) -> list[str]:

@@ -90,7 +90,7 @@ def rows(name: str) -> Iterator[tuple[str, board.Row]]:
     start = time.monotonic()
 
     def seconds() -> dict[str, Any]:
-        return {"seconds": round(time.monotonic() - start, 1), "day": time.strftime("%Y-%m-%d")}
+        return {"seconds": round(time.monotonic() - start, 1)}
 
     try:
         with zoo.Wide():
@@ -168,7 +168,7 @@ def page() -> str:
         for kind, r in sorted(by_kind.items())
     ]
     return HEAD.format(
-        date=time.strftime("%Y-%m-%d"),
+        date=board.days(kept.values()),
         version=transformers.__version__,
         classes=len(kinds),
         tried=sum(counts.values()),

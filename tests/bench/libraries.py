@@ -2,7 +2,7 @@
 
     python -m tests.bench.libraries [--minutes 60] [--only 'timm *'] [--again]
 
-`make libraries` runs it in an environment with those libraries. What came of a case is kept in build/libraries.jsonl;
+`make libraries` runs it in an environment with those libraries. What came of a case is kept in docs/measured/libraries.jsonl;
 a run goes on with the cases that are not in it. --again: tries the chosen ones anew.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import functools
-import time
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests import equality, libraries
 from tests.bench import board
 
 ROOT = Path(__file__).resolve().parents[2]
-OUT, KEPT = ROOT / "docs" / "measured" / "libraries.md", ROOT / "build" / "libraries.jsonl"
+OUT, KEPT = ROOT / "docs" / "measured" / "libraries.md", ROOT / "docs" / "measured" / "libraries.jsonl"
 HEAD = """\
 # Models of other libraries
 
@@ -70,7 +69,7 @@ def page(cases: dict[str, libraries.Case]) -> str:
     )
     listed = list(dict.fromkeys(lines))
     return HEAD.format(
-        date=time.strftime("%Y-%m-%d"),
+        date=board.days(every),
         torch=torch.__version__,
         models=len(kept),
         cases=len(cases),
