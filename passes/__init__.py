@@ -7,10 +7,11 @@ passes; outputs.py decides how ranks hold a step's outputs; dump.py writes the p
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from shardc.optional import registered
 from shardc.passes.accumulate import Accumulate
-from shardc.passes.adapt import Adapt
 from shardc.passes.annotate import Annotate
 from shardc.passes.base import Options, Pass
 from shardc.passes.canonical import Canonical
@@ -34,7 +35,7 @@ from shardc.passes.unknown_ops import UnknownOps
 from shardc.passes.unused_axes import UnusedAxes
 from shardc.passes.weight_casts import WeightCasts
 
-__all__ = ["CAPTURE", "PIPELINE", "Options", "Pass", "Stage"]
+__all__ = ["CAPTURE", "PIPELINE", "Options", "Pass", "Stage", "with_features"]
 
 #: The name of what comes before the first pass: the model becomes a program.
 CAPTURE = "capture"
@@ -61,7 +62,6 @@ PIPELINE = (
     Stage("matrices", Matrices, "after stack_experts: experts are matrices; after canonical: attention ops show heads"),
     Stage("expert_capacity", ExpertCapacity, "after grouped_mm makes `experts`; before place, which places its op too"),
     Stage("annotate", Annotate, "before place, which starts from the layouts that the spec names"),
-    Stage("adapt", Adapt, "after annotate: plans are of models without adapters; these are split like weights"),
     Stage("forward_only", ForwardOnly, "after annotate, which recognises activations by `requires_grad`; before place"),
     Stage("products", Products, "after all that finds linear layers by their shape; before place, as scales are split"),
     Stage("place", Place, "after annotate; before partition: collectives follow from the strategies of all ops"),
@@ -78,3 +78,11 @@ PIPELINE = (
     Stage("joint", JointGraphs, "after all that changes forward or buckets: backward is derived from both"),
     Stage("unused_axes", UnusedAxes, "last: only now every use of an axis is known"),
 )
+
+
+def with_features(stages: Iterable[Stage]) -> Iterator[Stage]:
+    """Yield these stages, and after each those that optional features put there."""
+    added = [row for rows in registered("passes", "PASSES") for row in rows]
+    for stage in stages:
+        yield stage
+        yield from (s for after, s in added if after == stage.name)

@@ -120,8 +120,7 @@ class _Chosen:
     params: dict[str, Param] = field(init=False)
 
     def __post_init__(self) -> None:
-        beside = {n for a in self.program.adapters for n in a.names}
-        self.params = {p.name: p for p in self.program.params if p.name not in beside}
+        self.params = {p.name: p for p in self.program.params if not p.added}
 
     def weight(self, product: fx.Node) -> Param | None:
         """Return the weight of a product, perhaps cast; None if the operand is no weight of a chosen layer."""

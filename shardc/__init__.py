@@ -10,6 +10,7 @@ runtime       what runs on a rank                      artifact   a program on d
 machine       seconds and bytes of ops, on a device    report     text, tables and pictures
 cost, plan    time and memory; the fastest spec        nn         functions that torch has no op for
 cli           the commands                             errors     ShardcError; layer_names: errors of layers, merged
+features      what can be left out, a folder each        optional   what features register, for tables of core
 call_arguments: checks arguments of public functions; names_loaded_later: imports a package's names on first use
 torch_modes, torch_private    modes and private modules of torch; text_file: reads small text files; version
 

@@ -30,7 +30,7 @@ from shardc.errors import ShardcError
 from shardc.ir import program as ir
 from shardc.ir.generation import Step
 from shardc.ir.offload import OffloadPlaces
-from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner
+from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner, with_features
 from shardc.passes.annotate import model_plan
 from shardc.passes.annotate.inputs import with_microbatches
 from shardc.runtime.state import quantized
@@ -103,7 +103,7 @@ def compile(
         # no record of what a checkpoint trained: it was captured with the loss, in training mode
         program = replace(program, eval_mode=False, recorded=lambda: None, notes=(*program.notes, *notes))
 
-    for stage in PIPELINE:
+    for stage in with_features(PIPELINE):
         step = stage.make(spec, options)
         if step.applies(program):
             program = passes.run(stage.name, step.run, program)

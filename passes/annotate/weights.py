@@ -13,13 +13,12 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from shardc.errors import Errors
-from shardc.ir.adapters import whole_name
 from shardc.ir.graph import placeholders
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import match, names_weight
 from shardc.ir.placement import REPLICATE, Layout
 from shardc.ir.program import Program
-from shardc.ir.stored import Param
+from shardc.ir.stored import Param, whole_name
 from shardc.passes.annotate import indivisible, kv_heads
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.spec_layouts import check_fits, dims_text, layout_of, quote

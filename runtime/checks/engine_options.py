@@ -223,7 +223,7 @@ def check_trains(program: Program) -> None:
             "turn it on for some before compiling (p.requires_grad_(True)); engine.evaluate, and --steps 0, train "
             "nothing"
         )
-        frozen = program.spec is not None and program.spec.freeze
+        frozen = any(p.frozen for p in program.params)
         if frozen:
             fix = f"remove some from the spec's freeze; or {fix}"
         raise ShardcError(fault, where="freeze" if frozen else "the model", fix=fix)

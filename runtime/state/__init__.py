@@ -21,7 +21,7 @@ Keys are the model's own names and the place in the global tensor, never a progr
     weight_files          safetensors files, torch files and checkpoints, whose tensors are read by slice
     sliced_tensors        tensors that can be read by slice: ranges of their dims
     pretrained            weights of files under a model's names, also if a builder reads them (`from_pretrained`)
-    adapters, quantized   weights of adapters that the spec adds; weights that are tensors of tensors (torchao's)
+    quantized             weights that are tensors of tensors (torchao's)
     export                folders and files for other programs
 """
 
@@ -30,14 +30,13 @@ from typing import TYPE_CHECKING
 from shardc.names_loaded_later import names_loaded_later
 
 if TYPE_CHECKING:
-    from shardc.runtime.state.adapters import weights_of
     from shardc.runtime.state.checkpoint_folder import DamagedError, SavingError
     from shardc.runtime.state.export import export_safetensors, skeleton
     from shardc.runtime.state.loading import load
     from shardc.runtime.state.parts import blank, constants, full_state_dict, gather, local_parameters, local_parts
     from shardc.runtime.state.quantized import plain
     from shardc.runtime.state.saving import Saves, save
-    from shardc.runtime.state.sources import Weights, weights, weights_for
+    from shardc.runtime.state.sources import Weights, weights, weights_for, weights_of
 
 __all__ = [
     "DamagedError",
@@ -61,13 +60,12 @@ __all__ = [
 ]
 
 _NAMES = {
-    "adapters": ["weights_of"],
     "checkpoint_folder": ["DamagedError", "SavingError"],
     "export": ["export_safetensors", "skeleton"],
     "loading": ["load"],
     "parts": ["blank", "constants", "full_state_dict", "gather", "local_parameters", "local_parts"],
     "quantized": ["plain"],
     "saving": ["Saves", "save"],
-    "sources": ["Weights", "weights", "weights_for"],
+    "sources": ["Weights", "weights", "weights_for", "weights_of"],
 }
 __getattr__ = names_loaded_later(__name__, {n: f"{__name__}.{file}" for file, names in _NAMES.items() for n in names})

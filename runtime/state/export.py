@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
+from shardc.optional import registered
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.adapters import OfSpec
 from shardc.runtime.state.boxes import Runs, kept, model_parts
 from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.parts import gathered_entry
@@ -114,6 +114,25 @@ class Layout:
         return groups
 
 
+class Added(Protocol):
+    """What an optional feature added to a model's tensors, for an export.
+
+    merge: its tensors become part of the model's; else they are the files of this `stem`. names: of its tensors.
+    """
+
+    merge: bool
+    stem: str
+
+    @property
+    def names(self) -> Iterable[str]: ...
+
+    def tensors(self, tensors: Mapping[str, Tensor], ties: Mapping[str, str], /) -> dict[str, Tensor]:
+        """Return the tensors to write, from those of the program. ties: {other name: name}."""
+
+    def finish(self, folder: Path, base: Path | None, /) -> None:
+        """Write the other files of the folder. base: the folder that the model's weights came from."""
+
+
 # --- from an engine ---------------------------------------------------------------------------------------------------
 
 
@@ -149,8 +168,8 @@ def export_safetensors(
     tensors = {n: (x, shape) for x in stored for n, shape in x.shapes.items() if x.members or n == x.fqn}
     ties = {alias: x.fqn for x in stored for alias in x.aliases}
     shapes = {n: (shape, x.dtype) for n, (x, shape) in tensors.items()}
-    spec_adapters = OfSpec(program, merge=merge) if program.adapters else None
-    layouts = plan(path, shapes, ties, model, carried, dtype, spec_adapters)
+    added = next((make(program, merge) for make in registered("runtime", "Export", program.features)), None)
+    layouts = plan(path, shapes, ties, model, carried, dtype, added)
     targets = [path] if path.suffix == ".safetensors" else [x.folder for x in layouts]
     asked = targets if mesh.rank == 0 and not overwrite else []
     foreign = next((file for x in asked if (file := foreign_weights(x)) is not None), None)
@@ -207,11 +226,11 @@ def plan(
     model: nn.Module | None,
     carried: Path | None,
     dtype: torch.dtype | None,
-    adapters: OfSpec | None = None,
+    added: Added | None = None,
 ) -> list[Layout]:
     """Plan the files for these tensors; several folders for a model with several adapters.
 
-    tensors: {name: (global shape, dtype)}; ties: {other name: name}; adapters: of the spec. Others: as of
+    tensors: {name: (global shape, dtype)}; ties: {other name: name}; added: by an optional feature. Others: as of
     `export_safetensors`.
     """
     recorder, values = Recorder(), dict[str, Tensor]()
@@ -228,14 +247,12 @@ def plan(
         metadata = {k: v for k, v in ties.items() if v in saved}
         return Layout(at, stem, outputs, recorder.tape, values, metadata, finish)
 
-    if adapters is not None and not adapters.merge:
+    if added is not None:
         with recorder.recording():
-            saved = adapters.peft_tensors(on_tape)
-        finish = (lambda: None) if single else lambda: adapters.write_config(folder, carried)
-        return [layout(folder, "adapter_model", saved, {}, finish)]
-    if adapters is not None:
-        with recorder.recording():
-            on_tape = adapters.merged(on_tape, ties)
+            on_tape = added.tensors(on_tape, ties)
+        if not added.merge:
+            finish = (lambda: None) if single else lambda: added.finish(folder, carried)
+            return [layout(folder, added.stem, on_tape, {}, finish)]
     named = {**on_tape, **{other: on_tape[name] for other, name in ties.items() if name in on_tape}}
     if not single and model is not None and is_adapted(model):
         return [layout(at, "adapter_model", saved, {}, finish) for at, saved, finish in _adapters(model, folder, named)]

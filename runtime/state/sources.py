@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
+from shardc.ir.program import Program
+from shardc.optional import registered
 from shardc.runtime.state.init import Recipe, named_tensors, record, record_reset
 from shardc.runtime.state.init_tape import Recorder
 from shardc.runtime.state.pretrained import hf_builder, place
@@ -91,6 +93,15 @@ def weights_for(model: Any, files: Any, seed: int) -> Weights:
         fix = "pass the model, or the function that builds it, as `model`"
         raise ShardcError(f"`weights` are put into a model, and this is a {type(model).__name__}", fix=fix)
     return from_files(files, base, seed)
+
+
+def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
+    """Return the weights for a program: `weights_for`, unless an optional feature that added parameters has its own."""
+    if isinstance(model, Weights):
+        return model
+    special = next(registered("runtime", "weights_of", program.features), None)
+    result: Weights = weights_for(model, files, seed) if special is None else special(program, model, files, seed)
+    return result
 
 
 def _of_tensors(tensors: Mapping[str, Tensor], what: str) -> Weights:

@@ -20,11 +20,10 @@ from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, create_model
 from torch import Tensor, fx
 
 from shardc.artifact.folder_files import dtype
-from shardc.ir.adapters import Adapter
 from shardc.ir.buckets import Bucket, Rounded
 from shardc.ir.matrices import Cut
 from shardc.ir.mesh import Mesh
@@ -35,10 +34,12 @@ from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.ir.stored import Buffer, Input, Param
 from shardc.ir.type_text import parse, show
+from shardc.optional import FEATURES, registered
 
 _TYPE = ("shape", "dtype", "layout")
 NOT_WRITTEN: dict[type, frozenset[str]] = {
     Buffer: frozenset(("members", "cache")),
+    Param: frozenset(("added",)),
     Output: frozenset(("wanted", "cause", "as_made")),
     Stage: frozenset(("graph", "joint")),
     Program: frozenset(("mesh", "graph", "prologue", "schedule", "pairs", "spec", "meta", "recorded"))
@@ -87,10 +88,6 @@ BOUNDS: dict[tuple[type, str], Any] = {
     (Param, "bucket"): Annotated[int, Field(ge=-1, lt=1 << 31)],
     (Bucket, "zero"): Annotated[int, Field(ge=0, le=3)],
     (Rounded, "format"): Literal["e4m3", "e5m2"],
-    (Adapter, "kind"): Literal["lora", "rslora", "dora"],
-    (Adapter, "rank"): Positive,
-    (Adapter, "alpha"): _Amount,
-    (Adapter, "dropout"): Annotated[float, Field(ge=0, lt=1)],
     (OffloadPlaces, "optimizer"): _Place,
     (OffloadPlaces, "parameters"): _Place,
     (OffloadPlaces, "page_mb"): _Amount,
@@ -126,6 +123,8 @@ def form(kind: Any) -> Any:
     entries = {name: BOUNDS.get((kind, name)) or _form_of(hint) for name, hint in _written(kind).items()}
     if _has_type(kind):
         entries |= {"type": Annotated[str, AfterValidator(_typed)]}
+    if kind is Program:
+        entries["features"] = _of_features()
     required: dict[str, Any] = {name: (entry, ...) for name, entry in entries.items()}
     model = create_model(kind.__name__, __base__=Form, **required)
     missing = {f.name for f in fields(kind)} & {"mesh", "graph"}
@@ -139,11 +138,26 @@ def form(kind: Any) -> Any:
     return Annotated[model, AfterValidator(made)]
 
 
+def _of_features() -> Any:
+    """Return the form of what optional features add to a program: an entry of each that has added something."""
+    stored = {n: hint for table in registered("program", "STORED") for n, hint in table.items()}
+    optional: dict[str, Any] = {name: (_form_of(hint), None) for name, hint in stored.items()}
+    model = create_model("Features", __base__=Form, **optional)
+
+    def installed(row: Any) -> Any:
+        if isinstance(row, dict) and (gone := (FEATURES.keys() - stored) & row.keys()):
+            raise ValueError(f"the feature {min(gone)} is not installed")
+        return row
+
+    values = AfterValidator(lambda row: {n: getattr(row, n) for n in row.model_fields_set})
+    return Annotated[model, BeforeValidator(installed), values]
+
+
 @functools.cache
 def _written(kind: Any) -> Mapping[str, Any]:
     """Return the annotations of the fields that are entries of a row, by name."""
     left_out = {name for k in kind.__mro__ for name in NOT_WRITTEN.get(k, ())} | {*(_TYPE if _has_type(kind) else ())}
-    hints = get_type_hints(kind, localns=_UNSEEN | {"Cut": Cut, "Mapping": Mapping})
+    hints = get_type_hints(kind, localns=_UNSEEN | {"Cut": Cut, "Mapping": Mapping}, include_extras=True)
     return {f.name: hints[f.name] for f in fields(kind) if f.name not in left_out}
 
 

@@ -19,6 +19,7 @@ from shardc.errors import Errors
 from shardc.ir import matrices
 from shardc.ir.mesh import MAX_RANKS, MICROBATCH, Mesh
 from shardc.ir.program import Program
+from shardc.optional import registered
 
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.\d{1,3})*", re.ASCII)
 
@@ -176,8 +177,8 @@ def _wrong(program: Program) -> Iterator[tuple[str, str]]:
         param = params.get(name)
         if param is not None and (why := matrices.fault(param.shape[1:] if param.members else param.shape, cuts)):
             yield f"matrices[{name}]", why
-    for i, a in enumerate(program.adapters):
-        yield from known(f"adapters[{i}]", (a.base, *a.names), params)
+    for faults in registered("program", "faults", program.features):
+        yield from faults(program)
     before = {""}
     for i, r in enumerate(program.regions):
         yield from known(f"regions[{i}].parent", [r.parent], before)

@@ -12,10 +12,11 @@ import typer
 from shardc.cli.common import check_outputs, reporting
 from shardc.cli.options import DebugOption
 from shardc.errors import ShardcError
+from shardc.optional import registered
 
 if TYPE_CHECKING:
     from shardc.cli.model_file import ModelFile
-    from shardc.runtime.state.adapters import OfSpec
+    from shardc.runtime.state.export import Added
 
 
 class Dtype(str, Enum):
@@ -48,7 +49,6 @@ def command(
         from shardc.cli import model_file
         from shardc.ir.mesh import Mesh
         from shardc.runtime.mesh.loopback import loopback
-        from shardc.runtime.state.adapters import parts
         from shardc.runtime.state.export import foreign_weights, plan, refused, skeleton, write
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
@@ -64,7 +64,7 @@ def command(
         file = model_file.load(model)
         built, recipe = record(file.build)
         stored = open_weights(checkpoint).tensors
-        adapters = _adapters(file, spec, stored, merge=merge)
+        added = _added(file, spec, stored, merge=merge)
         state = named_state(built)
         first = {id(x): n for n, x in reversed(state.items())}
         ties = {n: first[id(x)] for n, x in state.items() if first[id(x)] != n}
@@ -75,9 +75,9 @@ def command(
         tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in state if n not in ties}
         carried = file.weights if file.weights is not None and file.weights.is_dir() else recipe.folder
         chosen = getattr(torch, dtype.value) if dtype is not None else None
-        if adapters is not None:
-            tensors |= {n: (tuple(stored[n].shape), stored[n].dtype) for n in parts(adapters.program)}
-        layouts = plan(out, tensors, ties, skeleton(built), carried, chosen, adapters)
+        if added is not None:
+            tensors |= {n: (tuple(stored[n].shape), stored[n].dtype) for n in added.names}
+        layouts = plan(out, tensors, ties, skeleton(built), carried, chosen, added)
 
         def held(name: str) -> Iterator[tuple[Any, torch.Tensor]]:
             for box in _blocks(*tensors[name]):
@@ -95,26 +95,21 @@ def command(
         show(f"written to {out}: {', '.join(sorted({f'{x.stem}.safetensors' for x in layouts}))}")
 
 
-def _adapters(file: ModelFile, spec: Path | None, stored: Mapping[str, Any], *, merge: bool) -> OfSpec | None:
-    """Compile the spec and return its adapters, or None. Raises ShardcError if the checkpoint differs."""
+def _added(file: ModelFile, spec: Path | None, stored: Mapping[str, Any], *, merge: bool) -> Added | None:
+    """Return what an optional feature added to the checkpoint. Raises ShardcError if the spec has something else."""
     from shardc.compile import compile
-    from shardc.ir.adapters import A
-    from shardc.runtime.state.adapters import OfSpec, parts
 
-    model = file.on_meta()
-    names = [n for n in stored if n.endswith(A) and n not in model.state_dict()]
-    if spec is None:
-        if names or merge:
-            fault = f"the checkpoint has adapters, such as {names[0]}" if names else "there is no spec with adapters"
-            raise ShardcError(fault, where="--spec", fix="name the spec that they were trained with: --spec spec.yaml")
-        return None
-    overrides = ("data.zero=0",)
-    program = compile(model, file.batch, spec, loss=file.loss, prove=False, overrides=overrides)
-    lost = [n for n in parts(program) if n not in stored]
-    if lost or not program.adapters:
-        fault = f"the checkpoint has no {lost[0]}" if lost else "the spec has no `adapters`"
-        raise ShardcError(fault, where="--spec", fix="name the spec that the checkpoint was trained with")
-    return OfSpec(program, merge=merge)
+    model, program = file.on_meta(), None
+    if spec is not None:
+        program = compile(model, file.batch, spec, loss=file.loss, prove=False, overrides=("data.zero=0",))
+    for of_checkpoint in registered("runtime", "of_checkpoint"):
+        added: Added | None = of_checkpoint(program, stored, model, merge)
+        if added is not None:
+            return added
+    if program is not None or merge:
+        fault = "no installed feature adds tensors to a checkpoint"
+        raise ShardcError(fault, where="--spec", fix="leave out --spec and --merge")
+    return None
 
 
 def _blocks(shape: tuple[int, ...], dtype: Any) -> Iterator[list[tuple[int, int]]]:

@@ -11,7 +11,6 @@ graph           small functions on fx graphs; source: the line of the user's cod
 fused_regions   lines of a step's graph that are compiled together; pairs: one graph of a forward and a backward
 forward_record  a record of what forward and loss compute, for runs that resume
 outputs         values that a step returns beside its loss; generation: the programs of a model that generates
-adapters        matrices of low rank beside weights, and which weights are frozen
 repeats         which layers are equal; patterns: globs over a model's names
 comm_record     one collective of a run
 units           formats bytes, rates and counts for people

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from torch import fx
 
 from shardc.errors import ShardcError
-from shardc.ir.adapters import Adapter
 from shardc.ir.buckets import Bucket
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
@@ -76,7 +75,8 @@ class Program:
     are added up.
     prologue: runs on all microbatches first; output `(summands, ())`, whose sums over microbatches are
     `ops.total(mesh, i)`.
-    outputs: values that a step returns beside the loss (shardc.ir.outputs). adapters: of the spec, beside weights.
+    outputs: values that a step returns beside the loss (shardc.ir.outputs). features: what optional features store, by
+    name.
     axis: mesh axis over which the stages are spread; "" = one stage, on every rank. schedule: who runs which stage
     when.
     """
@@ -91,7 +91,7 @@ class Program:
     microbatches: int = 1
     prologue: Stage | None = None
     outputs: tuple[Output, ...] = ()
-    adapters: tuple[Adapter, ...] = ()
+    features: Mapping[str, Any] = field(default_factory=dict)
     spec: Spec | None = None
     notes: tuple[str, ...] = ()  # what a user should know: gathers that no annotation implies, replicated ops, ...
     #: JSON-able facts for people and reports: model name, versions, seconds. No code depends on them.

@@ -60,6 +60,14 @@ def named_nearest(call: str, kind: str, name: str, known: Callable[[], Iterable[
 _Stored = TypeVar("_Stored", bound="Stored")
 
 
+def whole_name(part: str) -> str:
+    """Return the name of the weight that a stored tensor is or belongs to.
+
+    It is `q_proj.weight` for `q_proj.weight:qdata`, a part of a quantised weight (shardc.runtime.state.quantized).
+    """
+    return part.partition(":")[0]
+
+
 class Stored:
     """Base of parameters and buffers: names in the model's state_dict.
 
@@ -108,6 +116,7 @@ class Param(Stored):
     shape, dtype: global. layout: how it is stored. reduce: axes over which its gradient is summed.
     order: position in which backward finishes its gradient (0 = first). bucket: index of its bucket, -1 = none.
     stages: of a pipeline: those that use it, whose ranks hold it. frozen: the spec says that it is not trained.
+    added: an optional feature added it to the model's.
     """
 
     name: str
@@ -123,6 +132,7 @@ class Param(Stored):
     stages: tuple[int, ...] = ()
     members: tuple[str, ...] = ()
     frozen: bool = False
+    added: bool = False
 
     def __repr__(self) -> str:
         return f"<Param {self.fqn} {self.value}>"

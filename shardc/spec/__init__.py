@@ -8,7 +8,7 @@ fields.py        kinds of values, such as an axis          names.py           pa
 The grammar of the sections:
 shard_section.py       shard, activations, outputs         batch_section.py       batch, sequence
 data_section.py        data: gradients, ZeRO, offload      step_sections.py       pipeline, checkpoint, loss, execution
-module_sections.py     experts, adapters                   precision_section.py   precision, 8-bit products
+module_sections.py     experts                             precision_section.py   precision, 8-bit products
 optimizer_section.py   matrices that an optimizer sees     run_section.py         run, how `shardc run` trains
 """
 
@@ -33,19 +33,18 @@ from shardc.spec.check import Check, data_axes, resolve_mesh
 from shardc.spec.data_section import Data
 from shardc.spec.explain import check_form
 from shardc.spec.fields import Section
-from shardc.spec.module_sections import Adapter, Expert
+from shardc.spec.module_sections import Expert
 from shardc.spec.names import Names
 from shardc.spec.optimizer_section import Optimizer
 from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
-from shardc.spec.schema import Form, On
+from shardc.spec.schema import Form, On, whole_form
 from shardc.spec.shard_section import DimShard, Style, Use
 from shardc.spec.step_sections import Checkpoint, Execution, Loss, Pipeline
 from shardc.spec.yaml_reader import Document, Places, say
 
 __all__ = [
     "ActivationRule",
-    "Adapter",
     "Batch",
     "Checkpoint",
     "Data",
@@ -107,7 +106,8 @@ class Spec:
     """A valid spec; whether it fits a model is checked later. Equality ignores the places of keys.
 
     mesh: every size known. shard, activations: in the order written: the first match wins. shard_use: the plan that
-    splits the other weights, over the axis shard_axis. file, text: the source; "" for a dict.
+    splits the other weights, over the axis shard_axis. sections: of optional features, by name, those that are written.
+    file, text: the source; "" for a dict.
     """
 
     mesh: Mesh
@@ -122,8 +122,6 @@ class Spec:
     pipeline: Pipeline | None = None
     data: Data = field(default_factory=Data)
     experts: tuple[Expert, ...] = ()
-    adapters: tuple[Adapter, ...] = ()
-    freeze: tuple[str, ...] = ()
     checkpoint: tuple[Checkpoint, ...] = ()
     loss: Loss = field(default_factory=Loss)
     precision: Precision = field(default_factory=Precision)
@@ -134,6 +132,7 @@ class Spec:
     unknown_ops: Literal["error", "replicate"] = "error"
     uneven: Literal["error", "pad"] = "error"
     strict: bool = False
+    sections: Mapping[str, Any] = field(default_factory=dict)
     places: Places = field(default_factory=Places, compare=False, repr=False)
     file: str = field(default="", compare=False, repr=False)
     text: str = field(default="", compare=False, repr=False)
@@ -246,6 +245,7 @@ class Spec:
             shard_axis=(form.shard.use and form.shard.use.axis) or "tp",
             activations=tuple(boundary(key, dims) for key, dims in form.activations.items()),
             outputs=tuple(OutputRule(name, dims) for name, dims in form.outputs.items()),
+            sections={n: x for n, x in form if n in type(form).model_fields.keys() - Form.model_fields and x},
             places=places,
             **{n: getattr(form, n) for n in _SECTIONS},
         )
@@ -301,13 +301,14 @@ class Spec:
             )
         for r in self.shard:
             shard[r.pattern] = r.to_plain()
-        parts: dict[str, Any] = {n: _plain(getattr(self, n)) for n in _SECTIONS}
+        parts = {n: _plain(x) for n, x in ({n: getattr(self, n) for n in _SECTIONS} | dict(self.sections)).items()}
         parts["shard"] = shard
         parts["activations"] = {r.pattern + (":in" if r.at == "input" else ""): _dims(r.dims) for r in self.activations}
         parts["outputs"] = {r.pattern: "whole" if r.dims is None else _dims(r.dims) for r in self.outputs}
         named: dict[str, Any] = {"shard": {}, "activations": {}, "outputs": {}}
-        defaults = {n: _plain(Form.model_fields[n].default) for n in _SECTIONS} | named
-        return out | {n: parts[n] for n in Form.model_fields if n in parts and parts[n] != defaults[n]}
+        fields = whole_form().model_fields
+        defaults = {n: _plain(f.default) for n, f in fields.items()} | named
+        return out | {n: parts[n] for n in fields if n in parts and parts[n] != defaults[n]}
 
     def __repr__(self) -> str:
         sections = ", ".join(line.partition(":")[0] for line in str(self).splitlines() if line[:1].isalpha())
@@ -335,7 +336,7 @@ class Spec:
     @staticmethod
     def json_schema() -> dict[str, Any]:
         """Return a JSON Schema (draft 2020-12) of the format, for editors."""
-        schema = _tidy(Form.model_json_schema())
+        schema = _tidy(whole_form().model_json_schema())
         return {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             **schema,
@@ -350,8 +351,6 @@ _SECTIONS = (
     "pipeline",
     "data",
     "experts",
-    "adapters",
-    "freeze",
     "checkpoint",
     "loss",
     "precision",

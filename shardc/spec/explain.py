@@ -8,11 +8,12 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from shardc import optional
 from shardc.errors import Errors
 from shardc.ir.patterns import nearest
 from shardc.spec.fields import is_axis
 from shardc.spec.foreign_words import ours
-from shardc.spec.schema import Form
+from shardc.spec.schema import Form, whole_form
 from shardc.spec.yaml_reader import Document, Path, dotted, flow, reach, say, scalar, without
 
 Details = Any  # pydantic_core.ErrorDetails: type, loc, msg, input, ctx
@@ -41,7 +42,7 @@ def check_form(document: Document, errors: Errors) -> tuple[Form, frozenset[Path
     first = True
     while True:
         try:
-            return Form.model_validate(value), frozenset(cut)
+            return whole_form().model_validate(value), frozenset(cut)
         except ValidationError as e:
             invalid = [(details, reach(value, details["loc"])) for details in e.errors()]
         before = len(cut)
@@ -93,7 +94,10 @@ def explain(details: Details, path: Path) -> tuple[str, str]:
                 "the section `lower` was removed: each training step runs a forward and a backward graph",
                 "leave it out; its options are those of `execution`, e.g. `execution: {compile: layers}`",
             )
-        homes = [name for name, f in Form.model_fields.items() if path[-1] in _keys(f.annotation)]
+        if len(path) == 1 and (feature := optional.missing(path[0])):
+            fault = f"the section {say(path[0])} belongs to the feature {feature}, which is not installed"
+            return fault, f"install shardc with shardc/features/{feature}, or leave the section out"
+        homes = [name for name, f in whole_form().model_fields.items() if path[-1] in _keys(f.annotation)]
         if homes and not nearest(str(path[-1]), known):
             return fault, f"it is a key of {' and of '.join(f'`{h}`' for h in homes)}"
         return fault, _did_you_mean(path[-1], known, key=True)
@@ -170,7 +174,7 @@ def _example(field: Field) -> str:
 def _grammar(loc: tuple[str | int, ...]) -> tuple[Field, type[BaseModel]]:
     """Return the field that an error's location leads to, and the section that contains what comes next."""
     field: Field = ("", None)
-    section: type[BaseModel] = Form
+    section: type[BaseModel] = whole_form()
     for part in loc:
         for name, info in section.model_fields.items():
             if part in (name, info.validation_alias):

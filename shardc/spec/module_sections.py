@@ -1,4 +1,4 @@
-"""Define `experts` and `adapters`: modules that contain experts, and low-rank matrices beside weights."""
+"""Define `experts`: modules that contain experts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from pydantic import (
 from shardc.spec.fields import (
     NONE,
     Axis,
-    Count,
     Pattern,
-    Positive,
     Section,
     number_or,
     number_schema,
@@ -40,23 +38,4 @@ class Expert(Section):
         default="batch",
         description="tokens from which capacity is computed: batch = exactly as on one device",
         examples=["microbatch"],
-    )
-
-
-class Adapter(Section):
-    """Matrices of low rank beside the weights of linear layers and experts: W x + scale B A x. What the model has
-    itself is frozen then, unless `freeze` says otherwise.
-    """
-
-    match: Pattern = Field(description="modules (or weights) that get an adapter", examples=["*.{q,v}_proj"])
-    kind: Literal["lora", "rslora", "dora"] = Field(
-        default="lora",
-        description="lora: scale = alpha/rank; rslora: alpha/sqrt(rank); dora: the length of each row is a parameter",
-    )
-    rank: Count = Field(description="rows of A", examples=[16])
-    alpha: Positive | None = Field(
-        default=None, description="numerator of the scale (default: the rank)", examples=[32]
-    )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="dropout of the input of A, in training", examples=[0.05]
     )

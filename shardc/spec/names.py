@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from shardc.errors import Errors
 from shardc.ir.patterns import SEE_NAMES, did_you_mean, enclosing, expand, match, names_weight
 from shardc.layer_names import of_every_layer
+from shardc.optional import registered
 from shardc.spec.schema import Form
 from shardc.spec.yaml_reader import Path, Places
 
@@ -98,11 +99,8 @@ class Names:
                 fault, fix = self.without_weights(pattern, help_=(helped := helped + 1) <= HELPED)
                 where = places.where(("optimizer", "matrices", pattern))
                 errors.add(f"pattern {pattern!r} {fault}", where=where, fix=fix)
-        for place, pattern in [
-            *((("adapters", i, "match"), a.match) for i, a in enumerate(form.adapters)),
-            *((("freeze", i), text.removeprefix("!")) for i, text in enumerate(form.freeze)),
-        ]:
-            inside = place[0] == "freeze" and any(match(pattern, m) for m in self.modules)
+        for place, pattern, of_modules in (x for s in registered("section", "Sections") for x in s.patterns(form)):
+            inside = of_modules and any(match(pattern, m) for m in self.modules)
             if not inside and not self.has_weights(pattern):
                 fault, fix = self.without_weights(pattern, help_=(helped := helped + 1) <= HELPED)
                 errors.add(f"pattern {pattern!r} {fault}", where=places.where(place), fix=fix)

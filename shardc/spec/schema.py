@@ -10,6 +10,7 @@ A field's `description` and `examples` are shown by editors and in error message
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -17,12 +18,13 @@ from pydantic import (
     BeforeValidator,
     Field,
     WithJsonSchema,
+    create_model,
 )
 
+from shardc import optional
 from shardc.spec.batch_section import Batch, Sequence
 from shardc.spec.data_section import Data
 from shardc.spec.fields import (
-    Choices,
     Count,
     Pattern,
     Section,
@@ -30,7 +32,7 @@ from shardc.spec.fields import (
     mesh_axis,
     wrong,
 )
-from shardc.spec.module_sections import Adapter, Expert
+from shardc.spec.module_sections import Expert
 from shardc.spec.optimizer_section import Optimizer
 from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
@@ -76,7 +78,7 @@ _SIZE = WithJsonSchema({"type": "integer", "anyOf": [{"const": -1}, {"minimum": 
 
 
 class Form(Section):
-    """A whole spec as it is written."""
+    """A whole spec as it is written, without the sections of optional features."""
 
     shardc: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="the version of this format")
     mesh: dict[Annotated[str, AfterValidator(mesh_axis)], Annotated[int, _SIZE]] = Field(
@@ -109,15 +111,6 @@ class Form(Section):
     experts: Annotated[tuple[Expert, ...], BeforeValidator(as_tuple)] = Field(
         default=(), examples=[[{"match": "*.mlp.experts", "axis": "ep"}]]
     )
-    adapters: Annotated[tuple[Adapter, ...], BeforeValidator(as_tuple)] = Field(
-        default=(), examples=[[{"match": "*.{q,v}_proj", "rank": 16, "alpha": 32}]]
-    )
-    freeze: Choices = Field(
-        default=(),
-        description="weights that are not trained: patterns of modules, with all weights in them, or of weights; ! "
-        "excludes; the last match wins",
-        examples=[["*", "!score"]],
-    )
     checkpoint: Annotated[tuple[Checkpoint, ...], BeforeValidator(as_tuple)] = Field(
         default=(), examples=[[{"match": "model.layers.*", "save": ["linear"]}]]
     )
@@ -134,3 +127,10 @@ class Form(Section):
         default="error", description="sizes that an axis does not divide: pad = the last ranks hold less"
     )
     strict: bool = Field(default=False, description="true: a collective that no annotation requires is an error")
+
+
+@functools.cache
+def whole_form() -> type[Form]:
+    """Return the form of a spec with the sections of all optional features."""
+    bases = (*optional.registered("section", "Sections"), Form)
+    return create_model("Form", __base__=bases, __doc__="A whole spec as it is written.")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardc.cli.common import COLLECT_EVERY
-from shardc.runtime.state.adapters import has_adapters_alone
+from shardc.optional import registered
 from shardc.spec.run_section import Run
 from shardc.torch_private import flight_record
 
@@ -95,11 +95,12 @@ def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh]:
 
 
 def weights_of(job: Job, file: ModelFile, program: Program) -> Any:
-    """Return the `weights` for program.engine. Adapters alone are added to the weights of the model file."""
+    """Return the `weights` for program.engine. Those of a feature alone are added to the weights of the model file."""
     if not job.weights:
         return file.weights
     named = Path(job.weights)
-    return (file.weights, named) if program.adapters and has_adapters_alone(named) else named
+    alone = any(alone(named) for alone in registered("runtime", "alone", program.features))
+    return (file.weights, named) if alone else named
 
 
 def collect_as_usual() -> None:

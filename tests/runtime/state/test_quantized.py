@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.errors import ShardcError
-from shardc.ir.adapters import whole_name
+from shardc.ir.stored import whole_name
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state.quantized import plain
 from tests.zoo.quantized import Quantized, quantized

@@ -9,14 +9,12 @@
 The pass computes again which values have a gradient, so that backward computes, sends and keeps nothing for a frozen
 weight alone. It runs after annotate: plans and structures are those of the model without adapters, and an adapter is
 split like its weight.
-
-low_rank.py       writes the ops of an adapter beside those of its weight
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,14 +22,16 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors
-from shardc.ir.adapters import frozen
+from shardc.features.adapters import section
+from shardc.features.adapters.low_rank import LowRank
+from shardc.features.adapters.program import adapters
 from shardc.ir.graph import calls, copy_graph, is_call, map_value, operands_of, placeholders, values_of
 from shardc.ir.matrices import Cut
 from shardc.ir.patterns import enclosing, match
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.ir.types import carries_gradient, requires_grad
-from shardc.passes.adapt.low_rank import LowRank
+from shardc.passes import Stage
 from shardc.passes.base import Pass
 from shardc.spec.names import Names
 
@@ -43,21 +43,23 @@ class Adapt(Pass):
     """Adds adapters, freezes parameters, and types every value by whether a gradient reaches it."""
 
     def applies(self, program: Program) -> bool:
-        return bool(self.spec.adapters or self.spec.freeze)
+        sections = section.of(self.spec)
+        return bool(sections.adapters or sections.freeze)
 
     def run(self, program: Program) -> Program:
         program = replace(program, graph=copy_graph(program.graph))
         before = {n: _Before.of(n) for n in calls(program.graph)}
         errors = Errors()
-        freeze = self.spec.freeze or (("*",) if self.spec.adapters else ())
+        sections = section.of(self.spec)
+        freeze = sections.freeze or (("*",) if sections.adapters else ())
         self._check(program, errors)
         names = {p.name for p in program.params}
-        if self.spec.adapters:
+        if sections.adapters:
             program = LowRank(self.spec, program, errors).run()
         errors.raise_any()
 
         def put(p: Param) -> Param:
-            now = frozen(freeze, p.names) if p.name in names else False
+            now = _frozen(freeze, p.names) if p.name in names else False
             return replace(p, requires_grad=False, frozen=True) if now else p
 
         program = replace(program, params=tuple(map(put, program.params)))
@@ -72,18 +74,31 @@ class Adapt(Pass):
     def _check(self, program: Program, errors: Errors) -> None:
         """Add an error for every pattern of `freeze` that names nothing."""
         names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
-        for i, text in enumerate(self.spec.freeze):
+        for i, text in enumerate(section.of(self.spec).freeze):
             pattern = text.removeprefix("!")
             if not any(match(pattern, n) for name in names.weights for n in (name, *enclosing(name))):
                 fault, fix = names.without_weights(pattern)
                 errors.add(f"pattern {pattern!r} {fault}", where=self.spec.where(("freeze", i)), fix=fix)
 
 
+def _frozen(patterns: Sequence[str], names: Sequence[str]) -> bool:
+    """Return whether the `freeze` patterns freeze a parameter with these names. The last match decides."""
+    for pattern in reversed(patterns):
+        if any(match(pattern.removeprefix("!"), n) for name in names for n in (name, *enclosing(name))):
+            return not pattern.startswith("!")
+    return False
+
+
 def _matrices(program: Program, cuts: Mapping[str, tuple[Cut, ...]]) -> dict[str, tuple[Cut, ...]]:
     """Return the matrices of an optimizer that needs them whole; an experts' adapter has one per expert."""
-    each = {n: cuts[a.base] for a in program.adapters for n in (a.a, a.b) if any(c.alone for c in cuts.get(a.base, ()))}
+    of_experts = [a for a in adapters(program) if any(c.alone for c in cuts.get(a.base, ()))]
+    each = {n: cuts[a.base] for a in of_experts for n in (a.a, a.b)}
     trained = {p.name for p in program.params if p.requires_grad}
     return {n: c for n, c in {**cuts, **each}.items() if n in trained}
+
+
+#: The stage that each pass follows.
+PASSES = (("annotate", Stage("adapt", Adapt, "plans are of models without adapters; these are split like weights")),)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import shardc
 from shardc.api import Program
 from shardc.capture import capture
 from shardc.errors import ShardcError
+from shardc.features.adapters.program import adapters
 from shardc.verify.equality import difference
 from shardc.verify.simulate import Simulation
 from tests import zoo
@@ -136,7 +137,7 @@ def test_what_is_frozen_has_no_gradient_and_no_state(zero: int, precision: dict[
     """
     rest: dict[str, Any] = {"mesh": {"dp": 2}, "data": {"zero": zero}, "precision": precision}
     program = compiled("gpt", **rest, adapters=LORA)
-    own = {n for a in program.adapters for n in a.names}
+    own = {n for a in adapters(program) for n in a.names}
     trained = [p for p in program.params if p.name in own]
     assert [p for p in program.params if p.requires_grad] == trained
     frozen = [p for p in program.params if p.name not in own]
@@ -191,7 +192,7 @@ def test_adapters_come_back_from_a_folder(tmp_path: Any) -> None:
     program = compiled("gpt", mesh={"dp": 2}, adapters=LORA)
     program.save(tmp_path / "p")
     again = shardc.load(tmp_path / "p")
-    assert again.adapters == program.adapters
+    assert adapters(again) == adapters(program)
     assert torch.equal(steps(again, "gpt", 2).loss, steps(program, "gpt", 2).loss)
 
 

@@ -18,17 +18,18 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors
-from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, adapter_fqn, whole_name
+from shardc.features.adapters.program import MAGNITUDE, A, Adapter, B, adapter_fqn
+from shardc.features.adapters.section import Adapter as Entry
+from shardc.features.adapters.section import of
 from shardc.ir.graph import operands_of, placeholders, source_of, stored_alone, value_of
 from shardc.ir.patterns import names_weight
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
-from shardc.ir.stored import Param
+from shardc.ir.stored import Param, whole_name
 from shardc.passes.canonical.random_streams import number_random
 from shardc.passes.canonical.rewrite import Emit
 from shardc.rules.experts import DOWN, TRANSPOSED, UP
 from shardc.runtime import ops
-from shardc.spec import Adapter as Entry
 from shardc.spec import Spec
 from shardc.spec.names import Names
 
@@ -70,6 +71,7 @@ class LowRank:
     def run(self) -> Program:
         program, graph = self.program, self.program.graph
         nodes = placeholders(graph)
+        self.entries = of(self.spec).adapters
         self.emit = Emit(graph, nodes["rng"])
         self.last = nodes[program.params[-1].name]
         names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
@@ -77,22 +79,22 @@ class LowRank:
         parts = sorted(filter(_quantised, program.params), key=lambda p: math.prod(p.shape))
         largest = {whole_name(p.fqn): p.name for p in parts}.values()  # the part with the numbers, not the scales
         for p in program.params:
-            index = next((i for i, e in enumerate(self.spec.adapters) if _names(e, p)), None)
+            index = next((i for i, e in enumerate(self.entries) if _names(e, p)), None)
             quantised = _quantised(p)
             if index is None or (len(p.shape) < 2 and not quantised) or (quantised and p.name not in largest):
                 continue
             uses = list((_quantised_uses if quantised else _uses)(nodes[p.name]))
             if uses:
                 adapted.add(index)
-                self._adapt(p, self.spec.adapters[index], index, uses)
-        for i, e in enumerate(self.spec.adapters):
+                self._adapt(p, self.entries[index], index, uses)
+        for i, e in enumerate(self.entries):
             if i in adapted:
                 continue
             where = self.spec.where(("adapters", i, "match"))
             if names.has_weights(e.match):
                 fault = f"{e.match!r} names no weight of a product that supports an adapter"
                 fix = "name linear layers, or experts; not embeddings, norms, convolutions or biases"
-                if any(_names(x, p) for x in self.spec.adapters[:i] for p in program.params if _names(e, p)):
+                if any(_names(x, p) for x in self.entries[:i] for p in program.params if _names(e, p)):
                     fault, fix = f"{e.match!r} never wins: entries before it match all that it matches", "move it up"
             else:
                 fault, fix = names.without_weights(e.match)
@@ -101,7 +103,8 @@ class LowRank:
         number_random(graph)
         graph.eliminate_dead_code()
         graph.lint()
-        return replace(program, params=(*program.params, *self.made), adapters=tuple(self.adapters))
+        features = {**program.features, "adapters": tuple(self.adapters)}
+        return replace(program, params=(*program.params, *self.made), features=features)
 
     # --- one weight
 
@@ -171,7 +174,7 @@ class LowRank:
             node = graph.placeholder("".join(c if c.isalnum() else "_" for c in fqn).strip("_"))
         node.target = node.name
         members = tuple(adapter_fqn(n, part) for n in base.members)
-        p = Param(node.name, fqn, shape, dtype, True, layout=layout, members=members)
+        p = Param(node.name, fqn, shape, dtype, True, layout=layout, members=members, added=True)
         beside = placeholders(graph)[base.name].meta
         cause = {axis: text for axis, text in beside.get("cause", {}).items() if shards.get(axis) is not None}
         node.meta = {**beside, "value": replace(p.value, layout=Layout()), "cause": cause}

@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, adapter_fqn, whole_name
+from shardc.features.adapters.program import MAGNITUDE, A, Adapter, B, adapter_fqn, adapters
 from shardc.ir.program import Program
-from shardc.ir.stored import Param
+from shardc.ir.stored import Param, whole_name
 from shardc.runtime.state.init import Recipe, record
 from shardc.runtime.state.init_tape import Recorder
 from shardc.runtime.state.sources import Weights, from_files, of_recipe, weights_for
@@ -53,7 +53,7 @@ def parts(program: Program) -> dict[str, Part]:
     """Return the tensors of a program's adapters, by name."""
     result: dict[str, Part] = {}
     by_name = {p.name: p for p in program.params}
-    for adapter in program.adapters:
+    for adapter in adapters(program):
         base = by_name[adapter.base]
         for name, kind in zip(adapter.names, (A, B, MAGNITUDE), strict=False):
             p = by_name[name]
@@ -70,10 +70,6 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
     files: as of `weights_for`, or a pair of the model's weights and the adapters', either of which may be None. A
     folder that peft saved has only adapters: then the model's weights are `model`'s.
     """
-    if isinstance(model, Weights):
-        return model
-    if not program.adapters:
-        return weights_for(model, files, seed)
     expected = parts(program)
     base, adapter_files = files if isinstance(files, tuple) else (files, None)
     opened = [(x, open_weights(x)) for x in (base, adapter_files) if x is not None]
@@ -159,7 +155,7 @@ def _begin(wanted: Sequence[Part]) -> tuple[Recipe, dict[str, str]]:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def has_adapters_alone(path: Path) -> bool:
+def alone(path: Path) -> bool:
     """Return whether peft saved adapters in this folder without their model."""
     return (path / CONFIG).is_file() and not is_checkpoint(path)
 
@@ -172,7 +168,7 @@ def peft_name(part: Part, program: Program) -> str:
     module, _, name = part.base.rpartition(".")
     if name == "weight":
         return f"{PREFIX}{module}.{part.kind}"
-    inner = [a.base for a in program.adapters]
+    inner = [a.base for a in adapters(program)]
     order = [p.fqn for p in program.params if p.name in inner and p.fqn.rpartition(".")[0] == module]
     wrapped = [n for n in order if not n.endswith(".weight")]
     depth = len(wrapped) - 1 - wrapped.index(part.base)
@@ -235,7 +231,7 @@ def _check_config(files: WeightFiles, program: Program) -> None:
         fix = "name a folder that peft's save_pretrained wrote"
         raise ShardcError(f"the configuration of the adapters cannot be read: {e}", where=str(file), fix=fix) from None
     errors = Errors()
-    for adapter in program.adapters:
+    for adapter in adapters(program):
         p = program.param(adapter.base)
         module = whole_name(p.names[0]).removesuffix(".weight")
         other = next((x for key, x in alphas.items() if re.match(rf"(.*\.)?({key})$", module)), alpha)
@@ -251,13 +247,21 @@ def _check_config(files: WeightFiles, program: Program) -> None:
 
 
 @dataclass(frozen=True)
-class OfSpec:
-    """The adapters of a program's spec, for an export. merge: add them to the adapted weights."""
+class Export:
+    """The adapters of a program, for an export. merge: add them to the adapted weights."""
 
     program: Program
     merge: bool
+    stem = "adapter_model"
 
-    def peft_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    @property
+    def names(self) -> Iterable[str]:
+        return parts(self.program)
+
+    def tensors(self, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
+        return self._merged(tensors, ties) if self.merge else self._peft_tensors(tensors)
+
+    def _peft_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of adapters, and of modules that are trained themselves, under peft's names.
 
         Raises ShardcError if peft has no form for them.
@@ -268,13 +272,13 @@ class OfSpec:
         of_adapters = parts(self.program)
         return result | {PREFIX + n: x for n, x in tensors.items() if n.startswith(saved) and n not in of_adapters}
 
-    def merged(self, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
+    def _merged(self, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
         """Return the model's tensors, with adapters added. ties: {other name: name}.
 
         Raises ShardcError for a tied weight whose adapter belongs to one use only.
         """
         result = {n: x for n, x in tensors.items() if n not in parts(self.program)}
-        for adapter in self.program.adapters:
+        for adapter in adapters(self.program):
             base = self._of(adapter)
             if whole_name(base.fqn) != base.fqn:
                 fault = f"{whole_name(base.fqn)} is quantised: the added adapter would be rounded"
@@ -290,12 +294,12 @@ class OfSpec:
                 result[name] = merged(tensors[name], a, b, m, adapter)
         return result
 
-    def write_config(self, folder: Path, base: Path | None) -> None:
+    def finish(self, folder: Path, base: Path | None) -> None:
         """Write adapter_config.json. base: the folder that the model's weights came from."""
-        adapters = self.program.adapters
-        modules = {a: self._of(a) for a in adapters}
+        every = adapters(self.program)
+        modules = {a: self._of(a) for a in every}
         # peft's patterns name modules: single parameters get the settings for all
-        unnamed = [a for a, p in modules.items() if not whole_name(p.names[0]).endswith(".weight")] or adapters
+        unnamed = [a for a, p in modules.items() if not whole_name(p.names[0]).endswith(".weight")] or every
         rank = Counter(a.rank for a in unnamed).most_common(1)[0][0]
         alpha = Counter(a.alpha for a in unnamed).most_common(1)[0][0]
         named = {a: [whole_name(n) for n in (p.members or (p.fqn,))] for a, p in modules.items()}
@@ -308,12 +312,12 @@ class OfSpec:
             "inference_mode": True,
             "r": rank,
             "lora_alpha": _number(alpha),
-            "lora_dropout": max(a.dropout for a in adapters),
+            "lora_dropout": max(a.dropout for a in every),
             "bias": "none",
             "fan_in_fan_out": any(a.flipped and len(p.shape) == 2 for a, p in modules.items()),
             "init_lora_weights": True,
-            "use_rslora": adapters[0].kind == "rslora",
-            "use_dora": adapters[0].kind == "dora",
+            "use_rslora": every[0].kind == "rslora",
+            "use_dora": every[0].kind == "dora",
             "target_modules": [n.removesuffix(".weight") for n in layers if n.endswith(".weight")],
             "target_parameters": [n for n in layers if not n.endswith(".weight")] or None,
             "rank_pattern": {n: a.rank for n, a in keys.items() if a.rank != rank},
@@ -327,12 +331,12 @@ class OfSpec:
 
     def _saved(self) -> list[str]:
         """Return the modules with trained parameters of the model itself."""
-        adapter_names = {n for a in self.program.adapters for n in a.names}
+        adapter_names = {n for a in adapters(self.program) for n in a.names}
         trained = [p for p in self.program.params if p.requires_grad and p.name not in adapter_names]
         return list(dict.fromkeys(n.rpartition(".")[0] for p in trained for n in p.names))
 
     def _check(self) -> None:
-        kinds = {a.kind for a in self.program.adapters}
+        kinds = {a.kind for a in adapters(self.program)}
         if len(kinds) > 1:
             fault = f"peft has one kind of adapter in a folder, and the spec has {' and '.join(sorted(kinds))}"
             raise ShardcError(fault, where="adapters", fix="export them merged: engine.export(folder, merge=True)")
@@ -341,6 +345,24 @@ class OfSpec:
             raise ShardcError(
                 fault, where="freeze", fix="freeze it, or export merged: engine.export(folder, merge=True)"
             )
+
+
+def of_checkpoint(program: Program | None, stored: Collection[str], model: nn.Module, merge: bool) -> Export | None:
+    """Return the adapters of a checkpoint, for an export; None if it has none. program: of the spec, if there is one.
+
+    Raises ShardcError if the checkpoint and the spec have other ones.
+    """
+    names = [n for n in stored if n.endswith(A) and n not in model.state_dict()]
+    if program is None and (names or merge):
+        fault = f"the checkpoint has adapters, such as {names[0]}" if names else "there is no spec with adapters"
+        raise ShardcError(fault, where="--spec", fix="name the spec that they were trained with: --spec spec.yaml")
+    if program is None:
+        return None
+    lost = [n for n in parts(program) if n not in stored]
+    if lost or not adapters(program):
+        fault = f"the checkpoint has no {lost[0]}" if lost else "the spec has no `adapters`"
+        raise ShardcError(fault, where="--spec", fix="name the spec that the checkpoint was trained with")
+    return Export(program, merge)
 
 
 def merged(w: Tensor, a: Tensor, b: Tensor, m: Tensor | None, adapter: Adapter) -> Tensor:

@@ -11,10 +11,14 @@ name, the suffix follows the full name: `experts.down_proj.lora_A.weight`. For e
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from shardc.ir.patterns import enclosing, match
+from pydantic import Field
+
+from shardc.ir.program import Program
+from shardc.ir.stored import whole_name
 
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
@@ -30,10 +34,10 @@ class Adapter:
     a: str
     b: str
     magnitude: str
-    kind: str
-    rank: int
-    alpha: float
-    dropout: float
+    kind: Literal["lora", "rslora", "dora"]
+    rank: Annotated[int, Field(ge=1, lt=1 << 62)]
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    dropout: Annotated[float, Field(ge=0, lt=1)]
     flipped: bool = False
 
     @property
@@ -47,22 +51,23 @@ class Adapter:
         return (self.a, self.b, *([self.magnitude] if self.magnitude else []))
 
 
+#: What `Program.features` may hold of this feature.
+STORED = {"adapters": tuple[Adapter, ...]}
+
+
 def adapter_fqn(weight: str, part: str) -> str:
     """Return the name of an adapter's part beside a weight."""
     return f"{whole_name(weight).removesuffix('.weight')}.{part}"
 
 
-def whole_name(part: str) -> str:
-    """Return the name of the weight that a stored tensor is or belongs to.
-
-    It is `q_proj.weight` for `q_proj.weight:qdata`, a part of a quantised weight (shardc.runtime.state.quantized).
-    """
-    return part.partition(":")[0]
+def adapters(program: Program) -> tuple[Adapter, ...]:
+    """Return the adapters of a program."""
+    added: tuple[Adapter, ...] = program.features.get("adapters", ())
+    return added
 
 
-def frozen(patterns: Sequence[str], names: Sequence[str]) -> bool:
-    """Return whether the `freeze` patterns freeze a parameter with these names. The last match decides."""
-    for pattern in reversed(patterns):
-        if any(match(pattern.removeprefix("!"), n) for name in names for n in (name, *enclosing(name))):
-            return not pattern.startswith("!")
-    return False
+def faults(program: Program) -> Iterator[tuple[str, str]]:
+    """Yield the adapters that name parameters which the program does not have, and these."""
+    params = {p.name for p in program.params}
+    for i, a in enumerate(adapters(program)):
+        yield from ((f"adapters[{i}]", f"there is no {n!r:.60}") for n in (a.base, *a.names) if n not in params)

@@ -1,0 +1,13 @@
+"""Optional features, a folder each: to delete one, delete its folder. Core does not import them (shardc.optional).
+
+A feature has those of these files that it needs. Core reads the names behind them:
+
+section     Sections: the sections of a spec that it adds, as pydantic fields; their values are in `Spec.sections`
+program     STORED: the type of what the feature puts into `Program.features`; faults: of these, in a compiled folder
+passes      PASSES: the stage that each pass of the feature follows, and its own stage
+runtime     weights_of: weights of parameters that it adds; Export, of_checkpoint: these, for other programs;
+            alone: whether a folder has these weights and no others
+
+section, program and runtime import what core's folders of the same names may import: no compiler on a rank. One
+feature does not import another. Each has a page in docs/how-to and tests in tests/features.
+"""

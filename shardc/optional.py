@@ -1,0 +1,39 @@
+"""Find the optional features, the folders of shardc.features: core reads what they register, and never imports one.
+
+A feature registers by names in its files. Each table of core reads a name from all features on first use, as Django
+reads the apps that its settings list; shardc.features lists the files and names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+#: The features, and the sections of a spec that each defines. Of passes for the same place, an earlier one's run first.
+FEATURES: Mapping[str, tuple[str, ...]] = {"adapters": ("adapters", "freeze")}
+
+
+def registered(file: str, name: str, features: Iterable[str] = FEATURES) -> Iterator[Any]:
+    """Yield what `file` of each of these features calls `name`, if the feature is installed and has it."""
+    for feature in features:
+        module = _module(feature, file)
+        if hasattr(module, name):
+            yield getattr(module, name)
+
+
+def missing(section: object) -> str:
+    """Return the feature that defines a section of a spec but is not installed; "" if there is none."""
+    of = (name for name, sections in FEATURES.items() if section in sections)
+    return next((name for name in of if _module(name, "section") is None), "")
+
+
+def _module(feature: str, file: str) -> ModuleType | None:
+    package = f"shardc.features.{feature}"
+    try:
+        return import_module(f"{package}.{file}")
+    except ModuleNotFoundError as e:
+        if e.name not in ("shardc.features", package, f"{package}.{file}"):
+            raise  # a library that the feature needs
+        return None

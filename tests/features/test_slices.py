@@ -1,0 +1,83 @@
+"""To delete an optional feature is to delete its folder: all else works, and what needs the feature says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardc
+from shardc.optional import FEATURES
+from tests import zoo
+
+ROOT = Path(__file__).parents[2]
+#: A spec for a GPT that needs the feature.
+USES: dict[str, dict[str, Any]] = {"adapters": {"adapters": [{"match": "*.fc", "rank": 2}]}}
+#: Runs first: imports fail as they do when the feature's folder is not there.
+HIDE = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if f"{name}.".startswith("shardc.features.FEATURE."):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+"""
+#: Compiles a small GPT, steps it on one device and on four ranks, and a compiled folder of it.
+STEPS = """
+import shardc, torch
+from shardc.verify.equality import difference
+from tests import zoo
+
+model, batch = zoo.gpt()
+spec = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}
+with zoo.Wide():
+    one = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}})
+    program = shardc.compile(model, batch, spec)
+program.save("FOLDER")
+a = shardc.simulate(one, model, batch)
+for p in program, shardc.load("FOLDER"):
+    b = shardc.simulate(p, model, batch)
+    assert a.grads.keys() == b.grads.keys() and a.grads
+    assert difference(a.loss, b.loss) <= 1e-12
+    assert all(difference(g, b.grads[n]) <= 1e-12 for n, g in a.grads.items())
+"""
+#: Raises for each section of the feature, and for a compiled folder that has something of it.
+NAMED = """
+for section in SECTIONS:
+    try:
+        shardc.compile(model, batch, spec | {section: {}})
+    except shardc.ShardcError as e:
+        assert "belongs to the feature FEATURE, which is not installed" in str(e), e
+    else:
+        raise AssertionError(section)
+try:
+    shardc.load("WITH")
+except shardc.ShardcError as e:
+    assert "the feature FEATURE is not installed" in str(e), e
+else:
+    raise AssertionError("WITH")
+assert not [m for m in sys.modules if m.startswith("shardc.features.FEATURE")]
+print("all else works")
+"""
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_all_else_works_without_the_folder(feature: str, tmp_path: Path) -> None:
+    assert (ROOT / "shardc" / "features" / feature / "__init__.py").is_file()
+    program = shardc.compile(*zoo.gpt(), {"shardc": 1, "mesh": {"dp": 2}, **USES[feature]}, prove=False)
+    program.save(tmp_path / "with")
+    code = (HIDE + STEPS + NAMED).replace("SECTIONS", repr(FEATURES[feature])).replace("FEATURE", feature)
+    code = code.replace("FOLDER", str(tmp_path / "out")).replace("WITH", str(tmp_path / "with"))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "all else works\n", done.stderr[-3000:]
+
+
+def test_every_folder_is_a_feature() -> None:
+    folders = {f.parent.name for f in (ROOT / "shardc" / "features").glob("*/__init__.py")}
+    assert folders == set(FEATURES)
+    assert {f.name for f in (ROOT / "tests" / "features").iterdir() if f.is_dir()} - {"__pycache__"} == folders
