@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -114,25 +114,6 @@ class Layout:
         return groups
 
 
-class Added(Protocol):
-    """What an optional feature added to a model's tensors, for an export.
-
-    merge: its tensors become part of the model's; else they are the files of this `stem`. names: of its tensors.
-    """
-
-    merge: bool
-    stem: str
-
-    @property
-    def names(self) -> Iterable[str]: ...
-
-    def tensors(self, tensors: Mapping[str, Tensor], ties: Mapping[str, str], /) -> dict[str, Tensor]:
-        """Return the tensors to write, from those of the program. ties: {other name: name}."""
-
-    def finish(self, folder: Path, base: Path | None, /) -> None:
-        """Write the other files of the folder. base: the folder that the model's weights came from."""
-
-
 # --- from an engine ---------------------------------------------------------------------------------------------------
 
 
@@ -168,8 +149,7 @@ def export_safetensors(
     tensors = {n: (x, shape) for x in stored for n, shape in x.shapes.items() if x.members or n == x.fqn}
     ties = {alias: x.fqn for x in stored for alias in x.aliases}
     shapes = {n: (shape, x.dtype) for n, (x, shape) in tensors.items()}
-    added = next((make(program, merge) for make in registered("runtime", "Export", program.features)), None)
-    layouts = plan(path, shapes, ties, model, carried, dtype, added)
+    layouts = plan(path, shapes, ties, model, carried, dtype, program, merge=merge)
     targets = [path] if path.suffix == ".safetensors" else [x.folder for x in layouts]
     asked = targets if mesh.rank == 0 and not overwrite else []
     foreign = next((file for x in asked if (file := foreign_weights(x)) is not None), None)
@@ -226,12 +206,13 @@ def plan(
     model: nn.Module | None,
     carried: Path | None,
     dtype: torch.dtype | None,
-    added: Added | None = None,
+    program: Program | None = None,
+    *,
+    merge: bool = False,
 ) -> list[Layout]:
     """Plan the files for these tensors; several folders for a model with several adapters.
 
-    tensors: {name: (global shape, dtype)}; ties: {other name: name}; added: by an optional feature. Others: as of
-    `export_safetensors`.
+    tensors: {name: (global shape, dtype)}; ties: {other name: name}. Others: as of `export_safetensors`.
     """
     recorder, values = Recorder(), dict[str, Tensor]()
     on_tape = {n: recorder.stored(Named(n, shape, stored, values)) for n, (shape, stored) in tensors.items()}
@@ -247,12 +228,12 @@ def plan(
         metadata = {k: v for k, v in ties.items() if v in saved}
         return Layout(at, stem, outputs, recorder.tape, values, metadata, finish)
 
-    if added is not None:
+    for exported in registered("runtime", "exported", program.features if program is not None else ()):
         with recorder.recording():
-            on_tape = added.tensors(on_tape, ties)
-        if not added.merge:
-            finish = (lambda: None) if single else lambda: added.finish(folder, carried)
-            return [layout(folder, added.stem, on_tape, {}, finish)]
+            on_tape, write_config = exported(program, on_tape, ties, merge=merge)
+        if not merge:
+            finish = (lambda: None) if single else lambda: write_config(folder, carried)
+            return [layout(folder, "adapter_model", on_tape, {}, finish)]
     named = {**on_tape, **{other: on_tape[name] for other, name in ties.items() if name in on_tape}}
     if not single and model is not None and is_adapted(model):
         return [layout(at, "adapter_model", saved, {}, finish) for at, saved, finish in _adapters(model, folder, named)]

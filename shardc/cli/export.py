@@ -12,11 +12,10 @@ import typer
 from shardc.cli.common import check_outputs, reporting
 from shardc.cli.options import DebugOption
 from shardc.errors import ShardcError
-from shardc.optional import registered
 
 if TYPE_CHECKING:
     from shardc.cli.model_file import ModelFile
-    from shardc.runtime.state.export import Added
+    from shardc.ir.program import Program
 
 
 class Dtype(str, Enum):
@@ -64,7 +63,7 @@ def command(
         file = model_file.load(model)
         built, recipe = record(file.build)
         stored = open_weights(checkpoint).tensors
-        added = _added(file, spec, stored, merge=merge)
+        program = _program(file, spec, stored, merge=merge)
         state = named_state(built)
         first = {id(x): n for n, x in reversed(state.items())}
         ties = {n: first[id(x)] for n, x in state.items() if first[id(x)] != n}
@@ -75,9 +74,10 @@ def command(
         tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in state if n not in ties}
         carried = file.weights if file.weights is not None and file.weights.is_dir() else recipe.folder
         chosen = getattr(torch, dtype.value) if dtype is not None else None
-        if added is not None:
-            tensors |= {n: (tuple(stored[n].shape), stored[n].dtype) for n in added.names}
-        layouts = plan(out, tensors, ties, skeleton(built), carried, chosen, added)
+        if program is not None:
+            added = (n for p in program.params if p.added for n in p.names)
+            tensors |= {n: (tuple(stored[n].shape), stored[n].dtype) for n in added}
+        layouts = plan(out, tensors, ties, skeleton(built), carried, chosen, program, merge=merge)
 
         def held(name: str) -> Iterator[tuple[Any, torch.Tensor]]:
             for box in _blocks(*tensors[name]):
@@ -95,21 +95,26 @@ def command(
         show(f"written to {out}: {', '.join(sorted({f'{x.stem}.safetensors' for x in layouts}))}")
 
 
-def _added(file: ModelFile, spec: Path | None, stored: Mapping[str, Any], *, merge: bool) -> Added | None:
-    """Return what an optional feature added to the checkpoint. Raises ShardcError if the spec has something else."""
+def _program(file: ModelFile, spec: Path | None, stored: Mapping[str, Any], *, merge: bool) -> Program | None:
+    """Return the program of a spec that adds tensors to the model. Raises ShardcError if the checkpoint has others."""
     from shardc.compile import compile
 
-    model, program = file.on_meta(), None
-    if spec is not None:
-        program = compile(model, file.batch, spec, loss=file.loss, prove=False, overrides=("data.zero=0",))
-    for of_checkpoint in registered("runtime", "of_checkpoint"):
-        added: Added | None = of_checkpoint(program, stored, model, merge)
-        if added is not None:
-            return added
-    if program is not None or merge:
-        fault = "no installed feature adds tensors to a checkpoint"
-        raise ShardcError(fault, where="--spec", fix="leave out --spec and --merge")
-    return None
+    model = file.on_meta()
+    if spec is None:
+        more = [n for n in stored if n not in model.state_dict()]
+        if more or merge:
+            fault = (
+                f"the model has no {more[0]}, which is in the checkpoint" if more else "there is no spec with adapters"
+            )
+            raise ShardcError(fault, where="--spec", fix="name the spec of the training: --spec spec.yaml")
+        return None
+    program = compile(model, file.batch, spec, loss=file.loss, prove=False, overrides=("data.zero=0",))
+    added = [n for p in program.params if p.added for n in p.names]
+    lost = [n for n in added if n not in stored]
+    if lost or not added:
+        fault = f"the checkpoint has no {lost[0]}" if lost else "the spec has no `adapters`"
+        raise ShardcError(fault, where="--spec", fix="name the spec that the checkpoint was trained with")
+    return program
 
 
 def _blocks(shape: tuple[int, ...], dtype: Any) -> Iterator[list[tuple[int, int]]]:

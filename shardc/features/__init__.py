@@ -5,8 +5,7 @@ A feature has those of these files that it needs. Core reads the names behind th
 section     Sections: the sections of a spec that it adds, as pydantic fields; their values are in `Spec.sections`
 program     STORED: the type of what the feature puts into `Program.features`; faults: of these, in a compiled folder
 passes      PASSES: the stage that each pass of the feature follows, and its own stage
-runtime     weights_of: weights of parameters that it adds; Export, of_checkpoint: these, for other programs;
-            alone: whether a folder has these weights and no others
+runtime     weights_of: weights of a program with the parameters that it adds; exported: these, for other programs
 
 section, program and runtime import what core's folders of the same names may import: no compiler on a rank. One
 feature does not import another. Each has a page in docs/how-to and tests in tests/features.

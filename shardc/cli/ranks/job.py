@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardc.cli.common import COLLECT_EVERY
-from shardc.optional import registered
+from shardc.runtime.state.weight_files import is_checkpoint
 from shardc.spec.run_section import Run
 from shardc.torch_private import flight_record
 
@@ -95,12 +95,12 @@ def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh]:
 
 
 def weights_of(job: Job, file: ModelFile, program: Program) -> Any:
-    """Return the `weights` for program.engine. Those of a feature alone are added to the weights of the model file."""
+    """Return the `weights` for program.engine. Files may have added weights alone: the others are the model file's."""
     if not job.weights:
         return file.weights
     named = Path(job.weights)
-    alone = any(alone(named) for alone in registered("runtime", "alone", program.features))
-    return (file.weights, named) if alone else named
+    partial = any(p.added for p in program.params) and not is_checkpoint(named)
+    return (file.weights, named) if partial else named
 
 
 def collect_as_usual() -> None:

@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from shardc.ir.stored import Param, whole_name
 from shardc.runtime.state.init import Recipe, record
 from shardc.runtime.state.init_tape import Recorder
 from shardc.runtime.state.sources import Weights, from_files, of_recipe, weights_for
-from shardc.runtime.state.weight_files import WeightFiles, is_checkpoint, open_weights
+from shardc.runtime.state.weight_files import WeightFiles, open_weights
 
 CONFIG, PREFIX = "adapter_config.json", "base_model.model."
 #: Added to the seed, so that adapters draw other numbers than the model's weights.
@@ -155,11 +155,6 @@ def _begin(wanted: Sequence[Part]) -> tuple[Recipe, dict[str, str]]:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def alone(path: Path) -> bool:
-    """Return whether peft saved adapters in this folder without their model."""
-    return (path / CONFIG).is_file() and not is_checkpoint(path)
-
-
 def peft_name(part: Part, program: Program) -> str:
     """Return the name of a tensor in peft's files.
 
@@ -246,22 +241,24 @@ def _check_config(files: WeightFiles, program: Program) -> None:
 # --- an export: a folder that peft loads, or the model with the adapters merged
 
 
+def exported(
+    program: Program, tensors: Mapping[str, Tensor], ties: Mapping[str, str], *, merge: bool
+) -> tuple[dict[str, Tensor], Callable[[Path, Path | None], None]]:
+    """Return the tensors to write, and the function that writes their configuration (folder, folder of the weights).
+
+    tensors: of the program; ties: {other name: name}. merge: add the adapters to the adapted weights.
+    """
+    export = _Export(program)
+    return export.merged(tensors, ties) if merge else export.peft_tensors(tensors), export.write_config
+
+
 @dataclass(frozen=True)
-class Export:
-    """The adapters of a program, for an export. merge: add them to the adapted weights."""
+class _Export:
+    """The adapters of a program, for an export."""
 
     program: Program
-    merge: bool
-    stem = "adapter_model"
 
-    @property
-    def names(self) -> Iterable[str]:
-        return parts(self.program)
-
-    def tensors(self, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
-        return self._merged(tensors, ties) if self.merge else self._peft_tensors(tensors)
-
-    def _peft_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def peft_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of adapters, and of modules that are trained themselves, under peft's names.
 
         Raises ShardcError if peft has no form for them.
@@ -272,7 +269,7 @@ class Export:
         of_adapters = parts(self.program)
         return result | {PREFIX + n: x for n, x in tensors.items() if n.startswith(saved) and n not in of_adapters}
 
-    def _merged(self, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
+    def merged(self, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
         """Return the model's tensors, with adapters added. ties: {other name: name}.
 
         Raises ShardcError for a tied weight whose adapter belongs to one use only.
@@ -294,7 +291,7 @@ class Export:
                 result[name] = merged(tensors[name], a, b, m, adapter)
         return result
 
-    def finish(self, folder: Path, base: Path | None) -> None:
+    def write_config(self, folder: Path, base: Path | None) -> None:
         """Write adapter_config.json. base: the folder that the model's weights came from."""
         every = adapters(self.program)
         modules = {a: self._of(a) for a in every}
@@ -345,24 +342,6 @@ class Export:
             raise ShardcError(
                 fault, where="freeze", fix="freeze it, or export merged: engine.export(folder, merge=True)"
             )
-
-
-def of_checkpoint(program: Program | None, stored: Collection[str], model: nn.Module, merge: bool) -> Export | None:
-    """Return the adapters of a checkpoint, for an export; None if it has none. program: of the spec, if there is one.
-
-    Raises ShardcError if the checkpoint and the spec have other ones.
-    """
-    names = [n for n in stored if n.endswith(A) and n not in model.state_dict()]
-    if program is None and (names or merge):
-        fault = f"the checkpoint has adapters, such as {names[0]}" if names else "there is no spec with adapters"
-        raise ShardcError(fault, where="--spec", fix="name the spec that they were trained with: --spec spec.yaml")
-    if program is None:
-        return None
-    lost = [n for n in parts(program) if n not in stored]
-    if lost or not adapters(program):
-        fault = f"the checkpoint has no {lost[0]}" if lost else "the spec has no `adapters`"
-        raise ShardcError(fault, where="--spec", fix="name the spec that the checkpoint was trained with")
-    return Export(program, merge)
 
 
 def merged(w: Tensor, a: Tensor, b: Tensor, m: Tensor | None, adapter: Adapter) -> Tensor:
