@@ -54,10 +54,7 @@ def cuts_of(spec: Spec, program: Program) -> dict[str, tuple[Cut, ...]] | None:
         return None
     errors, heads = Errors(), head_sizes(program.graph) if "heads" in rules.values() else {}
     known = Names.of_weights({n: p.shapes[n] for p in program.params for n in p.names})
-    for pattern in rules:
-        if not known.has_weights(pattern):
-            what, fix = known.without_weights(pattern)
-            errors.add(f"pattern {pattern!r} {what}", where=spec.where(("optimizer", "matrices", pattern)), fix=fix)
+    known.check_weights(((("optimizer", "matrices", pattern), pattern, False) for pattern in rules), spec.where, errors)
     by_param: dict[str, tuple[Cut, ...]] = {}
     for p in program.params:
         matching = [g for g in rules if any(names_weight(g, n) for n in (p.fqn, *p.names))]

@@ -103,11 +103,10 @@ class Products(Pass):
             raise ShardcError(fault, where=where, fix="write fp8-rowwise or mxfp8, or microbatches: 1")
         errors = Errors()
         names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
-        for text in products.match:
-            pattern = text.removeprefix("!")
-            if pattern != "*" and not names.has_weights(pattern):
-                fault, fix = names.without_weights(pattern)
-                errors.add(f"pattern {pattern!r} {fault}", where=where, fix=fix)
+        patterns = [text.removeprefix("!") for text in products.match]
+        names.check_weights(
+            ((("precision", "products"), x, False) for x in patterns if x != "*"), self.spec.where, errors
+        )
         errors.raise_any()
 
 

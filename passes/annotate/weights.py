@@ -24,7 +24,7 @@ from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.spec_layouts import check_fits, dims_text, layout_of, quote
 from shardc.passes.annotate.weight_roles import dim_for_style, fused_parts
 from shardc.spec import DimShard, Spec
-from shardc.spec.names import HELPED, Names
+from shardc.spec.names import Names
 
 
 @dataclass
@@ -68,11 +68,8 @@ class Weights:
         nodes = placeholders(self.program.graph)
         names = {n: p for p in self.program.params for n in (p.fqn, *p.names)}
         known = Names.of_weights({name: p.shape for name, p in names.items()})
-        unmatched = [i for i, rule in enumerate(rules) if not known.has_weights(rule.pattern)]
-        for place, i in enumerate(unmatched):
-            fault, fix = known.without_weights(rules[i].pattern, help_=place < HELPED)
-            where = self.spec.where(("shard", rules[i].pattern))
-            errors.add(f"pattern {rules[i].pattern!r} {fault}", where=where, fix=fix)
+        wrong = known.check_weights(((("shard", r.pattern), r.pattern, False) for r in rules), self.spec.where, errors)
+        unmatched = [i for i, rule in enumerate(rules) if ("shard", rule.pattern) in wrong]
         for i in sorted(set(range(len(rules))) - set(unmatched)):
             where = self.spec.where(("shard", rules[i].pattern))
             self._idle += [f"{where} {text}" for text in known.idle_alternatives(rules[i].pattern)]

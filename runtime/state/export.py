@@ -13,6 +13,7 @@ place. A conversion of a tensor needs the whole tensor, which all ranks gather, 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import os
@@ -232,7 +233,7 @@ def plan(
         with recorder.recording():
             on_tape, write_config = exported(program, on_tape, ties, merge=merge)
         if not merge:
-            finish = (lambda: None) if single else lambda: write_config(folder, carried)
+            finish = (lambda: None) if single else functools.partial(write_config, folder, carried)
             return [layout(folder, "adapter_model", on_tape, {}, finish)]
     named = {**on_tape, **{other: on_tape[name] for other, name in ties.items() if name in on_tape}}
     if not single and model is not None and is_adapted(model):

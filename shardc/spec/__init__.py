@@ -344,24 +344,8 @@ class Spec:
         }
 
 
-_SECTIONS = (
-    "device",
-    "batch",
-    "sequence",
-    "pipeline",
-    "data",
-    "experts",
-    "checkpoint",
-    "loss",
-    "precision",
-    "optimizer",
-    "execution",
-    "run",
-    "batch_norm",
-    "unknown_ops",
-    "uneven",
-    "strict",
-)
+#: The sections whose form is a field of Spec.
+_SECTIONS = tuple(n for n in Form.model_fields if n not in ("shardc", "mesh", "shard", "activations", "outputs"))
 
 
 def _tidy(schema: Any) -> Any:

@@ -7,7 +7,7 @@ earlier. So if a spec has other mistakes, these patterns are reported with them,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -87,23 +87,31 @@ class Names:
                     fault, fix = self.without_weights(option)
                     yield f"of {pattern!r} the alternative {option!r} {fault}: {fix}"
 
+    def check_weights(
+        self, patterns: Iterable[tuple[Path, str, bool]], where: Callable[[Path], str], errors: Errors
+    ) -> set[Path]:
+        """Add an error for each pattern that names no weight, and return their places.
+
+        patterns: (place in the spec, pattern, whether it may name a module whose weights are all in modules inside).
+        """
+        wrong = [
+            (path, text)
+            for path, text, inside in patterns
+            if not self.has_weights(text) and not (inside and any(match(text, m) for m in self.modules))
+        ]
+        for i, (path, text) in enumerate(wrong):
+            fault, fix = self.without_weights(text, help_=i < HELPED)
+            errors.add(f"pattern {text!r} {fault}", where=where(path), fix=fix)
+        return {path for path, _ in wrong}
+
     def check(self, form: Form, places: Places, errors: Errors) -> None:
         """Add an error for every pattern of a spec that matches no name of the model."""
-        helped = 0
-        for pattern in form.shard.rules:
-            if not self.has_weights(pattern):
-                fault, fix = self.without_weights(pattern, help_=(helped := helped + 1) <= HELPED)
-                errors.add(f"pattern {pattern!r} {fault}", where=places.where(("shard", pattern)), fix=fix)
-        for pattern in form.optimizer.matrices or {}:
-            if not self.has_weights(pattern):
-                fault, fix = self.without_weights(pattern, help_=(helped := helped + 1) <= HELPED)
-                where = places.where(("optimizer", "matrices", pattern))
-                errors.add(f"pattern {pattern!r} {fault}", where=where, fix=fix)
-        for place, pattern, of_modules in (x for s in registered("section", "Sections") for x in s.patterns(form)):
-            inside = of_modules and any(match(pattern, m) for m in self.modules)
-            if not inside and not self.has_weights(pattern):
-                fault, fix = self.without_weights(pattern, help_=(helped := helped + 1) <= HELPED)
-                errors.add(f"pattern {pattern!r} {fault}", where=places.where(place), fix=fix)
+        weights = [
+            *((("shard", pattern), pattern, False) for pattern in form.shard.rules),
+            *((("optimizer", "matrices", pattern), pattern, False) for pattern in form.optimizer.matrices or ()),
+        ]
+        of_features = (x for sections in registered("section", "Sections") for x in sections.patterns(form))
+        helped = len(self.check_weights([*weights, *of_features], places.where, errors))
         cuts = form.pipeline.cut if form.pipeline and form.pipeline.cut else ()
         modules: list[tuple[str, Path]] = [
             *((key.removesuffix(":in"), ("activations", key)) for key in form.activations),

@@ -10,7 +10,7 @@ They are the same as peft's (tuners/lora/layer.py, dora.py): A and B are weights
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from shardc.passes.canonical.rewrite import Emit
 from shardc.rules.experts import DOWN, TRANSPOSED, UP
 from shardc.runtime import ops
 from shardc.spec import Spec
-from shardc.spec.names import Names
+from shardc.spec.yaml_reader import Path
 
 aten = torch.ops.aten
 _CAST = aten._to_copy.default
@@ -65,6 +65,7 @@ class LowRank:
     spec: Spec
     program: Program
     errors: Errors
+    wrong: Set[Path]  # entries with an error already
     made: list[Param] = field(default_factory=list)
     adapters: list[Adapter] = field(default_factory=list)
 
@@ -74,7 +75,6 @@ class LowRank:
         self.entries = of(self.spec).adapters
         self.emit = Emit(graph, nodes["rng"])
         self.last = nodes[program.params[-1].name]
-        names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
         adapted: set[int] = set()
         parts = sorted(filter(_quantised, program.params), key=lambda p: math.prod(p.shape))
         largest = {whole_name(p.fqn): p.name for p in parts}.values()  # the part with the numbers, not the scales
@@ -88,18 +88,13 @@ class LowRank:
                 adapted.add(index)
                 self._adapt(p, self.entries[index], index, uses)
         for i, e in enumerate(self.entries):
-            if i in adapted:
+            if i in adapted or ("adapters", i, "match") in self.wrong:
                 continue
-            where = self.spec.where(("adapters", i, "match"))
-            if names.has_weights(e.match):
-                fault = f"{e.match!r} names no weight of a product that supports an adapter"
-                fix = "name linear layers, or experts; not embeddings, norms, convolutions or biases"
-                if any(_names(x, p) for x in self.entries[:i] for p in program.params if _names(e, p)):
-                    fault, fix = f"{e.match!r} never wins: entries before it match all that it matches", "move it up"
-            else:
-                fault, fix = names.without_weights(e.match)
-                fault = f"pattern {e.match!r} {fault}"
-            self.errors.add(fault, where=where, fix=fix)
+            fault = f"{e.match!r} names no weight of a product that supports an adapter"
+            fix = "name linear layers, or experts; not embeddings, norms, convolutions or biases"
+            if any(_names(x, p) for x in self.entries[:i] for p in program.params if _names(e, p)):
+                fault, fix = f"{e.match!r} never wins: entries before it match all that it matches", "move it up"
+            self.errors.add(fault, where=self.spec.where(("adapters", i, "match")), fix=fix)
         number_random(graph)
         graph.eliminate_dead_code()
         graph.lint()
@@ -133,17 +128,8 @@ class LowRank:
         a = self._param(p, dtype, A, (*experts, entry.rank, k), {0: 0, into: last} if experts else {into: last})
         b = self._param(p, dtype, B, (*experts, n, entry.rank), {0: 0, out: last - 1} if experts else {out: last - 1})
         m = self._param(p, dtype, MAGNITUDE, (n,), {out: 0}) if entry.kind == "dora" else None
-        adapter = Adapter(
-            p.name,
-            a.name,
-            b.name,
-            m.name if m is not None else "",
-            entry.kind,
-            entry.rank,
-            entry.alpha or float(entry.rank),
-            entry.dropout,
-            flipped,
-        )
+        names, alpha = (a.name, b.name, m.name if m is not None else ""), entry.alpha or float(entry.rank)
+        adapter = Adapter(p.name, *names, entry.kind, entry.rank, alpha, entry.dropout, flipped)
         self.adapters.append(adapter)
         for use in uses:
             self.emit.source = source_of(use.call)

@@ -52,10 +52,11 @@ class Adapt(Pass):
         errors = Errors()
         sections = section.of(self.spec)
         freeze = sections.freeze or (("*",) if sections.adapters else ())
-        self._check(program, errors)
+        known = Names.of_weights({n: p.shape for p in program.params for n in p.names})
+        wrong = known.check_weights(sections.patterns(), self.spec.where, errors)
         names = {p.name for p in program.params}
         if sections.adapters:
-            program = LowRank(self.spec, program, errors).run()
+            program = LowRank(self.spec, program, errors, wrong).run()
         errors.raise_any()
 
         def put(p: Param) -> Param:
@@ -70,15 +71,6 @@ class Adapt(Pass):
             program = replace(program, notes=(*program.notes, note) if not program.forward_only else program.notes)
         _type_gradients(program, before)
         return _stored_narrow(program)
-
-    def _check(self, program: Program, errors: Errors) -> None:
-        """Add an error for every pattern of `freeze` that names nothing."""
-        names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
-        for i, text in enumerate(section.of(self.spec).freeze):
-            pattern = text.removeprefix("!")
-            if not any(match(pattern, n) for name in names.weights for n in (name, *enclosing(name))):
-                fault, fix = names.without_weights(pattern)
-                errors.add(f"pattern {pattern!r} {fault}", where=self.spec.where(("freeze", i)), fix=fix)
 
 
 def _frozen(patterns: Sequence[str], names: Sequence[str]) -> bool:
