@@ -103,7 +103,7 @@ def _program(file: ModelFile, spec: Path | None, stored: Mapping[str, Any], *, m
     if spec is None:
         more = [n for n in stored if n not in model.state_dict()]
         if more or merge:
-            fault = f"the model has no {more[0]}, as the checkpoint" if more else "there is no spec with adapters"
+            fault = f"the checkpoint has {more[0]}, which the model lacks" if more else "there is no spec with adapters"
             raise ShardcError(fault, where="--spec", fix="name the spec of the training: --spec spec.yaml")
         return None
     program = compile(model, file.batch, spec, loss=file.loss, prove=False, overrides=("data.zero=0",))
