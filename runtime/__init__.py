@@ -10,7 +10,6 @@ compiled/    pieces of step graphs as compiled code
 matrices/    optimizers that need whole matrices, each of which has an owner
 zero/        buckets of parameters: what ZeRO shards, how gradients are summed
 offload/     tensors that are kept outside of the device
-reshard/     from one plan to another in memory
 state/       weights in, checkpoints in and out
 generate/    tokens, one after the other
 data/        a loader that reads this rank's part of each global batch

@@ -17,6 +17,7 @@ from shardc.artifact import emit, model_source
 from shardc.errors import ShardcError
 from shardc.ir import program as ir
 from shardc.machine.device import Device
+from shardc.optional import needed
 from shardc.runtime.checks.engine_options import MOVES, check_names, check_program
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh import rank_here
@@ -28,7 +29,6 @@ from shardc.spec import Spec
 
 if TYPE_CHECKING:
     from shardc.cost import Cost
-    from shardc.report.resharding import Resharding
     from shardc.verify import Report
     from shardc.verify.static import Proof
 
@@ -159,16 +159,14 @@ class Program(ir.Program):
         check_program(spec, "program.to")
         return Program.of(self.for_spec(spec, world))
 
-    def reshard(self, other: ir.Program, *, moments: int = 0) -> Resharding:
+    def reshard(self, other: ir.Program, *, moments: int = 0) -> Any:
         """Report what `engine.to` and `engine.weights_to` would move to the ranks of another program.
 
-        It needs no weights, devices or processes. Print the result. See shardc.report.resharding.
+        It needs no weights, devices or processes. Print the result. See shardc.features.reshard.report.
         moments: optimizer tensors per trained parameter, which move too: 2 for AdamW.
         Raises ShardcError for a program of another number of ranks, or of another model.
         """
-        from shardc.report.resharding import resharding
-
-        return resharding(self, other, moments)
+        return needed("reshard", "report", "resharding")(self, other, moments)
 
     def cost(
         self,

@@ -11,8 +11,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from shardc.errors import ShardcError
+
 #: The features, and the sections of a spec that each defines. Of passes for the same place, an earlier one's run first.
-FEATURES: Mapping[str, tuple[str, ...]] = {"adapters": ("adapters", "freeze")}
+FEATURES: Mapping[str, tuple[str, ...]] = {"adapters": ("adapters", "freeze"), "reshard": ()}
 
 
 def registered(file: str, name: str, features: Iterable[str] = FEATURES) -> Iterator[Any]:
@@ -21,6 +23,14 @@ def registered(file: str, name: str, features: Iterable[str] = FEATURES) -> Iter
         module = _module(feature, file)
         if hasattr(module, name):
             yield getattr(module, name)
+
+
+def needed(feature: str, file: str, name: str) -> Any:
+    """Return what `file` of a feature calls `name`. Raises ShardcError if the feature is not installed."""
+    for value in registered(file, name, (feature,)):
+        return value
+    fix = f"install shardc with shardc/features/{feature}"
+    raise ShardcError(f"this belongs to the feature {feature}, which is not installed", where=name, fix=fix)
 
 
 def missing(section: object) -> str:

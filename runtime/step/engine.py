@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardc.errors import ShardcError
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.program import Program
+from shardc.optional import needed
 from shardc.runtime import state
 from shardc.runtime.checks import engine_options, parameter_parts
 from shardc.runtime.checks.engine_checks import EngineChecks
@@ -30,9 +31,6 @@ from shardc.runtime.generate import Options
 from shardc.runtime.mesh import TorchMesh, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.offload import Offload
-from shardc.runtime.reshard import wanted
-from shardc.runtime.reshard.between import End, Reshard, move_weights
-from shardc.runtime.reshard.places import Plan
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage import not_finite, outputs
 from shardc.runtime.stage.clip_grad_norm import parameter_norms
@@ -435,19 +433,19 @@ class Engine:
         return self._saver.export(folder, **options)
 
     @property
-    def weights_end(self) -> End:
+    def weights_end(self) -> Saver:
         """The object that holds the weights, for `weights_to`."""
         return self._saver
 
-    def weights_to(self, other: Any) -> Reshard:
+    def weights_to(self, other: Any) -> Any:
         """Copy this engine's weights to another engine, a module, or a forward-only program's. Collective.
 
         Both are of the same model on the same ranks. Copies parameters, and buffers that both programs have. Each
         element is sent once to each rank that needs it and does not have it; the first call plans who sends what to
-        whom. Returns the plan (shardc.runtime.reshard): `.sent` and `.received`, bytes by rank. The other's optimizer
+        whom. Returns the plan (shardc.features.reshard): `.sent` and `.received`, bytes by rank. The other's optimizer
         and step are unchanged. Raises ShardcError for a program of another model, or of other ranks.
         """
-        return move_weights(self._saver, other)
+        return needed("reshard", "runtime", "move_weights")(self._saver, other)
 
     def wholes(self) -> Mapping[str, Tensor]:
         """Return {name: whole local part, detached}; reading gathers, so all ranks read in one order."""
@@ -497,7 +495,7 @@ class Engine:
         """Return an engine of another program of this model that continues from this state. Collective.
 
         It has the weights, buffers, optimizer state, schedules, step, seed and data places of this one, on the same
-        ranks, as if loaded from a checkpoint, but from memory to memory (shardc.runtime.reshard).
+        ranks, as if loaded from a checkpoint, but from memory to memory (shardc.features.reshard).
         program: or a spec (path, dict), for which the model is compiled: see Program.to.
         options: of the new engine: `optimizer`, `clip_norm`, ...; default: this engine's. The optimizer must be of the
         same kind. Make loaders again by `loader`: each continues where the one of its name stopped. This engine keeps
@@ -512,10 +510,10 @@ class Engine:
             raise ShardcError(fault, where="engine.to", fix=fix)
         self._check_nothing_waits("engine.to")
         engine_options.check_names("engine", Engine, options)
-        wanted.check(Plan(self.program), Plan(program), all_buffers=True)
+        move = needed("reshard", "runtime", "TrainingMove")(self.program, program)
         options = {**self._options, "callbacks": self.callbacks, **options}
         other = Engine(program, state.blank(program), seed=self.rng.seed, mesh=seen_as(self.mesh, program), **options)
-        self._saver.move_to(other._saver)
+        move(self._saver, other._saver)
         if isinstance(self.mesh, TorchMesh):
             self.mesh.transfer_to(other.mesh)
         return other

@@ -11,7 +11,6 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.data.loader import Loader
-from shardc.runtime.reshard.between import End, Reshard
 from shardc.runtime.step.engine import Engine
 
 
@@ -75,11 +74,11 @@ class Forward:
         self.engine.load(folder)
 
     @property
-    def weights_end(self) -> End:
+    def weights_end(self) -> Any:
         """The object that holds the weights."""
         return self.engine.weights_end
 
-    def weights_to(self, other: Any) -> Reshard:
+    def weights_to(self, other: Any) -> Any:
         """Copy the weights to an engine, or to the runner of another program: see Engine.weights_to."""
         return self.engine.weights_to(other)
 

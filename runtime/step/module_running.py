@@ -15,7 +15,6 @@ from shardc.runtime.checks import state_dict_marks, tensor_parts
 from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh
-from shardc.runtime.reshard.between import End
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.stage.communicators import groups_of
@@ -46,7 +45,6 @@ class Running:
     saves: state.Saves
     #: Reads the module's buffers: a weak reference, because the module holds this object.
     read_buffers: Callable[[], Callable[[], dict[str, Tensor]] | None] = lambda: None
-    end: End | None = None  # made on first use
     eval: tuple[Program, RunnableStage, dict[str, Tensor]] | None = None
     waiting: weakref.WeakSet[JointCall] = field(default_factory=weakref.WeakSet)  # for their backward
 

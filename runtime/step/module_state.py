@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
+from shardc.optional import needed
 from shardc.runtime import state
 from shardc.runtime.checks import parameter_parts, state_dict_marks
 from shardc.runtime.matrices.own_loop import OwnersOptimizer
 from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh.agreement import SAME_CALLS, stated
-from shardc.runtime.reshard.between import End, Reshard, move_weights
 from shardc.runtime.stage.clip_grad_norm import norm_axes, parameter_norms
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.step import resumed
@@ -129,18 +128,16 @@ class ModuleState(nn.Module):
         return dict(extra.get("module", {}))
 
     @property
-    def weights_end(self) -> End:
+    def weights_end(self) -> _End:
         """The object that holds the weights."""
-        r = self._running
-        r.end = r.end or _End(self, r)
-        return r.end
+        return _End(self, self._running)
 
-    def weights_to(self, other: Any) -> Reshard:
+    def weights_to(self, other: Any) -> Any:
         """Copy this module's weights to an engine, another module, or a forward-only program's. Collective.
 
         See Engine.weights_to. Not between forward and backward.
         """
-        return move_weights(self.weights_end, other)
+        return needed("reshard", "runtime", "move_weights")(self.weights_end, other)
 
     def norms(self, *, grad: bool = False) -> dict[str, float]:
         """Return {parameter: 2-norm of all of it}, on every rank; grad: of `.grad`, 0 if None. Collective."""
@@ -191,7 +188,7 @@ def _split_names(program: Program) -> set[str]:
 
 
 class _End:
-    """A module's weights, for shardc.runtime.reshard."""
+    """A module's weights, for shardc.features.reshard."""
 
     def __init__(self, module: ModuleState, running: Running) -> None:
         self._module, self._running = module, running
@@ -201,7 +198,6 @@ class _End:
             running.buckets,
             running.checks.compares,
         )
-        self.reshards: MutableMapping[End, Reshard] = WeakKeyDictionary()
 
     @property
     def owned(self) -> Mapping[str, Tensor]:

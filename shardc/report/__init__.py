@@ -6,7 +6,6 @@ scores                  the part of attention's scores that each rank computes
 kept_activations        what forward keeps for backward, layer by layer, and why
 page                    a program as one interactive HTML file, and all drawing; drawn_ops: which ops become boxes
 coverage, rule_table    ops of a model without a rule; all rules, and the results of their check
-resharding              the bytes that would move between the ranks of two plans
 device_table            the table of `shardc device`; comparison: where a run and the prediction differ
 """
 

@@ -14,8 +14,17 @@ from shardc.optional import FEATURES
 from tests import zoo
 
 ROOT = Path(__file__).parents[2]
-#: A spec for a GPT that needs the feature.
-USES: dict[str, dict[str, Any]] = {"adapters": {"adapters": [{"match": "*.fc", "rank": 2}]}}
+#: A spec for a GPT of which each feature puts something into the program, and what needs the feature.
+USES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "adapters": (
+        {"adapters": [{"match": "*.fc", "rank": 2}]},
+        [
+            "shardc.compile(model, batch, spec | {'adapters': {}})",
+            "shardc.compile(model, batch, spec | {'freeze': {}})",
+        ],
+    ),
+    "reshard": ({}, ["program.reshard(one)", "loopback(one.mesh, move)"]),
+}
 #: Runs first: imports fail as they do when the feature's folder is not there.
 HIDE = """
 import sys
@@ -46,21 +55,21 @@ for p in program, shardc.load("FOLDER"):
     assert difference(a.loss, b.loss) <= 1e-12
     assert all(difference(g, b.grads[n]) <= 1e-12 for n, g in a.grads.items())
 """
-#: Raises for each section of the feature, and for a compiled folder that has something of it.
-NAMED = """
-for section in SECTIONS:
+#: Each of these raises, and nothing else imports the feature.
+NEEDS = """
+from shardc.runtime.mesh.loopback import loopback
+
+def move(mesh):
+    engine = one.engine(model, mesh=mesh)
+    return engine.weights_to(engine)
+
+for use in USES:
     try:
-        shardc.compile(model, batch, spec | {section: {}})
+        eval(use)
     except shardc.ShardcError as e:
-        assert "belongs to the feature FEATURE, which is not installed" in str(e), e
+        assert "the feature FEATURE" in str(e) and "is not installed" in str(e), e
     else:
-        raise AssertionError(section)
-try:
-    shardc.load("WITH")
-except shardc.ShardcError as e:
-    assert "the feature FEATURE is not installed" in str(e), e
-else:
-    raise AssertionError("WITH")
+        raise AssertionError(use)
 assert not [m for m in sys.modules if m.startswith("shardc.features.FEATURE")]
 print("all else works")
 """
@@ -69,10 +78,13 @@ print("all else works")
 @pytest.mark.parametrize("feature", FEATURES)
 def test_all_else_works_without_the_folder(feature: str, tmp_path: Path) -> None:
     assert (ROOT / "shardc" / "features" / feature / "__init__.py").is_file()
-    program = shardc.compile(*zoo.gpt(), {"shardc": 1, "mesh": {"dp": 2}, **USES[feature]}, prove=False)
-    program.save(tmp_path / "with")
-    code = (HIDE + STEPS + NAMED).replace("SECTIONS", repr(FEATURES[feature])).replace("FEATURE", feature)
-    code = code.replace("FOLDER", str(tmp_path / "out")).replace("WITH", str(tmp_path / "with"))
+    more, uses = USES[feature]
+    if more:
+        program = shardc.compile(*zoo.gpt(), {"shardc": 1, "mesh": {"dp": 2}, **more}, prove=False)
+        program.save(tmp_path / "with")
+        uses = [*uses, f"shardc.load({str(tmp_path / 'with')!r})"]
+    code = HIDE + STEPS + NEEDS.replace("USES", repr(uses))
+    code = code.replace("FEATURE", feature).replace("FOLDER", str(tmp_path / "out"))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout == "all else works\n", done.stderr[-3000:]
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from shardc.errors import Errors, ShardcError
+from shardc.features.reshard.moves import Kept, Key, Wanted
+from shardc.features.reshard.places import InPlan, Plan
 from shardc.ir.stored import Param
-from shardc.runtime.reshard.moves import Kept, Key, Wanted
-from shardc.runtime.reshard.places import InPlan, Plan
 from shardc.runtime.state.boxes import kept
 from shardc.runtime.state.sources import check_names
 

@@ -11,7 +11,7 @@ import torch
 import shardc
 from shardc.runtime import launch
 from tests import warm
-from tests.runtime.reshard.test_pairs import adamw, batch, model
+from tests.features.reshard.test_pairs import adamw, batch, model
 
 SPECS = {
     "zero": {"mesh": {"dp": 2}, "data": {"zero": 3}},

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from shardc.features.reshard.places import Whole
+from shardc.features.reshard.routes import messages, nearest_source, routes
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Placement, Shard
-from shardc.runtime.reshard.places import Whole
-from shardc.runtime.reshard.routes import messages, nearest_source, routes
 from shardc.runtime.state.boxes import Box, boxes_of, overlap, without
 
 

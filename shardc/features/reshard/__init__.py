@@ -8,7 +8,8 @@ disk is used, and no rank ever has a whole tensor for it.
     moves          the messages: rounds of bounded size, one all_to_all each
     wanted         which weights of two programs, and of their engines, move
     training       the optimizer's state: its tensors, and all else
-    between        from one engine to another
+    runtime        from one engine, or module, to another
+    report         the bytes that would move between the ranks of two plans
 
 A rank copies what it has already; each other element comes once, from one of the ranks that have it.
 """

@@ -1,4 +1,4 @@
-"""Compute which bytes would move between the ranks of two plans (shardc.runtime.reshard).
+"""Compute which bytes would move between the ranks of two plans (shardc.features.reshard).
 
     dp=8 to dp=2 × tp=4, 8 ranks: weights, and 2 tensors for each trained one
     545.2 KiB move, of 780.0 KiB that ranks have then (70 %)
@@ -22,15 +22,15 @@ from typing import Any
 
 from shardc.cost.measured.device_file import device
 from shardc.errors import ShardcError
+from shardc.features.reshard.moves import BUCKET, Kept, Wanted
+from shardc.features.reshard.places import InPlan, Plan
+from shardc.features.reshard.routes import messages
+from shardc.features.reshard.wanted import weights
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.ir.units import plural, seconds, size
 from shardc.machine.collectives import collective_seconds
 from shardc.machine.device import Device
-from shardc.runtime.reshard.moves import BUCKET, Kept, Wanted
-from shardc.runtime.reshard.places import InPlan, Plan
-from shardc.runtime.reshard.routes import messages
-from shardc.runtime.reshard.wanted import weights
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.runtime.reshard.places import Place
-from shardc.runtime.reshard.routes import Copy, Piece, Routes, routes
+from shardc.features.reshard.places import Place
+from shardc.features.reshard.routes import Copy, Piece, Routes, routes
 
 #: Approximate bytes that a rank sends and receives at once.
 BUCKET = 32 << 20

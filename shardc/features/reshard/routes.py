@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from shardc.runtime.reshard.places import Place
+from shardc.features.reshard.places import Place
 from shardc.runtime.state.boxes import Box, Numbers, cuts, overlap, without
 
 H = TypeVar("H", bound=Hashable)

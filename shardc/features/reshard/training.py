@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
+from shardc.features.reshard.moves import Kept, Wanted
+from shardc.features.reshard.places import InPlan, Plan, Whole
+from shardc.features.reshard.wanted import Side
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
-from shardc.runtime.reshard.moves import Kept, Wanted
-from shardc.runtime.reshard.places import InPlan, Plan, Whole
-from shardc.runtime.reshard.wanted import Side
 from shardc.runtime.state.boxes import Part
 from shardc.runtime.state.checkpoint_index import DTYPES, Index, Stored, plain
 from shardc.runtime.state.saving_optimizer import combine_facts

@@ -16,12 +16,12 @@ from torch.optim.lr_scheduler import LambdaLR
 import shardc
 from shardc.api import Program
 from shardc.errors import ShardcError
+from shardc.features.reshard.runtime import Reshard
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.reshard.between import Reshard
 from tests import zoo
+from tests.features.reshard.test_pairs import ROWS, adamw, batch, model, program
 from tests.runtime.generate.test_generate import WEIGHTS
 from tests.runtime.matrices.optimizers import SOAP
-from tests.runtime.reshard.test_pairs import ROWS, adamw, batch, model, program
 from tests.second_device import NAME, OnSecond, second_device
 from tests.zoo import expert_loops
 

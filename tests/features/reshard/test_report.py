@@ -6,7 +6,7 @@ import pytest
 
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from tests.runtime.reshard.test_pairs import adamw, model, program
+from tests.features.reshard.test_pairs import adamw, model, program
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,146 @@
+"""Move weights from one engine, or module, to another. The moves are planned once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from shardc.errors import ShardcError
+from shardc.features.reshard import training, wanted
+from shardc.features.reshard.moves import BUCKET, Key, Moves, Wanted
+from shardc.features.reshard.places import Plan
+from shardc.features.reshard.wanted import local_tensors, weights
+from shardc.ir.program import Program
+from shardc.runtime.mesh import agreement
+from shardc.runtime.state.boxes import Part
+from shardc.runtime.state.checkpoint_index import Index
+from shardc.runtime.state.saving_optimizer import fill, room_for, state_parts
+from shardc.runtime.zero.buckets import Buckets
+
+if TYPE_CHECKING:
+    from shardc.runtime.step.saver import Saver
+
+
+class End(Protocol):
+    """The holder of a program's weights on a rank. owned: by placeholder name, as the optimizer has them."""
+
+    program: Program
+    mesh: Any
+    buckets: Buckets
+
+    @property
+    def owned(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def checks(self) -> bool:
+        """Whether calls are compared over ranks."""
+        ...
+
+    def sending(self) -> AbstractContextManager[None]:
+        """Make local tensors current, to read them in this context. Collective."""
+        ...
+
+    def receiving(self) -> AbstractContextManager[None]:
+        """Allow writes to local tensors, in all forms, in this context. Collective."""
+        ...
+
+
+#: The moves from one end to another, by their buckets.
+_PLANS: WeakKeyDictionary[Buckets, WeakKeyDictionary[Buckets, Reshard]] = WeakKeyDictionary()
+
+
+class Reshard:
+    """The moves of weights, and of `more`, between two ends on the same ranks. Making it is collective.
+
+    So is calling it. all_buffers: of `weights`. more: other tensors to move, whose local tensors are arguments of the
+    call. .sent, .received: bytes of this rank, by rank. .rounds: all_to_alls.
+    """
+
+    def __init__(
+        self, old: End, new: End, more: Sequence[Wanted] = (), *, all_buffers: bool = False, bucket: int = BUCKET
+    ) -> None:
+        first, second = weights(Plan(old.program), Plan(new.program), all_buffers=all_buffers)
+        self._moves = [Moves(old.mesh, each, bucket) for each in ([*first, *more], second) if each]
+        self.sent = [sum(n) for n in zip(*(m.sent for m in self._moves), strict=True)]
+        self.received = [sum(n) for n in zip(*(m.received for m in self._moves), strict=True)]
+        self.rounds = sum(m.rounds for m in self._moves)
+
+    def __call__(self, old: End, new: End, more: Mapping[Key, Tensor]) -> None:
+        """Move, between ends of the programs that it was made for."""
+        local = {**local_tensors("from", old), **local_tensors("to", new), **more}
+        for move in self._moves:
+            move(local)
+
+
+def move_weights(old: End, other: Any) -> Reshard:
+    """Move weights to another end, or its owner; raise ShardcError if there is none. Collective."""
+    new: End | None = getattr(other, "weights_end", None)
+    if new is None:
+        fault = f"a {type(other).__name__} holds no weights of a program"
+        fix = "pass an engine, or the result of program.forward or program.module"
+        raise ShardcError(fault, where="weights_to", fix=fix)
+    with old.mesh.together("moving weights"), old.sending(), new.receiving():
+        if old.checks:
+            agreement.check(old.mesh, [], "moving weights")
+        plans = _PLANS.setdefault(old.buckets, WeakKeyDictionary())
+        if new.buckets not in plans:
+            plans[new.buckets] = Reshard(old, new)
+        plans[new.buckets](old, new, {})
+    return plans[new.buckets]
+
+
+class TrainingMove:
+    """The move of all of an engine's state. Making it raises ShardcError if the programs are of different models."""
+
+    def __init__(self, old: Program, new: Program) -> None:
+        self._old, self._new = Plan(old), Plan(new)
+        wanted.check(self._old, self._new, all_buffers=True)
+
+    def __call__(self, old: Saver, new: Saver) -> None:
+        """Move it into an engine whose training has not begun. Collective."""
+        old.finish()
+        new.like, new.folder, new.model.takes = old.like, old.folder, old.model.takes
+        new.hooks.follow(old.hooks)
+        mesh = old.mesh
+        with mesh.together("moving to another plan"), old.sending(), new.receiving():
+            have, settings = _optimizer_parts(old)
+            facts = {"optimizer": settings, "extra": old.extra_state()}
+            senders = training.gather_reports(mesh, old.program, old.owned, have, **facts)
+            index, need = training.index_of(old.program, senders), dict[str, Part]()
+            rooms = _room_for(new, index, need)
+            new.accept(index.extra)
+            receivers = training.gather_reports(mesh, new.program, new.owned, need)
+            tensors_of = ([each["tensors"] for each in ranks] for ranks in (senders, receivers))
+            more = training.states(self._old, self._new, *tensors_of)
+            tensors: dict[Key, Tensor] = {("from", "state", k): part.local.detach() for k, part in have.items()}
+            tensors |= {("to", "state", k): part.local for k, part in need.items()}
+            Reshard(old, new, more, all_buffers=True)(old, new, tensors)
+            optimizer = new.update.optimizer
+            if optimizer is not None and index.optimizer is not None:
+                fill(new.program, new.owned, optimizer, index.optimizer, rooms, new.model.matrices)
+        new.go_on_from(index.extra)
+
+
+def _optimizer_parts(end: Saver) -> tuple[dict[str, Part], dict[str, Any] | None]:
+    """Return this rank's parts of the optimizer's state, and its settings; None without one."""
+    if end.update.optimizer is None:
+        return {}, None
+    where = end.buckets.runs, end.mesh, end.model.matrices
+    return state_parts(end.program, end.owned, end.update.optimizer, *where, copies=True)
+
+
+def _room_for(end: Saver, index: Index, parts: dict[str, Part]) -> dict[str, dict[str, Any]]:
+    """Make new optimizer state that is filled later, and add its tensors to `parts`."""
+    update = end.update
+    if update.optimizer is None or index.optimizer is None:
+        return {}
+    room = update.paged.room if update.paged is not None else None
+    where = (index, parts, "engine.to", end.buckets.runs, room, end.mesh, end.model.matrices)
+    return room_for(end.program, end.owned, update.optimizer, *where)
