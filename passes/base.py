@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardc.ir.generation import Step
+from shardc.ir.other_forward import OtherForward
 from shardc.ir.program import Program
 from shardc.spec import Spec
 
@@ -16,14 +16,14 @@ class Options:
     """Facts about one compilation that passes need and that are not in its spec.
 
     model_plan: the model's own tensor-parallel plan, {pattern: style word}, for `shard: {use: model}`. forward: whether
-    the program is forward-only. "score": it returns the log-probabilities of the loss's targets. A Step: it generates
-    tokens. compatible_with: a program of the same model and spec for another batch. The new program must have its
+    the program is forward-only. "score": it returns the log-probabilities of the loss's targets; or another
+    forward. compatible_with: a program of the same model and spec for another batch. The new program must have its
     parameters and buckets.
     """
 
     model_plan: Mapping[str, str] = field(default_factory=dict)
     compatible_with: Program | None = None
-    forward: bool | Literal["score"] | Step = False
+    forward: bool | Literal["score"] | OtherForward = False
 
 
 @dataclass(frozen=True)

@@ -28,20 +28,11 @@ from shardc.ir.program import Program
 from shardc.ir.types import behind
 from shardc.passes.base import Pass
 from shardc.runtime import ops
-from shardc.spec import Batch, Precision, Spec
+from shardc.spec import Precision, Spec
 from shardc.spec.step_sections import Execution
 
 aten = torch.ops.aten
 _VIEWS = {aten.reshape.default, aten.view.default, aten.flatten.using_ints, aten._unsafe_view.default}
-
-
-def generating(spec: Spec) -> Spec:
-    """Return the part of a spec that applies when tokens are generated one at a time.
-
-    It splits no sequence, has no microbatches, and names no inputs, outputs or activations of another forward.
-    """
-    batch = Batch(axes=spec.batch.axes)
-    return replace(spec, batch=batch, activations=(), outputs=(), sequence=None, strict=False, uneven="pad")
 
 
 def spec_of(spec: Spec) -> tuple[Spec, tuple[str, ...]]:

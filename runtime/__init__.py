@@ -11,7 +11,6 @@ matrices/    optimizers that need whole matrices, each of which has an owner
 zero/        buckets of parameters: what ZeRO shards, how gradients are summed
 offload/     tensors that are kept outside of the device
 state/       weights in, checkpoints in and out
-generate/    tokens, one after the other
 data/        a loader that reads this rank's part of each global batch
 rng          random numbers that are the same on every mesh; random_draws: torch's random ops with them
 launch       one process for every rank on this machine; first_failed: the rank whose error is shown

@@ -28,8 +28,8 @@ from shardc.capture.loss import Forward
 from shardc.cost.measured.device_file import of_spec
 from shardc.errors import ShardcError
 from shardc.ir import program as ir
-from shardc.ir.generation import Step
 from shardc.ir.offload import OffloadPlaces
+from shardc.ir.other_forward import OtherForward
 from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner, with_features
 from shardc.passes.annotate import model_plan
 from shardc.passes.annotate.inputs import with_microbatches
@@ -49,7 +49,7 @@ def compile(
     *,
     mesh: Mapping[str, int] | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
-    forward: bool | Literal["score"] | Callable[[Any, Any], Any] | Step = False,
+    forward: bool | Literal["score"] | Callable[[Any, Any], Any] | OtherForward = False,
     overrides: tuple[str, ...] = (),
     world: int | None = None,
     prove: bool = True,
@@ -88,15 +88,15 @@ def compile(
     names = Names.of(model) if isinstance(model, nn.Module) else None
     spec = Spec.load(spec, mesh=mesh, overrides=overrides, world=world, names=names)
     of_spec(spec)  # raises if the device is unknown, or has no room for the mesh
-    if isinstance(forward, Step):
-        spec = forward_only.generating(spec)
+    if isinstance(forward, OtherForward):
+        spec = forward.spec(spec)
     plan = model_plan.read(model) if spec.shard_use == "model" else {}
     check_forward(forward)
     values = _values(forward)
     with recompile.in_eval_mode(model) if forward else nullcontext():
         program = passes.run(CAPTURE, lambda: captured or capture(model, batch, loss=loss, forward=values, prove=prove))
     spec = with_microbatches(model_plan.with_experts(spec, model, program), program)
-    mode: Any = forward if isinstance(forward, Step) or forward == "score" else bool(forward)
+    mode: Any = forward if isinstance(forward, OtherForward) or forward == "score" else bool(forward)
     options = Options(plan, compatible_with, mode)
     if forward:
         spec, notes = forward_only.spec_of(spec)

@@ -14,7 +14,7 @@ from typing import Any
 from shardc.errors import ShardcError
 
 #: The features, and the sections of a spec that each defines. Of passes for the same place, an earlier one's run first.
-FEATURES: Mapping[str, tuple[str, ...]] = {"adapters": ("adapters", "freeze"), "reshard": ()}
+FEATURES: Mapping[str, tuple[str, ...]] = {"adapters": ("adapters", "freeze"), "reshard": (), "generation": ()}
 
 
 def registered(file: str, name: str, features: Iterable[str] = FEATURES) -> Iterator[Any]:

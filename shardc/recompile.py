@@ -9,7 +9,6 @@ buckets and optimizer, so it needs the layouts of the first one; weights move to
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -19,21 +18,6 @@ import torch
 from torch import nn
 
 from shardc.errors import ShardcError
-from shardc.ir.generation import (
-    AT,
-    ENCODER,
-    IDS,
-    MASK,
-    PLACE,
-    Begins,
-    Decode,
-    Form,
-    Generation,
-    Prefill,
-    Sizes,
-    State,
-    Whole,
-)
 from shardc.ir.program import Program
 from shardc.runtime.data.inputs import leaves, mapped, name_of
 from shardc.runtime.step import batch_sizes
@@ -56,6 +40,7 @@ class Resizer:
 
     build: returns the model that was compiled, or an equal one. modes: module name -> whether it was in training mode.
     compile: shardc.compile.compile; forward, batch: the arguments of that call. Used as Program.resize.
+    lock: held during a compilation.
     """
 
     def __init__(
@@ -65,9 +50,7 @@ class Resizer:
         self.batch = mapped(batch, (), _without_numbers)
         self._specs: list[tuple[Spec, Program]] = []
         self._programs: dict[tuple[Shapes, Use], Program] = {}
-        self._generations: dict[Sizes, Generation] = {}
-        self._wholes: dict[Sizes, Program] = {}
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     @classmethod
     def of(cls, model: nn.Module, loss: Loss | None, compile: Compile, forward: Any, batch: Any) -> Resizer:
@@ -83,7 +66,7 @@ class Resizer:
         Raises ShardcError if the model no longer exists, if parameters would be split in another way, and after
         MOST_SIZES of them, unless the spec names its lengths.
         """
-        with self._lock:
+        with self.lock:
             key = shapes, use
             if key not in self._programs:
                 self._programs[key] = self._recompile(program, batch, shapes, use)
@@ -91,7 +74,7 @@ class Resizer:
 
     def to(self, spec: Any, world: int | None) -> Program:
         """Compile the same model, loss and batch once for another spec. Raises ShardcError without a model."""
-        with self._lock:
+        with self.lock:
             model = self.build()
             if model is None:
                 fault = "another spec needs a separate program, and the model that was compiled no longer exists"
@@ -107,98 +90,6 @@ class Resizer:
                 resized = self.compile(model, self.batch, loaded, loss=self.loss, forward=self.forward, prove=False)
             self._specs.append((loaded, resized))
             return resized
-
-    def begins(self) -> Begins:
-        """Read how generation begins and ends from the model's config. Raises ShardcError without a model."""
-        with self._lock:
-            model = self._alive()
-            config = getattr(model, "config", None)
-            start = _of_config(model, "decoder_start_token_id")
-            encodes = bool(getattr(config, "is_encoder_decoder", False))
-            return Begins(encodes, start[0] if start else None, _of_config(model, "eos_token_id"))
-
-    def generating(self, program: Program, sizes: Sizes) -> Generation:
-        """Compile once, for these sizes, how the model generates with a cache.
-
-        The result has no steps if the model takes no cache, or cannot be captured with it. Raises ShardcError without a
-        model.
-        """
-        with self._lock:
-            if sizes not in self._generations:
-                self._generations[sizes] = self._generating(program, sizes)
-            return self._generations[sizes]
-
-    def whole(self, program: Program, sizes: Sizes) -> Program:
-        """Compile once, for these sizes, the program of whole sequences of this length."""
-        with self._lock:
-            if sizes not in self._wholes:
-                batch: dict[str, Any] = {IDS: _some(sizes.rows, sizes.length), AT: _some(sizes.rows)}
-                batch |= {ENCODER: _encoder(sizes)} if sizes.encoder else {}
-                self._wholes[sizes] = self.compile(
-                    self._alive(), batch, program.spec, forward=Whole(), prove=False, compatible_with=program
-                )
-            return self._wholes[sizes]
-
-    def _alive(self) -> nn.Module:
-        model = self.build()
-        if model is None:
-            fault = "generating runs separate programs, and the model that would have to be compiled no longer exists"
-            fix = "keep the model that was compiled: `net = model(); program = shardc.compile(net, ...)`"
-            raise ShardcError(fault, where="generate", fix=fix)
-        return model
-
-    def _generating(self, program: Program, sizes: Sizes) -> Generation:
-        from shardc.capture import generation  # takes a second, and few runs generate
-
-        model = self._alive()
-        if why := generation.no_cache(model):
-            return Generation(None, why=why)
-        try:
-            with in_eval_mode(model):
-                return self._steps(program, model, sizes)
-        except ShardcError as e:
-            return Generation(None, why=f"{type(model).__name__} cannot be captured with a cache ({e.what})")
-
-    def _steps(self, program: Program, model: nn.Module, sizes: Sizes) -> Generation:
-        """Compile the programs of prompts and of one token.
-
-        The graph of the first shows which tensors the cache has; the second decides how they are split.
-        """
-        from shardc.capture import capture
-
-        encoder = _encoder(sizes)
-
-        def batch(new: int, seen: int, **others: Any) -> dict[str, Any]:
-            of_new = {"input_ids": _some(sizes.rows, new), "position_ids": _some(sizes.rows, new)}
-            return {**of_new, "attention_mask": _some(sizes.rows, seen), **others}
-
-        def prompts(length: int) -> dict[str, Any]:
-            return batch(length, length, **({ENCODER: encoder} if encoder else {}))
-
-        form = Form()
-        captured = capture(model, prompts(sizes.prompt), forward=Prefill(sizes.length, form, sizes.moves))
-        per_output = (State.of_output(o.name, o.shape, o.dtype) for o in captured.outputs)
-        states = tuple(s for s in per_output if s is not None)
-        if not states:
-            raise ShardcError("it puts nothing into its cache", where="generate")
-        make = functools.partial(self.compile, model, spec=program.spec, prove=False, compatible_with=program)
-        others: dict[str, Any] = {} if sizes.moves else {PLACE: _some()}
-        others |= {ENCODER: {MASK: encoder[MASK]}} if MASK in encoder else {}
-        following = make(batch=batch(1, sizes.length, **others), forward=Decode(states, form))
-        buffers = {b.name: b for b in following.buffers}
-        layouts = {s.output: buffers[s.buffer].layout for s in states}
-        step = Prefill(sizes.length, form, sizes.moves, layouts)
-        first = make(batch=prompts(sizes.prompt), captured=captured, forward=step)
-        outputs = {o.name: o for o in first.outputs}
-        moved = [s for s in states if following.axis and outputs[s.output].stage not in buffers[s.buffer].stages]
-        if moved:
-            fault = f"what makes {moved[0].path!r} of its cache is cut otherwise for prompts than for tokens"
-            fix = "name the modules that begin a stage: pipeline: {cut: [...]}"
-            raise ShardcError(fault, where="generate", fix=fix)
-        trial = None
-        if encoder:
-            trial = make(batch=prompts(sizes.prompt + 1), forward=Prefill(sizes.length, Form()))
-        return Generation((first, following), trial)
 
     def _recompile(self, program: Program, batch: Any, shapes: Shapes, use: Use) -> Program:
         again = use == "as compiled"
@@ -250,22 +141,6 @@ class Resizer:
 
 def _without_numbers(_: Any, leaf: Any) -> Any:
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _some(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.int64, device="meta")
-
-
-def _encoder(sizes: Sizes) -> dict[str, torch.Tensor]:
-    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in sizes.encoder}
-
-
-def _of_config(model: nn.Module, name: str) -> tuple[int, ...]:
-    """Return the token ids under a name in the model's generation_config or config."""
-    configs = (getattr(model, of, None) for of in ("generation_config", "config"))
-    values = (getattr(c, name, None) for c in configs if c is not None)
-    ids = next((x for x in values if x is not None), ())
-    return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def _tensors(program: Program, batch: Any) -> list[Any]:

@@ -18,8 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from shardc.features.generation.sampling import STREAM
 from shardc.runtime import rng
-from shardc.runtime.generate.sampling import STREAM
 
 
 class Noise(LogitsProcessor):  # type: ignore[misc]

@@ -24,9 +24,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardc.errors import Errors
-from shardc.ir.generation import Step
 from shardc.ir.graph import copy_graph, placeholders
 from shardc.ir.mesh import Mesh
+from shardc.ir.other_forward import OtherForward
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
@@ -37,7 +37,7 @@ from shardc.passes.annotate.causal_convs import use_conv1d
 from shardc.passes.annotate.experts import Experts
 from shardc.passes.annotate.inputs import batch_axes, disagreements, input_layouts, widened
 from shardc.passes.annotate.model_plan import Plan
-from shardc.passes.annotate.outputs import generated, wanted_outputs
+from shardc.passes.annotate.outputs import wanted_outputs
 from shardc.passes.annotate.sequence import mark_methods, split_ids
 from shardc.passes.annotate.weights import Weights
 from shardc.passes.base import Pass
@@ -93,8 +93,8 @@ class Annotate(Pass):
             pin_activations(spec, program, mesh)
         values = self.options.forward is True
         outputs = wanted_outputs(spec, program.outputs, mesh, errors, all_named=values)
-        if isinstance(self.options.forward, Step):
-            outputs = generated(self.options.forward, outputs)
+        if isinstance(self.options.forward, OtherForward):
+            outputs = self.options.forward.outputs(outputs)
         mark_methods(spec, program, mesh, _weight_axes(spec), errors)
         split_ids(spec, program, mesh, layouts)
         errors.raise_any()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardc.errors import Errors
-from shardc.ir.generation import LOGITS, Prefill, Step
 from shardc.ir.mesh import Mesh
 from shardc.ir.outputs import Output
 from shardc.ir.patterns import match
@@ -41,12 +40,3 @@ def wanted_outputs(
             known = f"the outputs are {', '.join(o.name for o in outputs)}"
             errors.add(f"pattern {rule.pattern!r} matches no output", where=where, fix=known)
     return tuple(result)
-
-
-def generated(step: Step, outputs: Sequence[Output]) -> tuple[Output, ...]:
-    """Return the outputs of a step that generates tokens.
-
-    Logits are as split as the vocabulary; caches have the layouts of the next step.
-    """
-    layouts = step.layouts if isinstance(step, Prefill) else {}
-    return tuple(replace(o, wanted=layouts.get(o.name), as_made=o.name == LOGITS) for o in outputs)

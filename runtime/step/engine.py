@@ -27,7 +27,6 @@ from shardc.runtime.checks.engine_checks import EngineChecks
 from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.data.loader import Loader, Loaders
-from shardc.runtime.generate import Options
 from shardc.runtime.mesh import TorchMesh, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.offload import Offload
@@ -357,12 +356,13 @@ class Engine:
 
         Tokens end with the first of `stop` (None: the end tokens of the model's configuration). All ranks pass the same
         prompts: lists of token ids, of any lengths; i64[rows, length]; a tokenizer's dict; for a model with an encoder,
-        the encoder's input (shardc.runtime.generate.prompts). temperature 0: the most likely token each time; else
-        tokens are drawn by counters of `seed`, the same on every mesh (shardc.runtime.generate). The first call of a
+        the encoder's input (shardc.features.generation.prompts). temperature 0: the most likely token each time; else
+        tokens are drawn by counters of `seed`, the same on every mesh (shardc.features.generation). The first call of a
         length compiles for it. Raises ShardcError for a model that is not causal.
         """
         ends = tuple(stop) if stop is not None else None
-        options = Options(max_new_tokens, temperature, top_k, top_p, ends, seed)
+        make = needed("generation", "runtime", "Options")
+        options = make(max_new_tokens, temperature, top_k, top_p, ends, seed)
         self._optimizer_half.check_whole()
         return self._evaluation.generate(prompts, options)
 

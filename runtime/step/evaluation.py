@@ -12,9 +12,9 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.ir.outputs import MEAN_SCORE, SCORE
+from shardc.optional import needed
 from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
-from shardc.runtime.generate import Generator, Options, Prompts
 from shardc.runtime.mesh.agreement import stated
 from shardc.runtime.stage import outputs
 from shardc.runtime.stage.interpreter import Interpreter
@@ -86,24 +86,25 @@ class Evaluation:
         interpreter.count(values)
         return interpreter, values, *interpreter.evaluate(values)
 
-    def generate(self, prompts: Any, options: Options) -> list[list[int]]:
-        prompts = Prompts.of(prompts)
+    def generate(self, prompts: Any, options: Any) -> list[list[int]]:
+        prompts = needed("generation", "runtime", "Prompts").of(prompts)
         self._checks.forward("engine.generate", training=False)
         self._model.gather_written()
         fact = stated("what is generated", (prompts, options), fix="use the same prompts and options on all ranks")
         self._checks.call("generating", fact, steps=True)
         self._model.rng.training = False
-        return self._generator(prompts, options)
+        tokens: list[list[int]] = self._generator(prompts, options)
+        return tokens
 
     @cached_property
-    def _generator(self) -> Generator:
+    def _generator(self) -> Any:
         model = self._model
 
         def stored() -> dict[str, Any]:
             model.buckets.reset(forward=True)
             return model.stored()
 
-        return Generator(model.program, model.mesh, stored, model.mesh.note)
+        return needed("generation", "runtime", "Generator")(model.program, model.mesh, stored, model.mesh.note)
 
 
 def _some(call: str, batches: Any) -> Iterator[Any]:

@@ -18,7 +18,6 @@ masked_rows             rows selected by a mask, in a fixed size; expert_loops t
 equal_layers            equal layers are traced once; layer_copies: the others are copied in the graph
 rewrite                 rewrites of the exported graph
 foreign_parameters      parameters outside of the model that the loss uses
-generation              a model that generates, with the states of earlier tokens; generation_cache: its cache
 side_effects            what forward depends on and must not change
 """
 
@@ -43,8 +42,8 @@ from shardc.capture.masked_rows.rows import DrawnError, add_reason
 from shardc.capture.rewrite import attention_sinks, flex_attention
 from shardc.errors import ShardcError
 from shardc.ir.forward_record import ForwardRecord
-from shardc.ir.generation import Step
 from shardc.ir.graph import placeholders, source_of
+from shardc.ir.other_forward import OtherForward
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.runtime.checks.user_changes import EVAL_MODE, Attributes, TensorRead
@@ -65,7 +64,7 @@ def capture(
            default: the output itself, its `.loss`, its "loss" or its first element. Named tensors beside the loss are
            kept, detached (shardc.ir.outputs).
     forward: of a forward-only program, instead of a loss: `(output, batch) -> {name: tensor}`, or True: the tensors in
-           the output; or a step that generates. The model's buffers are then not updated.
+           the output; or another forward. The model's buffers are then not updated.
     prove: compare loss, gradients and buffers with eager once, if the model is small enough (compare_eager).
 
     Returns a Program with mesh = Mesh(()), whose graph has functional aten ops only, as the model writes them.
@@ -79,7 +78,7 @@ def capture(
     patches.check_hooks(model)
     if loss is not None:
         check_loss(loss)
-    generates = isinstance(forward, Step)
+    generates = isinstance(forward, OtherForward)
     if callable(forward):
         check_loss(forward, "forward")
     batch = with_plain_dicts(batch)
@@ -178,7 +177,7 @@ def _eager(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forward
 
 def check_forward(forward: object) -> None:
     """Raise ShardcError for a `forward` that `shardc.compile` does not take."""
-    if not isinstance(forward, bool | Step) and forward != "score":
+    if not isinstance(forward, bool | OtherForward) and forward != "score":
         check_loss(forward, "forward")
 
 

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,7 +24,6 @@ from shardc.capture.constants import FRESH
 from shardc.capture.data_dependent_values import ValueReads, drop_checks, known_values
 from shardc.capture.foreign_parameters import ForeignParameters
 from shardc.capture.forward_arguments import arguments, check_call
-from shardc.capture.generation import GenerationOf, caches
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf
 from shardc.capture.rewrite import (
     attention_sinks,
@@ -38,8 +37,8 @@ from shardc.capture.side_effects import Changes
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
-from shardc.ir.generation import Step
 from shardc.ir.graph import is_call, placeholders, producer_of
+from shardc.ir.other_forward import OtherForward
 from shardc.ir.source import Source
 from shardc.torch_private import (
     FakeTensor,
@@ -163,7 +162,9 @@ def export(
         *dict.fromkeys(map(_unseen, reads.sources)),
         *(foreign.notes() if forward is None else ()),
     )
-    return Exported(exported, updated, wrapper.beside.divisors, notes, caches(wrapper), fresh)
+    return Exported(
+        exported, updated, wrapper.beside.divisors, notes, dict(wrapper.named_buffers(recurse=False)), fresh
+    )
 
 
 def _fresh(exported: ExportedProgram) -> frozenset[str]:
@@ -189,8 +190,8 @@ def _records_of(wrapper: LossOf, reads: ValueReads, path: str) -> object:
 
 def _wrapper(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forward | None) -> LossOf:
     """Return the module that is exported, whose inputs are the batch's tensors."""
-    if isinstance(forward, Step):
-        return GenerationOf(model, leaves, forward)
+    if isinstance(forward, OtherForward):
+        return cast(LossOf, forward.module(model, leaves))
     return LossOf(model, leaves, loss) if forward is None else ValuesOf(model, leaves, forward)
 
 

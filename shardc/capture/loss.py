@@ -17,14 +17,14 @@ from shardc.capture.batch_leaves import Leaves
 from shardc.capture.forward_arguments import arguments
 from shardc.capture.rewrite.autograd_function import SideTerm, with_side_terms
 from shardc.errors import ShardcError
-from shardc.ir.generation import Step
+from shardc.ir.other_forward import OtherForward
 from shardc.ir.source import of_exception, of_function
 from shardc.torch_private import traced_node
 
 Loss = Callable[[Any, Any], Any]
 #: Values of a forward-only program: a function of (the model's output, batch), or True: the tensors in that output; or
-#: a step that generates.
-Forward = Callable[[Any, Any], Any] | Literal[True] | Step
+#: another forward.
+Forward = Callable[[Any, Any], Any] | Literal[True] | OtherForward
 #: The name of a value that has none.
 OUTPUT = "output"
 CONTRACT = "return (loss, {name: real tensor}); a mean may also be (sum, count), both tensors of one element"
@@ -195,7 +195,7 @@ class ValuesOf(LossOf):
             values: Mapping[str, Any] = tensors_in(output)
         else:
             line = of_function(self.values).line
-            assert callable(self.values), "steps that generate have their own forward"
+            assert callable(self.values), "another forward has its own module"
             self.beside.of_loss = True
             returned = self._of(output, batch, self.values)
             single = isinstance(returned, Tensor)

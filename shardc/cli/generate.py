@@ -12,6 +12,7 @@ import typer
 from shardc.cli.options import Named, NprocOption, names_program
 from shardc.cli.ranks.start import ranks
 from shardc.errors import Errors, ShardcError
+from shardc.optional import needed
 
 Source = Annotated[str, typer.Argument(help="hf:DIR, or model.py[:name]")]
 
@@ -59,10 +60,9 @@ def command(
 
 def _check(options: dict[str, Any]) -> None:
     """Check the options of generation before any process is started."""
-    from shardc.runtime.generate import Options
-
     values = {"tokens" if name == "max_new_tokens" else name: x for name, x in options.items()}
-    Options(**values | {"stop": tuple(options["stop"]) if options["stop"] is not None else None})
+    values["stop"] = tuple(options["stop"]) if options["stop"] is not None else None
+    needed("generation", "runtime", "Options")(**values)
 
 
 class Words:

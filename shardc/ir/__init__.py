@@ -10,7 +10,7 @@ types           shapes and dtypes of nodes; type_text: types as programs print t
 graph           small functions on fx graphs; source: the line of the user's code behind a node or an error
 fused_regions   lines of a step's graph that are compiled together; pairs: one graph of a forward and a backward
 forward_record  a record of what forward and loss compute, for runs that resume
-outputs         values that a step returns beside its loss; generation: the programs of a model that generates
+outputs         values that a step returns beside its loss; other_forward: a forward other than the model's own
 repeats         which layers are equal; patterns: globs over a model's names
 comm_record     one collective of a run
 units           formats bytes, rates and counts for people

@@ -41,7 +41,6 @@ from shardc.ir.units import count, plural
 
 if TYPE_CHECKING:
     from shardc.ir.forward_record import ForwardRecord
-    from shardc.ir.generation import Begins, Generation, Sizes
     from shardc.ir.matrices import Cut
     from shardc.ir.pairs import Pair
     from shardc.runtime.schedule import Schedule
@@ -53,15 +52,6 @@ class Resize(Protocol):
 
     def __call__(self, program: Program, batch: Any, shapes: tuple[tuple[int, ...], ...], use: Any, /) -> Program:
         """Compile for a batch of these global shapes and for a use."""
-
-    def begins(self) -> Begins:
-        """Return how texts begin and end."""
-
-    def generating(self, program: Program, sizes: Sizes, /) -> Generation:
-        """Compile the programs that generate with a cache."""
-
-    def whole(self, program: Program, sizes: Sizes, /) -> Program:
-        """Compile the program that generates without a cache, for sequences of `sizes.length`."""
 
     def to(self, spec: Any, world: int | None, /) -> Program:
         """Compile for another spec."""

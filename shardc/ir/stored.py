@@ -150,7 +150,7 @@ class Buffer(Stored):
     state_dict.
     constant: the tensor itself, for constants that capture lifted out of the code (they have no name in the model).
     stages: of a pipeline: those that use it, whose ranks hold it. cache: keys or values that a generating program keeps
-    from token to token (shardc.ir.generation); the model does not have it.
+    from token to token (shardc.features.generation); the model does not have it.
     """
 
     name: str

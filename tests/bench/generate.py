@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
-from shardc.ir.generation import Generation  # noqa: E402
+from shardc.features.generation.program import Generation  # noqa: E402
 
 VOCAB, PROMPT, TOKENS = 8192, 128, 128
 

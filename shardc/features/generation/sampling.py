@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.features.generation.prompts import Options
 from shardc.ir.outputs import Output
 from shardc.ir.placement import Layout
 from shardc.runtime import rng
-from shardc.runtime.generate.prompts import Options
 
 #: The stream of sampling's random numbers: no op of a graph has it.
 STREAM = 0x67656E

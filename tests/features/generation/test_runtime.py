@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.capture import generation_cache
-from shardc.capture.generation import cache_argument, no_cache
 from shardc.errors import ShardcError
-from shardc.ir.generation import Sizes
+from shardc.features.generation.capture import cache_argument, no_cache
+from shardc.features.generation.program import Sizes
+from shardc.features.generation.runtime import Prompts
 from shardc.passes.annotate import model_plan
-from shardc.runtime.generate import Prompts
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.state import constants

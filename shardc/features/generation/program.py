@@ -19,13 +19,10 @@ For such a model keys and values move up by one for each token, and there is no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from shardc.ir.placement import Layout
 
 if TYPE_CHECKING:
     from shardc.ir.program import Program
@@ -74,36 +71,6 @@ class Form:
     cache: Any = None
     slots: dict[str, object] = field(default_factory=dict)
     encoder: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Whole:
-    """The forward of whole sequences, padded on the right, which a causal model does not see."""
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """The forward of prompts. length: of the cache that it starts, in tokens.
-
-    form: of the cache; tracing fills it in. moves: each new token moves all keys and values up by one; layouts: of the
-    states in `Decode`, by output.
-    """
-
-    length: int
-    form: Form
-    moves: bool = False
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Decode:
-    """The forward of one token per row. states: tensors that it reads and writes; form: of their cache."""
-
-    states: tuple[State, ...]
-    form: Form
-
-
-Step = Prefill | Decode | Whole
 
 
 @dataclass(frozen=True)

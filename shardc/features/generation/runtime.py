@@ -12,21 +12,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.ir.generation import AT, ENCODER, IDS, LOGITS, MASK, PLACE, Begins, Generation, Sizes, State
+from shardc.features.generation.program import AT, ENCODER, IDS, LOGITS, MASK, PLACE, Begins, Sizes, State
+from shardc.features.generation.prompts import Options, Prompts
+from shardc.features.generation.sampling import Sampler
 from shardc.ir.outputs import Output
 from shardc.ir.program import Program, Resize
 from shardc.ir.stored import Input
+from shardc.optional import needed
 from shardc.runtime import state
 from shardc.runtime.data import inputs
-from shardc.runtime.generate.prompts import Options, Prompts
-from shardc.runtime.generate.sampling import Sampler
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.stage.communicators import groups_of
 from shardc.runtime.stage.interpreter import Interpreter
@@ -103,7 +103,7 @@ class Generator:
     @torch.no_grad()
     def __call__(self, prompts: Prompts, options: Options) -> list[list[int]]:
         """Return the new tokens of each prompt, on every rank. Collective."""
-        begins = self._compile_on_all(lambda resize: resize.begins())
+        begins = self._compile_on_all(_compiler("begins"))
         call = self._call(prompts, options if options.stop is not None else replace(options, stop=begins.stop), begins)
         sizes = call.sizes
         if sizes not in self._steps:
@@ -115,7 +115,7 @@ class Generator:
         whole = replace(sizes, prompt=0, length=call.prompts.longest + options.tokens - 1)
         if whole not in self._wholes:
             with self._note_seconds(f"{whole.rows} sequences of {whole.length} tokens"):
-                self._wholes[whole] = self._runs(self._compile_on_all(lambda resize: resize.whole(self.program, whole)))
+                self._wholes[whole] = self._runs(self._compile_on_all(_compiler("whole", self.program, whole)))
         return _until_stop(self._whole(self._wholes[whole], call, whole.length), call)
 
     def _call(self, prompts: Prompts, options: Options, begins: Begins) -> _Call:
@@ -153,7 +153,7 @@ class Generator:
         why = ""
         for moves in (False,) if call.encoder else (False, True):  # a decoder has no mask for later tokens
             sizes = replace(call.sizes, moves=moves)
-            result = self._compile_on_all(partial(_generating, self.program, sizes))
+            result = self._compile_on_all(_compiler("generating", self.program, sizes))
             if result.steps is not None:
                 first, following = map(self._runs, result.steps)
                 longer = self._runs(result.trial) if result.trial is not None else first
@@ -293,8 +293,9 @@ class Generator:
         return self.mesh.all_reduce(tokens, runs.split_axes, tag="tokens").cpu()  # type: ignore[no-any-return]
 
 
-def _generating(program: Program, sizes: Sizes, resize: Resize) -> Generation:
-    return resize.generating(program, sizes)
+def _compiler(name: str, *arguments: Any) -> Callable[[Resize], Any]:
+    """Return a function of `compiler`, for these arguments: a rank imports no compiler unless it generates."""
+    return lambda resize: needed("generation", "compiler", name)(resize, *arguments)
 
 
 def _narrowest(program: Program, logits: Tensor) -> torch.dtype:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from shardc.errors import ShardcError
-from shardc.ir.generation import Form
+from shardc.features.generation.program import Form
 
 #: The attribute of caches and their layers with the current position: no state.
 _NOW = "now"

@@ -1,4 +1,4 @@
-"""Capture a model that generates (shardc.ir.generation), with a cache of transformers' type.
+"""Capture a model that generates (shardc.features.generation.program), with a cache of transformers' type.
 
 So the model itself decides what each layer keeps, and masks its attention accordingly.
 """
@@ -7,18 +7,71 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardc.capture.batch_leaves import Leaves
-from shardc.capture.generation_cache import Now, checked_states, join_cache, new_cache, split_cache
 from shardc.capture.loss import ValuesOf, tensors_in
 from shardc.errors import ShardcError
-from shardc.ir.generation import AT, ENCODER, IDS, LOGITS, PLACE, Decode, Prefill, State, Step, Whole
+from shardc.features.generation.cache import Now, checked_states, join_cache, new_cache, split_cache
+from shardc.features.generation.program import AT, ENCODER, IDS, LOGITS, PLACE, Form, State
+from shardc.ir.other_forward import OtherForward
+from shardc.ir.outputs import Output
+from shardc.ir.placement import Layout
 from shardc.ir.source import of_function
+from shardc.spec import Batch, Spec
 from shardc.torch_private import traced_node
+
+
+class Step(OtherForward):
+    """A forward that generates: one of the three of shardc.features.generation.program."""
+
+    def spec(self, spec: Spec) -> Spec:
+        """Return the part of a spec that applies when tokens are generated one at a time.
+
+        It splits no sequence, has no microbatches, and names no inputs, outputs or activations of another forward.
+        """
+        batch = Batch(axes=spec.batch.axes)
+        return replace(spec, batch=batch, activations=(), outputs=(), sequence=None, strict=False, uneven="pad")
+
+    def module(self, model: nn.Module, leaves: Leaves) -> GenerationOf:
+        return GenerationOf(model, leaves, self)
+
+    def outputs(self, outputs: Sequence[Output]) -> tuple[Output, ...]:
+        """Return the outputs: logits are as split as the vocabulary; caches have the layouts of the next step."""
+        layouts = self.layouts if isinstance(self, Prefill) else {}
+        return tuple(replace(o, wanted=layouts.get(o.name), as_made=o.name == LOGITS) for o in outputs)
+
+
+@dataclass(frozen=True)
+class Whole(Step):
+    """The forward of whole sequences, padded on the right, which a causal model does not see."""
+
+
+@dataclass(frozen=True)
+class Prefill(Step):
+    """The forward of prompts. length: of the cache that it starts, in tokens.
+
+    form: of the cache; tracing fills it in. moves: each new token moves all keys and values up by one; layouts: of the
+    states in `Decode`, by output.
+    """
+
+    length: int
+    form: Form
+    moves: bool = False
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Decode(Step):
+    """The forward of one token per row. states: tensors that it reads and writes; form: of their cache."""
+
+    states: tuple[State, ...]
+    form: Form
 
 
 class GenerationOf(ValuesOf):
@@ -99,11 +152,6 @@ class GenerationOf(ValuesOf):
             raise ShardcError(fault, where=of_function(self.model.forward).line, fix=fix)
         logits = candidates[0]
         return {LOGITS: logits.gather(1, at[:, None, None].expand(rows, 1, logits.shape[-1]))[:, 0]}
-
-
-def caches(module: nn.Module) -> dict[str, Tensor]:
-    """Return the cache among the buffers of the exported module, by name; {} for other modules."""
-    return dict(module.named_buffers(recurse=False)) if isinstance(module, GenerationOf) else {}
 
 
 def no_cache(model: nn.Module) -> str:
