@@ -162,9 +162,8 @@ def export(
         *dict.fromkeys(map(_unseen, reads.sources)),
         *(foreign.notes() if forward is None else ()),
     )
-    return Exported(
-        exported, updated, wrapper.beside.divisors, notes, dict(wrapper.named_buffers(recurse=False)), fresh
-    )
+    caches = dict(wrapper.named_buffers(recurse=False))
+    return Exported(exported, updated, wrapper.beside.divisors, notes, caches, fresh)
 
 
 def _fresh(exported: ExportedProgram) -> frozenset[str]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardc.ir.outputs import Output
+
+if TYPE_CHECKING:
+    from shardc.spec import Spec
 
 
 class OtherForward:
     """A forward-only program of the model, with a batch and outputs of its own kind."""
 
-    def spec(self, spec: Any) -> Any:
+    def spec(self, spec: Spec) -> Spec:
         """Return the part of a spec that applies."""
         raise NotImplementedError
 

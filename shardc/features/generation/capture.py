@@ -89,12 +89,12 @@ class GenerationOf(ValuesOf):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.leaves.nodes = list(map(traced_node, tensors))
         batch = dict(self.leaves.batch(tensors))
-        if isinstance(self.step, Whole):
-            values = self._whole(batch)
-        elif isinstance(self.step, Prefill):
+        if isinstance(self.step, Prefill):
             values = self._prefill(batch, self.step)
-        else:
+        elif isinstance(self.step, Decode):
             values = self._decode(batch, self.step)
+        else:
+            values = self._whole(batch)
         return tuple(self._flat(values, ""))
 
     def _prefill(self, batch: dict[str, Any], step: Prefill) -> dict[str, Tensor]:
