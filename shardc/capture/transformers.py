@@ -95,7 +95,7 @@ def lean_transformers(model: nn.Module) -> Iterator[None]:
             filled = masking.prepare_padding_mask
 
             def prepare_padding_mask(mask: Any, kv_length: int, kv_offset: Any) -> Any:
-                """Return the mask as it is if key positions are a tensor (generation_cache): it has all keys."""
+                """Return the mask as it is if key positions are a tensor (a cache): it has all keys."""
                 return mask if isinstance(kv_offset, Tensor) else filled(mask, kv_length, kv_offset)
 
             stack.enter_context(mock.patch.object(masking, "prepare_padding_mask", prepare_padding_mask))

@@ -15,22 +15,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    WithJsonSchema,
-)
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from shardc.spec.fields import (
-    ONE_OR_MANY,
-    Axes,
-    BatchDims,
-    Count,
-    Pattern,
-    Section,
-    as_list,
-    as_tuple,
-)
+from shardc.spec.fields import ONE_OR_MANY, Axes, BatchDims, Count, Pattern, Section, as_list, as_tuple
 
 
 class Batch(Section):

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import (
-    Field,
-)
+from pydantic import Field
 
-from shardc.spec.fields import (
-    Axes,
-    Place,
-    Positive,
-    Section,
-)
+from shardc.spec.fields import Axes, Place, Positive, Section
 
 
 class Offload(Section):

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-)
+from pydantic import BeforeValidator, Field
 
-from shardc.spec.fields import (
-    NONE,
-    Axis,
-    Pattern,
-    Section,
-    number_or,
-    number_schema,
-)
+from shardc.spec.fields import NONE, Axis, Pattern, Section, number_or, number_schema
 
 #: The axis over which the plans of `use` spread experts.
 EXPERTS_AXIS = "ep"

@@ -10,20 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    WithJsonSchema,
-)
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from shardc.spec.fields import (
-    Pattern,
-    Section,
-    is_dim,
-    malformed,
-    unknown,
-    wrong_here,
-)
+from shardc.spec.fields import Pattern, Section, is_dim, malformed, unknown, wrong_here
 
 #: How parameters are cut into the matrices of an optimizer: not at all; one for each head of attention; one for
 #: each entry of a stack of experts.

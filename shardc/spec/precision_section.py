@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    WithJsonSchema,
-)
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from shardc.spec.fields import (
-    NONE,
-    ONE_OR_MANY_SCHEMA,
-    Choices,
-    Section,
-    number_or,
-    number_schema,
-)
+from shardc.spec.fields import NONE, ONE_OR_MANY_SCHEMA, Choices, Section, number_or, number_schema
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 DTYPES = get_args(Dtype)

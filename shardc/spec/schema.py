@@ -13,25 +13,12 @@ from __future__ import annotations
 import functools
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    WithJsonSchema,
-    create_model,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, create_model
 
 from shardc import optional
 from shardc.spec.batch_section import Batch, Sequence
 from shardc.spec.data_section import Data
-from shardc.spec.fields import (
-    Count,
-    Pattern,
-    Section,
-    as_tuple,
-    mesh_axis,
-    wrong,
-)
+from shardc.spec.fields import Count, Pattern, Section, as_tuple, mesh_axis, wrong
 from shardc.spec.module_sections import Expert
 from shardc.spec.optimizer_section import Optimizer
 from shardc.spec.precision_section import Precision

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    WithJsonSchema,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from shardc.runtime.schedule import SCHEDULES
-from shardc.spec.fields import (
-    ONE_OR_MANY_SCHEMA,
-    Axis,
-    Count,
-    Pattern,
-    Section,
-    as_list,
-    as_tuple,
-    schedule_name,
-)
+from shardc.spec.fields import ONE_OR_MANY_SCHEMA, Axis, Count, Pattern, Section, as_list, as_tuple, schedule_name
 
 
 class Pipeline(Section):

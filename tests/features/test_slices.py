@@ -24,6 +24,7 @@ USES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "reshard": ({}, ["program.reshard(one)", "loopback(one.mesh, move)"]),
+    "generation": ({}, ["loopback(one.mesh, lambda mesh: one.engine(model, mesh=mesh).generate([[1, 2]]))"]),
 }
 #: Runs first: imports fail as they do when the feature's folder is not there.
 HIDE = """

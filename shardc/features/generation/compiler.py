@@ -13,18 +13,7 @@ from torch import nn
 from shardc.capture import capture
 from shardc.errors import ShardcError
 from shardc.features.generation.capture import Decode, Prefill, Whole, no_cache
-from shardc.features.generation.program import (
-    AT,
-    ENCODER,
-    IDS,
-    MASK,
-    PLACE,
-    Begins,
-    Form,
-    Generation,
-    Sizes,
-    State,
-)
+from shardc.features.generation.program import AT, ENCODER, IDS, MASK, PLACE, Begins, Form, Generation, Sizes, State
 from shardc.ir.program import Program
 from shardc.recompile import Resizer, in_eval_mode
 

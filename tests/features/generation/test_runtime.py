@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc.capture import generation_cache
 from shardc.errors import ShardcError
+from shardc.features.generation import cache as caches
+from shardc.features.generation import compiler
 from shardc.features.generation.capture import cache_argument, no_cache
 from shardc.features.generation.program import Sizes
 from shardc.features.generation.runtime import Prompts
 from shardc.passes.annotate import model_plan
+from shardc.recompile import Resizer
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.state import constants
@@ -169,8 +171,8 @@ def test_the_cache_is_split_like_the_heads_and_over_stages() -> None:
 def test_the_cache_is_written_where_it_stands() -> None:
     model, batch = llama()
     program = shardc.compile(model, batch, {"shardc": 1, **SPECS["tp=2"]}, prove=False)
-    assert program.resize is not None
-    steps = program.resize.generating(program, Sizes(4, 16, 64)).steps
+    assert isinstance(program.resize, Resizer)
+    steps = compiler.generating(program.resize, program, Sizes(4, 16, 64)).steps
     assert steps is not None
     following = steps[1]
 
@@ -216,8 +218,8 @@ def test_families_generate_with_a_cache_as_transformers_does(
 
 def steps_of(model: Any, batch: Any, spec: dict[str, Any], sizes: Sizes) -> Any:
     program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
-    assert program.resize is not None
-    return program.resize.generating(program, sizes).steps
+    assert isinstance(program.resize, Resizer)
+    return compiler.generating(program.resize, program, sizes).steps
 
 
 def caches_of(program: Any) -> dict[str, str]:
@@ -264,8 +266,8 @@ def test_a_token_has_the_entries_and_causes_of_the_program_whose_weights_it_runs
     """By itself the graph of one token suggests another group of weights for layer 0, which ranks do not divide."""
     model, batch = hf.build(hf.FAMILIES["mistral"])
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "structure"}}, prove=False)
-    assert program.resize is not None
-    steps = program.resize.generating(program, Sizes(4, 16, 64)).steps
+    assert isinstance(program.resize, Resizer)
+    steps = compiler.generating(program.resize, program, Sizes(4, 16, 64)).steps
     assert steps is not None
     for step in steps:
         assert step.meta["shard"] == program.meta["shard"]
@@ -338,16 +340,16 @@ def test_a_model_that_is_another_with_padding_runs_whole_sequences(capsys: pytes
 def test_a_cache_that_is_no_longer_the_same_kind_of_thing_is_no_cache() -> None:
     """What counts in Python would count once, while a token is traced; what grows has another size each time."""
     model, _ = hf.build(hf.FAMILIES["qwen3"])
-    cache = generation_cache.new_cache(model, generation_cache.Now(4, torch.zeros(1, 2, dtype=torch.bool)))
+    cache = caches.new_cache(model, caches.Now(4, torch.zeros(1, 2, dtype=torch.bool)))
     for i in (0, 1):
         cache.update(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8), i)
-    states, form = generation_cache.split_cache(cache)
+    states, form = caches.split_cache(cache)
     assert list(states) == ["0.keys", "0.values", "1.keys", "1.values"]
-    again = generation_cache.join_cache(form, states, generation_cache.Now(4))
-    assert generation_cache.checked_states(form, again).keys() == states.keys()
+    again = caches.join_cache(form, states, caches.Now(4))
+    assert caches.checked_states(form, again).keys() == states.keys()
     again.layers[1].seen = 3
     with pytest.raises(ShardcError, match="a token changes what '1\\.seen' of its cache is, from None to 3"):
-        generation_cache.checked_states(form, again)
+        caches.checked_states(form, again)
 
 
 class Own(nn.Module):
