@@ -400,11 +400,7 @@ def _begin(folder: Path, parts: Sequence[Path], headers: Sequence[tuple[bytes, l
 
 
 def _data(
-    layout: Layout,
-    outputs: Sequence[tuple[Output, Entry]],
-    held: Held,
-    gathered: Callable[[str], Tensor],
-    rank: int,
+    layout: Layout, outputs: Sequence[tuple[Output, Entry]], held: Held, gathered: Callable[[str], Tensor], rank: int
 ) -> Iterator[tuple[Entry, Ranges, Tensor]]:
     """Yield what this rank writes: (entry, ranges, numbers). Computes what shares inputs together."""
     for (itself, names), group in itertools.groupby(outputs, lambda x: (x[0].itself, x[0].of)):

@@ -210,10 +210,7 @@ def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable
             f"{len(names)} {fault} ({names[0]}{', ...' if names[1:] else ''})" for names, fault in kinds if names
         )
         first = f"; {shapes(other[0])}" if other else ""
-        errors.add(
-            f"{where} is of another model: of {len(wanted)} tensors {counts}{first}",
-            fix=fix,
-        )
+        errors.add(f"{where} is of another model: of {len(wanted)} tensors {counts}{first}", fix=fix)
         return
     for name in missing:
         near = difflib.get_close_matches(name, extra, 1)  # a known name is not misspelt

@@ -92,10 +92,7 @@ def capture(
     while True:
         fold, sizes, rows = ways[0]
         try:
-            with (
-                side_effects.unchanged(model) as changes,
-                attribute_reads.recorded(model, changes, function) as reads,
-            ):
+            with side_effects.unchanged(model) as changes, attribute_reads.recorded(model, changes, function) as reads:
                 folding = Fold(reads, changes) if fold else None
                 exported = export(model, leaves, loss, forward, sizes=sizes, rows=rows, fold=folding)
             break
@@ -138,12 +135,7 @@ def capture(
         sinks = attention_sinks.as_one_more_key(written_out=False)
         with side_effects.unchanged(model), flex_attention.in_eager(), sinks:
             proof = compare_eager.prove(
-                program,
-                model,
-                batch,
-                lambda b: _eager(model, Leaves(b), loss, forward),
-                changes.set,
-                branches=branches,
+                program, model, batch, lambda b: _eager(model, Leaves(b), loss, forward), changes.set, branches=branches
             )
         notes += proof.notes
         evaluates = proof.evaluates if branches or proof.evaluates == "otherwise" else "alike"

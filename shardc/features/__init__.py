@@ -1,11 +1,15 @@
 """Optional features, a folder each: to delete one, delete its folder. Core does not import them (shardc.optional).
 
-A feature has those of these files that it needs. Core reads the names behind them:
+A feature has those of these files that it needs. Tables of core read the names behind them from all features:
 
 section     Sections: the sections of a spec that it adds, as pydantic fields; their values are in `Spec.sections`
 program     STORED: the type of what the feature puts into `Program.features`; faults: of these, in a compiled folder
 passes      PASSES: the stage that each pass of the feature follows, and its own stage
 runtime     weights_of: weights of a program with the parameters that it adds; exported: these, for other programs
+
+A method of core that is a feature's alone (`engine.generate`) is a line there: `shardc.optional.needed` finds the
+feature's function, or says that the feature is not installed. A forward that is not the model's own is a
+shardc.ir.other_forward.OtherForward.
 
 section, program and runtime import what core's folders of the same names may import: no compiler on a rank. One
 feature does not import another. Each has a page in docs/how-to and tests in tests/features.

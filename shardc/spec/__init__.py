@@ -161,14 +161,7 @@ class Spec:
         if isinstance(source, Mapping):
             document = Document(yaml_reader.of_mapping(source), Places())
         else:
-            return cls.parse(
-                _text(source),
-                os.fspath(source),
-                mesh=mesh,
-                overrides=overrides,
-                world=world,
-                names=names,
-            )
+            return cls.parse(_text(source), os.fspath(source), mesh=mesh, overrides=overrides, world=world, names=names)
         return cls._of(document, Errors(), mesh, overrides, world, names)
 
     @classmethod

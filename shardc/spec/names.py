@@ -64,10 +64,7 @@ class Names:
         layer = self._layer(wrapper) if wrapper else ""
         if layer:
             inner = of_every_layer(layer)
-            return (
-                f"matches {wrapper}, which has no weight itself",
-                f"name the layer in it: {f'{pattern}.{inner}'!r}",
-            )
+            return (f"matches {wrapper}, which has no weight itself", f"name the layer in it: {f'{pattern}.{inner}'!r}")
         names = sorted({*self.weights, *self.owners})
         fix = did_you_mean(pattern, names, SEE_NAMES) if help_ else SEE_NAMES
         return "matches no parameter and no module of the model", fix

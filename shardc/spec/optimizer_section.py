@@ -79,9 +79,7 @@ class Optimizer(Section):
 
     matrices: (
         Annotated[
-            dict[Pattern, Annotated[Any, BeforeValidator(_cut)]],
-            BeforeValidator(_matrices),
-            WithJsonSchema(_MATRICES),
+            dict[Pattern, Annotated[Any, BeforeValidator(_cut)]], BeforeValidator(_matrices), WithJsonSchema(_MATRICES)
         ]
         | None
     ) = Field(

@@ -94,3 +94,4 @@ def test_every_folder_is_a_feature() -> None:
     folders = {f.parent.name for f in (ROOT / "shardc" / "features").glob("*/__init__.py")}
     assert folders == set(FEATURES)
     assert {f.name for f in (ROOT / "tests" / "features").iterdir() if f.is_dir()} - {"__pycache__"} == folders
+    assert all((ROOT / "docs" / "how-to" / f"{feature}.md").is_file() for feature in FEATURES)

@@ -17,7 +17,6 @@ from shardc.features.reshard.wanted import local_tensors, weights
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state.boxes import Part
-from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.saving_optimizer import fill, room_for, state_parts
 from shardc.runtime.zero.buckets import Buckets
 
@@ -110,11 +109,19 @@ class TrainingMove:
         new.hooks.follow(old.hooks)
         mesh = old.mesh
         with mesh.together("moving to another plan"), old.sending(), new.receiving():
-            have, settings = _optimizer_parts(old)
+            have: dict[str, Part] = {}
+            settings: dict[str, Any] | None = None
+            if (optimizer := old.update.optimizer) is not None:
+                where = old.buckets.runs, mesh, old.model.matrices
+                have, settings = state_parts(old.program, old.owned, optimizer, *where, copies=True)
             facts = {"optimizer": settings, "extra": old.extra_state()}
             senders = training.gather_reports(mesh, old.program, old.owned, have, **facts)
             index, need = training.index_of(old.program, senders), dict[str, Part]()
-            rooms = _room_for(new, index, need)
+            rooms, optimizer, matrices = dict[str, dict[str, Any]](), new.update.optimizer, new.model.matrices
+            if optimizer is not None and index.optimizer is not None:
+                room = new.update.paged.room if new.update.paged is not None else None
+                at = index, need, "engine.to", new.buckets.runs, room, new.mesh, matrices
+                rooms = room_for(new.program, new.owned, optimizer, *at)
             new.accept(index.extra)
             receivers = training.gather_reports(mesh, new.program, new.owned, need)
             tensors_of = ([each["tensors"] for each in ranks] for ranks in (senders, receivers))
@@ -122,25 +129,6 @@ class TrainingMove:
             tensors: dict[Key, Tensor] = {("from", "state", k): part.local.detach() for k, part in have.items()}
             tensors |= {("to", "state", k): part.local for k, part in need.items()}
             Reshard(old, new, more, all_buffers=True)(old, new, tensors)
-            optimizer = new.update.optimizer
             if optimizer is not None and index.optimizer is not None:
-                fill(new.program, new.owned, optimizer, index.optimizer, rooms, new.model.matrices)
+                fill(new.program, new.owned, optimizer, index.optimizer, rooms, matrices)
         new.go_on_from(index.extra)
-
-
-def _optimizer_parts(end: Saver) -> tuple[dict[str, Part], dict[str, Any] | None]:
-    """Return this rank's parts of the optimizer's state, and its settings; None without one."""
-    if end.update.optimizer is None:
-        return {}, None
-    where = end.buckets.runs, end.mesh, end.model.matrices
-    return state_parts(end.program, end.owned, end.update.optimizer, *where, copies=True)
-
-
-def _room_for(end: Saver, index: Index, parts: dict[str, Part]) -> dict[str, dict[str, Any]]:
-    """Make new optimizer state that is filled later, and add its tensors to `parts`."""
-    update = end.update
-    if update.optimizer is None or index.optimizer is None:
-        return {}
-    room = update.paged.room if update.paged is not None else None
-    where = (index, parts, "engine.to", end.buckets.runs, room, end.mesh, end.model.matrices)
-    return room_for(end.program, end.owned, update.optimizer, *where)
