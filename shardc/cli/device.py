@@ -23,12 +23,10 @@ def command(
         bool, typer.Option("--measure", help="measure this machine's cpu or cuda (default: cuda if it is there)")
     ] = False,
     processes: Annotated[
-        int | None,
-        typer.Option(min=2, help="with --measure: number of processes on a CPU, each a device (default: 2)"),
+        int | None, typer.Option(min=2, help="with --measure: number of processes on a CPU, each a device (default: 2)")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="with --measure: write this file, not that of `--device cpu`"),
+        Path | None, typer.Option("-o", "--output", help="with --measure: write this file, not that of `--device cpu`")
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,

@@ -34,8 +34,7 @@ def command(
         bool, typer.Option("--before", help="the captured graph: the model as one device runs it; needs no spec")
     ] = False,
     diff: Annotated[
-        str | None,
-        typer.Option(help="what a pass changed, by its name; `--diff list` lists the passes that ran"),
+        str | None, typer.Option(help="what a pass changed, by its name; `--diff list` lists the passes that ran")
     ] = None,
     comm: Annotated[
         bool, typer.Option("--comm", help="collectives of a step by axis and cause; which compute hides them")
@@ -124,9 +123,7 @@ def command(
             text = program.joint(stage)
             if not text:
                 raise ShardcError(
-                    "this program is forward-only: it has no backward graph",
-                    where="--joint",
-                    fix="leave --forward out",
+                    "this program is forward-only: it has no backward graph", where="--joint", fix="leave --forward out"
                 )
             show(json.dumps({"text": text}) if as_json else text)
         elif as_json:

@@ -36,8 +36,7 @@ NprocOption = Annotated[
 TrustOption = Annotated[bool, typer.Option("--trust", help="accept a compiled DIR whose files were edited")]
 FullOption = Annotated[bool, typer.Option("--full", help="show every layer (by default equal layers are folded)")]
 ModelOption = Annotated[
-    str | None,
-    typer.Option("--model", help="with a compiled DIR: the model file, if not the one it was compiled from"),
+    str | None, typer.Option("--model", help="with a compiled DIR: the model file, if not the one it was compiled from")
 ]
 ForwardOption = Annotated[
     bool,

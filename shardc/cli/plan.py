@@ -47,8 +47,7 @@ def command(
         Path | None, typer.Option(help="write a page: the best spec, the plot, every priced spec, why, what would help")
     ] = None,
     given: Annotated[
-        list[Path] | None,
-        typer.Option(help="price only this spec, without a search; repeat to compare several"),
+        list[Path] | None, typer.Option(help="price only this spec, without a search; repeat to compare several")
     ] = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", help="rows of a step (default: those that batch() gives)")
@@ -59,8 +58,7 @@ def command(
     ] = None,
     fewest: Annotated[bool, typer.Option("--fewest", help="also report the fewest devices that fit")] = False,
     what_if: Annotated[
-        bool,
-        typer.Option("--what-if", help="also price it on other devices, without recomputation, and compiled"),
+        bool, typer.Option("--what-if", help="also price it on other devices, without recomputation, and compiled")
     ] = False,
     tokens: Annotated[float | None, typer.Option(help="also answer how long so many tokens take, e.g. 15e12")] = None,
     headroom: Annotated[

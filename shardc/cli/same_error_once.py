@@ -61,12 +61,7 @@ def _first_report(text: str, rank: int, world: int) -> str:
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent; else by the first rank
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(
-        *address,
-        world,
-        rank == 0 and not hosted,
-        timedelta(seconds=WAIT),
-        wait_for_workers=False,
-        multi_tenant=True,
+        *address, world, rank == 0 and not hosted, timedelta(seconds=WAIT), wait_for_workers=False, multi_tenant=True
     )
     store.set(_key(rank), text)
     if rank:

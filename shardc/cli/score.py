@@ -27,8 +27,7 @@ class Split(str, Enum):
 def command(
     named: Named,
     weights: Annotated[
-        Path | None,
-        typer.Option(help="weights: a folder or file of safetensors, a torch file, or what --save wrote"),
+        Path | None, typer.Option(help="weights: a folder or file of safetensors, a torch file, or what --save wrote")
     ] = None,
     split: Annotated[Split, typer.Option(help="split that is passed to data(split) of the model file")] = Split.valid,
     rows: Annotated[Path | None, typer.Option(help="file for the scores of each row, one JSON document a line")] = None,
@@ -42,10 +41,7 @@ def command(
     with ranks(dataclasses.replace(named, score=not is_artifact(named.model)), nproc, weights) as all_ranks:
         check_outputs(files={"--rows": rows})
         if not all_ranks.program(as_compiled=True).scores:
-            fault, fix = (
-                "this program has no scores",
-                "compile it for them: shardc compile --score -o DIR",
-            )
+            fault, fix = ("this program has no scores", "compile it for them: shardc compile --score -o DIR")
             raise ShardcError(fault, where=named.model, fix=fix)
         job = all_ranks.job(Run(seed=seed), split=split.value, rows=str(rows.resolve() if rows else ""))
         all_ranks.start(job)

@@ -16,8 +16,7 @@ def command(
     named: Named,
     seed: Annotated[int, typer.Option(help="seed of the random weights and inputs")] = 0,
     compiled: Annotated[
-        bool,
-        typer.Option("--compiled", help="also compare the compiled step with the same step run line by line"),
+        bool, typer.Option("--compiled", help="also compare the compiled step with the same step run line by line")
     ] = False,
     static: Annotated[
         bool, typer.Option("--static", help="prove it without running: any number of ranks, no weights, no devices")

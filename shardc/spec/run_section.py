@@ -22,23 +22,18 @@ class Run(Section):
     seed: Times = Field(default=0, description="seed of initial weights, dropout and the order of data")
     clip: Positive | None = Field(default=None, description="clip gradients to this global norm", examples=[1.0])
     nonfinite: Literal["stop", "skip", "ignore"] = Field(
-        default="stop",
-        description="if a loss or gradient is nan or inf: stop before the update, skip it, or ignore it",
+        default="stop", description="if a loss or gradient is nan or inf: stop before the update, skip it, or ignore it"
     )
     save: str = Field(default="", description="folder for checkpoints and exported weights", examples=["runs/a"])
     save_every: Times = Field(default=0, description="also save every N steps; 0 = only at the end")
     keep: Count = Field(default=2, description="number of last checkpoints to keep in `save`")
     auto_resume: bool = Field(
-        default=False,
-        description="resume from the last checkpoint in `save`, if any: one command starts and restarts",
+        default=False, description="resume from the last checkpoint in `save`, if any: one command starts and restarts"
     )
     max_restarts: Times = Field(default=0, description="number of restarts from `save` after a rank fails")
     eval_every: Times = Field(default=0, description="compute the held-out loss every N steps; 0 = at the end")
     eval_batches: Times = Field(default=0, description="number of held-out batches to use; 0 = all")
-    log_every: Count = Field(
-        default=1,
-        description="read loss and gradient norm from the device every N steps",
-    )
+    log_every: Count = Field(default=1, description="read loss and gradient norm from the device every N steps")
     log: str = Field(default="", description="folder for steps.jsonl", examples=["runs/a"])
     tensorboard: bool = Field(default=False, description="also write the step lines for TensorBoard, in `log`")
     trace: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
