@@ -132,7 +132,7 @@ class Spec:
     unknown_ops: Literal["error", "replicate"] = "error"
     uneven: Literal["error", "pad"] = "error"
     strict: bool = False
-    sections: Mapping[str, Any] = field(default_factory=dict)
+    sections: Mapping[str, Any] = field(default_factory=dict, hash=False)
     places: Places = field(default_factory=Places, compare=False, repr=False)
     file: str = field(default="", compare=False, repr=False)
     text: str = field(default="", compare=False, repr=False)

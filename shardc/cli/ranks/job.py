@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardc.cli.common import COLLECT_EVERY
+from shardc.optional import registered
 from shardc.runtime.state.weight_files import is_checkpoint
 from shardc.spec.run_section import Run
 from shardc.torch_private import flight_record
@@ -99,7 +100,7 @@ def weights_of(job: Job, file: ModelFile, program: Program) -> Any:
     if not job.weights:
         return file.weights
     named = Path(job.weights)
-    partial = any(p.added for p in program.params) and not is_checkpoint(named)
+    partial = any(registered("runtime", "weights_of", program.features)) and not is_checkpoint(named)
     return (file.weights, named) if partial else named
 
 

@@ -44,12 +44,13 @@ def test_saved_resumed_begun_from_and_merged(tmp_path: Path) -> None:
     assert invoked.exit_code == 2
     assert "lora_A.weight, which the model lacks" in invoked.output
     more = ["--spec", str(tmp_path / "spec.yaml"), "--merge"]
-    invoked = CliRunner().invoke(
-        app, ["export", f"hf:{tmp_path / 'pre'}", str(tmp_path / "a"), str(tmp_path / "m"), *more]
-    )
-    assert invoked.exit_code == 0, invoked.output
+    for saved, merged in (("a", "m"), ("b", "n")):
+        folders = [f"hf:{tmp_path / 'pre'}", str(tmp_path / saved), str(tmp_path / merged)]
+        invoked = CliRunner().invoke(app, ["export", *folders, *more])
+        assert invoked.exit_code == 0, invoked.output
     auto = transformers.AutoModelForCausalLM
-    before, after = (auto.from_pretrained(tmp_path / x).state_dict() for x in ("pre", "m"))
+    before, after, begun_from = (auto.from_pretrained(tmp_path / x).state_dict() for x in ("pre", "m", "n"))
+    assert all(torch.equal(x, begun_from[n]) for n, x in after.items())  # the model's own weights, too
     changed = {n for n, x in before.items() if not torch.equal(x, after[n])}
     assert changed == {n for n in before if n.endswith(("q_proj.weight", "v_proj.weight"))}
     name = "model.layers.0.self_attn.q_proj"
