@@ -30,7 +30,7 @@ def needed(feature: str, file: str, name: str) -> Any:
     for value in registered(file, name, (feature,)):
         return value
     fix = f"install shardc with shardc/features/{feature}"
-    raise ShardcError(f"this belongs to the feature {feature}, which is not installed", where=name, fix=fix)
+    raise ShardcError(f"the feature {feature} is not installed", where=feature, fix=fix)
 
 
 def missing(section: object) -> str:

@@ -1,5 +1,8 @@
 """Optional features, a folder each: to delete one, delete its folder. Core does not import them (shardc.optional).
 
+adapters        low-rank matrices beside frozen weights (LoRA)      generation   tokens after prompts
+reshard         from one plan to another, in memory
+
 A feature has those of these files that it needs. Tables of core read the names behind them from all features:
 
 section     Sections: the sections of a spec that it adds, as pydantic fields; their values are in `Spec.sections`
