@@ -108,11 +108,11 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
     errors = Errors()
     layouts: dict[str, Layout] = {}
     names = [_input_name(i) for i in program.inputs]
-    for pattern in spec.batch.dims:
+    for key, pattern in [("dims", p) for p in spec.batch.dims] + [("pad", p) for p in spec.batch.pad]:
         if pattern != "*" and not any(match(pattern, n) for n in names):
             errors.add(
                 f"pattern {pattern!r} matches no input",
-                where=spec.where(("batch", "dims", pattern)),
+                where=spec.where(("batch", key, pattern)),
                 fix=did_you_mean(pattern, names, f"the inputs are {', '.join(names)}"),
             )
     nodes = placeholders(program.graph)

@@ -68,7 +68,7 @@ def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf)
     expected = ChainRule(program, stage, rules, terms, until).results()
     yield from _Texts(program, stage, terms, expected).wrong()
     for name, graph in stage.joint.graphs.items():
-        for node, fault in _overwritten(graph):
+        for node, fault in _overwritten(graph, _tapes(stage.joint.forward)):
             yield Wrong(name, node, fault)
         for node, fault in _unfinished(graph):
             yield Wrong(name, node, fault)
@@ -108,7 +108,8 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
         terms = Terms()
         expected = ChainRule(program, stage, rules, terms, until).results()
         yield from (replace(w, text=f"pair, {half}") for w in _Texts(program, stage, terms, expected).wrong())
-    for node, fault in (*_overwritten(pair.graph), *_unfinished(pair.graph)):
+    tapes = _tapes(one.joint.forward) + _tapes(other.joint.forward)
+    for node, fault in (*_overwritten(pair.graph, tapes), *_unfinished(pair.graph)):
         yield Wrong("pair", node, fault)
 
 
@@ -302,8 +303,14 @@ class _Texts:
         return f"{name}({', '.join(self._shown(t, depth - 1) for t in parts)})"
 
 
-def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
-    """Yield lines that reuse memory that another line still reads."""
+def _tapes(forward: fx.Graph) -> tuple[str, ...]:
+    """Return the tapes of the runtime's ops that stay whole. Their gradients are new memory, as compile has tried."""
+    calls = (n for n in forward.nodes if n.target is ops.opaque and str(n.args[0]).startswith("ops."))
+    return tuple(user.name for n in calls for user in n.users if user.target is operator.getitem)
+
+
+def _overwritten(graph: fx.Graph, tapes: tuple[str, ...]) -> Iterator[tuple[fx.Node, str]]:
+    """Yield lines that reuse memory that another line still reads. tapes: see `_tapes`."""
     nodes = list(graph.nodes)
     place = {n: i for i, n in enumerate(nodes)}
     memory: dict[fx.Node, fx.Node] = {}  # the line that allocated it
@@ -311,7 +318,7 @@ def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
     for n in nodes:
         first = n.args[0] if n.args and isinstance(n.args[0], fx.Node) else None
         shares = first is not None and (is_view(n.target) or n.target in _MEMORY_OF_FIRST)
-        if _result(n) is not None:  # each result has its own memory; reading one twice is the same memory
+        if _result(n, tapes) is not None:  # each result has its own memory; reading one twice is the same memory
             memory[n] = next(u for u in first.users if u.target is operator.getitem and u.args == n.args)  # type: ignore[union-attr]
         else:
             memory[n] = memory[first] if shares and first is not None else n
@@ -322,8 +329,8 @@ def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
             continue
         x: Any = n.args[1] if own else n.args[0]
         maker = memory[x]
-        op = _result(maker) or maker
-        fresh = isinstance(op.target, OpOverload) and not op.meta.get("repeats")
+        op = _result(maker, tapes) or maker
+        fresh = (isinstance(op.target, OpOverload) or _ours(op, tapes)) and not op.meta.get("repeats")
         if maker.op != "call_function" or not fresh:
             yield n, f"it takes over the memory of {maker.name}, which is not this text's own"
             continue
@@ -336,10 +343,18 @@ def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
             yield n, "it is added to another view of itself"
 
 
-def _result(n: fx.Node) -> fx.Node | None:
-    """Return the torch op that n is one of several results of, if it makes new memory; else None."""
+def _result(n: fx.Node, tapes: tuple[str, ...]) -> fx.Node | None:
+    """Return the op that n is one of several results of, if it makes new memory; else None."""
     of: Any = n.args[0] if n.target is operator.getitem else None
-    return of if of is not None and isinstance(of.target, OpOverload) and not is_view(of.target) else None
+    makes = isinstance(of, fx.Node) and (
+        (isinstance(of.target, OpOverload) and not is_view(of.target)) or _ours(of, tapes)
+    )
+    return of if makes else None
+
+
+def _ours(n: fx.Node, tapes: tuple[str, ...]) -> bool:
+    tape: Any = n.args[0] if n.target is ops.opaque_backward else None
+    return tape is not None and tape.name.endswith(tapes)
 
 
 def _views_of(n: fx.Node) -> Iterator[fx.Node]:
