@@ -26,7 +26,9 @@ aten = torch.ops.aten
 WIDEST = 2**31
 #: What `random_()` draws below, of dtypes of at most 2^31 numbers.
 _ALL_INTEGERS = {torch.bool: 2, torch.uint8: 2**8, torch.int8: 2**7, torch.int16: 2**15, torch.int32: WIDEST} | {
-    torch.bfloat16: 2**8 + 1, torch.float16: 2**11 + 1, torch.float32: 2**24 + 1
+    torch.bfloat16: 2**8 + 1,
+    torch.float16: 2**11 + 1,
+    torch.float32: 2**24 + 1,
 }
 
 

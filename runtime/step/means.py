@@ -216,7 +216,8 @@ class MeanDivisors:
             by_batch = {(tuple(_computed(d, known) for d in t.divisors), t.size): t for t in terms if t.divisors}
             sizes = {t.size for t in terms if not t.divisors}
             counts = [size for size in sizes if size is not None]
-            if len(by_batch) == 1 and (formula := _formula(*by_batch.values(), batch)) is not None:
+            formula = _formula(next(iter(by_batch.values())), batch) if len(by_batch) == 1 else None
+            if formula is not None:
                 self._formulas[name] = formula
             elif len(counts) == 1 and not by_batch:
                 self._fixed[name] = Divisor.count(*counts)
@@ -287,8 +288,8 @@ class _Finder:
             if n.target in _PLUS or n.target in _THROUGH:
                 todo += [(x, term, by_number, summed) for x in operands]
             elif n.target in _BY_NUMBER and len(operands) == 1:
-                if number := _number(n):  # a summand times 0 is no mean
-                    todo.append((operands[0], term, by_number * number ** _BY_NUMBER[n.target], summed))
+                if factor := _number(n):  # a summand times 0 is no mean
+                    todo.append((operands[0], term, by_number * factor ** _BY_NUMBER[n.target], summed))
             elif op_name(n.target) in ("where", "masked_fill"):  # another value where the batch has nothing to count
                 todo += [(x, term, by_number, summed) for x in of_model]
             elif n.target in (aten.mul.Tensor, aten.div.Tensor) and len(of_model) == 1:
@@ -299,8 +300,8 @@ class _Finder:
             elif n.target in _MEANS and summed is None:
                 while n.target in _MEANS | _THROUGH:
                     n = operands_of(n)[0]
-                size = _elements(n) / max(_elements(top), 1)
-                yield replace(term, size=size if term.divisors or size % self.rows == 0 else None)
+                elements = _elements(n) / max(_elements(top), 1)
+                yield replace(term, size=elements if term.divisors or elements % self.rows == 0 else None)
             elif term.divisors:
                 yield term
             elif summed is not None and self._counts(by_number, summed):
@@ -343,8 +344,8 @@ class _Finder:
 def _number(n: fx.Node) -> float:
     """Return the number that a node multiplies or divides by; nan if there is none, or to divide by 0."""
     number: Any = n.args[1] if not isinstance(n.args[1], fx.Node) else n.args[0]
-    usable = isinstance(number, (int, float)) and (number or _BY_NUMBER[n.target] < 0)
-    return float(number) if usable else math.nan
+    divides = n.target in (aten.div.Tensor, aten.div.Scalar)
+    return float(number) if isinstance(number, (int, float)) and (number or not divides) else math.nan
 
 
 def _elements(node: fx.Node) -> int:

@@ -32,7 +32,7 @@ from shardc.torch_private.autograd import (
 )
 from shardc.torch_private.fake_tensors import (
     DATA_DEPENDENT,
-    DynamicOutputShapeException,
+    SIZE_DEPENDENT,
     fake_device,
     fake_mode,
     fake_mode_of,
@@ -93,7 +93,7 @@ from shardc.torch_private.traced_graphs import (
 
 __all__ = [
     "DATA_DEPENDENT",
-    "DynamicOutputShapeException",
+    "SIZE_DEPENDENT",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
