@@ -18,7 +18,8 @@ from torch import Tensor
 from shardc.ir.matrices import Matrix
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
-from shardc.runtime.state.boxes import Box, boxes_of, cut_axes, overlap, replicas
+from shardc.runtime.state.boxes import Box, boxes_of, cut_axes, replicas
+from shardc.runtime.state.checkpoint_index import overlap
 from shardc.runtime.zero.flat_partition import Stretches
 
 

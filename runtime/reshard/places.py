@@ -11,7 +11,8 @@ import torch
 
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
-from shardc.runtime.state.boxes import Box, Numbers, Part, by_name
+from shardc.runtime.state.boxes import Box, Part, by_name
+from shardc.runtime.state.checkpoint_index import Numbers
 from shardc.runtime.zero.flat_partition import Stretches
 
 _NOTHING = torch.empty(0)

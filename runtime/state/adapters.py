@@ -263,9 +263,9 @@ class OfSpec:
         Raises ShardcError if peft has no form for them.
         """
         self._check()
-        result = {peft_name(part, self.program): as_peft(tensors[n], part) for n, part in parts(self.program).items()}
-        saved = tuple(f"{m}." for m in self._saved())
         of_adapters = parts(self.program)
+        result = {peft_name(part, self.program): as_peft(tensors[n], part) for n, part in of_adapters.items()}
+        saved = tuple(f"{m}." for m in self._saved())
         return result | {PREFIX + n: x for n, x in tensors.items() if n.startswith(saved) and n not in of_adapters}
 
     def merged(self, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
@@ -273,7 +273,8 @@ class OfSpec:
 
         Raises ShardcError for a tied weight whose adapter belongs to one use only.
         """
-        result = {n: x for n, x in tensors.items() if n not in parts(self.program)}
+        of_adapters = parts(self.program)
+        result = {n: x for n, x in tensors.items() if n not in of_adapters}
         for adapter in self.program.adapters:
             base = self._of(adapter)
             if whole_name(base.fqn) != base.fqn:

@@ -20,14 +20,12 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.checkpoint_index import Stored
+from shardc.runtime.state.checkpoint_index import Numbers, Stored
 from shardc.runtime.state.tensor_file import Entry, header, stored_as
 from shardc.runtime.zero.flat_partition import FlatShard, elements
 
 # --- what one rank writes: slices of its tensors, and the files that hold them
 
-
-Numbers = tuple[int, ...]
 
 #: Maximal bytes of a slice, which is read, checked and held at once.
 SLICE = 64 << 20
@@ -258,34 +256,12 @@ def _common(stretch: tuple[int, int], box: tuple[int, int, int]) -> tuple[int, i
 # --- arithmetic of boxes, each an offset and a shape
 
 
-def overlap(offset: Numbers, shape: Numbers, other: Numbers, of: Numbers) -> tuple[Numbers, Numbers] | None:
-    """Return the intersection of two boxes; None if it is empty."""
-    start = tuple(map(max, offset, other))
-    size = tuple(min(a + n, b + m) - s for a, n, b, m, s in zip(offset, shape, other, of, start, strict=True))
-    return (start, size) if all(n > 0 for n in size) else None
-
-
 def without(offset: Numbers, shape: Numbers, start: Numbers, size: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
     """Yield the boxes that remain of a box after a box inside it is removed."""
     for d, (a, n, b, m) in enumerate(zip(offset, shape, start, size, strict=True)):
         for first, count in ((a, b - a), (b + m, a + n - b - m)):  # before it in this dim, and behind it
             if count:
                 yield (*start[:d], first, *offset[d + 1 :]), (*size[:d], count, *shape[d + 1 :])
-
-
-def disjoint(boxes: Iterable[tuple[Numbers, Numbers]]) -> bool:
-    """Return whether no two boxes share an element."""
-    behind: list[tuple[Numbers, Numbers]] = []
-    for offset, shape in sorted(boxes):
-        if not shape:
-            if behind:
-                return False
-        else:
-            behind = [(o, s) for o, s in behind if o[0] + s[0] > offset[0]]
-            if any(overlap(offset, shape, o, s) is not None for o, s in behind):
-                return False
-        behind.append((offset, shape))
-    return True
 
 
 def cuts(shape: Numbers, itemsize: int, limit: int) -> Iterator[tuple[Numbers, Numbers]]:

@@ -12,6 +12,7 @@ Only the names say which one is the last, so nothing can be out of date. Each na
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -26,8 +27,8 @@ from xxhash import xxh3_128
 
 from shardc.errors import ShardcError
 from shardc.runtime.state import checkpoint_index, disk_calls
-from shardc.runtime.state.boxes import Box, Numbers, disjoint, overlap
-from shardc.runtime.state.checkpoint_index import FILE, Index, Slice, Stored
+from shardc.runtime.state.boxes import Box
+from shardc.runtime.state.checkpoint_index import FILE, Index, Numbers, Slice, Stored, overlap
 from shardc.runtime.state.tensor_file import BLOCK, bytes_of
 
 # --- slices of files, read and checked against their digests
@@ -86,12 +87,11 @@ def read_box(path: Path, index: Index, key: str, offset: Numbers, shape: Numbers
     stored = index.tensors[key]
     tensor = torch.empty(shape, dtype=stored.dtype)
     box = Box(offset, shape, (), None)
-    for s in stored.slices:
-        if overlap(offset, shape, s.offset, s.shape) is not None:
-            file = path / index.files[s.file].name
-            with disk_calls.opened(file) as descriptor:
-                if not read_slice(descriptor, stored, s, [(box, tensor)]):
-                    raise damage(file, key, s)
+    for s in stored.overlapping(offset, shape):
+        file = path / index.files[s.file].name
+        with disk_calls.opened(file) as descriptor:
+            if not read_slice(descriptor, stored, s, [(box, tensor)]):
+                raise damage(file, key, s)
     return tensor
 
 
@@ -275,9 +275,6 @@ def verify(path: Path) -> Iterator[ShardcError]:
     except DamagedError as e:
         yield e
         return
-    for key, stored in index.tensors.items():
-        if not disjoint((s.offset, s.shape) for s in stored.slices):
-            yield DamagedError(f"slices of {key} overlap, and others are missing", where=str(path))
     of_file: dict[int, list[tuple[str, Slice]]] = {}
     for key, stored in index.tensors.items():
         for s in stored.slices:
@@ -287,9 +284,8 @@ def verify(path: Path) -> Iterator[ShardcError]:
             check_file(path, index, number)
         except DamagedError as e:
             yield e
-            if not (path / file.name).is_file():
-                continue
-        with disk_calls.opened(path / file.name) as descriptor:
+        # `check_file` has found why a file cannot be opened
+        with contextlib.suppress(OSError), disk_calls.opened(path / file.name) as descriptor:
             for key, s in sorted(of_file.get(number, []), key=lambda x: x[1].place):
                 if read_whole(descriptor, index.tensors[key], s) is None:
                     yield damage(path / file.name, key, s)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -92,6 +92,10 @@ class Stored(NamedTuple):
     shape: Sizes
     slices: tuple[Slice, ...] = ()
 
+    def overlapping(self, offset: Numbers, shape: Numbers) -> list[Slice]:
+        """Return the slices that make up a box of the tensor."""
+        return [s for s in self.slices if overlap(offset, shape, s.offset, s.shape) is not None]
+
     def nbytes(self, x: Slice) -> int:
         return math.prod(x.shape) * self.dtype.itemsize
 
@@ -116,6 +120,33 @@ class Index:
     @property
     def nbytes(self) -> int:
         return sum(f.nbytes for f in self.files)
+
+
+# --- boxes, each an offset and a shape
+
+Numbers = tuple[int, ...]
+
+
+def overlap(offset: Numbers, shape: Numbers, other: Numbers, of: Numbers) -> tuple[Numbers, Numbers] | None:
+    """Return the intersection of two boxes; None if it is empty."""
+    start = tuple(map(max, offset, other))
+    size = tuple(min(a + n, b + m) - s for a, n, b, m, s in zip(offset, shape, other, of, start, strict=True))
+    return (start, size) if all(n > 0 for n in size) else None
+
+
+def disjoint(boxes: Iterable[tuple[Numbers, Numbers]]) -> bool:
+    """Return whether no two boxes share an element."""
+    behind: list[tuple[Numbers, Numbers]] = []
+    for offset, shape in sorted(boxes):
+        if not shape:
+            if behind:
+                return False
+        else:
+            behind = [(o, s) for o, s in behind if o[0] + s[0] > offset[0]]
+            if any(overlap(offset, shape, o, s) is not None for o, s in behind):
+                return False
+        behind.append((offset, shape))
+    return True
 
 
 # --- as text
@@ -207,6 +238,8 @@ def _check(files: tuple[File, ...], tensors: Mapping[str, Stored], *, partial: b
                 raise ValueError(f"a slice of {name!r} reaches over its end")
             if s.file >= len(files):
                 raise ValueError(f"a slice of {name!r} is in no file")
+        if not partial and not disjoint((s.offset, s.shape) for s in t.slices):
+            raise ValueError(f"slices of {name!r} overlap and leave a part of it uncovered")
     ends = [f.header for f in files]
     for file, place, nbytes in sorted((s.file, s.place, t.nbytes(s)) for t in tensors.values() for s in t.slices):
         if place != ends[file]:

@@ -7,7 +7,6 @@ of a folder to load, and, after each of `check`, `read` and `finish`, that it su
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.boxes import Box, Part, Runs, disjoint, kept, model_parts, overlap
+from shardc.runtime.state.boxes import Box, Part, Runs, kept, model_parts
 from shardc.runtime.state.checkpoint_folder import (
     DamagedError,
     check_file,
@@ -34,7 +33,7 @@ from shardc.runtime.state.checkpoint_folder import (
     read_slice,
     remedy,
 )
-from shardc.runtime.state.checkpoint_index import NAME, Index, Slice, Stored
+from shardc.runtime.state.checkpoint_index import Index, Slice
 from shardc.runtime.state.saving_optimizer import Room, fill, room_for
 from shardc.runtime.state.sources import check_names
 
@@ -189,7 +188,7 @@ class _Loading:
         targets: dict[Slice, tuple[str, list[tuple[Box, Tensor]]]] = {}
         for key, part in self._parts.items():
             for box in part.boxes(layout, rank):
-                for s in self._slices(key, self.index.tensors[key], box):
+                for s in self.index.tensors[key].overlapping(box.offset, box.shape):
                     targets.setdefault(s, (key, []))[1].append((box, box.of(part.local.detach())))
         errors: list[ShardcError] = []
         with ThreadPoolExecutor(READERS) as readers:
@@ -206,17 +205,6 @@ class _Loading:
                 errors += [damage(file, targets[s][0], s) for s, fine in zip(slices, good, strict=True) if not fine]
         if errors:
             raise DamagedError("damaged", errors=errors)
-
-    def _slices(self, key: str, stored: Stored, box: Box) -> list[Slice]:
-        slices, boxes = [], []
-        for s in stored.slices:
-            common = overlap(box.offset, box.shape, s.offset, s.shape)
-            if common is not None:
-                slices.append(s)
-                boxes.append(common)
-        if sum(math.prod(shape) for _, shape in boxes) != math.prod(box.shape) or not disjoint(boxes):
-            raise DamagedError(f"slices of {key} overlap, and others are missing", where=str(self.path / NAME))
-        return slices
 
     def finish(self) -> None:
         if self.optimizer is not None and self.index.optimizer is not None:

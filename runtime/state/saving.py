@@ -80,6 +80,7 @@ class Save:
     error: BaseException | None = None
     cancelled: bool = False
     committing: bool = False
+    saved: bool = False
     done: int = 0
     nbytes: int = 0
     lock: disk_calls.Lock | None = None
@@ -177,16 +178,13 @@ class Save:
         path = free_name(self.folder, self.step)
         disk_calls.rename(self.work, path)
         disk_calls.sync_folder(self.folder)
+        self.saved = True
         try:
             for g in generations(self.folder):
                 if not g.replaced and g.step > self.step:
                     disk_calls.rename(g.path, renamed_path(g))
             if self.keep is not None:
                 prune(self.folder, self.keep, known=path)
-        except OSError as e:
-            fault = f"the checkpoint of step {self.step} was saved, but others cannot be renamed or deleted: {e}"
-            fix = "check the permissions of the folder"
-            raise SavingError(fault, where=str(self.folder), fix=fix) from e
         finally:
             self.known.see(self.folder)
 
@@ -333,16 +331,19 @@ class Saves:
         ranks, text = agreement.failures(self._mesh, _words(error) if error is not None else None)
         if not ranks:
             return
+        saved, _ = agreement.failures(self._mesh, "" if save.saved else None)
         self._save = None
         save.end(failed=True)
         if error is not None and not isinstance(error, OSError):
             raise error
         who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:4]))}{' ...' if len(ranks) > 4 else ''}"
-        raise SavingError(
-            f"the checkpoint of step {save.step} was not saved: {text} (on {who})",
-            where=str(save.folder),
-            fix="earlier checkpoints are unchanged; make room or name another folder, and save again",
-        ) from error
+        if saved:
+            fault, fix = "was saved, but others cannot be renamed or deleted", "check the permissions of the folder"
+        else:
+            fault = "was not saved"
+            fix = "earlier checkpoints are unchanged; make room or name another folder, and save again"
+        fault = f"the checkpoint of step {save.step} {fault}: {text} (on {who})"
+        raise SavingError(fault, where=str(save.folder), fix=fix) from error
 
 
 def _words(error: BaseException) -> str:

@@ -17,7 +17,8 @@ from shardc.ir.stored import Param
 from shardc.runtime.matrices.owners import work
 from shardc.runtime.matrices.routes import Routes
 from shardc.runtime.matrices.whole import routes_of
-from shardc.runtime.state.boxes import boxes_of, disjoint
+from shardc.runtime.state.boxes import boxes_of
+from shardc.runtime.state.checkpoint_index import disjoint
 from shardc.runtime.zero.flat_partition import Stretches
 from shardc.runtime.zero.trained_params import trained_params
 from shardc.verify.static.gradient_sums import Wrong
