@@ -1,7 +1,7 @@
 """Write the joint graph of each stage: a forward and a backward graph, which a training step runs.
 
     derivatives finds the derivative of each call, once for every distinct call
-    saved       returns what the backward of a call keeps; `checkpoint` and cost use it
+    saved       finds what the backward of each call keeps; `checkpoint` and cost use it
     order       orders backward's rules and sums of gradients, as autograd does
     kept        decides which values backward keeps, on the device or on the host, and which it recomputes
     write       writes the two graphs; take_over: reuses memory for sums; halves: splits backward in two for a schedule
@@ -68,7 +68,10 @@ class JointGraphs(Pass):
 
 
 def with_joint_graphs(program: Program, how: Execution) -> Program:
-    """Add forward and backward graphs to each stage, written on first access. how: the spec's section."""
+    """Add forward and backward graphs to each stage.
+
+    A graph is written on first access; those of pairs at once. how: the `execution` section.
+    """
     graphs, lock = Graphs(program, how), RLock()
     joint = (DeferredJoint(partial(_now, graphs.of, i), lock) for i in range(len(program.stages)))
     result = replace(program, stages=tuple(replace(s, joint=x) for s, x in zip(program.stages, joint, strict=True)))
@@ -94,7 +97,10 @@ _PAIR: dict[str, str] = {"microbatches": "FB", "forwards": "FF"}
 
 
 def _pairs_to_run(program: Program, how: Execution) -> tuple[tuple[str, int, int], ...]:
-    """Return which graphs a step runs side by side: see `shardc.runtime.schedule.Schedule.pairs`."""
+    """Return the (kind, first stage, second stage) of each pair that a step runs.
+
+    See `shardc.runtime.schedule.Schedule.pairs`.
+    """
     if program.schedule is not None:
         return program.schedule.pairs()
     return ((_PAIR[how.overlap], 0, 0),) if how.overlap in _PAIR and program.microbatches > 1 else ()
@@ -120,9 +126,9 @@ class Graphs:
         return self._done[stage]
 
     def _room(self) -> int:
-        """Return the bytes that a forward may use in any case while its values leave for the host.
+        """Return the live bytes allowed to a forward whose values leave: the smallest backward peak.
 
-        That is the least peak of the backwards, because a backward runs while as many microbatches are alive.
+        A step needs that memory anyway.
         """
         if not any(r.offload for r in self._program.regions):
             return 0
@@ -142,6 +148,7 @@ class Graphs:
         return self._written[stage]
 
     def _in_order_of_writing(self, stage: Stage) -> Joint:
+        """Write a stage's graphs, with lines in the order in which autograd would run them."""
         program, rules, seconds, sizes = self._program, self._rules, self.seconds, self.sizes
         types, facts = types_of(program, stage.graph, rules)
         returned: tuple[fx.Node | None, ...] = stage.graph.output_node().args[0]  # type: ignore[assignment]

@@ -47,7 +47,7 @@ SMALL = 16
 #: Lines of the largest region: compilers take long for more lines, and gain little.
 LINES = 512
 
-#: Bytes of gradients that wait for the end of their region, at most, before a bucket has them.
+#: A region ends when more bytes of gradients than this wait for it.
 WAITING = 1 << 24
 
 #: Products and convolutions: separate kernels, compiled or not.
@@ -128,7 +128,7 @@ class _Cut:
         return of_others or before != self._layer or len(self._open) >= LINES
 
     def _earlier(self, n: fx.Node) -> list[fx.Node]:
-        """Return a small line that reads only results of the last region, with the views in between; else []."""
+        """Return a small line that reads only the last region, after the views it needs; [] for others."""
         size = self._sizes.bytes_of
         if shares_memory(n) or len(values_of(n)) > 1 or SMALL * size(n) > max(map(size, n.all_input_nodes), default=0):
             return []

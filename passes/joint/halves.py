@@ -1,8 +1,8 @@
 """Split backward in two halves, for schedules that delay the second one (zb-h1, zb-v).
 
 The first half computes the gradients of received values. The second computes the rest, for weights. An op whose
-backward is one line (`ops.opaque_backward`) makes gradients for both. Then those for weights wait for the second half,
-or the line runs in each half, as under autograd, and its operands wait, if they are smaller.
+backward is one line (`ops.opaque_backward`) makes gradients for both. Either those for weights are kept until the
+second half, or the line runs once in each half, and its operands and tape are kept: the choice that takes fewer bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _reload_in_each_half(graph: fx.Graph) -> None:
 
 
 def _untape_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> None:
-    """Run an opaque backward in both halves if its operands are smaller than its results for the second."""
+    """Run an opaque backward in both halves if that keeps fewer bytes than its later results."""
     first = _of_received(graph)
     for n in [n for n in graph.nodes if n.target is ops.opaque_backward and n in first]:
         later = {u: int(u.args[1]) for u in n.users if u not in first}

@@ -22,8 +22,8 @@ from shardc.passes.joint.derivatives.template import Made
 from shardc.runtime import ops
 from shardc.runtime.ops.local_math import UNEQUAL
 
-#: Ops whose result may be their operand on some ranks and a new tensor on others: results of their lines are kept on
-#: all ranks or on none. They are small.
+#: Ops whose result is their operand on some ranks and a new tensor on others. Backward keeps what their lines return,
+#: so that all ranks do the same.
 _BY_RANK = {getattr(ops, row.op) for row in CONVERSIONS if "first" in (row.forward, row.backward)} | UNEQUAL
 
 
@@ -37,19 +37,21 @@ class Wanted(NamedTuple):
 
 @dataclass(eq=False)
 class KeptValues:
-    """Calls that run again, in order. wanted: the results that are needed."""
+    """Calls that backward runs again, in order. wanted: their results that backward needs."""
 
     nodes: tuple[fx.Node, ...]
     wanted: list[Wanted]
 
 
 class Recomputed:
-    """Divides the values that backward needs (pairs of an op and a value) into kept and recomputed ones.
+    """Divides the values that backward needs into kept and recomputed ones.
 
     held: values kept from forward. plans: by value, how the others are recomputed. host: by held value that only ops in
-    regions with `offload: cpu` need, its region; it may leave the device. through: the values needed when a recomputed
-    op takes a value: that value, or its sources. part_of: the value of which a value is a part, in the same memory.
-    Such a part goes to the host separately, as backward may need one part and not the others.
+    regions with `offload: cpu` need, its region; it may leave the device.
+
+    needs: (op whose backward needs it, value) pairs. through: the values needed when a recomputed op takes a value:
+    that value, or its sources. part_of: the value of which a value is a part, in the same memory. Such a part goes to
+    the host separately, as backward may need one part and not the others.
     """
 
     def __init__(
@@ -103,7 +105,10 @@ class Recomputed:
         self.host = {w: region for w, region in self._regions.items() if w not in self._here}
 
     def _decide(self, askable: list[str], chain: list[str], w: Wanted, asked: dict[str, set[Wanted]]) -> None:
-        """Let the innermost region of `askable` recompute it, else hold it. chain: regions around its reader."""
+        """Assign a value to the innermost region that may recompute it; if there is none, keep it.
+
+        regions: those that may. enclosing: all regions around its reader.
+        """
         by_rank = w.kind == "t" and w.node.target in _BY_RANK  # its code may differ from rank to rank
         region = next((r for r in askable if self._recomputes(w, r)), None)
         if region is None or by_rank:

@@ -33,7 +33,7 @@ _SAME = {ops.add_into, *(getattr(ops, op) for op, row in BY_OP.items() if row.fo
 
 
 def _copies(start: fx.Node) -> bool:
-    """Return whether a collective sends a copy of its operand."""
+    """Return whether a collective copies its operand, which may then be freed."""
     row = BY_OP.get(str(start.args[0])) if start.target in (ops.start, ops.transpose_start) else None
     return row is not None and (row.forward if start.target is ops.start else row.backward) == "all_reduce"
 
@@ -79,7 +79,7 @@ class Sizes:
 class Buffer:
     """The buffer of a bucket's gradients. whole, part: bytes before and after their sum over ranks.
 
-    each: every backward sums them, and the memory is free soon afterwards.
+    each: summed in every backward and freed; else kept for the step.
     """
 
     whole: int
@@ -114,9 +114,13 @@ def _part(program: Program, b: Bucket) -> Part:
 class Step:
     """A line's effect on the bytes that are alive, in any order.
 
-    most: extra bytes while it runs. left: extra bytes afterwards, before values are freed. uses: numbers of the values
-    that it uses. fills, sums: the bucket that gets gradients, or whose sum begins. put: bytes of a gradient that stays
-    separate. own: the gradient is alive already. gradients: whether fills, sums or put is set.
+    most: extra bytes while it runs
+    left: extra bytes afterwards, before values are freed
+    uses: numbers of the values that it uses
+    fills, sums: the bucket that gets gradients, or whose sum begins
+    put: bytes of a gradient that stays separate
+    own: the gradient is alive already
+    gradients: fills, sums or put is set
     """
 
     most: int
@@ -130,7 +134,7 @@ class Step:
 
 
 class Uses:
-    """The owner of each value's memory, and how often it is used. Returned values are used to the end."""
+    """Owners of values' memory, and their uses. Returned values stay alive to the end."""
 
     def __init__(self, graph: fx.Graph, sizes: Sizes, work: Mapping[fx.Node, Work]) -> None:
         self.sizes, self._work = sizes, work
@@ -178,7 +182,7 @@ class Uses:
         )
 
     def _picked(self, n: fx.Node) -> None:
-        """Move the bytes of this result from the op that made it to the result."""
+        """Count this result's bytes at the `getitem`, not at the op."""
         source: Any = n.args[0]
         tape = self._work[source].tape if source.target is ops.opaque and n.meta["value"] is None else 0
         self.bytes[n] += tape
@@ -231,12 +235,12 @@ class Uses:
         return step
 
     def alive(self, order: Iterable[fx.Node]) -> list[tuple[int, int]]:
-        """Return the bytes alive at each line, in a step's first backward, and in one that adds to gradients."""
+        """Return each line's live bytes: (a step's first backward, later ones without earlier gradients)."""
         memory = Memory(self)
         return [memory.run(self.steps[n]) for n in order]
 
     def peak(self, order: Iterable[fx.Node]) -> tuple[int, int]:
-        """Return the maximum of both."""
+        """Return the peaks of `alive`."""
         first, later = zip(*self.alive(order), strict=True)
         return max(first), max(later)
 

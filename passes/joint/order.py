@@ -1,7 +1,8 @@
 """Order backward's rules and sums of gradients as autograd does, so that results have the same bits.
 
 Of the nodes that are ready, autograd runs the one with the greatest number, and numbers grow in forward. So backward is
-forward reversed, except for products beside a collective (shardc.runtime.ops.overlap), which are split:
+forward reversed, except for products beside a collective (shardc.runtime.ops.factors). They are split into four tasks,
+in this order:
 
     of data         the gradient of the input x_each
     begin           its sum over ranks begins
@@ -57,7 +58,7 @@ class RuleRuns:
 
 @dataclass
 class Complete:
-    """A parameter has its whole gradient. param: the value of forward."""
+    """A parameter's gradient of this backward is complete on this rank. param: the value of forward."""
 
     param: Made
     gradient: Gradient
@@ -65,14 +66,14 @@ class Complete:
 
 @dataclass
 class BucketComplete:
-    """The parameters of a bucket have all gradients of this backward; a `Complete` came for each of them."""
+    """All parameters of a bucket are complete in this backward, also those without a gradient (and a `Complete`)."""
 
     bucket: int
 
 
 @dataclass
 class GatheredComplete:
-    """A gathered bucket has its gradients. wait: the node that has it whole. gradients: of its parameters."""
+    """A gathered bucket has its gradients. wait: the `gather_wait` node. gradients: of its parameters."""
 
     wait: fx.Node
     gradients: tuple[Gradient | None, ...]
@@ -87,9 +88,9 @@ class _Task(NamedTuple):
 
 
 class Backward:
-    """The events of one graph's backward, in order.
+    """Computes the events of a graph's backward, in autograd's order.
 
-    types: of every value of forward. left: the final gradients of values that no op here made.
+    types: of every value of forward. input_gradients: the final gradients of values that no op here made.
     """
 
     def __init__(self, graph: fx.Graph, program: Program, rules: Rules, types: Mapping[Made, Type | None]) -> None:
@@ -219,6 +220,7 @@ class Backward:
     # --- running them
 
     def _do(self, task: _Task) -> None:
+        """Run a task: record its events, and queue what follows."""
         n = task.node
         tangents = tuple(self._gradients.get(m) for m in self._results(n))
         if n.target is ops.gather_wait:
@@ -230,6 +232,7 @@ class Backward:
         self._gave(set(self._grads_of(task)))
 
     def _rule(self, task: _Task, tangents: tuple[Gradient | None, ...]) -> None:
+        """Record that a rule runs, and update the operands' gradients."""
         n = task.node
         operands = self._rules.template(n).operands
         gives = set(self._grads_of(task))
@@ -254,6 +257,7 @@ class Backward:
                 self._gradients[m] = g
 
     def _gave(self, made: Iterable[Made]) -> None:
+        """Note that a task added its gradients to these values; queue what is complete now."""
         for m in sorted(made, key=lambda m: (self._place[m[0]], m[1]), reverse=True):
             n = m[0]
             self._waiting[m] -= 1

@@ -36,9 +36,9 @@ from shardc.passes.joint.seconds import Seconds, Work
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload, add_node
 
-#: For how many collectives lines may be kept in reserve.
+#: Tried numbers of following collectives for which gradients of weights are delayed, to hide them.
 RESERVES = (0, 1, 2, 4)
-#: How many lines further down a line may come first.
+#: How many lines ahead the scheduler looks for work during a collective.
 WINDOW = 400
 #: How often an order that takes too much memory is computed again.
 ROUNDS = 6
@@ -47,7 +47,8 @@ ROUNDS = 6
 def overlap_collectives(graph: fx.Graph, seconds: Seconds, sizes: Sizes, room: int = 0) -> int:
     """Split a graph's collectives in two and move its lines. Return its peak of live bytes.
 
-    The peak is that of a microbatch after the first. room: bytes that may be alive in any case.
+    The peak is that of a microbatch after the first. room: a higher limit of live bytes; 0: the peak of the graph's own
+    order.
     """
     _split(graph, seconds)
     ordered = OrderedGraph(graph, seconds, sizes)
@@ -64,7 +65,7 @@ def overlap_collectives(graph: fx.Graph, seconds: Seconds, sizes: Sizes, room: i
 
 
 def best_order(ordered: OrderedGraph, most: tuple[int, int]) -> list[fx.Node]:
-    """Return the order that ends first. most: peaks of bytes that may be alive."""
+    """Return the fastest of the tried orders and the graph's own. most: peaks of bytes that may be alive."""
     best = ordered.nodes
     least = ordered.simulate(best)
     for reserve in RESERVES if ordered.may_delay else RESERVES[:1]:
@@ -91,7 +92,7 @@ def fitting(ordered: OrderedGraph, reserve: int, most: tuple[int, int]) -> tuple
 
 
 def within(bytes_: tuple[int, int], most: tuple[int, int]) -> bool:
-    """Return whether both peaks (shardc.passes.joint.memory) are within those limits."""
+    """Return whether both peaks (shardc.passes.joint.memory) are at most their limits."""
     return bytes_[0] <= most[0] and bytes_[1] <= most[1]
 
 
@@ -122,8 +123,8 @@ class Line:
 
     place: its number in the graph. seconds, sends: of computing and of sending. step: its effect on memory. waits:
     place of the line that it waits for, or -1. begins: others wait for it. stops: the rank is idle while it sends.
-    settles: it waits for the sum of the bucket before. leads: whether to a collective or a result. before, after: lines
-    that have to be so.
+    settles: it waits for the sum of the bucket before. leads: a collective or a result depends on it. before, after:
+    places of lines that must come earlier or later.
     """
 
     place: int
@@ -144,7 +145,7 @@ _PLACE, _SECONDS = attrgetter("place"), attrgetter("seconds")
 
 
 class OrderedGraph:
-    """What the order of a graph's lines has to keep, and what it costs. targets: lines that communicate."""
+    """A graph's lines with dependencies, seconds and memory. targets: places of lines that communicate."""
 
     def __init__(self, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
         self.nodes: list[fx.Node] = [n for n in graph.nodes if n.op == "call_function"]
@@ -240,7 +241,7 @@ class OrderedGraph:
 
 @dataclass
 class LineClock(Clock):
-    """The streams of one rank. summing: place of the line of the last sum that every backward repeats."""
+    """The streams of one rank. summing: place of the line that started the running bucket sum; -1: none."""
 
     summing: int = -1
 
@@ -257,9 +258,10 @@ class LineClock(Clock):
 
 
 class Scheduler:
-    """One order of a graph. alive: bytes at each of its lines. meets: lines that no other line passes.
+    """One order of a graph. alive: bytes at each of its lines.
 
     reserve: for how many of the next collectives lines are delayed. most: the peaks of bytes that may be alive.
+    barriers: lines that no other line may be moved across.
     """
 
     def __init__(

@@ -39,14 +39,14 @@ from shardc.passes.joint.seconds import Seconds
 from shardc.runtime import ops
 from shardc.torch_private import add_node
 
-#: How far ahead of the other a half may get, in stretches between two collectives. All are tried.
+#: Tried leads: how many collectives one half may be ahead of the other.
 LEADS = (0.0, 1.0, 2.0, 4.0)
 
 
 def pairs_of(
     program: Program, seconds: Seconds, sizes: Sizes, wanted: Sequence[tuple[str, int, int]]
 ) -> tuple[Pair, ...]:
-    """Return a graph for each (kind, stage of the first half, of the second) whose stages are here."""
+    """Return one graph for each requested (kind, first half's stage, second half's stage)."""
     pairs = []
     for kind, f, t in wanted:
         forward, other = program.stages[f].joint, program.stages[t].joint
@@ -98,7 +98,7 @@ def _named(node: fx.Node, name: str) -> fx.Node:
 
 
 def _whole(joint: Joint, seconds: Seconds, sizes: Sizes) -> fx.Graph:
-    """Return backward as one graph: halves in turn, or interleaved as under autograd if memory needs it."""
+    """Return backward as one graph: first half, then second; interleaved if that needs less memory."""
     if joint.weights is None:
         return joint.backward
     as_autograd, separate = (_of_halves(joint, joint.weights, early=early) for early in (True, False))
@@ -174,7 +174,7 @@ def _overlap(kind: str, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None
 
 
 def _one_by_one(ordered: OrderedGraph, graph: fx.Graph) -> tuple[int, int]:
-    """Return the peaks of a forward and then a backward, the latter without forward's new buffer values."""
+    """Return the peaks of a forward, then a backward after forward's new buffer values were taken."""
     uses = ordered.uses
     returned: Any = graph.output_node().args[0]
     (loss, news, *stay), _ = returned
@@ -197,9 +197,9 @@ def _arrange(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
 
 
 class _Half:
-    """The lines of one half, in order. takes, done: seconds of all lines alone, and of those so far.
+    """The lines of one half, in order.
 
-    sends: how many collectives. lead: by line, seconds of computing until the next one begins.
+    total_seconds, done_seconds: of all lines alone, and of those so far. collectives: how many. until_collective: by line, seconds of computing until the next one begins.
     """
 
     def __init__(self, ordered: OrderedGraph, *, back: bool) -> None:

@@ -26,7 +26,7 @@ from shardc.runtime import ops
 
 @dataclass(frozen=True)
 class Saved:
-    """What backward keeps of one call: operands, and results by index.
+    """What backward keeps of a call. operands: nodes; results: indices.
 
     own: bytes that the op makes only for its backward. views: by result the operand whose memory it shares, or None.
     """
@@ -85,6 +85,7 @@ def saved_of(program: Program, graph: fx.Graph, rules: Rules) -> dict[fx.Node, S
 
 
 def _saved(n: fx.Node, types: Mapping[Made, Type | None], facts: Facts, rules: Rules) -> Saved:
+    """Return what the backward of one call keeps, by its rule."""
     operands = list(dict.fromkeys(operands_of(n)))
     views = tuple(operands[i] if i >= 0 else None for i in facts.views)
     taken = tuple(t for x in operands if (t := types[producer_of(x)]) is not None)

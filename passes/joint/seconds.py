@@ -148,7 +148,7 @@ class Seconds:
         return record, self.clock.alone(record)[0]
 
     def _on_meta(self, n: fx.Node) -> Work | None:
-        """Return the work of a torch op from the meta device, in a third of the time; None if it fails there."""
+        """Return a torch op's work from a run on the meta device, which is faster; None if that fails."""
         target: Any = n.target
         if not isinstance(target, OpOverload) or target in BY_DEVICE:
             return None
@@ -215,7 +215,7 @@ class Seconds:
         return map_value(empty, x.meta["value"])
 
     def _part(self, x: fx.Node) -> tuple[int, ...] | None:
-        """Return the shape of an input; None for other values, whose types have it."""
+        """Return an input's shape in one microbatch; None for other values."""
         return self._inputs.get(_name(x)) if x.op == "placeholder" else None
 
     def _with_types(self, a: Any, leave: tuple[str, ...] = ()) -> Any:

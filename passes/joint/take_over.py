@@ -36,7 +36,7 @@ def take_over_memory(graph: fx.Graph) -> None:
 
 
 def _is_unshared(x: fx.Node | None) -> bool:
-    """Return whether only the user of x reads its memory: backward made it, and each value has one user.
+    """Return whether x is new memory made in backward that only its user reads.
 
     A call of forward that runs again does not count, because it may return its operand.
     """

@@ -37,14 +37,14 @@ from shardc.torch_private import OpOverload, add_node
 
 aten = torch.ops.aten
 
-#: A bucket is small compared to one with this many times its elements.
+#: Small buckets of together at most 1/16 of a bucket's bytes are gathered with it, beside `prefetch` others.
 _SMALL = 16
 
 Found = dict[Wanted, fx.Node]
 
 
 class Writer:
-    """Writes the graphs of one stage. begin: backward's first gradients, by value. left: those it returns."""
+    """Writes the graphs of one stage. first_gradients, returned_gradients: of backward, by value."""
 
     def __init__(
         self,
@@ -76,10 +76,7 @@ class Writer:
         self._reloading: dict[str, Any] = {}
 
     def joint(self, held: Callable[[fx.Node], int] | None = None) -> Joint:
-        """Write the joint graph. held: if set, backward is split in halves.
-
-        `held` returns the bytes of a value or of a tape; it is called with forward's opaque ops first.
-        """
+        """Write the joint graph. nbytes: of a value or a tape; if set, backward is split in halves."""
         forward, saved = self._write_forward()
         self._write_backward(saved)
         halves = [self._back]
@@ -156,7 +153,7 @@ class Writer:
     # --- calls
 
     def _call(self, graph: fx.Graph, n: fx.Node, look: Callable[[Made], fx.Node], meta: dict[str, Any]) -> Found:
-        """Write a call of forward in either graph, and return its results."""
+        """Write a forward call, in forward or again in backward; return its results."""
         rule = self._rules.get(n)
         types = self._facts[n].types
         if rule is None:
@@ -254,7 +251,7 @@ class Writer:
         return graph, saved
 
     def _leave(self, graph: fx.Graph, saved: Found) -> dict[fx.Node, fx.Node]:
-        """Return the host handle of each value that leaves at the end of forward."""
+        """Write the copies to the host, at the end of forward for now; return {value: its handle}."""
         weights = _of_weights(self._graph, self._program)
         stays = {
             self._owner(node)
@@ -337,6 +334,7 @@ class Writer:
             self._complete(e)
 
     def _rule(self, e: RuleRuns) -> None:
+        """Write a rule's lines: operands in autograd's order, its backward, the sums of gradients."""
         n, rule = e.node, e.rule
         operands = self._template(n).operands
         names = self._template(n).names
@@ -358,7 +356,7 @@ class Writer:
             return self._placeholders[r.kind]
 
         meta = self._reloading = self._meta(n)
-        if e.part == "data":  # as under autograd: before its gradient, and a sum of that, exist
+        if e.part == "data":  # autograd recomputes a saved operand before the rule makes its gradient
             x, *_ = factors(n.target, n.args)
             if (
                 w := Wanted(producer_of(x)[0], "y", producer_of(x)[1])

@@ -1,11 +1,12 @@
 """Find the derivative of each call, once for every distinct call of a program.
 
-    traced       an op of torch: the ops that autograd runs for it, recorded on tensors without data
+    traced       an op of torch, or one of shardc that consists of such ops: the ops that autograd runs for it,
+                 recorded on tensors without data
     transposed   a linear op of shardc (conversions, exchanges of experts, dropout, casts of weights, zeros in padding,
                  rounding to float8): its backward is an op of the gradient
     product      a product beside a collective, or of 8 bits: its gradients are products
-    opaque        any other: whole, with its backward as one op (shardc.runtime.ops.opaque). Ops of shardc that read
-                 their rank or data; ops with a torch kernel for each kind of device; ops that cannot be traced
+    opaque       all others, as one op, with its backward as one op (shardc.runtime.ops.opaque): ops of shardc in no
+                 set below; ops with a torch kernel for each kind of device; ops that cannot be traced
 
 rule: what a derivative is; rank: the rank on which calls run; template: a call without its graph, equal for calls of
 equal layers; record: runs one call under autograd on tensors without data, and records what torch runs; fp8: the
@@ -59,7 +60,7 @@ _BY_DATA = {aten.prod.default, aten.prod.dim_int, aten.cumprod.default}
 _BY_DEVICE_AND_DTYPE = {aten.softmax.int, aten.log_softmax.int}
 #: Ops of shardc that consist of torch ops.
 _OF_TORCH = {ops.log_sum, ops.nll, ops.nll_join, ops.nll_alone, ops.nll_exp, ops.partial_mean}
-#: Ops whose results are only known by their types: they read buckets, or sums over a step.
+#: Ops whose results are known by type only: they read buckets, step totals or random numbers.
 _BY_TYPE = {ops.gather_start, ops.gather_wait, ops.updated, ops.total, ops.summed, ops.random}
 #: Ops whose results have as many rows as the router decides.
 _RAGGED = {ops.experts_route, ops.experts_send, ops.experts_apply, ops.fp8_experts_apply, ops.experts_return}

@@ -22,9 +22,10 @@ from shardc.runtime import ops
 
 @dataclass(frozen=True)
 class _Saved:
-    """What autograd saves for an op. known: a run found it, not a guess. own: other bytes that it saves.
+    """What autograd saves for an op. measured: from a run; else a guess. own: other bytes that it saves.
 
-    again: the places of the operands that it saves. grads: types of the gradients of operands that need one.
+    operands: the places of those that it saves. grads: types of the gradients of operands that need one. fresh: by
+    gradient, whether its memory is new.
     """
 
     again: tuple[int, ...]
@@ -36,7 +37,8 @@ class _Saved:
 def opaque(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -> Rule:
     """Return the rule of an op that stays whole. types: of the results.
 
-    Operands are counted by place. One with two places has both gradients at the first, added in autograd's order.
+    An operand is counted once for each place in the arguments. If it is in two, its first place gets the sum of both
+    gradients, in autograd's order.
     """
     template, places = call.split_operands()
     needs = tuple(k for k, i in enumerate(places) if ask.wanted[i] and i not in places[:k])

@@ -110,7 +110,7 @@ def _moved(
 
 
 def _tidied(lines: list[Line], grads: tuple[Ref | None, ...], ask: Ask) -> tuple[list[Line], tuple[Ref | None, ...]]:
-    """Remove pairs of transposes and views to the same shape."""
+    """Let users skip double transposes and reshapes to the same shape; `_used` then drops these lines."""
     by_number: dict[int, Line] = {line.number: line for line in lines}
     same: dict[Ref, Ref] = {}
     kept: list[Line] = []
