@@ -21,8 +21,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from threading import RLock
 
-from torch import fx
-
 from shardc.errors import ShardcError
 from shardc.ir.graph import producer_of
 from shardc.ir.program import Program
@@ -40,6 +38,7 @@ from shardc.passes.joint.seconds import Seconds
 from shardc.passes.joint.write import Writer
 from shardc.passes.runner import uncollected
 from shardc.runtime import ops
+from shardc.runtime.zero.trained_params import backward_roots
 from shardc.spec.step_sections import Execution
 from shardc.torch_modes import untraced
 
@@ -59,11 +58,11 @@ class JointGraphs(Pass):
     def _check_overlap(self, program: Program, how: str) -> None:
         where = self.spec.where(("execution", "overlap"))
         if program.schedule is not None:
-            fault = f"`overlap: {how}` needs a program without a pipeline: its schedule says what runs beside what"
+            fault = f"`overlap: {how}` does not work with a pipeline, whose schedule decides which microbatches overlap"
             fix = "`pipeline: {schedule: dualpipe-v}`, and leave `overlap` out"
             raise ShardcError(fault, where=where, fix=fix)
         if program.microbatches == 1:
-            fault = f"`overlap: {how}` with one microbatch: there is no other to run beside it"
+            fault = f"`overlap: {how}` needs at least two microbatches, and there is one"
             raise ShardcError(fault, where=where, fix="`batch: {microbatches: 2}`, or leave `overlap` out")
 
 
@@ -139,7 +138,7 @@ class Graphs:
     def _with_backward(self, stage: int) -> tuple[Joint, int]:
         """Return a stage's joint graph with backward's lines moved, and the least peak of its backward graphs."""
         if stage not in self._written:
-            joint = self._in_order_of_writing(self._program.stages[stage])
+            joint = self._write(self._program.stages[stage])
             for n in joint.forward.nodes:  # the size of tapes comes from forward's lines
                 self.seconds.of(n)
             backward = [graph for name, graph in joint.graphs.items() if name != "forward"]
@@ -147,20 +146,16 @@ class Graphs:
             self._written[stage] = joint, min(peaks)
         return self._written[stage]
 
-    def _in_order_of_writing(self, stage: Stage) -> Joint:
+    def _write(self, stage: Stage) -> Joint:
         """Write a stage's graphs, with lines in the order in which autograd would run them."""
         program, rules, seconds, sizes = self._program, self._rules, self.seconds, self.sizes
         types, facts = types_of(program, stage.graph, rules)
-        returned: tuple[fx.Node | None, ...] = stage.graph.output_node().args[0]  # type: ignore[assignment]
-        loss, _, *sent = returned
-        crossing = {name for e in program.edges for name, _ in e.differentiable()}
-        roots = [n for n in (sent[0] if sent else ()) if n.name in crossing]  # type: ignore[union-attr]
-        roots += [loss] if loss is not None else []
+        roots = backward_roots(program, stage)
         backward = Backward(stage.graph, program, rules, types)
         begin = backward.run([n for n in roots if (t := types[producer_of(n)]) is not None and t.grad])
         actions = [a for row in program.schedule.actions for a in row] if program.schedule is not None else []
         divided = any(a.kind == "I" and program.stages[a.stage] is stage for a in actions)
-        writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left)
+        writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.input_gradients)
         joint = writer.joint((lambda n: sizes.bytes_of(n) + seconds.tape_bytes(n)) if divided else None)
         for graph in joint.graphs.values():
             arrange_copies(graph, seconds, sizes)

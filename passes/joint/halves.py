@@ -42,7 +42,7 @@ def _reload_in_each_half(graph: fx.Graph) -> None:
                 u.replace_input_with(wait, other)
 
 
-def _untape_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> None:
+def _run_opaque_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> None:
     """Run an opaque backward in both halves if that keeps fewer bytes than its later results."""
     first = _of_received(graph)
     for n in [n for n in graph.nodes if n.target is ops.opaque_backward and n in first]:
@@ -67,7 +67,7 @@ def _untape_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> N
 
 def halves_of(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> list[fx.Graph]:
     """Split backward into what received values' gradients need, and the rest. nbytes: of a value or tape."""
-    _untape_in_each_half(graph, nbytes)
+    _run_opaque_in_each_half(graph, nbytes)
     _reload_in_each_half(graph)
     first = _of_received(graph)
     first |= {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in first}  # others need not wait

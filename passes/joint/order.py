@@ -26,7 +26,7 @@ from shardc.ir.graph import is_call, producer_of
 from shardc.ir.program import Program
 from shardc.passes.joint.derivatives import Rules
 from shardc.passes.joint.derivatives.record import Type
-from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.rule import Request, Rule
 from shardc.passes.joint.derivatives.template import Made
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import PRODUCTS, factors, of_matrices
@@ -98,7 +98,7 @@ class Backward:
         self._nodes = [n for n in graph.nodes if is_call(n)]
         self._place = {n: i for i, n in enumerate(graph.nodes)}
         self.events: list[Event] = []
-        self._started: dict[fx.Node, Gradient] = {}  # by conversion: the sum that is under way
+        self._started_sums: dict[fx.Node, Gradient] = {}  # by conversion: the sum that is under way
         self._known_needs: dict[fx.Node, list[Made]] = {}
         self._known_tasks: dict[fx.Node, list[_Task]] = {}
         self._bucket_of = {
@@ -107,7 +107,7 @@ class Backward:
             if (b.each or not b.late) and (b.zero or math.prod(map(program.mesh.size, b.axes)) > 1)
             for name in b.params
         }
-        self.left: dict[Made, Gradient] = {}
+        self.input_gradients: dict[Made, Gradient] = {}
 
     def run(self, roots: Sequence[fx.Node]) -> dict[Made, Gradient]:
         """Fill `events` from the values `roots`. Return the gradients that backward begins with."""
@@ -117,21 +117,23 @@ class Backward:
         self._overlapped = {n for n in self._nodes if self._overlaps(n)}
         self._reached = self._reach({maker for maker, _ in begin})
         self._gradients: dict[Made, Gradient | None] = dict(begin)
-        self._waiting: Counter[Made] = Counter()
+        # how many gradients are still to come: of a value, of a node, and of a bucket how many of its parameters
+        self._pending_of_value: Counter[Made] = Counter()
         for n in self._reached:
             for task in self._tasks(n):
-                self._waiting.update(set(self._grads_of(task)))
-        self._left = Counter({n: sum(self._waiting[m] for m in self._results(n)) for n in self._reached})
-        #: By bucket, how many of its parameters are still missing.
-        self._missing = Counter(i for m in self._waiting if (i := self._bucket(m)) is not None)
+                self._pending_of_value.update(set(self._grads_of(task)))
+        self._pending_of_node = Counter(
+            {n: sum(self._pending_of_value[m] for m in self._results(n)) for n in self._reached}
+        )
+        self._pending_of_bucket = Counter(i for m in self._pending_of_value if (i := self._bucket(m)) is not None)
         self._heap: list[tuple[float, int, _Task]] = []
         self._count = itertools.count()  # for equal numbers, the first one pushed comes first
         for maker in dict.fromkeys(n for n, _ in begin):  # once, however many of its results are roots
-            if maker.op != "placeholder" and not self._left[maker]:
+            if maker.op != "placeholder" and not self._pending_of_node[maker]:
                 self._ready(maker)
         while self._heap:
             self._do(heapq.heappop(self._heap)[2])
-        self.left = {m: g for m, g in self._gradients.items() if g is not None and m[0].op == "placeholder"}
+        self.input_gradients = {m: g for m, g in self._gradients.items() if g is not None and m[0].op == "placeholder"}
         return begin
 
     # --- the tasks and what they wait for
@@ -229,7 +231,7 @@ class Backward:
             self._rule(task, tangents)
         if task.part in ("begin", "data"):
             self._push(self._tasks(n)[1])
-        self._gave(set(self._grads_of(task)))
+        self._count_down(set(self._grads_of(task)))
 
     def _rule(self, task: _Task, tangents: tuple[Gradient | None, ...]) -> None:
         """Record that a rule runs, and update the operands' gradients."""
@@ -237,35 +239,35 @@ class Backward:
         operands = self._rules.template(n).operands
         gives = set(self._grads_of(task))
         before = tuple(self._gradients.get(m) if m in gives else None for m in operands)
-        ask = Ask(
+        request = Request(
             tuple(self._type(m) for m in operands),
             tuple(None if g is None else g.type for g in tangents),
             tuple(None if g is None else g.type for g in before),
             tuple(m in gives for m in operands),
         )
-        rule = self._rules.rule(n, ask, task.part)
+        rule = self._rules.rule(n, request, task.part)
         if task.part == "begin":
-            started = self._started[n] = Gradient(ask.operands[0])
+            started = self._started_sums[n] = Gradient(request.operands[0])
             self.events.append(RuleRuns(n, rule, tangents, (None,), (started,)))
             return
         if task.part == "wait":
-            tangents = (self._started[n],)
+            tangents = (self._started_sums[n],)
         after = tuple(None if t is None else Gradient(t) for t in rule.types)
         self.events.append(RuleRuns(n, rule, tangents, before, after, task.part))
         for m, g in zip(operands, after, strict=True):
             if m in gives and g is not None:
                 self._gradients[m] = g
 
-    def _gave(self, made: Iterable[Made]) -> None:
+    def _count_down(self, values: Iterable[Made]) -> None:
         """Note that a task added its gradients to these values; queue what is complete now."""
-        for m in sorted(made, key=lambda m: (self._place[m[0]], m[1]), reverse=True):
+        for m in sorted(values, key=lambda m: (self._place[m[0]], m[1]), reverse=True):
             n = m[0]
-            self._waiting[m] -= 1
-            self._left[n] -= 1
+            self._pending_of_value[m] -= 1
+            self._pending_of_node[n] -= 1
             leaf = n.op == "placeholder" or n.target is ops.updated
-            if leaf and not self._waiting[m] and self._is_param(n):
+            if leaf and not self._pending_of_value[m] and self._is_param(n):
                 self._complete(m)
-            elif not leaf and not self._left[n]:
+            elif not leaf and not self._pending_of_node[n]:
                 self._ready(n)
 
     def _is_param(self, n: fx.Node) -> bool:
@@ -277,8 +279,8 @@ class Backward:
             self._gradients[param] = None
             self.events.append(Complete(param, g))
         if (bucket := self._bucket(param)) is not None:
-            self._missing[bucket] -= 1
-            if not self._missing[bucket]:
+            self._pending_of_bucket[bucket] -= 1
+            if not self._pending_of_bucket[bucket]:
                 self.events.append(BucketComplete(bucket))
 
     def _bucket(self, made: Made) -> int | None:

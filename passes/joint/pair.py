@@ -34,7 +34,7 @@ from shardc.ir.pairs import Pair, prefix_of, shared
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint
 from shardc.passes.joint.memory import Memory, Sizes
-from shardc.passes.joint.overlap import Line, OrderedGraph, best_order, within
+from shardc.passes.joint.overlap import OrderedGraph, ScheduledLine, best_order, within
 from shardc.passes.joint.seconds import Seconds
 from shardc.runtime import ops
 from shardc.torch_private import add_node
@@ -50,12 +50,13 @@ def pairs_of(
     pairs = []
     for kind, f, t in wanted:
         forward, other = program.stages[f].joint, program.stages[t].joint
-        if forward is not None and other is not None:
-            prefix = prefix_of(kind, forward.forward)
-            second = _whole(other, seconds, sizes) if kind == "FB" else other.forward
-            graph = _joined(program, forward.forward, second, prefix)
-            _overlap(kind, graph, seconds, sizes)
-            pairs.append(Pair(kind, f, t, graph))
+        assert forward is not None
+        assert other is not None
+        prefix = prefix_of(kind, forward.forward)
+        second = _whole(other, seconds, sizes) if kind == "FB" else other.forward
+        graph = _joined(program, forward.forward, second, prefix)
+        _overlap(kind, graph, seconds, sizes)
+        pairs.append(Pair(kind, f, t, graph))
     return tuple(pairs)
 
 
@@ -199,30 +200,31 @@ def _arrange(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
 class _Half:
     """The lines of one half, in order.
 
-    total_seconds, done_seconds: of all lines alone, and of those so far. collectives: how many. until_collective: by line, seconds of computing until the next one begins.
+    total_seconds, done_seconds: of all lines alone, and of those so far. collectives: how many. until_collective: by
+    line, seconds of computing until the next one begins.
     """
 
     def __init__(self, ordered: OrderedGraph, *, back: bool) -> None:
         self.lines = [ordered.lines[i] for i, n in enumerate(ordered.nodes) if bool(n.meta.get("back")) == back]
-        self.takes = sum(line.seconds + line.sends for line in self.lines) or 1.0
-        self.sends = sum(line.sends > 0 for line in self.lines)
-        self.at, self.done = 0, 0.0
-        self.lead: dict[int, float] = {}
+        self.total_seconds = sum(line.seconds + line.sends for line in self.lines) or 1.0
+        self.collectives = sum(line.sends > 0 for line in self.lines)
+        self.at, self.done_seconds = 0, 0.0
+        self.until_collective: dict[int, float] = {}
         left = math.inf
         for line in reversed(self.lines):
             left = 0.0 if line.sends else left + line.seconds
-            self.lead[line.place] = left
+            self.until_collective[line.place] = left
 
     @property
     def ended(self) -> bool:
         return self.at == len(self.lines)
 
     @property
-    def next(self) -> Line:
+    def next(self) -> ScheduledLine:
         return self.lines[self.at]
 
     def run(self) -> None:
-        self.done += self.next.seconds + self.next.sends
+        self.done_seconds += self.next.seconds + self.next.sends
         self.at += 1
 
 
@@ -234,14 +236,18 @@ def _side_by_side(ordered: OrderedGraph, most: tuple[int, int], lead: float) -> 
     between two collectives.
     """
     halves = [_Half(ordered, back=back) for back in (False, True)]
-    most_ahead = lead / max(1, *(h.sends for h in halves))
+    most_ahead = lead / max(1, *(h.collectives for h in halves))
     memory, clock, order = Memory(ordered.uses), ordered.clock(), list[fx.Node]()
     gathered: set[Any] = set()  # buckets that a forward gathers now: the other half has to wait
 
     def urgent(h: _Half) -> tuple[float, bool, float]:
         waits = clock.left(h.next.waits)
-        ahead = max(h.done / h.takes - other.done / other.takes for other in halves if other is not h)
-        return waits, ahead > most_ahead, h.lead[h.next.place]
+        ahead = max(
+            h.done_seconds / h.total_seconds - other.done_seconds / other.total_seconds
+            for other in halves
+            if other is not h
+        )
+        return waits, ahead > most_ahead, h.until_collective[h.next.place]
 
     def blocked(n: fx.Node) -> bool:
         return n.target is ops.gather_start and n.args[1] in gathered

@@ -18,7 +18,7 @@ from shardc.ir.metadata import Value
 from shardc.ir.program import Program
 from shardc.passes.joint.derivatives import Facts, Rules
 from shardc.passes.joint.derivatives.record import Type
-from shardc.passes.joint.derivatives.rule import Ask
+from shardc.passes.joint.derivatives.rule import Request
 from shardc.passes.joint.derivatives.template import Made
 from shardc.rules.core.op_call import Call, call_of
 from shardc.runtime import ops
@@ -93,7 +93,7 @@ def _saved(n: fx.Node, types: Mapping[Made, Type | None], facts: Facts, rules: R
     needs = tuple(t.grad for t in taken)
     if not any(needs) or not any(tangents) or n.target in (ops.gather_wait, ops.updated):
         return Saved(views=views)
-    rule = rules.rule(n, Ask(taken, tangents, (None,) * len(taken), needs))
+    rule = rules.rule(n, Request(taken, tangents, (None,) * len(taken), needs))
     by_kind = {kind: [r.index for r in rule.wants if r.kind == kind] for kind in ("x", "y", "t")}
     kept = [rule.forward[i].types for i in by_kind["t"]] if rule.forward is not None else []
     nbytes = rule.own + sum(t.nbytes for t in kept if isinstance(t, Type))

@@ -41,7 +41,7 @@ def _is_unshared(x: fx.Node | None) -> bool:
     A call of forward that runs again does not count, because it may return its operand.
     """
     while isinstance(x, fx.Node) and x.op == "call_function" and len(x.users) == 1:
-        if x.target is ops.add_into or (_fresh(x) and not x.meta.get("repeats")):
+        if x.target is ops.add_into or _fresh(x):
             return True
         x = x.args[0] if x.target in _REARRANGES and not x.meta.get("repeats") else None  # type: ignore[assignment]
     return False

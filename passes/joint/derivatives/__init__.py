@@ -31,7 +31,7 @@ from shardc.passes.joint.derivatives.fp8 import product, rounded
 from shardc.passes.joint.derivatives.opaque import opaque
 from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.derivatives.record import Type, memory_of
-from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.rule import Request, Rule
 from shardc.passes.joint.derivatives.template import Template, template
 from shardc.passes.joint.derivatives.traced import traced
 from shardc.passes.joint.derivatives.transposed import (
@@ -135,29 +135,29 @@ class Rules:
 
     # --- backward
 
-    def rule(self, node: fx.Node, ask: Ask, part: str = "whole") -> Rule:
+    def rule(self, node: fx.Node, request: Request, part: str = "whole") -> Rule:
         """Return the derivative of a call, or a part of it (shardc.passes.joint.order)."""
         call = self.template(node)
-        key = (part, call.key, ask)
+        key = (part, call.key, request)
         if key not in self._rules:
             by_hand = transposed if call.target in CONVERTED or call.target in LINEAR | EXCHANGES.keys() else None
             by_hand = _OF_8_BITS.get(call.target) or _PARTS[part] or by_hand
             of_torch = isinstance(call.target, OpOverload)
             rule = _RULES.get(key) if of_torch else None
             if rule is None:
-                rule = by_hand(self.rank, call, ask) if by_hand is not None else self._derive(node, call, ask)
+                rule = by_hand(self.rank, call, request) if by_hand is not None else self._derive(node, call, request)
             self._rules[key] = rule
             if of_torch:
                 _RULES[key] = rule
         return self._rules[key]
 
-    def _derive(self, node: fx.Node, call: Template, ask: Ask) -> Rule:
-        if self._traceable(call) and not any(t.ragged for t in ask.operands):
+    def _derive(self, node: fx.Node, call: Template, request: Request) -> Rule:
+        if self._traceable(call) and not any(t.ragged for t in request.operands):
             try:
-                return traced(self.rank, call, ask)
+                return traced(self.rank, call, request)
             except Exception:  # anything that torch's Python, or a user's op, raises on tensors without data
                 pass
-        return opaque(self.rank, call, ask, self.facts(node, ask.operands).types)
+        return opaque(self.rank, call, request, self.facts(node, request.operands).types)
 
     def _traceable(self, call: Template) -> bool:
         if not isinstance(call.target, OpOverload):

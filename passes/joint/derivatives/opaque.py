@@ -14,48 +14,48 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardc.artifact.emit import target_text
 from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.derivatives.record import Line, Ref, Type, memory_of
-from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.rule import Request, Rule
 from shardc.passes.joint.derivatives.template import Template
 from shardc.passes.joint.derivatives.transposed import Lines
 from shardc.runtime import ops
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _OpaqueSaves:
     """What autograd saves for an op. measured: from a run; else a guess. own: other bytes that it saves.
 
     operands: the places of those that it saves. grads: types of the gradients of operands that need one. fresh: by
     gradient, whether its memory is new.
     """
 
-    again: tuple[int, ...]
+    operands: tuple[int, ...]
     grads: tuple[Type | None, ...]
-    known: bool
+    measured: bool
     own: int = 0
 
 
-def opaque(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -> Rule:
+def opaque(rank: Rank, call: Template, request: Request, types: Sequence[Type | None]) -> Rule:
     """Return the rule of an op that stays whole. types: of the results.
 
     An operand is counted once for each place in the arguments. If it is in two, its first place gets the sum of both
     gradients, in autograd's order.
     """
     template, places = call.split_operands()
-    needs = tuple(k for k, i in enumerate(places) if ask.wanted[i] and i not in places[:k])
-    saved = _saved(rank, template, places, needs, ask)
-    w = Lines(rank, call, ask)
-    args = (target_text(call.target), needs, saved.again, *call.args)
+    needs = tuple(k for k, i in enumerate(places) if request.wanted[i] and i not in places[:k])
+    saved = _saved(rank, template, places, needs, request)
+    w = Lines(rank, call, request)
+    args = (target_text(call.target), needs, saved.operands, *call.args)
     first = w.put(Line(0, ops.opaque, args, tuple(call.kwargs.items())))
     outputs = [w.put(Line(0, operator.getitem, (first, k), (), t)) for k, t in enumerate(types)]
     tape = w.put(Line(0, operator.getitem, (first, len(types))))
     split = len(w.lines)
-    grads = tuple(Ref("g", i) if t is not None else None for i, t in enumerate(ask.tangents))
-    before = [Ref("p", places[k]) if ask.before[places[k]] is not None else None for k in needs]
-    operands = tuple(Ref("x", places[k]) for k in saved.again)
-    zeros = () if saved.known else (("zeros", True),)  # else the graph would use None as a gradient
+    grads = tuple(Ref("g", i) if t is not None else None for i, t in enumerate(request.tangents))
+    before = [Ref("p", places[k]) if request.before[places[k]] is not None else None for k in needs]
+    operands = tuple(Ref("x", places[k]) for k in saved.operands)
+    zeros = () if saved.measured else (("zeros", True),)  # else the graph would use None as a gradient
     back = w.put(Line(0, ops.opaque_backward, (tape, grads, tuple(before), operands), zeros, saved.grads))
-    of_operands: list[Ref | None] = [None] * len(ask.operands)
-    kinds: list[Type | None] = [None] * len(ask.operands)
+    of_operands: list[Ref | None] = [None] * len(request.operands)
+    kinds: list[Type | None] = [None] * len(request.operands)
     for n, k in enumerate(needs):
         i, t = places[k], saved.grads[n]
         of_operands[i], kinds[i] = w.put(Line(0, operator.getitem, (back, n), (), t)), t
@@ -70,7 +70,7 @@ def opaque(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -
     )
 
 
-def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, ...], ask: Ask) -> _Saved:
+def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, ...], request: Request) -> _OpaqueSaves:
     """Return what autograd saves, from a run without data; if it fails, all operands, and equal gradients."""
     packed: dict[StorageWeakRef, int] = {}
 
@@ -80,11 +80,13 @@ def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, 
 
     try:
         with rank.mode:
-            first = {i: replace(ask.operands[i], grad=k in needs).empty() for k, i in reversed(list(enumerate(places)))}
+            first = {
+                i: replace(request.operands[i], grad=k in needs).empty() for k, i in reversed(list(enumerate(places)))
+            }
             xs = [first[i] for i in places]
             with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
                 outputs = rank.run(call, xs)
-            gs = [None if t is None else replace(t, grad=False).empty() for t in ask.tangents]
+            gs = [None if t is None else replace(t, grad=False).empty() for t in request.tangents]
             pairs = [(y, g) for y, g in zip(outputs, gs, strict=True) if g is not None]
             gradients = torch.autograd.grad(
                 [y for y, _ in pairs], [xs[k] for k in needs], [g for _, g in pairs], allow_unused=True
@@ -92,7 +94,7 @@ def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, 
         again = tuple(k for k, x in enumerate(xs) if memory_of(x) in packed and places[k] not in places[:k])
         elsewhere = {memory_of(x) for x in (*xs, *outputs) if isinstance(x, Tensor)}
         own_bytes = sum(nbytes for memory, nbytes in packed.items() if memory not in elsewhere)
-        return _Saved(again, tuple(None if x is None else Type.of(x) for x in gradients), True, own_bytes)
+        return _OpaqueSaves(again, tuple(None if x is None else Type.of(x) for x in gradients), True, own_bytes)
     except Exception:  # anything that torch's Python, or a user's op, raises on tensors without data
-        like = (ask.operands[places[k]] for k in needs)
-        return _Saved(tuple(range(len(places))), tuple(Type.contiguous(t.shape, t.dtype) for t in like), False)
+        like = (request.operands[places[k]] for k in needs)
+        return _OpaqueSaves(tuple(range(len(places))), tuple(Type.contiguous(t.shape, t.dtype) for t in like), False)

@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(a, (tuple, list)):
             return [self._put(x) for x in a] if isinstance(a, list) else tuple(map(self._put, a))
         if isinstance(a, torch.Generator):
-            raise UnrecordableError("random numbers of torch's own")
+            raise UnrecordableError("draws from a torch.Generator")
         return a
 
     def _add(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:

@@ -14,7 +14,7 @@ from shardc.passes.joint.derivatives.record import Line, Ref, Type
 Kind = Literal["traced", "transposed", "opaque", "begun", "waited", "product"]
 
 
-class Ask(NamedTuple):
+class Request(NamedTuple):
     """The types for which a rule is needed. operands, tangents; before: of the operands' gradients so far.
 
     wanted: which operands need a gradient.
