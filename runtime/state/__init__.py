@@ -2,7 +2,7 @@
 
 Keys are the model's own names and the place in the global tensor, never a program's sharding: any mesh can read it.
 
-    local_parameters      this rank's part of a model's weights, a builder's (nothing is broadcast), a file's
+    local_parts           this rank's parts of weights, from a model, a builder or files
     save, load            checkpoints that any mesh can load
     full_state_dict       the plain state_dict of the unsharded model, gathered parameter by parameter
     export_safetensors    the same, in files that safetensors, transformers and peft load; no rank holds all of it

@@ -137,6 +137,7 @@ def _add_weights(
         shapes={**given.shapes, **shapes},
         get=get,
         sliced={**given.sliced, **{n: x for n, x in sources.items() if x is not None}},
+        # a model in memory has no notes: its adapters' initial values are not noted either
         notes=(*given.notes, *notes) if given.notes or found else given.notes,
     )
 

@@ -1,7 +1,7 @@
 """Find the boxes of global tensors that a rank writes into a checkpoint, and reads from one.
 
-A rank's part is one or more boxes (`Layout.boxes`: several for fused weights). ZeRO keeps a flat shard of the part,
-which is several boxes again. The first of its replicas writes them.
+A rank's part is one or more boxes (`Layout.boxes`: several for fused weights). With ZeRO a rank has a flat shard of its
+part: several boxes again. The first rank that has a box writes it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Piece:
 
 @dataclass
 class Plan:
-    """What this rank has, and what it writes, by kind: "model", "optimizer".
+    """The tensors of this rank, and the slices that it writes, by kind of file: "model", "optimizer".
 
     facts: model, program, mesh, extra, optimizer, as in `checkpoint_index.Index`.
     """
@@ -143,8 +143,8 @@ Runs = Mapping[str, FlatShard]
 class Box:
     """A box of a global tensor, and its place in a rank's local tensor.
 
-    offset, shape: in the global tensor. index: in the local tensor. stretch: (first element, number of elements) of a
-    flat local tensor, which is first viewed as `form`.
+    offset, shape: in the global tensor. index: in the local tensor. flat_range: (first element, number of elements) of
+    a flat local tensor, which is first viewed as `form`.
     """
 
     offset: Numbers
@@ -166,7 +166,7 @@ class Part:
     """This rank's part of a global tensor.
 
     run: local is 1-d, this flat shard of the local part; None: it is the local part. replicas: the axes whose ranks
-    have the same part. copy: a rank of another pipeline stage has the same part, and writes it.
+    have the same part. elsewhere: another pipeline stage's rank writes this part.
     """
 
     local: Tensor
@@ -206,7 +206,7 @@ class Member(Part):
 
 
 def by_name(p: Param, part: Part) -> dict[str, Part]:
-    """Return a parameter's part under its checkpoint names: the first name, of a stack all members'."""
+    """Return {checkpoint name: part}: one name, or for a stack one per member."""
     if not p.members:
         return {p.fqn: part}
     shape = p.shape[1:]

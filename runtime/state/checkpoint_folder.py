@@ -41,7 +41,7 @@ def damage(file: Path, key: str, s: Slice) -> DamagedError:
 
 
 def read_whole(descriptor: int, stored: Stored, s: Slice) -> Tensor | None:
-    """Read one slice; None: it is not what was saved."""
+    """Read one slice; return None if its digest differs."""
     x = torch.empty(s.shape, dtype=stored.dtype)
     return x if _read_into(descriptor, x, s) else None
 
@@ -59,7 +59,7 @@ def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
 
 
 def read_slice(descriptor: int, stored: Stored, s: Slice, boxes: list[tuple[Box, Tensor]]) -> bool:
-    """Read one slice, and copy its overlap with each box into place. False: it is not what was saved."""
+    """Read one slice, and copy its overlap with each box into place; return False if its digest differs."""
     (box, target), *others = boxes
     direct = (
         not others
@@ -110,7 +110,10 @@ class DamagedError(ShardcError):
 
 
 class SavingError(ShardcError):
-    """A checkpoint was not saved, on all ranks. Earlier checkpoints are unchanged."""
+    """A save failed, on all ranks.
+
+    Nothing has changed; or the checkpoint is complete, and only cleaning up failed.
+    """
 
     on_all_ranks = True
 
@@ -142,7 +145,7 @@ class Known:
 
 
 def generations(folder: Path) -> list[Generation]:
-    """Return the checkpoints in a folder, by name only, the last one first, replaced ones at the end."""
+    """Return a folder's checkpoints, newest first, replaced ones last. No file is opened."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -190,7 +193,7 @@ def renamed_path(g: Generation) -> Path:
 
 
 def prune(folder: Path, keep: int = KEEP, *, known: Path | None = None) -> list[Path]:
-    """Remove all but the last `keep` complete checkpoints of a folder, and older damaged ones.
+    """Keep the last `keep` complete checkpoints and everything newer; remove the rest.
 
     known: a complete one. Returns the removed paths. The caller holds the folder's lock.
     """
@@ -269,7 +272,10 @@ def remedy(path: Path) -> str:
 
 
 def verify(path: Path) -> Iterator[ShardcError]:
-    """Yield all faults of one checkpoint. Reads every byte, one slice at a time."""
+    """Yield the faults of a checkpoint. Raises ShardcError if there is none.
+
+    Reads all bytes, one slice at a time.
+    """
     try:
         index = read_index(path)
     except DamagedError as e:
@@ -293,7 +299,10 @@ def verify(path: Path) -> Iterator[ShardcError]:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between two checkpoints. a, b: the value in each; "" if it is missing."""
+    """A difference between two checkpoints.
+
+    a, b: the value in each, or one text for both; "" if it is missing.
+    """
 
     what: str
     a: str

@@ -1,11 +1,11 @@
-"""Read and write the index of a checkpoint, `index.json`: all of it except the numbers.
+"""Read and write a checkpoint's index, `index.json`: everything except the tensors' bytes.
 
     {"sha256": "of all bytes after this line",
     "format": "shardc checkpoint", "version": 3, "id": "5f0c...", "step": 6, "model": "GPT", "program": "9a1c...",
     "mesh": {"dp": 2, "tp": 2},
     "extra": {"step": 6, "seed": 0, "loss_scale": ..., "scheduler": ..., "loaders": ...},
     "optimizer": {"class": "AdamW", "groups": [...], "numbers": {...}},
-    "files": [["model-00000.safetensors", 1, bytes in the file, bytes before its data, "sha256 of those"], ...],
+    "files": [["model-00000.safetensors", 0, bytes in the file, bytes before its data, "sha256 of those"], ...],
     "tensors": {"model.up.weight": ["float32", [16, 8], [[file, first byte, [offset], [shape], "digest"], ...]], ...}}
 
 It is read as untrusted input: only JSON, no unknown keys, no file outside of the folder. Every place, size and shape
@@ -225,7 +225,7 @@ def read_tables(found: Mapping[str, Any]) -> tuple[tuple[File, ...], dict[str, S
 
 
 def _check(files: tuple[File, ...], tensors: Mapping[str, Stored], *, partial: bool) -> None:
-    """Check that every byte is in a header or in one slice, and that tensors are whole unless partial."""
+    """Check that every byte is in one header or slice, and that slices make up their tensors unless partial."""
     if len({f.name for f in files}) != len(files):
         raise ValueError("a file occurs twice in files")
     for name, t in tensors.items():

@@ -72,7 +72,10 @@ class Named:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor of a file, and its tape ref. of: the named tensors it is made of; itself: it is one."""
+    """A tensor of a file, and its tape ref.
+
+    of: names of the tensors that it is computed from; itself: it is one of them, unchanged.
+    """
 
     name: str
     ref: Ref
@@ -211,7 +214,7 @@ def plan(
 ) -> list[Layout]:
     """Plan the files for these tensors; several folders for a model with several adapters.
 
-    tensors: {name: (global shape, dtype)}; ties: {other name: name}; adapters: of the spec. Others: as of
+    tensors: {name: (global shape, dtype)}; ties: {other name: name}; adapters: of the spec. The others are those of
     `export_safetensors`.
     """
     recorder, values = Recorder(), dict[str, Tensor]()
@@ -354,7 +357,8 @@ def write(
     """Write a folder's files; each rank writes what it holds. They appear when complete. Collective.
 
     gathered: returns a whole tensor; all ranks call it in the same order. single: the one file, of any size.
-    Raises ShardcError, on all ranks, if a rank could not write; what was there before is unchanged.
+    Raises ShardcError on all ranks. Old files are unchanged if writing failed; if a rename or a config failed, some are
+    replaced.
     """
     groups = [list(layout.outputs)] if single is not None else layout.split(max_bytes)
     parts = [layout.folder / f".{layout.stem}-{i}.writing" for i in range(len(groups))]
@@ -362,7 +366,7 @@ def write(
     problem: OSError | None = None
 
     def tried(work: Callable[..., None], *args: Any) -> None:
-        """Run it unless a write failed before: all ranks must still gather together."""
+        """Run it, unless an earlier write failed. Then only gathers go on, since all ranks take part in them."""
         nonlocal problem
         if problem is None:
             try:

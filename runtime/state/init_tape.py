@@ -35,7 +35,7 @@ _FILLS = ("normal_", "uniform_", "trunc_normal_", "zero_", "fill_")
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor of the tape: a window on a storage."""
+    """A tensor on the tape: a view of a storage."""
 
     storage: int
     dtype: torch.dtype
@@ -62,11 +62,15 @@ class Ref:
 
 @dataclass(frozen=True)
 class Entry:
-    """One op, with Refs for tensors. func: None: created[0] is read from args[0], a `Sliced`.
+    """One op, with Refs for tensors.
 
-    created: for each result, its Ref if the op made its storage. writes, reads: storages. line: the user's line.
-    random: ordinal among the random ops, else -1. start: the ordinal of the random op after which it draws (-1: it is
-    the first after the seed), or the state of a generator that the builder seeded.
+    func: None: created[0] is read from args[0], a `Sliced`
+    created: for each result, its Ref if the op made its storage
+    writes, reads: storages
+    line: the user's line
+    random: ordinal among the random ops, else -1
+    start: the ordinal of the random op after which it draws (-1: it is the first after the seed), or the state of a
+           generator that the builder seeded
     """
 
     func: OpOverload | Callable[..., Any] | None

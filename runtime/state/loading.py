@@ -66,7 +66,7 @@ def load(
     matrices: those that this rank owns, if optimizers step whole ones; their state is filled, too.
     room: where to put the optimizer's state; default: on its parameter's device. accept: raises if `extra` does not
     fit.
-    changing: called before anything is changed.
+    changing: called before each try changes anything.
 
     Raises ShardcError, on all ranks, naming them, if the checkpoint has other parameters, shapes or another optimizer,
     before anything changes; DamagedError if a file is not what was saved: what was read until then is changed.
@@ -109,7 +109,10 @@ def _found(folder: Path) -> list[Path]:
 
 
 def _together(mesh: Any, path: Path, work: Any) -> None:
-    """Run it; an error on one rank is an error on all, with the first one's message."""
+    """Run it on all ranks; if any fails, all raise.
+
+    A failing rank raises its own error, the others the first one's text.
+    """
     error: BaseException | None = None
     try:
         work()

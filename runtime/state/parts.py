@@ -1,4 +1,4 @@
-"""Cut this rank's parts of parameters and buffers from any source of weights."""
+"""Cut this rank's parts from any source of weights, and gather them again."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """Return {fqn: global tensor on the CPU}, as the unsharded `model.state_dict()`. Collective.
 
-    All names of tied tensors (one tensor under several names), persistent buffers. rank0_only: the other ranks return
-    {}.
+    It has all names of a tied tensor, and persistent buffers. rank0_only: the other ranks return {}.
     """
     state_dict: dict[str, Tensor] = {}
     for x, value in _entries(program, mesh, params, buffers):

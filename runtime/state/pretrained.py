@@ -40,8 +40,8 @@ from shardc.torch_private import pytree
 
 #: Maximal number of names in an error or a note.
 SHOWN = 4
-#: If fewer than one in FEW tensors fit, of the files and of the model, the files belong to another model: a name such
-#: as lm_head.weight is in all models. An adapter is few of a model's tensors, but all of its file's.
+#: Files belong to another model if at most one in FEW tensors fits, of the files or the model, whichever has fewer: a
+#: name such as lm_head.weight is in all models. An adapter is few of a model's tensors, but all of its file's.
 FEW = 8
 #: What peft adds to names: the adapted layer, trained copies, the adapter's name.
 _PEFT = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
@@ -170,7 +170,7 @@ def _by_name(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[di
 
 
 def _spellings(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Iterator[dict[str, str]]:
-    """Yield {model name: possible name in the files}: unchanged, then without or with a prefix."""
+    """Yield {model name: possible file name}: unchanged, without peft's additions, with other prefixes."""
     plain = {n: _PEFT.sub("", n) for n in own}
     yield {n: n for n in own}
     yield plain

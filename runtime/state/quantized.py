@@ -56,7 +56,7 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def consists(x: Tensor) -> bool:
-    """Return whether a tensor consists of tensors, and is not one that is spread over a mesh."""
+    """Return whether a tensor is made of inner tensors, and is not a DTensor."""
     return hasattr(x, "__tensor_flatten__") and not type(x).__module__.startswith("torch.distributed")
 
 

@@ -1,15 +1,15 @@
 """Write checkpoints that any mesh can load, by all ranks together.
 
     every rank   plans what it writes (boxes.py) ─► its files, fsynced ─► part-RANK.json ─┐ agree
-    rank 0                                     index.json from all parts, fsynced ─► one rename ─┴ agree ─► prune
+    rank 0                       index.json from all parts, fsynced ─► one rename ─► prune ─┴ agree
 
 Ranks meet only to agree: an error on one of them (a full disk, an I/O error) is an error on all, and older checkpoints
 are unchanged. All files go into a folder that gets its name at the very end (checkpoint_folder.py). `Save` does the
 work of one rank; boxes.py decides what it writes.
 
-In the background, the tensors are first copied to host memory, and a thread does the rest. It cannot meet other ranks,
-whose main threads may be in the middle of a step. So it only records its result, and main threads agree on it when they
-are between two steps (`Saves.poll`).
+In the background, the tensors are first copied to host memory, and a thread does the rest. The thread makes no
+collective: other ranks' main threads may be in the middle of a step. So it only records its result, and main threads
+agree on it when they are between two steps (`Saves.poll`).
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ if TYPE_CHECKING:
 
 
 class Cancelled(Exception):
-    """Another rank's save failed."""
+    """This rank stopped writing, because another rank's save failed."""
 
 
 @dataclass
 class Save:
     """One save of one rank. id: the same on all ranks; folder: that the user named.
 
-    work: where files are written until all are complete. done: bytes written.
+    work_folder: where files are written until all are complete. saved: the checkpoint has its name. done: bytes
+    written.
     """
 
     mesh: Any
@@ -91,7 +92,7 @@ class Save:
         return self.folder / f"{WORK}{self.id}"
 
     def start(self, work: Callable[[], None], *, background: bool) -> None:
-        """Run work here or in a thread; keep its error in `.error`."""
+        """Run a function here or in a thread; keep its error in `.error`."""
 
         def guarded() -> None:
             try:
@@ -230,7 +231,7 @@ class Save:
 
 
 class Saves:
-    """The saves of one rank's engine, one at a time. All methods but `progress` are collective."""
+    """The saves of one rank's engine, one at a time. `save`, `poll` and `finish` are collective."""
 
     def __init__(self, mesh: Any) -> None:
         self._mesh = mesh
@@ -250,8 +251,9 @@ class Saves:
     ) -> None:
         """Write a checkpoint. wait=False: copy the tensors, and write in the background.
 
-        keep: how many checkpoints of the folder stay; None: all. overwrite: also if some there are unknown. state:
-        returns what this rank has. Raises SavingError, on all ranks, if this save or the one before it fails.
+        keep: how many checkpoints of the folder stay; None: all. overwrite: also save to a folder with another run's
+        checkpoints. state: returns this rank's plan. Raises SavingError, on all ranks, if this save or the one before
+        it fails.
         """
         self.finish()
         id = agreement.text_of_rank(self._mesh, secrets.token_hex(8))
@@ -326,7 +328,7 @@ class Saves:
                     save.start(save.commit, background=background)
 
     def _agree(self, save: Save) -> None:
-        """Raise on all ranks the error of one. Nobody writes any more."""
+        """Raise on all ranks if one has an error. No rank may be writing."""
         error = save.error if not isinstance(save.error, Cancelled) else None
         ranks, text = agreement.failures(self._mesh, _words(error) if error is not None else None)
         if not ranks:
@@ -392,7 +394,9 @@ def save(
     matrices: those that this rank owns, if optimizers step whole ones.
     extra: JSON-able values of the caller: step, seed, a scheduler's state_dict; of each, the value of the first rank
     that has it (a stage without anything to train has no scheduler). Its "step" is the checkpoint's.
-    saves, keep, wait, overwrite: see `Saves`. Raises ShardcError, on all ranks; older checkpoints are then unchanged.
+    saves, keep, wait, overwrite: see `Saves`.
+
+    Raises ShardcError on all ranks. Older checkpoints are unchanged, unless only their removal failed.
     """
 
     def state() -> Plan:

@@ -108,10 +108,10 @@ def state_parts(
     *,
     copies: bool = False,
 ) -> tuple[dict[str, Part], dict[str, Any]]:
-    """Return tensors of the optimizer's state as parts, and all the rest of it as JSON-able values.
+    """Return the optimizer's state: tensors as parts, the rest as JSON values.
 
     matrices: those that optimizers step whole: their owner writes what it has, under the matrix's name. copies: also
-    return what another rank has too and writes, such as a tensor that counts steps.
+    return state that another rank writes, such as a step counter.
     """
     parts: dict[str, Part] = {}
     numbers: dict[str, dict[str, Any]] = {}

@@ -24,12 +24,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of any source. what: "model", "state_dict", "file ..." for messages.
+    """Weights of any source. what: "model", "state_dict", "engine" or "file ...", for messages.
 
     shapes: by name, global. get(name): the whole tensor, which may be the source's own memory. tied(names): whether
-    these present names are one tensor, or equal. sliced: tensors in files, of which a rank reads only its part. model:
-    the module of these weights, if any; its own values do not count. notes: for the user. folder: the source folder, if
-    any.
+    these present names are one tensor, or equal. sliced: tensors that are read by slice: a rank reads only its part.
+    model: the module whose names and shapes these are; its values are not used. notes: for the user. folder: the source
+    folder, if any.
     """
 
     what: str

@@ -44,9 +44,10 @@ class InSafetensors:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Weights in files. path: what the user named; what: "safetensors", "torch" or "checkpoint".
+    """Weights in files. path: what the user named.
 
-    tensors: by their names in the files. ties: other names of the same tensors, from the files: {other: name}.
+    what: "safetensors", "torch", "checkpoint" or "in memory". tensors: by their names in the files. ties: other names
+    of the same tensors, from the files: {other: name}.
     """
 
     path: Path

@@ -3,8 +3,7 @@
     bucket             one bucket: its flat buffer, the sum of its gradients, and its shards
     buckets            all buckets of a rank: when each starts its sum, and when the sum is waited for
     flat_partition     where each parameter is in a bucket's flat buffer, and which part a rank owns
-    gather             ZeRO 3: gathers ahead of use, freed after it, repeated in backward (those of forward are in
-                       the program: shardc.passes.gradient_buckets)
+    gather             ZeRO 3's running gathers; the graphs decide when each starts (shardc.passes.joint.write)
     rounded_gather     the same, for parameters that are rounded to float8 before
     optimizer          makes the user's optimizer update this rank's shards of parameters
     optimizer_check    tests on a small copy whether an optimizer may be sharded, or may step bucket by bucket

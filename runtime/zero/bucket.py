@@ -96,9 +96,10 @@ class Bucket:
     # --- parameters
 
     def adopt(self, name: str, p: nn.Parameter) -> Any:
-        """Take over a parameter; return what the program's graph gets: the parameter, or this bucket.
+        """Take over a parameter; return what the program's graph gets.
 
-        `ops.gather_start` and `ops.updated` take the bucket.
+        That is the parameter (or an alias of it, for a custom loop), or its bucket, which `ops.gather_start` and
+        `ops.updated` take.
         """
         if not self.sharded:
             self.owned[name] = p
@@ -128,7 +129,7 @@ class Bucket:
         return torch.zeros(self.flat.part, dtype=p.dtype, device=self.mesh.device)
 
     def ready(self) -> None:
-        """Make `.owned`, when all parameters are adopted."""
+        """Build `.owned`. Call it after `adopt` of all parameters."""
         if self._master is None:
             return
         # `.data` has its own version counter: in an engine gathers do not change `_version`, so `written` sees only
@@ -361,7 +362,7 @@ class Bucket:
         self._rest_started = True
 
     def advance_sum(self) -> None:
-        """Wait for the running sum (not at ZeRO 0); after the step's last, start that over the other axes."""
+        """Wait for the running sum (ZeRO 1 to 3). After a step's last one, start the sum over the other axes."""
         if self._sum_output is not None:
             self._work.wait()
             self._sum = self._sum_output if self._sum is None else self._sum.add_(self._sum_output)
@@ -390,7 +391,7 @@ class Bucket:
             self._sum_rest(self._sum)
 
     def finish(self) -> None:
-        """Wait for the sums, and put the gradients into `.owned`, which then holds the only references."""
+        """Wait for the sums and set `.grad` of `.owned`; nothing else then holds the gradients."""
         self._kept_whole = None
         self._work.wait()
         self.advance_sum()
@@ -408,6 +409,7 @@ class Bucket:
         self._buffer, self._views = None, {}
 
     def _set_grads(self, sums: dict[str, Tensor]) -> None:
+        """Set `.grad`: this step's sum, earlier gradients, and (custom loop) those of other loss terms."""
         for name, p in self.owned.items():
             # the new sum, plus gradients from before the step, plus those of loss terms outside of the graph (aliased)
             others = [g for g in (self._kept.get(name), p.grad) if g is not None]

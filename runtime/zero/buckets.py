@@ -52,10 +52,12 @@ class Buckets:
     """The buckets of one rank. params: whole local parameters by name, which are taken over one at a time.
 
     Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. With several backwards a step
-    (of microbatches and stages): `start(...)`, backward, `pause()` for each, `reduce()` after a stage's last, `finish`.
+    (of microbatches and stages): `start(...)`, backward, `pause()` for each, `start_incomplete()` after a stage's last,
+    `finish`.
 
-    .given: what the graph takes for each parameter: the parameter, or its bucket. .owned: what the optimizer steps, and
-    whose `.grad` is reduced: the parameters, or this rank's shard of each (1-d). .runs: where each such shard is.
+    .given: what the graph takes for each parameter: the parameter (or an alias of it, for a custom loop), or its
+    bucket. .owned: what the optimizer steps, and whose `.grad` is reduced: the parameters, or this rank's shard of each
+    (1-d). .runs: where each such shard is.
 
     A custom loop may add gradients up: if a parameter has a `.grad` when a step starts, the new sum is added to it (an
     engine clears it before). A parameter that no backward reaches counts as zeros in the sum, and keeps its `.grad`.
@@ -104,6 +106,7 @@ class Buckets:
         self.owned: dict[str, nn.Parameter] = {}
         for name, p in params.items() if isinstance(params, Mapping) else params:
             if name in self._of:
+                # a placeholder, so that names keep the program's order: `owned |= b.owned` replaces it
                 self.given[name], self.owned[name] = self._of[name].adopt(name, p), nn.Parameter()
                 continue
             self.given[name] = nn.Parameter(p.detach(), requires_grad=p.requires_grad) if aliased else p

@@ -4,7 +4,7 @@
     the same, 2 ranks                             a a a a a - - - | b b b - c c c c        each rank keeps 8 elements
 
 Parameters and parts begin at multiples of 16 bytes, for kernels that read 16 bytes at once (grouped products reject
-other addresses). A bucket has as many parts as ranks. The gaps are padding, which is never read.
+other addresses). A bucket has as many parts as ranks. The gaps are padding: collectives send it, ops never use it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Flat:
 
 
 class Stretches:
-    """The flat shard of each parameter of a program that ZeRO leaves to each rank."""
+    """The flat shard of each parameter on each rank."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

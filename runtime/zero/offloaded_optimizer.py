@@ -1,6 +1,6 @@
 """Step an optimizer whose state is kept outside of the device, page by page.
 
-    fetch 1 | step 1, fetch 2 | put 1, step 2 | fetch 3 | step 3, put 2 | ...       fetch and put run in the background
+    fetch 1 | step 1, fetch 2 | step 2, put 1, fetch 3 | step 3, put 2, fetch 4 | ...    fetch, put: in the background
 
 A page is some parameters with their state; at most two pages are on the device. The optimizer is tested for whether
 stepping page by page equals one step of all. One that, say, scales every update by the norm of all of them is refused.

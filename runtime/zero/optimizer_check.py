@@ -8,8 +8,8 @@
 
 SGD, Adam and all others that treat every element separately pass all three. An optimizer that scales its updates by the
 norm of all of them passes none. One that sees a parameter as a matrix (Muon, Adafactor) fails the third. One that
-counts its steps fails the first only. Without the test each rank would train by the part that it sees, and ranks that
-hold the same parameter would drift apart.
+counts its steps in an attribute fails only the first; a count in a group is fine. Without the test each rank would
+train by the part that it sees, and ranks that hold the same parameter would drift apart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardc.runtime.zero.optimizer_list import members_of
 from shardc.torch_private import TorchDispatchMode, no_modes
 
 _STEPS, _SIDE = 3, 4
-_LR = 1e-2  # at least: a warm-up may begin at 0, and 16-bit numbers ignore small updates, so that nothing would differ
+_LR = 1e-2  # the smallest tried rate: with 0, or a rate too small for 16 bits, all orders would look equal
 #: The largest difference of a step in pieces, relative to the update: vector instructions round the last digits
 #: differently.
 _SLACK = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -56,7 +56,7 @@ class ParamSharding:
     shape: tuple[int, ...] | None = None
 
     def parts(self, x: Tensor) -> list[Tensor]:
-        """Cut x into two parts in each dim, of unequal size, perhaps empty."""
+        """Cut x in two along each split dim; the parts are unequal, perhaps empty."""
         parts = [x] if self.dims else [x.reshape(-1)]
         for d in self.dims or (0,):
             first = math.ceil(parts[0].shape[d] / 3)
@@ -67,7 +67,7 @@ class ParamSharding:
 def check_sharded(
     program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], runs: Mapping[str, FlatShard]
 ) -> None:
-    """Raise ShardcError for an optimizer that updates parts in another way than the whole model.
+    """Raise ShardcError if the optimizer updates parts of a parameter differently from the whole.
 
     params: the whole local parts, by name, from which it was made. runs: the stretches of those that will be cut.
     """
@@ -242,7 +242,7 @@ _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.
 
 
 def multiplies(optimizer: Optimizer) -> bool:
-    """Return whether a step multiplies matrices, so that its work grows with their sides' third power.
+    """Return whether a step multiplies matrices: its work is cubic in their size.
 
     Products of a column and a row (Adafactor) do not count.
     """

@@ -1,8 +1,8 @@
 """Combine several optimizers in one, such as Muon for matrices and AdamW for the rest.
 
-An engine makes it of a list. To the rest of the runtime it is one optimizer with the groups of all. Each member keeps
-its state and settings, and is tested separately for whether it may be sharded or stepped in pieces
-(shardc.runtime.zero.optimizer_check).
+An engine builds it from the list that `optimizer(params)` returns. To the rest of the runtime it is one optimizer with
+the groups of all. Each member keeps its state and settings, and is tested separately for whether it may be sharded or
+stepped in pieces (shardc.runtime.zero.optimizer_check).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def trained_by(program: Program, stage: Stage) -> tuple[str, ...]:
 
 
 def backward_roots(program: Program, stage: Stage) -> list[fx.Node]:
-    """Return the values from which backward may begin: those sent to a stage that returns gradients, and the loss."""
+    """Return the values at which backward may begin: sent ones that get gradients, and the loss."""
     crossing = {name for e in program.edges for name, _ in e.differentiable()}
     returned: Any = stage.graph.output_node().args[0]
     loss, _, *sent = returned
