@@ -67,10 +67,7 @@ class JointGraphs(Pass):
 
 
 def with_joint_graphs(program: Program, how: Execution) -> Program:
-    """Add forward and backward graphs to each stage.
-
-    A graph is written on first access; those of pairs at once. how: the `execution` section.
-    """
+    """Add graphs to each stage, written on first access (those of pairs: at once). how: `execution`."""
     graphs, lock = Graphs(program, how), RLock()
     joint = (DeferredJoint(partial(_now, graphs.of, i), lock) for i in range(len(program.stages)))
     result = replace(program, stages=tuple(replace(s, joint=x) for s, x in zip(program.stages, joint, strict=True)))
@@ -96,10 +93,7 @@ _PAIR: dict[str, str] = {"microbatches": "FB", "forwards": "FF"}
 
 
 def _pairs_to_run(program: Program, how: Execution) -> tuple[tuple[str, int, int], ...]:
-    """Return the (kind, first stage, second stage) of each pair that a step runs.
-
-    See `shardc.runtime.schedule.Schedule.pairs`.
-    """
+    """Return the (kind, first stage, second stage) of each pair that a step runs: see `Schedule.pairs`."""
     if program.schedule is not None:
         return program.schedule.pairs()
     return ((_PAIR[how.overlap], 0, 0),) if how.overlap in _PAIR and program.microbatches > 1 else ()

@@ -118,18 +118,18 @@ class Backward:
         self._reached = self._reach({maker for maker, _ in begin})
         self._gradients: dict[Made, Gradient | None] = dict(begin)
         # how many gradients are still to come: of a value, of a node, and of a bucket how many of its parameters
-        self._pending_of_value: Counter[Made] = Counter()
+        self._pending_values: Counter[Made] = Counter()
         for n in self._reached:
             for task in self._tasks(n):
-                self._pending_of_value.update(set(self._grads_of(task)))
-        self._pending_of_node = Counter(
-            {n: sum(self._pending_of_value[m] for m in self._results(n)) for n in self._reached}
+                self._pending_values.update(set(self._grads_of(task)))
+        self._pending_nodes = Counter(
+            {n: sum(self._pending_values[m] for m in self._results(n)) for n in self._reached}
         )
-        self._pending_of_bucket = Counter(i for m in self._pending_of_value if (i := self._bucket(m)) is not None)
+        self._pending_buckets = Counter(i for m in self._pending_values if (i := self._bucket(m)) is not None)
         self._heap: list[tuple[float, int, _Task]] = []
         self._count = itertools.count()  # for equal numbers, the first one pushed comes first
         for maker in dict.fromkeys(n for n, _ in begin):  # once, however many of its results are roots
-            if maker.op != "placeholder" and not self._pending_of_node[maker]:
+            if maker.op != "placeholder" and not self._pending_nodes[maker]:
                 self._ready(maker)
         while self._heap:
             self._do(heapq.heappop(self._heap)[2])
@@ -262,12 +262,12 @@ class Backward:
         """Note that a task added its gradients to these values; queue what is complete now."""
         for m in sorted(values, key=lambda m: (self._place[m[0]], m[1]), reverse=True):
             n = m[0]
-            self._pending_of_value[m] -= 1
-            self._pending_of_node[n] -= 1
+            self._pending_values[m] -= 1
+            self._pending_nodes[n] -= 1
             leaf = n.op == "placeholder" or n.target is ops.updated
-            if leaf and not self._pending_of_value[m] and self._is_param(n):
+            if leaf and not self._pending_values[m] and self._is_param(n):
                 self._complete(m)
-            elif not leaf and not self._pending_of_node[n]:
+            elif not leaf and not self._pending_nodes[n]:
                 self._ready(n)
 
     def _is_param(self, n: fx.Node) -> bool:
@@ -279,8 +279,8 @@ class Backward:
             self._gradients[param] = None
             self.events.append(Complete(param, g))
         if (bucket := self._bucket(param)) is not None:
-            self._pending_of_bucket[bucket] -= 1
-            if not self._pending_of_bucket[bucket]:
+            self._pending_buckets[bucket] -= 1
+            if not self._pending_buckets[bucket]:
                 self.events.append(BucketComplete(bucket))
 
     def _bucket(self, made: Made) -> int | None:

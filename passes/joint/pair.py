@@ -200,15 +200,15 @@ def _arrange(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
 class _Half:
     """The lines of one half, in order.
 
-    total_seconds, done_seconds: of all lines alone, and of those so far. collectives: how many. until_collective: by
+    total, done: seconds of all lines alone, and of those so far. collectives: how many. until_collective: by
     line, seconds of computing until the next one begins.
     """
 
     def __init__(self, ordered: OrderedGraph, *, back: bool) -> None:
         self.lines = [ordered.lines[i] for i, n in enumerate(ordered.nodes) if bool(n.meta.get("back")) == back]
-        self.total_seconds = sum(line.seconds + line.sends for line in self.lines) or 1.0
+        self.total = sum(line.seconds + line.sends for line in self.lines) or 1.0
         self.collectives = sum(line.sends > 0 for line in self.lines)
-        self.at, self.done_seconds = 0, 0.0
+        self.at, self.done = 0, 0.0
         self.until_collective: dict[int, float] = {}
         left = math.inf
         for line in reversed(self.lines):
@@ -224,7 +224,7 @@ class _Half:
         return self.lines[self.at]
 
     def run(self) -> None:
-        self.done_seconds += self.next.seconds + self.next.sends
+        self.done += self.next.seconds + self.next.sends
         self.at += 1
 
 
@@ -242,11 +242,7 @@ def _side_by_side(ordered: OrderedGraph, most: tuple[int, int], lead: float) -> 
 
     def urgent(h: _Half) -> tuple[float, bool, float]:
         waits = clock.left(h.next.waits)
-        ahead = max(
-            h.done_seconds / h.total_seconds - other.done_seconds / other.total_seconds
-            for other in halves
-            if other is not h
-        )
+        ahead = max(h.done / h.total - other.done / other.total for other in halves if other is not h)
         return waits, ahead > most_ahead, h.until_collective[h.next.place]
 
     def blocked(n: fx.Node) -> bool:

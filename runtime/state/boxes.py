@@ -122,8 +122,7 @@ def drafts(plan: Plan, save: Mapping[str, str]) -> dict[str, Draft]:
         pieces = sorted(pieces, key=lambda p: -p.dtype.itemsize)  # so that each begins aligned for its dtype
         entries = [Entry(_name(plan, p), *stored_as(p.dtype, p.shape)) for p in pieces]
         head, entries = header(entries, dict(save))
-        if pieces:
-            files[kind] = Draft(head, list(zip(pieces, entries, strict=True)))
+        files[kind] = Draft(head, list(zip(pieces, entries, strict=True)))
     return files
 
 
@@ -150,13 +149,13 @@ class Box:
     offset: Numbers
     shape: Numbers
     index: tuple[Any, ...]
-    stretch: tuple[int, int] | None = None
+    flat_range: tuple[int, int] | None = None
     form: Numbers = ()
 
     def of(self, local: Tensor) -> Tensor:
         """Return a view of the box in a local tensor."""
-        if self.stretch is not None:
-            first, count = self.stretch
+        if self.flat_range is not None:
+            first, count = self.flat_range
             local = local[first : first + count].view(self.form)
         return local[self.index]
 
@@ -174,7 +173,7 @@ class Part:
     layout: Layout = field(default_factory=Layout)
     run: FlatShard | None = None
     replicas: tuple[str, ...] = ()
-    copy: bool = False
+    elsewhere: bool = False
 
     def boxes(self, mesh: Mesh, rank: int) -> Sequence[Box]:
         """Return the boxes of the part that have elements."""
@@ -183,7 +182,7 @@ class Part:
     def written(self, mesh: Mesh, rank: int) -> bool:
         """Return whether this rank writes the part, and no other replica."""
         coords = mesh.coords(rank)
-        return not self.copy and not any(coords[a] for a in self.replicas)
+        return not self.elsewhere and not any(coords[a] for a in self.replicas)
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,7 @@ class Member(Part):
             if 0 <= place < box.shape[0]:
                 first, *rest = box.index
                 index = ((first.start or 0) + place, *rest)
-                result.append(Box(box.offset[1:], box.shape[1:], index, box.stretch, box.form))
+                result.append(Box(box.offset[1:], box.shape[1:], index, box.flat_range, box.form))
         return result
 
 
@@ -211,7 +210,7 @@ def by_name(p: Param, part: Part) -> dict[str, Part]:
         return {p.fqn: part}
     shape = p.shape[1:]
     return {
-        n: Member(part.local, shape, replicas=part.replicas, copy=part.copy, stack=part, member=i)
+        n: Member(part.local, shape, replicas=part.replicas, elsewhere=part.elsewhere, stack=part, member=i)
         for i, n in enumerate(p.members)
     }
 
@@ -240,10 +239,10 @@ def _each_box(
                 yield _placed(common, (first - run.start, count), form)
 
 
-def _placed(box: Iterable[tuple[int, int, int]], stretch: tuple[int, int] | None = None, form: Numbers = ()) -> Box:
+def _placed(box: Iterable[tuple[int, int, int]], flat_range: tuple[int, int] | None = None, form: Numbers = ()) -> Box:
     dims = list(box)
     index = tuple(slice(a, a + n) for a, _, n in dims)
-    return Box(tuple(g for _, g, _ in dims), tuple(n for _, _, n in dims), index, stretch, form)
+    return Box(tuple(g for _, g, _ in dims), tuple(n for _, _, n in dims), index, flat_range, form)
 
 
 def _common(stretch: tuple[int, int], box: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -36,8 +36,8 @@ from shardc.runtime.state.tensor_file import BLOCK, bytes_of
 
 def damage(file: Path, key: str, s: Slice) -> DamagedError:
     """Build the error for a slice whose digest does not match."""
-    place = ",".join(f"{a}:{a + n}" for a, n in zip(s.offset, s.shape, strict=True))
-    return DamagedError(f"{key}[{place}], at byte {s.place}, differs from the saved data", where=str(file))
+    box_text = ",".join(f"{a}:{a + n}" for a, n in zip(s.offset, s.shape, strict=True))
+    return DamagedError(f"{key}[{box_text}], at byte {s.start}, differs from the saved data", where=str(file))
 
 
 def read_whole(descriptor: int, stored: Stored, s: Slice) -> Tensor | None:
@@ -49,9 +49,9 @@ def read_whole(descriptor: int, stored: Stored, s: Slice) -> Tensor | None:
 def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
     data, hasher = bytes_of(x), xxh3_128()
     try:
-        for start in range(0, len(data), BLOCK):
-            block = data[start : start + BLOCK]
-            disk_calls.read_into(descriptor, block, s.place + start)
+        for done in range(0, len(data), BLOCK):
+            block = data[done : done + BLOCK]
+            disk_calls.read_into(descriptor, block, s.start + done)
             hasher.update(block)  # while it is in the cache
     except OSError:
         return False
@@ -110,10 +110,7 @@ class DamagedError(ShardcError):
 
 
 class SavingError(ShardcError):
-    """A save failed, on all ranks.
-
-    Nothing has changed; or the checkpoint is complete, and only cleaning up failed.
-    """
+    """A save failed, on all ranks. Earlier checkpoints are unchanged, unless only cleaning up failed."""
 
     on_all_ranks = True
 
@@ -157,7 +154,7 @@ def generations(folder: Path) -> list[Generation]:
     return sorted(present, key=lambda g: (not g.replaced, g.step, g.number), reverse=True)
 
 
-def is_one(folder: Path) -> bool:
+def is_checkpoint(folder: Path) -> bool:
     """Return whether the folder itself is a checkpoint, and not one that holds checkpoints."""
     return (folder / checkpoint_index.NAME).exists() or _NAME.fullmatch(folder.name) is not None
 
@@ -192,7 +189,7 @@ def renamed_path(g: Generation) -> Path:
     return g.path.with_name(g.path.name + ".old")
 
 
-def prune(folder: Path, keep: int = KEEP, *, known: Path | None = None) -> list[Path]:
+def prune(folder: Path, keep: int, *, known: Path | None = None) -> list[Path]:
     """Keep the last `keep` complete checkpoints and everything newer; remove the rest.
 
     known: a complete one. Returns the removed paths. The caller holds the folder's lock.
@@ -292,7 +289,7 @@ def verify(path: Path) -> Iterator[ShardcError]:
             yield e
         # `check_file` has found why a file cannot be opened
         with contextlib.suppress(OSError), disk_calls.opened(path / file.name) as descriptor:
-            for key, s in sorted(of_file.get(number, []), key=lambda x: x[1].place):
+            for key, s in sorted(of_file.get(number, []), key=lambda x: x[1].start):
                 if read_whole(descriptor, index.tensors[key], s) is None:
                     yield damage(path / file.name, key, s)
 

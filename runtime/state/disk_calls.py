@@ -34,6 +34,11 @@ BUFFER = 1 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)  # systems other than Linux lack it
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a user's path with `~` as the home folder, as in a shell."""
+    return Path(path).expanduser()
+
+
 def create(path: Path) -> int:
     """Create a new file, and return its descriptor for writing. Raises FileExistsError if it exists."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -213,11 +218,6 @@ def _open(path: Path, flags: int) -> Iterator[int]:
 
 
 # --- one writer at a time
-
-
-def named(path: str | Path) -> Path:
-    """Return a user's path with `~` as the home folder, as in a shell."""
-    return Path(path).expanduser()
 
 
 class Lock:

@@ -39,7 +39,7 @@ from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
 from shardc.runtime.state.sliced_tensors import Ranges, index, stretches, whole
-from shardc.runtime.state.tensor_file import MAX_FILE_BYTES, NAMES, Entry, bytes_of, header, opened
+from shardc.runtime.state.tensor_file import MAX_FILE_BYTES, NAMES, Entry, bytes_of, header, open_safetensors
 from shardc.runtime.state.weight_files import weight_files
 from shardc.torch_private import pytree
 
@@ -147,7 +147,7 @@ def export_safetensors(
     replace weights that shardc did not write. merge: the whole model, with the spec's adapters added to their weights;
     else, with such adapters, only these, as peft has them. Raises ShardcError, on all ranks.
     """
-    path = disk_calls.named(path)
+    path = disk_calls.expanded(path)
     stored: list[Param | Buffer] = [*program.params, *(b for b in kept(program) if b.persistent)]
     tensors = {n: (x, shape) for x in stored for n, shape in x.shapes.items() if x.members or n == x.fqn}
     ties = {alias: x.fqn for x in stored for alias in x.aliases}
@@ -186,7 +186,7 @@ def foreign_weights(path: Path) -> Path | None:
         return path
     for file in files:
         try:
-            ours = file.suffix == ".safetensors" and _MARK.items() <= (opened(file).metadata() or {}).items()
+            ours = file.suffix == ".safetensors" and _MARK.items() <= (open_safetensors(file).metadata() or {}).items()
         except (ShardcError, OSError):
             ours = False
         if not ours:
@@ -389,7 +389,7 @@ def write(
                 os.close(descriptor)
     _agree(mesh, problem, layout.folder)
     if mesh.rank == 0:
-        tried(_name, layout, groups, parts, single)
+        tried(_rename_files, layout, groups, parts, single)
         tried(layout.finish)
         tried(disk_calls.sync_folder, layout.folder)
     _agree(mesh, problem, layout.folder)
@@ -433,7 +433,9 @@ def _write_slice(descriptor: int, entry: Entry, place: Ranges, data: Tensor) -> 
         disk_calls.write(descriptor, memory[i * size : (i + 1) * size], entry.start + start * entry.dtype.itemsize)
 
 
-def _name(layout: Layout, groups: Sequence[Sequence[Output]], parts: Sequence[Path], single: Path | None) -> None:
+def _rename_files(
+    layout: Layout, groups: Sequence[Sequence[Output]], parts: Sequence[Path], single: Path | None
+) -> None:
     """Rename the written files to their final names; remove those of an earlier export."""
     many = len(groups) > 1
     names = [

@@ -169,7 +169,7 @@ class Tape:
         elif e.random < 0:
             results = memory.call(e)
         elif seed is None:
-            raise RandomValue(e)
+            raise RandomValueError(e)
         else:
             torch.set_rng_state(self._state(e.start, seed))
             results = memory.call(e)
@@ -241,7 +241,7 @@ def _own_generator() -> Iterator[None]:
             torch.set_rng_state(state)
 
 
-class RandomValue(Exception):
+class RandomValueError(Exception):
     """A value that Python reads depends on this random op."""
 
     def __init__(self, entry: Entry) -> None:
@@ -315,7 +315,7 @@ class Recorder:
         try:
             with self._pause():
                 return self.tape.replay([ref], None)[0].clone()
-        except RandomValue as e:
+        except RandomValueError as e:
             place = source.of_call()
             raise ShardcError(
                 f"building the model reads the value of random numbers ({place.shown or e.entry.name})",

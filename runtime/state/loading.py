@@ -27,7 +27,7 @@ from shardc.runtime.state.checkpoint_folder import (
     check_file,
     damage,
     generations,
-    is_one,
+    is_checkpoint,
     none_in,
     read_index,
     read_slice,
@@ -72,7 +72,7 @@ def load(
     before anything changes; DamagedError if a file is not what was saved: what was read until then is changed.
     """
     problems: list[ShardcError] = []
-    for path in candidates(disk_calls.named(folder), mesh, last_good=last_good):
+    for path in candidates(disk_calls.expanded(folder), mesh, last_good=last_good):
         loading = _Loading(path, program, mesh, params, buffers, optimizer, runs or {}, matrices, room, accept)
         try:
             _together(mesh, path, loading.check)
@@ -103,7 +103,7 @@ def candidates(folder: Path, mesh: Any, *, last_good: bool) -> Iterator[Path]:
 
 
 def _found(folder: Path) -> list[Path]:
-    if is_one(folder):
+    if is_checkpoint(folder):
         return [folder, *(g.path for g in generations(folder.parent) if g.path.name != folder.name)]
     return [g.path for g in generations(folder)]
 
@@ -196,7 +196,7 @@ class _Loading:
         errors: list[ShardcError] = []
         with ThreadPoolExecutor(READERS) as readers:
             for number in sorted({s.file for s in targets}):
-                slices = sorted((s for s in targets if s.file == number), key=lambda s: s.place)
+                slices = sorted((s for s in targets if s.file == number), key=lambda s: s.start)
                 file = self.path / self.index.files[number].name
                 with disk_calls.opened(file) as descriptor:
 

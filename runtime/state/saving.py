@@ -44,11 +44,11 @@ from shardc.runtime.state.checkpoint_folder import (
     SavingError,
     free_name,
     generations,
-    is_one,
+    is_checkpoint,
     prune,
     renamed_path,
 )
-from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, plain
+from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, json_number
 from shardc.runtime.state.saving_optimizer import combine_facts, state_parts
 from shardc.runtime.state.tensor_file import bytes_of
 
@@ -88,15 +88,15 @@ class Save:
     _thread: threading.Thread | None = None
 
     @property
-    def work(self) -> Path:
+    def work_folder(self) -> Path:
         return self.folder / f"{WORK}{self.id}"
 
-    def start(self, work: Callable[[], None], *, background: bool) -> None:
+    def start(self, run: Callable[[], None], *, background: bool) -> None:
         """Run a function here or in a thread; keep its error in `.error`."""
 
         def guarded() -> None:
             try:
-                work()
+                run()
             except BaseException as e:  # raised again when all ranks meet
                 self.error = e
 
@@ -122,14 +122,14 @@ class Save:
         for kind, draft in self.drafts.items():
             self._write_file(kind, draft, files)
         part = {"facts": self.plan.facts, **checkpoint_index.tables(tuple(files), self.plan.tensors)}
-        disk_calls.write_file(self._part(self.mesh.rank), json.dumps(part, default=plain).encode())
+        disk_calls.write_file(self._part(self.mesh.rank), json.dumps(part, default=json_number).encode())
 
     def _part(self, rank: int) -> Path:
-        return self.work / f"part-{rank:05d}.json"
+        return self.work_folder / f"part-{rank:05d}.json"
 
     def _write_file(self, kind: str, draft: Draft, mine: list[File]) -> None:
         name = f"{kind}-{self.mesh.rank:05d}.safetensors"
-        file = disk_calls.Stream(self.work / name)
+        file = disk_calls.Stream(self.work_folder / name)
         try:
             file.add(memoryview(draft.head))
             for piece, entry in draft.pieces:
@@ -159,25 +159,25 @@ class Save:
             raise SavingError("another process is saving to this folder", where=str(self.folder), fix=fix) from None
         if others := self.known.others(self.folder):
             raise SavingError(
-                f"the folder has checkpoints that this run neither saved nor loaded ({', '.join(others[:3])}): it would"
-                " replace those of another run",
+                f"the folder has checkpoints that this run neither saved nor loaded ({', '.join(others[:3])}):"
+                " saving here would replace another run's checkpoints",
                 where=str(self.folder),
                 fix="load them to go on from there, save to another folder, or pass overwrite=True",
             )
         for name in os.listdir(self.folder):
             if name.startswith(WORK):  # of a process that ended: nobody else has the lock
                 disk_calls.remove_folder(self.folder / name)
-        disk_calls.make_folder(self.work)
+        disk_calls.make_folder(self.work_folder)
 
     def commit(self) -> None:
         """Make the checkpoint visible, from the parts of all ranks; then prune old checkpoints."""
         index = self._index([self._read(r) for r in range(self.mesh.layout.world)])
-        disk_calls.write_file(self.work / checkpoint_index.NAME, checkpoint_index.to_bytes(index))
+        disk_calls.write_file(self.work_folder / checkpoint_index.NAME, checkpoint_index.to_bytes(index))
         for r in range(self.mesh.layout.world):
             disk_calls.unlink(self._part(r))
-        disk_calls.sync_folder(self.work)
+        disk_calls.sync_folder(self.work_folder)
         path = free_name(self.folder, self.step)
-        disk_calls.rename(self.work, path)
+        disk_calls.rename(self.work_folder, path)
         disk_calls.sync_folder(self.folder)
         self.saved = True
         try:
@@ -204,9 +204,12 @@ class Save:
                 known = tensors.setdefault(name, Stored(t.dtype, t.shape))
                 if (known.dtype, known.shape) != (t.dtype, t.shape):
                     raise SavingError(
-                        f"ranks have it in two forms: {known.dtype} {known.shape}, {t.dtype} {t.shape}", where=name
+                        "ranks saved this tensor with two dtypes or shapes: "
+                        f"{known.dtype} {known.shape}, {t.dtype} {t.shape}",
+                        where=name,
+                        fix="report this: ranks must agree on shapes",
                     )
-                moved = (Slice(s.file + len(every), s.place, s.offset, s.shape, s.digest) for s in t.slices)
+                moved = (Slice(s.file + len(every), s.start, s.offset, s.shape, s.digest) for s in t.slices)
                 tensors[name] = Stored(t.dtype, t.shape, (*known.slices, *moved))
             every += files
         facts = dict(parts[0]["facts"])
@@ -222,7 +225,7 @@ class Save:
             try:
                 if failed:
                     with contextlib.suppress(OSError):
-                        disk_calls.remove_folder(self.work)
+                        disk_calls.remove_folder(self.work_folder)
             finally:
                 self.lock.release()
 
@@ -280,8 +283,8 @@ class Saves:
 
     def loaded(self, folder: str | Path) -> None:
         """Record the checkpoints in, or beside, a folder as those that this run continues from."""
-        path = disk_calls.named(folder)
-        self._known.see(path.parent if is_one(path) else path)
+        path = disk_calls.expanded(folder)
+        self._known.see(path.parent if is_checkpoint(path) else path)
 
     def poll(self) -> None:
         """Let rank 0 make the checkpoint visible, in the background, if all ranks have written. Between steps.
@@ -359,10 +362,11 @@ def _words(error: BaseException) -> str:
 
 def _check_plain(facts: dict[str, Any]) -> None:
     try:
-        json.dumps(facts, default=plain)
+        json.dumps(facts, default=json_number)
     except (TypeError, ValueError) as e:
         raise ShardcError(
             f"the checkpoint's extra state or the optimizer's settings contain more than plain values: {e}",
+            where="extra or optimizer",
             fix="pass numbers, strings, lists and dicts",
         ) from e
 
@@ -414,7 +418,9 @@ def save(
         return planned(parts, facts, mesh)
 
     step = int((extra or {}).get("step", 0))
-    (saves or Saves(mesh)).save(disk_calls.named(folder), state, step=step, keep=keep, wait=wait, overwrite=overwrite)
+    (saves or Saves(mesh)).save(
+        disk_calls.expanded(folder), state, step=step, keep=keep, wait=wait, overwrite=overwrite
+    )
 
 
 def program_hash(program: Program) -> str:

@@ -122,9 +122,9 @@ class Paged:
             if isinstance(x, Tensor) and (_moves(x, self._offload.device) or self._is_stored(p, key, x))
         ]
         forms = {(p, key): torch.empty_like(x, device="meta") for p, key, x in away}  # dense strides
-        new = [slot_of for slot_of, form in forms.items() if not self._fits(*slot_of, form)]
+        new = [key for key, form in forms.items() if not self._fits(*key, form)]
         if new:  # in one piece, before anything moves, as missing room ends the run
-            slot = self._offload.places["optimizer"].slot(room_of(forms[slot_of] for slot_of in new))
+            slot = self._offload.places["optimizer"].slot(room_of(forms[key] for key in new))
             for p, key in new:
                 self._state.setdefault(p, {})[key] = Home(slot.take(forms[p, key]), slot)
         self._offload.mover.put([(x, self._state[p][key]) for p, key, x in away])

@@ -87,7 +87,7 @@ def _check_sharded(
     if not shardings and not program.axis:
         return
     kind = type(optimizer).__name__
-    first = next(
+    reason = next(
         iter(shardings.values()),
         ParamSharding(
             (),
@@ -101,27 +101,28 @@ def _check_sharded(
         if program.matrices is None
         else "make it by module.optimizer(lambda params: ...), which gives each matrix to one rank"
     )
-    fix = f"use an optimizer that updates each element separately (SGD, Adam, AdamW, ...), or {how}, or {first.instead}"
-    samples, grads, one = _try_steps(optimizer, shardings, first, fix)
+    fix = (
+        f"use an optimizer that updates each element separately (SGD, Adam, AdamW, ...), or {how}, or {reason.instead}"
+    )
+    samples, grads, one = _try_steps(optimizer, shardings, reason, fix)
     whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
     if runs:
-        _check_skips(optimizer, shardings, first, samples, grads)
+        _check_skips(optimizer, shardings, reason, samples, grads)
     try:
         two = pieces.run(samples, grads, cut=True)
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
-        fault = f"the optimizer {kind} needs whole parameters ({type(e).__name__} on parts: {e}), and {first.why}"
-        raise ShardcError(fault, where=first.where, fix=fix) from e
+        fault = f"the optimizer {kind} needs whole parameters ({type(e).__name__} on parts: {e}), and {reason.why}"
+        raise ShardcError(fault, where=reason.where, fix=fix) from e
     for m, before, (after,), parts in zip(whole.members, samples, one, two, strict=True):
         if m.sharding is not None and not _same(m.sharding.parts(before), m.sharding.parts(after), parts, _SLACK):
-            reason = f"it updates their parts in another way, and {m.sharding.why}"
-            fault = f"the optimizer {kind} needs whole parameters: {reason}"
-            raise ShardcError(fault, where=m.sharding.where, fix=fix)
+            fault = f"the optimizer {kind} needs whole parameters: it updates their parts in another way"
+            raise ShardcError(f"{fault}, and {m.sharding.why}", where=m.sharding.where, fix=fix)
 
 
 def _check_skips(
     optimizer: Optimizer,
     shardings: Mapping[Tensor, ParamSharding],
-    first: ParamSharding,
+    reason: ParamSharding,
     samples: Sequence[Tensor],
     grads: Sequence[Sequence[Tensor]],
 ) -> None:
@@ -133,9 +134,9 @@ def _check_skips(
     except Exception as e:  # the user's own optimizer
         kind = type(optimizer).__name__
         fault = f"the optimizer {kind} fails where a parameter has no gradient ({type(e).__name__}: {e})"
-        fault += f", and ranks that have no part of a small one have none: {first.why}"
+        fault += f", and ranks that have no part of a small one have none: {reason.why}"
         fix = "make its step skip a parameter whose .grad is None, as torch's optimizers do"
-        raise ShardcError(fault, where=first.where, fix=fix) from e
+        raise ShardcError(fault, where=reason.where, fix=fix) from e
 
 
 def _closure_of(optimizer: Optimizer) -> str:
@@ -150,13 +151,13 @@ def _closure_of(optimizer: Optimizer) -> str:
 
 def check_matrices(optimizer: Optimizer) -> None:
     """Raise ShardcError if whole matrices are updated depending on others, which other ranks own."""
-    first = ParamSharding((), "other ranks own the others", "optimizer", "")
+    reason = ParamSharding((), "other ranks own the others", "optimizer", "")
     fix = "use an optimizer that updates each parameter separately, or leave optimizer: {matrices: ...} out"
-    _try_steps(optimizer, {}, first, fix)
+    _try_steps(optimizer, {}, reason, fix)
 
 
 def _try_steps(
-    optimizer: Optimizer, shardings: Mapping[Tensor, ParamSharding], first: ParamSharding, fix: str
+    optimizer: Optimizer, shardings: Mapping[Tensor, ParamSharding], reason: ParamSharding, fix: str
 ) -> tuple[list[Tensor], list[list[Tensor]], list[list[Tensor]]]:
     """Try an optimizer; return (values, gradients by step, values after the steps).
 
@@ -164,11 +165,9 @@ def _try_steps(
     """
     kind = type(optimizer).__name__
     if closure := _closure_of(optimizer):
-        fault = (
-            f"the optimizer {kind} needs whole parameters: its step({closure}) evaluates the loss of all of them again"
-        )
+        fault = f"the optimizer {kind} needs all parameters on one rank: its step({closure}) computes the loss again"
         fix = f"use an optimizer whose step takes no {closure}, such as any optimizer of torch except LBFGS"
-        raise ShardcError(f"{fault}, and {first.why}", where=first.where, fix=fix)
+        raise ShardcError(f"{fault}, and {reason.why}", where=reason.where, fix=fix)
     try:
         whole, more = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings, copies=2)
         samples, grads = more.data()
@@ -185,13 +184,13 @@ def _try_steps(
             f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e}), so it is unknown "
             "whether it may update parts"
         )
-        raise ShardcError(f"{fault}, and {first.why}", where=first.where, fix=fix) from e
+        raise ShardcError(f"{fault}, and {reason.why}", where=reason.where, fix=fix) from e
     if not all(_same([before], a, b, _SLACK) for before, a, b in zip(samples, one, every[:n], strict=True)):
         fault = (
-            f"the optimizer {kind} updates a parameter depending on others, and no rank has all of them: {first.why}"
+            f"the optimizer {kind} updates a parameter depending on others, and no rank has all of them: {reason.why}"
         )
         clips = "if it clips gradients, use the engine's option: clip_norm=1.0, --clip 1.0; else "
-        raise ShardcError(fault, where=first.where, fix=clips + fix)
+        raise ShardcError(fault, where=reason.where, fix=clips + fix)
     return samples, grads, one
 
 
