@@ -18,6 +18,10 @@ from shardc.passes.joint.derivatives.rule import Request, Rule
 from shardc.passes.joint.derivatives.template import Template
 from shardc.passes.joint.derivatives.transposed import Lines
 from shardc.runtime import ops
+from shardc.runtime.ops.opaque import OPS
+
+#: Ops whose gradients nobody holds. (A user's autograd function may return the same buffer in each step.)
+_OURS = set(OPS.values())
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class _OpaqueSaves:
     grads: tuple[Type | None, ...]
     measured: bool
     own: int = 0
+    fresh: tuple[bool, ...] = ()
 
 
 def opaque(rank: Rank, call: Template, request: Request, types: Sequence[Type | None]) -> Rule:
@@ -58,7 +63,8 @@ def opaque(rank: Rank, call: Template, request: Request, types: Sequence[Type | 
     kinds: list[Type | None] = [None] * len(request.operands)
     for n, k in enumerate(needs):
         i, t = places[k], saved.grads[n]
-        of_operands[i], kinds[i] = w.put(Line(0, operator.getitem, (back, n), (), t)), t
+        fresh = bool(saved.fresh) and saved.fresh[n] and call.target in _OURS
+        of_operands[i], kinds[i] = w.put(Line(0, operator.getitem, (back, n), (), t, fresh)), t
     return Rule(
         tuple(w.lines[:split]),
         tuple(outputs),
@@ -94,7 +100,10 @@ def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, 
         again = tuple(k for k, x in enumerate(xs) if memory_of(x) in packed and places[k] not in places[:k])
         elsewhere = {memory_of(x) for x in (*xs, *outputs) if isinstance(x, Tensor)}
         own_bytes = sum(nbytes for memory, nbytes in packed.items() if memory not in elsewhere)
-        return _OpaqueSaves(again, tuple(None if x is None else Type.of(x) for x in gradients), True, own_bytes)
+        made = [None if x is None else memory_of(x) for x in gradients]
+        taken = elsewhere | set(packed) | {memory_of(g) for _, g in pairs}
+        fresh = tuple(memory not in taken and made.count(memory) == 1 for memory in made)
+        return _OpaqueSaves(again, tuple(None if x is None else Type.of(x) for x in gradients), True, own_bytes, fresh)
     except Exception:  # anything that torch's Python, or a user's op, raises on tensors without data
         like = (request.operands[places[k]] for k in needs)
         return _OpaqueSaves(tuple(range(len(places))), tuple(Type.contiguous(t.shape, t.dtype) for t in like), False)
