@@ -21,6 +21,7 @@ from shardc.runtime import ops
 from shardc.runtime.zero.flat_partition import Flat
 from shardc.torch_private import OpOverload
 
+# Targets that are an OpOverload are not searched in these sets: their hash runs Python code, which is slow.
 GATHERS = {ops.gather_start: ops.gather_wait, ops.regather_start: ops.regather_wait}
 #: Copies to the host and back (shardc.runtime.ops.host_handle). A handle has no type, and no bytes.
 COPIES = {ops.offload_start: ops.offload_wait, ops.reload_start: ops.reload_wait}

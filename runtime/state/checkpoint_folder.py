@@ -287,8 +287,7 @@ def verify(path: Path) -> Iterator[ShardcError]:
             check_file(path, index, number)
         except DamagedError as e:
             yield e
-        # `check_file` has found why a file cannot be opened
-        with contextlib.suppress(OSError), disk_calls.opened(path / file.name) as descriptor:
+        with contextlib.suppress(OSError), disk_calls.opened(path / file.name) as descriptor:  # see `check_file`
             for key, s in sorted(of_file.get(number, []), key=lambda x: x[1].start):
                 if read_whole(descriptor, index.tensors[key], s) is None:
                     yield damage(path / file.name, key, s)

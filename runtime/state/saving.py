@@ -399,7 +399,6 @@ def save(
     extra: JSON-able values of the caller: step, seed, a scheduler's state_dict; of each, the value of the first rank
     that has it (a stage without anything to train has no scheduler). Its "step" is the checkpoint's.
     saves, keep, wait, overwrite: see `Saves`.
-
     Raises ShardcError on all ranks. Older checkpoints are unchanged, unless only their removal failed.
     """
 
