@@ -26,7 +26,6 @@ from shardc.runtime.zero.flat_partition import FlatShard, elements
 
 # --- what one rank writes: slices of its tensors, and the files that hold them
 
-
 #: Maximal bytes of a slice, which is read, checked and held at once.
 SLICE = 64 << 20
 

@@ -122,6 +122,7 @@ def _together(mesh: Any, path: Path, work: Any) -> None:
     ranks, text = agreement.failures(mesh, None if error is None else _words(error))
     if not ranks:
         return
+    fix = agreement.text_of_rank(mesh, error.fix if isinstance(error, ShardcError) else "", ranks[0])
     who = f"found by rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
     if damaged:
         errors = error.errors if isinstance(error, DamagedError) else ()
@@ -130,7 +131,7 @@ def _together(mesh: Any, path: Path, work: Any) -> None:
         raise DamagedError(f"the checkpoint is damaged: {fault}{more} ({who})", where=str(path), fix=remedy(path))
     if error is not None:
         raise error
-    raise ShardcError(f"{text} ({who})", where=str(path), fix="see the error of that rank")
+    raise ShardcError(f"{text} ({who})", where=str(path), fix=fix or "see the error of that rank")
 
 
 def _words(error: BaseException) -> str:

@@ -9,11 +9,13 @@ import os
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shardc
+from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime import state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
@@ -157,6 +159,22 @@ def test_a_save_whose_cleaning_up_fails_says_on_all_ranks_that_it_was_saved(
         assert "was not saved" not in str(e)
         assert "check the permissions of the folder" in e.fix
     assert "'step': 3" in load(tmp_path)["extra"]
+
+
+def test_an_error_of_one_rank_has_its_fix_on_all(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+
+    def work(mesh: LoopbackMesh) -> str:
+        def accept(_: Any) -> None:
+            if mesh.rank == 1:
+                raise ShardcError("it is too old", fix="save it again")
+
+        program, params, buffers, optimizer = trained(mesh, 9)
+        with pytest.raises(ShardcError, match="it is too old") as e:
+            state.load(tmp_path, program, mesh, params, buffers, optimizer, accept=accept)
+        return e.value.fix
+
+    assert loopback(Mesh.of({"tp": 2}), work) == ["save it again"] * 2
 
 
 def test_two_runs_do_not_save_to_one_folder_at_once(tmp_path: Path) -> None:
