@@ -86,9 +86,8 @@ def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, 
 
     try:
         with rank.mode:
-            first = {
-                i: replace(request.operands[i], grad=k in needs).empty() for k, i in reversed(list(enumerate(places)))
-            }
+            last_first = reversed(list(enumerate(places)))
+            first = {i: replace(request.operands[i], grad=k in needs).empty() for k, i in last_first}
             xs = [first[i] for i in places]
             with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
                 outputs = rank.run(call, xs)

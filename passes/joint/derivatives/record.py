@@ -39,10 +39,7 @@ class UnrecordableError(Exception):
 
 @dataclass(frozen=True)
 class Type:
-    """The type of a tensor on one rank.
-
-    grad: it needs a gradient. ragged: its size depends on a step's data.
-    """
+    """A tensor's type on a rank. grad: it needs a gradient. ragged: its size depends on a step's data."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
