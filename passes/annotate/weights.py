@@ -23,7 +23,7 @@ from shardc.ir.stored import Param
 from shardc.passes.annotate import indivisible, kv_heads
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.spec_layouts import check_fits, dims_text, layout_of, quote
-from shardc.passes.annotate.weight_roles import dim_for_style, fused_parts
+from shardc.passes.annotate.weight_roles import dim_for_style, fused_parts, unsplit_by
 from shardc.spec import DimShard, Spec
 from shardc.spec.names import HELPED, Names
 
@@ -159,12 +159,11 @@ class Weights:
         if i in self._unsplittable:  # one error for the pattern, not one for every weight it matches
             return None
         self._unsplittable.add(i)
-        uses = sorted({str(u.target) for u in node.users})
-        errors.add(
-            f"{name} is not a weight that {rule.style!r} can split: it is used by {', '.join(uses)}",
-            where=where,
-            fix="name dims instead, e.g. {0: " + rule.axis + "}, or narrow the pattern",
-        )
+        uses = ", ".join(sorted({str(u.target) for u in node.users}))
+        unsplit, dims = bool(unsplit_by(node)), f"name dims instead, e.g. {{0: {rule.axis}}}"
+        uses += ", whose weights no rule splits" if unsplit else ""
+        fault = f"{name} is not a weight that {rule.style!r} can split: it is used by {uses}"
+        errors.add(fault, where=where, fix=f"{'delete it' if unsplit else dims}, or narrow the pattern")
         return None
 
     def _fits(self, p: Param, layout: Layout, name: str, where: str, errors: Errors) -> bool:

@@ -322,8 +322,8 @@ def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
             continue
         x: Any = n.args[1] if own else n.args[0]
         maker = memory[x]
-        op = _result(maker) or maker
-        fresh = isinstance(op.target, OpOverload) and not op.meta.get("repeats")
+        several = _result(maker)
+        fresh = (several or isinstance(maker.target, OpOverload)) and not (several or maker).meta.get("repeats")
         if maker.op != "call_function" or not fresh:
             yield n, f"it takes over the memory of {maker.name}, which is not this text's own"
             continue
@@ -337,9 +337,11 @@ def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _result(n: fx.Node) -> fx.Node | None:
-    """Return the torch op that n is one of several results of, if it makes new memory; else None."""
-    of: Any = n.args[0] if n.target is operator.getitem else None
-    return of if of is not None and isinstance(of.target, OpOverload) and not is_view(of.target) else None
+    """Return the op that n is one of several results of, if it makes new memory; else None."""
+    of: Any = n.args[0] if n.target is operator.getitem else n
+    fresh = isinstance(of.target, OpOverload) and not is_view(of.target)
+    fresh = fresh or (of.target is ops.opaque_backward and getattr(n.meta.get("like"), "fresh", False))
+    return of if fresh and of is not n else None
 
 
 def _views_of(n: fx.Node) -> Iterator[fx.Node]:
