@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 import shardc
+from shardc.runtime.stage.op_errors import OutOfMemoryError
 from tests import equality, zoo
 
 Row = dict[str, Any]
@@ -70,7 +71,8 @@ def spec(model: nn.Module, setting: str, microbatches: int = 2) -> dict[str, Any
 
 def refusal(error: shardc.ShardcError) -> Row:
     first = error.errors[0]
-    return {"verdict": "refused", "what": first.what, "where": first.where or "", "fix": first.fix or ""}
+    verdict = "out of memory" if isinstance(error, OutOfMemoryError) else "refused"
+    return {"verdict": verdict, "what": first.what, "where": first.where or "", "fix": first.fix or ""}
 
 
 def raw(error: BaseException) -> Row:
@@ -115,7 +117,7 @@ def tried(build: Callable[[], Any], loss: Any = None, bound: float = 0.0) -> Ite
 
 def _work(rows: Callable[[], Iterable[tuple[str, Row]]], key: str, file: Path, seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 60))  # of the CPU: other work does not count
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # an attempt at a huge model fails, and ends no other process
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # a huge model fails, and ends no other process
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for setting, row in rows():
