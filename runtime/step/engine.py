@@ -535,9 +535,9 @@ class Engine:
     # --- data
 
     def loader(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Loader:
-        """Return an iterable of epochs of this rank's parts of global batches, for `step(part, local=True)`.
+        """Return a loader: each `for` over it is an epoch of this rank's parts, for `step(part, local=True)`.
 
-        `save` and `load` keep its place.
+        Make it once. `save` and `load` keep its place.
         dataset: map-style (__getitem__, __len__), or iterable: then every rank reads the whole stream and keeps its own
             samples, and num_workers is at most 1.
         batch_size: samples in a global batch; default, and only valid value: the compiled one.

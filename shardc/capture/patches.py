@@ -98,7 +98,7 @@ def check_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         where = name or "the model"
         if isinstance(module, (DataParallel, DistributedDataParallel)):
-            fault = f"the model is wrapped in {type(module).__name__}, which splits the batch and sums gradients itself"
+            fault = f"it is wrapped in {type(module).__name__}, which splits the batch and sums gradients itself"
             path = f"{name}.module" if name else "model.module"
             errors.add(fault, where=where, fix=f"pass the wrapped {path}: `mesh: {{dp: ...}}` of the spec does that")
             break
