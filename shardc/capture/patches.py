@@ -22,7 +22,7 @@ from shardc.capture.refusals import PACKED, PADDED
 from shardc.capture.rewrite import autograd_function
 from shardc.errors import Errors, ShardcError
 from shardc.ir import source
-from shardc.runtime.state.quantized import consists
+from shardc.runtime.state.quantized import is_composite
 from shardc.torch_modes import untraced
 from shardc.torch_private import (
     FakeTensor,
@@ -101,7 +101,7 @@ def check_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         where = name or "the model"
         if isinstance(module, (DataParallel, DistributedDataParallel)):
-            fault = f"the model is wrapped in {type(module).__name__}, which splits the batch and sums gradients itself"
+            fault = f"it is wrapped in {type(module).__name__}, which splits the batch and sums gradients itself"
             path = f"{name}.module" if name else "model.module"
             errors.add(fault, where=where, fix=f"pass the wrapped {path}: `mesh: {{dp: ...}}` of the spec does that")
             break
@@ -321,7 +321,7 @@ def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         device = torch.device(target)
         if device.type not in (self.device.type, "cpu", "meta") and not torch.get_device_module(device).is_available():
             raise RuntimeError(f"Invalid device {device}: not linked with support for it")  # as .cuda() does
-    if consists(self):  # torch would pass this patch to the tensor's own method, which knows only torch's
+    if is_composite(self):  # torch would pass this patch to the tensor's own method, which knows only torch's
         cls: Any = type(self)
         result: Tensor = cls.__torch_function__(_TO, (type(self),), (self, *args), kwargs)
         return result

@@ -37,7 +37,7 @@ from shardc.ir.graph import operands_of
 from shardc.rules.core import registry
 from shardc.rules.core.op_call import call_of
 from shardc.runtime.ops.torch_library import with_gradient_of
-from shardc.runtime.state.quantized import consists, from_inner_tensors, inner
+from shardc.runtime.state.quantized import from_inner_tensors, inner, is_composite
 from shardc.torch_private import FakeTensor, pytree, traced_on
 
 #: Most elements of a call that is run to test whether its backward is the derivative of its forward.
@@ -126,7 +126,7 @@ def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[S
     side: receives the additional terms of the loss (see the module's docstring). untraced: calls a function outside of
     the trace. Raises ShardcError, with the model's line, for a backward that is not linear, or cannot be traced.
     """
-    if any(isinstance(a, Tensor) and consists(a) for a in args):
+    if any(isinstance(a, Tensor) and is_composite(a) for a in args):
         cls, args = _on_inner_tensors(cls, args)
     call = _Call(cls, args)
     if not torch.is_grad_enabled() or not any(call.needs):

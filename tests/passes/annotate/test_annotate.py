@@ -70,8 +70,8 @@ WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
         "style without meaning",
         {**TP, "shard": {"ln": "column"}},
         "shard.ln",
-        "is not a weight that 'column' can split",
-        "name dims instead",
+        "is not a weight that 'column' can split: it is used by aten.layer_norm.default, whose weights no rule splits",
+        "delete it, or narrow the pattern",
     ),
     (
         "dims of a module",
