@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.cli.common import COLLECT_EVERY
 from shardc.optional import registered
-from shardc.runtime.state.weight_files import is_checkpoint
+from shardc.runtime.state.weight_files import contains_checkpoint
 from shardc.spec.run_section import Run
 from shardc.torch_private import flight_record
 
@@ -100,7 +100,7 @@ def weights_of(job: Job, file: ModelFile, program: Program) -> Any:
     if not job.weights:
         return file.weights
     named = Path(job.weights)
-    partial = any(registered("runtime", "weights_of", program.features)) and not is_checkpoint(named)
+    partial = any(registered("runtime", "weights_of", program.features)) and not contains_checkpoint(named)
     return (file.weights, named) if partial else named
 
 
