@@ -137,7 +137,7 @@ def _weights(named: Any, path: Path) -> Path | None:
         raise ShardcError("weights is a state_dict, not the path of one", where=str(path), fix=fix)
     if not isinstance(named, (str, Path)):
         return None
-    file = disk_calls.named(named)
+    file = disk_calls.expanded(named)
     beside = path.resolve().parent / file
     return beside if beside.exists() else file.resolve()
 

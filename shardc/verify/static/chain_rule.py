@@ -22,7 +22,7 @@ from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.passes.joint.derivatives import Rules
 from shardc.passes.joint.derivatives.record import Line, Ref, Type, map_refs
-from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.rule import Request, Rule
 from shardc.passes.joint.derivatives.template import Made, item_name
 from shardc.passes.joint.saved import types_of
 from shardc.runtime import ops
@@ -123,7 +123,7 @@ class ChainRule:
         needed = tuple(self._type(m).grad for m in operands)
         before = tuple(self._of.get(m) if w else None for m, w in zip(operands, needed, strict=True))
         known = tuple(map(self._type, operands))
-        rule = self._rules.rule(n, Ask(known, self._type_of(tangents), self._type_of(before), needed))
+        rule = self._rules.rule(n, Request(known, self._type_of(tangents), self._type_of(before), needed))
         after: list[int | None] = []
         for operand, w, t in zip(operands, needed, rule.types, strict=True):
             after.append(None if t is None or not w else self._new(t))

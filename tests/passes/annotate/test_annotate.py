@@ -157,6 +157,13 @@ WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
         "matches no input",
         "did you mean 'ids'",
     ),
+    (
+        "no such input to pad",
+        {"mesh": {"dp": 2}, "batch": {"pad": {"idz": 0}}},
+        "batch.pad.idz",
+        "matches no input",
+        "did you mean 'ids'",
+    ),
     ("no such batch dim", {"mesh": {"dp": 2}, "batch": {"dims": {"*": 2}}}, "batch.dims", "dim 2 does not exist", ""),
     (
         "no such module",
