@@ -32,7 +32,6 @@ from shardc.capture.constants import constant_ends, constant_value, given_number
 from shardc.capture.data_dependent_sizes import KnownSizes
 from shardc.capture.masked_rows import ChosenRows
 from shardc.capture.masked_rows.branches import needed, parsed
-from shardc.capture.masked_rows.rows import seen_by_the_model
 from shardc.capture.refusals import BRANCH
 from shardc.errors import ShardcError
 from shardc.ir import source
@@ -95,8 +94,6 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
         chosen = ChosenRows(known) if rows else None
         if sizes or chosen:
             stack.enter_context(chosen or KnownSizes(known))
-        if chosen:
-            stack.enter_context(seen_by_the_model())
         for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", *["numpy"] * rows):
             for kind in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
                 method = _reading(getattr(kind, name), known, reads, chosen, check=name in ("__bool__", "item"))
@@ -137,7 +134,7 @@ def _reading(
         if compared and (ends := constant_ends(self, {})[0]) is not None:
             return Drawn(untraced(ends[0].item), untraced(ends[1].item), partial(unknown, self))
         asks = chosen is not None and original.__name__ == "__bool__"
-        if chosen is not None and asks and (some := chosen.truth(self, sys._getframe(1))) is not None:
+        if chosen is not None and asks and (some := chosen.truth(self)) is not None:
             return some
         return unknown(self, *args)
 

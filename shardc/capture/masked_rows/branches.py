@@ -19,14 +19,26 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor, fx
 
+from shardc import errors
 from shardc.capture.rewrite.functional_twins import mutates
 from shardc.passes.canonical.choices import Draws
 from shardc.torch_modes import untraced
+
+_OURS = f"{Path(errors.__file__).parent}/"
+
+
+def caller() -> FrameType:
+    """Return the frame, of the model or of torch, that reads a value."""
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return frame  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -71,17 +83,17 @@ class Guards:
 
     def take(
         self,
-        frame: FrameType,
         nodes: Sequence[fx.Node],
         truth: Callable[[Any], bool],
         *,
         loop: bool = False,
         tried: int = 3,
     ) -> Body | None:
-        """Mark the branch at a frame's line as always taken; return None if that is not possible.
+        """Mark the branch at the caller's line as always taken; return None if that is not possible.
 
         truth: of the part of its condition that Python reads, from the values of nodes.
         """
+        frame = caller()
         body = bodies(frame.f_code, loop=loop).get(frame.f_lineno)
         if body is None or not body.fits:
             return None
@@ -131,12 +143,12 @@ class Guards:
         while isinstance(new, Tensor) and new is not old and id(new) in self.written:
             new = self.written[id(new)][1]
         nodes = [x.node for x in (new, old) if isinstance(getattr(x, "node", None), fx.Node)]  # of Counts
-        if new is old or len(nodes) + isinstance(new, int) + isinstance(old, int) < 2:
+        if new is old or not (isinstance(new, int) and isinstance(old, int)):  # as which Counts count
             return new is old
 
         def equal(known: list[Any]) -> bool:
-            a, b = (x if isinstance(x, int) else int(known[nodes.index(x.node)]) for x in (new, old))
-            return a == b
+            a, b = (int(known[nodes.index(x.node)]) if hasattr(x, "node") else x for x in (new, old))
+            return bool(a == b)
 
         return self._implied(guard, nodes, equal) if nodes else bool(new == old)
 
