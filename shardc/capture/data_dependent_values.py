@@ -159,7 +159,8 @@ def _operator(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in "lt le gt ge add radd sub rsub mul rmul truediv rtruediv neg float int bool format".split():
+_OPERATORS = "lt le gt ge add radd sub rsub mul rmul truediv rtruediv neg float int bool format"
+for _name in _OPERATORS.split():
     setattr(Drawn, f"__{_name}__", _operator(_name))
 
 
