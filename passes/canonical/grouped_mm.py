@@ -30,7 +30,7 @@ from shardc.ir.metadata import Value
 from shardc.ir.program import Program
 from shardc.nn import text_of
 from shardc.passes.base import Pass
-from shardc.passes.canonical.choices import draws, run
+from shardc.passes.canonical.choices import draws, numel, run
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
@@ -106,7 +106,7 @@ class _Writer:
             return
         self.n = shape[0]
         self.index = _choices(self.order)
-        if self.index is None or _numel(self.index) != self.n:
+        if self.index is None or numel(self.index) != self.n:
             return
         self.numbers[self.order] = torch.arange(self.n)
         following = self.order
@@ -331,7 +331,3 @@ def _column(index: Tensor | None) -> Tensor | None:
     if index is None or index.dim() == 1:
         return index
     return index[:, 0] if index.dim() == 2 and bool((index == index[:, :1]).all()) else None
-
-
-def _numel(node: fx.Node) -> int:
-    return torch.Size(value_of(node).shape).numel()

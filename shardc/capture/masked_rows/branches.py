@@ -183,7 +183,7 @@ def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
         return {}
     by_line: dict[int, Body] = {}
     for node in ast.walk(tree):
-        truths, some, statements = set[bool](), None, []
+        truths, some, statements = set[bool](), None, list[ast.stmt]()
         if loop and isinstance(node, ast.For) and not node.orelse:
             span, truths, statements = node.iter, {True}, node.body
         elif not loop and isinstance(node, ast.If | ast.Assert):
@@ -288,7 +288,7 @@ _PLAIN = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.If | ast.Fo
 _PLAIN |= ast.With
 
 
-def _effects(tree: ast.AST, statements: Sequence[ast.stmt], branch: ast.stmt) -> tuple[frozenset[str], bool]:
+def _effects(tree: ast.AST, statements: Sequence[ast.stmt], branch: ast.AST) -> tuple[frozenset[str], bool]:
     """Return (names that statements bind and that are used outside, whether all effects can be checked)."""
     nodes = [n for s in statements for n in ast.walk(s)]
     inside = set(map(id, nodes))

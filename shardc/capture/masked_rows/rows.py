@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, fx
+from typing_extensions import TypeIs
 
 from shardc.capture.masked_rows.branches import bodies, caller, harmless
 from shardc.errors import ShardcError
@@ -103,6 +104,10 @@ def _frozen(x: Any) -> Any:
 # --- the number of rows -----------------------------------------------------------------------------------------------
 
 
+def is_count(x: object) -> TypeIs[Count]:
+    return type(x) is Count
+
+
 class Count:
     """An integer >= 0 that depends on values: `tensor` has it in the graph.
 
@@ -111,7 +116,7 @@ class Count:
     differs: it is a difference, where 0 means "no rows" only if the one is a part of the other.
     """
 
-    __class__ = property(lambda self: int)  # type: ignore[assignment]  # isinstance(x, int) is true
+    __class__: Any = property(lambda self: int)  # isinstance(x, int) is true
 
     def __init__(self, loop: ChosenRows, tensor: Tensor, shifted: bool = False, differs: bool = False) -> None:
         self.loop, self.tensor, self.node = loop, tensor, node_of(tensor)
@@ -132,12 +137,12 @@ class Count:
         return self.compared(0, operator.ne)
 
     def combined(self, other: Any, combine: Callable[[Any, Any], Any]) -> Any:
-        if not isinstance(other, (int, np.integer)):
+        if not isinstance(other, (Count, int, np.integer)):
             return NotImplemented
-        count = other if type(other) is Count else None
-        operand = int(other) if count is None else count.tensor
-        shifted = bool(other != 0) if count is None else count.shifted
-        differs = self.differs or combine is not operator.add or (count is not None and count.differs)
+        operand, shifted, differs = (
+            (other.tensor, other.shifted, other.differs) if is_count(other) else (int(other), bool(other), False)
+        )
+        differs = self.differs or differs or combine is not operator.add
         return Count(self.loop, combine(self.tensor, operand), self.shifted or shifted, differs)
 
     def compared(self, other: Any, compare: Callable[[int, int], bool]) -> bool:
@@ -146,8 +151,8 @@ class Count:
             return fine
         if not isinstance(other, (int, np.integer)):
             raise Unfit("their number is compared with something else")
-        signs = (1, -1) if type(other) is Count else (1,)
-        difference, least = (self.combined(other, operator.sub), 0) if len(signs) == 2 else (self, int(other))
+        difference, least = (self.combined(other, operator.sub), 0) if is_count(other) else (self, int(other))
+        signs = (1, -1) if is_count(other) else (1,)
         splits = [compare(0, least) != compare(s, least) == compare(s << 40, least) for s in signs]
         if difference.shifted or not any(splits):
             raise Unfit("their number is compared with more than 0")
@@ -162,8 +167,8 @@ def _method(function: Callable[..., Any], operation: Callable[[Any, Any], Any]) 
     return lambda self, other: function(self, other, operation)
 
 
-Count.__add__ = Count.__radd__ = _method(Count.combined, operator.add)  # type: ignore[attr-defined]
-Count.__sub__ = _method(Count.combined, operator.sub)  # type: ignore[attr-defined]
+for _name, _combine in (("add", operator.add), ("radd", operator.add), ("sub", operator.sub)):
+    setattr(Count, f"__{_name}__", _method(Count.combined, _combine))
 Count.__rsub__ = _method(Count.combined, lambda a, b: b - a)  # type: ignore[attr-defined]
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Count, f"__{_name}__", _method(Count.compared, getattr(operator, _name)))
@@ -207,15 +212,14 @@ class Rows(Tensor):
     pick: Pick
     place: int | None
     listed: bool
+    read: tuple[Tensor, fx.Node] | None = None
+    more: Any = None
 
     @staticmethod
     def __new__(cls, full: Tensor, at: int, pick: Pick, place: int | None = None, listed: bool = False) -> Rows:
-        kind = {"dtype": full.dtype, "device": full.device, "requires_grad": full.requires_grad}
-        self: Rows = Tensor._make_wrapper_subclass(cls, full.shape, **kind)  # type: ignore[attr-defined]
+        self: Any = Tensor._make_wrapper_subclass(cls, full.shape, dtype=full.dtype, requires_grad=full.requires_grad)
         self.full, self.at, self.pick, self.place, self.listed = full, at, pick, place, listed
-        self.read: tuple[Tensor, fx.Node] | None = None
-        self.more: Any = None
-        return self
+        return self  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -227,7 +231,7 @@ class Rows(Tensor):
     def shape(self) -> tuple[Any, ...]:  # type: ignore[override]
         return tuple(self.pick.count if d == self.at else n for d, n in enumerate(self.full.shape))
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> Count:  # type: ignore[override]
@@ -264,7 +268,7 @@ class Rows(Tensor):
                 raise Unfit("a loop over them cannot be checked")
             yield row.tolist() if self.listed else row
 
-    def tolist(self) -> Rows:
+    def tolist(self) -> Rows:  # type: ignore[override]
         """Return the rows of an index as numbers: a turn of a loop over them counts only if its number is selected."""
         return Rows(self.full, self.at, self.pick, self.place, listed=True)
 
