@@ -26,8 +26,10 @@ right for any loop.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from functools import reduce
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -35,7 +37,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.capture.constants import constant, is_random
-from shardc.capture.data_dependent_sizes import KnownSizes, functions, hidden
+from shardc.capture.data_dependent_sizes import KnownSizes, each, functions, hidden
 from shardc.capture.masked_rows.branches import Guards
 from shardc.capture.masked_rows.ends import ADDS, add, from_mean, put, reduced
 from shardc.capture.masked_rows.rows import SIZED, Count, DrawnError, Pick, Rows, Unfit, node_of, structure_of
@@ -77,7 +79,7 @@ class ChosenRows(KnownSizes):
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             if not hidden(args[1]) or (func is Tensor.__setitem__ and not _many(args[2])):
                 return False
-            masks = [i for i in _as_tuple(args[1]) if isinstance(i, Tensor) and i.dtype == torch.bool and i.dim()]
+            masks = [i for i in each(args[1]) if isinstance(i, Tensor) and i.dtype == torch.bool and i.dim()]
             return any(self.known(m) is None for m in masks)
         if func in _SELECT:
             return len(args) == 2 and args[0].shape == args[1].shape and self.known(args[1]) is None
@@ -93,7 +95,7 @@ class ChosenRows(KnownSizes):
                 rows.read = args[0], node_of(args[0])
             return rows
         if func is Tensor.__setitem__:
-            return put(args[0], self._target(args[0], args[1]), args[2])
+            return put(args[0], *self._target(args[0], args[1]), args[2])
         if func in _NONZERO or (func in _WHERE and len(args) == 1):
             return self._chosen(args[0], func in _WHERE or bool(kwargs.get("as_tuple")))
         if func in _BINS:
@@ -192,21 +194,25 @@ class ChosenRows(KnownSizes):
 
     # --- reading and joining
 
-    def _target(self, x: Any, index: Any) -> Pick | Rows:
-        """Return where `x[index] = ...` writes."""
-        keys = _as_tuple(index)
+    def _target(self, x: Any, index: Any) -> tuple[Pick, tuple[int, ...], Rows | None]:
+        """Return where `x[index] = ...` writes: rows, their grid, and the places that an index names, if any."""
         if isinstance(x, Rows):
             raise Unfit("some of them are replaced")
-        if len(keys) == 1 and isinstance(keys[0], Rows):
-            return keys[0]
-        if len(keys) == 1 and _bounded(keys[0]):
-            return self._stretch(x, keys[0].start, keys[0].stop).pick
-        if len(keys) == 1 and isinstance(keys[0], Tensor) and keys[0].dtype == torch.bool:
-            return self.pick(keys[0])
-        raise Unfit("they are written to places of another form")
+        key: Any = keys[0] if len(keys := each(index)) == 1 else None
+        if isinstance(key, Rows):
+            grid = (key.pick.n,)
+            straight = key.place == 0 and key.pick.grid == grid == x.shape[:1]
+            return key.pick, grid, None if straight else key
+        if _bounded(key):
+            pick = self._stretch(x, key.start, key.stop).pick
+        elif isinstance(key, Tensor) and key.dtype == torch.bool:
+            pick = self.pick(key)
+        else:
+            raise Unfit("they are written to places of another form")
+        return pick, pick.grid, None
 
     def _picked(self, x: Any, index: Any) -> Any:
-        keys = _as_tuple(index)
+        keys = each(index)
         if not isinstance(x, Rows) and len(keys) == 1 and _bounded(keys[0]):
             return self._stretch(x, keys[0].start, keys[0].stop)
         tensors = [(i, i.full if isinstance(i, Rows) else i) for i in keys if isinstance(i, Tensor)]
@@ -238,9 +244,7 @@ class ChosenRows(KnownSizes):
         sizes = other.get("split_size", other.get("split_sizes", sizes))
         if not isinstance(sizes, (list, tuple, np.ndarray)) or dim not in (0, -x.dim()):
             raise Unfit("a tensor is split by a number that is not known")
-        ends: list[Any] = [0]
-        for size in sizes[:-1]:
-            ends.append(ends[-1] + size)
+        ends = accumulate(sizes[:-1], initial=0)
         return tuple(self._stretch(x, start, stop) for start, stop in pairwise([*ends, None]))
 
     def _cat(self, parts: Any, dim: int = 0, **other: Any) -> Any:
@@ -250,10 +254,7 @@ class ChosenRows(KnownSizes):
             return self._rowwise(torch.cat, (list(parts), dim), {})
         bounds: list[Any] = [x.pick.bounds for x in rows]
         if len(rows) == len(parts) and all(bounds) and all(a[1] == b[0] for a, b in pairwise([(0, 0), *bounds])):
-            total = rows[0].chosen()  # consecutive stretches: at their old places
-            for x in rows[1:]:
-                total = total + x.chosen()
-            return total
+            return reduce(operator.add, (x.chosen() for x in rows))  # consecutive stretches: at their old places
         if dim or len(rows) != len(parts):
             raise Unfit("they are joined with other rows")
         key = ("joined", *(id(x.pick) for x in rows))
@@ -334,10 +335,6 @@ def _changes_first(func: Any) -> bool:
         or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
         or (name.endswith("_") and not name.endswith("__"))
     )
-
-
-def _as_tuple(index: Any) -> tuple[Any, ...]:
-    return tuple(index) if isinstance(index, (tuple, list)) else (index,)
 
 
 def _bounded(index: Any) -> bool:

@@ -40,14 +40,8 @@ _ELEMENTS: set[Any] = {
 # --- writes -----------------------------------------------------------------------------------------------------------
 
 
-def put(x: Tensor, places: Pick | Rows, value: Any) -> None:
-    """Write `x[places] = value`: row i to row i of a mask, or to the row that an index names (only once)."""
-    index: Rows | None = None
-    if isinstance(places, Pick):
-        pick, grid = places, places.grid
-    else:
-        pick, grid = places.pick, (places.pick.n,)
-        index = None if places.place == 0 and pick.grid == grid == x.shape[:1] else places
+def put(x: Tensor, pick: Pick, grid: tuple[int, ...], index: Rows | None, value: Any) -> None:
+    """Write `x[...] = value`: row i to row i of a mask, or to the row that an index names (only once)."""
     pick.loop.allow(pick)
     added = None
     if isinstance(value, Rows):
@@ -56,7 +50,7 @@ def put(x: Tensor, places: Pick | Rows, value: Any) -> None:
         added = _added(x, value)
         value = value.full
         value, added = (y if y is None else y.reshape(*grid, *y.shape[1:]) for y in (value, added))
-    elif index is not None or places is not pick:
+    elif index is not None:
         raise Unfit("they are written to places of another form")
     elif isinstance(value, Tensor) and value.dim() >= x.dim() - len(grid) + 1 and value.shape[0] != 1:
         raise Unfit("their places are filled with a tensor of fixed size")
