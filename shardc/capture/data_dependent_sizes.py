@@ -59,9 +59,9 @@ WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def functions(names: str) -> set[Any]:
-    """Return the functions of torch, and the methods of tensors, with these names."""
-    return {getattr(holder, n) for n in names.split() for holder in (torch, Tensor) if hasattr(holder, n)}
+def functions(names: str, *holders: Any) -> set[Any]:
+    """Return the functions of torch, and the methods of tensors, with these names; or those of other holders."""
+    return {getattr(holder, n) for n in names.split() for holder in holders or (torch, Tensor) if hasattr(holder, n)}
 
 
 #: Ops whose result's size follows from values.

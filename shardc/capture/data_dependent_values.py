@@ -69,19 +69,19 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
     values (shardc.capture.masked_rows).
     """
     reads = ValueReads()
-    kept = {
-        n: b
-        for n, b in model.named_buffers()
-        if not _saved(model, n) and b.device.type != "meta" and not isinstance(b, FakeTensor)
-    }
-
-    buffers = {n: model.get_submodule(n.rpartition(".")[0])._buffers for n in kept}
+    kept = [
+        (f"{path}.{name}".lstrip("."), m._buffers, name, b)
+        for path, m in model.named_modules()
+        for name, b in m._buffers.items()
+        if name in m._non_persistent_buffers_set and b is not None and not isinstance(b, FakeTensor) and not b.is_meta
+    ]
 
     def known(x: Tensor) -> Tensor | None:
-        now = ((n, b) for n in kept if (b := buffers[n].get(n.rpartition(".")[2])) is not None)
-        names = {node: n for n, b in now if (node := traced_node(b)) is not None}
-        value, used = constant_value(x, {node: kept[n] for node, n in names.items()})
-        reads.buffers.update(dict.fromkeys((names[node] for node in used), source.of_call()) if used else {})
+        now = ((n, table[name], b) for n, table, name, b in kept if table.get(name) is not None)
+        stored = {node: (n, b) for n, fake, b in now if (node := traced_node(fake)) is not None}
+        value, used = constant_value(x, {node: b for node, (_, b) in stored.items()})
+        if used:
+            reads.buffers.update(dict.fromkeys((stored[node][0] for node in used), source.of_call()))
         return value
 
     with ExitStack() as stack:
@@ -96,12 +96,6 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
         yield reads
         if chosen is not None:
             chosen.check()
-
-
-def _saved(model: nn.Module, name: str) -> bool:
-    """Return whether a buffer is in the model's state_dict."""
-    path, _, attribute = name.rpartition(".")
-    return attribute not in model.get_submodule(path)._non_persistent_buffers_set
 
 
 def _reading(
@@ -127,10 +121,8 @@ def _reading(
         compared = models and not {"<", ">"}.isdisjoint(source.of_call().code)
         if compared and (ends := constant_ends(self, {})[0]) is not None:
             return Drawn(untraced(ends[0].item), untraced(ends[1].item), partial(unknown, self))
-        asks = chosen is not None and original.__name__ == "__bool__"
-        if chosen is not None and asks and (some := chosen.truth(self)) is not None:
-            return some
-        return unknown(self, *args)
+        some = chosen.truth(self) if chosen is not None and original.__name__ == "__bool__" else None
+        return unknown(self, *args) if some is None else some
 
     def unknown(self: Tensor, *args: Any) -> Any:
         reads.sources.append(source.of_call())

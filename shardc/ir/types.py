@@ -50,18 +50,23 @@ def nodes_in(x: Any) -> Iterable[fx.Node]:
     return nodes
 
 
-def typed_key(x: Any) -> Any:
+def _type_or_name(node: fx.Node) -> Any:
+    value = node.meta.get("value")
+    return node.name if value is None else value
+
+
+def typed_key(x: Any, of_node: Callable[[fx.Node], Any] = _type_or_name) -> Any:
     """Return the arguments of a call as a hashable key.
 
-    Nodes become their types (their names if they have none). Numbers keep their class, so that 1, 1.0 and True differ.
+    Nodes become their types (their names if they have none), or what `of_node` returns. Numbers keep their class, so
+    that 1, 1.0 and True differ.
     """
     if isinstance(x, fx.Node):
-        value = x.meta.get("value")
-        return x.name if value is None else value
+        return of_node(x)
     if isinstance(x, (tuple, list)):
-        return tuple(map(typed_key, x))
+        return tuple([typed_key(y, of_node) for y in x])
     if isinstance(x, dict):
-        return tuple((k, typed_key(v)) for k, v in x.items())
+        return tuple((k, typed_key(v, of_node)) for k, v in x.items())
     return (type(x), x)
 
 

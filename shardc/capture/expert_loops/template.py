@@ -123,10 +123,10 @@ def chains(graph: fx.Graph) -> Iterator[list[Step]]:
         before = bare(s.before, rows=True)
         if before in steps and steps[before].adds == s.adds:
             follows[n] = before
-    last = set(steps) - set(follows.values())
-    for n in steps:
-        chain = [n] if n in last else []
-        while chain and chain[-1] in follows:
+    followed = set(follows.values())
+    for n in [n for n in steps if n not in followed]:
+        chain = [n]
+        while chain[-1] in follows:
             chain.append(follows[chain[-1]])
         if len(chain) > 1:
             yield [steps[m] for m in reversed(chain)]

@@ -26,15 +26,10 @@ aten = torch.ops.aten
 ADDS = functions("index_add index_add_ scatter_add scatter_add_")
 _SUMS, _MEANS = functions("sum"), functions("mean")
 #: Losses of classes, and others, which return one per element with `reduction="none"`.
-_CLASSES: set[Any] = {F.cross_entropy, F.nll_loss}
-_ELEMENTS: set[Any] = {
-    F.mse_loss,
-    F.l1_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-}
+_CLASSES = functions("cross_entropy nll_loss", F)
+_ELEMENTS = functions(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits", F
+)
 
 
 # --- writes -----------------------------------------------------------------------------------------------------------

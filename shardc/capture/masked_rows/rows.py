@@ -88,17 +88,11 @@ def structure_of(x: Tensor | fx.Node) -> Any:
         return node
     if values.op_name(node.target) not in _MAKERS:
         return node
-    return (node.target, *map(_frozen, node.args), *((k, _frozen(v)) for k, v in node.kwargs.items()))
+    return node.target, values.typed_key((node.args, node.kwargs), structure_of)
 
 
 def _is_mask(node: fx.Node) -> bool:
     return getattr(node.meta.get("val"), "dtype", None) == torch.bool
-
-
-def _frozen(x: Any) -> Any:
-    if isinstance(x, fx.Node):
-        return structure_of(x)
-    return tuple(map(_frozen, x)) if isinstance(x, (tuple, list)) else (type(x), x)
 
 
 # --- the number of rows -----------------------------------------------------------------------------------------------
