@@ -50,19 +50,14 @@ def nodes_in(x: Any) -> Iterable[fx.Node]:
     return nodes
 
 
-def _type_or_name(node: fx.Node) -> Any:
-    value = node.meta.get("value")
-    return node.name if value is None else value
+def typed_key(x: Any, of_node: Callable[[fx.Node], Any] | None = None) -> Any:
+    """Return the arguments of a call as a hashable key. Numbers keep their class, so that 1, 1.0 and True differ.
 
-
-def typed_key(x: Any, of_node: Callable[[fx.Node], Any] = _type_or_name) -> Any:
-    """Return the arguments of a call as a hashable key.
-
-    Nodes become their types (their names if they have none), or what `of_node` returns. Numbers keep their class, so
-    that 1, 1.0 and True differ.
+    of_node: returns a node's key; default: its type, or its name if it has none.
     """
     if isinstance(x, fx.Node):
-        return of_node(x)
+        value = of_node(x) if of_node is not None else x.meta.get("value")
+        return x.name if value is None else value
     if isinstance(x, (tuple, list)):
         return tuple([typed_key(y, of_node) for y in x])
     if isinstance(x, dict):
