@@ -19,7 +19,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From here on; regions are also those that save nothing. Returns how many inputs each compiled region has."""
     made: list[int] = []
 
-    def run(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[[list[Tensor]], Any]:
+    def run(function: Callable[..., Any], inputs: Sequence[Tensor], *, any_rows: bool) -> Callable[[list[Tensor]], Any]:
         made.append(len(inputs))
         return lambda box: function(*(box.pop(0) for _ in range(len(box))))
 

@@ -71,23 +71,29 @@ def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
     return None if rows(x) == 1 < max(map(rows, program.inputs)) else named(x)
 
 
-def disagreements(spec: Spec, program: Program) -> dict[str, ShardcError]:
+def disagreements(spec: Spec, program: Program, without_rows: bool = False) -> dict[str, ShardcError]:
     """Return an error, by name, for each input whose row count differs from that of most inputs.
 
-    Only for inputs of which exactly one other dim has as many, such as positions of shape [3, rows, length].
+    Of inputs of which exactly one other dim has as many, such as positions of shape [3, rows, length].
+    without_rows: also of those of which no dim has as many, such as a table of positions that all rows share.
     """
     sized = [(_input_name(x), x.shape, _batch_dim(spec, program, x)) for x in program.inputs]
     rows = {name: shape[d] for name, shape, d in sized if d is not None and d < len(shape)}
     most = max(rows.values(), key=lambda n: (list(rows.values()).count(n), n), default=0)
+
+    def fix(name: str, shape: tuple[int, ...]) -> str:
+        dim = shape.index(most) if most in shape else "null"
+        condition = f"the rows of {name!r} are its dim {dim}" if most in shape else f"all rows share {name!r}"
+        return f"if {condition}, write `batch: {{dims: {{{name}: {dim}}}}}`"
+
     return {
         name: ShardcError(
             f"{name!r} has {rows[name]} rows (dim {d}), but {next(n for n in rows if rows[n] == most)!r} has {most}",
             where=spec.where(("batch",)),
-            fix=f"if the rows of {name!r} are its dim {shape.index(most)}, write"
-            f" `batch: {{dims: {{{name}: {shape.index(most)}}}}}`",
+            fix=fix(name, shape),
         )
         for name, shape, d in sized
-        if name in rows and rows[name] != most and shape.count(most) == 1
+        if name in rows and rows[name] != most and (shape.count(most) == 1 or (without_rows and most not in shape))
     }
 
 
@@ -128,10 +134,10 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
         ):
             layouts[x.name] = layout
             nodes[x.name].meta["cause"] = {a: f"{_axis_place(spec, a)} batch dim {dim} of {name!r}" for a in axes}
-    disagree = disagreements(spec, program)
+    disagree = disagreements(spec, program, without_rows=True)
     for (fault, place, fix), group in wrong.items():
         for error in (disagree[name] for name in group if name in disagree):
-            fault, fix = f"{fault}: {error.what}", error.fix
+            fault, fix = f"{fault}: {error.what}", f"{error.fix}; else {fix}"
         errors.add(f"input {', '.join(map(repr, group))}: {fault}", where=place, fix=fix)
     by_name = {x.name: name for x, name in zip(program.inputs, names, strict=True)}
     for placeholder, why in split_sequence(spec, program, mesh, by_name, layouts, errors).items():

@@ -51,4 +51,5 @@ def _fresh(n: fx.Node) -> bool:
     """Return whether an op makes new memory that nothing else has. Each of several results has its own."""
     maker: Any = n.args[0] if n.target is operator.getitem else n
     makes = isinstance(maker.target, OpOverload) and not is_view(maker.target)
+    makes = makes or (maker.target is ops.opaque_backward and n.meta["like"].fresh)
     return makes and not maker.meta.get("repeats") and isinstance(n.meta["value"], Value)

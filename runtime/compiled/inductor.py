@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,20 @@ class Compiler:
         """Count a region that will be compiled, for the number that is shown."""
         _EXPECTED[key] = None
 
-    def compiled(self, key: str, function: Callable[..., Any], inputs: Sequence[Tensor], where: str) -> Run | None:
+    def compiled(
+        self, key: str, function: Callable[..., Any], inputs: Sequence[Tensor], where: str, *, any_rows: bool = False
+    ) -> Run | None:
         """Compile a function of tensors for inputs of these sizes, strides and dtypes.
 
-        Returns None if it has to run line by line; a note has said why. key: of its lines; where: for messages. Raises
-        ShardcError under `strict` if it cannot be compiled.
+        Returns None if it has to run line by line; a note has said why. key: of its lines; where: for messages;
+        any_rows: for any size of the first dims. Raises ShardcError under `strict` if it cannot be compiled.
         """
-        whole = (key, *((tuple(x.shape), x.stride(), x.dtype, x.device) for x in inputs), torch.get_num_threads())
+        sizes = ((tuple(x.shape[any_rows:]), x.stride(), x.dtype, x.device) for x in inputs)
+        whole = (key, *sizes, torch.get_num_threads())
         with _LOCK:
             if whole not in _DONE:
-                _DONE[whole] = self._compile(key, repr(whole), function, inputs, where)
+                run = partial(inductor_compiled, function, inputs, any_rows=any_rows)
+                _DONE[whole] = self._compile(key, repr(whole), run, inputs[0].device, where)
             result = _DONE[whole]
         if not isinstance(result, str):
             return result
@@ -76,15 +81,15 @@ class Compiler:
         return None
 
     def _compile(
-        self, key: str, whole: str, function: Callable[..., Any], inputs: Sequence[Tensor], where: str
+        self, key: str, whole: str, compiled: Callable[[], Run], device: torch.device, where: str
     ) -> Run | str:
-        if why := no_compiler(inputs[0].device):
+        if why := no_compiler(device):
             _warn(f"regions are not compiled, and run line by line: {why}")
             return why
         number = f"{list(_EXPECTED).index(key) + 1} of {len(_EXPECTED)}"
         try:
             with _print_progress(f"compiling region {number} ({where})"), _alone(whole):
-                return inductor_compiled(function, inputs)
+                return compiled()
         except Exception as e:  # compilers raise any class
             message = (str(e).strip() or type(e).__name__).splitlines()[0]
             _warn(f"region {number} ({where}) is not compiled, and runs line by line: {type(e).__name__}: {message}")

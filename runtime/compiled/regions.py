@@ -21,7 +21,10 @@ from shardc.ir.graph import source_of
 from shardc.ir.pairs import role
 from shardc.runtime import ops
 from shardc.runtime.compiled import masks
-from shardc.runtime.compiled.inductor import Compiler
+from shardc.runtime.compiled.inductor import Compiler, Run
+from shardc.runtime.ops.experts import activation as expert_activation
+from shardc.runtime.ops.experts import products
+from shardc.runtime.ops.opaque import op_of
 from shardc.torch_private import FakeTensor, OpOverload
 
 #: Conversions that do nothing here, and something backward.
@@ -44,7 +47,33 @@ def with_compiled_regions(graph: fx.Graph, compiler: Compiler | None) -> fx.Grap
             _call(copy, first[n], env, compiler)
         elif n not in within:
             env[n] = copy.node_copy(n, env.__getitem__)
+            if (place := activation_place(n)) is not None:
+                env[n].target = _with_activation(n, place, compiler)
     return copy
+
+
+def _with_activation(n: fx.Node, place: int, compiler: Compiler) -> Callable[..., Any]:
+    """Return an op on experts that runs a compiled activation instead of its text, the argument at `place`."""
+    run: Any = n.target
+    activation = CompiledActivation(str(n.args[place]), compiler, source_of(n).module or n.name)
+
+    def on_experts(*args: Any, **kwargs: Any) -> Any:
+        return run(*args[:place], activation, *args[place + 1 :], **kwargs)
+
+    on_experts.__module__ = __name__
+    return on_experts
+
+
+#: Ops that take the text of an activation.
+_OF_EXPERTS = {ops.experts, ops.experts_apply}
+
+
+def activation_place(n: fx.Node) -> int | None:
+    """Return the number of the argument that is an activation's text, in a call of an op on experts; else None."""
+    whole = n.target is ops.opaque and op_of(str(n.args[0])) in _OF_EXPERTS
+    if not whole and n.target not in _OF_EXPERTS:
+        return None
+    return next(i for i, a in enumerate(n.args) if isinstance(a, str) and i >= whole)
 
 
 def _call(graph: fx.Graph, region: FusedRegion, env: dict[fx.Node, fx.Node], compiler: Compiler) -> None:
@@ -134,6 +163,50 @@ def _mapped(a: Any, put: Callable[[Any], Any]) -> Any:
     return put(a)
 
 
+class CompiledRuns:
+    """A function's compiled code, by sizes and strides of its inputs. key, where, any_rows: see `Compiler`."""
+
+    def __init__(
+        self, key: str, function: Callable[..., Any], where: str, compiler: Compiler, *, any_rows: bool = False
+    ) -> None:
+        self._key, self._function, self._where, self._compiler = key, function, where, compiler
+        self._any_rows = any_rows
+        self._runs: dict[Any, Run | None] = {}
+        compiler.expect(key)
+
+    def of(self, inputs: Sequence[Any], more: Callable[[], list[Tensor]] = list) -> Run | None:
+        """Return the code for these inputs and `more`, whose layouts follow from theirs; None: it runs line by line."""
+        layout = tuple([(x.shape[self._any_rows :], x.stride()) for x in inputs])
+        if layout not in self._runs:
+            few = self._any_rows and len(inputs[0]) < 2  # a compiler takes 0 and 1 for constants
+            if few or len(self._runs) == LAYOUTS or any(isinstance(x, FakeTensor) for x in inputs):
+                return None
+            every, how = [*inputs, *more()], {"any_rows": self._any_rows}
+            self._runs[layout] = self._compiler.compiled(self._key, self._function, every, self._where, **how)
+        return self._runs[layout]
+
+
+class CompiledActivation:
+    """An activation of experts, and its backward (products.backward_of), compiled for any number of rows."""
+
+    def __init__(self, text: str, compiler: Compiler, where: str) -> None:
+        self._plain = expert_activation.read(text)
+        forward, backward = (lambda x: [self._plain(x)]), partial(products.backward_of, self._plain)
+        where = f"{where}, activation"
+        self._forward = CompiledRuns(f"activation {text}", forward, where, compiler, any_rows=True)
+        self._backward = CompiledRuns(f"backward of {text}", backward, where, compiler, any_rows=True)
+
+    def __call__(self, first: Tensor) -> Tensor:
+        """Apply the activation: [n, parts * i] -> [n, i]."""
+        run = None if first.requires_grad else self._forward.of([first])
+        return self._plain(first) if run is None else run([first])[0]
+
+    def backward(self, first: Tensor, back: Tensor, *chosen: Tensor) -> tuple[Tensor, ...]:
+        """Run `backward_of`."""
+        run = self._backward.of([first, back, *chosen])
+        return tuple(run([first, back, *chosen])) if run else products.backward_of(self._plain, first, back, *chosen)
+
+
 class _RegionCall:
     """One region of one rank. takes: its inputs, in order; named: "mesh" and "rng", if its lines use them."""
 
@@ -145,18 +218,10 @@ class _RegionCall:
         self._written = sorted(self._code.writes.items())
         self._region = region
         self._lines: fx.GraphModule | None = None
-        self._runs: dict[Any, Callable[..., Any] | None] = {}  # by sizes and strides
-        self._compiler = compiler
-        compiler.expect(self._code.key)
+        self._runs = CompiledRuns(self._code.key, self._code.function, self._code.where, compiler)
 
     def __call__(self, box: list[Any], mesh: Any, rng: Any) -> Any:
-        layout = tuple([(x.shape, x.stride()) for x in box])
-        if layout not in self._runs:
-            if len(self._runs) == LAYOUTS or any(isinstance(x, FakeTensor) for x in box):
-                return self._one_by_one(box, mesh, rng)
-            inputs = [*box, *self._mask_inputs(box, mesh, rng)]
-            self._runs[layout] = self._compiler.compiled(self._code.key, self._code.function, inputs, self._code.where)
-        run = self._runs[layout]
+        run = self._runs.of(box, lambda: self._mask_inputs(box, mesh, rng))
         if run is None or (self._masks and not rng.training):
             return self._one_by_one(box, mesh, rng)
         box += self._mask_inputs(box, mesh, rng)

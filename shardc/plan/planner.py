@@ -95,12 +95,12 @@ class Planner:
     def finder(self) -> Search:
         return Search(self.library, self.usable, self.on)
 
-    def target(self, devices: int, batch: int, assumed: tuple[str, ...] = ()) -> Target:
-        dtypes = (
-            "products in bfloat16, master weights and AdamW's state in float32"
-            if self.precision == "bfloat16"
-            else f"precision {self.precision}"
-        )
+    def target(self, devices: int, batch: int, assumed: tuple[str, ...] = (), given: Spec | None = None) -> Target:
+        """Return what a plan is for. given: the spec that names the precision, in place of `--precision`."""
+        precision = PRECISIONS[self.precision] if given is None else given.to_dict().get("precision", {})
+        params = precision.get("params", self.facts.dtype)
+        dtype = str(precision.get("compute", params))
+        state = f"products in {dtype}, weights and the optimizer's state in {params}"
         step = f"a step {gradients_norm(norm=False, clipped=False)} (`shardc run` takes it: `shardc cost`)"
         left = "memory: what torch's allocator reserves, and what the process and its libraries take outside of it"
         left += f"; {self.headroom:.0%} is left (--headroom)" if self.headroom else ""
@@ -111,15 +111,10 @@ class Planner:
             batch,
             self.library.sequence or self.facts.sequence,
             self.library.flops,
-            self._dtype(),
+            dtype,
             self.usable,
-            (*assumed, dtypes, step, left),
+            (*assumed, state, step, left),
         )
-
-    def _dtype(self) -> str:
-        """Return the dtype of products."""
-        section = PRECISIONS[self.precision]
-        return str(section.get("compute", section.get("params", self.facts.dtype)))
 
     # --- the best spec
 
@@ -212,8 +207,7 @@ class Planner:
         found = []
         for one in specs:
             self.on("the given spec", 0, 0)
-            dtype = one.precision.compute or one.precision.params or self._dtype()
-            target = replace(self.target(one.mesh.world, rows, (note,)), dtype=dtype)
+            target = self.target(one.mesh.world, rows, (note,), given=one)
             found.append(Candidate(one, price(self.library, one, rows), target))
         found.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.needs))
         return Plan(found[0].target, tuple(found), len(found))

@@ -10,15 +10,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 
-def inductor_compiled(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[[list[Tensor]], Any]:
+def inductor_compiled(
+    function: Callable[..., Any], inputs: Sequence[Tensor], *, any_rows: bool = False
+) -> Callable[[list[Tensor]], Any]:
     """Compile a function of tensors with Inductor, for inputs of these sizes, strides and dtypes.
 
-    The result takes a list, which it empties, and returns a sequence. Code is cached on disk (TORCHINDUCTOR_CACHE_DIR).
-    `torch.compile` would trace Python, guard, and build a graph for autograd; `torch._inductor.standalone_compile`
-    calls this through autograd's wrappers, which keep inputs alive. Importing Inductor takes seconds.
+    any_rows: their first dims may later have another size, which all share (here 2 at least). The result takes a list,
+    which it empties, and returns a sequence. Code is cached on disk (TORCHINDUCTOR_CACHE_DIR). `torch.compile` would
+    trace Python, guard, and build a graph for autograd; `torch._inductor.standalone_compile` calls this through
+    autograd's wrappers, which keep inputs alive. Importing Inductor takes seconds.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -26,11 +29,19 @@ def inductor_compiled(function: Callable[..., Any], inputs: Sequence[Tensor]) ->
     from torch._inductor.decomposition import select_decomp_table
 
     mode = FakeTensorMode(shape_env=ShapeEnv())  # without a ShapeEnv nothing is cached on disk
+    fake = [_fake(mode, x, any_rows) for x in inputs]
     with mode, torch.no_grad():
-        fake = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
         graph = make_fx(function, decomposition_table=select_decomp_table())(*fake)
     with tracing(TracingContext(mode)), config.patch(fx_graph_cache=True), torch.no_grad():
         return compile_fx_inner(graph, fake)
+
+
+def _fake(mode: FakeTensorMode, x: Tensor, any_rows: bool) -> Tensor:
+    if not any_rows:
+        with mode:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    sizes = [DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * (x.dim() - 1)]
+    return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
 
 def no_compiler(device: torch.device) -> str:

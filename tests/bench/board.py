@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 import shardc
+from shardc.runtime.stage.op_errors import OutOfMemoryError
 from tests import equality, zoo
 
 Row = dict[str, Any]
@@ -70,7 +71,8 @@ def spec(model: nn.Module, setting: str, microbatches: int = 2) -> dict[str, Any
 
 def refusal(error: shardc.ShardcError) -> Row:
     first = error.errors[0]
-    return {"verdict": "refused", "what": first.what, "where": first.where or "", "fix": first.fix or ""}
+    verdict = "out of memory" if isinstance(error, OutOfMemoryError) else "refused"
+    return {"verdict": verdict, "what": first.what, "where": first.where or "", "fix": first.fix or ""}
 
 
 def raw(error: BaseException) -> Row:

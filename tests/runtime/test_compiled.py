@@ -20,10 +20,12 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime import ops
 from shardc.runtime.compiled import masks
 from shardc.runtime.mesh.shapes import ShapeMesh
+from shardc.runtime.ops.experts import activation, products
 from shardc.runtime.rng import Rng, device_key
 from shardc.torch_private import kernels_of, no_compiler
 from tests import stand_in_compiler, zoo
 from tests.passes.test_joint import SPECS, built, compiled, momentum, same
+from tests.zoo import hf, hf_more
 
 module: Any = importlib.import_module("shardc.runtime.compiled.regions")
 cut, inductor = stand_in_compiler.cut, stand_in_compiler.inductor
@@ -200,7 +202,7 @@ def test_without_a_compiler_lines_run_one_by_one(
 def test_what_the_compiler_refuses_is_named(
     stand_in: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(function: Any, inputs: Any) -> Any:
+    def refuse(function: Any, inputs: Any, any_rows: bool) -> Any:
         raise NotImplementedError("no lowering for this")
 
     monkeypatch.setattr(inductor, "inductor_compiled", refuse)
@@ -250,6 +252,46 @@ def test_compiled_by_inductor(small_regions: None, tmp_path: Path, monkeypatch: 
     assert report.ok
     assert report.compiled is not None
     assert "compiled, against the same step line by line" in str(report)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own
+def test_an_activation_of_experts_is_compiled_once_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    if why := no_compiler(torch.device("cpu")):
+        pytest.skip(why)
+    monkeypatch.setattr(inductor, "_DONE", {})
+    text = "a, b = stripes(x); c = clamp(a, None, 7.0); d = silu(c); mul(b, d)"
+    plain, compiled_ = activation.read(text), module.CompiledActivation(text, inductor.Compiler(strict=True), "mlp")
+    for rows in (1, 5, 0, 12, 2):
+        first, back, chosen = (torch.randn(rows, n, dtype=torch.float64) for n in (16, 8, 1))
+        for have, want in zip(
+            (compiled_(first), *compiled_.backward(first, back, chosen), *compiled_.backward(first, back)),
+            (
+                plain(first),
+                *products.backward_of(plain, first, back, chosen),
+                *products.backward_of(plain, first, back),
+            ),
+            strict=True,
+        ):
+            assert have.shape == want.shape
+            assert float((have - want).norm()) <= 1e-14 * float(want.norm())
+    assert len(inductor._DONE) == 3  # forward, and backward with and without weights
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{"mesh": {"dp": 2}}, {"mesh": {"ep": 2}, "experts": [{"match": "*.mlp.experts", "axis": "ep"}]}],
+    ids=["experts", "experts_apply"],
+)
+def test_steps_run_compiled_activations(spec: dict[str, Any], stand_in: list[int]) -> None:
+    """In their number of inputs: rows, in forward; the first product, what comes back, and the weights of choices."""
+    with zoo.Wide():
+        model, batch = hf.build(hf_more.FAMILIES["mixtral"])
+        plain, program = (shardc.compile(model, batch, {"shardc": 1, **spec, **more}) for more in ({}, LAYERS))
+        want, have = (shardc.verify.simulate(p, model, batch) for p in (plain, program))
+    assert torch.equal(have.loss, want.loss)
+    assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
+    activations = [inputs for key, inputs in zip(inductor._DONE, stand_in, strict=True) if "halves(x)" in key[0]]
+    assert set(activations) == {1, 2 + ("dp" in spec["mesh"])}
 
 
 @pytest.mark.parametrize(("execution", "fix"), [({"compile": "layers"}, "larger batch"), ({}, "compile: layers")])

@@ -18,19 +18,25 @@ from shardc.passes.joint.derivatives.rule import Ask, Rule
 from shardc.passes.joint.derivatives.template import Template
 from shardc.passes.joint.derivatives.transposed import Lines
 from shardc.runtime import ops
+from shardc.runtime.ops.opaque import OPS
+
+#: Ops whose gradients nobody holds. (A user's autograd function may return the same buffer in each step.)
+_OURS = set(OPS.values())
 
 
 @dataclass(frozen=True)
 class _Saved:
     """What autograd saves for an op. known: a run found it, not a guess. own: other bytes that it saves.
 
-    again: the places of the operands that it saves. grads: types of the gradients of operands that need one.
+    again: the places of the operands that it saves. grads: types of the gradients of operands that need one. fresh:
+    by gradient, whether its memory is new.
     """
 
     again: tuple[int, ...]
     grads: tuple[Type | None, ...]
     known: bool
     own: int = 0
+    fresh: tuple[bool, ...] = ()
 
 
 def opaque(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -> Rule:
@@ -56,7 +62,8 @@ def opaque(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -
     kinds: list[Type | None] = [None] * len(ask.operands)
     for n, k in enumerate(needs):
         i, t = places[k], saved.grads[n]
-        of_operands[i], kinds[i] = w.put(Line(0, operator.getitem, (back, n), (), t)), t
+        fresh = bool(saved.fresh) and saved.fresh[n] and call.target in _OURS
+        of_operands[i], kinds[i] = w.put(Line(0, operator.getitem, (back, n), (), t, fresh)), t
     return Rule(
         tuple(w.lines[:split]),
         tuple(outputs),
@@ -90,7 +97,10 @@ def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, 
         again = tuple(k for k, x in enumerate(xs) if memory_of(x) in packed and places[k] not in places[:k])
         elsewhere = {memory_of(x) for x in (*xs, *outputs) if isinstance(x, Tensor)}
         own_bytes = sum(nbytes for memory, nbytes in packed.items() if memory not in elsewhere)
-        return _Saved(again, tuple(None if x is None else Type.of(x) for x in gradients), True, own_bytes)
+        made = [None if x is None else memory_of(x) for x in gradients]
+        taken = elsewhere | set(packed) | {memory_of(g) for _, g in pairs}
+        fresh = tuple(memory not in taken and made.count(memory) == 1 for memory in made)
+        return _Saved(again, tuple(None if x is None else Type.of(x) for x in gradients), True, own_bytes, fresh)
     except Exception:  # anything that torch's Python, or a user's op, raises on tensors without data
         like = (ask.operands[places[k]] for k in needs)
         return _Saved(tuple(range(len(places))), tuple(Type.contiguous(t.shape, t.dtype) for t in like), False)

@@ -96,13 +96,17 @@ class Ref:
 
 @dataclass(frozen=True)
 class Line:
-    """t{number} = target(*args, **kwargs). types: of the result, or of each of several; None: no tensor."""
+    """t{number} = target(*args, **kwargs). types: of the result, or of each of several; None: no tensor.
+
+    fresh: a result of an op that stays whole, in memory that nothing else has.
+    """
 
     number: int
     target: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
     types: Type | tuple[Type | None, ...] | None = None
+    fresh: bool = False
 
     @cached_property
     def refs(self) -> tuple[Ref, ...]:

@@ -82,30 +82,43 @@ class _Layer:
     def second(self, first: Tensor, bias: Tensor | None) -> Tensor:
         return product(self.between(first).to(self.down.dtype), self.down, bias, self.groups, self.transposed)
 
+    def backward(self, first: Tensor, back: Tensor, *chosen: Tensor) -> tuple[Tensor, ...]:
+        """Run `backward_of`, or what a compiled activation has instead of it."""
+        compiled = getattr(self.between, "backward", None)
+        return compiled(first, back, *chosen) if compiled else backward_of(self.between, first, back, *chosen)
+
     def grads(
-        self, rows: Tensor, first: Tensor, made: Tensor, of_made: Tensor, activated: Tensor, g: Tensor, needs: Any
+        self, rows: Tensor, of_first: Tensor, activated: Tensor, g: Tensor, needs: Any
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of rows, up, down and the up bias, where `needs` requires it.
 
-        made: the activation's result, with autograd's graph back to first; of_made: its gradient. activated, g: the
-        second product's input and its result's gradient, for the gradient of `down`.
+        of_first: that of the first product's result. activated, g: the second product's input and its result's
+        gradient, for the gradient of `down`.
         """
         groups, transposed = self.groups, self.transposed
-        of_rows = of_up = of_up_bias = None
-        if needs[0] or needs[1] or needs[3]:
-            (of_first,) = torch.autograd.grad(made, first, of_made.to(made.dtype))
-            if needs[1]:
-                of_up = grad_of_weight(of_first, rows.to(self.up.dtype), self.up, groups, transposed)
-            of_up_bias = grad_of_bias(of_first, groups) if needs[3] else None
-            of_rows = grad_of_rows(of_first, self.up, groups, transposed).to(rows.dtype) if needs[0] else None
+        of_up = grad_of_weight(of_first, rows.to(self.up.dtype), self.up, groups, transposed) if needs[1] else None
+        of_up_bias = grad_of_bias(of_first, groups) if needs[3] else None
+        of_rows = grad_of_rows(of_first, self.up, groups, transposed).to(rows.dtype) if needs[0] else None
         of_down = grad_of_weight(g, activated, self.down, groups, transposed) if needs[2] else None
         return of_rows, of_up, of_down, of_up_bias
 
-    def again(self, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Recompute (the first product's result, the activation's result), with autograd's graph."""
-        leaf = first.detach().requires_grad_()
-        with torch.enable_grad():
-            return leaf, self.between(leaf)
+
+def backward_of(between: Between, first: Tensor, back: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return the gradient of the first product's result, and the activation's result a.
+
+    back: the gradient of a. chosen: f[rows, 1], weights of the rows: back comes without them, a is returned with them,
+    and third comes <a, back> of each row, which is a weight's gradient.
+    """
+    leaf = first.detach().requires_grad_()
+    with torch.enable_grad():
+        made = between(leaf)
+    a = made.detach()
+    of_made = back if chosen is None else back * chosen
+    (of_first,) = torch.autograd.grad(made, leaf, of_made.to(made.dtype))
+    if chosen is None:
+        return of_first, a
+    wide = torch.promote_types(back.dtype, chosen.dtype)
+    return of_first, a * chosen, (a.to(wide) * back.to(wide)).sum(-1)
 
 
 def _apply(
@@ -120,9 +133,8 @@ def _apply_backward(
     needs: Sequence[bool], g: Tensor, rows: Tensor, up: Tensor, down: Tensor, first: Tensor, *how: Any
 ) -> tuple[Tensor | None, ...]:
     layer, g = _Layer(up, down, *how), g.to(down.dtype)
-    first, activated = layer.again(first)
-    of_activated = grad_of_rows(g, down, layer.groups, layer.transposed)
-    grads = layer.grads(rows, first, activated, of_activated, activated.detach().to(down.dtype), g, needs)
+    of_first, activated = layer.backward(first, grad_of_rows(g, down, layer.groups, layer.transposed))
+    grads = layer.grads(rows, of_first, activated.to(down.dtype), g, needs)
     return *grads, grad_of_bias(g, layer.groups) if needs[4] else None
 
 
@@ -165,18 +177,16 @@ def _local_backward(
     token = order // k
     g = g.index_select(0, token).to(down.dtype)  # of the results of a token's experts, without the weight
     chosen = weights.reshape(-1).index_select(0, order).unsqueeze(-1)
-    first, activated = layer.again(first)
     back = grad_of_rows(g, down, layer.groups, layer.transposed)
-    a, wide = activated.detach(), torch.promote_types(g.dtype, weights.dtype)
+    of_first, activated, dots = layer.backward(first, back, chosen)
     of_weights = None
     if needs[2]:
-        dots = (a.to(wide) * back.to(wide)).sum(-1)
         if down_bias is not None:
-            dots = dots + (g.to(wide) * layer.groups.rows_of(down_bias).to(wide)).sum(-1)
+            dots = dots + (g.to(dots.dtype) * layer.groups.rows_of(down_bias).to(dots.dtype)).sum(-1)
         of_weights = dots.new_zeros(t * k).index_copy_(0, order, dots).view(t, k).to(weights.dtype)
     needed = needs[0], needs[3], needs[4], needs[5]
     of_rows, of_up, of_down, of_up_bias = layer.grads(
-        x.index_select(0, token), first, activated, back * chosen, (a * chosen).to(down.dtype), g, needed
+        x.index_select(0, token), of_first, activated.to(down.dtype), g, needed
     )
     of_bias = grad_of_bias((g * chosen).to(down.dtype), layer.groups) if needs[6] else None
     of_x = by_pair(of_rows, order, t * k).view(t, k, -1).sum(1) if of_rows is not None else None

@@ -346,3 +346,8 @@ def test_inputs_that_disagree_about_rows() -> None:
     with pytest.raises(ShardcError, match=rf"^spec: batch: {differs}\n  fix: {fix}\n.*takes all rows of the batch"):
         tower(micro, (4, 8, 6))
     assert not tower({**micro, "batch": {"microbatches": 2, "dims": {"positions": 1}}}, (4, 8, 6)).notes
+    shared = r"'positions' has 3 rows \(dim 0\), but 'x' has 8"
+    fix = r"if all rows share 'positions', write `batch: \{dims: \{positions: null\}\}`; else make it 2 or 4"
+    with pytest.raises(ShardcError, match=rf"is not divisible by dp=2: {shared}\n  fix: {fix}"):
+        tower({"mesh": {"dp": 2}}, (3, 6))
+    assert not tower({"mesh": {"dp": 2}, "batch": {"dims": {"positions": None}}}, (3, 6)).notes

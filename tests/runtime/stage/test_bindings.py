@@ -11,6 +11,8 @@ from torch import fx, nn
 import shardc
 from shardc.runtime.stage.bindings import _BINDINGS, bind, binding
 from shardc.torch_private import TorchDispatchMode
+from tests import zoo
+from tests.zoo import hf, hf_more
 
 aten = torch.ops.aten
 SQUARE, OTHER = torch.randn(2, 3, 3, dtype=torch.float64), torch.randn(2, 3, 3, dtype=torch.float64)
@@ -121,3 +123,13 @@ def test_gradients_of_ops_with_several_results_are_taken_over_as_they_are() -> N
     program = shardc.compile(Net(), {"x": torch.randn(4, 8)}, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
     text = program.joint()
     assert text.count("ops.accumulate(") == text.count("own=True") == 6
+
+
+def test_gradients_of_experts_are_taken_over_as_they_are() -> None:
+    """Their op stays whole; nobody else has the memory of what its backward makes."""
+    with zoo.Wide():
+        model, batch = hf.build(hf_more.FAMILIES["mixtral"])
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+    puts = [line for line in program.joint().splitlines() if "ops.accumulate(" in line and "experts" in line]
+    assert puts
+    assert all("own=True" in line for line in puts)
