@@ -271,7 +271,7 @@ class ChosenRows(KnownSizes):
         rows = [x for x in leaves if isinstance(x, Rows)]
         name = getattr(func, "__name__", str(func))
         if not rows:
-            raise Unfit(f"their number goes into {name}")
+            raise TypeError(f"{name} takes no number that depends on values")
         pick = rows[0].pick
         if any(r.pick.mask is not pick.mask for r in rows):
             raise Unfit("they are combined with other rows")
