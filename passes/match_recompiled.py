@@ -65,8 +65,7 @@ class MatchRecompiled(Pass):
 
 def _named(program: Program) -> dict[str, Param | Buffer]:
     """Return the model's parameters and buffers by name, without graph constants and caches."""
-    stored: list[Param | Buffer] = [*program.params, *program.buffers]
-    return {x.fqn: x for x in stored if x.fqn and not (isinstance(x, Buffer) and x.cache)}
+    return {x.fqn: x for x in program.params_and_buffers if x.fqn and not (isinstance(x, Buffer) and x.cache)}
 
 
 def _fits(one: Param | Buffer, other: Param | Buffer) -> bool:

@@ -29,7 +29,6 @@ from shardc.ir.graph import copy_graph, placeholders
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
-from shardc.ir.stored import Buffer, Param
 from shardc.passes.annotate import kv_heads, model_plan, padding, structure, to_spec
 from shardc.passes.annotate.activations import pin_activations
 from shardc.passes.annotate.attention_bands import use_bands
@@ -109,8 +108,7 @@ class Annotate(Pass):
 
 def _running(other: Program, mesh: Mesh) -> dict[str, Layout]:
     """Return how the program that already runs splits parameters and buffers."""
-    stored: list[Param | Buffer] = [*other.params, *other.buffers]
-    return {x.name: Layout.of(dict(x.layout.shards()), mesh) for x in stored if x.fqn}
+    return {x.name: Layout.of(dict(x.layout.shards()), mesh) for x in other.params_and_buffers if x.fqn}
 
 
 def _weight_axes(spec: Spec) -> set[str]:

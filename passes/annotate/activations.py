@@ -64,11 +64,8 @@ def pin_activations(spec: Spec, program: Program, mesh: Mesh) -> None:
                 continue
             pin = pins.setdefault(node, _Pin(layout, cause, inside if rule.at == "input" else None))
             if pin.layout != layout:
-                errors.add(
-                    f"{rule.at} of {module} is the same value as one that {pin.cause} lays out differently",
-                    where=where,
-                    fix="make both annotations the same, or drop one",
-                )
+                fault = f"{rule.at} of {module} is the same value as one that {pin.cause} lays out differently"
+                errors.add(fault, where=where, fix="make both annotations the same, or drop one")
     errors.raise_any()
     for node, pin in pins.items():
         _insert(program.graph, node, pin, mesh)

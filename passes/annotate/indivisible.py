@@ -142,8 +142,5 @@ class _Weights:
         n = math.prod(mesh.size(a) for a in dim.axes)
         outer = dim.split // dim.parts  # ranks of the axes before the one at fault
         other = "" if pieces % outer else f", or {rank_counts(dim.axes[-1], pieces // outer, n // outer)}"
-        errors.add(
-            f"{names}: {pieces} {noun} of {block // pieces} are not divisible by {_ranks(dim.axes, mesh)}",
-            where=self.where,
-            fix=f"make it {_multiples(pieces, n)} {noun}{other}, or set `uneven: pad`",
-        )
+        fault = f"{names}: {pieces} {noun} of {block // pieces} are not divisible by {_ranks(dim.axes, mesh)}"
+        errors.add(fault, where=self.where, fix=f"make it {_multiples(pieces, n)} {noun}{other}, or set `uneven: pad`")

@@ -108,13 +108,10 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
     errors = Errors()
     layouts: dict[str, Layout] = {}
     names = [_input_name(i) for i in program.inputs]
-    for pattern in spec.batch.dims:
+    for key, pattern in [("dims", p) for p in spec.batch.dims] + [("pad", p) for p in spec.batch.pad]:
         if pattern != "*" and not any(match(pattern, n) for n in names):
-            errors.add(
-                f"pattern {pattern!r} matches no input",
-                where=spec.where(("batch", "dims", pattern)),
-                fix=did_you_mean(pattern, names, f"the inputs are {', '.join(names)}"),
-            )
+            fix = did_you_mean(pattern, names, f"the inputs are {', '.join(names)}")
+            errors.add(f"pattern {pattern!r} matches no input", where=spec.where(("batch", key, pattern)), fix=fix)
     nodes = placeholders(program.graph)
     wrong: dict[tuple[str, str, str], list[str]] = {}  # one error for all equal inputs
     for x, name in zip(program.inputs, names, strict=True):

@@ -168,11 +168,9 @@ def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[
     where: the spec's line. Raises ShardcError for a model without a plan, and for all unknown words at once.
     """
     if not carried:
-        raise ShardcError(
-            "the model has no tensor-parallel plan (transformers' models have one, `tp_plan`)",
-            where=f"{where} use: model",
-            fix="write `use: structure`, or name the weights by patterns",
-        )
+        fault = "the model has no tensor-parallel plan (transformers' models have one, `tp_plan`)"
+        fix = "write `use: structure`, or name the weights by patterns"
+        raise ShardcError(fault, where=f"{where} use: model", fix=fix)
     errors, follower, entries = Errors(), Follower(program), _Entries(carried)
     wrapped = _wrapped(entries, program)
     planned: dict[fx.Node, tuple[Shard, str]] = {}

@@ -97,32 +97,24 @@ def split_sequence(
         if dim is None:
             continue
         if layouts.get(x.name, Layout()).shards(dim):
-            errors.add(
-                f"input {name!r} of shape {list(x.shape)}: dim {dim} is the batch's and the sequence's",
-                where=spec.where(("sequence", "dims")),
-                fix=f"write which dim is the sequence's: sequence: {{dims: {{{name}: 1}}}}, or null for none",
-            )
+            fault = f"input {name!r} of shape {list(x.shape)}: dim {dim} is the batch's and the sequence's"
+            fix = f"write which dim is the sequence's: sequence: {{dims: {{{name}: 1}}}}, or null for none"
+            errors.add(fault, where=spec.where(("sequence", "dims")), fix=fix)
             continue
         layout = _layout(sequence.axis, dim, mesh, zigzag=zigzag)
         if spec.uneven == "pad":
             layout = padded(layout, x.shape, mesh)
         if odd := indivisible_dim(layout, x.shape, mesh):
             other = ", or balance: none" if zigzag else ""
-            errors.add(
-                odd.what(mesh, f"input {name!r}: the sequence of {odd.size} (dim {dim})"),
-                where=where,
-                fix=f"{odd.fix(mesh, size='it')}{other}; if dim {dim} is not a sequence: dims: {{{name}: null}}",
-            )
+            fix = f"{odd.fix(mesh, size='it')}{other}; if dim {dim} is not a sequence: dims: {{{name}: null}}"
+            errors.add(odd.what(mesh, f"input {name!r}: the sequence of {odd.size} (dim {dim})"), where=where, fix=fix)
             continue
         layouts[x.name] = Layout.of({**dict(layouts.get(x.name, Layout()).items), **dict(layout.items)}, mesh)
         causes[x.name] = f"{where} sequence dim {dim} of {name!r}"
     if not causes and not errors.found:
         known = ", ".join(f"{names[x.name]} {list(x.shape)}" for x in program.inputs)
-        errors.add(
-            f"no input has a sequence that {' × '.join(sequence.axis)} could split: {known}",
-            where=where,
-            fix="name the dim: sequence: {dims: {NAME: 1}}, or leave the section out",
-        )
+        fault = f"no input has a sequence that {' × '.join(sequence.axis)} could split: {known}"
+        errors.add(fault, where=where, fix="name the dim: sequence: {dims: {NAME: 1}}, or leave the section out")
     return causes
 
 

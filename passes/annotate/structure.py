@@ -28,6 +28,7 @@ from shardc.layer_names import of_every_layer
 from shardc.passes.annotate import kv_heads
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.propagate_split import Blocked, Follower, Key, SplitGroup, uses
+from shardc.passes.annotate.weight_roles import unsplit_by
 from shardc.rules.core.strategy import needs_sum_grad
 
 aten = torch.ops.aten
@@ -45,6 +46,7 @@ def choose(
     follower = Follower(program)
     chosen: dict[str, tuple[Shard, str]] = {}
     left: dict[str, None] = {}  # why weights are left whole, once for equal layers
+    unsplit: dict[str, dict[str, None]] = {}  # ops whose weights no rule splits -> modules
     taken: set[fx.Node] = set()
     shared = kv_heads.shared(program.graph)
     stops: list[Blocked] = []
@@ -64,6 +66,8 @@ def choose(
                 left[f"{p.fqn} is left whole: its {p.shape[0]} rows are not divisible by {axis}={n}"] = None
             else:
                 chosen[p.name] = (Shard(0), f"{where} use: structure '{p.fqn}: vocabulary'")
+        elif len(p.shape) > 1 and (user := unsplit_by(node)):
+            unsplit.setdefault(user, {})[of_every_layer(p.fqn.rpartition(".")[0] or p.fqn)] = None
     if not chosen and not fixed:
         why = "; ".join(left) or f"no weight's split can be followed to another weight, or to the loss{_where(stops)}"
         fix = (
@@ -72,7 +76,9 @@ def choose(
             else "name the weights by patterns: values that are needed whole are then gathered"
         )
         raise ShardcError(f"`use: structure` finds nothing to split: {why}", where=where, fix=fix)
-    return Plan(axis, chosen, tuple(f"{where} use: structure: {why} (`uneven: pad` splits it)" for why in left))
+    whole = [f"{', '.join(modules)} left whole: no rule splits a weight of {op}" for op, modules in unsplit.items()]
+    why_whole = (*(f"{why} (`uneven: pad` splits it)" for why in left), *whole)
+    return Plan(axis, chosen, tuple(f"{where} use: structure: {why}" for why in why_whole))
 
 
 def _where(stops: list[Blocked]) -> str:

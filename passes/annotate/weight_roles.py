@@ -39,10 +39,9 @@ def role_of(node: fx.Node, dim: int, module: str = "", known: dict[Any, Choices]
     """
     known = {} if known is None else known
     for user, i in sorted(uses((node, 0)), key=lambda use: not module or source_of(use[0]).module != module):
-        if user.op != "call_function" or registry.find(user.target) is None:
+        rule = registry.find(user.target) if user.op == "call_function" else None
+        if rule is None:
             continue
-        rule = registry.find(user.target)
-        assert rule is not None
         if user.target is aten.embedding.default and i == 0:
             return ("rows", "out")[dim]
         choices = choices_of(user, known)
@@ -91,6 +90,14 @@ def _ends(node: fx.Node, user: fx.Node) -> bool:
             return False
         node = onward[0]
     return False
+
+
+def unsplit_by(node: fx.Node) -> str:
+    """Return the ops that use a parameter if no rule of theirs splits it, such as aten.lstm; else ""."""
+    used = [(u, i) for u, i in uses((node, 0)) if u.op == "call_function" and registry.find(u.target) is not None]
+    dims = range(len(node.meta["value"].shape))
+    split = any(choices_of(u, {}).from_operand(i, Shard(d), 1) is not None for u, i in used for d in dims)
+    return "" if split else ", ".join(sorted({str(u.target) for u, _ in used}))
 
 
 def fused_parts(node: fx.Node, dim: int) -> int:

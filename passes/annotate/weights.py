@@ -23,7 +23,7 @@ from shardc.ir.stored import Param
 from shardc.passes.annotate import indivisible, kv_heads
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.spec_layouts import check_fits, dims_text, layout_of, quote
-from shardc.passes.annotate.weight_roles import dim_for_style, fused_parts
+from shardc.passes.annotate.weight_roles import dim_for_style, fused_parts, unsplit_by
 from shardc.spec import DimShard, Spec
 from shardc.spec.names import HELPED, Names
 
@@ -89,11 +89,9 @@ class Weights:
                         break
                     if names_weight(rule.pattern, name):
                         won.add(i)
-                        errors.add(
-                            f"{rule.pattern!r} names a module, but dims belong to one parameter",
-                            where=self.spec.where(("shard", rule.pattern)),
-                            fix=f"name the parameter: {rule.pattern + '.' + name.rpartition('.')[2]!r}",
-                        )
+                        fault = f"{rule.pattern!r} names a module, but dims belong to one parameter"
+                        fix = f"name the parameter: {rule.pattern + '.' + name.rpartition('.')[2]!r}"
+                        errors.add(fault, where=self.spec.where(("shard", rule.pattern)), fix=fix)
                         break
             if entries:
                 self.named.add(p.name)
@@ -106,22 +104,17 @@ class Weights:
             if len(chosen) > 1:
                 (a, (i, n)), (b, (j, m)) = list(chosen.items())[:2]
                 ways = f"{replace(p.value, layout=a)} and {replace(p.value, layout=b)}"
-                errors.add(
-                    f"{n} and {m} are one shared weight, which the spec splits in two ways: {ways}",
-                    where=self.spec.where(("shard", rules[max(i, j)].pattern)),
-                    fix="split it once; each name of a tied weight means the same weight",
-                )
+                fault = f"{n} and {m} are one shared weight, which the spec splits in two ways: {ways}"
+                fix = "split it once; each name of a tied weight means the same weight"
+                errors.add(fault, where=self.spec.where(("shard", rules[max(i, j)].pattern)), fix=fix)
             elif chosen:
                 layout, (i, _) = next(iter(chosen.items()))
                 layouts[p.name] = layout
                 cause = quote(self.spec, "shard", rules[i].pattern, rules[i].style or dims_text(rules[i].dims or {}))
                 nodes[p.name].meta["cause"] = {axis: cause for axis, _ in layout.shards()}
         for i in sorted(set(range(len(rules))) - won):
-            errors.add(
-                f"pattern {rules[i].pattern!r} never wins: earlier patterns match all that it matches",
-                where=self.spec.where(("shard", rules[i].pattern)),
-                fix="delete it, or move it up",
-            )
+            fault = f"pattern {rules[i].pattern!r} never wins: earlier patterns match all that it matches"
+            errors.add(fault, where=self.spec.where(("shard", rules[i].pattern)), fix="delete it, or move it up")
         indivisible.report(self.program, self.mesh, self._indivisible, errors)
         errors.raise_any()
         return layouts
@@ -132,11 +125,8 @@ class Weights:
             pattern = self.spec.shard[i].pattern
             named = [m for m in p.members if names_weight(pattern, m)]
             if 0 < len(named) < len(p.members):
-                errors.add(
-                    f"{pattern!r} names {named[0]}, one of {len(p.members)} experts that are one weight, {p.fqn}",
-                    where=self.spec.where(("shard", pattern)),
-                    fix=f"name all of them: {p.fqn!r}",
-                )
+                fault = f"{pattern!r} names {named[0]}, one of {len(p.members)} experts that are one weight, {p.fqn}"
+                errors.add(fault, where=self.spec.where(("shard", pattern)), fix=f"name all of them: {p.fqn!r}")
 
     def _one(self, p: Param, node: fx.Node, i: int, name: str, errors: Errors) -> Layout | None:
         """Return a parameter's layout by rule i; None if the style has no meaning for it, or it does not fit."""
@@ -159,12 +149,11 @@ class Weights:
         if i in self._unsplittable:  # one error for the pattern, not one for every weight it matches
             return None
         self._unsplittable.add(i)
-        uses = sorted({str(u.target) for u in node.users})
-        errors.add(
-            f"{name} is not a weight that {rule.style!r} can split: it is used by {', '.join(uses)}",
-            where=where,
-            fix="name dims instead, e.g. {0: " + rule.axis + "}, or narrow the pattern",
-        )
+        uses = ", ".join(sorted({str(u.target) for u in node.users}))
+        unsplit, dims = bool(unsplit_by(node)), f"name dims instead, e.g. {{0: {rule.axis}}}"
+        uses += ", whose weights no rule splits" if unsplit else ""
+        fault = f"{name} is not a weight that {rule.style!r} can split: it is used by {uses}"
+        errors.add(fault, where=where, fix=f"{'delete it' if unsplit else dims}, or narrow the pattern")
         return None
 
     def _fits(self, p: Param, layout: Layout, name: str, where: str, errors: Errors) -> bool:

@@ -41,7 +41,7 @@ def other_dropout(emit: Emit, a: Args, out: Value) -> Result:
     if "alpha" not in a.op_name:
         return emit(aten.mul.Tensor, x, mask)
     if p >= 1:
-        return emit(aten.mul.Tensor, x, 0.0)
+        return emit.dropout(x, p)
     scale = 1 / math.sqrt((SELU * SELU * p + 1) * (1 - p))
     kept = emit(aten.mul.Tensor, mask, (1 - p) * scale)  # `scale` where x is kept, 0 elsewhere
     shift = emit(aten.add.Tensor, emit(aten.mul.Tensor, kept, SELU), SELU * scale * (p - 1))
@@ -73,7 +73,7 @@ def attention(emit: Emit, a: Args, out: Value) -> Result:
     whole = emit(aten.scaled_dot_product_attention.default, q, k, v, *positional, **extra)
     if shape(v)[-1] != features:
         whole = emit(aten.slice.Tensor, whole, 3, 0, features)
-    return emit(aten.mul.Tensor, whole, 0.0) if p >= 1 else whole
+    return emit.dropout(whole, p)
 
 
 def _widened(emit: Emit, x: fx.Node, size: int) -> fx.Node:

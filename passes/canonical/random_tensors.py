@@ -24,6 +24,12 @@ from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite, shape
 aten = torch.ops.aten
 #: Numbers of 32 random bits are scaled to a range of integers.
 WIDEST = 2**31
+#: What `random_()` draws below, of dtypes of at most 2^31 numbers.
+_ALL_INTEGERS = {torch.bool: 2, torch.uint8: 2**8, torch.int8: 2**7, torch.int16: 2**15, torch.int32: WIDEST} | {
+    torch.bfloat16: 2**8 + 1,
+    torch.float16: 2**11 + 1,
+    torch.float32: 2**24 + 1,
+}
 
 
 def _random(emit: Emit, a: Args, out: Value, kind: str, *options: float) -> fx.Node:
@@ -79,9 +85,11 @@ def cauchy(emit: Emit, a: Args, out: Value) -> Result:
 def integers(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite draws of integers in [low, high)."""
     low, high = a.get("low", a.get("from")) or 0, a.get("high", a.get("to"))
+    if a.op_name == "random" and high is None and out.dtype in _ALL_INTEGERS:
+        high = _ALL_INTEGERS[out.dtype]
     if not isinstance(low, int) or not isinstance(high, int):
         raise emit.refuse(
-            f"{a.op} draws integers from a range whose bounds are not Python numbers",
+            f"{a.op} draws integers from a range that is wider than 2^31, or no Python numbers",
             "use torch.randint with two numbers",
         )
     if not 0 < high - low <= WIDEST:

@@ -149,8 +149,6 @@ class Emit:
         """Add the counter-based dropout; its index is set when the graph is finished."""
         if p <= 0:
             return x
-        if p >= 1:
-            return self(aten.zeros_like.default, x)
         return self.typed(value_of(x), ops.dropout, x, p, self.rng, 0)
 
     def attention(self, result: Value, *args: Any) -> fx.Node:

@@ -1,7 +1,7 @@
 """Write the joint graph of each stage: a forward and a backward graph, which a training step runs.
 
     derivatives finds the derivative of each call, once for every distinct call
-    saved       returns what the backward of a call keeps; `checkpoint` and cost use it
+    saved       finds what the backward of each call keeps; `checkpoint` and cost use it
     order       orders backward's rules and sums of gradients, as autograd does
     kept        decides which values backward keeps, on the device or on the host, and which it recomputes
     write       writes the two graphs; take_over: reuses memory for sums; halves: splits backward in two for a schedule
@@ -21,8 +21,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from threading import RLock
 
-from torch import fx
-
 from shardc.errors import ShardcError
 from shardc.ir.graph import producer_of
 from shardc.ir.program import Program
@@ -40,6 +38,7 @@ from shardc.passes.joint.seconds import Seconds
 from shardc.passes.joint.write import Writer
 from shardc.passes.runner import uncollected
 from shardc.runtime import ops
+from shardc.runtime.zero.trained_params import backward_roots
 from shardc.spec.step_sections import Execution
 from shardc.torch_modes import untraced
 
@@ -59,16 +58,16 @@ class JointGraphs(Pass):
     def _check_overlap(self, program: Program, how: str) -> None:
         where = self.spec.where(("execution", "overlap"))
         if program.schedule is not None:
-            fault = f"`overlap: {how}` needs a program without a pipeline: its schedule says what runs beside what"
+            fault = f"`overlap: {how}` does not work with a pipeline, whose schedule decides which microbatches overlap"
             fix = "`pipeline: {schedule: dualpipe-v}`, and leave `overlap` out"
             raise ShardcError(fault, where=where, fix=fix)
         if program.microbatches == 1:
-            fault = f"`overlap: {how}` with one microbatch: there is no other to run beside it"
+            fault = f"`overlap: {how}` needs at least two microbatches, and there is one"
             raise ShardcError(fault, where=where, fix="`batch: {microbatches: 2}`, or leave `overlap` out")
 
 
 def with_joint_graphs(program: Program, how: Execution) -> Program:
-    """Add forward and backward graphs to each stage, written on first access. how: the spec's section."""
+    """Add graphs to each stage, written on first access (those of pairs: at once). how: `execution`."""
     graphs, lock = Graphs(program, how), RLock()
     joint = (DeferredJoint(partial(_now, graphs.of, i), lock) for i in range(len(program.stages)))
     result = replace(program, stages=tuple(replace(s, joint=x) for s, x in zip(program.stages, joint, strict=True)))
@@ -94,7 +93,7 @@ _PAIR: dict[str, str] = {"microbatches": "FB", "forwards": "FF"}
 
 
 def _pairs_to_run(program: Program, how: Execution) -> tuple[tuple[str, int, int], ...]:
-    """Return which graphs a step runs side by side: see `shardc.runtime.schedule.Schedule.pairs`."""
+    """Return the (kind, first stage, second stage) of each pair that a step runs: see `Schedule.pairs`."""
     if program.schedule is not None:
         return program.schedule.pairs()
     return ((_PAIR[how.overlap], 0, 0),) if how.overlap in _PAIR and program.microbatches > 1 else ()
@@ -120,9 +119,9 @@ class Graphs:
         return self._done[stage]
 
     def _room(self) -> int:
-        """Return the bytes that a forward may use in any case while its values leave for the host.
+        """Return the live bytes allowed to a forward whose values leave: the smallest backward peak.
 
-        That is the least peak of the backwards, because a backward runs while as many microbatches are alive.
+        A step needs that memory anyway.
         """
         if not any(r.offload for r in self._program.regions):
             return 0
@@ -133,7 +132,7 @@ class Graphs:
     def _with_backward(self, stage: int) -> tuple[Joint, int]:
         """Return a stage's joint graph with backward's lines moved, and the least peak of its backward graphs."""
         if stage not in self._written:
-            joint = self._in_order_of_writing(self._program.stages[stage])
+            joint = self._write(self._program.stages[stage])
             for n in joint.forward.nodes:  # the size of tapes comes from forward's lines
                 self.seconds.of(n)
             backward = [graph for name, graph in joint.graphs.items() if name != "forward"]
@@ -141,19 +140,16 @@ class Graphs:
             self._written[stage] = joint, min(peaks)
         return self._written[stage]
 
-    def _in_order_of_writing(self, stage: Stage) -> Joint:
+    def _write(self, stage: Stage) -> Joint:
+        """Write a stage's graphs, with lines in the order in which autograd would run them."""
         program, rules, seconds, sizes = self._program, self._rules, self.seconds, self.sizes
         types, facts = types_of(program, stage.graph, rules)
-        returned: tuple[fx.Node | None, ...] = stage.graph.output_node().args[0]  # type: ignore[assignment]
-        loss, _, *sent = returned
-        crossing = {name for e in program.edges for name, _ in e.differentiable()}
-        roots = [n for n in (sent[0] if sent else ()) if n.name in crossing]  # type: ignore[union-attr]
-        roots += [loss] if loss is not None else []
+        roots = backward_roots(program, stage)
         backward = Backward(stage.graph, program, rules, types)
         begin = backward.run([n for n in roots if (t := types[producer_of(n)]) is not None and t.grad])
         actions = [a for row in program.schedule.actions for a in row] if program.schedule is not None else []
         divided = any(a.kind == "I" and program.stages[a.stage] is stage for a in actions)
-        writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left)
+        writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.input_gradients)
         joint = writer.joint((lambda n: sizes.bytes_of(n) + seconds.tape_bytes(n)) if divided else None)
         for graph in joint.graphs.values():
             arrange_copies(graph, seconds, sizes)

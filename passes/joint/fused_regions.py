@@ -32,7 +32,7 @@ from shardc.ir.graph import source_of, values_of
 from shardc.ir.pairs import role
 from shardc.layer_names import layer_of
 from shardc.passes.joint.derivatives.record import is_view
-from shardc.passes.joint.memory import Sizes
+from shardc.passes.joint.memory import Sizes, shares_operand
 from shardc.runtime import ops
 from shardc.runtime.compiled.regions import IDENTITIES
 from shardc.runtime.ops.factors import PRODUCTS
@@ -47,7 +47,7 @@ SMALL = 16
 #: Lines of the largest region: compilers take long for more lines, and gain little.
 LINES = 512
 
-#: Bytes of gradients that wait for the end of their region, at most, before a bucket has them.
+#: A region ends when more bytes of gradients than this wait for it.
 WAITING = 1 << 24
 
 #: Products and convolutions: separate kernels, compiled or not.
@@ -71,18 +71,18 @@ _DTYPES = {
 }
 
 
-def mark_fused_regions(graph: fx.Graph, sizes: Sizes, least: int | None = None) -> None:
-    """Mark a graph's fused regions and move `accumulate`s after them. least: bytes that one has to save."""
+def mark_fused_regions(graph: fx.Graph, sizes: Sizes) -> None:
+    """Mark a graph's fused regions and move `accumulate`s after them."""
     output = graph.output_node()
-    for n in _Cut(graph, sizes, LEAST_SAVED if least is None else least).order:
+    for n in _Cut(graph, sizes).order:
         output.prepend(n)
 
 
 class _Cut:
     """Cuts a graph into regions. order: all lines in their new order."""
 
-    def __init__(self, graph: fx.Graph, sizes: Sizes, least: int) -> None:
-        self._sizes, self._least = sizes, least
+    def __init__(self, graph: fx.Graph, sizes: Sizes) -> None:
+        self._sizes = sizes
         #: Lines that may become a region, with `accumulate`s; the last such region; all regions and single lines.
         self._open: dict[fx.Node, None] = {}
         self._last: dict[fx.Node, None] = {}
@@ -128,7 +128,7 @@ class _Cut:
         return of_others or before != self._layer or len(self._open) >= LINES
 
     def _earlier(self, n: fx.Node) -> list[fx.Node]:
-        """Return a small line that reads only results of the last region, with the views in between; else []."""
+        """Return a small line that reads only the last region, after the views it needs; [] for others."""
         size = self._sizes.bytes_of
         if shares_memory(n) or len(values_of(n)) > 1 or SMALL * size(n) > max(map(size, n.all_input_nodes), default=0):
             return []
@@ -163,12 +163,12 @@ class _Cut:
             return False
         region = region_of(0, lines)
         one_by_one, together = moved(region, fuses, self._sizes.bytes_of, shares_memory)
-        return any(not role(x) for x in region.takes) and one_by_one - together >= self._least
+        return any(not role(x) for x in region.takes) and one_by_one - together >= LEAST_SAVED
 
 
 def shares_memory(n: fx.Node) -> bool:
     """Return whether a line's result is in the memory of its first operand."""
-    return is_view(n.target) or n.target is ops.add_into or n.target in IDENTITIES
+    return shares_operand(n.target)
 
 
 def fuses(n: fx.Node) -> bool:

@@ -1,8 +1,8 @@
 """Split backward in two halves, for schedules that delay the second one (zb-h1, zb-v).
 
 The first half computes the gradients of received values. The second computes the rest, for weights. An op whose
-backward is one line (`ops.opaque_backward`) makes gradients for both. Then those for weights wait for the second half,
-or the line runs in each half, as under autograd, and its operands wait, if they are smaller.
+backward is one line (`ops.opaque_backward`) makes gradients for both. Either those for weights are kept until the
+second half, or the line runs once in each half, and its operands and tape are kept: the choice that takes fewer bytes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _reload_in_each_half(graph: fx.Graph) -> None:
                 u.replace_input_with(wait, other)
 
 
-def _untape_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> None:
-    """Run an opaque backward in both halves if its operands are smaller than its results for the second."""
+def _run_opaque_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> None:
+    """Run an opaque backward in both halves if that keeps fewer bytes than its later results."""
     first = _of_received(graph)
     for n in [n for n in graph.nodes if n.target is ops.opaque_backward and n in first]:
         later = {u: int(u.args[1]) for u in n.users if u not in first}
@@ -67,7 +67,7 @@ def _untape_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> N
 
 def halves_of(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> list[fx.Graph]:
     """Split backward into what received values' gradients need, and the rest. nbytes: of a value or tape."""
-    _untape_in_each_half(graph, nbytes)
+    _run_opaque_in_each_half(graph, nbytes)
     _reload_in_each_half(graph)
     first = _of_received(graph)
     first |= {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in first}  # others need not wait

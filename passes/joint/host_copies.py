@@ -34,7 +34,7 @@ from shardc.passes.joint.memory import COPIES, Sizes, Uses
 from shardc.passes.joint.seconds import Seconds, Work
 from shardc.runtime import ops
 
-#: The place of a line: before this line of those that do not copy, and then in the order of the other numbers.
+#: A sort key: (index of the line that follows, order among copies there, 0 for a start and 1 for a wait).
 _Place = tuple[int, int, int]
 
 
@@ -68,6 +68,7 @@ def _put(graph: fx.Graph, lines: Sequence[fx.Node], placed: Mapping[fx.Node, _Pl
 
 
 def _leave(graph: fx.Graph, lines: Sequence[fx.Node], begun: Sequence[fx.Node], uses: Uses) -> None:
+    """Place forward's copies: start when the value exists, wait after its last use."""
     place = {n: i for i, n in enumerate(lines)}
     last: dict[fx.Node, int] = {}  # last use of the memory that holds a value
     for n in (*lines, graph.output_node()):
@@ -134,6 +135,7 @@ class _Back:
         self._arrange()
 
     def _one_ahead(self, begun: Sequence[fx.Node]) -> list[_Reload]:
+        """Return the reloads, each begun one use ahead, as autograd would."""
         reloads = [
             _Reload(n, 0, min(self._place.get(u, len(self._lines) - 1) for u in _wait_of(n).users), 0, 0) for n in begun
         ]
@@ -155,6 +157,7 @@ class _Back:
         return fits
 
     def _merge(self) -> None:
+        """Hold a value from one use to the next where memory allows."""
         by_handle: defaultdict[Any, list[_Reload]] = defaultdict(list)
         for r in self._reloads:
             by_handle[r.start.args[0]].append(r)
@@ -176,6 +179,7 @@ class _Back:
         self._reloads = [r for r in self._reloads if id(r) not in gone]
 
     def _hoist(self, takes: Callable[[fx.Node], float]) -> None:
+        """Begin each reload early enough that nothing waits for it, where memory allows."""
         done = np.cumsum([0.0, *(self._work[n].seconds for n in self._lines)])  # seconds before a line
         due: list[int] = []
         begin = float("inf")

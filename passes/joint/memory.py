@@ -21,6 +21,7 @@ from shardc.runtime import ops
 from shardc.runtime.zero.flat_partition import Flat
 from shardc.torch_private import OpOverload
 
+# Targets that are an OpOverload are not searched in these sets: their hash runs Python code, which is slow.
 GATHERS = {ops.gather_start: ops.gather_wait, ops.regather_start: ops.regather_wait}
 #: Copies to the host and back (shardc.runtime.ops.host_handle). A handle has no type, and no bytes.
 COPIES = {ops.offload_start: ops.offload_wait, ops.reload_start: ops.reload_wait}
@@ -33,7 +34,7 @@ _SAME = {ops.add_into, *(getattr(ops, op) for op, row in BY_OP.items() if row.fo
 
 
 def _copies(start: fx.Node) -> bool:
-    """Return whether a collective sends a copy of its operand."""
+    """Return whether a collective copies its operand, which may then be freed."""
     row = BY_OP.get(str(start.args[0])) if start.target in (ops.start, ops.transpose_start) else None
     return row is not None and (row.forward if start.target is ops.start else row.backward) == "all_reduce"
 
@@ -45,7 +46,7 @@ class Sizes:
     """
 
     def __init__(self, program: Program) -> None:
-        self._layout = program.mesh
+        self._mesh = program.mesh
         cast = ops.cast_once if program.microbatches > 1 else None
         copies = (n.name for s in program.stages for n in s.graph.nodes if cast is not None and n.target is cast)
         self.stays = frozenset((*(x.name for x in program.stored), *copies))
@@ -65,7 +66,7 @@ class Sizes:
         value = n.meta.get("value")
         known = self._known.get(id(value))
         if known is None:
-            nbytes = sum(v.nbytes(self._layout) for v in values_of(n) if v is not None)
+            nbytes = sum(v.nbytes(self._mesh) for v in values_of(n) if v is not None)
             known = self._known[id(value)] = value, nbytes
         return known[1]
 
@@ -76,10 +77,10 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Buffer:
+class GradientBuffer:
     """The buffer of a bucket's gradients. whole, part: bytes before and after their sum over ranks.
 
-    each: every backward sums them, and the memory is free soon afterwards.
+    each: summed in every backward and freed; else kept for the step.
     """
 
     whole: int
@@ -87,13 +88,13 @@ class Buffer:
     each: bool
 
 
-def _bucket(program: Program, b: Bucket) -> Buffer:
+def _bucket(program: Program, b: Bucket) -> GradientBuffer:
     whole = Flat.of(program, b).padded * b.dtype.itemsize
-    return Buffer(whole, whole // program.mesh.size(b.shard) if b.shard else whole, b.each)
+    return GradientBuffer(whole, whole // program.mesh.size(b.shard) if b.shard else whole, b.each)
 
 
 @dataclass(frozen=True)
-class Part:
+class SentPart:
     """This rank's part of a bucket, as it is sent when the bucket is gathered. copy: bytes; 0 if no copy.
 
     ahead: it comes from the host during the gather before (shardc.runtime.offload).
@@ -103,20 +104,24 @@ class Part:
     ahead: bool
 
 
-def _part(program: Program, b: Bucket) -> Part:
+def _part(program: Program, b: Bucket) -> SentPart:
     away = "parameters" in program.offload.used
     dtype = b.compute or program.placed_params[b.params[0]].dtype
     copied = away or b.compute is not None
-    return Part(Flat.of(program, b).part * dtype.itemsize if copied else 0, away)
+    return SentPart(Flat.of(program, b).part * dtype.itemsize if copied else 0, away)
 
 
 @dataclass(slots=True)
-class Step:
+class MemoryStep:
     """A line's effect on the bytes that are alive, in any order.
 
-    most: extra bytes while it runs. left: extra bytes afterwards, before values are freed. uses: numbers of the values
-    that it uses. fills, sums: the bucket that gets gradients, or whose sum begins. put: bytes of a gradient that stays
-    separate. own: the gradient is alive already. gradients: whether fills, sums or put is set.
+    most: extra bytes while it runs
+    left: extra bytes afterwards, before values are freed
+    uses: numbers of the values that it uses
+    fills, sums: the bucket that gets gradients, or whose sum begins
+    put: bytes of a gradient that stays separate
+    own: the gradient is alive already
+    gradients: fills, sums or put is set
     """
 
     most: int
@@ -130,7 +135,7 @@ class Step:
 
 
 class Uses:
-    """The owner of each value's memory, and how often it is used. Returned values are used to the end."""
+    """Owners of values' memory, and their uses. Returned values stay alive to the end."""
 
     def __init__(self, graph: fx.Graph, sizes: Sizes, work: Mapping[fx.Node, Work]) -> None:
         self.sizes, self._work = sizes, work
@@ -161,12 +166,12 @@ class Uses:
     def _find_owner(self, n: fx.Node) -> None:
         """Find the owner of the memory of a line's result, and the bytes that the line makes."""
         separate = n.op == "call_function" and self._is_separate(n)
-        shares = n.op == "call_function" and not separate and _shares(n.target)
+        shares = n.op == "call_function" and not separate and shares_operand(n.target)
         base = n.args[0] if shares else None
         self.owner[n] = self.owner[base] if isinstance(base, fx.Node) else n
         self._added[n] = self.bytes[n] if self.owner[n] is n else 0
         if separate:
-            self._picked(n)
+            self._split_bytes(n)
 
     @staticmethod
     def _is_separate(n: fx.Node) -> bool:
@@ -177,8 +182,8 @@ class Uses:
             or (isinstance(source.target, OpOverload) and not is_view(source.target))
         )
 
-    def _picked(self, n: fx.Node) -> None:
-        """Move the bytes of this result from the op that made it to the result."""
+    def _split_bytes(self, n: fx.Node) -> None:
+        """Count this result's bytes at the `getitem`, not at the op."""
         source: Any = n.args[0]
         tape = self._work[source].tape if source.target is ops.opaque and n.meta["value"] is None else 0
         self.bytes[n] += tape
@@ -213,11 +218,11 @@ class Uses:
         if starts and starts[-1].target is ops.gather_start and (last := self.sizes.parts[starts[-1].args[1]]).ahead:
             self._added[starts[-1]] += last.copy
 
-    def _step(self, n: fx.Node) -> Step:
+    def _step(self, n: fx.Node) -> MemoryStep:
         added = self._added[n]
         unused = self.bytes[n] if self.owner[n] is n and n not in self._counts else 0
         uses = tuple(self._number[x] for x in self.of[n] if x in self._number)
-        step = Step(added + self._work[n].inside, added - self._sent_parts.get(n, 0) - unused, uses)
+        step = MemoryStep(added + self._work[n].inside, added - self._sent_parts.get(n, 0) - unused, uses)
         if isinstance(n.target, OpOverload):
             return step
         if n.target is ops.accumulate:
@@ -231,18 +236,18 @@ class Uses:
         return step
 
     def alive(self, order: Iterable[fx.Node]) -> list[tuple[int, int]]:
-        """Return the bytes alive at each line, in a step's first backward, and in one that adds to gradients."""
+        """Return each line's live bytes: (a step's first backward, later ones without earlier gradients)."""
         memory = Memory(self)
         return [memory.run(self.steps[n]) for n in order]
 
     def peak(self, order: Iterable[fx.Node]) -> tuple[int, int]:
-        """Return the maximum of both."""
+        """Return the peaks of `alive`."""
         first, later = zip(*self.alive(order), strict=True)
         return max(first), max(later)
 
 
 @cache
-def _shares(target: Any) -> bool:
+def shares_operand(target: Any) -> bool:
     """Return whether a call's result is in the memory of its first operand."""
     return is_view(target) or target in _SAME or target in WAITS
 
@@ -260,7 +265,7 @@ class Memory:
         self._begun: set[str] = set()
         self._summed = 0  # bytes of the buffer whose sum is under way
 
-    def would_be(self, step: Step) -> tuple[int, int]:
+    def would_be(self, step: MemoryStep) -> tuple[int, int]:
         """Return the bytes alive while a line runs: see `Uses.alive`."""
         later = self.live + step.most
         if not step.gradients:
@@ -269,14 +274,14 @@ class Memory:
         later += buffer
         return later + self.gradients + (0 if step.own else gradients), later
 
-    def _filled(self, step: Step) -> tuple[int, int]:
+    def _filled(self, step: MemoryStep) -> tuple[int, int]:
         """Return a line's new bytes of gradients: (in a buffer that every backward sums, until the step ends)."""
         if not step.fills or step.fills in self._begun:
             return 0, step.put
         b = self._buckets[step.fills]
         return (b.whole, b.part) if b.each else (0, b.whole)
 
-    def _gradients(self, step: Step) -> int:
+    def _gradients(self, step: MemoryStep) -> int:
         """Count the gradients that a line completes, and return the extra bytes in their buffers."""
         live = 0
         if step.fills or step.put:
@@ -290,7 +295,7 @@ class Memory:
             self._summed = b.whole if b.each else 0
         return live
 
-    def run(self, step: Step) -> tuple[int, int]:
+    def run(self, step: MemoryStep) -> tuple[int, int]:
         """Run a line and return the bytes alive meanwhile; afterwards, free what it used last."""
         live = self.live
         if step.gradients:

@@ -1,7 +1,8 @@
 """Order backward's rules and sums of gradients as autograd does, so that results have the same bits.
 
 Of the nodes that are ready, autograd runs the one with the greatest number, and numbers grow in forward. So backward is
-forward reversed, except for products beside a collective (shardc.runtime.ops.overlap), which are split:
+forward reversed, except for products beside a collective (shardc.runtime.ops.factors). They are split into four tasks,
+in this order:
 
     of data         the gradient of the input x_each
     begin           its sum over ranks begins
@@ -25,7 +26,7 @@ from shardc.ir.graph import is_call, producer_of
 from shardc.ir.program import Program
 from shardc.passes.joint.derivatives import Rules
 from shardc.passes.joint.derivatives.record import Type
-from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.rule import Request, Rule
 from shardc.passes.joint.derivatives.template import Made
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import PRODUCTS, factors, of_matrices
@@ -57,7 +58,7 @@ class RuleRuns:
 
 @dataclass
 class Complete:
-    """A parameter has its whole gradient. param: the value of forward."""
+    """A parameter's gradient of this backward is complete on this rank. param: the value of forward."""
 
     param: Made
     gradient: Gradient
@@ -65,14 +66,14 @@ class Complete:
 
 @dataclass
 class BucketComplete:
-    """The parameters of a bucket have all gradients of this backward; a `Complete` came for each of them."""
+    """All parameters of a bucket are complete in this backward, also those without a gradient (and a `Complete`)."""
 
     bucket: int
 
 
 @dataclass
 class GatheredComplete:
-    """A gathered bucket has its gradients. wait: the node that has it whole. gradients: of its parameters."""
+    """A gathered bucket has its gradients. wait: the `gather_wait` node. gradients: of its parameters."""
 
     wait: fx.Node
     gradients: tuple[Gradient | None, ...]
@@ -87,9 +88,9 @@ class _Task(NamedTuple):
 
 
 class Backward:
-    """The events of one graph's backward, in order.
+    """Computes the events of a graph's backward, in autograd's order.
 
-    types: of every value of forward. left: the final gradients of values that no op here made.
+    types: of every value of forward. input_gradients: the final gradients of values that no op here made.
     """
 
     def __init__(self, graph: fx.Graph, program: Program, rules: Rules, types: Mapping[Made, Type | None]) -> None:
@@ -97,7 +98,7 @@ class Backward:
         self._nodes = [n for n in graph.nodes if is_call(n)]
         self._place = {n: i for i, n in enumerate(graph.nodes)}
         self.events: list[Event] = []
-        self._started: dict[fx.Node, Gradient] = {}  # by conversion: the sum that is under way
+        self._started_sums: dict[fx.Node, Gradient] = {}  # by conversion: the sum that is under way
         self._known_needs: dict[fx.Node, list[Made]] = {}
         self._known_tasks: dict[fx.Node, list[_Task]] = {}
         self._bucket_of = {
@@ -106,7 +107,7 @@ class Backward:
             if (b.each or not b.late) and (b.zero or math.prod(map(program.mesh.size, b.axes)) > 1)
             for name in b.params
         }
-        self.left: dict[Made, Gradient] = {}
+        self.input_gradients: dict[Made, Gradient] = {}
 
     def run(self, roots: Sequence[fx.Node]) -> dict[Made, Gradient]:
         """Fill `events` from the values `roots`. Return the gradients that backward begins with."""
@@ -116,21 +117,23 @@ class Backward:
         self._overlapped = {n for n in self._nodes if self._overlaps(n)}
         self._reached = self._reach({maker for maker, _ in begin})
         self._gradients: dict[Made, Gradient | None] = dict(begin)
-        self._waiting: Counter[Made] = Counter()
+        # how many gradients are still to come: of a value, of a node, and of a bucket how many of its parameters
+        self._pending_values: Counter[Made] = Counter()
         for n in self._reached:
             for task in self._tasks(n):
-                self._waiting.update(set(self._grads_of(task)))
-        self._left = Counter({n: sum(self._waiting[m] for m in self._results(n)) for n in self._reached})
-        #: By bucket, how many of its parameters are still missing.
-        self._missing = Counter(i for m in self._waiting if (i := self._bucket(m)) is not None)
+                self._pending_values.update(set(self._grads_of(task)))
+        self._pending_nodes = Counter(
+            {n: sum(self._pending_values[m] for m in self._results(n)) for n in self._reached}
+        )
+        self._pending_buckets = Counter(i for m in self._pending_values if (i := self._bucket(m)) is not None)
         self._heap: list[tuple[float, int, _Task]] = []
         self._count = itertools.count()  # for equal numbers, the first one pushed comes first
         for maker in dict.fromkeys(n for n, _ in begin):  # once, however many of its results are roots
-            if maker.op != "placeholder" and not self._left[maker]:
+            if maker.op != "placeholder" and not self._pending_nodes[maker]:
                 self._ready(maker)
         while self._heap:
             self._do(heapq.heappop(self._heap)[2])
-        self.left = {m: g for m, g in self._gradients.items() if g is not None and m[0].op == "placeholder"}
+        self.input_gradients = {m: g for m, g in self._gradients.items() if g is not None and m[0].op == "placeholder"}
         return begin
 
     # --- the tasks and what they wait for
@@ -219,6 +222,7 @@ class Backward:
     # --- running them
 
     def _do(self, task: _Task) -> None:
+        """Run a task: record its events, and queue what follows."""
         n = task.node
         tangents = tuple(self._gradients.get(m) for m in self._results(n))
         if n.target is ops.gather_wait:
@@ -227,41 +231,43 @@ class Backward:
             self._rule(task, tangents)
         if task.part in ("begin", "data"):
             self._push(self._tasks(n)[1])
-        self._gave(set(self._grads_of(task)))
+        self._count_down(set(self._grads_of(task)))
 
     def _rule(self, task: _Task, tangents: tuple[Gradient | None, ...]) -> None:
+        """Record that a rule runs, and update the operands' gradients."""
         n = task.node
         operands = self._rules.template(n).operands
         gives = set(self._grads_of(task))
         before = tuple(self._gradients.get(m) if m in gives else None for m in operands)
-        ask = Ask(
+        request = Request(
             tuple(self._type(m) for m in operands),
             tuple(None if g is None else g.type for g in tangents),
             tuple(None if g is None else g.type for g in before),
             tuple(m in gives for m in operands),
         )
-        rule = self._rules.rule(n, ask, task.part)
+        rule = self._rules.rule(n, request, task.part)
         if task.part == "begin":
-            started = self._started[n] = Gradient(ask.operands[0])
+            started = self._started_sums[n] = Gradient(request.operands[0])
             self.events.append(RuleRuns(n, rule, tangents, (None,), (started,)))
             return
         if task.part == "wait":
-            tangents = (self._started[n],)
+            tangents = (self._started_sums[n],)
         after = tuple(None if t is None else Gradient(t) for t in rule.types)
         self.events.append(RuleRuns(n, rule, tangents, before, after, task.part))
         for m, g in zip(operands, after, strict=True):
             if m in gives and g is not None:
                 self._gradients[m] = g
 
-    def _gave(self, made: Iterable[Made]) -> None:
-        for m in sorted(made, key=lambda m: (self._place[m[0]], m[1]), reverse=True):
+    def _count_down(self, values: Iterable[Made]) -> None:
+        """Note that a task added its gradients to these values; queue what is complete now."""
+        for m in sorted(values, key=lambda m: (self._place[m[0]], m[1]), reverse=True):
             n = m[0]
-            self._waiting[m] -= 1
-            self._left[n] -= 1
+            self._pending_values[m] -= 1
+            self._pending_nodes[n] -= 1
             leaf = n.op == "placeholder" or n.target is ops.updated
-            if leaf and not self._waiting[m] and self._is_param(n):
+            if leaf and not self._pending_values[m] and self._is_param(n):
                 self._complete(m)
-            elif not leaf and not self._left[n]:
+            elif not leaf and not self._pending_nodes[n]:
                 self._ready(n)
 
     def _is_param(self, n: fx.Node) -> bool:
@@ -273,8 +279,8 @@ class Backward:
             self._gradients[param] = None
             self.events.append(Complete(param, g))
         if (bucket := self._bucket(param)) is not None:
-            self._missing[bucket] -= 1
-            if not self._missing[bucket]:
+            self._pending_buckets[bucket] -= 1
+            if not self._pending_buckets[bucket]:
                 self.events.append(BucketComplete(bucket))
 
     def _bucket(self, made: Made) -> int | None:

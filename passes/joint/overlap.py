@@ -31,14 +31,14 @@ from shardc.ir.metadata import Collective
 from shardc.machine.clock import Clock
 from shardc.machine.work import Sent
 from shardc.passes.joint.derivatives.transposed import CONVERTED, EXCHANGES
-from shardc.passes.joint.memory import GATHERS, STARTS, WAITS, Memory, Sizes, Step, Uses
+from shardc.passes.joint.memory import GATHERS, STARTS, WAITS, Memory, MemoryStep, Sizes, Uses
 from shardc.passes.joint.seconds import Seconds, Work
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload, add_node
 
-#: For how many collectives lines may be kept in reserve.
+#: Tried numbers of following collectives for which gradients of weights are delayed, to hide them.
 RESERVES = (0, 1, 2, 4)
-#: How many lines further down a line may come first.
+#: How many lines ahead the scheduler looks for work during a collective.
 WINDOW = 400
 #: How often an order that takes too much memory is computed again.
 ROUNDS = 6
@@ -47,7 +47,8 @@ ROUNDS = 6
 def overlap_collectives(graph: fx.Graph, seconds: Seconds, sizes: Sizes, room: int = 0) -> int:
     """Split a graph's collectives in two and move its lines. Return its peak of live bytes.
 
-    The peak is that of a microbatch after the first. room: bytes that may be alive in any case.
+    The peak is that of a microbatch after the first. room: a higher limit of live bytes; 0: the peak of the graph's own
+    order.
     """
     _split(graph, seconds)
     ordered = OrderedGraph(graph, seconds, sizes)
@@ -64,7 +65,7 @@ def overlap_collectives(graph: fx.Graph, seconds: Seconds, sizes: Sizes, room: i
 
 
 def best_order(ordered: OrderedGraph, most: tuple[int, int]) -> list[fx.Node]:
-    """Return the order that ends first. most: peaks of bytes that may be alive."""
+    """Return the fastest of the tried orders and the graph's own. most: peaks of bytes that may be alive."""
     best = ordered.nodes
     least = ordered.simulate(best)
     for reserve in RESERVES if ordered.may_delay else RESERVES[:1]:
@@ -79,19 +80,19 @@ def fitting(ordered: OrderedGraph, reserve: int, most: tuple[int, int]) -> tuple
 
     A line with too much alive beside it keeps its place: all lines before it in the graph come before it.
     """
-    meets: set[fx.Node] = set()
+    barriers: set[fx.Node] = set()
     for _ in range(ROUNDS):
-        scheduler = Scheduler(ordered, reserve, most, meets)
+        scheduler = Scheduler(ordered, reserve, most, barriers)
         order = [ordered.nodes[at] for at in scheduler.order()]
         over = {n for n, alive in zip(order, scheduler.alive, strict=True) if not within(alive, most)}
         if not over:
             return order, scheduler.clock
-        meets |= over
+        barriers |= over
     return ordered.nodes, ordered.timed(ordered.nodes)
 
 
 def within(bytes_: tuple[int, int], most: tuple[int, int]) -> bool:
-    """Return whether both peaks (shardc.passes.joint.memory) are within those limits."""
+    """Return whether both peaks (shardc.passes.joint.memory) are at most their limits."""
     return bytes_[0] <= most[0] and bytes_[1] <= most[1]
 
 
@@ -117,20 +118,20 @@ def _communicates(op: str, *, back: bool) -> bool:
 
 
 @dataclass(slots=True)
-class Line:
+class ScheduledLine:
     """A line of a graph, as the scheduler sees it.
 
     place: its number in the graph. seconds, sends: of computing and of sending. step: its effect on memory. waits:
     place of the line that it waits for, or -1. begins: others wait for it. stops: the rank is idle while it sends.
-    settles: it waits for the sum of the bucket before. leads: whether to a collective or a result. before, after: lines
-    that have to be so.
+    settles: it waits for the sum of the bucket before. leads: a collective or a result depends on it. before, after:
+    places of lines that must come earlier or later.
     """
 
     place: int
     seconds: float
     sends: float
     sent: Sent | None
-    step: Step
+    step: MemoryStep
     waits: int
     begins: bool
     stops: bool
@@ -144,7 +145,7 @@ _PLACE, _SECONDS = attrgetter("place"), attrgetter("seconds")
 
 
 class OrderedGraph:
-    """What the order of a graph's lines has to keep, and what it costs. targets: lines that communicate."""
+    """A graph's lines with dependencies, seconds and memory. targets: places of lines that communicate."""
 
     def __init__(self, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
         self.nodes: list[fx.Node] = [n for n in graph.nodes if n.op == "call_function"]
@@ -166,10 +167,10 @@ class OrderedGraph:
         #: Whether some lines can be kept in reserve. A forward has none.
         self.may_delay = any(line.seconds and not line.leads for line in self.lines)
 
-    def _line(self, n: fx.Node, work: Work, seconds: Seconds) -> Line:
+    def _line(self, n: fx.Node, work: Work, seconds: Seconds) -> ScheduledLine:
         at, before = self.place[n], [self.place[x] for x in self.uses.taken[n] if x in self.place]
         if isinstance(n.target, OpOverload):
-            return Line(at, work.seconds, 0.0, None, self.uses.steps[n], -1, False, False, False, before)
+            return ScheduledLine(at, work.seconds, 0.0, None, self.uses.steps[n], -1, False, False, False, before)
         record, sends = seconds.sent(n)
         waits = self.place.get(n.args[0], -1) if n.target in WAITS else -1  # type: ignore[arg-type]
         begins = n.target in STARTS
@@ -177,7 +178,7 @@ class OrderedGraph:
         bucket = self.uses.sizes.buckets.get(self.uses.steps[n].sums)
         settles = bucket is not None and bucket.each
         sent = Sent(record, None if stops else at) if record is not None and sends else None
-        return Line(at, work.seconds, sends, sent, self.uses.steps[n], waits, begins, stops, settles, before)
+        return ScheduledLine(at, work.seconds, sends, sent, self.uses.steps[n], waits, begins, stops, settles, before)
 
     def _pinned(self) -> list[tuple[fx.Node, fx.Node]]:
         """Return pairs of (line, one that has to come before it), where memory, effects or tapes need it.
@@ -240,11 +241,11 @@ class OrderedGraph:
 
 @dataclass
 class LineClock(Clock):
-    """The streams of one rank. summing: place of the line of the last sum that every backward repeats."""
+    """The streams of one rank. summing: place of the line that started the running bucket sum; -1: none."""
 
     summing: int = -1
 
-    def line(self, line: Line) -> None:
+    def line(self, line: ScheduledLine) -> None:
         """Run a line. If it begins a bucket's sum, wait for the sum before (shardc.runtime.zero.buckets)."""
         if line.waits >= 0:
             self.wait(line.waits)
@@ -257,16 +258,17 @@ class LineClock(Clock):
 
 
 class Scheduler:
-    """One order of a graph. alive: bytes at each of its lines. meets: lines that no other line passes.
+    """One order of a graph. alive: bytes at each of its lines.
 
     reserve: for how many of the next collectives lines are delayed. most: the peaks of bytes that may be alive.
+    barriers: lines that no other line may be moved across.
     """
 
     def __init__(
-        self, ordered: OrderedGraph, reserve: int, most: tuple[int, int], meets: Collection[fx.Node] = ()
+        self, ordered: OrderedGraph, reserve: int, most: tuple[int, int], barriers: Collection[fx.Node] = ()
     ) -> None:
         self._ordered, self._lines, self._reserve, self._most = ordered, ordered.lines, reserve, most
-        places = {p for n in meets for p in (ordered.place[n], ordered.place[n] + 1)}
+        places = {p for n in barriers for p in (ordered.place[n], ordered.place[n] + 1)}
         self._parts = list(itertools.pairwise(sorted({0, *places, len(ordered.nodes)})))
         self._end = 0  # the end of the part of the graph that is being ordered
         self.clock, self._memory = ordered.clock(), Memory(ordered.uses)
@@ -275,7 +277,7 @@ class Scheduler:
         self._done = bytearray(len(ordered.nodes))
         self._missing = [len(line.before) for line in ordered.lines]
         self._ready = [at for at, missing in enumerate(self._missing) if not missing]  # a heap of lines that could run
-        self._delayed: list[Line] = []  # more lines that could run: in order, and their seconds
+        self._delayed: list[ScheduledLine] = []  # more lines that could run: in order, and their seconds
         self._delayed_seconds = 0.0
         self._reached = 0  # the greatest place of a line that ran
 
@@ -296,7 +298,7 @@ class Scheduler:
                     self._next(self._lines[at], 0.0)
         return self._order
 
-    def _next(self, line: Line, ahead: float) -> None:
+    def _next(self, line: ScheduledLine, ahead: float) -> None:
         if line.waits >= 0:
             self._fill(line)
         if not self._fits(line):
@@ -305,7 +307,7 @@ class Scheduler:
             self._emit(line)
             self._catch_up(ahead)
 
-    def _emit(self, line: Line) -> None:
+    def _emit(self, line: ScheduledLine) -> None:
         self.clock.line(line)
         self.alive.append(self._memory.run(line.step))
         self._order.append(line.place)
@@ -318,7 +320,7 @@ class Scheduler:
             if not missing[user]:
                 heapq.heappush(self._ready, user)
 
-    def _fill(self, wait: Line) -> None:
+    def _fill(self, wait: ScheduledLine) -> None:
         """Run other lines while the collective that a line waits for is under way."""
         if not self.clock.left(wait.waits):
             return
@@ -340,10 +342,10 @@ class Scheduler:
         for at in aside:
             heapq.heappush(self._ready, at)
 
-    def _fits(self, line: Line) -> bool:
+    def _fits(self, line: ScheduledLine) -> bool:
         return within(self._memory.would_be(line.step), self._most)
 
-    def _would_wait(self, line: Line) -> bool:
+    def _would_wait(self, line: ScheduledLine) -> bool:
         """Return whether the rank would be idle for a line. Starts never wait: all ranks run the same graph."""
         return self.clock.left(line.waits) > 0 if line.waits >= 0 else line.stops
 
@@ -352,7 +354,7 @@ class Scheduler:
         ready, lines, done = self._ready, self._lines, self._done
         if not ahead:
             self._take_back()
-        more: list[Line] = []
+        more: list[ScheduledLine] = []
         aside: list[int] = []
         while ready and ready[0] < self._reached:
             at = heapq.heappop(ready)

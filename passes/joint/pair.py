@@ -34,28 +34,29 @@ from shardc.ir.pairs import Pair, prefix_of, shared
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint
 from shardc.passes.joint.memory import Memory, Sizes
-from shardc.passes.joint.overlap import Line, OrderedGraph, best_order, within
+from shardc.passes.joint.overlap import OrderedGraph, ScheduledLine, best_order, within
 from shardc.passes.joint.seconds import Seconds
 from shardc.runtime import ops
 from shardc.torch_private import add_node
 
-#: How far ahead of the other a half may get, in stretches between two collectives. All are tried.
+#: Tried leads: how many collectives one half may be ahead of the other.
 LEADS = (0.0, 1.0, 2.0, 4.0)
 
 
 def pairs_of(
     program: Program, seconds: Seconds, sizes: Sizes, wanted: Sequence[tuple[str, int, int]]
 ) -> tuple[Pair, ...]:
-    """Return a graph for each (kind, stage of the first half, of the second) whose stages are here."""
+    """Return one graph for each requested (kind, first half's stage, second half's stage)."""
     pairs = []
     for kind, f, t in wanted:
         forward, other = program.stages[f].joint, program.stages[t].joint
-        if forward is not None and other is not None:
-            prefix = prefix_of(kind, forward.forward)
-            second = _whole(other, seconds, sizes) if kind == "FB" else other.forward
-            graph = _joined(program, forward.forward, second, prefix)
-            _overlap(kind, graph, seconds, sizes)
-            pairs.append(Pair(kind, f, t, graph))
+        assert forward is not None
+        assert other is not None
+        prefix = prefix_of(kind, forward.forward)
+        second = _whole(other, seconds, sizes) if kind == "FB" else other.forward
+        graph = _joined(program, forward.forward, second, prefix)
+        _overlap(kind, graph, seconds, sizes)
+        pairs.append(Pair(kind, f, t, graph))
     return tuple(pairs)
 
 
@@ -98,7 +99,7 @@ def _named(node: fx.Node, name: str) -> fx.Node:
 
 
 def _whole(joint: Joint, seconds: Seconds, sizes: Sizes) -> fx.Graph:
-    """Return backward as one graph: halves in turn, or interleaved as under autograd if memory needs it."""
+    """Return backward as one graph: first half, then second; interleaved if that needs less memory."""
     if joint.weights is None:
         return joint.backward
     as_autograd, separate = (_of_halves(joint, joint.weights, early=early) for early in (True, False))
@@ -174,7 +175,7 @@ def _overlap(kind: str, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None
 
 
 def _one_by_one(ordered: OrderedGraph, graph: fx.Graph) -> tuple[int, int]:
-    """Return the peaks of a forward and then a backward, the latter without forward's new buffer values."""
+    """Return the peaks of a forward, then a backward after forward's new buffer values were taken."""
     uses = ordered.uses
     returned: Any = graph.output_node().args[0]
     (loss, news, *stay), _ = returned
@@ -197,28 +198,29 @@ def _arrange(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
 
 
 class _Half:
-    """The lines of one half, in order. takes, done: seconds of all lines alone, and of those so far.
+    """The lines of one half, in order.
 
-    sends: how many collectives. lead: by line, seconds of computing until the next one begins.
+    total, done: seconds of all lines alone, and of those so far. collectives: how many. until_collective: by
+    line, seconds of computing until the next one begins.
     """
 
     def __init__(self, ordered: OrderedGraph, *, back: bool) -> None:
         self.lines = [ordered.lines[i] for i, n in enumerate(ordered.nodes) if bool(n.meta.get("back")) == back]
-        self.takes = sum(line.seconds + line.sends for line in self.lines) or 1.0
-        self.sends = sum(line.sends > 0 for line in self.lines)
+        self.total = sum(line.seconds + line.sends for line in self.lines) or 1.0
+        self.collectives = sum(line.sends > 0 for line in self.lines)
         self.at, self.done = 0, 0.0
-        self.lead: dict[int, float] = {}
+        self.until_collective: dict[int, float] = {}
         left = math.inf
         for line in reversed(self.lines):
             left = 0.0 if line.sends else left + line.seconds
-            self.lead[line.place] = left
+            self.until_collective[line.place] = left
 
     @property
     def ended(self) -> bool:
         return self.at == len(self.lines)
 
     @property
-    def next(self) -> Line:
+    def next(self) -> ScheduledLine:
         return self.lines[self.at]
 
     def run(self) -> None:
@@ -234,14 +236,14 @@ def _side_by_side(ordered: OrderedGraph, most: tuple[int, int], lead: float) -> 
     between two collectives.
     """
     halves = [_Half(ordered, back=back) for back in (False, True)]
-    most_ahead = lead / max(1, *(h.sends for h in halves))
+    most_ahead = lead / max(1, *(h.collectives for h in halves))
     memory, clock, order = Memory(ordered.uses), ordered.clock(), list[fx.Node]()
     gathered: set[Any] = set()  # buckets that a forward gathers now: the other half has to wait
 
     def urgent(h: _Half) -> tuple[float, bool, float]:
         waits = clock.left(h.next.waits)
-        ahead = max(h.done / h.takes - other.done / other.takes for other in halves if other is not h)
-        return waits, ahead > most_ahead, h.lead[h.next.place]
+        ahead = max(h.done / h.total - other.done / other.total for other in halves if other is not h)
+        return waits, ahead > most_ahead, h.until_collective[h.next.place]
 
     def blocked(n: fx.Node) -> bool:
         return n.target is ops.gather_start and n.args[1] in gathered

@@ -18,7 +18,7 @@ from shardc.ir.metadata import Value
 from shardc.ir.program import Program
 from shardc.passes.joint.derivatives import Facts, Rules
 from shardc.passes.joint.derivatives.record import Type
-from shardc.passes.joint.derivatives.rule import Ask
+from shardc.passes.joint.derivatives.rule import Request
 from shardc.passes.joint.derivatives.template import Made
 from shardc.rules.core.op_call import Call, call_of
 from shardc.runtime import ops
@@ -26,7 +26,7 @@ from shardc.runtime import ops
 
 @dataclass(frozen=True)
 class Saved:
-    """What backward keeps of one call: operands, and results by index.
+    """What backward keeps of a call. operands: nodes; results: indices.
 
     own: bytes that the op makes only for its backward. views: by result the operand whose memory it shares, or None.
     """
@@ -85,6 +85,7 @@ def saved_of(program: Program, graph: fx.Graph, rules: Rules) -> dict[fx.Node, S
 
 
 def _saved(n: fx.Node, types: Mapping[Made, Type | None], facts: Facts, rules: Rules) -> Saved:
+    """Return what the backward of one call keeps, by its rule."""
     operands = list(dict.fromkeys(operands_of(n)))
     views = tuple(operands[i] if i >= 0 else None for i in facts.views)
     taken = tuple(t for x in operands if (t := types[producer_of(x)]) is not None)
@@ -92,7 +93,7 @@ def _saved(n: fx.Node, types: Mapping[Made, Type | None], facts: Facts, rules: R
     needs = tuple(t.grad for t in taken)
     if not any(needs) or not any(tangents) or n.target in (ops.gather_wait, ops.updated):
         return Saved(views=views)
-    rule = rules.rule(n, Ask(taken, tangents, (None,) * len(taken), needs))
+    rule = rules.rule(n, Request(taken, tangents, (None,) * len(taken), needs))
     by_kind = {kind: [r.index for r in rule.wants if r.kind == kind] for kind in ("x", "y", "t")}
     kept = [rule.forward[i].types for i in by_kind["t"]] if rule.forward is not None else []
     nbytes = rule.own + sum(t.nbytes for t in kept if isinstance(t, Type))

@@ -82,7 +82,7 @@ class Seconds:
     """The time of the lines of one program's graphs. rank: the rank on which they run."""
 
     def __init__(self, program: Program, rank: Rank) -> None:
-        self._layout: Mesh = program.mesh
+        self._mesh: Mesh = program.mesh
         self._rank = rank
         #: Shapes of inputs in one microbatch, by name: an input's type is that of the whole step.
         self._inputs = {x.name: x.local_shape(program.mesh, program.microbatches) for x in program.inputs}
@@ -134,7 +134,7 @@ class Seconds:
         x: Any = n.args[0] if n.target is ops.offload_start else n
         if "tape" in n.meta or _name(x) in self._tapes:
             return self._of_tape(x).moved
-        return sum(v.nbytes(self._layout) for v in values_of(x) if v is not None)
+        return sum(v.nbytes(self._mesh) for v in values_of(x) if v is not None)
 
     def sent(self, n: fx.Node) -> tuple[CommRecord | None, float]:
         """Return (the collective or copy of a line, its seconds alone)."""
@@ -148,7 +148,7 @@ class Seconds:
         return record, self.clock.alone(record)[0]
 
     def _on_meta(self, n: fx.Node) -> Work | None:
-        """Return the work of a torch op from the meta device, in a third of the time; None if it fails there."""
+        """Return a torch op's work from a run on the meta device, which is faster; None if that fails."""
         target: Any = n.target
         if not isinstance(target, OpOverload) or target in BY_DEVICE:
             return None
@@ -178,7 +178,7 @@ class Seconds:
                     outputs = target(*args, **kwargs)
             except Exception:  # code not written for tensors without data: guess that it moves operands and results
                 values = [v for x in (*n.all_input_nodes, n) for v in values_of(x) if v is not None]
-                guess = ASSUMED.op_seconds(Op(0, sum(v.nbytes(self._layout) for v in values), ""))
+                guess = ASSUMED.op_seconds(Op(0, sum(v.nbytes(self._mesh) for v in values), ""))
                 self._back[key] = Work(2 * guess)
                 return Work(guess)
             inside = count.most - count.live
@@ -210,12 +210,12 @@ class Seconds:
         part = self._part(x)
 
         def empty(v: Value) -> Tensor:
-            return torch.empty(v.local_shape(self._layout) if part is None else part, dtype=v.dtype, device=device)
+            return torch.empty(v.local_shape(self._mesh) if part is None else part, dtype=v.dtype, device=device)
 
         return map_value(empty, x.meta["value"])
 
     def _part(self, x: fx.Node) -> tuple[int, ...] | None:
-        """Return the shape of an input; None for other values, whose types have it."""
+        """Return an input's shape in one microbatch; None for other values."""
         return self._inputs.get(_name(x)) if x.op == "placeholder" else None
 
     def _with_types(self, a: Any, leave: tuple[str, ...] = ()) -> Any:

@@ -36,12 +36,12 @@ def take_over_memory(graph: fx.Graph) -> None:
 
 
 def _is_unshared(x: fx.Node | None) -> bool:
-    """Return whether only the user of x reads its memory: backward made it, and each value has one user.
+    """Return whether x is new memory made in backward that only its user reads.
 
     A call of forward that runs again does not count, because it may return its operand.
     """
     while isinstance(x, fx.Node) and x.op == "call_function" and len(x.users) == 1:
-        if x.target is ops.add_into or (_fresh(x) and not x.meta.get("repeats")):
+        if x.target is ops.add_into or _fresh(x):
             return True
         x = x.args[0] if x.target in _REARRANGES and not x.meta.get("repeats") else None  # type: ignore[assignment]
     return False

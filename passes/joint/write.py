@@ -27,7 +27,7 @@ from shardc.passes.joint.derivatives import Facts, Rules
 from shardc.passes.joint.derivatives.record import Line, Ref, Type, is_view, map_refs
 from shardc.passes.joint.derivatives.template import Made, item_name
 from shardc.passes.joint.halves import halves_of
-from shardc.passes.joint.kept import KeptValues, Recomputed, Wanted
+from shardc.passes.joint.kept import Recomputed, RecomputePlan, Wanted
 from shardc.passes.joint.order import BucketComplete, Complete, Event, GatheredComplete, Gradient, RuleRuns
 from shardc.passes.joint.take_over import take_over_memory
 from shardc.runtime import ops
@@ -37,14 +37,14 @@ from shardc.torch_private import OpOverload, add_node
 
 aten = torch.ops.aten
 
-#: A bucket is small compared to one with this many times its elements.
+#: Small buckets of together at most 1/16 of a bucket's bytes are gathered with it, beside `prefetch` others.
 _SMALL = 16
 
 Found = dict[Wanted, fx.Node]
 
 
 class Writer:
-    """Writes the graphs of one stage. begin: backward's first gradients, by value. left: those it returns."""
+    """Writes the graphs of one stage. first_gradients, returned_gradients: of backward, by value."""
 
     def __init__(
         self,
@@ -53,40 +53,37 @@ class Writer:
         rules: Rules,
         facts: Mapping[fx.Node, Facts],
         events: Sequence[Event],
-        begin: Mapping[Made, Gradient],
-        left: Mapping[Made, Gradient],
+        first_gradients: Mapping[Made, Gradient],
+        returned_gradients: Mapping[Made, Gradient],
     ) -> None:
         self._program, self._graph, self._facts, self._events = program, graph, facts, events
-        self._begin, self._left = begin, left
+        self._first_gradients, self._returned_gradients = first_gradients, returned_gradients
         self._template = rules.template
-        self._rules = {e.node: e.rule for e in events if isinstance(e, RuleRuns) and e.rule.forward is not None}
-        self._given = {n.name: n for n in graph.find_nodes(op="placeholder")}
+        self._replaced = {e.node: e.rule for e in events if isinstance(e, RuleRuns) and e.rule.forward is not None}
+        self._inputs = {n.name: n for n in graph.find_nodes(op="placeholder")}
         self._gathered = self._views_of_gathered()
         self._recomputed = Recomputed(program, graph, list(self._all_needs()), self._through, self._part_of)
         self._back = fx.Graph()
-        self._found: Found = {}  # values in backward
+        self._values: Found = {}  # values in backward
         self._gradients: dict[Gradient, fx.Node] = {}
         self._placeholders: dict[str, fx.Node] = {}
         self._gathers: list[tuple[fx.Node, fx.Node, fx.Node]] = []  # (of forward, start, wait), in backward's order
-        self._memory: dict[fx.Node, fx.Node] = {}  # by value in the memory of another one: that one
+        self._shares_memory_with: dict[fx.Node, fx.Node] = {}  # by value in the memory of another one: that one
         self._tapes: set[fx.Node] = set()
         self._handles: dict[Wanted, fx.Node] = {}  # handles of values on the host, in backward
         #: By handle, the value reloaded for the event, or plan, that is being written; metadata of its lines.
         self._reloaded: dict[fx.Node, fx.Node] = {}
         self._reloading: dict[str, Any] = {}
 
-    def joint(self, held: Callable[[fx.Node], int] | None = None) -> Joint:
-        """Write the joint graph. held: if set, backward is split in halves.
-
-        `held` returns the bytes of a value or of a tape; it is called with forward's opaque ops first.
-        """
+    def joint(self, nbytes: Callable[[fx.Node], int] | None = None) -> Joint:
+        """Write the joint graph. nbytes: of a value or a tape; if set, backward is split in halves."""
         forward, saved = self._write_forward()
         self._write_backward(saved)
         halves = [self._back]
-        if held is not None:
-            for n in forward.find_nodes(op="call_function", target=ops.opaque):
-                held(n)
-            halves = halves_of(self._back, held)
+        if nbytes is not None:
+            for n in forward.find_nodes(op="call_function", target=ops.opaque):  # their tapes get sizes from it
+                nbytes(n)
+            halves = halves_of(self._back, nbytes)
         for graph in halves:
             take_over_memory(graph)
             graph.lint()
@@ -156,12 +153,12 @@ class Writer:
     # --- calls
 
     def _call(self, graph: fx.Graph, n: fx.Node, look: Callable[[Made], fx.Node], meta: dict[str, Any]) -> Found:
-        """Write a call of forward in either graph, and return its results."""
-        rule = self._rules.get(n)
+        """Write a forward call, in forward or again in backward; return its results."""
+        rule = self._replaced.get(n)
         types = self._facts[n].types
         if rule is None:
-            args = fx.map_arg(n.args, lambda x: self._operand(x, look))
-            kwargs = fx.map_arg({k: v for k, v in n.kwargs.items() if k != "overlap"}, lambda x: self._operand(x, look))
+            args = fx.map_arg(n.args, lambda x: look(producer_of(x)))
+            kwargs = fx.map_arg({k: v for k, v in n.kwargs.items() if k != "overlap"}, lambda x: look(producer_of(x)))
             several = isinstance(n.meta["value"], tuple) and n.target is not ops.gather_start  # which returns a handle
             node = _add(graph, n.target, args, kwargs, name=n.name)
             value = n.meta["value"] if n.target is ops.gather_start else _value(types[0])
@@ -169,7 +166,7 @@ class Writer:
             results = self._items(graph, n, node, meta) if several else {Wanted(n): node}
             for w, value in results.items():
                 if (view := self._facts[n].views[w.index]) >= 0:
-                    self._memory[value] = look(self._template(n).operands[view])
+                    self._shares_memory_with[value] = look(self._template(n).operands[view])
             return results
         assert rule.forward is not None
         operands = self._template(n).operands
@@ -181,7 +178,7 @@ class Writer:
                 return look(operands[r.index])
             if r.kind == "n":
                 return names[r.index]
-            return nodes[r.index] if r.kind == "t" else look((self._given[r.kind], 0))
+            return nodes[r.index] if r.kind == "t" else look((self._inputs[r.kind], 0))
 
         named = {r.index: item_name(n, i) for i, r in enumerate(rule.results) if r.kind == "t"}
         if rule.kind == "opaque":
@@ -203,9 +200,6 @@ class Writer:
             items[Wanted(n, "y", i)] = item
         return items
 
-    def _operand(self, x: fx.Node, look: Callable[[Made], fx.Node]) -> fx.Node:
-        return look(producer_of(x))
-
     def _line(
         self, graph: fx.Graph, line: Line, at: Callable[[Ref], Any], name: str | None, meta: dict[str, Any]
     ) -> fx.Node:
@@ -217,7 +211,7 @@ class Writer:
         node.meta.update(meta, value=line.value, like=line)
         first = args[0] if args and isinstance(args[0], fx.Node) else None
         if first is not None and (is_view(first.target) if line.target is operator.getitem else line.views):
-            self._memory[node] = first
+            self._shares_memory_with[node] = first
         if "collective" in meta and line.target not in (
             ops.transpose,
             ops.transpose_start,
@@ -246,7 +240,7 @@ class Writer:
                 nodes |= self._call(graph, n, look, meta)
         saved = {w: node for w, node in nodes.items() if w in self._recomputed.held and not self._stored(w.node)}
         returned: Any = self._graph.output_node().args[0]
-        loss, news, *sent = fx.map_arg(returned, lambda x: self._operand(x, look))
+        loss, news, *sent = fx.map_arg(returned, lambda x: look(producer_of(x)))
         handles = self._leave(graph, saved)
         saved = {w: handles.get(node, node) for w, node in saved.items()}
         distinct = tuple(dict.fromkeys(saved.values()))
@@ -254,7 +248,7 @@ class Writer:
         return graph, saved
 
     def _leave(self, graph: fx.Graph, saved: Found) -> dict[fx.Node, fx.Node]:
-        """Return the host handle of each value that leaves at the end of forward."""
+        """Write the copies to the host, at the end of forward for now; return {value: its handle}."""
         weights = _of_weights(self._graph, self._program)
         stays = {
             self._owner(node)
@@ -283,8 +277,8 @@ class Writer:
 
     def _owner(self, node: fx.Node) -> fx.Node:
         """Return the owner of the memory that a value is in."""
-        while node in self._memory:
-            node = self._memory[node]
+        while node in self._shares_memory_with:
+            node = self._shares_memory_with[node]
         return node
 
     def _stored(self, n: fx.Node) -> bool:
@@ -297,12 +291,12 @@ class Writer:
         graph = self._back
         for n in self._graph.find_nodes(op="placeholder"):
             if self._stored(n):
-                self._found[Wanted(n)] = self._placeholder(n.name, n.meta)
+                self._values[Wanted(n)] = self._placeholder(n.name, n.meta)
         for w, node in saved.items():
             placeholder = self._placeholders.get(node.name) or self._placeholder(node.name, node.meta)
-            (self._handles if node.target is ops.offload_wait else self._found)[w] = placeholder
+            (self._handles if node.target is ops.offload_wait else self._values)[w] = placeholder
         self._leaving = {node.name: node for node in saved.values() if node.target is ops.offload_wait}
-        for (n, i), gradient in self._begin.items():
+        for (n, i), gradient in self._first_gradients.items():
             meta = {"value": _value(gradient.type), "source": source_of(n)}
             self._gradients[gradient] = self._placeholder(f"{item_name(n, i)}_grad", meta)
         for e in self._events:
@@ -312,7 +306,7 @@ class Writer:
             for n in self._graph.find_nodes(op="placeholder")
             if "collective" in n.meta and n.meta["value"].requires_grad
         ]
-        left = {n: g for (n, _), g in self._left.items()}
+        left = {n: g for (n, _), g in self._returned_gradients.items()}
         graph.output(tuple(self._gradients[left[n]] if n in left else None for n in received))
         self._begin_gathers_early()
         _drop_unused(graph)
@@ -337,6 +331,7 @@ class Writer:
             self._complete(e)
 
     def _rule(self, e: RuleRuns) -> None:
+        """Write a rule's lines: operands in autograd's order, its backward, the sums of gradients."""
         n, rule = e.node, e.rule
         operands = self._template(n).operands
         names = self._template(n).names
@@ -358,11 +353,11 @@ class Writer:
             return self._placeholders[r.kind]
 
         meta = self._reloading = self._meta(n)
-        if e.part == "data":  # as under autograd: before its gradient, and a sum of that, exist
+        if e.part == "data":  # autograd recomputes a saved operand before the rule makes its gradient
             x, *_ = factors(n.target, n.args)
             if (
                 w := Wanted(producer_of(x)[0], "y", producer_of(x)[1])
-            ) in self._recomputed.plans and w not in self._found:
+            ) in self._recomputed.plans and w not in self._values:
                 self._value_for_backward(w)
         collective: Collective | None = n.meta.get("collective")
         if collective is not None and collective.backward != "none":
@@ -418,14 +413,14 @@ class Writer:
     def _value_for_backward(self, w: Wanted) -> fx.Node:
         if w in self._handles:
             return self._reload(w)
-        if w not in self._found:
+        if w not in self._values:
             if w.node.target is ops.gather_wait:
                 self._gather(w.node)
             elif (w.node, w.index) in self._gathered and w.kind == "y":
-                self._found |= self._call(self._back, w.node, self._look, self._meta(w.node, repeats=True))
+                self._values |= self._call(self._back, w.node, self._look, self._meta(w.node, repeats=True))
             else:
                 self._recompute(self._recomputed.plans[w])
-        return self._found[w]
+        return self._values[w]
 
     def _reload(self, w: Wanted) -> fx.Node:
         """Return a value from the host, reloaded for the event that needs it now."""
@@ -441,7 +436,7 @@ class Writer:
             self._reloaded[handle] = wait
         return self._reloaded[handle]
 
-    def _recompute(self, plan: KeptValues) -> None:
+    def _recompute(self, plan: RecomputePlan) -> None:
         outer = self._reloaded, self._reloading
         self._reloaded = {}
         local: Found = {}
@@ -457,7 +452,7 @@ class Writer:
                 meta["collective"] = replace(c, backward="none")
             local |= self._call(self._back, n, look, meta)
         for w in plan.wanted:
-            self._found[w] = local[w]
+            self._values[w] = local[w]
         self._reloaded, self._reloading = outer
 
     def _gather(self, n: fx.Node) -> None:
@@ -470,10 +465,7 @@ class Writer:
             first.meta["collective"] = replace(c, backward="none")
         wait = _add(self._back, ops.regather_wait, (first,), name=n.name)
         wait.meta.update(self._meta(n, repeats=True, value=first.meta["value"]))
-        for i, t in enumerate(self._facts[n].types):
-            item = _add(self._back, operator.getitem, (wait, i), name=item_name(n, i))
-            item.meta.update(self._meta(n, repeats=True, value=_value(t)))
-            self._found[Wanted(n, "y", i)] = item
+        self._values |= self._items(self._back, n, wait, self._meta(n, repeats=True))
         self._gathers.append((n, first, wait))
 
     def _begin_gathers_early(self) -> None:

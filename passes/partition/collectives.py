@@ -88,10 +88,10 @@ def _cause(mesh: Mesh, row: Conversion, axes: tuple[str, ...], producer: fx.Node
     return "; ".join(dict.fromkeys(causes))
 
 
-def gather_note(v: Value, axis: str, user: fx.Node) -> str:
-    """Return a note on why a gather without an annotation is there."""
+def gather_note(value: str, axis: str, user: fx.Node) -> str:
+    """Return a note on why a gather without an annotation is there. value: its type, and the name of a parameter."""
     return (
-        f"{user.meta.get('source') or user.name}: {v} is gathered over {axis}, because {needing(user)}"
+        f"{user.meta.get('source') or user.name}: {value} is gathered over {axis}, because {needing(user)}"
         f" needs it whole there, but no annotation implies this{_in_parts(user, axis)}"
     )
 

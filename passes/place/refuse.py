@@ -70,6 +70,8 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices],
                 rest = (
                     f"or split the fused weight by its parts: write {better} before its entry"
                     if better
+                    else "or keep the batch's rows a dim of their own there"
+                    if "batch dim" in why
                     else "or leave that weight whole"
                 )
                 seen = f"of {list(c.call.operands[0].shape)} seen as {list(c.call.results[0].shape)}"

@@ -19,7 +19,7 @@ from shardc.runtime.data import inputs, same_samples
 from shardc.runtime.data.loader import Loader
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import Fact, hashed, stated
-from shardc.runtime.zero.optimizer_list import lr_rates, rates_text
+from shardc.runtime.zero.optimizer_list import learning_rates, rates_text
 
 
 class EngineChecks(Checks):
@@ -74,7 +74,7 @@ class EngineChecks(Checks):
 
     def _between_steps(self) -> list[Fact]:
         """Return facts that ranks share between steps. Stages of a pipeline may have other parameter groups."""
-        rates, rng, axis = lr_rates(self._optimizer), self._model.rng, self._program.axis
+        rates, rng, axis = learning_rates(self._optimizer), self._model.rng, self._program.axis
         stage = (axis,) if axis else ()
         return [
             stated("the number of steps done", rng.step, fix="load the same checkpoint on all ranks"),

@@ -84,7 +84,7 @@ def check(
     ):
         fix = f"pass a function: {name}=lambda {takes}: {makes}"
         if value is not None and not callable(value):
-            fault = f"a {type(value).__name__} is not a function: each rank makes its own, from its parts of parameters"
+            fault = f"this {type(value).__name__} is not a function: each rank makes one from its parts of parameters"
             errors.add(fault, where=name, fix=fix)
         elif value is not None and (more := _required_arguments(value)):
             fault = f"{getattr(value, '__name__', 'it')} is called with {takes} only, but also needs {more}"

@@ -21,7 +21,7 @@ from shardc.runtime.data import inputs
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import SAME_CALLS, SAME_OPTIMIZER, Fact, hashed, stated
 from shardc.runtime.stage.clip_grad_norm import norm_axes
-from shardc.runtime.zero.optimizer_list import lr_rates, rates_text
+from shardc.runtime.zero.optimizer_list import learning_rates, rates_text
 from shardc.torch_private import current_backward
 
 _EVALUATE_ALIKE = (
@@ -137,7 +137,7 @@ class ModuleChecks(Checks):
 
     def owners_step(self, optimizer: Optimizer, *, written: bool) -> None:
         if self.compares:
-            rates = lr_rates(optimizer)
+            rates = learning_rates(optimizer)
             facts = [
                 Fact("the learning rate", hashed(rates), fix=SAME_OPTIMIZER, shown=rates_text(rates)),
                 stated("whether parameters were written to", written, fix="write to parameters equally on all ranks"),

@@ -30,8 +30,7 @@ def slices(program: Program, mesh: Any, runs: Mapping[str, FlatShard]) -> dict[s
     """
     texts: dict[str, str] = {}
     coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
-    stored: list[Param | Buffer] = [*program.params, *program.buffers]
-    for x in stored:
+    for x in program.params_and_buffers:
         if text := _slice(x, mesh, coords, runs.get(x.name)):
             texts |= dict.fromkeys(x.names if x.fqn else (), text)
     return texts

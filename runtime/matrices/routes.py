@@ -18,8 +18,9 @@ from torch import Tensor
 from shardc.ir.matrices import Matrix
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
-from shardc.runtime.state.boxes import Box, boxes_of, cut_axes, overlap, replicas
-from shardc.runtime.zero.flat_partition import Stretches
+from shardc.runtime.state.boxes import Box, boxes_of, cut_axes, replicas
+from shardc.runtime.state.checkpoint_index import overlap
+from shardc.runtime.zero.flat_partition import FlatShards
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Routes:
         self.ranks = self._mesh.group(rank, self.axes) if self.axes else (rank,)
         self.here = self.ranks.index(rank)
         self.matrices, self.owners = tuple(matrices), dict(owners)
-        self._stretches = Stretches(program)
+        self._stretches = FlatShards(program)
 
     @cached_property
     def _params(self) -> dict[str, Param]:

@@ -128,8 +128,7 @@ def _parts(program: Program, *, owned: bool = False) -> Iterator[tuple[Param | B
 
     owned: as the optimizer has it, with what ZeRO shards.
     """
-    stored: list[Param | Buffer] = [*program.params, *program.buffers]
-    for x in stored:
+    for x in program.params_and_buffers:
         split = {part for axis, _ in x.layout.shards() for part in program.mesh.parts(axis)}
         bucket = program.bucket(x) if owned and isinstance(x, Param) else None
         if bucket is not None and bucket.zero:

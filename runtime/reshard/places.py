@@ -11,8 +11,9 @@ import torch
 
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
-from shardc.runtime.state.boxes import Box, Numbers, Part, by_name
-from shardc.runtime.zero.flat_partition import Stretches
+from shardc.runtime.state.boxes import Box, Part, by_name
+from shardc.runtime.state.checkpoint_index import Numbers
+from shardc.runtime.zero.flat_partition import FlatShards
 
 _NOTHING = torch.empty(0)
 
@@ -30,13 +31,12 @@ class Plan:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._stretches = Stretches(program)
+        self._stretches = FlatShards(program)
 
     @cached_property
     def stored(self) -> dict[str, Param | Buffer]:
         """Parameters and buffers by placeholder name."""
-        every: list[Param | Buffer] = [*self.program.params, *self.program.buffers]
-        return {x.name: x for x in every}
+        return {x.name: x for x in self.program.params_and_buffers}
 
     @cached_property
     def params(self) -> dict[str, Param]:

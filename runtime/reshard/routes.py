@@ -15,7 +15,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from shardc.runtime.reshard.places import Place
-from shardc.runtime.state.boxes import Box, Numbers, cuts, overlap, without
+from shardc.runtime.state.boxes import Box, cuts, without
+from shardc.runtime.state.checkpoint_index import Numbers, overlap
 
 H = TypeVar("H", bound=Hashable)
 #: Offsets and shapes of a rank's boxes.

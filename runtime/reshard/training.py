@@ -19,7 +19,7 @@ from shardc.runtime.reshard.moves import Kept, Wanted
 from shardc.runtime.reshard.places import InPlan, Plan, Whole
 from shardc.runtime.reshard.wanted import Side
 from shardc.runtime.state.boxes import Part
-from shardc.runtime.state.checkpoint_index import DTYPES, Index, Stored, plain
+from shardc.runtime.state.checkpoint_index import DTYPES, Index, Stored, json_number
 from shardc.runtime.state.saving_optimizer import combine_facts
 
 #: A rank's report of its tensors: {key: (dtype, global shape, placeholder of a parameter with the same place or "")}.
@@ -39,7 +39,7 @@ def gather_reports(
         stored = names.get(_parameter(key), "")
         like = stored if stored and part.local.shape == params[stored].shape else ""
         tensors[key] = [str(part.local.dtype).removeprefix("torch."), part.shape, like]
-    texts = agreement.texts(mesh, json.dumps({**facts, "tensors": tensors}, default=plain))
+    texts = agreement.texts(mesh, json.dumps({**facts, "tensors": tensors}, default=json_number))
     read = {text: json.loads(text) for text in texts}
     return [read[text] for text in texts]
 

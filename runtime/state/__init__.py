@@ -2,7 +2,7 @@
 
 Keys are the model's own names and the place in the global tensor, never a program's sharding: any mesh can read it.
 
-    local_parameters      this rank's part of a model's weights, a builder's (nothing is broadcast), a file's
+    local_parts           this rank's parts of weights, from a model, a builder or files
     save, load            checkpoints that any mesh can load
     full_state_dict       the plain state_dict of the unsharded model, gathered parameter by parameter
     export_safetensors    the same, in files that safetensors, transformers and peft load; no rank holds all of it
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardc.runtime.state.checkpoint_folder import DamagedError, SavingError
     from shardc.runtime.state.export import export_safetensors, skeleton
     from shardc.runtime.state.loading import load
-    from shardc.runtime.state.parts import blank, constants, full_state_dict, gather, local_parameters, local_parts
+    from shardc.runtime.state.parts import blank, constants, full_state_dict, gather, local_parts
     from shardc.runtime.state.quantized import plain
     from shardc.runtime.state.saving import Saves, save
     from shardc.runtime.state.sources import Weights, weights, weights_for
@@ -50,7 +50,6 @@ __all__ = [
     "full_state_dict",
     "gather",
     "load",
-    "local_parameters",
     "local_parts",
     "plain",
     "save",
@@ -65,7 +64,7 @@ _NAMES = {
     "checkpoint_folder": ["DamagedError", "SavingError"],
     "export": ["export_safetensors", "skeleton"],
     "loading": ["load"],
-    "parts": ["blank", "constants", "full_state_dict", "gather", "local_parameters", "local_parts"],
+    "parts": ["blank", "constants", "full_state_dict", "gather", "local_parts"],
     "quantized": ["plain"],
     "saving": ["Saves", "save"],
     "sources": ["Weights", "weights", "weights_for"],

@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from shardc.errors import Errors, ShardcError
 from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, adapter_fqn, whole_name
 from shardc.ir.program import Program
-from shardc.ir.stored import Param
 from shardc.runtime.state.init import Recipe, record
 from shardc.runtime.state.init_tape import Recorder
 from shardc.runtime.state.sources import Weights, from_files, of_recipe, weights_for
-from shardc.runtime.state.weight_files import WeightFiles, is_checkpoint, open_weights
+from shardc.runtime.state.weight_files import WeightFiles, contains_checkpoint, open_weights
 
 CONFIG, PREFIX = "adapter_config.json", "base_model.model."
 #: Added to the seed, so that adapters draw other numbers than the model's weights.
@@ -36,7 +35,7 @@ _STREAM = 1 << 32
 
 
 @dataclass(frozen=True)
-class Part:
+class AdapterTensor:
     """One tensor of an adapter: of a parameter, or of a member of a stack. base: the adapted weight."""
 
     adapter: Adapter
@@ -49,17 +48,16 @@ class Part:
         return adapter_fqn(self.base, self.kind)
 
 
-def parts(program: Program) -> dict[str, Part]:
+def parts(program: Program) -> dict[str, AdapterTensor]:
     """Return the tensors of a program's adapters, by name."""
-    result: dict[str, Part] = {}
-    by_name = {p.name: p for p in program.params}
+    result: dict[str, AdapterTensor] = {}
     for adapter in program.adapters:
-        base = by_name[adapter.base]
+        base = program.placed_params[adapter.base]
         for name, kind in zip(adapter.names, (A, B, MAGNITUDE), strict=False):
-            p = by_name[name]
+            p = program.placed_params[name]
             shape = p.shape[1:] if p.members else p.shape
             for of in base.members or (base.fqn,):
-                part = Part(adapter, whole_name(of), kind, shape)
+                part = AdapterTensor(adapter, whole_name(of), kind, shape)
                 result[part.name] = part
     return result
 
@@ -76,11 +74,11 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
         return weights_for(model, files, seed)
     expected = parts(program)
     base, adapter_files = files if isinstance(files, tuple) else (files, None)
-    opened = [(x, open_weights(x)) for x in (base, adapter_files) if x is not None]
+    opened = [open_weights(x) for x in (base, adapter_files) if x is not None]
     tensors: dict[str, Tensor] = {}
     recorder, notes = Recorder(), list[str]()
     rest: list[WeightFiles] = []
-    for _, source in opened:
+    for source in opened:
         names = _spelled(source.tensors, expected, program)
         _check_config(source, program)
         if names:
@@ -96,7 +94,9 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
     if len(tensors) not in (0, len(expected)):
         lost = sorted(set(expected) - set(tensors))
         fault = f"{len(lost)} of the {len(expected)} tensors of adapters are not in the files, such as {lost[0]}"
-        raise ShardcError(fault, where=str(opened[-1][1].path), fix="write `adapters` as they were trained")
+        raise ShardcError(
+            fault, where=str(opened[-1].path), fix="write the `adapters` section with which they were trained"
+        )
     begun = {n: p for n, p in expected.items() if n not in tensors and n not in weights.shapes}
     if begun and not tensors:
         notes.append("adapters: with their initial values")
@@ -105,7 +105,7 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
 
 def _add_weights(
     given: Weights,
-    begun: Mapping[str, Part],
+    begun: Mapping[str, AdapterTensor],
     found: Mapping[str, Tensor],
     recorder: Recorder,
     seed: int,
@@ -137,11 +137,12 @@ def _add_weights(
         shapes={**given.shapes, **shapes},
         get=get,
         sliced={**given.sliced, **{n: x for n, x in sources.items() if x is not None}},
+        # a model in memory has no notes: its adapters' initial values are not noted either
         notes=(*given.notes, *notes) if given.notes or found else given.notes,
     )
 
 
-def _begin(wanted: Sequence[Part]) -> tuple[Recipe, dict[str, str]]:
+def _begin(wanted: Sequence[AdapterTensor]) -> tuple[Recipe, dict[str, str]]:
     """Return the initial A and B as a recipe, each drawn separately, and their names in it."""
     keys = {p.name: f"p{i}" for i, p in enumerate(wanted)}
 
@@ -161,10 +162,10 @@ def _begin(wanted: Sequence[Part]) -> tuple[Recipe, dict[str, str]]:
 
 def has_adapters_alone(path: Path) -> bool:
     """Return whether peft saved adapters in this folder without their model."""
-    return (path / CONFIG).is_file() and not is_checkpoint(path)
+    return (path / CONFIG).is_file() and not contains_checkpoint(path)
 
 
-def peft_name(part: Part, program: Program) -> str:
+def peft_name(part: AdapterTensor, program: Program) -> str:
     """Return the name of a tensor in peft's files.
 
     Weights that are not called `weight` are wrapped inside each other, the module's last one outermost.
@@ -179,14 +180,14 @@ def peft_name(part: Part, program: Program) -> str:
     return f"{PREFIX}{module}{'.base_layer' * depth}.{part.kind}"
 
 
-def as_peft(x: Tensor, part: Part) -> Tensor:
+def as_peft(x: Tensor, part: AdapterTensor) -> Tensor:
     """Convert one of our tensors to peft's form."""
     if x.dim() < 3:
         return x
     return x.flatten(0, 1) if part.kind == A else x.permute(1, 2, 0).reshape(x.shape[1], -1)
 
 
-def _of_peft(x: Tensor, part: Part) -> Tensor:
+def _of_peft(x: Tensor, part: AdapterTensor) -> Tensor:
     if len(part.shape) < 3:
         return x
     experts, rows, columns = part.shape
@@ -195,7 +196,7 @@ def _of_peft(x: Tensor, part: Part) -> Tensor:
     return x.reshape(rows, columns, experts).permute(2, 0, 1).contiguous()
 
 
-def _spelled(tensors: Mapping[str, Any], wanted: Mapping[str, Part], program: Program) -> dict[str, str]:
+def _spelled(tensors: Mapping[str, Any], wanted: Mapping[str, AdapterTensor], program: Program) -> dict[str, str]:
     """Return {name of an adapter's tensor: its name in the files}."""
     names = {n: n for n in wanted if n in tensors}
     if names:
@@ -204,7 +205,7 @@ def _spelled(tensors: Mapping[str, Any], wanted: Mapping[str, Part], program: Pr
 
 
 def _read(
-    files: WeightFiles, mine: Mapping[str, str], wanted: Mapping[str, Part], recorder: Recorder
+    files: WeightFiles, mine: Mapping[str, str], wanted: Mapping[str, AdapterTensor], recorder: Recorder
 ) -> dict[str, Tensor]:
     """Return the tensors on the recorder's tape. Raises ShardcError for those of another shape."""
     errors, tensors = Errors(), dict[str, Tensor]()
@@ -236,7 +237,7 @@ def _check_config(files: WeightFiles, program: Program) -> None:
         raise ShardcError(f"the configuration of the adapters cannot be read: {e}", where=str(file), fix=fix) from None
     errors = Errors()
     for adapter in program.adapters:
-        p = program.param(adapter.base)
+        p = program.placed_params[adapter.base]
         module = whole_name(p.names[0]).removesuffix(".weight")
         other = next((x for key, x in alphas.items() if re.match(rf"(.*\.)?({key})$", module)), alpha)
         if (peft, kind, float(other)) != ("LORA", adapter.kind, adapter.alpha):
@@ -263,9 +264,9 @@ class OfSpec:
         Raises ShardcError if peft has no form for them.
         """
         self._check()
-        result = {peft_name(part, self.program): as_peft(tensors[n], part) for n, part in parts(self.program).items()}
-        saved = tuple(f"{m}." for m in self._saved())
         of_adapters = parts(self.program)
+        result = {peft_name(part, self.program): as_peft(tensors[n], part) for n, part in of_adapters.items()}
+        saved = tuple(f"{m}." for m in self._saved())
         return result | {PREFIX + n: x for n, x in tensors.items() if n.startswith(saved) and n not in of_adapters}
 
     def merged(self, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
@@ -273,9 +274,10 @@ class OfSpec:
 
         Raises ShardcError for a tied weight whose adapter belongs to one use only.
         """
-        result = {n: x for n, x in tensors.items() if n not in parts(self.program)}
+        of_adapters = parts(self.program)
+        result = {n: x for n, x in tensors.items() if n not in of_adapters}
         for adapter in self.program.adapters:
-            base = self._of(adapter)
+            base = self.program.placed_params[adapter.base]
             if whole_name(base.fqn) != base.fqn:
                 fault = f"{whole_name(base.fqn)} is quantised: the added adapter would be rounded"
                 fix = "export the adapters (without merge)"
@@ -293,7 +295,7 @@ class OfSpec:
     def write_config(self, folder: Path, base: Path | None) -> None:
         """Write adapter_config.json. base: the folder that the model's weights came from."""
         adapters = self.program.adapters
-        modules = {a: self._of(a) for a in adapters}
+        modules = {a: self.program.placed_params[a.base] for a in adapters}
         # peft's patterns name modules: single parameters get the settings for all
         unnamed = [a for a, p in modules.items() if not whole_name(p.names[0]).endswith(".weight")] or adapters
         rank = Counter(a.rank for a in unnamed).most_common(1)[0][0]
@@ -321,9 +323,6 @@ class OfSpec:
             "modules_to_save": self._saved() or None,
         }
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-
-    def _of(self, adapter: Adapter) -> Param:
-        return next(p for p in self.program.params if p.name == adapter.base)
 
     def _saved(self) -> list[str]:
         """Return the modules with trained parameters of the model itself."""

@@ -1,7 +1,7 @@
 """Find the boxes of global tensors that a rank writes into a checkpoint, and reads from one.
 
-A rank's part is one or more boxes (`Layout.boxes`: several for fused weights). ZeRO keeps a flat shard of the part,
-which is several boxes again. The first of its replicas writes them.
+A rank's part is one or more boxes (`Layout.boxes`: several for fused weights). With ZeRO a rank has a flat shard of its
+part: several boxes again. The first rank that has a box writes it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.checkpoint_index import Stored
+from shardc.runtime.state.checkpoint_index import Numbers, Stored
 from shardc.runtime.state.tensor_file import Entry, header, stored_as
 from shardc.runtime.zero.flat_partition import FlatShard, elements
 
 # --- what one rank writes: slices of its tensors, and the files that hold them
-
-
-Numbers = tuple[int, ...]
 
 #: Maximal bytes of a slice, which is read, checked and held at once.
 SLICE = 64 << 20
@@ -50,7 +47,7 @@ class Piece:
 
 @dataclass
 class Plan:
-    """What this rank has, and what it writes, by kind: "model", "optimizer".
+    """The tensors of this rank, and the slices that it writes, by kind of file: "model", "optimizer".
 
     facts: model, program, mesh, extra, optimizer, as in `checkpoint_index.Index`.
     """
@@ -124,8 +121,7 @@ def drafts(plan: Plan, save: Mapping[str, str]) -> dict[str, Draft]:
         pieces = sorted(pieces, key=lambda p: -p.dtype.itemsize)  # so that each begins aligned for its dtype
         entries = [Entry(_name(plan, p), *stored_as(p.dtype, p.shape)) for p in pieces]
         head, entries = header(entries, dict(save))
-        if pieces:
-            files[kind] = Draft(head, list(zip(pieces, entries, strict=True)))
+        files[kind] = Draft(head, list(zip(pieces, entries, strict=True)))
     return files
 
 
@@ -145,20 +141,20 @@ Runs = Mapping[str, FlatShard]
 class Box:
     """A box of a global tensor, and its place in a rank's local tensor.
 
-    offset, shape: in the global tensor. index: in the local tensor. stretch: (first element, number of elements) of a
-    flat local tensor, which is first viewed as `form`.
+    offset, shape: in the global tensor. index: in the local tensor. flat_range: (first element, number of elements) of
+    a flat local tensor, which is first viewed as `form`.
     """
 
     offset: Numbers
     shape: Numbers
     index: tuple[Any, ...]
-    stretch: tuple[int, int] | None = None
+    flat_range: tuple[int, int] | None = None
     form: Numbers = ()
 
     def of(self, local: Tensor) -> Tensor:
         """Return a view of the box in a local tensor."""
-        if self.stretch is not None:
-            first, count = self.stretch
+        if self.flat_range is not None:
+            first, count = self.flat_range
             local = local[first : first + count].view(self.form)
         return local[self.index]
 
@@ -168,7 +164,7 @@ class Part:
     """This rank's part of a global tensor.
 
     run: local is 1-d, this flat shard of the local part; None: it is the local part. replicas: the axes whose ranks
-    have the same part. copy: a rank of another pipeline stage has the same part, and writes it.
+    have the same part. elsewhere: another pipeline stage's rank writes this part.
     """
 
     local: Tensor
@@ -176,7 +172,7 @@ class Part:
     layout: Layout = field(default_factory=Layout)
     run: FlatShard | None = None
     replicas: tuple[str, ...] = ()
-    copy: bool = False
+    elsewhere: bool = False
 
     def boxes(self, mesh: Mesh, rank: int) -> Sequence[Box]:
         """Return the boxes of the part that have elements."""
@@ -185,7 +181,7 @@ class Part:
     def written(self, mesh: Mesh, rank: int) -> bool:
         """Return whether this rank writes the part, and no other replica."""
         coords = mesh.coords(rank)
-        return not self.copy and not any(coords[a] for a in self.replicas)
+        return not self.elsewhere and not any(coords[a] for a in self.replicas)
 
 
 @dataclass(frozen=True)
@@ -203,17 +199,17 @@ class Member(Part):
             if 0 <= place < box.shape[0]:
                 first, *rest = box.index
                 index = ((first.start or 0) + place, *rest)
-                result.append(Box(box.offset[1:], box.shape[1:], index, box.stretch, box.form))
+                result.append(Box(box.offset[1:], box.shape[1:], index, box.flat_range, box.form))
         return result
 
 
 def by_name(p: Param, part: Part) -> dict[str, Part]:
-    """Return a parameter's part under its checkpoint names: the first name, of a stack all members'."""
+    """Return {checkpoint name: part}: one name, or for a stack one per member."""
     if not p.members:
         return {p.fqn: part}
     shape = p.shape[1:]
     return {
-        n: Member(part.local, shape, replicas=part.replicas, copy=part.copy, stack=part, member=i)
+        n: Member(part.local, shape, replicas=part.replicas, elsewhere=part.elsewhere, stack=part, member=i)
         for i, n in enumerate(p.members)
     }
 
@@ -242,10 +238,10 @@ def _each_box(
                 yield _placed(common, (first - run.start, count), form)
 
 
-def _placed(box: Iterable[tuple[int, int, int]], stretch: tuple[int, int] | None = None, form: Numbers = ()) -> Box:
+def _placed(box: Iterable[tuple[int, int, int]], flat_range: tuple[int, int] | None = None, form: Numbers = ()) -> Box:
     dims = list(box)
     index = tuple(slice(a, a + n) for a, _, n in dims)
-    return Box(tuple(g for _, g, _ in dims), tuple(n for _, _, n in dims), index, stretch, form)
+    return Box(tuple(g for _, g, _ in dims), tuple(n for _, _, n in dims), index, flat_range, form)
 
 
 def _common(stretch: tuple[int, int], box: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -258,34 +254,12 @@ def _common(stretch: tuple[int, int], box: tuple[int, int, int]) -> tuple[int, i
 # --- arithmetic of boxes, each an offset and a shape
 
 
-def overlap(offset: Numbers, shape: Numbers, other: Numbers, of: Numbers) -> tuple[Numbers, Numbers] | None:
-    """Return the intersection of two boxes; None if it is empty."""
-    start = tuple(map(max, offset, other))
-    size = tuple(min(a + n, b + m) - s for a, n, b, m, s in zip(offset, shape, other, of, start, strict=True))
-    return (start, size) if all(n > 0 for n in size) else None
-
-
 def without(offset: Numbers, shape: Numbers, start: Numbers, size: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
     """Yield the boxes that remain of a box after a box inside it is removed."""
     for d, (a, n, b, m) in enumerate(zip(offset, shape, start, size, strict=True)):
         for first, count in ((a, b - a), (b + m, a + n - b - m)):  # before it in this dim, and behind it
             if count:
                 yield (*start[:d], first, *offset[d + 1 :]), (*size[:d], count, *shape[d + 1 :])
-
-
-def disjoint(boxes: Iterable[tuple[Numbers, Numbers]]) -> bool:
-    """Return whether no two boxes share an element."""
-    behind: list[tuple[Numbers, Numbers]] = []
-    for offset, shape in sorted(boxes):
-        if not shape:
-            if behind:
-                return False
-        else:
-            behind = [(o, s) for o, s in behind if o[0] + s[0] > offset[0]]
-            if any(overlap(offset, shape, o, s) is not None for o, s in behind):
-                return False
-        behind.append((offset, shape))
-    return True
 
 
 def cuts(shape: Numbers, itemsize: int, limit: int) -> Iterator[tuple[Numbers, Numbers]]:

@@ -12,6 +12,7 @@ Only the names say which one is the last, so nothing can be out of date. Each na
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -26,8 +27,8 @@ from xxhash import xxh3_128
 
 from shardc.errors import ShardcError
 from shardc.runtime.state import checkpoint_index, disk_calls
-from shardc.runtime.state.boxes import Box, Numbers, disjoint, overlap
-from shardc.runtime.state.checkpoint_index import FILE, Index, Slice, Stored
+from shardc.runtime.state.boxes import Box
+from shardc.runtime.state.checkpoint_index import FILE, Index, Numbers, Slice, Stored, overlap
 from shardc.runtime.state.tensor_file import BLOCK, bytes_of
 
 # --- slices of files, read and checked against their digests
@@ -35,12 +36,12 @@ from shardc.runtime.state.tensor_file import BLOCK, bytes_of
 
 def damage(file: Path, key: str, s: Slice) -> DamagedError:
     """Build the error for a slice whose digest does not match."""
-    place = ",".join(f"{a}:{a + n}" for a, n in zip(s.offset, s.shape, strict=True))
-    return DamagedError(f"{key}[{place}], at byte {s.place}, differs from the saved data", where=str(file))
+    box_text = ",".join(f"{a}:{a + n}" for a, n in zip(s.offset, s.shape, strict=True))
+    return DamagedError(f"{key}[{box_text}], at byte {s.start}, differs from the saved data", where=str(file))
 
 
 def read_whole(descriptor: int, stored: Stored, s: Slice) -> Tensor | None:
-    """Read one slice; None: it is not what was saved."""
+    """Read one slice; return None if its digest differs."""
     x = torch.empty(s.shape, dtype=stored.dtype)
     return x if _read_into(descriptor, x, s) else None
 
@@ -48,9 +49,9 @@ def read_whole(descriptor: int, stored: Stored, s: Slice) -> Tensor | None:
 def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
     data, hasher = bytes_of(x), xxh3_128()
     try:
-        for start in range(0, len(data), BLOCK):
-            block = data[start : start + BLOCK]
-            disk_calls.read_into(descriptor, block, s.place + start)
+        for done in range(0, len(data), BLOCK):
+            block = data[done : done + BLOCK]
+            disk_calls.read_into(descriptor, block, s.start + done)
             hasher.update(block)  # while it is in the cache
     except OSError:
         return False
@@ -58,7 +59,7 @@ def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
 
 
 def read_slice(descriptor: int, stored: Stored, s: Slice, boxes: list[tuple[Box, Tensor]]) -> bool:
-    """Read one slice, and copy its overlap with each box into place. False: it is not what was saved."""
+    """Read one slice, and copy its overlap with each box into place; return False if its digest differs."""
     (box, target), *others = boxes
     direct = (
         not others
@@ -86,12 +87,11 @@ def read_box(path: Path, index: Index, key: str, offset: Numbers, shape: Numbers
     stored = index.tensors[key]
     tensor = torch.empty(shape, dtype=stored.dtype)
     box = Box(offset, shape, (), None)
-    for s in stored.slices:
-        if overlap(offset, shape, s.offset, s.shape) is not None:
-            file = path / index.files[s.file].name
-            with disk_calls.opened(file) as descriptor:
-                if not read_slice(descriptor, stored, s, [(box, tensor)]):
-                    raise damage(file, key, s)
+    for s in stored.overlapping(offset, shape):
+        file = path / index.files[s.file].name
+        with disk_calls.opened(file) as descriptor:
+            if not read_slice(descriptor, stored, s, [(box, tensor)]):
+                raise damage(file, key, s)
     return tensor
 
 
@@ -110,7 +110,7 @@ class DamagedError(ShardcError):
 
 
 class SavingError(ShardcError):
-    """A checkpoint was not saved, on all ranks. Earlier checkpoints are unchanged."""
+    """A save failed, on all ranks. Earlier checkpoints are unchanged, unless only cleaning up failed."""
 
     on_all_ranks = True
 
@@ -142,7 +142,7 @@ class Known:
 
 
 def generations(folder: Path) -> list[Generation]:
-    """Return the checkpoints in a folder, by name only, the last one first, replaced ones at the end."""
+    """Return a folder's checkpoints, newest first, replaced ones last. No file is opened."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -154,7 +154,7 @@ def generations(folder: Path) -> list[Generation]:
     return sorted(present, key=lambda g: (not g.replaced, g.step, g.number), reverse=True)
 
 
-def is_one(folder: Path) -> bool:
+def is_checkpoint(folder: Path) -> bool:
     """Return whether the folder itself is a checkpoint, and not one that holds checkpoints."""
     return (folder / checkpoint_index.NAME).exists() or _NAME.fullmatch(folder.name) is not None
 
@@ -189,8 +189,8 @@ def renamed_path(g: Generation) -> Path:
     return g.path.with_name(g.path.name + ".old")
 
 
-def prune(folder: Path, keep: int = KEEP, *, known: Path | None = None) -> list[Path]:
-    """Remove all but the last `keep` complete checkpoints of a folder, and older damaged ones.
+def prune(folder: Path, keep: int, *, known: Path | None = None) -> list[Path]:
+    """Keep the last `keep` complete checkpoints and everything newer; remove the rest.
 
     known: a complete one. Returns the removed paths. The caller holds the folder's lock.
     """
@@ -269,15 +269,15 @@ def remedy(path: Path) -> str:
 
 
 def verify(path: Path) -> Iterator[ShardcError]:
-    """Yield all faults of one checkpoint. Reads every byte, one slice at a time."""
+    """Yield the faults of a checkpoint. Raises ShardcError if there is none.
+
+    Reads all bytes, one slice at a time.
+    """
     try:
         index = read_index(path)
     except DamagedError as e:
         yield e
         return
-    for key, stored in index.tensors.items():
-        if not disjoint((s.offset, s.shape) for s in stored.slices):
-            yield DamagedError(f"slices of {key} overlap, and others are missing", where=str(path))
     of_file: dict[int, list[tuple[str, Slice]]] = {}
     for key, stored in index.tensors.items():
         for s in stored.slices:
@@ -287,17 +287,18 @@ def verify(path: Path) -> Iterator[ShardcError]:
             check_file(path, index, number)
         except DamagedError as e:
             yield e
-            if not (path / file.name).is_file():
-                continue
-        with disk_calls.opened(path / file.name) as descriptor:
-            for key, s in sorted(of_file.get(number, []), key=lambda x: x[1].place):
+        with contextlib.suppress(OSError), disk_calls.opened(path / file.name) as descriptor:  # see `check_file`
+            for key, s in sorted(of_file.get(number, []), key=lambda x: x[1].start):
                 if read_whole(descriptor, index.tensors[key], s) is None:
                     yield damage(path / file.name, key, s)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between two checkpoints. a, b: the value in each; "" if it is missing."""
+    """A difference between two checkpoints.
+
+    a, b: the value in each, or one text for both; "" if it is missing.
+    """
 
     what: str
     a: str

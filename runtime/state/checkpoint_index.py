@@ -1,11 +1,11 @@
-"""Read and write the index of a checkpoint, `index.json`: all of it except the numbers.
+"""Read and write a checkpoint's index, `index.json`: everything except the tensors' bytes.
 
     {"sha256": "of all bytes after this line",
     "format": "shardc checkpoint", "version": 3, "id": "5f0c...", "step": 6, "model": "GPT", "program": "9a1c...",
     "mesh": {"dp": 2, "tp": 2},
     "extra": {"step": 6, "seed": 0, "loss_scale": ..., "scheduler": ..., "loaders": ...},
     "optimizer": {"class": "AdamW", "groups": [...], "numbers": {...}},
-    "files": [["model-00000.safetensors", 1, bytes in the file, bytes before its data, "sha256 of those"], ...],
+    "files": [["model-00000.safetensors", 0, bytes in the file, bytes before its data, "sha256 of those"], ...],
     "tensors": {"model.up.weight": ["float32", [16, 8], [[file, first byte, [offset], [shape], "digest"], ...]], ...}}
 
 It is read as untrusted input: only JSON, no unknown keys, no file outside of the folder. Every place, size and shape
@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -56,8 +56,8 @@ def _optimizer(x: dict[str, Any]) -> dict[str, Any]:
     return x
 
 
-Whole = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-Sizes = Annotated[tuple[Whole, ...], Field(max_length=64)]
+Natural = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Sizes = Annotated[tuple[Natural, ...], Field(max_length=64)]
 Dtype = Annotated[torch.dtype, PlainValidator(_dtype)]
 
 
@@ -65,23 +65,23 @@ class File(NamedTuple):
     """A file of tensors. rank: its writer; header: number of bytes before the data; sha256: of those."""
 
     name: Annotated[str, Field(pattern=f"^{FILE}$")]
-    rank: Whole
-    nbytes: Whole
-    header: Annotated[Whole, Field(ge=8, le=MAX_HEADER + 8)]
+    rank: Natural
+    nbytes: Natural
+    header: Annotated[Natural, Field(ge=8, le=MAX_HEADER + 8)]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Slice(NamedTuple):
-    """A box of a tensor, stored as one range of bytes. file: index of the file; place: first byte there.
+    """A box of a tensor, stored as one range of bytes. file: index of the file; start: first byte there.
 
     digest: XXH3 of its bytes, 128 bits, as fast as memory. It finds damage, not forgery: whoever can write a checkpoint
     can write its digests. Another digest needs another VERSION.
     """
 
-    file: Whole
-    place: Whole
+    file: Natural
+    start: Natural
     offset: Sizes
-    shape: Annotated[tuple[Annotated[Whole, Field(ge=1)], ...], Field(max_length=64)]
+    shape: Annotated[tuple[Annotated[Natural, Field(ge=1)], ...], Field(max_length=64)]
     digest: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
@@ -91,6 +91,10 @@ class Stored(NamedTuple):
     dtype: Dtype
     shape: Sizes
     slices: tuple[Slice, ...] = ()
+
+    def overlapping(self, offset: Numbers, shape: Numbers) -> list[Slice]:
+        """Return the slices that make up a box of the tensor."""
+        return [s for s in self.slices if overlap(offset, shape, s.offset, s.shape) is not None]
 
     def nbytes(self, x: Slice) -> int:
         return math.prod(x.shape) * self.dtype.itemsize
@@ -104,7 +108,7 @@ class Index:
     """
 
     id: str
-    step: Whole
+    step: Natural
     model: str
     program: str
     mesh: dict[str, Annotated[int, Field(strict=True, ge=1)]]
@@ -118,6 +122,33 @@ class Index:
         return sum(f.nbytes for f in self.files)
 
 
+# --- boxes, each an offset and a shape
+
+Numbers = tuple[int, ...]
+
+
+def overlap(offset: Numbers, shape: Numbers, other: Numbers, of: Numbers) -> tuple[Numbers, Numbers] | None:
+    """Return the intersection of two boxes; None if it is empty."""
+    start = tuple(map(max, offset, other))
+    size = tuple(min(a + n, b + m) - s for a, n, b, m, s in zip(offset, shape, other, of, start, strict=True))
+    return (start, size) if all(n > 0 for n in size) else None
+
+
+def disjoint(boxes: Iterable[tuple[Numbers, Numbers]]) -> bool:
+    """Return whether no two boxes share an element."""
+    behind: list[tuple[Numbers, Numbers]] = []
+    for offset, shape in sorted(boxes):
+        if not shape:
+            if behind:
+                return False
+        else:
+            behind = [(o, s) for o, s in behind if o[0] + s[0] > offset[0]]
+            if any(overlap(offset, shape, o, s) is not None for o, s in behind):
+                return False
+        behind.append((offset, shape))
+    return True
+
+
 # --- as text
 
 
@@ -127,7 +158,7 @@ def tables(files: tuple[File, ...], tensors: Mapping[str, Stored]) -> dict[str, 
     return {"files": files, "tensors": entries}
 
 
-def plain(x: Any) -> Any:
+def json_number(x: Any) -> Any:
     """Convert a numpy number, such as a learning rate, for JSON. Raises TypeError for all else."""
     if isinstance(x, np.generic):
         return x.item()
@@ -138,7 +169,7 @@ def to_bytes(index: Index) -> bytes:
     """Return the bytes of the file. Raises TypeError, ValueError for values that JSON does not support."""
     facts = {k: x for k, x in vars(index).items() if k not in ("files", "tensors")}
     whole = {"format": KIND, "version": VERSION, **facts, **tables(index.files, index.tensors)}
-    lines = [f"{json.dumps(k)}: {json.dumps(x, default=plain)}" for k, x in whole.items() if k != "tensors"]
+    lines = [f"{json.dumps(k)}: {json.dumps(x, default=json_number)}" for k, x in whole.items() if k != "tensors"]
     entries = [f"{json.dumps(k)}: {json.dumps(x)}" for k, x in whole["tensors"].items()]
     lines.append('"tensors": {' + ",\n".join(entries) + "}}\n")
     body = ",\n".join(lines).encode()
@@ -157,7 +188,7 @@ def from_bytes(data: bytes) -> Index:
         if table.get("version") != VERSION:
             raise ValueError(f"it is of version {table.get('version')!r}, and this shardc reads {VERSION}")
         if head != b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",':
-            raise ValueError("its text has another SHA-256 than its first line says: it was cut off, damaged or edited")
+            raise ValueError("its SHA-256 differs from the one in its first line: it was cut off, damaged or edited")
         return _checked(table)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -194,7 +225,7 @@ def read_tables(found: Mapping[str, Any]) -> tuple[tuple[File, ...], dict[str, S
 
 
 def _check(files: tuple[File, ...], tensors: Mapping[str, Stored], *, partial: bool) -> None:
-    """Check that every byte is in a header or in one slice, and that tensors are whole unless partial."""
+    """Check that every byte is in one header or slice, and that slices make up their tensors unless partial."""
     if len({f.name for f in files}) != len(files):
         raise ValueError("a file occurs twice in files")
     for name, t in tensors.items():
@@ -202,13 +233,15 @@ def _check(files: tuple[File, ...], tensors: Mapping[str, Stored], *, partial: b
             raise ValueError(f"the slices of {name!r} do not cover it")
         for s in t.slices:
             if len(s.offset) != len(t.shape) or len(s.shape) != len(t.shape):
-                raise ValueError(f"a slice of {name!r} has other dims than its shape")
+                raise ValueError(f"a slice of {name!r} has another number of dims than the tensor")
             if any(a + n > size for a, n, size in zip(s.offset, s.shape, t.shape, strict=True)):
-                raise ValueError(f"a slice of {name!r} reaches over its end")
+                raise ValueError(f"a slice of {name!r} reaches beyond the tensor")
             if s.file >= len(files):
                 raise ValueError(f"a slice of {name!r} is in no file")
+        if not partial and not disjoint((s.offset, s.shape) for s in t.slices):
+            raise ValueError(f"slices of {name!r} overlap and leave a part of it uncovered")
     ends = [f.header for f in files]
-    for file, place, nbytes in sorted((s.file, s.place, t.nbytes(s)) for t in tensors.values() for s in t.slices):
+    for file, place, nbytes in sorted((s.file, s.start, t.nbytes(s)) for t in tensors.values() for s in t.slices):
         if place != ends[file]:
             raise ValueError(f"slices of {files[file].name} overlap or leave a gap at byte {ends[file]}")
         ends[file] = place + nbytes

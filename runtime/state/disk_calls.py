@@ -2,10 +2,13 @@
 
 Data is on the disk before it gets its name. Tests inject a crash, a full disk or an I/O error into any of these calls.
 
-    write, read       bytes at a place in an open file, all of them
-    Stream            a new file from its beginning to its end, without the system's cache
+    write, read_into  all bytes at an offset of an open file
+    write_file, read_file   a whole file
+    opened            opens a regular file for reading
+    Stream            a new file from its beginning to its end, without the system's cache; aligned: memory for it
     sync, sync_folder wait until the disk has them (fsync); of a folder, the names in it
     rename, unlink    the two calls that change what a name means; a name appears and disappears at once
+    Lock              one writer at a time
 """
 
 from __future__ import annotations
@@ -31,6 +34,11 @@ BUFFER = 1 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)  # systems other than Linux lack it
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a user's path with `~` as the home folder, as in a shell."""
+    return Path(path).expanduser()
+
+
 def create(path: Path) -> int:
     """Create a new file, and return its descriptor for writing. Raises FileExistsError if it exists."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -46,9 +54,9 @@ def write(descriptor: int, data: memoryview, place: int) -> None:
 class Stream:
     """A new file, written from beginning to end, without the system's cache if possible (O_DIRECT).
 
-    Copying 512 MiB into that cache takes 0.5 s of a core here, which steps beside a save need; direct writes take 0.03
-    s. The disk copies whole pages. So data whose place in its page differs between memory and file (see `aligned`) is
-    first collected in a buffer, which takes 0.08 s.
+    Copying into that cache takes a core's time that steps beside a save need. Direct writes take almost none, but the
+    disk copies whole pages: data whose place in its page differs between memory and file (see `aligned`) is first
+    collected in a buffer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -210,11 +218,6 @@ def _open(path: Path, flags: int) -> Iterator[int]:
 
 
 # --- one writer at a time
-
-
-def named(path: str | Path) -> Path:
-    """Return a user's path with `~` as the home folder, as in a shell."""
-    return Path(path).expanduser()
 
 
 class Lock:

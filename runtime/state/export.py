@@ -39,7 +39,7 @@ from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
 from shardc.runtime.state.sliced_tensors import Ranges, index, stretches, whole
-from shardc.runtime.state.tensor_file import MAX_FILE_BYTES, NAMES, Entry, bytes_of, header, opened
+from shardc.runtime.state.tensor_file import MAX_FILE_BYTES, NAMES, Entry, bytes_of, header, open_safetensors
 from shardc.runtime.state.weight_files import weight_files
 from shardc.torch_private import pytree
 
@@ -72,7 +72,10 @@ class Named:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor of a file, and its tape ref. of: the named tensors it is made of; itself: it is one."""
+    """A tensor of a file, and its tape ref.
+
+    of: names of the tensors that it is computed from; itself: it is one of them, unchanged.
+    """
 
     name: str
     ref: Ref
@@ -144,7 +147,7 @@ def export_safetensors(
     replace weights that shardc did not write. merge: the whole model, with the spec's adapters added to their weights;
     else, with such adapters, only these, as peft has them. Raises ShardcError, on all ranks.
     """
-    path = disk_calls.named(path)
+    path = disk_calls.expanded(path)
     stored: list[Param | Buffer] = [*program.params, *(b for b in kept(program) if b.persistent)]
     tensors = {n: (x, shape) for x in stored for n, shape in x.shapes.items() if x.members or n == x.fqn}
     ties = {alias: x.fqn for x in stored for alias in x.aliases}
@@ -183,7 +186,7 @@ def foreign_weights(path: Path) -> Path | None:
         return path
     for file in files:
         try:
-            ours = file.suffix == ".safetensors" and _MARK.items() <= (opened(file).metadata() or {}).items()
+            ours = file.suffix == ".safetensors" and _MARK.items() <= (open_safetensors(file).metadata() or {}).items()
         except (ShardcError, OSError):
             ours = False
         if not ours:
@@ -211,7 +214,7 @@ def plan(
 ) -> list[Layout]:
     """Plan the files for these tensors; several folders for a model with several adapters.
 
-    tensors: {name: (global shape, dtype)}; ties: {other name: name}; adapters: of the spec. Others: as of
+    tensors: {name: (global shape, dtype)}; ties: {other name: name}; adapters: of the spec. The others are those of
     `export_safetensors`.
     """
     recorder, values = Recorder(), dict[str, Tensor]()
@@ -354,7 +357,8 @@ def write(
     """Write a folder's files; each rank writes what it holds. They appear when complete. Collective.
 
     gathered: returns a whole tensor; all ranks call it in the same order. single: the one file, of any size.
-    Raises ShardcError, on all ranks, if a rank could not write; what was there before is unchanged.
+    Raises ShardcError on all ranks. Old files are unchanged if writing failed; if a rename or a config failed, some are
+    replaced.
     """
     groups = [list(layout.outputs)] if single is not None else layout.split(max_bytes)
     parts = [layout.folder / f".{layout.stem}-{i}.writing" for i in range(len(groups))]
@@ -362,7 +366,7 @@ def write(
     problem: OSError | None = None
 
     def tried(work: Callable[..., None], *args: Any) -> None:
-        """Run it unless a write failed before: all ranks must still gather together."""
+        """Run it, unless an earlier write failed. Then only gathers go on, since all ranks take part in them."""
         nonlocal problem
         if problem is None:
             try:
@@ -385,7 +389,7 @@ def write(
                 os.close(descriptor)
     _agree(mesh, problem, layout.folder)
     if mesh.rank == 0:
-        tried(_name, layout, groups, parts, single)
+        tried(_rename_files, layout, groups, parts, single)
         tried(layout.finish)
         tried(disk_calls.sync_folder, layout.folder)
     _agree(mesh, problem, layout.folder)
@@ -429,7 +433,9 @@ def _write_slice(descriptor: int, entry: Entry, place: Ranges, data: Tensor) -> 
         disk_calls.write(descriptor, memory[i * size : (i + 1) * size], entry.start + start * entry.dtype.itemsize)
 
 
-def _name(layout: Layout, groups: Sequence[Sequence[Output]], parts: Sequence[Path], single: Path | None) -> None:
+def _rename_files(
+    layout: Layout, groups: Sequence[Sequence[Output]], parts: Sequence[Path], single: Path | None
+) -> None:
     """Rename the written files to their final names; remove those of an earlier export."""
     many = len(groups) > 1
     names = [

@@ -35,7 +35,7 @@ _FILLS = ("normal_", "uniform_", "trunc_normal_", "zero_", "fill_")
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor of the tape: a window on a storage."""
+    """A tensor on the tape: a view of a storage."""
 
     storage: int
     dtype: torch.dtype
@@ -62,11 +62,15 @@ class Ref:
 
 @dataclass(frozen=True)
 class Entry:
-    """One op, with Refs for tensors. func: None: created[0] is read from args[0], a `Sliced`.
+    """One op, with Refs for tensors.
 
-    created: for each result, its Ref if the op made its storage. writes, reads: storages. line: the user's line.
-    random: ordinal among the random ops, else -1. start: the ordinal of the random op after which it draws (-1: it is
-    the first after the seed), or the state of a generator that the builder seeded.
+    func: None: created[0] is read from args[0], a `Sliced`
+    created: for each result, its Ref if the op made its storage
+    writes, reads: storages
+    line: the user's line
+    random: ordinal among the random ops, else -1
+    start: the ordinal of the random op after which it draws (-1: it is the first after the seed), or the state of a
+           generator that the builder seeded
     """
 
     func: OpOverload | Callable[..., Any] | None
@@ -165,7 +169,7 @@ class Tape:
         elif e.random < 0:
             results = memory.call(e)
         elif seed is None:
-            raise RandomValue(e)
+            raise RandomValueError(e)
         else:
             torch.set_rng_state(self._state(e.start, seed))
             results = memory.call(e)
@@ -237,7 +241,7 @@ def _own_generator() -> Iterator[None]:
             torch.set_rng_state(state)
 
 
-class RandomValue(Exception):
+class RandomValueError(Exception):
     """A value that Python reads depends on this random op."""
 
     def __init__(self, entry: Entry) -> None:
@@ -311,7 +315,7 @@ class Recorder:
         try:
             with self._pause():
                 return self.tape.replay([ref], None)[0].clone()
-        except RandomValue as e:
+        except RandomValueError as e:
             place = source.of_call()
             raise ShardcError(
                 f"building the model reads the value of random numbers ({place.shown or e.entry.name})",

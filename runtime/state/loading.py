@@ -7,7 +7,6 @@ of a folder to load, and, after each of `check`, `read` and `finish`, that it su
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,19 +21,19 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.boxes import Box, Part, Runs, disjoint, kept, model_parts, overlap
+from shardc.runtime.state.boxes import Box, Part, Runs, kept, model_parts
 from shardc.runtime.state.checkpoint_folder import (
     DamagedError,
     check_file,
     damage,
     generations,
-    is_one,
+    is_checkpoint,
     none_in,
     read_index,
     read_slice,
     remedy,
 )
-from shardc.runtime.state.checkpoint_index import NAME, Index, Slice, Stored
+from shardc.runtime.state.checkpoint_index import Index, Slice
 from shardc.runtime.state.saving_optimizer import Room, fill, room_for
 from shardc.runtime.state.sources import check_names
 
@@ -67,13 +66,13 @@ def load(
     matrices: those that this rank owns, if optimizers step whole ones; their state is filled, too.
     room: where to put the optimizer's state; default: on its parameter's device. accept: raises if `extra` does not
     fit.
-    changing: called before anything is changed.
+    changing: called before each try changes anything.
 
     Raises ShardcError, on all ranks, naming them, if the checkpoint has other parameters, shapes or another optimizer,
     before anything changes; DamagedError if a file is not what was saved: what was read until then is changed.
     """
     problems: list[ShardcError] = []
-    for path in candidates(disk_calls.named(folder), mesh, last_good=last_good):
+    for path in candidates(disk_calls.expanded(folder), mesh, last_good=last_good):
         loading = _Loading(path, program, mesh, params, buffers, optimizer, runs or {}, matrices, room, accept)
         try:
             _together(mesh, path, loading.check)
@@ -104,13 +103,16 @@ def candidates(folder: Path, mesh: Any, *, last_good: bool) -> Iterator[Path]:
 
 
 def _found(folder: Path) -> list[Path]:
-    if is_one(folder):
+    if is_checkpoint(folder):
         return [folder, *(g.path for g in generations(folder.parent) if g.path.name != folder.name)]
     return [g.path for g in generations(folder)]
 
 
 def _together(mesh: Any, path: Path, work: Any) -> None:
-    """Run it; an error on one rank is an error on all, with the first one's message."""
+    """Run it on all ranks; if any fails, all raise.
+
+    A failing rank raises its own error, the others the first one's text.
+    """
     error: BaseException | None = None
     try:
         work()
@@ -120,6 +122,7 @@ def _together(mesh: Any, path: Path, work: Any) -> None:
     ranks, text = agreement.failures(mesh, None if error is None else _words(error))
     if not ranks:
         return
+    fix = agreement.text_of_rank(mesh, error.fix if isinstance(error, ShardcError) else "", ranks[0])
     who = f"found by rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
     if damaged:
         errors = error.errors if isinstance(error, DamagedError) else ()
@@ -128,7 +131,7 @@ def _together(mesh: Any, path: Path, work: Any) -> None:
         raise DamagedError(f"the checkpoint is damaged: {fault}{more} ({who})", where=str(path), fix=remedy(path))
     if error is not None:
         raise error
-    raise ShardcError(f"{text} ({who})", where=str(path), fix="see the error of that rank")
+    raise ShardcError(f"{text} ({who})", where=str(path), fix=fix or "see the error of that rank")
 
 
 def _words(error: BaseException) -> str:
@@ -189,12 +192,12 @@ class _Loading:
         targets: dict[Slice, tuple[str, list[tuple[Box, Tensor]]]] = {}
         for key, part in self._parts.items():
             for box in part.boxes(layout, rank):
-                for s in self._slices(key, self.index.tensors[key], box):
+                for s in self.index.tensors[key].overlapping(box.offset, box.shape):
                     targets.setdefault(s, (key, []))[1].append((box, box.of(part.local.detach())))
         errors: list[ShardcError] = []
         with ThreadPoolExecutor(READERS) as readers:
             for number in sorted({s.file for s in targets}):
-                slices = sorted((s for s in targets if s.file == number), key=lambda s: s.place)
+                slices = sorted((s for s in targets if s.file == number), key=lambda s: s.start)
                 file = self.path / self.index.files[number].name
                 with disk_calls.opened(file) as descriptor:
 
@@ -206,17 +209,6 @@ class _Loading:
                 errors += [damage(file, targets[s][0], s) for s, fine in zip(slices, good, strict=True) if not fine]
         if errors:
             raise DamagedError("damaged", errors=errors)
-
-    def _slices(self, key: str, stored: Stored, box: Box) -> list[Slice]:
-        slices, boxes = [], []
-        for s in stored.slices:
-            common = overlap(box.offset, box.shape, s.offset, s.shape)
-            if common is not None:
-                slices.append(s)
-                boxes.append(common)
-        if sum(math.prod(shape) for _, shape in boxes) != math.prod(box.shape) or not disjoint(boxes):
-            raise DamagedError(f"slices of {key} overlap, and others are missing", where=str(self.path / NAME))
-        return slices
 
     def finish(self) -> None:
         if self.optimizer is not None and self.index.optimizer is not None:

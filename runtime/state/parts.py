@@ -1,4 +1,4 @@
-"""Cut this rank's parts of parameters and buffers from any source of weights."""
+"""Cut this rank's parts from any source of weights, and gather them again."""
 
 from __future__ import annotations
 
@@ -15,13 +15,9 @@ from shardc.ir.program import Program
 from shardc.ir.shard_chunks import trim, unchunk
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.state.sliced_tensors import Joined, Ranges, Sliced, index, whole
-from shardc.runtime.state.sources import Weights, check_names, weights
+from shardc.runtime.state.sources import SAVED_MODEL, Weights, check_names
 
 # --- global tensors, from every rank's parts of them
-
-
-def _all(program: Program) -> list[Param | Buffer]:
-    return [*program.params, *program.buffers]
 
 
 def gather(x: Tensor, layout: Layout, mesh: Any, tag: str = "") -> Tensor:
@@ -38,7 +34,7 @@ def _entries(
     program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
 ) -> Iterator[tuple[Param | Buffer, Tensor]]:
     """Yield every parameter and persistent buffer with its global value on the CPU, one at a time."""
-    for x in _all(program):
+    for x in program.params_and_buffers:
         if not x.fqn or (isinstance(x, Buffer) and not x.persistent):
             continue
         yield x, gathered_entry(program, mesh, x, params if isinstance(x, Param) else buffers)
@@ -77,8 +73,7 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """Return {fqn: global tensor on the CPU}, as the unsharded `model.state_dict()`. Collective.
 
-    All names of tied tensors (one tensor under several names), persistent buffers. rank0_only: the other ranks return
-    {}.
+    It has all names of a tied tensor, and persistent buffers. rank0_only: the other ranks return {}.
     """
     state_dict: dict[str, Tensor] = {}
     for x, value in _entries(program, mesh, params, buffers):
@@ -90,48 +85,27 @@ def full_state_dict(
 # --- parts, from any source of weights
 
 
-def local_parameters(
-    program: Program, source: Any, mesh: Any, seed: int, base: Any = None
-) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """Return `local_parts`, all parameters at once.
-
-    source: one of
-        nn.Module with weights           cut by the program's layouts; not changed
-        a function that builds the model run without memory (or its `Recipe`): each parameter is computed separately
-        nn.Module on the meta device     each module's own reset_parameters, as FSDP does it
-        {name: tensor}, or a path        a state_dict; files that shardc.runtime.state.weight_files reads
-    base: another such source (not a file), for what a state_dict lacks: buffers that are not persistent.
-    seed: of the weights that are computed. Every mesh gets the same numbers.
-    """
-    params, buffers = local_parts(
-        program, weights(source, seed), mesh, weights(base, seed) if base is not None else None
-    )
-    return dict(params), buffers
-
-
 def local_parts(
     program: Program,
     given: Weights,
     mesh: Any,
-    rest: Weights | None = None,
     *,
     broadcast: bool = False,
     whole_of: Callable[[Param | Buffer, Tensor], None] = lambda x, whole: None,
 ) -> tuple[Iterator[tuple[str, nn.Parameter]], dict[str, Tensor]]:
     """Return this rank's parameters, made one at a time, and buffers, by placeholder name.
 
-    In new memory on `mesh.device`, in the program's dtypes. Of files it reads only its part. given, rest: of `weights`.
+    In new memory on `mesh.device`, in the program's dtypes. Of files it reads only its part.
     broadcast: rank 0's weights for all ranks, one tensor at a time, instead of each rank's. Collective.
     whole_of: called with each whole tensor that this rank cuts its part from.
 
     Raises ShardcError for names that are missing or unexpected, other shapes, and ties that the program has and the
     source has not.
     """
-    _check(program, given, rest)
-    coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
+    _check(program, given)
+    coords = mesh.layout.coords(mesh.rank)
 
     def part(x: Param | Buffer) -> Tensor:
-        names = x.names
         if not broadcast and (sliced := _sliced(x, given)) is not None:
             return _read(x, sliced, mesh)
         if isinstance(x, Buffer) and x.constant is not None:
@@ -139,10 +113,7 @@ def local_parts(
         elif x.members:
             whole = torch.stack([given.get(n).detach() for n in x.members])
         else:
-            name = next((n for n in names if n in given.shapes), "")
-            chosen = given if name else rest
-            assert chosen is not None
-            whole = chosen.get(name or next(n for n in names if n in chosen.shapes))
+            whole = given.get(next(n for n in x.names if n in given.shapes))
             whole = mesh.broadcast(whole, tag=x.fqn) if broadcast else whole
         whole_of(x, whole)
         return _local(x, whole, mesh)
@@ -171,15 +142,15 @@ class _Zeros:
 
 def blank(program: Program) -> Weights:
     """Return zeros for all of a program's tensors, for weights that come later."""
-    every: list[Param | Buffer] = [*program.params, *program.buffers]
-    sliced: dict[str, Sliced] = {n: _Zeros(shape, x.dtype) for x in every if x.fqn for n, shape in x.shapes.items()}
+    entries = [x for x in program.params_and_buffers if x.fqn]
+    sliced: dict[str, Sliced] = {n: _Zeros(shape, x.dtype) for x in entries for n, shape in x.shapes.items()}
     shapes = {n: x.shape for n, x in sliced.items()}
     return Weights("engine", shapes, lambda n: sliced[n].read(whole(shapes[n])), lambda names: True, sliced)
 
 
 def constants(program: Program, mesh: Any) -> dict[str, Tensor]:
     """Return this rank's parts of the constants that capture lifted out of the code, by placeholder name."""
-    coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
+    coords = mesh.layout.coords(mesh.rank)
     return {
         b.name: _local(b, b.constant, mesh)
         for b in program.buffers
@@ -188,7 +159,7 @@ def constants(program: Program, mesh: Any) -> dict[str, Tensor]:
 
 
 def _local(x: Param | Buffer, whole: Tensor, mesh: Any) -> Tensor:
-    cut = x.layout.local(whole.detach(), mesh.layout, {a: mesh.coordinate(a) for a in mesh.layout.names})
+    cut = x.layout.local(whole.detach(), mesh.layout, mesh.layout.coords(mesh.rank))
     return cut.to(device=mesh.device, dtype=x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -202,31 +173,29 @@ def _sliced(x: Param | Buffer, given: Weights) -> Sliced | None:
 
 def _read(x: Param | Buffer, source: Sliced, mesh: Any) -> Tensor:
     """Read this rank's part only. Padding is zeros."""
-    coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
+    coords = mesh.layout.coords(mesh.rank)
     out = torch.zeros(x.layout.local_shape(x.shape, mesh.layout), dtype=x.dtype, device=mesh.device)
     for box in x.layout.boxes(x.shape, mesh.layout, coords):
         out[index([(start, n) for start, _, n in box])] = source.read([(start, n) for _, start, n in box]).to(x.dtype)
     return out
 
 
-def _check(program: Program, given: Weights, rest: Weights | None) -> None:
+def _check(program: Program, given: Weights) -> None:
     errors = Errors()
-    every: list[Param | Buffer] = [*program.params, *program.buffers]
-    entries = [x for x in every if x.fqn]
+    entries = [x for x in program.params_and_buffers if x.fqn]
     expected: dict[str, tuple[int, ...]] = {}
     for x in entries:
         if x.members:
             expected |= x.shapes
             continue
         present = [n for n in x.names if n in given.shapes] or [x.fqn]
-        optional = isinstance(x, Buffer) and not x.persistent and given.what != "model"
+        optional = isinstance(x, Buffer) and not x.persistent and not given.of_model
         if present[0] not in given.shapes and optional:
-            if rest is None or not any(n in rest.shapes for n in x.names):
-                errors.add(
-                    f"the buffer is not in the {given.what}: it is not persistent",
-                    where=x.fqn,
-                    fix="pass the model, which computes it, and the weights: program.engine(model, weights=...)",
-                )
+            errors.add(
+                f"the buffer is not in the {given.what}: it is not persistent",
+                where=x.fqn,
+                fix="pass the model, which computes it, and the weights: program.engine(model, weights=...)",
+            )
             continue
         expected |= dict.fromkeys(present, x.shape)
         if not given.tied(present):
@@ -238,5 +207,6 @@ def _check(program: Program, given: Weights, rest: Weights | None) -> None:
                 "pass weights that have it",
             )
     known = {n for x in entries for n in x.names}
-    check_names(errors, expected, given.shapes, known, f"the {given.what}")
+    fix = "pass the compiled model, or compile this one" if given.of_model else SAVED_MODEL
+    check_names(errors, expected, given.shapes, known, f"the {given.what}", fix)
     errors.raise_any()

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
@@ -40,8 +40,8 @@ from shardc.torch_private import pytree
 
 #: Maximal number of names in an error or a note.
 SHOWN = 4
-#: If fewer than one in FEW tensors fit, of the files and of the model, the files belong to another model: a name such
-#: as lm_head.weight is in all models. An adapter is few of a model's tensors, but all of its file's.
+#: Files belong to another model if at most one in FEW tensors fits, of the files or the model, whichever has fewer: a
+#: name such as lm_head.weight is in all models. An adapter is few of a model's tensors, but all of its file's.
 FEW = 8
 #: What peft adds to names: the adapted layer, trained copies, the adapter's name.
 _PEFT = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
@@ -79,7 +79,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def folded(names: Iterable[str]) -> str:
+def folded(names: Collection[str]) -> str:
     """Fold names that differ in numbers only, with their count: "h.*.attn.weight (12), score.weight"."""
     groups = Counter(of_every_layer(n) for n in names)
     examples = {of_every_layer(n): n for n in names}
@@ -129,11 +129,11 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> Placed:
     missing = [n for n, x in want.items() if id(x) not in first]
     if len(mapped) * FEW <= min(len(files.tensors), len({id(x) for x in want.values()})):
         count = f"{len(mapped)} ({_names(mapped)})" if mapped else "none"
-        fault = f"{count} of its {len(files.tensors)} tensors is in the model: {_names(files.tensors)}; the model has"
+        fault = f"{count} of the file's {len(files.tensors)} tensors ({_names(files.tensors)}) is in the model"
         fix = "compile the model that these weights belong to"
         if mapped:
             fix += ", or load only the tensors that it has: program.engine(model, weights={name: tensor})"
-        raise ShardcError(f"{fault} {_names(want)}", where=str(files.path), fix=fix)
+        raise ShardcError(f"{fault}, which has {_names(want)}", where=str(files.path), fix=fix)
     # a tied tensor may be in the files under any of its names: use it for all of them, or the others would keep their
     # initial values
     read = len(mapped)
@@ -170,7 +170,7 @@ def _by_name(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[di
 
 
 def _spellings(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Iterator[dict[str, str]]:
-    """Yield {model name: possible name in the files}: unchanged, then without or with a prefix."""
+    """Yield {model name: possible file name}: unchanged, without peft's additions, with other prefixes."""
     plain = {n: _PEFT.sub("", n) for n in own}
     yield {n: n for n in own}
     yield plain
@@ -259,7 +259,7 @@ def hf_builder(folder: Path) -> Callable[[], nn.Module] | None:
 
 
 def load_converted(
-    module: Any, given: Mapping[str, Tensor], mapping: Sequence[Any], recorder: Recorder, where: str, **options: Any
+    module: Any, given: Mapping[str, Tensor], mapping: Sequence[Any], recorder: Recorder, where: str, config: Any = None
 ) -> Any:
     """Run transformers' loader on recorded tensors, without threads, which a recorder would not see.
 
@@ -268,7 +268,7 @@ def load_converted(
     from transformers import core_model_loading
     from transformers.modeling_utils import LoadStateDictConfig
 
-    config = options.pop("config", None) or LoadStateDictConfig(weight_mapping=list(mapping))
+    config = config or LoadStateDictConfig(weight_mapping=list(mapping))
     quiet = mock.patch.object(core_model_loading, "tqdm", lambda items, **_: items)
     with recorder.recording(), mock.patch.dict("os.environ", HF_DEACTIVATE_ASYNC_LOAD="1"), quiet:
         info, _ = core_model_loading.convert_and_load_state_dict_in_model(
@@ -424,8 +424,8 @@ class _Calls:
     ) -> tuple[Any, None]:
         """Replace how `from_pretrained` loads weights into a model."""
         if config.hf_quantizer is not None:
-            fault = "the weights are quantized, which shardc cannot train"
-            fix = "load weights that are not quantized, or fine-tune them elsewhere"
+            fault = "the weights are quantised, which shardc cannot train"
+            fix = "load weights that are not quantised, or fine-tune them elsewhere"
             raise ShardcError(fault, where=str(config.pretrained_model_name_or_path), fix=fix)
         where = str(config.pretrained_model_name_or_path)
         if state_dict is None:

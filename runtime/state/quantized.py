@@ -31,7 +31,7 @@ def plain(model: T) -> T:
     The copy is the same one each time, as long as the model lives.
     Raises ShardcError if such a weight is trained, or consists of further ones.
     """
-    if not isinstance(model, nn.Module) or not any(map(consists, _tensors(model))):
+    if not isinstance(model, nn.Module) or not any(map(is_composite, _tensors(model))):
         return model
     with _lock:  # ranks may be threads
         if model not in _copies:
@@ -43,7 +43,7 @@ def plain_state(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a state_dict to the names of the copy."""
     state: dict[str, Any] = {}
     for name, x in tensors.items():
-        if isinstance(x, Tensor) and consists(x):
+        if isinstance(x, Tensor) and is_composite(x):
             state |= {f"{name}:{part}": value for part, value in _parts(name, x).items()}
         else:
             state[name] = x
@@ -55,8 +55,8 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-def consists(x: Tensor) -> bool:
-    """Return whether a tensor consists of tensors, and is not one that is spread over a mesh."""
+def is_composite(x: Tensor) -> bool:
+    """Return whether a tensor is made of inner tensors, and is not a DTensor."""
     return hasattr(x, "__tensor_flatten__") and not type(x).__module__.startswith("torch.distributed")
 
 
@@ -65,7 +65,7 @@ def _with_inner_tensors(model: nn.Module) -> nn.Module:
     parts: dict[int, dict[str, nn.Parameter]] = {}  # by weight, which may be tied
     for path, module in [*copied.named_modules()]:
         tensors = {n: x for stored in (module._parameters, module._buffers) for n, x in stored.items() if x is not None}
-        quantized = {n: x for n, x in tensors.items() if consists(x)}
+        quantized = {n: x for n, x in tensors.items() if is_composite(x)}
         if not quantized:
             continue
         for name, x in quantized.items():
@@ -87,14 +87,14 @@ def _parts(fqn: str, x: Any) -> dict[str, nn.Parameter]:
         fix = "freeze it (requires_grad_(False)), and train adapters beside it"
         raise ShardcError(f"it is a {kind}, but it is trained: its numbers are quantised", where=fqn, fix=fix)
     tensors = dict(zip(x.__tensor_flatten__()[0], inner(x), strict=True))
-    if any(map(consists, tensors.values())):
+    if any(map(is_composite, tensors.values())):
         raise ShardcError(f"it is a {kind} that consists of further such tensors", where=fqn, fix="quantise it once")
     return {part: nn.Parameter(value, requires_grad=False) for part, value in tensors.items()}
 
 
 def inner(x: Any) -> list[Any]:
     """Return the inner tensors of a tensor, or the tensor alone."""
-    if not isinstance(x, Tensor) or not consists(x):
+    if not isinstance(x, Tensor) or not is_composite(x):
         return [x]
     whole: Any = x
     return [getattr(x, part) for part in whole.__tensor_flatten__()[0]]

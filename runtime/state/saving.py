@@ -1,15 +1,15 @@
 """Write checkpoints that any mesh can load, by all ranks together.
 
     every rank   plans what it writes (boxes.py) ─► its files, fsynced ─► part-RANK.json ─┐ agree
-    rank 0                                     index.json from all parts, fsynced ─► one rename ─┴ agree ─► prune
+    rank 0                       index.json from all parts, fsynced ─► one rename ─► prune ─┴ agree
 
 Ranks meet only to agree: an error on one of them (a full disk, an I/O error) is an error on all, and older checkpoints
 are unchanged. All files go into a folder that gets its name at the very end (checkpoint_folder.py). `Save` does the
 work of one rank; boxes.py decides what it writes.
 
-In the background, the tensors are first copied to host memory, and a thread does the rest. It cannot meet other ranks,
-whose main threads may be in the middle of a step. So it only records its result, and main threads agree on it when they
-are between two steps (`Saves.poll`).
+In the background, the tensors are first copied to host memory, and a thread does the rest. The thread makes no
+collective: other ranks' main threads may be in the middle of a step. So it only records its result, and main threads
+agree on it when they are between two steps (`Saves.poll`).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from shardc.runtime.state.checkpoint_folder import (
     SavingError,
     free_name,
     generations,
-    is_one,
+    is_checkpoint,
     prune,
     renamed_path,
 )
-from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, plain
+from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, json_number
 from shardc.runtime.state.saving_optimizer import combine_facts, state_parts
 from shardc.runtime.state.tensor_file import bytes_of
 
@@ -59,14 +59,15 @@ if TYPE_CHECKING:
 
 
 class Cancelled(Exception):
-    """Another rank's save failed."""
+    """This rank stopped writing, because another rank's save failed."""
 
 
 @dataclass
 class Save:
     """One save of one rank. id: the same on all ranks; folder: that the user named.
 
-    work: where files are written until all are complete. done: bytes written.
+    work_folder: where files are written until all are complete. saved: the checkpoint has its name. done: bytes
+    written.
     """
 
     mesh: Any
@@ -80,21 +81,22 @@ class Save:
     error: BaseException | None = None
     cancelled: bool = False
     committing: bool = False
+    saved: bool = False
     done: int = 0
     nbytes: int = 0
     lock: disk_calls.Lock | None = None
     _thread: threading.Thread | None = None
 
     @property
-    def work(self) -> Path:
+    def work_folder(self) -> Path:
         return self.folder / f"{WORK}{self.id}"
 
-    def start(self, work: Callable[[], None], *, background: bool) -> None:
-        """Run work here or in a thread; keep its error in `.error`."""
+    def start(self, run: Callable[[], None], *, background: bool) -> None:
+        """Run a function here or in a thread; keep its error in `.error`."""
 
         def guarded() -> None:
             try:
-                work()
+                run()
             except BaseException as e:  # raised again when all ranks meet
                 self.error = e
 
@@ -120,14 +122,14 @@ class Save:
         for kind, draft in self.drafts.items():
             self._write_file(kind, draft, files)
         part = {"facts": self.plan.facts, **checkpoint_index.tables(tuple(files), self.plan.tensors)}
-        disk_calls.write_file(self._part(self.mesh.rank), json.dumps(part, default=plain).encode())
+        disk_calls.write_file(self._part(self.mesh.rank), json.dumps(part, default=json_number).encode())
 
     def _part(self, rank: int) -> Path:
-        return self.work / f"part-{rank:05d}.json"
+        return self.work_folder / f"part-{rank:05d}.json"
 
     def _write_file(self, kind: str, draft: Draft, mine: list[File]) -> None:
         name = f"{kind}-{self.mesh.rank:05d}.safetensors"
-        file = disk_calls.Stream(self.work / name)
+        file = disk_calls.Stream(self.work_folder / name)
         try:
             file.add(memoryview(draft.head))
             for piece, entry in draft.pieces:
@@ -157,36 +159,33 @@ class Save:
             raise SavingError("another process is saving to this folder", where=str(self.folder), fix=fix) from None
         if others := self.known.others(self.folder):
             raise SavingError(
-                f"the folder has checkpoints that this run neither saved nor loaded ({', '.join(others[:3])}): it would"
-                " replace those of another run",
+                f"the folder has checkpoints that this run neither saved nor loaded ({', '.join(others[:3])}):"
+                " saving here would replace another run's checkpoints",
                 where=str(self.folder),
                 fix="load them to go on from there, save to another folder, or pass overwrite=True",
             )
         for name in os.listdir(self.folder):
             if name.startswith(WORK):  # of a process that ended: nobody else has the lock
                 disk_calls.remove_folder(self.folder / name)
-        disk_calls.make_folder(self.work)
+        disk_calls.make_folder(self.work_folder)
 
     def commit(self) -> None:
         """Make the checkpoint visible, from the parts of all ranks; then prune old checkpoints."""
         index = self._index([self._read(r) for r in range(self.mesh.layout.world)])
-        disk_calls.write_file(self.work / checkpoint_index.NAME, checkpoint_index.to_bytes(index))
+        disk_calls.write_file(self.work_folder / checkpoint_index.NAME, checkpoint_index.to_bytes(index))
         for r in range(self.mesh.layout.world):
             disk_calls.unlink(self._part(r))
-        disk_calls.sync_folder(self.work)
+        disk_calls.sync_folder(self.work_folder)
         path = free_name(self.folder, self.step)
-        disk_calls.rename(self.work, path)
+        disk_calls.rename(self.work_folder, path)
         disk_calls.sync_folder(self.folder)
+        self.saved = True
         try:
             for g in generations(self.folder):
                 if not g.replaced and g.step > self.step:
                     disk_calls.rename(g.path, renamed_path(g))
             if self.keep is not None:
                 prune(self.folder, self.keep, known=path)
-        except OSError as e:
-            fault = f"the checkpoint of step {self.step} was saved, but others cannot be renamed or deleted: {e}"
-            fix = "check the permissions of the folder"
-            raise SavingError(fault, where=str(self.folder), fix=fix) from e
         finally:
             self.known.see(self.folder)
 
@@ -205,9 +204,12 @@ class Save:
                 known = tensors.setdefault(name, Stored(t.dtype, t.shape))
                 if (known.dtype, known.shape) != (t.dtype, t.shape):
                     raise SavingError(
-                        f"ranks have it in two forms: {known.dtype} {known.shape}, {t.dtype} {t.shape}", where=name
+                        "ranks saved this tensor with two dtypes or shapes: "
+                        f"{known.dtype} {known.shape}, {t.dtype} {t.shape}",
+                        where=name,
+                        fix="report this: ranks must agree on shapes",
                     )
-                moved = (Slice(s.file + len(every), s.place, s.offset, s.shape, s.digest) for s in t.slices)
+                moved = (Slice(s.file + len(every), s.start, s.offset, s.shape, s.digest) for s in t.slices)
                 tensors[name] = Stored(t.dtype, t.shape, (*known.slices, *moved))
             every += files
         facts = dict(parts[0]["facts"])
@@ -223,7 +225,7 @@ class Save:
             try:
                 if failed:
                     with contextlib.suppress(OSError):
-                        disk_calls.remove_folder(self.work)
+                        disk_calls.remove_folder(self.work_folder)
             finally:
                 self.lock.release()
 
@@ -232,7 +234,7 @@ class Save:
 
 
 class Saves:
-    """The saves of one rank's engine, one at a time. All methods but `progress` are collective."""
+    """The saves of one rank's engine, one at a time. `save`, `poll` and `finish` are collective."""
 
     def __init__(self, mesh: Any) -> None:
         self._mesh = mesh
@@ -252,8 +254,9 @@ class Saves:
     ) -> None:
         """Write a checkpoint. wait=False: copy the tensors, and write in the background.
 
-        keep: how many checkpoints of the folder stay; None: all. overwrite: also if some there are unknown. state:
-        returns what this rank has. Raises SavingError, on all ranks, if this save or the one before it fails.
+        keep: how many checkpoints of the folder stay; None: all. overwrite: also save to a folder with another run's
+        checkpoints. state: returns this rank's plan. Raises SavingError, on all ranks, if this save or the one before
+        it fails.
         """
         self.finish()
         id = agreement.text_of_rank(self._mesh, secrets.token_hex(8))
@@ -280,8 +283,8 @@ class Saves:
 
     def loaded(self, folder: str | Path) -> None:
         """Record the checkpoints in, or beside, a folder as those that this run continues from."""
-        path = disk_calls.named(folder)
-        self._known.see(path.parent if is_one(path) else path)
+        path = disk_calls.expanded(folder)
+        self._known.see(path.parent if is_checkpoint(path) else path)
 
     def poll(self) -> None:
         """Let rank 0 make the checkpoint visible, in the background, if all ranks have written. Between steps.
@@ -328,21 +331,24 @@ class Saves:
                     save.start(save.commit, background=background)
 
     def _agree(self, save: Save) -> None:
-        """Raise on all ranks the error of one. Nobody writes any more."""
+        """Raise on all ranks if one has an error. No rank may be writing."""
         error = save.error if not isinstance(save.error, Cancelled) else None
         ranks, text = agreement.failures(self._mesh, _words(error) if error is not None else None)
         if not ranks:
             return
+        saved, _ = agreement.failures(self._mesh, "" if save.saved else None)
         self._save = None
         save.end(failed=True)
         if error is not None and not isinstance(error, OSError):
             raise error
         who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:4]))}{' ...' if len(ranks) > 4 else ''}"
-        raise SavingError(
-            f"the checkpoint of step {save.step} was not saved: {text} (on {who})",
-            where=str(save.folder),
-            fix="earlier checkpoints are unchanged; make room or name another folder, and save again",
-        ) from error
+        if saved:
+            fault, fix = "was saved, but others cannot be renamed or deleted", "check the permissions of the folder"
+        else:
+            fault = "was not saved"
+            fix = "earlier checkpoints are unchanged; make room or name another folder, and save again"
+        fault = f"the checkpoint of step {save.step} {fault}: {text} (on {who})"
+        raise SavingError(fault, where=str(save.folder), fix=fix) from error
 
 
 def _words(error: BaseException) -> str:
@@ -356,10 +362,11 @@ def _words(error: BaseException) -> str:
 
 def _check_plain(facts: dict[str, Any]) -> None:
     try:
-        json.dumps(facts, default=plain)
+        json.dumps(facts, default=json_number)
     except (TypeError, ValueError) as e:
         raise ShardcError(
             f"the checkpoint's extra state or the optimizer's settings contain more than plain values: {e}",
+            where="extra or optimizer",
             fix="pass numbers, strings, lists and dicts",
         ) from e
 
@@ -391,7 +398,8 @@ def save(
     matrices: those that this rank owns, if optimizers step whole ones.
     extra: JSON-able values of the caller: step, seed, a scheduler's state_dict; of each, the value of the first rank
     that has it (a stage without anything to train has no scheduler). Its "step" is the checkpoint's.
-    saves, keep, wait, overwrite: see `Saves`. Raises ShardcError, on all ranks; older checkpoints are then unchanged.
+    saves, keep, wait, overwrite: see `Saves`.
+    Raises ShardcError on all ranks. Older checkpoints are unchanged, unless only their removal failed.
     """
 
     def state() -> Plan:
@@ -409,7 +417,9 @@ def save(
         return planned(parts, facts, mesh)
 
     step = int((extra or {}).get("step", 0))
-    (saves or Saves(mesh)).save(disk_calls.named(folder), state, step=step, keep=keep, wait=wait, overwrite=overwrite)
+    (saves or Saves(mesh)).save(
+        disk_calls.expanded(folder), state, step=step, keep=keep, wait=wait, overwrite=overwrite
+    )
 
 
 def program_hash(program: Program) -> str:

@@ -104,23 +104,23 @@ def state_parts(
     optimizer: Optimizer,
     runs: Runs,
     mesh: Any,
-    matrices: WholeMatrices | None = None,
+    matrices: WholeMatrices | None,
     *,
     copies: bool = False,
 ) -> tuple[dict[str, Part], dict[str, Any]]:
-    """Return tensors of the optimizer's state as parts, and all the rest of it as JSON-able values.
+    """Return the optimizer's state: tensors as parts, the rest as JSON values.
 
     matrices: those that optimizers step whole: their owner writes what it has, under the matrix's name. copies: also
-    return what another rank has too and writes, such as a tensor that counts steps.
+    return state that another rank writes, such as a step counter.
     """
     parts: dict[str, Part] = {}
     numbers: dict[str, dict[str, Any]] = {}
     groups = _groups(program, params, optimizer, matrices)
     for m, state in _owned_states(optimizer, matrices):
-        copy = copied(program, program.param(m.param), mesh)
+        away = copied(program, program.param(m.param), mesh)
         for name, x in state.items():
             tensors, rest = flattened(name, x.as_subclass(Tensor) if isinstance(x, Tensor) else x)
-            parts |= {f"optimizer.{m.name}.{n}": Part(t, tuple(t.shape), copy=copy) for n, t in tensors.items()}
+            parts |= {f"optimizer.{m.name}.{n}": Part(t, tuple(t.shape), elsewhere=away) for n, t in tensors.items()}
             if not isinstance(x, Tensor):
                 numbers.setdefault(m.name, {})[name] = rest
     for p in (p for group in groups for p in group):
@@ -141,7 +141,7 @@ def state_parts(
                 parts |= {f"optimizer.{n}.{name}": part for n, part in named_parts.items()}
             elif x.dim() == 0 or (run is None and not p.layout.shards()):
                 if first or copies:
-                    part = Part(x, tuple(x.shape), replicas=whole, copy=copied(program, p, mesh))
+                    part = Part(x, tuple(x.shape), replicas=whole, elsewhere=copied(program, p, mesh))
                     parts |= {f"optimizer.{n}.{name}": part for n in _named(p)}
             else:
                 raise ShardcError(
@@ -210,7 +210,7 @@ def room_for(
     runs: Runs,
     room: Room | None,
     mesh: Any,
-    matrices: WholeMatrices | None = None,
+    matrices: WholeMatrices | None,
 ) -> dict[str, dict[str, Any]]:
     """Make new state, to be filled, for every parameter: {fqn: {name: tensor or number}}.
 
@@ -247,8 +247,8 @@ def room_for(
         [n for p in program.params for n in _named(p)],
         "the checkpoint's optimizer",
     )
-    existing = {n for group in facts["groups"] for n in group["params"]}
-    if absent := [n for n in wholes if n not in existing]:
+    saved_names = {n for group in facts["groups"] for n in group["params"]}
+    if absent := [n for n in wholes if n not in saved_names]:
         fault = f"the checkpoint's optimizer has no matrix {', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}"
         fix = "write the `optimizer: {matrices: ...}` that it was saved with, or load it with optimizer=None"
         errors.add(fault, where=folder, fix=fix)
@@ -268,17 +268,24 @@ def room_for(
         like_param = tensor.shape == shape and (bool(shape) or name != "step")
         if name not in states[p.fqn]:
             form = torch.empty(local.shape if like_param else tensor.shape, dtype=tensor.dtype, device="meta")
-            existing = optimizer.state.get(local, {}).get(name)
             if room and name != "step":
                 states[p.fqn][name] = room(local, name, form)
-            elif isinstance(existing, Tensor) and (existing.shape, existing.dtype) == (form.shape, form.dtype):
-                states[p.fqn][name] = existing  # filled in place: no second state in memory
             else:
-                states[p.fqn][name] = torch.zeros_like(form, device="cpu" if name == "step" else local.device)
+                present = optimizer.state.get(local, {}).get(name)
+                states[p.fqn][name] = _present_or_zeros(present, form.shape, form.dtype, name, local.device)
         x = states[p.fqn][name]
         part = part_of(program, p, x, runs.get(p.name), mesh) if like_param else Part(x, tensor.shape)
         parts[key] = by_name(p, part)[fqn] if like_param else part
     return states
+
+
+def _present_or_zeros(
+    present: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str, device: torch.device
+) -> Tensor:
+    """Return present state if its form fits, else zeros. A step counter is on the CPU."""
+    if isinstance(present, Tensor) and (tuple(present.shape), present.dtype) == (tuple(shape), dtype):
+        return present  # filled in place: no second state in memory
+    return torch.zeros(shape, dtype=dtype, device="cpu" if name == "step" else device)
 
 
 def _room_of_matrix(
@@ -296,12 +303,7 @@ def _room_of_matrix(
     for key, tensor in stored.items():
         name = key.removeprefix(prefix)
         if key.startswith(prefix) and "." not in name:
-            existing = held.get(name)
-            if isinstance(existing, Tensor) and (tuple(existing.shape), existing.dtype) == (tensor.shape, tensor.dtype):
-                tensors[name] = existing  # filled in place: no second state in memory
-            else:
-                where = torch.device("cpu") if name == "step" else device
-                tensors[name] = torch.zeros(tensor.shape, dtype=tensor.dtype, device=where)
+            tensors[name] = _present_or_zeros(held.get(name), tensor.shape, tensor.dtype, name, device)
             parts[key] = Part(tensors[name], tensor.shape)
     nested = {name: restored(plain, tensors) for name, plain in numbers.items()}
     return {n: x for n, x in tensors.items() if "/" not in n} | nested
@@ -332,10 +334,9 @@ def _check_settings(errors: Errors, i: int, names: list[str], saved: list[dict[s
         first = first or (name, theirs)
         if other := [k for k in theirs.keys() | first[1].keys() if theirs.get(k) != first[1].get(k)]:
             k = min(other)
-            example = f"{first[0]} {first[1].get(k)}, {name} {theirs.get(k)}"
             fault = (
-                f"parameters of the optimizer's group {i} were in groups of other settings when this was saved: {k} of"
-                f" {example}"
+                f"parameters of optimizer group {i} had different settings when they were saved: {k} was"
+                f" {first[1].get(k)} for {first[0]} and {theirs.get(k)} for {name}"
             )
             errors.add(fault, where=folder, fix="make the same groups as before, or load it with optimizer=None")
             return
@@ -347,7 +348,7 @@ def fill(
     optimizer: Optimizer,
     facts: Mapping[str, Any],
     states: Mapping[str, dict[str, Any]],
-    matrices: WholeMatrices | None = None,
+    matrices: WholeMatrices | None,
 ) -> None:
     """Load states by the optimizer's load_state_dict, which knows their device and dtype."""
     state: dict[int, dict[str, Any]] = {}

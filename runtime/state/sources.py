@@ -24,12 +24,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of any source. what: "model", "state_dict", "file ..." for messages.
+    """Weights of any source. what: "model", "state_dict", "engine" or "file ...", for messages.
 
     shapes: by name, global. get(name): the whole tensor, which may be the source's own memory. tied(names): whether
-    these present names are one tensor, or equal. sliced: tensors in files, of which a rank reads only its part. model:
-    the module of these weights, if any; its own values do not count. notes: for the user. folder: the source folder, if
-    any.
+    these present names are one tensor, or equal. sliced: tensors that are read by slice: a rank reads only its part.
+    model: the module whose names and shapes these are; its values are not used. notes: for the user. folder: the source
+    folder, if any.
     """
 
     what: str
@@ -41,16 +41,28 @@ class Weights:
     notes: tuple[str, ...] = ()
     folder: Path | None = None
 
+    @property
+    def of_model(self) -> bool:
+        """Whether they are a model's, which has the buffers that are not persistent, too."""
+        return self.what == "model"
+
 
 def weights(source: Any, seed: int) -> Weights:
-    """Return the weights in a source; see `shardc.runtime.state.local_parameters` for valid ones."""
+    """Return the weights in a source, with the same numbers on every mesh. seed: of those that are computed.
+
+    source: one of
+        nn.Module with weights           not changed
+        a function that builds the model run without memory (or its `Recipe`): each parameter is computed separately
+        nn.Module on the meta device     each module's own reset_parameters, as FSDP does it
+        {name: tensor}, or a path        a state_dict; files that shardc.runtime.state.weight_files reads
+    """
     if isinstance(source, nn.Module):
         return _of_module(source, seed)
     if isinstance(source, Recipe):
         return of_recipe(source, seed)
     if isinstance(source, Mapping):
         check_flat(source)
-        return _of_tensors({k: x for k, x in plain_state(source).items() if isinstance(x, Tensor)}, "state_dict")
+        return _of_tensors({k: x for k, x in plain_state(source).items() if isinstance(x, Tensor)})
     if isinstance(source, (str, Path, WeightFiles)):
         return _of_files(source)
     if callable(source):
@@ -93,13 +105,13 @@ def weights_for(model: Any, files: Any, seed: int) -> Weights:
     return from_files(files, base, seed)
 
 
-def _of_tensors(tensors: Mapping[str, Tensor], what: str) -> Weights:
+def _of_tensors(tensors: Mapping[str, Tensor]) -> Weights:
     def tied(names: Sequence[str]) -> bool:
         return all(
             tensors[n] is tensors[names[0]] or torch.equal(tensors[n], tensors[names[0]]) for n in names if n in tensors
         )
 
-    return Weights(what, {k: tuple(x.shape) for k, x in tensors.items()}, tensors.__getitem__, tied)
+    return Weights("state_dict", {k: tuple(x.shape) for k, x in tensors.items()}, tensors.__getitem__, tied)
 
 
 def of_recipe(recipe: Recipe, seed: int) -> Weights:
@@ -175,12 +187,15 @@ def from_files(path: Any, base: Weights, seed: int) -> Weights:
 
 #: If more names than this do not fit, they belong to another model.
 _SHOWN = 8
+SAVED_MODEL = "compile the model that was saved, with its config"
 
 
-def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable[str], where: str) -> None:
+def check_names(
+    errors: Errors, wanted: Shapes, present: Shapes, known: Iterable[str], where: str, fix: str = SAVED_MODEL
+) -> None:
     """Check that every wanted name is present with its shape, and that every present name is known.
 
-    Errors name similar names, or, if little fits, say that it is another model.
+    Errors name similar names, or, if little fits, say that it is another model. fix: for that, and for other shapes.
     """
     known = set(known)
     extra = [n for n in present if n not in known]
@@ -190,31 +205,21 @@ def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable
     def shapes(name: str) -> str:
         return f"{name} has the shape {list(present[name])} in {where}, and {list(wanted[name])} in the program"
 
-    fix = "compile the model that was saved, with its config"
-    if where == "the model":
-        fix = "pass the compiled model, or compile this one"
     if len(extra) + len(missing) + len(other) > _SHOWN or (missing and len(missing) == len(wanted)):
         kinds = ((other, "with another shape"), (missing, "missing"), (extra, "unknown to the program"))
         counts = ", ".join(
             f"{len(names)} {fault} ({names[0]}{', ...' if names[1:] else ''})" for names, fault in kinds if names
         )
         first = f"; {shapes(other[0])}" if other else ""
-        errors.add(
-            f"{where} is of another model: of {len(wanted)} tensors {counts}{first}",
-            fix=fix,
-        )
+        errors.add(f"{where} is of another model: of {len(wanted)} tensors {counts}{first}", fix=fix)
         return
     for name in missing:
         near = difflib.get_close_matches(name, extra, 1)  # a known name is not misspelt
-        missed = "was it added since? Weights passed as `weights` (--weights) keep the initial values of new parts"
+        missed = "if it is new, pass the file as `weights` (--weights): new parameters then keep their initial values"
         errors.add(f"{name} is missing in {where}", fix=f"did you mean {near[0]}, which it has?" if near else missed)
     for name in other:
         errors.add(shapes(name), fix=fix)
     for name in extra:
         near = difflib.get_close_matches(name, missing, 1)
-        fix = (
-            f"did you mean {near[0]}?"
-            if near
-            else "the model does not have this tensor, or no longer: restore it, or leave this out"
-        )
+        fix = f"did you mean {near[0]}?" if near else "add the tensor to the model again, or remove it from the weights"
         errors.add(f"{name} in {where} is unknown to the program", fix=fix)

@@ -2,8 +2,8 @@
 
     u64 length | header, JSON: {"NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} | data
 
-safetensors' own library writes a file from tensors that are all in memory. It reads them (`opened`), after it has
-checked the header: types, shapes and places must fit the file, without gaps.
+safetensors' own library writes a file from tensors that are all in memory. It reads them (`open_safetensors`), after it
+has checked the header: types, shapes and places must fit the file, without gaps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -86,25 +87,17 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) 
     Tensors are in the order of the entries, without gaps.
     """
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    place = 0
-    for e in entries:
-        table[e.name] = {
-            "dtype": NAMES[e.dtype],
-            "shape": list(e.shape),
-            "data_offsets": [place, place + e.nbytes],
-        }
-        place += e.nbytes
+    offsets = list(accumulate((e.nbytes for e in entries), initial=0))
+    for e, start, stop in zip(entries, offsets, offsets[1:], strict=False):
+        table[e.name] = {"dtype": NAMES[e.dtype], "shape": list(e.shape), "data_offsets": [start, stop]}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     data = len(text).to_bytes(8, "little") + text
-    placed, place = [], len(data)
-    for e in entries:
-        placed.append(Entry(e.name, e.dtype, e.shape, place, place + e.nbytes))
-        place += e.nbytes
-    return data, placed
+    ends = zip(entries, offsets, offsets[1:], strict=False)
+    return data, [replace(e, start=len(data) + start, stop=len(data) + stop) for e, start, stop in ends]
 
 
-def opened(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
     """Open a .safetensors file as safetensors.safe_open does; a symbolic link is followed.
 
     Raises ShardcError for another kind of file, before anything is allocated.

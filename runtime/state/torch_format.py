@@ -40,7 +40,7 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import Piece, Plan
-from shardc.runtime.state.checkpoint_folder import DamagedError, check_file, is_one, newest, read_box, read_index
+from shardc.runtime.state.checkpoint_folder import check_file, is_checkpoint, newest, read_box, read_index
 from shardc.runtime.state.checkpoint_index import Index, Stored
 from shardc.runtime.state.saving import Saves
 
@@ -75,7 +75,11 @@ def _import(folder: Path, new: Path) -> str:
         file = folder / str(info.relative_path)
         if not _FILE.fullmatch(str(info.relative_path)) or file.is_symlink() or not file.is_file():
             fix = "the checkpoint is not complete, or not to be trusted"
-            raise ShardcError(f"tensors would be read from {str(info.relative_path)!r}", where=str(folder), fix=fix)
+            raise ShardcError(
+                f"the checkpoint names a file that torch does not write: {str(info.relative_path)!r}",
+                where=str(folder),
+                fix=fix,
+            )
     reader = FileSystemReader(folder)
     reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
 
@@ -100,7 +104,7 @@ def _import(folder: Path, new: Path) -> str:
         Saves(mesh).save(new, lambda: plan, step=int(plan.facts["extra"].get("step", 0)))
 
     loopback(Mesh.of({"dp": 1}), work)
-    out = f"; left out, for no tensor of the model or its optimizer: {', '.join(left[:5])}" if left else ""
+    out = f"; left out, as they are not tensors of the model or its optimizer: {', '.join(left[:5])}" if left else ""
     return f"{len(plan.tensors)} tensors of {folder}{out}"
 
 
@@ -132,7 +136,11 @@ def _read_metadata(path: Path) -> Metadata:
         fix = "nothing in it was run; copy the checkpoint again from its source"
         raise ShardcError(f"it is not a file of torch: {str(e).splitlines()[0]}", where=str(path), fix=fix) from None
     if not isinstance(metadata, Metadata):
-        raise ShardcError(f"it holds a {type(metadata).__name__}", where=str(path), fix="name a checkpoint of torch")
+        raise ShardcError(
+            f"it is a pickle of a {type(metadata).__name__}, not torch's Metadata",
+            where=str(path),
+            fix="name a checkpoint of torch",
+        )
     return metadata
 
 
@@ -189,7 +197,7 @@ def export_checkpoint(folder: Path, new: Path) -> str:
     folder: one checkpoint, or the folder whose last one is written. One tensor is in memory at a time. Raises
     ShardcError for a damaged one.
     """
-    path = folder if is_one(folder) else newest(folder)
+    path = folder if is_checkpoint(folder) else newest(folder)
     index = read_index(path)
     if new.exists() and any(new.iterdir()):
         raise ShardcError("the folder is not empty", where=str(new), fix="name a new one")
@@ -209,7 +217,7 @@ def main(folder: str, new: str) -> int:
     warnings.simplefilter("ignore")  # torch warns that there are no other ranks
     try:
         print(_import(Path(folder), Path(new)))
-    except (ShardcError, DamagedError) as e:
+    except ShardcError as e:
         print(json.dumps(e.to_json()))
         return 2
     return 0

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.checkpoint_folder import generations, is_one, newest, read_box, read_index
+from shardc.runtime.state.checkpoint_folder import generations, is_checkpoint, read_box, read_index
 from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.sliced_tensors import InMemory, Ranges, Sliced, index
-from shardc.runtime.state.tensor_file import DTYPES, opened
+from shardc.runtime.state.tensor_file import DTYPES, open_safetensors
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,10 @@ class InSafetensors:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Weights in files. path: what the user named; what: "safetensors", "torch" or "checkpoint".
+    """Weights in files. path: what the user named.
 
-    tensors: by their names in the files. ties: other names of the same tensors, from the files: {other: name}.
+    what: "safetensors", "torch", "checkpoint" or "in memory". tensors: by their names in the files. ties: other names
+    of the same tensors, from the files: {other: name}.
     """
 
     path: Path
@@ -75,7 +76,7 @@ def open_weights(path: str | Path | Mapping[str, Any] | WeightFiles) -> WeightFi
     if isinstance(path, Mapping):
         tensors = {k: InMemory(x) for k, x in path.items() if isinstance(x, Tensor)}
         return WeightFiles(Path("the state_dict"), "in memory", tensors)
-    path = disk_calls.named(path)
+    path = disk_calls.expanded(path)
     if (checkpoint := _checkpoint(path)) is not None:
         return _of_checkpoint(path, checkpoint)
     files = weight_files(path)
@@ -92,7 +93,8 @@ def of_files(path: Path, files: Sequence[Path]) -> WeightFiles:
 
 def has_weights(path: str | Path) -> bool:
     """Return whether there is anything at this path that `open_weights` would read."""
-    return is_checkpoint(Path(path)) or bool(weight_files(Path(path)))
+    path = disk_calls.expanded(path)
+    return contains_checkpoint(path) or bool(weight_files(path))
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -131,7 +133,7 @@ def _of_safetensors(path: Path, files: Sequence[Path]) -> WeightFiles:
     tensors: dict[str, Sliced] = {}
     ties: dict[str, str] = {}
     for file in files:
-        handle = opened(file)
+        handle = open_safetensors(file)
         for name in handle.keys():  # noqa: SIM118 (not a dict)
             view = handle.get_slice(name)
             if (dtype := DTYPES.get(view.get_dtype())) is None:
@@ -178,17 +180,17 @@ def torch_file(file: Path) -> dict[str, Tensor]:
 # --- a checkpoint of our own ------------------------------------------------------------------------------------------
 
 
-def is_checkpoint(path: Path) -> bool:
+def contains_checkpoint(path: Path) -> bool:
     return _checkpoint(path) is not None
 
 
 def _checkpoint(path: Path) -> Path | None:
     """Return the last checkpoint in a folder of `run --save` or `engine.save`, or the folder itself."""
     for folder in (path / "checkpoint", path):
-        if folder.is_dir() and is_one(folder):
+        if folder.is_dir() and is_checkpoint(folder):
             return folder
-        if folder.is_dir() and generations(folder):
-            return newest(folder)
+        if folder.is_dir() and (present := generations(folder)):
+            return present[0].path
     return None
 
 

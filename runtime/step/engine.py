@@ -51,7 +51,7 @@ from shardc.runtime.step.saver import Saver
 from shardc.runtime.step.schedulers import SchedulerOf
 from shardc.runtime.step.update import Update
 from shardc.runtime.zero.buckets import Buckets
-from shardc.runtime.zero.optimizer_list import class_of, lr_rates
+from shardc.runtime.zero.optimizer_list import class_of, learning_rates
 
 
 class Engine:
@@ -60,7 +60,7 @@ class Engine:
     Made by `program.engine(...)`, in each process of torchrun or each thread of loopback.
 
     model: source of the weights: an nn.Module (not changed), a function that builds it, a state_dict or files; see
-        shardc.runtime.state.local_parameters. Each rank makes only its own part; nothing is broadcast.
+        shardc.runtime.state.weights. Each rank makes only its own part; nothing is broadcast.
     weights: files (or a state_dict) whose weights replace the model's; each rank reads its part. A weight that they do
         not have stays the model's. `.weight_notes` says where the weights came from.
     optimizer: params -> torch optimizer, or a list of them; None: no update, for evaluation and gradients only. params:
@@ -268,9 +268,9 @@ class Engine:
 
     def _run(self, interpreter: Interpreter, values: Values) -> step_graph.Result:
         """Run all microbatches, forward and backward; return (loss, new buffers, values beside the loss)."""
-        buckets, scaler = self.buckets, self._optimizer_half.scaler
+        buckets, update = self.buckets, self._optimizer_half
         # gradients come to buckets by `ops.accumulate`; `ops.launch` in the backward graph calls `launch`
-        hooks = StepHooks(buckets.start, buckets.pause, buckets.launch, buckets.reduce, self._optimizer_half.scale)
+        hooks = StepHooks(buckets.start, buckets.pause, buckets.launch, buckets.start_incomplete, update.scale)
         self.mesh.step.routings = [] if self._loads is not None else None
 
         def work(values: Values) -> step_graph.Result:
@@ -285,7 +285,7 @@ class Engine:
         if self._graphs is None:
             result = work(values)
         else:
-            scale = scaler.factor if scaler is not None else None
+            scale = update.scaler.factor if update.scaler is not None else None
             result = self._graphs.step((id(interpreter), scale), values, recorded)
         if self._loads is not None:
             self.loads, self.mesh.step.routings = self._loads(self.mesh.step.routings or ()), None
@@ -535,9 +535,9 @@ class Engine:
     # --- data
 
     def loader(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Loader:
-        """Return an iterable of epochs of this rank's parts of global batches, for `step(part, local=True)`.
+        """Return a loader: each `for` over it is an epoch of this rank's parts, for `step(part, local=True)`.
 
-        `save` and `load` keep its place.
+        Make it once. `save` and `load` keep its place.
         dataset: map-style (__getitem__, __len__), or iterable: then every rank reads the whole stream and keeps its own
             samples, and num_workers is at most 1.
         batch_size: samples in a global batch; default, and only valid value: the compiled one.
@@ -629,7 +629,7 @@ class Engine:
     @property
     def lr(self) -> float | None:
         """The first group's learning rate in the next step; None without an optimizer, or if it sets its own."""
-        return next(iter(lr_rates(self.optimizer)), None)
+        return next(iter(learning_rates(self.optimizer)), None)
 
     @property
     def step_count(self) -> int:

@@ -21,7 +21,7 @@ from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import Values
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.step.local_model import LocalModel
-from shardc.runtime.step.means import LOSS, NO_DIVISOR, MeanDivisors, Means
+from shardc.runtime.step.means import LOSS, NO_DIVISOR, SEVERAL_DIVISORS, MeanDivisors, Means
 
 
 class NoBatchesError(ShardcError):
@@ -62,7 +62,6 @@ class Evaluation:
     def losses(self, batches: Iterable[Any], *, local: bool) -> dict[str, float]:
         means = Means()
         divisors: dict[int, MeanDivisors] = {}
-        by_rows = False
         for batch in _some("engine.evaluate_all", batches):
             interpreter, values, loss, beside = self._run(batch, local=local)
             program = interpreter.program
@@ -70,9 +69,10 @@ class Evaluation:
                 divisors[id(program)] = MeanDivisors(program)
             divided_by = divisors[id(program)].of(self._model.mesh, values)
             means.add(program, loss, beside, inputs.rows(program), divided_by)
-            by_rows = loss is not None and LOSS not in divided_by
-        if by_rows:
+        if "loss" in means.undivided:
             self._model.mesh.note(NO_DIVISOR)
+        elif any(LOSS in d.several for d in divisors.values()):
+            self._model.mesh.note(SEVERAL_DIVISORS)
         return means.values()
 
     @torch.no_grad()

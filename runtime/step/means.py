@@ -10,7 +10,8 @@ is found in the model's graph and computed from the batch alone. The mean over s
     sum over batches of (mean * divisor(the batch's amounts)) / divisor(the amounts of all batches)
 
 which is the model's own formula for all rows in one batch, with its guards. A number that is not such a mean (a sum,
-the exponent of a mean, a sum of means over different things) has no divisor.
+the exponent of a mean) has no divisor. A sum of means over different things has that of the mean whose divisor comes
+from the batch: no weight is right for all of them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ NO_DIVISOR = (
     "the loss is not a mean with a divisor from the batch: the mean over several batches is weighted by their "
     "rows. For another weight, return (loss, {name: (sum, count)}) from the loss function, and read that name"
 )
+SEVERAL_DIVISORS = (
+    "the loss is a sum of means over different things: the mean over several batches is weighted by the one whose "
+    "divisor is known. For exact means, return (loss, {name: (sum, count)}) from the loss function, a pair for each"
+)
 #: Ops that keep a mean a mean over the same things.
 _THROUGH = {
     aten.neg.default,
@@ -57,6 +62,8 @@ _PLUS = {aten.add.Tensor, aten.sub.Tensor}
 _BY_NUMBER = {aten.mul.Tensor: -1, aten.mul.Scalar: -1, aten.div.Tensor: 1, aten.div.Scalar: 1}
 _MEANS = {aten.mean.default, aten.mean.dim}
 _SUMS = {aten.sum.default, aten.sum.dim_IntList}
+#: Ops whose result for two batches is the sum of theirs (`any` only asks whether it is 0).
+_ADDITIVE = {*_SUMS, *_MEANS, aten.count_nonzero.default, aten.any.default}
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,9 @@ class Means:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._divisors: dict[str, Divisor] = {}
+        self._by_rows: dict[str, tuple[float, float]] = {}  # sum and rows of each mean, if a batch has no divisor
+        #: Means of which some batch has no divisor: they are weighted by rows.
+        self.undivided: set[str] = set()
 
     def add(
         self,
@@ -113,9 +123,8 @@ class Means:
         divided_by: Mapping[str, Divisor],
     ) -> None:
         """Add one batch. values: of `rows` rows, undivided. divided_by: its divisors, from `MeanDivisors`."""
-        by_rows = Divisor.count(rows)
         if loss is not None:
-            self._add_mean("loss", loss, divided_by.get(LOSS, by_rows))
+            self._add_mean("loss", loss, divided_by.get(LOSS), rows)
         divide = divisors(program.outputs)
         for o in program.outputs:
             if o.name in divide or values[o.name].numel() != 1:
@@ -124,12 +133,17 @@ class Means:
             if o.divisor:
                 self._add(o.name, number, Divisor.count(values[o.divisor].item()))
             elif o.dtype.is_floating_point or o.dtype == torch.bool:
-                self._add_mean(o.name, values[o.name], divided_by.get(o.name, by_rows))
+                self._add_mean(o.name, values[o.name], divided_by.get(o.name), rows)
             else:
                 self._sums[o.name] = self._sums.get(o.name, 0) + number
 
-    def _add_mean(self, name: str, mean: Tensor, divisor: Divisor) -> None:
+    def _add_mean(self, name: str, mean: Tensor, divisor: Divisor | None, rows: int) -> None:
         """Add a mean with its weight. A mean of nothing is nan, and has weight 0."""
+        total, of_rows = self._by_rows.get(name, (0.0, 0.0))
+        self._by_rows[name] = total + float(mean) * rows, of_rows + rows
+        if divisor is None:
+            self.undivided.add(name)
+        divisor = divisor or Divisor.count(rows)
         self._add(name, float(mean) * divisor.value if divisor.value else 0.0, divisor)
 
     def _add(self, name: str, number: float, divisor: Divisor) -> None:
@@ -145,13 +159,16 @@ class Means:
         return {name: self._mean(name) if name in self._divisors else x for name, x in self._sums.items()}
 
     def _mean(self, name: str) -> float:
-        divisor = self._divisors[name].value
-        return self._sums[name] / divisor if divisor else float("nan")
+        total, divisor = self._by_rows[name] if name in self.undivided else (self._sums[name], self.counted(name))
+        return total / divisor if divisor else float("nan")
 
 
 @dataclass(frozen=True)
 class _Term:
-    """One of the means that a number is the sum of. divisors: nodes of the batch alone; size: elements."""
+    """One of the means that a number is the sum of. divisors: nodes of the batch alone; size: elements.
+
+    Without both it is no mean with a divisor that can be found.
+    """
 
     divisors: tuple[fx.Node, ...] = ()
     size: float | None = None
@@ -191,16 +208,21 @@ class MeanDivisors:
         finder = _Finder(sources, batch, inputs.rows(program))
         self._fixed: dict[str, Divisor] = {}
         self._formulas: dict[str, _Formula] = {}
+        #: Numbers that are sums of means over different things.
+        self.several: set[str] = set()
         for name, node in _numbers(program):
             terms = list(finder.terms(node))
             known: dict[Any, int] = {}
             by_batch = {(tuple(_computed(d, known) for d in t.divisors), t.size): t for t in terms if t.divisors}
-            sizes = {t.size for t in terms if not t.divisors and t.size is not None}
-            if len(by_batch) == 1:
-                (term,) = by_batch.values()
-                self._formulas[name] = _formula(term, batch)
-            elif len(sizes) == 1 and not by_batch:
-                self._fixed[name] = Divisor.count(*sizes)
+            sizes = {t.size for t in terms if not t.divisors}
+            counts = [size for size in sizes if size is not None]
+            formula = _formula(next(iter(by_batch.values())), batch) if len(by_batch) == 1 else None
+            if formula is not None:
+                self._formulas[name] = formula
+            elif len(counts) == 1 and not by_batch:
+                self._fixed[name] = Divisor.count(*counts)
+            if len(by_batch) + len(sizes) > 1:
+                self.several.add(name)
         nodes = tuple(n for f in self._formulas.values() for n in f.nodes())
         self._run = fx.GraphModule(nn.Module(), _slice(program, nodes)) if nodes else None
 
@@ -259,13 +281,15 @@ class _Finder:
         todo: list[tuple[fx.Node, _Term, float, fx.Node | None]] = [(number, _Term(), 1.0, None)]
         while todo:
             n, term, by_number, summed = todo.pop()
+            top = n
             operands = operands_of(n)
             fixed = [x for x in operands if self._decided(x)]
             of_model = [x for x in operands if x not in fixed]
             if n.target in _PLUS or n.target in _THROUGH:
                 todo += [(x, term, by_number, summed) for x in operands]
             elif n.target in _BY_NUMBER and len(operands) == 1:
-                todo.append((operands[0], term, by_number * _number(n) ** _BY_NUMBER[n.target], summed))
+                if factor := _number(n):  # a summand times 0 is no mean
+                    todo.append((operands[0], term, by_number * factor ** _BY_NUMBER[n.target], summed))
             elif op_name(n.target) in ("where", "masked_fill"):  # another value where the batch has nothing to count
                 todo += [(x, term, by_number, summed) for x in of_model]
             elif n.target in (aten.mul.Tensor, aten.div.Tensor) and len(of_model) == 1:
@@ -274,11 +298,16 @@ class _Finder:
             elif n.target in _SUMS:
                 todo.append((operands[0], term, by_number, summed or operands[0]))
             elif n.target in _MEANS and summed is None:
-                yield replace(term, size=float(_elements(operands[0]) // max(_elements(n), 1)))
+                while n.target in _MEANS | _THROUGH:
+                    n = operands_of(n)[0]
+                elements = _elements(n) / max(_elements(top), 1)
+                yield replace(term, size=elements if term.divisors or elements % self.rows == 0 else None)
             elif term.divisors:
                 yield term
             elif summed is not None and self._counts(by_number, summed):
                 yield replace(term, size=by_number)
+            elif any(x.op == "placeholder" for x in behind([n])):
+                yield term
 
     def _decided(self, node: fx.Node) -> bool:
         """Return whether a value depends on the batch alone."""
@@ -304,21 +333,30 @@ class _Finder:
 
     def _counts(self, number: float, summed: fx.Node) -> bool:
         """Return whether a Python number counts summed elements, as `x.numel()` does: a multiple of the rows."""
-        return number == int(number) > 0 and _elements(summed) % int(number) == 0 and int(number) % self.rows == 0
+        return (
+            math.isfinite(number)
+            and number == int(number) > 0
+            and _elements(summed) % int(number) == 0
+            and int(number) % self.rows == 0
+        )
 
 
 def _number(n: fx.Node) -> float:
-    """Return the number that a node multiplies or divides by; nan if there is none."""
+    """Return the number that a node multiplies or divides by; nan if there is none, or to divide by 0."""
     number: Any = n.args[1] if not isinstance(n.args[1], fx.Node) else n.args[0]
-    return float(number) if isinstance(number, (int, float)) and number else math.nan
+    divides = n.target in (aten.div.Tensor, aten.div.Scalar)
+    return float(number) if isinstance(number, (int, float)) and (number or not divides) else math.nan
 
 
 def _elements(node: fx.Node) -> int:
     return math.prod(value_of(node).shape)
 
 
-def _formula(term: _Term, batch: frozenset[str]) -> _Formula:
-    """Build the divisors of a term as a function of amounts. batch: names of placeholders."""
+def _formula(term: _Term, batch: frozenset[str]) -> _Formula | None:
+    """Build the divisors of a term as a function of amounts. batch: names of placeholders.
+
+    None: they depend on a number of the batch that does not add up, such as the longest row's length.
+    """
     made_of = behind(term.divisors)
     depends = {n for n in made_of if any(m.name in batch for m in behind([n]) if m.op == "placeholder")}
 
@@ -328,6 +366,10 @@ def _formula(term: _Term, batch: frozenset[str]) -> _Formula:
         return single and n in depends and n.target not in _SUMS | _MEANS
 
     leaves = [n for n in term.divisors[0].graph.nodes if n in behind(term.divisors, computed) and not computed(n)]
+    for n in (n for n in leaves if n in depends and n.op == "call_function"):
+        inner = (x for x in behind(operands_of(n)) if x in depends and x.op == "call_function")
+        if n.target not in _ADDITIVE or any(getattr(x.meta["value"], "shape", None) == () for x in inner):
+            return None
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     amounts = list[tuple[fx.Node | None, float]]()
     for n in (n for n in leaves if n in depends):

@@ -19,7 +19,7 @@ from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.schedulers import NewSchedule, SchedulerOf, Schedulers
 from shardc.runtime.zero.early_step import OverlappedStep
 from shardc.runtime.zero.offloaded_optimizer import Paged
-from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
+from shardc.runtime.zero.optimizer_kernels import prefer_fused
 
 
 class Update:
@@ -44,7 +44,7 @@ class Update:
         self.model, self.optimizer, self.trains, self._checks = model, optimizer, trains, checks
         program = model.program
         if optimizer is not None and model.mesh.device.type == "cuda" and not model.offload.places:
-            choose_as_on_gpu(optimizer)  # not with offload, where optimizer state moves between host and device
+            prefer_fused(optimizer)  # not with offload, where optimizer state moves between host and device
         self.new_schedule = NewSchedule(optimizer, scheduler) if optimizer is not None else None
         checks.optimizer(optimizer)  # before schedulers are made, which read its method `step`
         self.paged = Paged(optimizer, model.offload) if optimizer is not None and model.offload.places else None
@@ -52,7 +52,6 @@ class Update:
         self.schedule(schedule)
         self.scaler = LossScaler(program.loss_scale, model.mesh) if program.loss_scale is not None else None
         self._norm = GradNorm(program, model.owned, model.mesh)
-        self._unbucketed = [n for n in model.owned if n not in model.buckets.names]
         self.norm: Tensor | None = None
         self.whole, self._skipping, self._updated = True, False, False
         self._steps_early = self._sends_early = False
@@ -135,7 +134,7 @@ class Update:
 
     def finish_gradients(self) -> None:
         """Finish the gradients that are in no bucket, after all sums have ended; agree on an overflow."""
-        self.reduced(self._unbucketed)
+        self.reduced(self.model.buckets.unsummed)
         if self.scaler is not None:
             self.scaler.sync_overflow()
 

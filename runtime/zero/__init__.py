@@ -1,11 +1,10 @@
 """Keep parameters in buckets: what ZeRO shards over the data axes, and how gradients are summed.
 
-    bucket             one bucket: its flat buffer, the sum of its gradients, and its shards
+    bucket             one bucket: its flat buffer, the sum of its gradients, its shards, and ZeRO 3's gathers (the
+                       graphs decide when each starts: shardc.passes.joint.write)
     buckets            all buckets of a rank: when each starts its sum, and when the sum is waited for
     flat_partition     where each parameter is in a bucket's flat buffer, and which part a rank owns
-    gather             ZeRO 3: gathers ahead of use, freed after it, repeated in backward (those of forward are in
-                       the program: shardc.passes.gradient_buckets)
-    rounded_gather     the same, for parameters that are rounded to float8 before
+    rounded_gather     gathers a bucket of parameters that are rounded to float8 before
     optimizer          makes the user's optimizer update this rank's shards of parameters
     optimizer_check    tests on a small copy whether an optimizer may be sharded, or may step bucket by bucket
     early_step         steps the optimizer bucket by bucket, while later gradients are still being summed

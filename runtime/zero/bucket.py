@@ -30,7 +30,6 @@ from shardc.runtime.mesh import Work
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Home
 from shardc.runtime.zero.flat_partition import Flat, FlatShard
-from shardc.runtime.zero.gather import Gathered, views
 from shardc.runtime.zero.rounded_gather import RoundedGather
 from shardc.runtime.zero.trained_params import trained_params
 
@@ -51,7 +50,6 @@ class Bucket:
         index: int,
         mesh: Any,
         offload: Offload,
-        gathered: Gathered,
         last: Callable[[Bucket], bool],
         launched: Callable[[Bucket], None],
         *,
@@ -60,7 +58,7 @@ class Bucket:
         self.spec: ir.Bucket = program.buckets[index]
         self.sharded, self.whole, self.scatters = self.spec.zero > 0, self.spec.zero < 3, self.spec.zero > 1
         self.tag, self.mesh, self._aliased = f"bucket{index}", mesh, aliased
-        self._offload, self._gathered, self._last, self._launched = offload, gathered, last, launched
+        self._offload, self._last, self._launched = offload, last, launched
         # of a late bucket (tied weights: stages on other ranks use them too): the parameters that are trained anywhere
         self.trained_by_any = trained_params(program).intersection(self.spec.params) if self.spec.late else frozenset()
         self.flat = Flat.of(program, self.spec)
@@ -69,12 +67,12 @@ class Bucket:
         self.missing: set[str] = set()  # gradients that this backward still has to produce
         self.seen: set[str] = set()  # gradients that some backward of this step has produced
         self.sums: dict[str, Tensor] = {}  # sums of the last step, where their dtype is not the gradients'
-        self._kept: dict[str, Tensor] = {}  # gradients from before this step
-        self._buffer: Tensor | None = None
+        self._grads_before: dict[str, Tensor] = {}  # gradients from before this step
+        self.buffer: Tensor | None = None
         self._views: dict[str, Tensor] = {}
         self._in_buffer: set[str] = set()  # gradients that are in the buffer (its other elements are not written yet)
-        self._work, self._rest_work, self._gather = Work(), Work(), Work()
-        self._rest_started = False  # whether the sum over the other axes has started
+        self._work, self._others_work, self._gather = Work(), Work(), Work()
+        self._others_started = False  # whether the sum over the other axes has started
         self._final = False  # the running sum is the step's last
         self._sum: Tensor | None = None  # this rank's part of the gradients
         self._sum_output: Tensor | None = None  # the result of the running sum, to add to earlier ones
@@ -82,7 +80,7 @@ class Bucket:
         # parameters
         self.rank = mesh.coordinate(self.spec.shard) if self.sharded else 0
         self.runs: dict[str, FlatShard] = self.flat.runs(self.rank) if self.sharded else {}
-        self.rest = tuple(a for a in self.spec.axes if a != self.spec.shard)
+        self.other_axes = tuple(a for a in self.spec.axes if a != self.spec.shard)
         self.low, self.high = self.rank * self.flat.part, (self.rank + 1) * self.flat.part
         rounds = bool(self.spec.rounded) and not self.whole
         self._rounded = RoundedGather(self.spec, self.flat, self.runs, mesh, self.tag) if rounds else None
@@ -91,14 +89,17 @@ class Bucket:
         self._master: Tensor | None = None  # this rank's part, as stored
         self._home: Home | None = None  # where the master is, if it is not on the device
         self._versions = 0
-        self._kept_whole: tuple[Tensor, Work] | None = None  # `keep`: gathered parameters, until the last backward
+        self._held_gather: tuple[Tensor, Work] | None = None  # `keep`: gathered parameters, until the last backward
+        self._forward_gather: tuple[Tensor, Work] | None = None  # running, or not used yet
+        self._backward_gathers: list[Work] = []
 
     # --- parameters
 
     def adopt(self, name: str, p: nn.Parameter) -> Any:
-        """Take over a parameter; return what the program's graph gets: the parameter, or this bucket.
+        """Take over a parameter; return what the program's graph gets.
 
-        `ops.gather_start` and `ops.updated` take the bucket.
+        That is the parameter (or an alias of it, for a custom loop), or its bucket, which `ops.gather_start` and
+        `ops.updated` take.
         """
         if not self.sharded:
             self.owned[name] = p
@@ -128,7 +129,7 @@ class Bucket:
         return torch.zeros(self.flat.part, dtype=p.dtype, device=self.mesh.device)
 
     def ready(self) -> None:
-        """Make `.owned`, when all parameters are adopted."""
+        """Build `.owned`. Call it after `adopt` of all parameters."""
         if self._master is None:
             return
         # `.data` has its own version counter: in an engine gathers do not change `_version`, so `written` sees only
@@ -170,7 +171,7 @@ class Bucket:
 
     def publish(self) -> None:
         """Start to gather the other ranks' parts, after an update."""
-        self._kept_whole = None  # it has the values from before the update
+        self._held_gather = None  # it has the values from before the update
         if (flat := self._flat_params) is None:
             return
         assert self._master is not None
@@ -212,8 +213,8 @@ class Bucket:
 
     def start_gather(self, direction: str) -> tuple[Tensor, Work]:
         """Start to gather; return a flat tensor, and the work after which it holds the parameters."""
-        if self._kept_whole is not None:
-            return self._kept_whole
+        if self._held_gather is not None:
+            return self._held_gather
         assert self._master is not None
         if self._home is not None:
             part = self._offload.read(self._home, direction, self.spec.compute)
@@ -226,28 +227,49 @@ class Bucket:
             work = self.mesh.start_all_gather(part, whole, self.spec.shard, direction=direction, tag=self.tag)
             started = whole, work
         if self.spec.keep and self.mesh.step.trains:
-            self._kept_whole = started
+            self._held_gather = started
         return started
 
     def reset(self) -> None:
         """Drop a gather that was kept for the rest of the step."""
-        self._kept_whole = None
+        self._held_gather = None
 
     def gather(self) -> None:
-        """Start to gather for forward."""
-        self._gathered.start(self)
+        """Start to gather for forward, unless the gather is already running."""
+        if self._forward_gather is None:
+            self._forward_gather = self.start_gather("forward")
 
     def used(self) -> tuple[Tensor, ...]:
-        """Return the gathered parameters."""
-        return self.parts(self._gathered.take(self))
+        """Return the gathered parameters: views of a tensor that is freed with the last view."""
+        self.gather()
+        assert self._forward_gather is not None
+        (whole, work), self._forward_gather = self._forward_gather, None
+        work.wait()
+        return self.parts(whole)
 
     def regather(self) -> Callable[[], Tensor]:
-        """Start to gather for a backward graph; return a function that waits for it."""
-        return self._gathered.again(self)
+        """Start to gather for a backward graph; return a function that waits for the gathered tensor."""
+        whole, work = self.start_gather("backward")
+        self._backward_gathers.append(work)
+
+        def wait() -> Tensor:
+            if work in self._backward_gathers:
+                self._backward_gathers.remove(work)
+            work.wait()
+            return whole
+
+        return wait
+
+    def finish_gathers(self) -> None:
+        """Wait for the running gathers, and forget them: a step has ended, or failed halfway."""
+        for work in (*(self._forward_gather or ())[1:], *self._backward_gathers):
+            work.wait()
+        self._forward_gather, self._backward_gathers = None, []
 
     def parts(self, whole: Tensor) -> tuple[Tensor, ...]:
         """Return the parameters as views of a gathered tensor."""
-        return views(whole, self.flat.starts, self.flat.shapes)
+        each = zip(self.flat.starts, self.flat.sizes, self.flat.shapes, strict=True)
+        return tuple(whole[start : start + size].view(shape) for start, size, shape in each)
 
     # --- gradients
 
@@ -257,29 +279,24 @@ class Bucket:
         if not first:
             return
         self._work.wait()  # it may remain from a step that failed halfway
-        self._rest_work.wait()
-        self._rest_started = self._final = False
+        self._others_work.wait()
+        self._others_started = self._final = False
         self.seen, self._in_buffer, self.sums = set(), set(), {}
         self._sum = self._sum_output = self._sum_input = None
         if self.scatters:
             self._free()
-        self._kept = {n: p.grad for n, p in self.owned.items() if p.grad is not None}
+        self._grads_before = {n: p.grad for n, p in self.owned.items() if p.grad is not None}
         for p in self.owned.values():
             p.grad = None
 
-    @property
-    def buffer(self) -> Tensor | None:
-        """The buffer of whole gradients, or None."""
-        return self._buffer
-
     def _ensure_buffer(self) -> Tensor:
         """Return the buffer of whole gradients; make it when the first one arrives."""
-        if self._buffer is None:
-            self._buffer = torch.empty(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
+        if self.buffer is None:
+            self.buffer = torch.empty(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
             for start, stop in self.flat.gaps:
-                self._buffer[start:stop].zero_()
-            self._views, self._in_buffer = self._named(self._buffer), set()
-        return self._buffer
+                self.buffer[start:stop].zero_()
+            self._views, self._in_buffer = self._named(self.buffer), set()
+        return self.buffer
 
     def put(self, name: str) -> None:
         """Copy an arrived gradient into the buffer, and free the gradient's memory."""
@@ -295,7 +312,7 @@ class Bucket:
             if grad is not None:
                 self._add(name, grad)
         if not self.spec.keep or self._last(self):
-            self._kept_whole = None
+            self._held_gather = None
             self.launch()
             self._launched(self)
 
@@ -326,7 +343,7 @@ class Bucket:
         if not self.scatters:
             self._sum = buffer[self.low : self.high]
             self._reduce(buffer, self._sum)
-            self._sum_rest(self._sum, without_waiting=True)
+            self._sum_other_axes(self._sum, without_waiting=True)
             return
         self.advance_sum()
         self._sum_input = buffer
@@ -335,7 +352,7 @@ class Bucket:
         self._reduce(buffer, self._sum_output)
         self._final = not self.spec.late and self._last(self)  # late: see `close`, as another rank may be the last
         if self._final and self._sum is None:
-            self._sum_rest(self._sum_output, without_waiting=True)
+            self._sum_other_axes(self._sum_output, without_waiting=True)
 
     def _reduce(self, full: Tensor, part: Tensor) -> None:
         """Start to sum the full buffer into this rank's part."""
@@ -345,32 +362,34 @@ class Bucket:
             part.copy_(full[self.low : self.high])  # all ranks of the axis have the same gradient
 
     @property
-    def _rest_due(self) -> bool:
+    def _others_due(self) -> bool:
         """Whether a sum over the other axes has still to start."""
-        return not self._rest_started and bool(self.rest) and self.mesh.members(self.rest) > 1
+        return not self._others_started and bool(self.other_axes) and self.mesh.members(self.other_axes) > 1
 
-    def _sum_rest(self, part: Tensor, *, without_waiting: bool = False) -> None:
+    def _sum_other_axes(self, part: Tensor, *, without_waiting: bool = False) -> None:
         """Start the sum over the other axes, once a step.
 
         without_waiting: queue it behind the sum over the shard axis, on a mesh with streams; else do nothing.
         """
-        if not self._rest_due or (without_waiting and not self.mesh.streams):
+        if not self._others_due or (without_waiting and not self.mesh.streams):
             return
         with self.mesh.after(self._work) if without_waiting else nullcontext():
-            self._rest_work = self.mesh.start_all_reduce(part, self.rest, direction="backward", tag=self.tag)
-        self._rest_started = True
+            self._others_work = self.mesh.start_all_reduce(part, self.other_axes, direction="backward", tag=self.tag)
+        self._others_started = True
 
     def advance_sum(self) -> None:
-        """Wait for the running sum (not at ZeRO 0); after the step's last, start that over the other axes."""
+        """Wait for the running sum (ZeRO 1 to 3). After a step's last one, start the sum over the other axes."""
         if self._sum_output is not None:
             self._work.wait()
             self._sum = self._sum_output if self._sum is None else self._sum.add_(self._sum_output)
             self._sum_output = self._sum_input = None
             if self._final:
-                self._sum_rest(self._sum)
-        elif not self.scatters and self._sum is not None and (self._rest_due or not self.mesh.streams):  # ZeRO 1 on CPU
+                self._sum_other_axes(self._sum)
+        elif (
+            not self.scatters and self._sum is not None and (self._others_due or not self.mesh.streams)
+        ):  # ZeRO 1 on CPU
             self._work.wait()
-            self._sum_rest(self._sum)
+            self._sum_other_axes(self._sum)
 
     @property
     def final(self) -> bool:
@@ -381,20 +400,20 @@ class Bucket:
         """Start the sums that remain, after the step's last backward. Only with `scatters`."""
         if not self.scatters:
             return
-        if self._buffer is not None:  # the last backward did not reach this bucket
+        if self.buffer is not None:  # the last backward did not reach this bucket
             self.launch()
         self.advance_sum()
         if self._sum is None and self.trained_by_any:  # ranks of other stages sum with this one
             self._sum = torch.zeros(self.flat.part, dtype=self.spec.dtype, device=self.mesh.device)
         if self._sum is not None:
-            self._sum_rest(self._sum)
+            self._sum_other_axes(self._sum)
 
     def finish(self) -> None:
-        """Wait for the sums, and put the gradients into `.owned`, which then holds the only references."""
-        self._kept_whole = None
+        """Wait for the sums and set `.grad` of `.owned`; nothing else then holds the gradients."""
+        self._held_gather = None
         self._work.wait()
         self.advance_sum()
-        self._rest_work.wait()
+        self._others_work.wait()
         part, self._sum = self._sum, None
         if not self.sharded:
             self._set_grads(self._views)
@@ -405,18 +424,19 @@ class Bucket:
         self._free()
 
     def _free(self) -> None:
-        self._buffer, self._views = None, {}
+        self.buffer, self._views = None, {}
 
     def _set_grads(self, sums: dict[str, Tensor]) -> None:
+        """Set `.grad`: this step's sum, earlier gradients, and (custom loop) those of other loss terms."""
         for name, p in self.owned.items():
             # the new sum, plus gradients from before the step, plus those of loss terms outside of the graph (aliased)
-            others = [g for g in (self._kept.get(name), p.grad) if g is not None]
+            others = [g for g in (self._grads_before.get(name), p.grad) if g is not None]
             if name in (self.seen | self.trained_by_any) and name in sums:
                 others.insert(0, sums[name].to(p.dtype))
             p.grad = others[0] if others else None
             for g in others[1:]:
                 others[0].add_(g)
-        self._kept, self.sums = {}, {n: x for n, x in sums.items() if x.dtype != self.owned[n].dtype}
+        self._grads_before, self.sums = {}, {n: x for n, x in sums.items() if x.dtype != self.owned[n].dtype}
 
     def narrow(self) -> None:
         """Store gradients that were widened for the update in the buffers of their sums again, in that dtype."""

@@ -43,7 +43,6 @@ from shardc.ir.program import Program
 from shardc.runtime.offload import Offload
 from shardc.runtime.zero.bucket import Bucket, follow
 from shardc.runtime.zero.flat_partition import FlatShard
-from shardc.runtime.zero.gather import Gathered
 
 Reduced = Callable[[Sequence[str]], None]
 
@@ -52,10 +51,12 @@ class Buckets:
     """The buckets of one rank. params: whole local parameters by name, which are taken over one at a time.
 
     Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. With several backwards a step
-    (of microbatches and stages): `start(...)`, backward, `pause()` for each, `reduce()` after a stage's last, `finish`.
+    (of microbatches and stages): `start(...)`, backward, `pause()` for each, `start_incomplete()` after a stage's last,
+    `finish`.
 
-    .given: what the graph takes for each parameter: the parameter, or its bucket. .owned: what the optimizer steps, and
-    whose `.grad` is reduced: the parameters, or this rank's shard of each (1-d). .runs: where each such shard is.
+    .given: what the graph takes for each parameter: the parameter (or an alias of it, for a custom loop), or its
+    bucket. .owned: what the optimizer steps, and whose `.grad` is reduced: the parameters, or this rank's shard of each
+    (1-d). .runs: where each such shard is.
 
     A custom loop may add gradients up: if a parameter has a `.grad` when a step starts, the new sum is added to it (an
     engine clears it before). A parameter that no backward reaches counts as zeros in the sum, and keeps its `.grad`.
@@ -72,7 +73,6 @@ class Buckets:
     ) -> None:
         self.mesh = mesh
         offload = offload if offload is not None else Offload(OffloadPlaces(), mesh)
-        self._gathered = Gathered()
         coordinate_here = mesh.coordinate(program.axis) if program.axis else 0
         stages = (
             {s for s, coordinate in enumerate(program.schedule.placement) if coordinate == coordinate_here}
@@ -81,7 +81,7 @@ class Buckets:
         )
         indices = [i for i, b in enumerate(program.buckets) if not stages.isdisjoint(b.stages)]
         self._all = [
-            Bucket(program, i, mesh, offload, self._gathered, self._is_last, self._wait_for_earlier, aliased=aliased)
+            Bucket(program, i, mesh, offload, self._is_last, self._wait_for_earlier, aliased=aliased)
             for i in indices
             if program.buckets[i].zero or mesh.members(program.buckets[i].axes) > 1
         ]
@@ -95,7 +95,7 @@ class Buckets:
         #: ZeRO 2: the buckets that every backward sums; those that the running backward has yet to start.
         self._scattered = [b for b in self._all if b.scatters and b.whole]
         self._due: deque[Bucket] = deque()
-        self._active = False
+        self.active = False  # whether a step is between `start` and `finish`
         self._in_flight: list[Bucket] = []
         #: Called during backward with the parameters of a bucket whose sum is ready; None: `finish` reports all.
         self.early: Reduced | None = None
@@ -104,6 +104,7 @@ class Buckets:
         self.owned: dict[str, nn.Parameter] = {}
         for name, p in params.items() if isinstance(params, Mapping) else params:
             if name in self._of:
+                # a placeholder, so that names keep the program's order: `owned |= b.owned` replaces it
                 self.given[name], self.owned[name] = self._of[name].adopt(name, p), nn.Parameter()
                 continue
             self.given[name] = nn.Parameter(p.detach(), requires_grad=p.requires_grad) if aliased else p
@@ -141,11 +142,6 @@ class Buckets:
         """
         return len(self._all) > 1 and not self.mesh.streams and not any(b.spec.zero for b in self._all)
 
-    @property
-    def active(self) -> bool:
-        """Whether a step is between `start` and `finish`."""
-        return self._active
-
     # --- gradients
 
     @property
@@ -156,7 +152,7 @@ class Buckets:
     def start(self, stage: int = 0, first: bool = True, last: bool = True) -> None:
         """Prepare for a backward. first: of the step on this rank; last: of the step, of this pipeline stage."""
         if first:
-            self._next, self._active, self._in_flight, self._done = 0, True, [], set()
+            self._next, self.active, self._in_flight, self._done = 0, True, [], set()
             self._left = {b: set(stages) for b, stages in self._stages.items()}
         for b in self._all:
             if first or stage in self._stages[b]:
@@ -169,7 +165,7 @@ class Buckets:
         """End a backward that others of the same step may follow."""
         self._scatter(all_of_them=True)
 
-    def reduce(self) -> None:
+    def start_incomplete(self) -> None:
         """Start the sums that wait for gradients which did not come, after a stage's last backward."""
         for b in self._once:
             if not self._left[b]:
@@ -178,16 +174,16 @@ class Buckets:
 
     def reset(self, *, forward: bool = False) -> None:
         """Forget what a failed step left. No backward may run. forward: also gathers that a forward left."""
-        if self._active or forward:
-            self._gathered.finish()
         self._due.clear()
         for b in self._all:
+            if self.active or forward:
+                b.finish_gathers()
             b.reset()
-        self._active = False
+        self.active = False
 
     def _hook(self, bucket: Bucket, name: str) -> Callable[[Tensor], None]:
         def arrived(p: Tensor) -> None:
-            if self._active and p.grad is not None:  # a custom op may return None
+            if self.active and p.grad is not None:  # a custom op may return None
                 bucket.put(name)
 
         return arrived
@@ -229,7 +225,8 @@ class Buckets:
         self._scatter(all_of_them=True)
         self._left = {b: set() for b in self._all}
         self._start_once(all_of_them=True)
-        self._gathered.finish()
+        for b in self._all:
+            b.finish_gathers()
         left = [b for b in self._all if b not in self._done]
         for b in left:
             b.close()
@@ -239,7 +236,7 @@ class Buckets:
             b.finish()
             if reduced is not None:
                 reduced(b.spec.params)
-        self._active = False
+        self.active = False
 
     def kept_sums(self) -> Callable[[], None]:
         """Return a function that restores the sums of this step, for a recorded step (step_graph.py)."""

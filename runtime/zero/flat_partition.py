@@ -4,13 +4,14 @@
     the same, 2 ranks                             a a a a a - - - | b b b - c c c c        each rank keeps 8 elements
 
 Parameters and parts begin at multiples of 16 bytes, for kernels that read 16 bytes at once (grouped products reject
-other addresses). A bucket has as many parts as ranks. The gaps are padding, which is never read.
+other addresses). A bucket has as many parts as ranks. The gaps are padding: collectives send it, ops never use it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import accumulate
 
 from shardc.ir.buckets import Bucket
@@ -41,30 +42,30 @@ class Flat:
         aligned = max(ALIGNMENT // min(d.itemsize for d in dtypes), 1)
         return cls(bucket.params, shapes, program.mesh.size(bucket.shard) if bucket.shard else 1, aligned)
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         return [math.prod(s) for s in self.shapes]
 
     def _up(self, elements: int) -> int:
         return -(-elements // self.aligned) * self.aligned
 
-    @property
+    @cached_property
     def starts(self) -> list[int]:
         """The offset of each parameter in the buffer."""
         return list(accumulate(map(self._up, self.sizes), initial=0))[:-1]
 
-    @property
+    @cached_property
     def part(self) -> int:
         """Elements that each rank keeps."""
         return self._up(-(-sum(map(self._up, self.sizes)) // self.ranks))
 
-    @property
+    @cached_property
     def gaps(self) -> list[tuple[int, int]]:
         """The padding of the buffer, (start, stop) of each stretch."""
         ends = [start + size for start, size in zip(self.starts, self.sizes, strict=True)]
         return [(end, start) for end, start in zip(ends, [*self.starts[1:], self.padded], strict=True) if end < start]
 
-    @property
+    @cached_property
     def padded(self) -> int:
         """Elements of the whole buffer, padding included."""
         return self.part * self.ranks
@@ -79,29 +80,22 @@ class Flat:
         return runs
 
 
-class Stretches:
-    """The flat shard of each parameter of a program that ZeRO leaves to each rank."""
+class FlatShards:
+    """The flat shard of each parameter on each rank."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._flats: dict[int, Flat] = {}
-        self._runs: dict[tuple[int, int], dict[str, FlatShard]] = {}
-        self._places: dict[tuple[str, int], int] = {}
+        flat = cache(lambda bucket: Flat.of(program, program.buckets[bucket]))
+        self._place = cache(lambda axis, rank: program.mesh.group(rank, (axis,)).index(rank))
+        self._runs = cache(lambda bucket, place: flat(bucket).runs(place))
 
     def of(self, p: Param, rank: int) -> FlatShard | None:
         """Return the shard of a parameter's flattened local part that a rank keeps; None: all of it."""
         bucket = self._program.bucket(p)
         if bucket is None or not bucket.zero:
             return None
-        if p.bucket not in self._flats:
-            self._flats[p.bucket] = Flat.of(self._program, bucket)
-        if (bucket.shard, rank) not in self._places:
-            group = self._program.mesh.group(rank, (bucket.shard,))
-            self._places[bucket.shard, rank] = group.index(rank)
-        place = self._places[bucket.shard, rank]
-        if (p.bucket, place) not in self._runs:
-            self._runs[p.bucket, place] = self._flats[p.bucket].runs(place)
-        return self._runs[p.bucket, place][p.name]
+        runs: dict[str, FlatShard] = self._runs(p.bucket, self._place(bucket.shard, rank))
+        return runs[p.name]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Step an optimizer whose state is kept outside of the device, page by page.
 
-    fetch 1 | step 1, fetch 2 | put 1, step 2 | fetch 3 | step 3, put 2 | ...       fetch and put run in the background
+    fetch 1 | step 1, fetch 2 | step 2, put 1, fetch 3 | step 3, put 2, fetch 4 | ...    fetch, put: in the background
 
 A page is some parameters with their state; at most two pages are on the device. The optimizer is tested for whether
 stepping page by page equals one step of all. One that, say, scales every update by the norm of all of them is refused.
@@ -122,9 +122,9 @@ class Paged:
             if isinstance(x, Tensor) and (_moves(x, self._offload.device) or self._is_stored(p, key, x))
         ]
         forms = {(p, key): torch.empty_like(x, device="meta") for p, key, x in away}  # dense strides
-        new = [slot_of for slot_of, form in forms.items() if not self._fits(*slot_of, form)]
+        new = [key for key, form in forms.items() if not self._fits(*key, form)]
         if new:  # in one piece, before anything moves, as missing room ends the run
-            slot = self._offload.places["optimizer"].slot(room_of(forms[slot_of] for slot_of in new))
+            slot = self._offload.places["optimizer"].slot(room_of(forms[key] for key in new))
             for p, key in new:
                 self._state.setdefault(p, {})[key] = Home(slot.take(forms[p, key]), slot)
         self._offload.mover.put([(x, self._state[p][key]) for p, key, x in away])

@@ -1,7 +1,7 @@
-"""Update parts of parameters (ZeRO >= 1), by any optimizer that treats every element separately.
+"""Give the user's optimizer stand-ins to group, then this rank's flat shards (ZeRO 1 to 3).
 
 The user's function makes its optimizer from `stand_in`s: parameters of the whole local shapes with the memory of one
-element. So it can group them by name or shape. Then the groups get this rank's stretches of them.
+element. So it can group them by name or shape. Then the groups get this rank's flat shards of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardc.runtime.zero.optimizer_check import has_param_shape
 
 
 def stand_in(shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
-    """Return a read-only parameter of a shape that takes no memory, with the device and dtype of `like`."""
+    """Return a read-only parameter with the memory of one element. like: has its device and dtype."""
     return nn.Parameter(
         torch.zeros((), dtype=like.dtype, device=like.device).expand(shape), requires_grad=like.requires_grad
     )
@@ -29,7 +29,7 @@ def replace_stand_ins(
     owned: Mapping[str, nn.Parameter],
     runs: Mapping[str, FlatShard],
 ) -> None:
-    """Replace `stand_ins` by this rank's stretches, in the optimizer's groups and in existing state."""
+    """Replace `stand_ins` by this rank's flat shards, in the optimizer's groups and in existing state."""
     name_of = {id(stand_ins[n]): n for n in runs}
     for group in optimizer.param_groups:
         group["params"][:] = [

@@ -8,8 +8,8 @@
 
 SGD, Adam and all others that treat every element separately pass all three. An optimizer that scales its updates by the
 norm of all of them passes none. One that sees a parameter as a matrix (Muon, Adafactor) fails the third. One that
-counts its steps fails the first only. Without the test each rank would train by the part that it sees, and ranks that
-hold the same parameter would drift apart.
+counts its steps in an attribute fails only the first; a count in a group is fine. Without the test each rank would
+train by the part that it sees, and ranks that hold the same parameter would drift apart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardc.runtime.zero.optimizer_list import members_of
 from shardc.torch_private import TorchDispatchMode, no_modes
 
 _STEPS, _SIDE = 3, 4
-_LR = 1e-2  # at least: a warm-up may begin at 0, and 16-bit numbers ignore small updates, so that nothing would differ
+_LR = 1e-2  # the smallest tried rate: with 0, or a rate too small for 16 bits, all orders would look equal
 #: The largest difference of a step in pieces, relative to the update: vector instructions round the last digits
 #: differently.
 _SLACK = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -56,7 +56,7 @@ class ParamSharding:
     shape: tuple[int, ...] | None = None
 
     def parts(self, x: Tensor) -> list[Tensor]:
-        """Cut x into two parts in each dim, of unequal size, perhaps empty."""
+        """Cut x in two along each split dim; the parts are unequal, perhaps empty."""
         parts = [x] if self.dims else [x.reshape(-1)]
         for d in self.dims or (0,):
             first = math.ceil(parts[0].shape[d] / 3)
@@ -67,7 +67,7 @@ class ParamSharding:
 def check_sharded(
     program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], runs: Mapping[str, FlatShard]
 ) -> None:
-    """Raise ShardcError for an optimizer that updates parts in another way than the whole model.
+    """Raise ShardcError if the optimizer updates parts of a parameter differently from the whole.
 
     params: the whole local parts, by name, from which it was made. runs: the stretches of those that will be cut.
     """
@@ -87,7 +87,7 @@ def _check_sharded(
     if not shardings and not program.axis:
         return
     kind = type(optimizer).__name__
-    first = next(
+    reason = next(
         iter(shardings.values()),
         ParamSharding(
             (),
@@ -101,27 +101,28 @@ def _check_sharded(
         if program.matrices is None
         else "make it by module.optimizer(lambda params: ...), which gives each matrix to one rank"
     )
-    fix = f"use an optimizer that updates each element separately (SGD, Adam, AdamW, ...), or {how}, or {first.instead}"
-    samples, grads, one = _try_steps(optimizer, shardings, first, fix)
+    fix = (
+        f"use an optimizer that updates each element separately (SGD, Adam, AdamW, ...), or {how}, or {reason.instead}"
+    )
+    samples, grads, one = _try_steps(optimizer, shardings, reason, fix)
     whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
     if runs:
-        _check_skips(optimizer, shardings, first, samples, grads)
+        _check_skips(optimizer, shardings, reason, samples, grads)
     try:
         two = pieces.run(samples, grads, cut=True)
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
-        fault = f"the optimizer {kind} needs whole parameters ({type(e).__name__} on parts: {e}), and {first.why}"
-        raise ShardcError(fault, where=first.where, fix=fix) from e
+        fault = f"the optimizer {kind} needs whole parameters ({type(e).__name__} on parts: {e}), and {reason.why}"
+        raise ShardcError(fault, where=reason.where, fix=fix) from e
     for m, before, (after,), parts in zip(whole.members, samples, one, two, strict=True):
         if m.sharding is not None and not _same(m.sharding.parts(before), m.sharding.parts(after), parts, _SLACK):
-            reason = f"it updates their parts in another way, and {m.sharding.why}"
-            fault = f"the optimizer {kind} needs whole parameters: {reason}"
-            raise ShardcError(fault, where=m.sharding.where, fix=fix)
+            fault = f"the optimizer {kind} needs whole parameters: it updates their parts in another way"
+            raise ShardcError(f"{fault}, and {m.sharding.why}", where=m.sharding.where, fix=fix)
 
 
 def _check_skips(
     optimizer: Optimizer,
     shardings: Mapping[Tensor, ParamSharding],
-    first: ParamSharding,
+    reason: ParamSharding,
     samples: Sequence[Tensor],
     grads: Sequence[Sequence[Tensor]],
 ) -> None:
@@ -133,9 +134,9 @@ def _check_skips(
     except Exception as e:  # the user's own optimizer
         kind = type(optimizer).__name__
         fault = f"the optimizer {kind} fails where a parameter has no gradient ({type(e).__name__}: {e})"
-        fault += f", and ranks that have no part of a small one have none: {first.why}"
+        fault += f", and ranks that have no part of a small one have none: {reason.why}"
         fix = "make its step skip a parameter whose .grad is None, as torch's optimizers do"
-        raise ShardcError(fault, where=first.where, fix=fix) from e
+        raise ShardcError(fault, where=reason.where, fix=fix) from e
 
 
 def _closure_of(optimizer: Optimizer) -> str:
@@ -150,13 +151,13 @@ def _closure_of(optimizer: Optimizer) -> str:
 
 def check_matrices(optimizer: Optimizer) -> None:
     """Raise ShardcError if whole matrices are updated depending on others, which other ranks own."""
-    first = ParamSharding((), "other ranks own the others", "optimizer", "")
+    reason = ParamSharding((), "other ranks own the others", "optimizer", "")
     fix = "use an optimizer that updates each parameter separately, or leave optimizer: {matrices: ...} out"
-    _try_steps(optimizer, {}, first, fix)
+    _try_steps(optimizer, {}, reason, fix)
 
 
 def _try_steps(
-    optimizer: Optimizer, shardings: Mapping[Tensor, ParamSharding], first: ParamSharding, fix: str
+    optimizer: Optimizer, shardings: Mapping[Tensor, ParamSharding], reason: ParamSharding, fix: str
 ) -> tuple[list[Tensor], list[list[Tensor]], list[list[Tensor]]]:
     """Try an optimizer; return (values, gradients by step, values after the steps).
 
@@ -164,11 +165,9 @@ def _try_steps(
     """
     kind = type(optimizer).__name__
     if closure := _closure_of(optimizer):
-        fault = (
-            f"the optimizer {kind} needs whole parameters: its step({closure}) evaluates the loss of all of them again"
-        )
+        fault = f"the optimizer {kind} needs all parameters on one rank: its step({closure}) computes the loss again"
         fix = f"use an optimizer whose step takes no {closure}, such as any optimizer of torch except LBFGS"
-        raise ShardcError(f"{fault}, and {first.why}", where=first.where, fix=fix)
+        raise ShardcError(f"{fault}, and {reason.why}", where=reason.where, fix=fix)
     try:
         whole, more = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings, copies=2)
         samples, grads = more.data()
@@ -185,13 +184,13 @@ def _try_steps(
             f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e}), so it is unknown "
             "whether it may update parts"
         )
-        raise ShardcError(f"{fault}, and {first.why}", where=first.where, fix=fix) from e
+        raise ShardcError(f"{fault}, and {reason.why}", where=reason.where, fix=fix) from e
     if not all(_same([before], a, b, _SLACK) for before, a, b in zip(samples, one, every[:n], strict=True)):
         fault = (
-            f"the optimizer {kind} updates a parameter depending on others, and no rank has all of them: {first.why}"
+            f"the optimizer {kind} updates a parameter depending on others, and no rank has all of them: {reason.why}"
         )
         clips = "if it clips gradients, use the engine's option: clip_norm=1.0, --clip 1.0; else "
-        raise ShardcError(fault, where=first.where, fix=clips + fix)
+        raise ShardcError(fault, where=reason.where, fix=clips + fix)
     return samples, grads, one
 
 
@@ -242,7 +241,7 @@ _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.
 
 
 def multiplies(optimizer: Optimizer) -> bool:
-    """Return whether a step multiplies matrices, so that its work grows with their sides' third power.
+    """Return whether a step multiplies matrices: its work is cubic in their size.
 
     Products of a column and a row (Adafactor) do not count.
     """

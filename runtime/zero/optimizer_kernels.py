@@ -22,7 +22,7 @@ IMPLEMENTATIONS = ("foreach", "fused")
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 
-def choose_as_on_gpu(optimizer: Optimizer) -> None:
+def prefer_fused(optimizer: Optimizer) -> None:
     """Set `fused` in groups that leave the implementation open and have no state yet."""
     for member in members_of(optimizer):
         for group in member.param_groups:

@@ -1,8 +1,8 @@
 """Combine several optimizers in one, such as Muon for matrices and AdamW for the rest.
 
-An engine makes it of a list. To the rest of the runtime it is one optimizer with the groups of all. Each member keeps
-its state and settings, and is tested separately for whether it may be sharded or stepped in pieces
-(shardc.runtime.zero.optimizer_check).
+An engine builds it from the list that `optimizer(params)` returns. To the rest of the runtime it is one optimizer with
+the groups of all. Each member keeps its state and settings, and is tested separately for whether it may be sharded or
+stepped in pieces (shardc.runtime.zero.optimizer_check).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def as_one(returned: Any) -> Optimizer:
     return OptimizerList(several, returned)
 
 
-def lr_rates(optimizer: Optimizer | None) -> list[float | None]:
+def learning_rates(optimizer: Optimizer | None) -> list[float | None]:
     """Return the learning rate of each group; None if the optimizer computes it (Adafactor with lr=None)."""
     groups = optimizer.param_groups if optimizer is not None else []
     return [float(lr) if (lr := g.get("lr")) is not None else None for g in groups]
@@ -144,4 +144,4 @@ def lr_rates(optimizer: Optimizer | None) -> list[float | None]:
 
 def rates_text(values: Iterable[float | None], form: str = "") -> str:
     """Format the different rates, in their order, each once. form: of `format`."""
-    return ", ".join("its own" if lr is None else format(lr, form) for lr in dict.fromkeys(values))
+    return ", ".join("computed by the optimizer" if lr is None else format(lr, form) for lr in dict.fromkeys(values))

@@ -1,6 +1,7 @@
 """Gather parameters that all ops round by `fp8_round`: they are rounded before, and sent in 8 bits.
 
-    scales      each rank finds the largest numbers of its stretches; one all_reduce makes them those of whole granules
+    scales      each rank finds the largest numbers of its stretches; one all_reduce for each set of axes makes them
+                the maxima of whole granules
     message     a byte for each element of the rank's part
     whole       all ranks' bytes times the scales, in the dtype that ops take
 

@@ -20,12 +20,8 @@ def trained_params(program: Program) -> frozenset[str]:
 
 def trained_by(program: Program, stage: Stage) -> tuple[str, ...]:
     """Return the names of parameters that gradients reach in a stage, in the order of backward."""
-    crossing, params = {name for e in program.edges for name, _ in e.differentiable()}, {p.name for p in program.params}
-    returned: Any = stage.graph.output_node().args[0]
-    loss: fx.Node | None = returned[0]
-    sent: tuple[fx.Node, ...] = returned[2] if len(returned) > 2 else ()
-    reached: set[fx.Node] = {n for n in sent if n.name in crossing} | ({loss} if loss is not None else set())
-    reached = {n for n in reached if requires_grad(n)}
+    params = {p.name for p in program.params}
+    reached = {n for n in backward_roots(program, stage) if requires_grad(n)}
     trained = {n.name: None for n in reached if n.name in params}  # parameters that are returned unchanged
     for n in reversed(stage.graph.nodes):
         if n in reached:
@@ -33,6 +29,14 @@ def trained_by(program: Program, stage: Stage) -> tuple[str, ...]:
             reached.update(following)
             trained |= dict.fromkeys(x.name for x in following if x.name in params)
     return tuple(trained)
+
+
+def backward_roots(program: Program, stage: Stage) -> list[fx.Node]:
+    """Return the values at which backward may begin: sent ones that get gradients, and the loss."""
+    crossing = {name for e in program.edges for name, _ in e.differentiable()}
+    returned: Any = stage.graph.output_node().args[0]
+    loss, _, *sent = returned
+    return [n for n in (sent[0] if sent else ()) if n.name in crossing] + ([loss] if loss is not None else [])
 
 
 def _gradients_of(node: fx.Node) -> list[fx.Node]:

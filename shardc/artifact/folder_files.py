@@ -14,7 +14,7 @@ from torch import Tensor
 from shardc import text_file
 from shardc.errors import Errors, ShardcError
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.tensor_file import opened
+from shardc.runtime.state.tensor_file import open_safetensors
 
 MANIFEST, LAYOUTS, SPEC, CONSTANTS, SCHEDULE = (
     "manifest.json",
@@ -75,7 +75,7 @@ class FolderFiles:
                 continue
             try:
                 if name == CONSTANTS:  # may be as large as the model: not kept, and its header is checked first
-                    opened(path)
+                    open_safetensors(path)
                     actual = digest(path)
                 else:
                     self._held[name] = disk_calls.read_file(path, text_file.LARGEST)
@@ -152,7 +152,7 @@ class FolderFiles:
         if CONSTANTS not in self:
             return {}
         try:
-            file = opened(self.folder / CONSTANTS)
+            file = open_safetensors(self.folder / CONSTANTS)
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
         except OSError as e:
             raise self._unreadable(CONSTANTS, e) from None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, fx
 
 from shardc.errors import Errors, ShardcError
@@ -33,16 +35,25 @@ class Leaves:
         self.nodes: list[fx.Node | None] = []  # of the tensors, while they are traced
         errors = Errors()
         for path, x in flat:
+            name = ".".join(str(_key(k)) for k in path) or "it"
             if isinstance(x, np.ndarray):  # baked in, it would be the same in every step
-                fault = f"{'.'.join(str(_key(k)) for k in path) or 'it'} is a numpy array, not a tensor"
+                fault = f"{name} is a numpy array, not a tensor"
                 errors.add(fault, where="batch", fix="torch.from_numpy(...) makes a tensor of it")
             if type(x).__name__ == "BlockMask":  # by name: its module takes long to import
-                fault = f"{'.'.join(str(_key(k)) for k in path) or 'it'} is a block mask of flex_attention"
+                fault = f"{name} is a block mask of flex_attention"
                 fix = (
                     "pass the tensors that its mask_mod reads, and make the mask in forward: "
                     "create_block_mask(mask_mod, ...)"
                 )
                 errors.add(f"{fault}, which would be the same in every step", where="batch", fix=fix)
+            if is_dataclass(x):
+                fault = f"{name} is a {type(x).__name__}, in which tensors are not found"
+                errors.add(fault, where="batch", fix=f"torch.export.register_dataclass({type(x).__name__}), or a dict")
+            if isinstance(x, Tensor) and (x.is_nested or x.layout != torch.strided):
+                kind, fix = (
+                    ("nested", "torch.nested.to_padded_tensor(x, 0)") if x.is_nested else ("sparse", "x.to_dense()")
+                )
+                errors.add(f"{name} is a {kind} tensor, which cannot be split", where="batch", fix=f"pass {fix}")
         if not self.tensors and not errors.found:
             lists = _lists(batch)
             fault = f": {lists[0]} is a list" if lists else ""

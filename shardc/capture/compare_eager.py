@@ -121,6 +121,14 @@ def prove(
         try:
             with patches.replaced_tensors(model, tensors):  # backward too: a reentrant checkpoint runs the model again
                 want, *beside = eager(whole)
+                if any(isinstance(x, FakeTensor) for x in (want, *beside)):
+                    raise ShardcError(
+                        "forward reads a tensor that it computed from weights or the batch in an earlier call, and "
+                        "kept (functools.lru_cache, a list, a global)",
+                        where="the model's forward",
+                        fix="compute it in every call, or keep it in a buffer that forward changes in place; clear "
+                        "what is kept: it is now a tensor without data",
+                    )
                 forwarded = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
                 want_grads = _grads(want, trained)
                 after = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}

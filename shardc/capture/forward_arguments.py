@@ -68,7 +68,7 @@ def _fitting(forward: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[
         return f"add {', '.join(map(repr, lacking))} to the batch"
     if unknown:
         fix = f"leave {', '.join(map(repr, unknown))} out of the batch"
-        return f"{fix}, or define loss(output, batch), which gets every key"
+        return f"{fix}, or add loss(output, batch), which gets every key (in Python: compile(..., loss=loss))"
     return "a dict passes forward's arguments by name, a tuple by position; a tensor is the first one"
 
 

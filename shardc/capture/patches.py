@@ -22,7 +22,7 @@ from shardc.capture.refusals import PACKED, PADDED
 from shardc.capture.rewrite import autograd_function
 from shardc.errors import Errors, ShardcError
 from shardc.ir import source
-from shardc.runtime.state.quantized import consists
+from shardc.runtime.state.quantized import is_composite
 from shardc.torch_modes import untraced
 from shardc.torch_private import (
     FakeTensor,
@@ -68,6 +68,9 @@ def check_hooks(model: nn.Module) -> None:
                     " the whole weight (leave it out of `shard`, and data.zero: 0)"
                 ),
             )
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.layout != torch.strided or x.is_nested:
+            errors.add("a sparse or nested tensor cannot be split", where=name, fix="make it dense: x.to_dense()")
     for name, p in model.named_parameters():
         tables = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)
         if hooks := [hook for table in tables if table for hook in table.values()]:
@@ -98,7 +101,7 @@ def check_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         where = name or "the model"
         if isinstance(module, (DataParallel, DistributedDataParallel)):
-            fault = f"the model is wrapped in {type(module).__name__}, which splits the batch and sums gradients itself"
+            fault = f"it is wrapped in {type(module).__name__}, which splits the batch and sums gradients itself"
             path = f"{name}.module" if name else "model.module"
             errors.add(fault, where=where, fix=f"pass the wrapped {path}: `mesh: {{dp: ...}}` of the spec does that")
             break
@@ -161,6 +164,16 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
             fix="remove register_hook; a custom gradient can be written as x + (y - x).detach()",
         )
 
+    def seed(number: int) -> Any:
+        if not source.is_models(sys._getframe(1).f_code.co_filename):
+            return seeded(number)
+        place = source.of_call()
+        raise ShardcError(
+            f"forward seeds torch's random numbers, which a program does not draw ({place.shown})",
+            where=place.line,
+            fix="draw them once in __init__, into a buffer: self.register_buffer('noise', torch.randn(...))",
+        )
+
     def packed(original: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         if not isinstance(x, FakeTensor):
             return original(x, *args)
@@ -200,7 +213,7 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
             )
         enter(self)
 
-    grad, put, enter = Tensor.requires_grad_, nn.Module._apply, torch.no_grad.__enter__
+    grad, put, enter, seeded = Tensor.requires_grad_, nn.Module._apply, torch.no_grad.__enter__, torch.manual_seed
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.no_grad, "__enter__", without_gradients))
         for norm in (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm):
@@ -214,6 +227,7 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
         # distributions check the values of their arguments, on which a captured graph cannot branch; eager runs still
         # do
         stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
+        stack.enter_context(mock.patch.object(torch, "manual_seed", seed))
         stack.enter_context(mock.patch.object(torch.Tensor, "register_hook", hook))
         stack.enter_context(mock.patch.object(torch.Tensor, "register_post_accumulate_grad_hook", hook))
         yield
@@ -307,7 +321,7 @@ def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         device = torch.device(target)
         if device.type not in (self.device.type, "cpu", "meta") and not torch.get_device_module(device).is_available():
             raise RuntimeError(f"Invalid device {device}: not linked with support for it")  # as .cuda() does
-    if consists(self):  # torch would pass this patch to the tensor's own method, which knows only torch's
+    if is_composite(self):  # torch would pass this patch to the tensor's own method, which knows only torch's
         cls: Any = type(self)
         result: Tensor = cls.__torch_function__(_TO, (type(self),), (self, *args), kwargs)
         return result

@@ -19,7 +19,7 @@ from shardc.ir import source
 from shardc.ir.graph import source_of
 from shardc.ir.source import Source
 from shardc.runtime.stage import op_errors
-from shardc.torch_private import DATA_DEPENDENT
+from shardc.torch_private import DATA_DEPENDENT, SIZE_DEPENDENT
 
 DATA = "data-dependent"  # in `Cause.raised`: any error of tracing that means that Python read a tensor's value
 MASK = "keep the size and mask instead: torch.where(mask, x, 0), and divide sums by mask.sum()"
@@ -89,6 +89,7 @@ OBJECT = (
     "an op takes a generator, or another Python object of the model",
     "leave generator= out: random numbers follow from the seed of the step",
 )
+COPIED = "forward makes a copy with copy.deepcopy", "use x.clone(); copy a module once, in __init__"
 PACKED = "packed sequences have a size that depends on the lengths' values"
 PADDED = "feed the padded sequences and leave padding out of the loss; pick each row's last step with gather"
 #: Ops that draw by rejection.
@@ -127,6 +128,18 @@ REFUSALS = (
         "draw them outside of the model and pass them in with the batch, or make them of rand, randn, randint,"
         " bernoulli, exponential_ (Kumaraswamy for Beta)",
         op=REJECTION,
+    ),
+    Cause(
+        f"trunc_normal_ draws again until all numbers are inside of its bounds: how often {DEPENDS}",
+        "draw by the inverse: torch.special.ndtri(p + (q - p) * torch.rand_like(x)), p and q the normal distribution's"
+        " shares below the bounds",
+        raised=DATA,
+        code=r"trunc_normal_",
+    ),
+    Cause(
+        f"the residuals of lstsq have a size that {DEPENDS}",
+        "x = torch.linalg.pinv(a) @ b",
+        raised=r"linalg_lstsq",
     ),
     Cause(
         INSIDE,
@@ -178,6 +191,7 @@ REFUSALS = (
     ),
     Cause(NUMBER, KEEP, raised=DATA),
     Cause(NUMBER, KEEP, raised=r"unhashable type: non-nested SymInt"),  # a set of such numbers
+    Cause(*COPIED, raised=r"Cannot access data pointer|support the deepcopy protocol", code=r"\bdeepcopy\("),
     Cause(
         "elements of a tensor are read outside of torch's ops (a tuple of tensors as an index, an extension): the"
         f" result {DEPENDS}",
@@ -217,6 +231,12 @@ REFUSALS = (
         op=r"^transform ",
     ),
     Cause(*OBJECT, op=r"^object$"),
+    Cause(
+        "forward uses vmap on values that tracing cannot see",
+        "write it with batched ops: torch.einsum, broadcasting",
+        op=r"^fake$",
+        code=r"\bvmap\(",
+    ),
     Cause(*OBJECT, raised=r"argument of type: <class 'torch\._C\.Generator'>"),  # torch 2.11
     Cause(
         INSIDE,
@@ -273,11 +293,7 @@ REFUSALS = (
         "give that attribute another name",
         raised=r"submodule `[^`]*`: <bound method",
     ),
-    Cause(
-        "the model copies a tensor with copy.deepcopy",
-        "use x.clone()",
-        raised=r"support the deepcopy protocol",
-    ),
+    Cause(*COPIED, raised=r"support the deepcopy protocol"),
 )
 
 
@@ -350,10 +366,10 @@ def of_cause(error: BaseException, read: Sequence[str] = ()) -> ShardcError | No
     at, loop = source.of_exception(error), source.loops_of_exception(error)
     raised = "\n".join(f"{type(e).__name__}: {e}" for e in chain)
     if any(isinstance(e, DATA_DEPENDENT) for e in chain):
-        raised = DATA
+        raised = "\n".join([DATA, *(str(e) for e in chain if isinstance(e, SIZE_DEPENDENT))])
     for cause in REFUSALS:
         if cause.raised and cause.fits(raised, "", at.code, loop):
-            return _error(cause, at, at.line, read if raised == DATA else ())
+            return _error(cause, at, at.line, read if raised.startswith(DATA) else ())
     return None
 
 

@@ -154,9 +154,9 @@ def _report(show: Show, what: str, new: Path, *, as_json: bool) -> None:
 
 def _all(folder: Path) -> list[Generation]:
     """Return the checkpoints in a folder or in its folder `checkpoint`; or the folder, if it is one."""
-    from shardc.runtime.state.checkpoint_folder import generations, is_one, none_in
+    from shardc.runtime.state.checkpoint_folder import generations, is_checkpoint, none_in
 
-    if is_one(folder):
+    if is_checkpoint(folder):
         return [g for g in generations(folder.parent) if g.path.name == folder.name] or [_alone(folder)]
     checkpoints = generations(folder) or generations(folder / "checkpoint")
     if not checkpoints:

@@ -189,20 +189,15 @@ def program_of(
             fault, fix = "the options of a compiled DIR are fixed", "compile the model with it: -o DIR"
             raise ShardcError(fault, where="--forward" if named.forward else "--score", fix=fix)
         if spec is not None or named.mesh or named.overrides or named.batch or named.seq:
-            raise ShardcError(
-                "a compiled DIR already contains its spec and the sizes of its batch",
-                where=source,
-                fix="leave out the spec, --mesh, --set, --batch and --seq, or compile the model again",
-            )
+            fault = "a compiled DIR already contains its spec and the sizes of its batch"
+            fix = "leave out the spec, --mesh, --set, --batch and --seq, or compile the model again"
+            raise ShardcError(fault, where=source, fix=fix)
         program = _loaded(source, trust=named.trust, model=named.model_file)
         _check_source(source, program, named.model_file, refuse=not as_compiled)
         return program
     if spec is None and not Path(source.partition(":")[0]).exists() and not source.startswith("hf:"):
-        raise ShardcError(
-            "this file or compiled DIR does not exist",
-            where=source,
-            fix="make one with `shardc compile model.py spec.yaml -o DIR`",
-        )
+        fix = "make one with `shardc compile model.py spec.yaml -o DIR`"
+        raise ShardcError("this file or compiled DIR does not exist", where=source, fix=fix)
     if spec is None:
         raise ShardcError("no spec given", where=source, fix="add one: shardc ... model.py spec.yaml")
     from shardc.cli import model_file

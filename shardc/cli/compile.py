@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 #: Seconds. A longer proof is left to `shardc verify --static`.
-PROOF_SECONDS = 1.0
+PROOF_SECONDS = 10.0
 
 
 @names_program("trust", "model_file")
@@ -47,30 +47,32 @@ def command(
 
             show(json.dumps({**to_json(program), "output": str(output) if output else None}))
         elif output:
-            show(f"{_summary(program)}\nwritten to {output}")
+            show(f"{_summary(program, output)}\nwritten to {output}")
         else:
             show(program.text(full=full))
 
 
-def _summary(program: Program) -> str:
-    """Summarize a program: sizes, the verdict of its proof, the entries that `use:` made, notes."""
+def _summary(program: Program, output: Path) -> str:
+    """Summarize a program: sizes, the stages, the verdict of its proof, the entries that `use:` made, notes."""
     from shardc.ir.units import size
     from shardc.layer_names import note_lines
     from shardc.report.comm import bytes_sent
     from shardc.verify.static import prove_within
 
-    total = sum(p.value.nbytes() for p in program.params)
-    local, sent = program.parameter_bytes(), bytes_sent(program)
-    a_rank = "on the rank with most" if program.axis else "a rank"
-    step = "a step on the rank with most" if program.axis else "a step and rank"
+    total = size(sum(p.value.nbytes() for p in program.params))
+    local, sent = size(program.parameter_bytes()), size(bytes_sent(program))
+    most = "on the rank with most" if program.axis else ""
     lines = [
         f"{program.meta.get('model')} on {program.mesh}: {program.mesh.world} ranks, compiled in"
         f" {program.meta.get('compile_seconds')} s",
-        f"parameters {size(total)}, {size(local)} {a_rank}; collectives of {size(sent)} {step}",
+        f"parameters {total}, {local} {most or 'a rank'}; collectives of {sent} a step {most or 'and rank'}",
     ]
+    if program.axis:
+        of_stages = [[p.fqn for p in program.params if i in p.stages] or ["-"] for i in range(len(program.stages))]
+        lines.append(f"stages: {' | '.join(f'{names[0]} .. {names[-1]}' for names in of_stages)}")
     proof = prove_within(program, PROOF_SECONDS)
-    verdict = str(proof) if proof is None or not proof.ok else str(proof).partition("\n")[0]
-    lines.append(verdict if proof is not None else "not proven yet: run `shardc verify --static`, which takes longer")
+    unproven = f"not proven yet: run `shardc verify {output} --static`, which takes longer"
+    lines.append(unproven if proof is None else str(proof).partition("\n")[0] if proof.ok else str(proof))
     if entries := program.meta.get("shard"):
         lines += ["shard:  # what `use` came to", *entries]
     return "\n".join([*lines, *note_lines(program.notes)])

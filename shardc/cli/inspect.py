@@ -123,11 +123,8 @@ def command(
         elif joint:
             text = program.joint(stage)
             if not text:
-                raise ShardcError(
-                    "this program is forward-only: it has no backward graph",
-                    where="--joint",
-                    fix="leave --forward out",
-                )
+                fix = "leave --forward out"
+                raise ShardcError("this program is forward-only: it has no backward graph", where="--joint", fix=fix)
             show(json.dumps({"text": text}) if as_json else text)
         elif as_json:
             show(json.dumps(report.to_json(program)))
@@ -150,11 +147,8 @@ def command(
 def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:
     """Find the ops of a model file that have no rule."""
     if common.is_artifact(source):
-        raise ShardcError(
-            "every op of a compiled DIR has a rule",
-            where=source,
-            fix="name a model file: shardc inspect model.py --coverage",
-        )
+        fix = "name a model file: shardc inspect model.py --coverage"
+        raise ShardcError("every op of a compiled DIR has a rule", where=source, fix=fix)
     from shardc.cli import model_file
     from shardc.report.coverage import coverage
 
@@ -201,11 +195,8 @@ def _difference(folder: Path, name: str, model: str) -> str:
     """Return the difference that one pass made, from the dumps in `folder`."""
     diffs = {p.stem.partition("-")[2]: p for p in sorted(folder.glob("*.diff"))}
     if not diffs:
-        raise ShardcError(
-            "--diff needs a model and a spec: a compiled DIR does not keep passes",
-            where=model,
-            fix="shardc inspect model.py spec.yaml --diff PASS",
-        )
+        fix = "shardc inspect model.py spec.yaml --diff PASS"
+        raise ShardcError("--diff needs a model and a spec: a compiled DIR does not keep passes", where=model, fix=fix)
     if name not in diffs:
         raise ShardcError(f"there is no pass {name}", where="--diff", fix=f"name one of {', '.join(diffs)}")
     return diffs[name].read_text() or f"{name} changed nothing"

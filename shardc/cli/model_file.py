@@ -137,7 +137,7 @@ def _weights(named: Any, path: Path) -> Path | None:
         raise ShardcError("weights is a state_dict, not the path of one", where=str(path), fix=fix)
     if not isinstance(named, (str, Path)):
         return None
-    file = disk_calls.named(named)
+    file = disk_calls.expanded(named)
     beside = path.resolve().parent / file
     return beside if beside.exists() else file.resolve()
 
@@ -291,22 +291,17 @@ def _function(
         fix = f"write `def {name}(): return {kind}(...)`: each rank builds its own part"
         raise ShardcError(fault, where=str(path), fix=fix)
     if function is not None and not callable(function):
-        raise ShardcError(
-            f"{name} is a {type(function).__name__}, not a function",
-            where=str(path),
-            fix=f"write `def {name}(...)`, which returns it",
-        )
+        fix = f"write `def {name}(...)`, which returns it"
+        raise ShardcError(f"{name} is a {type(function).__name__}, not a function", where=str(path), fix=fix)
     if inspect.isfunction(function):  # a class, or an object that can be called, may have no signature to read
         signature = inspect.signature(function)
         try:
             signature.bind(*arguments)
         except TypeError as e:
             call = f"{name}({', '.join(arguments)})"
-            raise ShardcError(
-                f"{name}{signature} cannot be called as {call}: {e}",
-                where=f"{path}:{function.__code__.co_firstlineno}",
-                fix=f"write `def {call}`",
-            ) from None
+            fault = f"{name}{signature} cannot be called as {call}: {e}"
+            fix = f"write `def {call}`"
+            raise ShardcError(fault, where=f"{path}:{function.__code__.co_firstlineno}", fix=fix) from None
     return function
 
 
@@ -323,11 +318,8 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
         raise ShardcError("the config has no model_type", where=file, fix='add "model_type": "llama", for example')
     if cls and not hasattr(transformers, cls):
         near = nearest(cls, [n for n in dir(transformers) if n.startswith(cls[:3])])
-        raise ShardcError(
-            f"transformers has no {cls}",
-            where=ref,
-            fix=f"did you mean {near}?" if near else "see transformers' list of models",
-        )
+        fix = f"did you mean {near}?" if near else "see transformers' list of models"
+        raise ShardcError(f"transformers has no {cls}", where=ref, fix=fix)
     try:
         config = transformers.AutoConfig.for_model(**values)
     except Exception as e:  # any exception: each model's config has its own checks, or none

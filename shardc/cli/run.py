@@ -192,7 +192,7 @@ def _check(program: Program, model: str, resume: Path | None) -> None:
         raise ShardcError(fault, where=model, fix=fix)
     if resume is not None:
         folder = checkpoints(resume)
-        if not (checkpoint_folder.is_one(folder) or checkpoint_folder.generations(folder)):
+        if not (checkpoint_folder.is_checkpoint(folder) or checkpoint_folder.generations(folder)):
             error = checkpoint_folder.none_in(folder)
             begin = f"to start a run with these weights, write --weights {resume}" if has_weights(resume) else ""
             raise ShardcError(error.what, where=f"--resume {resume}", fix=begin or error.fix)

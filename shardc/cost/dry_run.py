@@ -41,7 +41,7 @@ from shardc.runtime.stage.run import Run, StepHooks, Values
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.zero.named_parameters import NamedParameters
-from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
+from shardc.runtime.zero.optimizer_kernels import prefer_fused
 from shardc.runtime.zero.optimizer_list import as_one, class_of
 from shardc.torch_private import fake_mode
 
@@ -214,7 +214,7 @@ def _as_on_gpu(program: Program, make: OptimizerOf) -> OptimizerOf:
     def make_optimizer(params: NamedParameters) -> Any:
         optimizer = make(params)
         if not program.offload.used:
-            choose_as_on_gpu(as_one(optimizer))
+            prefer_fused(as_one(optimizer))
         for group in as_one(optimizer).param_groups:
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = True

@@ -81,6 +81,8 @@ def kept(program: Program, r: DryRun) -> list[Kept]:
     stored = storages(r)
     graphs = [_Graph(saved_of(program, stage.graph, rules), {x.op for x in stored}) for stage in program.stages]
     nodes = {n.name: (n, graph) for graph in graphs for n in graph.saved}
+    # what an op with several results makes may carry the name of one of them
+    nodes |= {x.name: (n, g) for n, g in nodes.values() for x in n.users if x.target is operator.getitem}
     items = []
     for x in stored:
         if x.op not in nodes or x.dtype is None:

@@ -137,6 +137,10 @@ class Program:
         return (*self.params, *self.buffers, *self.inputs)
 
     @property
+    def params_and_buffers(self) -> tuple[Param | Buffer, ...]:
+        return (*self.params, *self.buffers)
+
+    @property
     def forward_only(self) -> bool:
         """Whether the program has no loss and returns only outputs. No value has a gradient then."""
         output: Any = next(iter(self.graph.find_nodes(op="output")), None)

@@ -101,7 +101,7 @@ class Planner:
         params = precision.get("params", self.facts.dtype)
         dtype = str(precision.get("compute", params))
         state = f"products in {dtype}, weights and the optimizer's state in {params}"
-        step = f"a step {gradients_norm(norm=False, clipped=False)} (`shardc run` takes it: `shardc cost`)"
+        step = f"a step {gradients_norm(norm=False, clipped=False)} (`shardc run` and `shardc cost` include it)"
         left = "memory: what torch's allocator reserves, and what the process and its libraries take outside of it"
         left += f"; {self.headroom:.0%} is left (--headroom)" if self.headroom else ""
         return Target(

@@ -32,6 +32,7 @@ from shardc.torch_private.autograd import (
 )
 from shardc.torch_private.fake_tensors import (
     DATA_DEPENDENT,
+    SIZE_DEPENDENT,
     fake_device,
     fake_mode,
     fake_mode_of,
@@ -92,6 +93,7 @@ from shardc.torch_private.traced_graphs import (
 
 __all__ = [
     "DATA_DEPENDENT",
+    "SIZE_DEPENDENT",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",

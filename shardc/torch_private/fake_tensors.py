@@ -24,6 +24,7 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
+SIZE_DEPENDENT: type[Exception] = DynamicOutputShapeException
 
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]

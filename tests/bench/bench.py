@@ -213,12 +213,12 @@ def summary(kept: dict[str, Any]) -> str:
             library = x["peer"].partition(",")[0].split(" ")[0]
             if library == "shardc":  # with and without something of its own
                 continue
-            by_peer.setdefault("pipelining" if part == "pipeline" else library, []).append(x["wall"])
+            by_peer.setdefault("torch's pipelining" if part == "pipeline" else library, []).append(x["wall"])
     shown = [
         f"{name} {min(r):.2f}" + (f"-{max(r):.2f}" if max(r) - min(r) > 0.005 else "") for name, r in by_peer.items()
     ]
     ratios = ", ".join(shown)
-    return f"Step time / [peer's](docs/measured/benchmarks.md), 2 CPU processes, below 1: faster. {ratios}."
+    return f"shardc's step time / [the library's](docs/measured/benchmarks.md), 2 CPU processes: {ratios}."
 
 
 def into_docs(kept: dict[str, Any]) -> None:

@@ -117,7 +117,7 @@ def tried(build: Callable[[], Any], loss: Any = None, bound: float = 0.0) -> Ite
 
 def _work(rows: Callable[[], Iterable[tuple[str, Row]]], key: str, file: Path, seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 60))  # of the CPU: other work does not count
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # an attempt at a huge model fails, and ends no other process
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # a huge model fails, and ends no other process
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for setting, row in rows():

@@ -333,6 +333,17 @@ class Zeroed(Fn):
         return torch.zeros_like(g), g.new_zeros(g.shape)
 
 
+class Summed(Fn):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.sum(-1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.new_zeros(ctx.shape)
+
+
 class Two(Fn):
     """Two results of two operands: autograd gives the gradient of a result that is not used as zeros."""
 
@@ -392,6 +403,8 @@ WITHOUT: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "first of two": lambda x, m: Two.apply(x, x @ m.other)[0],
     "second of two": lambda x, m: Two.apply(x @ m.other, x)[1],
     "first of two, not materialized": lambda x, m: Unmaterialized.apply(x, x @ m.other)[0],
+    "all of it zeroed": lambda x, m: Zeroed.apply(x, x @ m.other),
+    "zeroed, of other sizes": lambda x, m: x + Summed.apply(x @ m.other),
     "auxiliary": lambda x, m: Auxiliary.apply(x, m.other.square().sum()),
     "auxiliary, not used": lambda x, m: (Auxiliary.apply(x, m.other.square().sum()), x)[1],
     "complex": _turned,
@@ -404,7 +417,7 @@ def test_zeros_and_none_are_autograds(name: str, zero: int) -> None:
     """AdamW decays a weight with a gradient of zeros, and leaves one without a gradient as it is."""
     one = equality.reference(lambda: net(WITHOUT[name]))
     assert ("other" in one.grads) == (name not in ("first of two, not materialized", "auxiliary, not used"))
-    for spec in MESHES.values():
+    for spec in (*MESHES.values(), {"mesh": {"dp": 2}, "batch": {"microbatches": 2}}):
         sim = one.on({"shardc": 1, **spec, "data": {"zero": zero}})
         assert sim.grads.keys() == one.grads.keys()
         equality.assert_equal(sim, one.loss, one.grads)

@@ -10,6 +10,7 @@ import logging
 import random
 from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -252,7 +253,33 @@ LEAVING: list[tuple[Function, str, str]] = [
         "the model uses a device that this machine does not have",
         "device=x.device",
     ),
-    (lambda s, y: copy.deepcopy(y).sum(), "the model copies a tensor with copy.deepcopy", "x.clone()"),
+    (lambda s, y: copy.deepcopy(y).sum(), "forward makes a copy with copy.deepcopy", "x.clone()"),
+    (lambda s, y: copy.deepcopy(s.fc)(y).sum(), "forward makes a copy with copy.deepcopy", "once, in __init__"),
+    (
+        lambda s, y: torch.vmap(lambda r: s.fc.weight @ r)(y).sum(),
+        "forward uses vmap on values that tracing cannot see",
+        "batched ops",
+    ),
+    (
+        lambda s, y: torch._foreach_mul_([y * 1], 2.0) and y.sum(),
+        "aten._foreach_mul_.Scalar changes a tensor in place",
+        "returns a new tensor",
+    ),
+    (
+        lambda s, y: (torch.manual_seed(0), y.sum() * torch.rand(()))[1],
+        "forward seeds torch's random numbers",
+        "once in __init__",
+    ),
+    (
+        lambda s, y: nn.init.trunc_normal_(torch.empty_like(y)).sum() + y.sum(),
+        "trunc_normal_ draws again until all numbers are inside of its bounds",
+        "torch.special.ndtri",
+    ),
+    (
+        lambda s, y: torch.linalg.lstsq(s.fc.weight, y.T).solution.sum(),
+        "the residuals of lstsq have a size that depends on a tensor's value",
+        "torch.linalg.pinv(a) @ b",
+    ),
     (
         lambda s, y: torch.func.grad(lambda z: z.square().sum())(y).sum(),
         "forward computes a gradient by a transform",
@@ -649,6 +676,49 @@ def test_a_batch_that_does_not_fit_forward(batch: Any, what: str, fix: str) -> N
     assert e.value.what == f"the batch does not fit the model's forward(x): {what}"
     assert e.value.where.startswith("test_refusals.py:")
     assert fix in e.value.fix
+
+
+@dataclass
+class Pair:
+    x: Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "what", "fix"),
+    [
+        ({"x": Pair(X)}, "x is a Pair, in which tensors are not found", "register_dataclass"),
+        ({"x": X.to_sparse()}, "x is a sparse tensor, which cannot be split", "x.to_dense()"),
+        (
+            {"x": torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged)},
+            "x is a nested tensor, which cannot be split",
+            "to_padded_tensor",
+        ),
+    ],
+)
+def test_a_batch_of_other_things_is_named(batch: Any, what: str, fix: str) -> None:
+    with pytest.raises(ShardcError) as e:
+        capture(net(lambda s, y: y.sum()), batch)
+    assert (e.value.what, e.value.where) == (what, "batch")
+    assert fix in e.value.fix
+
+
+def test_a_sparse_buffer_is_named() -> None:
+    model = net(lambda s, y: torch.sparse.mm(s.links, y).sum())
+    model.register_buffer("links", torch.eye(4).to_sparse())
+    with pytest.raises(ShardcError, match=r"links: a sparse or nested tensor cannot be split(.|\n)*x\.to_dense\(\)"):
+        capture(model, X)
+
+
+def test_a_tensor_kept_from_an_earlier_call_is_named() -> None:
+    kept: list[Tensor] = []
+
+    def once(s: Net, y: Tensor) -> Tensor:
+        if not kept:
+            kept.append(s.fc.weight.sum())
+        return y.sum() * kept[0]
+
+    with pytest.raises(ShardcError, match=r"forward reads a tensor that it computed from weights or the batch"):
+        capture(net(once), X)
 
 
 def test_a_batch_that_forward_changes_is_named() -> None:

@@ -85,6 +85,7 @@ def test_compile_inspect_and_verify_an_artifact(files: Path) -> None:
     done = call("compile", "model.py", "spec.yaml", "-o", "out", "--dump", "passes")
     assert done.exit_code == 0, done.output
     assert "dp=2 × tp=2: 4 ranks" in done.stdout
+    assert "\nproven equal to one device" in done.stdout
     assert (files / "out" / "stage0.py").exists()
     assert (files / "passes" / "05-partition.diff").exists()
     assert call("inspect", "out").stdout == call("inspect", "model.py", "spec.yaml").stdout
@@ -99,6 +100,25 @@ def test_compile_inspect_and_verify_an_artifact(files: Path) -> None:
     done = call("verify", "out")
     assert done.exit_code == 0
     assert "equal to one device" in done.stdout
+
+
+def test_the_summary_names_the_stages_and_the_proof_that_is_left(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardc.cli.compile.PROOF_SECONDS", -1.0)
+    done = call(
+        "compile",
+        "model.py",
+        "spec.yaml",
+        "--set",
+        "mesh={pp: 2, dp: 1, tp: 2}",
+        "--set",
+        "batch.microbatches=2",
+        "--set",
+        "pipeline={axis: pp, stages: 2, schedule: 1f1b}",
+        "-o",
+        "out",
+    )
+    assert "stages: up.weight .. up.bias | down.weight .. down.bias" in done.stdout, done.output
+    assert "not proven yet: run `shardc verify out --static`, which takes longer" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["compile", "inspect", "verify"])
@@ -323,7 +343,7 @@ WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
         net("        return self.a(x).sum()").replace("{'x'", "{'m': torch.ones(4), 'x'"),
         "model.py:7",
         "unexpected keyword argument 'm'",
-        "leave 'm' out of the batch, or define loss(output, batch)",
+        "leave 'm' out of the batch, or add loss(output, batch)",
     ),
     (
         "a key too few",

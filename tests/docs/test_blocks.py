@@ -114,7 +114,7 @@ def test_readme_s_python(example: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     del sys.modules["model"]
     (example / "spec.yaml").write_text("shardc: 1\nmesh: {tp: 1}\nshard: {use: structure}\n")
     code = next(b.text for b in README.blocks("python") if "shardc.compile" in b.text)
-    assert len(code.splitlines()) == 8
+    assert len(code.splitlines()) == 9
     whole, each = code.split("engine = ", 1)
     names: dict[str, Any] = {}
     exec(compile(whole, "README.md", "exec"), names)

@@ -241,6 +241,7 @@ CASES = {
         visual_heads=4,
         text_dim_head=8,
         visual_dim_head=8,
+        visual_patch_dropout=0.0,
         loss=lambda o, b: o.sum(),
     ),
 }

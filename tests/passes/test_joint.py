@@ -27,7 +27,7 @@ from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.mesh.step_context import StepContext
 from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.stage.interpreter import Interpreter
-from shardc.runtime.zero.gather import Gathered
+from shardc.runtime.zero.bucket import Bucket
 from tests import zoo
 from tests.zoo import hf, hf_more, plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
 
@@ -352,9 +352,10 @@ def test_a_graph_in_a_graph_ends_as_it_was() -> None:
 
 
 def test_a_gather_of_a_backward_that_fails_is_waited_for() -> None:
-    class Bucket:
-        prefetch, elements = 1, 4
-        waited = 0
+    class Gathers(Bucket):
+        def __init__(self) -> None:
+            self.waited = 0
+            self._forward_gather, self._backward_gathers = None, []
 
         def start_gather(self, direction: str) -> tuple[Tensor, Any]:
             return torch.ones(4), self
@@ -362,11 +363,12 @@ def test_a_gather_of_a_backward_that_fails_is_waited_for() -> None:
         def wait(self) -> None:
             self.waited += 1
 
-    gathered, one, other = Gathered(), Bucket(), Bucket()
-    wait, _ = gathered.again(one), gathered.again(other)
+    one, other = Gathers(), Gathers()
+    wait, _ = one.regather(), other.regather()
     assert wait().sum() == 4
-    gathered.finish()  # what follows a backward that raises
-    gathered.finish()
+    for bucket in (one, other):
+        bucket.finish_gathers()  # what follows a backward that raises
+        bucket.finish_gathers()
     assert (one.waited, other.waited) == (1, 1)
 
 

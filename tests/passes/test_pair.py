@@ -261,8 +261,8 @@ def test_a_pair_that_mixes_its_microbatches_is_not_proven() -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ({"mesh": {"dp": 2}}, "with one microbatch"),
-        ({"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "stages": 2}, **MICRO}, "needs a program without a pipeline"),
+        ({"mesh": {"dp": 2}}, "needs at least two microbatches"),
+        ({"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "stages": 2}, **MICRO}, "does not work with a pipeline"),
     ],
 )
 @pytest.mark.parametrize("how", [SIDE, FORWARDS])

@@ -327,7 +327,7 @@ def test_gathers_before_column_parallel_products_send_half_the_bytes_of_bfloat16
     "more", [{"mesh": {"dp": 3}}, {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}], ids=str
 )
 def test_zero_3_gathers_weights_that_are_rounded_before_in_8_bits(more: dict[str, Any], tmp_path: Any) -> None:
-    """Stretches begin in the middle of rows; their scales are found over ranks, also over those of tp."""
+    """FlatShards begin in the middle of rows; their scales are found over ranks, also over those of tp."""
     precision = {"compute": "bfloat16", "products": {"recipe": "fp8-rowwise", "match": ["*", "!head"]}}
     program = compiled({"shardc": 1, "precision": precision, "data": {"zero": 3}, **more})
     rounded = [b for b in program.buckets if b.rounded]

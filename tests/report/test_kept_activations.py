@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cost import Cost
+from shardc.cost.kept_activations import storages
 from shardc.report import cost as cost_report
 from shardc.report import kept_activations
+from tests.zoo import plain
 
 
 class Gated(nn.Module):
@@ -75,6 +77,15 @@ def test_gathered_inputs_are_kept_too() -> None:
     spec = {**SPEC, "activations": {"h.*": {0: "tp"}}}
     cost = shardc.compile(Model(), torch.randn(4, 8), spec, prove=False).cost()
     assert "h.1.gate all_gather_partial_grad" in wanted(cost, "h.1")
+
+
+def test_what_a_recurrent_layer_keeps_is_listed() -> None:
+    """Its op stays whole, and its memory is named after one of its results."""
+    model, batch = plain.lstm()
+    cost = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False).cost()
+    (items,), (run,) = cost.kept(), cost.dry_runs
+    assert sum(x.nbytes for x in items) == sum(x.nbytes for x in storages(run))
+    assert any(x.source.module == "rnn" and x.own for x in items)
 
 
 def test_layers_that_keep_the_same_are_told_once() -> None:

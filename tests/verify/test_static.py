@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 import shardc
 from shardc.api import Program
 from shardc.ir.graph import copy_graph
-from shardc.verify.static import prove, prove_within
+from shardc.runtime import ops
+from shardc.verify.static import chain_rule, prove, prove_within
 from tests import zoo
 from tests.verify import mutants
 from tests.verify.settings import builders, settings
@@ -45,6 +46,18 @@ def test_right_programs_are_proven(name: str, setting: str) -> None:
     except shardc.ShardcError:
         return  # batch statistics over microbatches
     assert prove(compiled).ok, str(prove(compiled))
+
+
+@pytest.mark.parametrize("setting", [TP, MICRO])
+def test_gradients_of_an_op_that_stays_whole_are_taken_over_if_its_memory_is_new(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = program("mixtral", setting)
+    assert prove(compiled).ok, str(prove(compiled))
+    puts = [n for n in compiled.stages[0].joint.backward.nodes if n.kwargs.get("own")]
+    assert [n for n in puts if n.args[1].args[0].target is ops.opaque_backward]
+    monkeypatch.setattr(chain_rule.ChainRule, "_fresh", property(lambda _: set(), lambda *_: None), raising=False)
+    assert any("which is not this text's own" in gap.what for gap in prove(compiled).gaps)
 
 
 @pytest.mark.parametrize("setting", [TP, MICRO, PADDED, ZB_V])

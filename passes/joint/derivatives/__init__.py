@@ -1,11 +1,12 @@
 """Find the derivative of each call, once for every distinct call of a program.
 
-    traced       an op of torch: the ops that autograd runs for it, recorded on tensors without data
+    traced       an op of torch, or one of shardc that consists of such ops: the ops that autograd runs for it,
+                 recorded on tensors without data
     transposed   a linear op of shardc (conversions, exchanges of experts, dropout, casts of weights, zeros in padding,
                  rounding to float8): its backward is an op of the gradient
     product      a product beside a collective, or of 8 bits: its gradients are products
-    opaque        any other: whole, with its backward as one op (shardc.runtime.ops.opaque). Ops of shardc that read
-                 their rank or data; ops with a torch kernel for each kind of device; ops that cannot be traced
+    opaque       all others, as one op, with its backward as one op (shardc.runtime.ops.opaque): ops of shardc in no
+                 set below; ops with a torch kernel for each kind of device; ops that cannot be traced
 
 rule: what a derivative is; rank: the rank on which calls run; template: a call without its graph, equal for calls of
 equal layers; record: runs one call under autograd on tensors without data, and records what torch runs; fp8: the
@@ -30,7 +31,7 @@ from shardc.passes.joint.derivatives.fp8 import product, rounded
 from shardc.passes.joint.derivatives.opaque import opaque
 from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.derivatives.record import Type, memory_of
-from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.rule import Request, Rule
 from shardc.passes.joint.derivatives.template import Template, template
 from shardc.passes.joint.derivatives.traced import traced
 from shardc.passes.joint.derivatives.transposed import (
@@ -59,7 +60,7 @@ _BY_DATA = {aten.prod.default, aten.prod.dim_int, aten.cumprod.default}
 _BY_DEVICE_AND_DTYPE = {aten.softmax.int, aten.log_softmax.int}
 #: Ops of shardc that consist of torch ops.
 _OF_TORCH = {ops.log_sum, ops.nll, ops.nll_join, ops.nll_alone, ops.nll_exp, ops.partial_mean}
-#: Ops whose results are only known by their types: they read buckets, or sums over a step.
+#: Ops whose results are known by type only: they read buckets, step totals or random numbers.
 _BY_TYPE = {ops.gather_start, ops.gather_wait, ops.updated, ops.total, ops.summed, ops.random}
 #: Ops whose results have as many rows as the router decides.
 _RAGGED = {ops.experts_route, ops.experts_send, ops.experts_apply, ops.fp8_experts_apply, ops.experts_return}
@@ -134,29 +135,29 @@ class Rules:
 
     # --- backward
 
-    def rule(self, node: fx.Node, ask: Ask, part: str = "whole") -> Rule:
+    def rule(self, node: fx.Node, request: Request, part: str = "whole") -> Rule:
         """Return the derivative of a call, or a part of it (shardc.passes.joint.order)."""
         call = self.template(node)
-        key = (part, call.key, ask)
+        key = (part, call.key, request)
         if key not in self._rules:
             by_hand = transposed if call.target in CONVERTED or call.target in LINEAR | EXCHANGES.keys() else None
             by_hand = _OF_8_BITS.get(call.target) or _PARTS[part] or by_hand
             of_torch = isinstance(call.target, OpOverload)
             rule = _RULES.get(key) if of_torch else None
             if rule is None:
-                rule = by_hand(self.rank, call, ask) if by_hand is not None else self._derive(node, call, ask)
+                rule = by_hand(self.rank, call, request) if by_hand is not None else self._derive(node, call, request)
             self._rules[key] = rule
             if of_torch:
                 _RULES[key] = rule
         return self._rules[key]
 
-    def _derive(self, node: fx.Node, call: Template, ask: Ask) -> Rule:
-        if self._traceable(call) and not any(t.ragged for t in ask.operands):
+    def _derive(self, node: fx.Node, call: Template, request: Request) -> Rule:
+        if self._traceable(call) and not any(t.ragged for t in request.operands):
             try:
-                return traced(self.rank, call, ask)
+                return traced(self.rank, call, request)
             except Exception:  # anything that torch's Python, or a user's op, raises on tensors without data
                 pass
-        return opaque(self.rank, call, ask, self.facts(node, ask.operands).types)
+        return opaque(self.rank, call, request, self.facts(node, request.operands).types)
 
     def _traceable(self, call: Template) -> bool:
         if not isinstance(call.target, OpOverload):

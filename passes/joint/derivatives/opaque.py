@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardc.artifact.emit import target_text
 from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.derivatives.record import Line, Ref, Type, memory_of
-from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.rule import Request, Rule
 from shardc.passes.joint.derivatives.template import Template
 from shardc.passes.joint.derivatives.transposed import Lines
 from shardc.runtime import ops
@@ -25,41 +25,42 @@ _OURS = set(OPS.values())
 
 
 @dataclass(frozen=True)
-class _Saved:
-    """What autograd saves for an op. known: a run found it, not a guess. own: other bytes that it saves.
+class _OpaqueSaves:
+    """What autograd saves for an op. measured: from a run; else a guess. own: other bytes that it saves.
 
-    again: the places of the operands that it saves. grads: types of the gradients of operands that need one. fresh:
-    by gradient, whether its memory is new.
+    operands: the places of those that it saves. grads: types of the gradients of operands that need one. fresh: by
+    gradient, whether its memory is new.
     """
 
-    again: tuple[int, ...]
+    operands: tuple[int, ...]
     grads: tuple[Type | None, ...]
-    known: bool
+    measured: bool
     own: int = 0
     fresh: tuple[bool, ...] = ()
 
 
-def opaque(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -> Rule:
+def opaque(rank: Rank, call: Template, request: Request, types: Sequence[Type | None]) -> Rule:
     """Return the rule of an op that stays whole. types: of the results.
 
-    Operands are counted by place. One with two places has both gradients at the first, added in autograd's order.
+    An operand is counted once for each place in the arguments. If it is in two, its first place gets the sum of both
+    gradients, in autograd's order.
     """
     template, places = call.split_operands()
-    needs = tuple(k for k, i in enumerate(places) if ask.wanted[i] and i not in places[:k])
-    saved = _saved(rank, template, places, needs, ask)
-    w = Lines(rank, call, ask)
-    args = (target_text(call.target), needs, saved.again, *call.args)
+    needs = tuple(k for k, i in enumerate(places) if request.wanted[i] and i not in places[:k])
+    saved = _saved(rank, template, places, needs, request)
+    w = Lines(rank, call, request)
+    args = (target_text(call.target), needs, saved.operands, *call.args)
     first = w.put(Line(0, ops.opaque, args, tuple(call.kwargs.items())))
     outputs = [w.put(Line(0, operator.getitem, (first, k), (), t)) for k, t in enumerate(types)]
     tape = w.put(Line(0, operator.getitem, (first, len(types))))
     split = len(w.lines)
-    grads = tuple(Ref("g", i) if t is not None else None for i, t in enumerate(ask.tangents))
-    before = [Ref("p", places[k]) if ask.before[places[k]] is not None else None for k in needs]
-    operands = tuple(Ref("x", places[k]) for k in saved.again)
-    zeros = () if saved.known else (("zeros", True),)  # else the graph would use None as a gradient
+    grads = tuple(Ref("g", i) if t is not None else None for i, t in enumerate(request.tangents))
+    before = [Ref("p", places[k]) if request.before[places[k]] is not None else None for k in needs]
+    operands = tuple(Ref("x", places[k]) for k in saved.operands)
+    zeros = () if saved.measured else (("zeros", True),)  # else the graph would use None as a gradient
     back = w.put(Line(0, ops.opaque_backward, (tape, grads, tuple(before), operands), zeros, saved.grads))
-    of_operands: list[Ref | None] = [None] * len(ask.operands)
-    kinds: list[Type | None] = [None] * len(ask.operands)
+    of_operands: list[Ref | None] = [None] * len(request.operands)
+    kinds: list[Type | None] = [None] * len(request.operands)
     for n, k in enumerate(needs):
         i, t = places[k], saved.grads[n]
         fresh = bool(saved.fresh) and saved.fresh[n] and call.target in _OURS
@@ -75,7 +76,7 @@ def opaque(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -
     )
 
 
-def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, ...], ask: Ask) -> _Saved:
+def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, ...], request: Request) -> _OpaqueSaves:
     """Return what autograd saves, from a run without data; if it fails, all operands, and equal gradients."""
     packed: dict[StorageWeakRef, int] = {}
 
@@ -85,11 +86,12 @@ def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, 
 
     try:
         with rank.mode:
-            first = {i: replace(ask.operands[i], grad=k in needs).empty() for k, i in reversed(list(enumerate(places)))}
+            last_first = reversed(list(enumerate(places)))
+            first = {i: replace(request.operands[i], grad=k in needs).empty() for k, i in last_first}
             xs = [first[i] for i in places]
             with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
                 outputs = rank.run(call, xs)
-            gs = [None if t is None else replace(t, grad=False).empty() for t in ask.tangents]
+            gs = [None if t is None else replace(t, grad=False).empty() for t in request.tangents]
             pairs = [(y, g) for y, g in zip(outputs, gs, strict=True) if g is not None]
             gradients = torch.autograd.grad(
                 [y for y, _ in pairs], [xs[k] for k in needs], [g for _, g in pairs], allow_unused=True
@@ -100,7 +102,7 @@ def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, 
         made = [None if x is None else memory_of(x) for x in gradients]
         taken = elsewhere | set(packed) | {memory_of(g) for _, g in pairs}
         fresh = tuple(memory not in taken and made.count(memory) == 1 for memory in made)
-        return _Saved(again, tuple(None if x is None else Type.of(x) for x in gradients), True, own_bytes, fresh)
+        return _OpaqueSaves(again, tuple(None if x is None else Type.of(x) for x in gradients), True, own_bytes, fresh)
     except Exception:  # anything that torch's Python, or a user's op, raises on tensors without data
-        like = (ask.operands[places[k]] for k in needs)
-        return _Saved(tuple(range(len(places))), tuple(Type.contiguous(t.shape, t.dtype) for t in like), False)
+        like = (request.operands[places[k]] for k in needs)
+        return _OpaqueSaves(tuple(range(len(places))), tuple(Type.contiguous(t.shape, t.dtype) for t in like), False)

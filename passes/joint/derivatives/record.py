@@ -3,7 +3,7 @@
     silu(x)     forward     y = aten.silu(x)
                 backward    dx = aten.silu_backward(g, x)
 
-A *line* is one torch op, after autograd has done its part; its arguments contain `Ref`s in place of tensors.
+A *line* is one call of a rule: an op of torch or of shardc, with `Ref`s in place of tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class UnrecordableError(Exception):
 
 @dataclass(frozen=True)
 class Type:
-    """A tensor of one rank. grad: whether it needs a gradient. ragged: its size depends on a step's data."""
+    """A tensor's type on a rank. grad: it needs a gradient. ragged: its size depends on a step's data."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -87,7 +87,7 @@ class Ref:
     t        the result of an earlier line
     n        a name of the call (shardc.passes.joint.derivatives.template)
     mesh, rng
-    none     among results: one that is no tensor
+    none     a result that is not a tensor
     """
 
     kind: RefKind
@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(a, (tuple, list)):
             return [self._put(x) for x in a] if isinstance(a, list) else tuple(map(self._put, a))
         if isinstance(a, torch.Generator):
-            raise UnrecordableError("random numbers of torch's own")
+            raise UnrecordableError("draws from a torch.Generator")
         return a
 
     def _add(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:

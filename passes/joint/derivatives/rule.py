@@ -10,12 +10,12 @@ from typing import Literal, NamedTuple
 from shardc.passes.joint.derivatives.record import Line, Ref, Type
 
 #: How a rule was found, or which part of it this is (shardc.passes.joint.derivatives). "begun", "waited": of a
-#: conversion beside a product; "product": one half of that product.
+#: conversion beside a product; "product": gradients of a product's input, of its weight and bias, or (8 bits) of both.
 Kind = Literal["traced", "transposed", "opaque", "begun", "waited", "product"]
 
 
-class Ask(NamedTuple):
-    """A request for a rule. operands, tangents: types. before: types of the operands' gradients so far.
+class Request(NamedTuple):
+    """The types for which a rule is needed. operands, tangents; before: of the operands' gradients so far.
 
     wanted: which operands need a gradient.
     """
@@ -35,7 +35,7 @@ class Rule:
     """The derivative of a call. own: bytes that an opaque op saves beside operands and results.
 
     forward: lines that run in place of the call; None: the call itself. results: its results then. backward: lines
-    after those of forward. grads: for each operand its whole gradient so far, or None. types: of grads.
+    after those of forward. grads: for each operand, the sum of its gradients up to here, or None. types: of grads.
     """
 
     forward: tuple[Line, ...] | None

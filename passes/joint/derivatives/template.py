@@ -1,7 +1,7 @@
 """Separate a call from its graph, so that the calls of equal layers are differentiated once.
 
-    h_3_sum = all_reduce(out_7, mesh, ('tp',), tag='h_3_sum')    all_reduce(x0, mesh, ('tp',), tag=n0), of ('h_3_sum',)
-    h_3_drop = dropout(h_3_sum, 0.1, rng, 7)                     dropout(x0, 0.1, rng, n0), of (7,)
+    h_3_sum = all_reduce(out_7, mesh, ('tp',), tag='h_3_sum')  all_reduce(x0, mesh, ('tp',), tag=n0), names ('h_3_sum',)
+    h_3_drop = dropout(h_3_sum, 0.1, rng, 7)                   dropout(x0, 0.1, rng, n0), names (7,)
 
 A call's *names* differ between equal layers, and are parameters of the call and of its derivative: the tag in the
 record of what ran, and the number of its stream of random numbers.

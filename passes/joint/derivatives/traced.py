@@ -11,20 +11,20 @@ from torch import Tensor
 
 from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.derivatives.record import Line, Recorder, Ref, Type, is_view, map_refs
-from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.rule import Request, Rule
 from shardc.passes.joint.derivatives.template import Template
 
 aten = torch.ops.aten
 
 
-def traced(rank: Rank, call: Template, ask: Ask) -> Rule:
+def traced(rank: Rank, call: Template, request: Request) -> Rule:
     """Return the traced rule. Raises any error that the op or its autograd raises without data."""
     recorder = Recorder()
     with rank.mode:
-        leaves = [replace(t, grad=t.grad and w) for t, w in zip(ask.operands, ask.wanted, strict=True)]
+        leaves = [replace(t, grad=t.grad and w) for t, w in zip(request.operands, request.wanted, strict=True)]
         xs = [t.empty() for t in leaves]
-        gs = [None if t is None else replace(t, grad=False).empty() for t in ask.tangents]
-        ps = [None if t is None else replace(t, grad=False).empty() for t in ask.before]
+        gs = [None if t is None else replace(t, grad=False).empty() for t in request.tangents]
+        ps = [None if t is None else replace(t, grad=False).empty() for t in request.before]
         for kind, tensors in (("x", xs), ("g", gs), ("p", ps)):
             for i, x in enumerate(tensors):
                 if x is not None:
@@ -42,9 +42,9 @@ def traced(rank: Rank, call: Template, ask: Ask) -> Rule:
     backward = [_renamed(line, ours) for line in lines[split:]]
     grad_refs = tuple(None if r is None else ours.get(r, r) for r in grad_refs)
     moved, own = _moved(forward, backward, grad_refs, ours)
-    backward, grad_refs = _tidied([*moved, *backward], grad_refs, ask)
+    backward, grad_refs = _tidied([*moved, *backward], grad_refs, request)
     backward = _used(backward, grad_refs)
-    if not own and (len(forward) == 1 or _same_without_autograd(rank, call, ask, forward)):
+    if not own and (len(forward) == 1 or _same_without_autograd(rank, call, request, forward)):
         return Rule(None, (), tuple(backward), grad_refs, types, "traced")
     return Rule(tuple(forward), results, tuple(backward), grad_refs, types, "traced")
 
@@ -58,11 +58,11 @@ def _grad(xs: list[Tensor], made: list[Any], gs: Sequence[Any], ps: Sequence[Any
     return [next(grads) if x.requires_grad else None for x in xs]
 
 
-def _same_without_autograd(rank: Rank, call: Template, ask: Ask, lines: list[Line]) -> bool:
+def _same_without_autograd(rank: Rank, call: Template, request: Request, lines: list[Line]) -> bool:
     """Return whether the call runs the same ops if no gradient is needed; some torch ops check that."""
     recorder = Recorder()
     with rank.mode:
-        xs = [replace(t, grad=False).empty() for t in ask.operands]
+        xs = [replace(t, grad=False).empty() for t in request.operands]
         for i, x in enumerate(xs):
             recorder.name(x, Ref("x", i))
         with recorder, torch.no_grad():
@@ -109,8 +109,10 @@ def _moved(
     return [moved[i] for i in sorted(moved)], own
 
 
-def _tidied(lines: list[Line], grads: tuple[Ref | None, ...], ask: Ask) -> tuple[list[Line], tuple[Ref | None, ...]]:
-    """Remove pairs of transposes and views to the same shape."""
+def _tidied(
+    lines: list[Line], grads: tuple[Ref | None, ...], request: Request
+) -> tuple[list[Line], tuple[Ref | None, ...]]:
+    """Let users skip double transposes and reshapes to the same shape; `_used` then drops these lines."""
     by_number: dict[int, Line] = {line.number: line for line in lines}
     same: dict[Ref, Ref] = {}
     kept: list[Line] = []
@@ -122,7 +124,7 @@ def _tidied(lines: list[Line], grads: tuple[Ref | None, ...], ask: Ask) -> tuple
             continue
         x: Ref = line.args[0]
         maker = by_number.get(x.index) if x.kind == "t" else None
-        known = ask.types(x.kind)
+        known = request.types(x.kind)
         type_: Any = maker.types if maker is not None else known[x.index] if known else None
         if line.target is aten.t.default and maker is not None and maker.target is aten.t.default:
             same[Ref("t", line.number)] = maker.args[0]

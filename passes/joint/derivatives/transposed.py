@@ -1,6 +1,6 @@
 """Write by hand the rules of linear ops of shardc, and of products beside a collective.
 
-See shardc.runtime.ops.overlap.
+See shardc.runtime.ops.factors and shardc.passes.joint.order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from shardc.ir.conversions import BY_OP
 from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.derivatives.record import Line, Ref, Type, map_refs
-from shardc.passes.joint.derivatives.rule import Ask, Kind, Rule
+from shardc.passes.joint.derivatives.rule import Kind, Request, Rule
 from shardc.passes.joint.derivatives.template import Template
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import factors
@@ -31,74 +31,75 @@ EXCHANGES = {ops.experts_send: "experts_send", ops.experts_return: "experts_retu
 LINEAR = {ops.dropout, ops.cast_once, ops.summed, ops.fill_padding}
 
 
-def transposed(rank: Rank, call: Template, ask: Ask) -> Rule:
+def transposed(rank: Rank, call: Template, request: Request) -> Rule:
     """Return the rule of a linear op."""
-    w = Lines(rank, call, ask)
+    w = Lines(rank, call, request)
     g: Ref = Ref("g")
     behind, kwargs = call.args[1:], dict(call.kwargs)
     if call.target is ops.cast_once:
-        g = w.call(aten._to_copy.default, g, dtype=ask.operands[0].dtype)
+        g = w.call(aten._to_copy.default, g, dtype=request.operands[0].dtype)
     elif call.target is ops.fill_padding:  # (mesh, dim, digits, size, padding, blocks, fill): zeros there
         blocks = behind[5] if len(behind) > 5 else 1
-        x = ask.operands[0]
+        x = request.operands[0]
         g = w.call(ops.fill_padding, g, *behind[:5], blocks, 0.0, type_=Type.contiguous(x.shape, x.dtype))
     elif call.target is ops.dropout:
         g = w.call(ops.dropout, g, *behind, **kwargs)
     elif call.target in EXCHANGES:
-        x = ask.operands[0]
+        x = request.operands[0]
         tokens = {"tokens": x.shape[0]} if call.target is ops.experts_send else {}
         out_type = replace(Type.contiguous(x.shape, x.dtype), ragged=x.ragged)
         g = w.call(ops.transpose, EXCHANGES[call.target], g, *behind, type_=out_type, **tokens, **kwargs)
     elif call.target in CONVERTED and BY_OP[op := CONVERTED[call.target]].backward != "identity":
-        for forwards in ("overlap", "fp8"):
-            kwargs.pop(forwards, None)
-        g = w.call(ops.transpose, op, g, *behind, **kwargs)
-    return w.rule([g, *[None] * (len(ask.operands) - 1)], "transposed")
+        g = w.call(ops.transpose, op, g, *behind, **_options(call))
+    return w.rule([g, *[None] * (len(request.operands) - 1)], "transposed")
 
 
-def begun(rank: Rank, call: Template, ask: Ask) -> Rule:
+def begun(rank: Rank, call: Template, request: Request) -> Rule:
     """Return the rule that begins the backward of a conversion, a sum over ranks."""
-    w = Lines(rank, call, ask._replace(before=(None,)))
-    options = {k: v for k, v in call.kwargs.items() if k not in ("overlap", "fp8")}
-    op = CONVERTED[call.target]
-    started = w.call(ops.transpose_start, op, Ref("g"), *call.args[1:], type_=ask.operands[0], **options)
-    return w.rule([started], "begun", types=(ask.operands[0],))
+    w, op = Lines(rank, call, request), CONVERTED[call.target]
+    started = w.call(ops.transpose_start, op, Ref("g"), *call.args[1:], type_=request.operands[0], **_options(call))
+    return w.rule([started], "begun")
 
 
-def waited(rank: Rank, call: Template, ask: Ask) -> Rule:
+def _options(call: Template) -> dict[str, Any]:
+    """Return a conversion's options without those of its forward."""
+    return {k: v for k, v in call.kwargs.items() if k not in ("overlap", "fp8")}
+
+
+def waited(rank: Rank, call: Template, request: Request) -> Rule:
     """Return the rule that waits for the sum that `begun` begins."""
-    w = Lines(rank, call, ask)
-    return w.rule([w.call(ops.wait, Ref("g"), type_=ask.operands[0])], "waited")
+    w = Lines(rank, call, request)
+    return w.rule([w.call(ops.wait, Ref("g"), type_=request.operands[0])], "waited")
 
 
-def of_data(rank: Rank, call: Template, ask: Ask) -> Rule:
+def of_data(rank: Rank, call: Template, request: Request) -> Rule:
     """Return the rule of a product for the gradient of its input."""
     x, weight, _ = factors(call.target, call.args)
-    g = ask.tangents[0]
+    g = request.tangents[0]
     assert g is not None
-    w = Lines(rank, call, ask)
+    w = Lines(rank, call, request)
     rows = w.call(aten.reshape.default, Ref("g"), [-1, g.shape[-1]])
     matrix = w.conj(weight if call.target is aten.linear.default else w.call(aten.t.default, weight))
     product = w.call(aten.mm.default, rows, matrix)
-    grads: list[Ref | None] = [None] * len(ask.operands)
-    grads[x.index] = w.call(aten.reshape.default, product, list(ask.operands[x.index].shape))
+    grads: list[Ref | None] = [None] * len(request.operands)
+    grads[x.index] = w.call(aten.reshape.default, product, list(request.operands[x.index].shape))
     return w.rule(grads, "product")
 
 
-def of_weights(rank: Rank, call: Template, ask: Ask) -> Rule:
+def of_weights(rank: Rank, call: Template, request: Request) -> Rule:
     """Return the rule of a product for the gradients of its weight and bias."""
     x, weight, bias = factors(call.target, call.args)
-    g = ask.tangents[0]
+    g = request.tangents[0]
     assert g is not None
-    w = Lines(rank, call, ask)
-    rows = w.conj(w.call(aten.reshape.default, x, [-1, ask.operands[x.index].shape[-1]]))
+    w = Lines(rank, call, request)
+    rows = w.conj(w.call(aten.reshape.default, x, [-1, request.operands[x.index].shape[-1]]))
     back = w.call(aten.reshape.default, Ref("g"), [-1, g.shape[-1]])
-    grads: list[Ref | None] = [None] * len(ask.operands)
-    if ask.wanted[weight.index]:
+    grads: list[Ref | None] = [None] * len(request.operands)
+    if request.wanted[weight.index]:
         one, other = (back, rows) if call.target is aten.linear.default else (rows, back)
         grads[weight.index] = w.call(aten.mm.default, w.call(aten.t.default, one), other)
-    if bias is not None and ask.wanted[bias.index]:
-        shape = list(ask.operands[bias.index].shape)
+    if bias is not None and request.wanted[bias.index]:
+        shape = list(request.operands[bias.index].shape)
         dims = [0] if shape == [g.shape[-1]] else [0, 1]  # one number is added to all columns
         grads[bias.index] = w.call(aten.reshape.default, w.call(aten.sum.dim_IntList, back, dims), shape)
     return w.rule(grads, "product")
@@ -107,8 +108,8 @@ def of_weights(rank: Rank, call: Template, ask: Ask) -> Rule:
 class Lines:
     """Lines of one call written by hand, with the types that they have on tensors without data."""
 
-    def __init__(self, rank: Rank, call: Template, ask: Ask) -> None:
-        self._rank, self._names, self._ask = rank, call.names, ask
+    def __init__(self, rank: Rank, call: Template, request: Request) -> None:
+        self._rank, self._names, self._request = rank, call.names, request
         self.lines: list[Line] = []
 
     def put(self, line: Line) -> Ref:
@@ -118,7 +119,7 @@ class Lines:
 
     def type(self, r: Ref) -> Type | None:
         """Return the type of a tensor."""
-        result = self.lines[r.index].types if r.kind == "t" else self._ask.types(r.kind)[r.index]
+        result = self.lines[r.index].types if r.kind == "t" else self._request.types(r.kind)[r.index]
         assert not isinstance(result, tuple)
         return result
 
@@ -148,11 +149,11 @@ class Lines:
         assert t is not None
         return replace(t, grad=False).empty()
 
-    def rule(self, grads: Sequence[Ref | None], kind: Kind, types: tuple[Type | None, ...] | None = None) -> Rule:
+    def rule(self, grads: Sequence[Ref | None], kind: Kind) -> Rule:
         """Return the rule; gradients are added to those that the operands already have."""
         totals: list[Ref | None] = []
         for i, g in enumerate(grads):
-            before = self._ask.before[i] if types is None else None
+            before = self._request.before[i]
             totals.append(g if g is None or before is None else self.call(aten.add.Tensor, Ref("p", i), g))
-        known = types if types is not None else tuple(None if g is None else self.type(g) for g in totals)
-        return Rule(None, (), tuple(self.lines), tuple(totals), known, kind)
+        types = tuple(None if g is None else self.type(g) for g in totals)
+        return Rule(None, (), tuple(self.lines), tuple(totals), types, kind)

@@ -252,12 +252,15 @@ class Rows(Tensor):
         return len(self) > 0
 
     def __iter__(self) -> Iterator[Any]:
+        return self._turns(self.pick.loop.unrolled(self))
+
+    def _turns(self, rows: list[Any]) -> Iterator[Any]:
         """Yield all turns of a loop over selected rows, each with a guard."""
 
         def chosen(i: int) -> Callable[[Any], bool]:
             return lambda known: bool(known[0][i])
 
-        for i, row in enumerate(self.pick.loop.unrolled(self)):
+        for i, row in enumerate(rows):
             if self.pick.loop.guards.take([node_of(self.pick.mask)], chosen(i), loop=True) is None:
                 raise Unfit("a loop over them cannot be checked")
             yield row.tolist() if self.listed else row

@@ -15,13 +15,14 @@ A part of the backward that does not depend on g (hidden auxiliary losses: gx = 
 loss, <c, x>, whose value is left out. It is a term only if the loss uses a result, as autograd calls no backward else.
 
 A gradient that is always zero is zeros, not None: an optimizer decays such weights. So B' depends on every x that has a
-gradient, if only by x.sum() * 0.
+gradient, if only by a sum of it times 0, over the dims that x does not share with y: rows stay apart.
 
 A backward that is not linear in g, such as clipping, cannot be kept: it is refused.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ from shardc.ir.graph import operands_of
 from shardc.rules.core import registry
 from shardc.rules.core.op_call import call_of
 from shardc.runtime.ops.torch_library import with_gradient_of
-from shardc.runtime.state.quantized import consists, from_inner_tensors, inner
+from shardc.runtime.state.quantized import from_inner_tensors, inner, is_composite
 from shardc.torch_private import FakeTensor, pytree, traced_on
 
 #: Most elements of a call that is run to test whether its backward is the derivative of its forward.
@@ -125,7 +126,7 @@ def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[S
     side: receives the additional terms of the loss (see the module's docstring). untraced: calls a function outside of
     the trace. Raises ShardcError, with the model's line, for a backward that is not linear, or cannot be traced.
     """
-    if any(isinstance(a, Tensor) and consists(a) for a in args):
+    if any(isinstance(a, Tensor) and is_composite(a) for a in args):
         cls, args = _on_inner_tensors(cls, args)
     call = _Call(cls, args)
     if not torch.is_grad_enabled() or not any(call.needs):
@@ -154,8 +155,12 @@ def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[S
 def _with_gradient(y: Tensor, path: Tensor | None, missing: Sequence[Tensor]) -> Tensor:
     """Return the value of y with the gradient of path; `missing` get zeros."""
     for x in missing:
-        # times 0 before the sum in backward, which could overflow
-        zero = (x.real if x.is_complex() else x).sum().to(y.dtype).expand(y.shape) * 0
+        pairs = zip(x.shape, y.shape, strict=False) if x.grad_fn is not None else ()  # a parameter has no rows
+        shared = sum(1 for _ in itertools.takewhile(lambda sizes: sizes[0] == sizes[1], pairs))
+        real = x.real if x.is_complex() else x
+        rows = real.sum(tuple(range(shared, x.dim()))) if shared < x.dim() else real
+        rows = rows.reshape(*rows.shape, *[1] * (y.dim() - shared))
+        zero = rows.to(y.dtype).expand(y.shape) * 0  # times 0 before the sum in backward, which could overflow
         path = zero if path is None else path + zero
     if path is y:
         return y

@@ -22,6 +22,7 @@ from torch import fx
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.graph import call_like
+from shardc.ir.types import op_name
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::with_gradient_of)
 from shardc.torch_private import OpOverload
 
@@ -103,11 +104,7 @@ def functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
     if overload == "from":  # Python cannot write random.from, so the graph could not be written as code
         return call_like(graph, aten.randint_like.low_dtype, (x, *rest), {"dtype": val.dtype}, node)
     if (twin := twin_of(node.target)) is None or sum(_writes(a) for a in node.target._schema.arguments) > 1:
-        raise ShardcError(
-            f"{node.target} changes a tensor in place, and torch has no op that returns the result instead",
-            where=source.place(node),
-            fix=_INSTEAD.get(name, "use an op that returns a new tensor"),
-        )
+        raise without_twin(node)
     args, kwargs = arguments_of(twin, node)
     result = call_like(graph, twin, args, kwargs, node)
     with torch.no_grad():
@@ -118,6 +115,15 @@ def functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
     if name in _UNSEEN and val.is_floating_point():
         result = call_like(graph, torch.ops.shardc.with_gradient_of.default, (result, x), {}, node)
     return result
+
+
+def without_twin(node: fx.Node) -> ShardcError:
+    """Return the error for an in-place op that has no functional twin."""
+    return ShardcError(
+        f"{node.target} changes a tensor in place, and torch has no op that returns the result instead",
+        where=source.place(node),
+        fix=_INSTEAD.get(op_name(node.target), "use an op that returns a new tensor"),
+    )
 
 
 def with_zeros(

@@ -24,6 +24,7 @@ from shardc.capture.rewrite.functional_twins import (
     new_statistics,
     updates_statistics,
     with_zeros,
+    without_twin,
 )
 from shardc.errors import ShardcError
 from shardc.ir import source, types
@@ -49,6 +50,8 @@ def remove_inplace(
     grads = _with_gradient(graph, params, cut) if inplace else set()
     shared: set[fx.Node] = set()  # writes that are visible elsewhere: through views, or to tensors with views
     for node in inplace:
+        if not isinstance(node.args[0], fx.Node):  # a list: torch._foreach_add_
+            raise without_twin(node)
         for x in () if is_view(node) else written(node):
             if (name := params.get(root[x])) is not None:
                 raise ShardcError(

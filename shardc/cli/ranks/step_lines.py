@@ -13,7 +13,7 @@ import torch
 from shardc.api import Program
 from shardc.ir.units import count, per_second, plural, size
 from shardc.layer_names import note_lines
-from shardc.runtime.zero.optimizer_list import class_of, lr_rates, rates_text
+from shardc.runtime.zero.optimizer_list import class_of, learning_rates, rates_text
 
 #: Bounds of the seconds between lines, which are a twentieth of the time so far.
 SOONEST, LATEST = 1.0, 10.0
@@ -55,7 +55,7 @@ def _count(shape: Sequence[int]) -> int:
 def _optimizer(optimizer: torch.optim.Optimizer | None) -> str:
     if optimizer is None:
         return "no optimizer on this rank"
-    rates = sorted(lr_rates(optimizer), key=lambda rate: rate or 0.0)
+    rates = sorted(learning_rates(optimizer), key=lambda rate: rate or 0.0)
     groups = f", {len(optimizer.param_groups)} groups" if len(optimizer.param_groups) > 1 else ""
     return f"{class_of(optimizer)}, lr {rates_text(rates, '.3g')}{groups}"
 

@@ -22,7 +22,7 @@ from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.passes.joint.derivatives import Rules
 from shardc.passes.joint.derivatives.record import Line, Ref, Type, map_refs
-from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.rule import Request, Rule
 from shardc.passes.joint.derivatives.template import Made, item_name
 from shardc.passes.joint.saved import types_of
 from shardc.runtime import ops
@@ -35,13 +35,15 @@ class Results:
     """The terms of one stage.
 
     returned: what it returns, as its text does; puts: by the term of a parameter, its name and its gradient; scatters:
-    by gathered bucket, the gradients of its parameters; received: by received value, its gradient.
+    by gathered bucket, the gradients of its parameters; received: by received value, its gradient. fresh: results of
+    ops that stay whole, in memory that nothing else has.
     """
 
     returned: tuple[Any, ...]
     puts: dict[int, tuple[str, int]] = field(default_factory=dict)
     scatters: dict[str, tuple[int | None, ...]] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
+    fresh: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -69,6 +71,7 @@ class ChainRule:
         self._gathered: list[tuple[fx.Node, tuple[int | None, ...]]] = []
         self._values: dict[Made, int] = {}
         self._lines: dict[fx.Node, dict[int, int]] = {}
+        self._fresh: set[int] = set()
 
     def results(self) -> Results:
         """Compute the terms of everything that the stage returns, and of all its gradients."""
@@ -84,7 +87,7 @@ class ChainRule:
         def value(n: fx.Node) -> Any:
             return Term(self._values[producer_of(n)])
 
-        result = Results(fx.map_arg(returned, value))
+        result = Results(fx.map_arg(returned, value), fresh=self._fresh)
         for (n, i), g in self._leaves:
             if "collective" in n.meta and n.op == "placeholder":
                 result.received[n.name] = grads[g]
@@ -120,7 +123,7 @@ class ChainRule:
         needed = tuple(self._type(m).grad for m in operands)
         before = tuple(self._of.get(m) if w else None for m, w in zip(operands, needed, strict=True))
         known = tuple(map(self._type, operands))
-        rule = self._rules.rule(n, Ask(known, self._type_of(tangents), self._type_of(before), needed))
+        rule = self._rules.rule(n, Request(known, self._type_of(tangents), self._type_of(before), needed))
         after: list[int | None] = []
         for operand, w, t in zip(operands, needed, rule.types, strict=True):
             after.append(None if t is None or not w else self._new(t))
@@ -198,6 +201,7 @@ class ChainRule:
         inputs = dict(zip("gp", gradients, strict=True))
         for line in step.rule.backward:
             terms[line.number] = self._line(n, line, terms, inputs)
+            self._fresh |= {terms[line.number]} if line.fresh else set()
         for r, g in zip(step.rule.grads, step.after, strict=True):
             if r is not None and g is not None:
                 grads[g] = self._at(n, r, terms, inputs)

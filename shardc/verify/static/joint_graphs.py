@@ -66,9 +66,10 @@ def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf)
     yield from _without_gradient(program, stage, rules)
     terms = Terms()
     expected = ChainRule(program, stage, rules, terms, until).results()
-    yield from _Texts(program, stage, terms, expected).wrong()
+    texts = _Texts(program, stage, terms, expected)
+    yield from texts.wrong()
     for name, graph in stage.joint.graphs.items():
-        for node, fault in _overwritten(graph):
+        for node, fault in _overwritten(graph, texts.fresh(name)):
             yield Wrong(name, node, fault)
         for node, fault in _unfinished(graph):
             yield Wrong(name, node, fault)
@@ -95,7 +96,7 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
     assert one.joint is not None
     assert other.joint is not None
     try:
-        first, then = halves(program, pair.graph, prefix_of(pair.kind, one.joint.forward))
+        first, then = halves(program, pair.graph, prefix := prefix_of(pair.kind, one.joint.forward))
     except MixedError as e:
         yield Wrong("pair", e.line, "it takes a value of the other microbatch", "one of its own half")
         return
@@ -107,8 +108,10 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
     for stage, half in ((with_first, "forward"), (with_then, second)):
         terms = Terms()
         expected = ChainRule(program, stage, rules, terms, until).results()
-        yield from (replace(w, text=f"pair, {half}") for w in _Texts(program, stage, terms, expected).wrong())
-    for node, fault in (*_overwritten(pair.graph), *_unfinished(pair.graph)):
+        texts = _Texts(program, stage, terms, expected)
+        yield from (replace(w, text=f"pair, {half}") for w in texts.wrong())
+    fresh = {f"{prefix}{name}" for name in texts.fresh("backward")}
+    for node, fault in (*_overwritten(pair.graph, fresh), *_unfinished(pair.graph)):
         yield Wrong("pair", node, fault)
 
 
@@ -142,6 +145,10 @@ class _Texts:
         yield from self._received(grads)
         yield from self._parameters()
         yield from self._tapes()
+
+    def fresh(self, text: str) -> set[str]:
+        """Return the lines of a text that are results of ops that stay whole, in new memory. After `wrong`."""
+        return {n.name for n, term in self._env[text].items() if term.number in self._expected.fresh}
 
     def _read(self, text: str, given: dict[str, Term]) -> None:
         """Compute the term of each line. given: inputs from another text, by name; others are the stage's."""
@@ -302,8 +309,8 @@ class _Texts:
         return f"{name}({', '.join(self._shown(t, depth - 1) for t in parts)})"
 
 
-def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
-    """Yield lines that reuse memory that another line still reads."""
+def _overwritten(graph: fx.Graph, fresh: set[str]) -> Iterator[tuple[fx.Node, str]]:
+    """Yield lines that reuse memory that another line still reads. fresh: as of `_Texts.fresh`."""
     nodes = list(graph.nodes)
     place = {n: i for i, n in enumerate(nodes)}
     memory: dict[fx.Node, fx.Node] = {}  # the line that allocated it
@@ -323,8 +330,8 @@ def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
         x: Any = n.args[1] if own else n.args[0]
         maker = memory[x]
         op = _result(maker) or maker
-        fresh = isinstance(op.target, OpOverload) and not op.meta.get("repeats")
-        if maker.op != "call_function" or not fresh:
+        new = (isinstance(op.target, OpOverload) or maker.name in fresh) and not op.meta.get("repeats")
+        if maker.op != "call_function" or not new:
             yield n, f"it takes over the memory of {maker.name}, which is not this text's own"
             continue
         rest = {n, *_views_of(n)} if not own else {n}
@@ -337,9 +344,10 @@ def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _result(n: fx.Node) -> fx.Node | None:
-    """Return the torch op that n is one of several results of, if it makes new memory; else None."""
-    of: Any = n.args[0] if n.target is operator.getitem else None
-    return of if of is not None and isinstance(of.target, OpOverload) and not is_view(of.target) else None
+    """Return the op that n is one of several results of, if each has its own memory; else None."""
+    of: Any = n.args[0] if n.target is operator.getitem else n
+    separate = of.target is ops.opaque_backward or (isinstance(of.target, OpOverload) and not is_view(of.target))
+    return of if separate and of is not n else None
 
 
 def _views_of(n: fx.Node) -> Iterator[fx.Node]:

@@ -17,8 +17,9 @@ from shardc.ir.stored import Param
 from shardc.runtime.matrices.owners import work
 from shardc.runtime.matrices.routes import Routes
 from shardc.runtime.matrices.whole import routes_of
-from shardc.runtime.state.boxes import boxes_of, disjoint
-from shardc.runtime.zero.flat_partition import Stretches
+from shardc.runtime.state.boxes import boxes_of
+from shardc.runtime.state.checkpoint_index import disjoint
+from shardc.runtime.zero.flat_partition import FlatShards
 from shardc.runtime.zero.trained_params import trained_params
 from shardc.verify.static.gradient_sums import Wrong
 from shardc.verify.static.text import TooLongError
@@ -47,7 +48,7 @@ def _of_group(
     program: Program, routes: Routes, params: list[Param], cut: dict[str, tuple[Matrix, ...]], until: float
 ) -> Iterator[Wrong]:
     """Check the ranks that share the parameters of one stage."""
-    stretches, places = Stretches(program), range(len(routes.ranks))
+    stretches, places = FlatShards(program), range(len(routes.ranks))
     owners = Counter(m.name for m in routes.matrices)
     for p in params:
         if time.perf_counter() > until:

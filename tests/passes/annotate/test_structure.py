@@ -20,7 +20,7 @@ from shardc.api import Program
 from shardc.ir.placement import Shard
 from shardc.rules.views import _in_parts, in_sections
 from tests import equality, zoo
-from tests.zoo import Built, hf, hf_more
+from tests.zoo import Built, hf, hf_more, plain
 
 USE = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "structure"}}
 
@@ -373,6 +373,17 @@ def test_what_stops_a_split_is_named_with_its_line_and_gathered_where_weights_ar
     loss = shardc.simulate(program, model, x).loss
     torch.testing.assert_close(loss, model(x).detach(), rtol=1e-12, atol=0.0)
     assert any("norm" in note and "is gathered over tp" in note for note in program.notes)
+
+
+def test_recurrent_layers_stay_whole_with_a_note() -> None:
+    model, batch = plain.lstm()
+    program = shardc.compile(model, batch, USE, prove=False)
+    note = "spec: shard.use use: structure: rnn left whole: no rule splits a weight of aten.lstm.input"
+    assert note in program.notes, program.notes
+    assert [p.fqn for p in program.params if p.value.layout.shards()] == ["embed.weight", "head.weight", "head.bias"]
+    spec = {**USE, "shard": {"rnn.weight_ih_l0": {0: "tp"}, "head": "column"}}
+    gathers = [n for n in shardc.compile(model, batch, spec, prove=False).notes if "is gathered over tp" in n]
+    assert any(": rnn.weight_ih_l0 f32[32, 8] is gathered over tp, because aten.lstm.input" in n for n in gathers)
 
 
 def test_causes_name_the_modules_between_which_a_split_goes() -> None:

@@ -15,6 +15,7 @@ import shardc
 from shardc.capture import capture
 from shardc.ir.mesh import Mesh
 from shardc.passes.canonical import Canonical
+from shardc.runtime.mesh.loopback import loopback
 from shardc.spec import Spec
 from tests.passes.canonical.test_canonical import same
 
@@ -228,6 +229,34 @@ def test_other_dropouts_do_not_know_the_mesh(function: Any) -> None:
     torch.testing.assert_close(one.loss, two.loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(one.grads["weight"], two.grads["weight"], rtol=1e-12, atol=0)
     assert abs(float(one.loss - other.loss)) > 1e-6
+
+
+@pytest.mark.parametrize("kind", ["dropout", "alpha_dropout", "feature_alpha_dropout", "attention"])
+def test_dropout_of_everything(kind: str) -> None:
+    """Its gradient is zeros, not None, and it is off in evaluation."""
+
+    class All(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((), 2.0, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.weight
+            if kind == "attention":
+                return F.scaled_dot_product_attention(y, y, y, dropout_p=1.0 if self.training else 0.0).sum()
+            return getattr(F, kind)(y, 1.0, self.training).sum()  # type: ignore[no-any-return]
+
+    model, x = All(), torch.randn(4, 6, 4, dtype=torch.float64)
+    program = shardc.compile(model, (x,), {"shardc": 1, "mesh": {"dp": 2}})
+    sim = shardc.simulate(program, model, (x,))
+    model(x).backward()
+    assert model.weight.grad is not None
+    assert float(sim.grads["weight"]) == float(model.weight.grad) == 0
+    assert program.verify().ok
+    (value,) = {
+        float(v) for v in loopback(program.mesh, lambda mesh: program.engine(model, None, mesh=mesh).evaluate((x,)))
+    }
+    assert value == pytest.approx(float(model.eval()(x).detach()), rel=1e-12)
 
 
 def test_alpha_dropout_takes_torchs_two_values() -> None:

@@ -12,7 +12,8 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Placement, Shard
 from shardc.runtime.reshard.places import Whole
 from shardc.runtime.reshard.routes import messages, nearest_source, routes
-from shardc.runtime.state.boxes import Box, boxes_of, overlap, without
+from shardc.runtime.state.boxes import Box, boxes_of, without
+from shardc.runtime.state.checkpoint_index import overlap
 
 
 @dataclass(frozen=True)

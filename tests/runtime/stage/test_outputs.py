@@ -195,6 +195,9 @@ def sum_over_weights(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
         (sum_over_weights, 8),
         (lambda o, b: F.cross_entropy(o, b["y"]) + 0.1 * F.cross_entropy(2 * o, b["y"]), 8),
         (mean_of_two, 8),  # of which the batch decides
+        (lambda o, b: o.square().mean(-1).mean(), ROWS * CLASSES),
+        (lambda o, b: F.cross_entropy(o, b["y"]) + (o * 0).sum(), 8),
+        (lambda o, b: F.cross_entropy(o, b["y"], reduction="sum") / b["x"].sum(-1).max(), None),  # does not add up
         (lambda o, b: F.cross_entropy(o, b["y"]).exp(), None),
         (lambda o, b: F.cross_entropy(o, b["y"], reduction="sum"), None),
         (lambda o, b: F.cross_entropy(o, b["y"]) + (o * (b["x"] > 0)).sum() / (b["x"] > 0).sum(), None),
@@ -229,6 +232,7 @@ MEANS: dict[str, Any] = {
     "to the power of -1": lambda o, b: masked(o, b).sum() * counted(b).clamp(min=1).double() ** -1,
     "numel": lambda o, b: masked(o, b).sum() / b["y"].numel(),
     "times 1 / numel": lambda o, b: masked(o, b).sum() * (1 / b["y"].numel()),
+    "mean of means": lambda o, b: (o - b["x"]).square().mean(0).mean(),
     "mean over mean": lambda o, b: masked(o, b).mean() / (b["y"] != -100).double().mean().clamp(min=1e-6),
     "divided, then summed": lambda o, b: (masked(o, b) / counted(b).clamp(min=1)).sum(),
     "normalised weights": lambda o, b: (masked(o, b) * ((b["y"] != -100) / counted(b).clamp(min=1))).sum(),
@@ -258,6 +262,12 @@ def test_a_loss_without_a_divisor_says_so(capsys: pytest.CaptureFixture[str]) ->
     program = compiled({"mesh": {"dp": 2}}, function=lambda o, b: masked(o, b).sum())
     loopback(program.mesh, lambda mesh: program.engine(NET, None, mesh=mesh).evaluate_all([batch_of(2), batch_of(3)]))
     assert capsys.readouterr().err.count("the loss is not a mean with a divisor from the batch") == 1
+
+
+def test_a_loss_with_several_divisors_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    program = compiled({"mesh": {"dp": 2}}, function=mean_of_two)
+    loopback(program.mesh, lambda mesh: program.engine(NET, None, mesh=mesh).evaluate_all([batch_of(2), batch_of(3)]))
+    assert capsys.readouterr().err.count("the loss is a sum of means over different things") == 1
 
 
 class Returns(nn.Module):

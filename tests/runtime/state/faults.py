@@ -39,7 +39,7 @@ from shardc.runtime import state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.checkpoint_folder import verify
-from tests.runtime.state.test_state import OPTIMIZERS, Net, program_of
+from tests.runtime.state.test_state import OPTIMIZERS, Net, local_parameters, program_of
 
 Value = dict[str, Any]
 CALLS = ("create", "write", "sync", "sync_folder", "rename", "unlink", "make_folder", "remove_folder")
@@ -62,7 +62,7 @@ def program(sizes: tuple[tuple[str, int], ...]) -> Program:
 def trained(mesh: Any, step: int) -> tuple[Any, ...]:
     """Parameters, buffers and an optimizer with moments, whose numbers follow from the step."""
     p = program(mesh.layout.axes)
-    params, buffers = state.local_parameters(p, whole(), mesh, 0)
+    params, buffers = local_parameters(p, whole(), mesh)
     optimizer = OPTIMIZERS["adamw"]([params[x.name] for x in p.params if x.requires_grad])
     for x in p.params:
         if x.requires_grad:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shardc
+from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime import state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.checkpoint_folder import generations
+from shardc.runtime.state.checkpoint_folder import generations, read_index, verify
 from tests.runtime.state.faults import load, save, trained, try_all_faults, try_damages, try_hostile
 
 torch.set_num_threads(1)
@@ -107,6 +110,71 @@ def test_a_later_version_is_told(tmp_path: Path) -> None:
     index.write_text(index.read_text().replace('"version": 3', '"version": 4'))
     with pytest.raises(state.DamagedError, match="it is of version 4, and this shardc reads 3"):
         load(tmp_path)
+
+
+def test_verify_goes_on_after_a_file_that_is_a_link(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    folder = tmp_path / "step-000001"
+    (folder / "model-00000.safetensors").rename(tmp_path / "elsewhere")
+    (folder / "model-00000.safetensors").symlink_to(tmp_path / "elsewhere")
+    other = folder / "optimizer-00001.safetensors"
+    data = bytearray(other.read_bytes())
+    data[-3] ^= 4
+    other.write_bytes(data)
+    first, second = verify(folder)
+    assert Path(first.where).name == "model-00000.safetensors"
+    assert "the file cannot be read" in first.what
+    assert Path(second.where).name == other.name
+    assert "differs from the saved data" in second.what
+
+
+def test_an_index_with_a_slice_twice_and_another_missing_is_refused(tmp_path: Path) -> None:
+    """Their sizes add up to the tensor's, and every byte of the files is in one slice."""
+    save(tmp_path, 1)
+    index = tmp_path / "step-000001" / "index.json"
+    table = json.loads(index.read_text())
+    first, second, *_ = table["tensors"]["model.emb.weight"][2]
+    assert first[3] == second[3], "equal shapes"
+    second[2] = first[2]
+    body = json.dumps({k: v for k, v in table.items() if k != "sha256"}).encode()[1:]
+    index.write_bytes(b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body)
+    with pytest.raises(state.DamagedError, match=r"slices of 'model\.emb\.weight' overlap"):
+        read_index(index.parent)
+
+
+def test_a_save_whose_cleaning_up_fails_says_on_all_ranks_that_it_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    for step in (1, 2):
+        save(tmp_path, step)
+    monkeypatch.setattr(disk_calls, "remove_folder", fails)
+    raised = save(tmp_path, 3)
+    monkeypatch.undo()
+    assert [type(e) for e in raised] == [state.SavingError] * 2
+    for e in raised:
+        assert "the checkpoint of step 3 was saved, but others cannot be renamed or deleted" in str(e)
+        assert "was not saved" not in str(e)
+        assert "check the permissions of the folder" in e.fix
+    assert "'step': 3" in load(tmp_path)["extra"]
+
+
+def test_an_error_of_one_rank_has_its_fix_on_all(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+
+    def work(mesh: LoopbackMesh) -> str:
+        def accept(_: Any) -> None:
+            if mesh.rank == 1:
+                raise ShardcError("it is too old", fix="save it again")
+
+        program, params, buffers, optimizer = trained(mesh, 9)
+        with pytest.raises(ShardcError, match="it is too old") as e:
+            state.load(tmp_path, program, mesh, params, buffers, optimizer, accept=accept)
+        return e.value.fix
+
+    assert loopback(Mesh.of({"tp": 2}), work) == ["save it again"] * 2
 
 
 def test_two_runs_do_not_save_to_one_folder_at_once(tmp_path: Path) -> None:

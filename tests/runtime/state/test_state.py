@@ -122,14 +122,21 @@ def joined(program: Program, ranks: list[Rank], name: str) -> Tensor:
     return whole
 
 
+def local_parameters(program: Program, source: Any, mesh: Any, seed: int = 0, base: Any = None) -> Rank:
+    """All of a rank's parameters and buffers. base: the model, for what a state_dict or files lack."""
+    given = state.weights(source, seed) if base is None else state.weights_for(base, source, seed)
+    params, buffers = state.local_parts(program, given, mesh)
+    return dict(params), buffers
+
+
 def cut(program: Program, source: Any, seed: int = 0, base: Any = None) -> list[Rank]:
-    return loopback(program.mesh, lambda mesh: state.local_parameters(program, source, mesh, seed, base))
+    return loopback(program.mesh, lambda mesh: local_parameters(program, source, mesh, seed, base))
 
 
 MESHES: list[Sizes] = [{"dp": 1}, {"dp": 2, "tp": 2}, {"tp": 4}, {"dp": 4}]
 
 
-# --- local_parameters -------------------------------------------------------------------------------------------------
+# --- local_parts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -209,18 +216,23 @@ def test_program_dtype_wins() -> None:
     assert buffers["norm_num_batches_tracked"].dtype == torch.int64
 
 
-def _fails(source: Any, program: Program, base: Any = None) -> ShardcError:
+def _all_of(model: nn.Module) -> dict[str, Tensor]:
+    """Its state_dict, and the buffers that are not persistent."""
+    return {**dict(model.named_buffers()), **model.state_dict()}
+
+
+def _fails(source: Any, program: Program) -> ShardcError:
     with pytest.raises(ShardcError) as e:
-        state.local_parameters(program, source, loopback(Mesh.of({"dp": 1}), lambda m: m)[0], 0, base)
+        local_parameters(program, source, loopback(Mesh.of({"dp": 1}), lambda m: m)[0])
     return e.value
 
 
 def test_missing_and_unexpected_names_are_all_told_with_the_nearest() -> None:
     model = Net()
-    found = model.state_dict()
+    found = _all_of(model)
     found["qkv.wieght"] = found.pop("qkv.weight")
     found["gqa.bias"] = torch.zeros(5)
-    error = _fails(found, program_of(model, {"dp": 1}), base=model)
+    error = _fails(found, program_of(model, {"dp": 1}))
     assert [e.what for e in error.errors] == [
         "qkv.weight is missing in the state_dict",
         "gqa.bias has the shape [5] in the state_dict, and [32] in the program",
@@ -228,10 +240,8 @@ def test_missing_and_unexpected_names_are_all_told_with_the_nearest() -> None:
     ]
     assert error.errors[0].fix == "did you mean qkv.wieght, which it has?"
     assert error.errors[2].fix == "did you mean qkv.weight?"
-    error = _fails(
-        {n: x for n, x in model.state_dict().items() if n != "gqa.bias"}, program_of(model, {"dp": 1}), model
-    )
-    assert error.fix.startswith("was it added since?")  # no other tensor is its: each has a place
+    error = _fails({n: x for n, x in _all_of(model).items() if n != "gqa.bias"}, program_of(model, {"dp": 1}))
+    assert error.fix.startswith("if it is new")  # no other tensor is its: each has a place
 
 
 def test_model_of_another_shape_is_refused() -> None:
@@ -244,11 +254,11 @@ def test_ties_that_the_source_lacks_are_refused() -> None:
     untied.head.weight = nn.Parameter(untied.emb.weight.detach() + 1)
     error = _fails(untied, program_of(Net(), {"dp": 1}))
     assert "compiled with emb.weight and head.weight as one tensor, but in the model they differ" in str(error)
-    error = _fails(untied.state_dict(), program_of(Net(), {"dp": 1}), base=Net())
+    error = _fails(_all_of(untied), program_of(Net(), {"dp": 1}))
     assert "in the state_dict they differ" in str(error)
 
 
-def test_buffer_that_no_state_dict_has_needs_a_base() -> None:
+def test_buffer_that_no_state_dict_has_needs_the_model() -> None:
     error = _fails(Net().state_dict(), program_of(Net(), {"dp": 1}))
     assert error.where == "inv_freq"
     assert "not persistent" in error.what
@@ -294,7 +304,7 @@ def _trained(sizes: Sizes, make: Make, folder: Path | None, steps: int, resume: 
     program = program_of(model, sizes, zero=True)
 
     def work(mesh: LoopbackMesh) -> Any:
-        params, buffers = state.local_parameters(program, recipe, mesh, 7)
+        params, buffers = local_parameters(program, recipe, mesh, 7)
         optimizer = make([params[p.name] for p in program.params if p.requires_grad])
         extra = state.load(resume, program, mesh, params, buffers, optimizer) if resume else None
         begin = extra["step"] if extra else 0
@@ -347,7 +357,7 @@ def _save(folder: Path, model: nn.Module, sizes: Sizes, extra: Any = None, make:
     program = program_of(model, sizes)
 
     def work(mesh: LoopbackMesh) -> None:
-        params, buffers = state.local_parameters(program, model, mesh, 0)
+        params, buffers = local_parameters(program, model, mesh, 0)
         state.save(folder, program, mesh, params, buffers, make(list(params.values())) if make else None, extra)
 
     loopback(program.mesh, work)
@@ -356,7 +366,7 @@ def _save(folder: Path, model: nn.Module, sizes: Sizes, extra: Any = None, make:
 def _load(folder: Path, model: nn.Module, make: Make | None = None) -> Rank:
     program = program_of(model, {"dp": 1})
     mesh: LoopbackMesh = loopback(program.mesh, lambda m: m)[0]
-    params, buffers = state.local_parameters(program, model, mesh, 0)
+    params, buffers = local_parameters(program, model, mesh, 0)
     state.load(folder, program, mesh, params, buffers, make(list(params.values())) if make else None)
     return params, buffers
 
@@ -441,7 +451,7 @@ def test_checkpoint_of_another_model_is_named_and_changes_nothing(tmp_path: Path
     assert "2.bias is missing in the checkpoint step-000000" in text
     with pytest.raises(ShardcError, match=r"1.weight in the checkpoint step-000000 is unknown to the program") as e:
         _load(tmp_path / "c", nn.Sequential(nn.Linear(4, 4)))
-    assert "the model does not have this tensor, or no longer" in str(e.value)  # no like name that it has anyway
+    assert "add the tensor to the model again" in str(e.value)  # no like name that it has anyway
 
 
 def test_no_checkpoint_and_no_optimizer_state_are_told(tmp_path: Path) -> None:
@@ -487,7 +497,7 @@ def test_full_state_dict_is_the_models_own(sizes: Sizes) -> None:
     program = program_of(model, sizes, zero=True)
 
     def work(mesh: LoopbackMesh) -> Any:
-        held = state.local_parameters(program, model, mesh, 0)
+        held = local_parameters(program, model, mesh, 0)
         return (
             state.full_state_dict(program, mesh, *held),
             state.full_state_dict(program, mesh, *held, rank0_only=True),
@@ -512,7 +522,7 @@ def test_exported_safetensors_load_anywhere(sizes: Sizes, form: str, tmp_path: P
     path = tmp_path / ("out.safetensors" if form == "file" else "out")
 
     def work(mesh: LoopbackMesh) -> None:
-        held = state.local_parameters(program, model, mesh, 0)
+        held = local_parameters(program, model, mesh, 0)
         state.export_safetensors(path, program, mesh, *held, max_file_bytes=1000 if form == "sharded" else 10**9)
 
     loopback(program.mesh, work)
@@ -547,7 +557,7 @@ def test_exported_transformers_model_comes_back_from_pretrained(tmp_path: Path) 
 
     def work(mesh: LoopbackMesh) -> None:
         state.export_safetensors(
-            tmp_path, program, mesh, *state.local_parameters(program, model, mesh, 0), max_file_bytes=4000
+            tmp_path, program, mesh, *local_parameters(program, model, mesh, 0), max_file_bytes=4000
         )
 
     loopback(program.mesh, work)
@@ -568,7 +578,7 @@ def _process(rank: int, port: int, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     program = program_of(record(Net)[0], {"tp": 2})
     mesh = TorchMesh(program.mesh)
-    params, buffers = state.local_parameters(program, Net, mesh, 7)
+    params, buffers = local_parameters(program, Net, mesh, 7)
     optimizer = OPTIMIZERS["adamw"]([params[p.name] for p in program.params if p.requires_grad])
     state.load(Path(folder) / "in", program, mesh, params, buffers, optimizer)
     _train(program, mesh, params, optimizer, range(2, 4))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.tensor_file import DTYPES, Entry, bytes_of, header, opened, stored_as
+from shardc.runtime.state.tensor_file import DTYPES, Entry, bytes_of, header, open_safetensors, stored_as
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -39,7 +39,7 @@ def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
     os.close(descriptor)
     found = load_file(tmp_path / "f")
     assert all(torch.equal(found[n], x) for n, x in given.items())
-    assert opened(tmp_path / "f").metadata() == {"format": "pt", "k": "v"}
+    assert open_safetensors(tmp_path / "f").metadata() == {"format": "pt", "k": "v"}
 
 
 def test_every_dtype_has_a_form() -> None:
@@ -76,20 +76,20 @@ ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 )
 def test_headers_that_do_not_fit_are_refused(head: Any, tmp_path: Path) -> None:
     with pytest.raises(ShardcError, match="the file cannot be read"):
-        opened(_file(tmp_path / "f", head, bytes(8)))
+        open_safetensors(_file(tmp_path / "f", head, bytes(8)))
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "nowhere", tmp_path, tmp_path / "pipe"):
         with pytest.raises(ShardcError, match="the file cannot be read"):
-            opened(path)
+            open_safetensors(path)
     for text, length in ((b"{}", 2**63), (b"{}", 50), (b"", 0)):
         with pytest.raises(ShardcError, match="file cannot be read"):
-            opened(_file(tmp_path / "f", text, length=length))
+            open_safetensors(_file(tmp_path / "f", text, length=length))
     (tmp_path / "f").write_bytes(b"abc")
     with pytest.raises(ShardcError, match="file cannot be read"):
-        opened(tmp_path / "f")
+        open_safetensors(tmp_path / "f")
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -223,7 +223,7 @@ def test_groups_that_stages_have_alone_are_saved_as_they_are(tmp_path: Path) -> 
             torch.testing.assert_close(x, want[n], rtol=1e-6, atol=1e-7)
     with pytest.raises(
         ShardcError,
-        match=r"group 0 were in groups of other settings when this was saved: lr of layers\.0\.weight 0\.1, layers",
+        match=r"group 0 had different settings when they were saved: lr was 0\.1 for layers\.0\.weight and",
     ):
         on_ranks(programs[1], model, resumed, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
     model.layers[0].requires_grad_(False)

@@ -84,7 +84,7 @@ def test_a_rate_of_its_own() -> None:
                 optimizer.step()
 
     trained("dp", functools.partial(work, lr=[None, None]))
-    with pytest.raises(DisagreementError, match=r"the learning rate differs.*: its own on rank 0, 0.1 on rank 1"):
+    with pytest.raises(DisagreementError, match=r"rate differs.*: computed by the optimizer on rank 0, 0.1 on rank 1"):
         trained("dp", functools.partial(work, lr=[None, 0.1]))
 
 

@@ -139,11 +139,11 @@ if torch.__version__ < "2.13":  # in 2.11 a class of tensors is not told of it
 ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     "an optimizer": (
         lambda mesh: Engine(PROGRAM, MODEL, SGD, mesh=mesh),  # type: ignore[arg-type]
-        r"optimizer: a SGD is not a function: .*\n  fix: pass a function: optimizer=lambda params",
+        r"optimizer: this SGD is not a function: .*\n  fix: pass a function: optimizer=lambda params",
     ),
     "a scheduler": (
         lambda mesh: Engine(PROGRAM, MODEL, scheduler=torch.optim.lr_scheduler.StepLR(SGD, 1), mesh=mesh),  # type: ignore[arg-type]
-        r"scheduler: a StepLR is not a function: .*\n  fix: pass a function: scheduler=lambda optimizer",
+        r"scheduler: this StepLR is not a function: .*\n  fix: pass a function: scheduler=lambda optimizer",
     ),
     "a scheduler's class": (
         lambda mesh: Engine(PROGRAM, MODEL, scheduler=torch.optim.lr_scheduler.StepLR, mesh=mesh),
@@ -488,7 +488,7 @@ ONE = {"shardc": 1}
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a wrapped model": (
         lambda: shardc.compile(nn.DataParallel(nn.Linear(8, 4)), ROWS, ONE, loss=distance),
-        r"the model: the model is wrapped in DataParallel, .*\n  fix: pass the wrapped model.module:",
+        r"the model: it is wrapped in DataParallel, .*\n  fix: pass the wrapped model.module:",
     ),
     "a forward that takes all": (
         lambda: shardc.compile(Keywords(), ROWS, ONE, loss=distance),

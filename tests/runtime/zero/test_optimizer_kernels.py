@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
+from shardc.runtime.zero.optimizer_kernels import prefer_fused
 from shardc.runtime.zero.optimizer_list import as_one
 
 
@@ -40,14 +40,14 @@ def params() -> list[nn.Parameter]:
 )
 def test_what_the_user_says_stays(make: Any, fused: bool | None) -> None:
     optimizer = make(params())
-    choose_as_on_gpu(optimizer)
+    prefer_fused(optimizer)
     assert optimizer.param_groups[0].get("fused") is fused
 
 
 def test_of_several_optimizers_each() -> None:
     a, b = params()
     both = as_one([torch.optim.AdamW([a]), torch.optim.RMSprop([b])])
-    choose_as_on_gpu(both)
+    prefer_fused(both)
     assert [g.get("fused") for g in both.param_groups] == [True, None]
     for p in (a, b):
         p.grad = torch.ones_like(p)

@@ -337,6 +337,29 @@ def number(m: Model, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(m.apart(x) / m.up.weight.norm().item(), y)
 
 
+@model("numbers and sums")
+def sums(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    h = m.down(m.up(x).tanh())
+    return (h.sum() + 10) / (h.detach().abs().sum() + 1) + 2 * (h.mean() + 3) - (5 - h.sum(0)).mean() + y.mean()
+
+
+@model("other dims")
+def other_dims(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(m.down(m.up(x).view(-1, 2 * WIDE).tanh().cumsum(1).view(-1, WIDE)), y)
+
+
+@model("parts of features")
+def parts(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    a, b = m.up(x).chunk(2, -1)
+    return F.mse_loss(m.down(torch.cat([a.softmax(-1), F.layer_norm(b, b.shape[-1:])], -1)), y)
+
+
+@model("an encoder run twice")
+def encoded_twice(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    h, other = m.up(x).tanh(), m.up(x.flip(-1)).tanh()
+    return F.mse_loss(m.down(h), y) + 0.3 * F.cosine_similarity(h, other, dim=-1).mean()
+
+
 @model("group norm", lambda: {"norm": nn.GroupNorm(2, WIDE)})
 def group_norm(m: Model, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(m.down(m.norm(m.up(x)).relu()), y)

@@ -69,11 +69,36 @@ DERIVATIVES = [
         "skip",
         on("pp=2 dp=2", **PIPE),
     ),
+    Bug(
+        "deepspeedai/DeepSpeed issues 8224",
+        "ZeRO 2 lost one of the two gradients of an encoder that runs twice a step",
+        "an encoder run twice",
+        on("dp=2", **zero(2), **MICRO),
+        clip=0.5,
+    ),
 ]
 
 #: Where `use: structure` would leave the weights whole, as an op needs their result whole.
 BY_NAME: Spec = {"shard": {"up": "column", "down": "row"}}
 OPS = [
+    Bug(
+        "pytorch/pytorch issues 163193",
+        "a number was added to a sum by every rank that has a summand of it",
+        "numbers and sums",
+        on("dp=2 tp=2", **BY_NAME),
+    ),
+    Bug(
+        "pytorch/pytorch issues 179502",
+        "a view of a split dim, as dims of other sizes, was a view of each rank's part",
+        "other dims",
+        on("dp=2"),
+    ),
+    Bug(
+        "pytorch/pytorch pull 178785",
+        "softmax, norms and slices took a fused weight's parts for one stretch",
+        "parts of features",
+        on("tp=2", shard={"up.*": {0: {"axis": "tp", "split": 2}}}),
+    ),
     Bug(
         "pytorch/pytorch issues 168940",
         "the place of the largest was a rank's own",

@@ -6,6 +6,18 @@ from tests.verify.field_bugs.bug import EACH, EXPERTS, INNER, MICRO, SEQUENCE, V
 
 TENSOR = [
     Bug(
+        "pytorch/torchtitan pull 3412",
+        "a loss in chunks took the partial gradients of a split head for whole ones",
+        "lm",
+        on("tp=2", **VOCAB, loss={"chunks": 4}),
+    ),
+    Bug(
+        "NVIDIA-NeMo/RL issues 227",
+        "weights that are tied came apart with tensor parallelism",
+        "tied",
+        on("dp=2 tp=2", shard={"embed": "vocab"}, **zero(3)),
+    ),
+    Bug(
         "NVIDIA/Megatron-LM issues 1446",
         "with sequence parallel, the gradient of the last norm was that of a rank's part of the sequence",
         "lm",
@@ -164,6 +176,18 @@ TENSOR = [
 ]
 
 SEQUENCES = [
+    Bug(
+        "NVIDIA/Megatron-LM pull 3959",
+        "the loss of later tokens was divided by the context ranks once more",
+        "next tokens",
+        on("dp=2 cp=2", sequence={"axis": "cp"}, **MICRO),
+    ),
+    Bug(
+        "ByteDance-Seed/VeOmni pull 419",
+        "the norm of keys went backward before their gradients were collected",
+        "qk norm",
+        on("cp=4", sequence={"axis": "cp", "method": "ulysses"}),
+    ),
     Bug(
         "huggingface/accelerate pull 4177",
         "context parallel replaced any mask by the causal one: windows were lost",

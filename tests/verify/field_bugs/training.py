@@ -89,6 +89,20 @@ CLIPPING = [
         on("dp=2 tp=2", **zero(3)),
         clip=0.05,
     ),
+    Bug(
+        "ByteDance-Seed/VeOmni issues 184",
+        "with replicas of shards the norm counted every replica",
+        "lm",
+        on("dp_outer=2 dp=2", data={"axis": ["dp_outer", "dp"], "zero": 3, "bucket_mb": 0.002}),
+        clip=0.05,
+    ),
+    Bug(
+        "deepspeedai/DeepSpeed issues 7837",
+        "the norm of ZeRO 0 was another one than that of ZeRO 1 to 3",
+        "two layers",
+        on("dp=2", **zero(0), **MICRO),
+        clip=0.05,
+    ),
 ]
 
 UPDATES = [
