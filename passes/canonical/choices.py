@@ -23,6 +23,11 @@ def typed(node: fx.Node) -> Any:
     return value if hasattr(value, "dtype") and hasattr(value, "shape") else None
 
 
+def numel(node: fx.Node) -> int:
+    """Return the number of elements of a node's result."""
+    return torch.Size(typed(node).shape).numel()
+
+
 def leaves(roots: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the values to draw: on the way back from `roots`, the first not computed from integers alone."""
     ends: dict[fx.Node, None] = {}

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, fx
 
 from shardc.errors import ShardcError
-from shardc.ir.graph import copy_graph, source_of, value_of, values_of
-from shardc.ir.metadata import Value
+from shardc.ir.graph import copy_graph, placeholders, source_of, value_of, values_of
 from shardc.ir.program import Program
 from shardc.nn import text_of
 from shardc.passes.base import Pass
-from shardc.passes.canonical.choices import draws, run
+from shardc.passes.canonical.choices import draws, numel, run
+from shardc.passes.canonical.rewrite import Emit
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
@@ -100,13 +100,16 @@ class _Writer:
     tried: dict[tuple[fx.Node, int], bool] = field(default_factory=dict)
     put: dict[str, fx.Node] = field(default_factory=dict)  # calls that were added to the graph
 
+    def __post_init__(self) -> None:
+        self.emit = Emit(self.graph, placeholders(self.graph)["rng"])
+
     def run(self) -> None:
         shape = value_of(self.order).shape
         if len(shape) != 1:
             return
         self.n = shape[0]
         self.index = _choices(self.order)
-        if self.index is None or _numel(self.index) != self.n:
+        if self.index is None or numel(self.index) != self.n:
             return
         self.numbers[self.order] = torch.arange(self.n)
         following = self.order
@@ -120,12 +123,12 @@ class _Writer:
     def _node(self, node: fx.Node) -> None:
         args: Any = node.args
         taken = node.all_input_nodes
-        self.here = node
+        self.here, self.emit.source = node, source_of(node)
         if node.target in (aten.argsort.default, aten.argsort.stable) and args[0] is self.order:
             self.inverse.add(node)
         elif node.target is _PRODUCT:
             if len(args) == 3 and args[0] in self.plain and self._counts(args[2], value_of(args[1]).shape[0]):
-                self.plain[node] = self._put(product, (self.plain[args[0]], args[1]), value_of(node))
+                self.plain[node] = self._put(product, self.plain[args[0]], args[1], value=value_of(node))
         elif node.target is aten.gather.default and args[1] == 0 and args[2] in self.numbers:
             self._picked(node, args[0], _column(self.numbers[args[2]]))
         elif node.target is aten.index.Tensor and len(args[1]) == 1:
@@ -155,7 +158,7 @@ class _Writer:
                 self.numbers[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         elif any(x in self.plain for x in taken) and (self._rowwise(node) or self._part(node)):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: self.plain.get(x, x))
-            self.plain[node] = self._put(node.target, args, node.meta["value"], **kwargs)
+            self.plain[node] = self._put(node.target, *args, value=node.meta["value"], **kwargs)
 
     def _rowwise(self, node: fx.Node) -> bool:
         """Return whether an op works on every row separately.
@@ -200,26 +203,19 @@ class _Writer:
         if k == 1:
             self.plain[node] = x
         elif k:
-            rest, dtype = list(shape[1:]), value_of(x)
-            per_token = self._put(
-                aten.reshape.default, (x, [shape[0], 1, *rest]), replace(dtype, shape=(shape[0], 1, *rest))
-            )
-            repeated = self._put(
-                aten.expand.default, (per_token, [shape[0], k, *rest]), replace(dtype, shape=(shape[0], k, *rest))
-            )
-            self.plain[node] = self._put(
-                aten.reshape.default, (repeated, [self.n, *rest]), replace(dtype, shape=(self.n, *rest))
-            )
+            rest = list(shape[1:])
+            per_token = self._put(aten.reshape.default, x, [shape[0], 1, *rest])
+            repeated = self._put(aten.expand.default, per_token, [shape[0], k, *rest])
+            self.plain[node] = self._put(aten.reshape.default, repeated, [self.n, *rest])
 
     def _summed(self, node: fx.Node, base: fx.Node, index: Any, rows: fx.Node) -> None:
         """Rewrite base with V[order] added in rows index[order]."""
         numbers, to = self.numbers.get(index), value_of(node)
         k = self._times(_column(numbers), to.shape[0]) if numbers is not None else 0
         if k and value_of(rows).shape[1:] == to.shape[1:]:
-            value = replace(value_of(rows), shape=(to.shape[0], k, *to.shape[1:]))
-            terms = self._put(aten.reshape.default, (rows, list(value.shape)), value)
-            total = self._put(aten.sum.dim_IntList, (terms, [1]), replace(value, shape=to.shape))
-            node.replace_all_uses_with(self._put(aten.add.Tensor, (base, total), to))
+            terms = self._put(aten.reshape.default, rows, [to.shape[0], k, *to.shape[1:]])
+            total = self._put(aten.sum.dim_IntList, terms, [1])
+            node.replace_all_uses_with(self._put(aten.add.Tensor, base, total))
 
     def _times(self, index: Tensor | None, rows: int) -> int:
         """Return k, if index is arange(rows * k) // k; else 0."""
@@ -248,18 +244,13 @@ class _Writer:
             text = text_of(activation, m, i)
         except ShardcError:  # not elementwise
             return
-        self.here = down
+        self.here, self.emit.source = down, source_of(down)
         (x,) = rows
-        typed, weight, index = value_of(x), value_of(weights[0]), self.index
-        assert index is not None
-        up = weights[0]
-        if len(weights) > 1:
-            up = self._put(aten.cat.default, (weights, 2), replace(weight, shape=(*first[:2], m)))
-        choice = self._put(aten.reshape.default, (index, [self.n, 1]), replace(value_of(index), shape=(self.n, 1)))
-        ones = replace(typed, shape=(self.n, 1), requires_grad=False)
-        share = self._put(aten.full.default, ([self.n, 1], 1.0), ones, dtype=ones.dtype)
-        experts = self._put(ops.experts, (x, choice, share, up, down.args[1], None, None, text, True), value_of(down))
-        down.replace_all_uses_with(experts)
+        up = weights[0] if len(weights) == 1 else self._put(aten.cat.default, weights, 2)
+        choice = self._put(aten.reshape.default, self.index, [self.n, 1])
+        share = self._put(aten.full.default, [self.n, 1], 1.0, dtype=value_of(x).dtype)
+        args = (x, choice, share, up, down_weight, None, None, text, True)
+        down.replace_all_uses_with(self._put(ops.experts, *args, value=value_of(down)))
 
     def _products(self, node: Any) -> list[fx.Node]:
         """Return the products that make up a value, in order; [] if it depends on anything else."""
@@ -301,13 +292,12 @@ class _Writer:
             and torch.equal(stops.long(), flat.bincount(minlength=experts).cumsum(0))
         )
 
-    def _put(self, target: Any, args: tuple[Any, ...], value: Value, **kwargs: Any) -> fx.Node:
+    def _put(self, target: Any, *args: Any, value: Any = None, **kwargs: Any) -> fx.Node:
         """Add a call before `here`, or return an equal call that was added before (rows that are cast twice)."""
         key = repr((target, args, kwargs))
         if key not in self.put:
             with self.graph.inserting_before(self.here):
-                new = self.graph.create_node("call_function", target, args, kwargs)
-            new.meta = {"value": value, "source": source_of(self.here)}
+                new = self.emit.typed(value, target, *args, **kwargs) if value else self.emit(target, *args, **kwargs)
             self.put[key] = new
         return self.put[key]
 
@@ -331,7 +321,3 @@ def _column(index: Tensor | None) -> Tensor | None:
     if index is None or index.dim() == 1:
         return index
     return index[:, 0] if index.dim() == 2 and bool((index == index[:, :1]).all()) else None
-
-
-def _numel(node: fx.Node) -> int:
-    return torch.Size(value_of(node).shape).numel()

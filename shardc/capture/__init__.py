@@ -85,24 +85,21 @@ def capture(
     leaves = Leaves(batch)
     refused: ShardcError | None = None
     function = forward if callable(forward) else loss
-    # sizes: a size may depend on values. Few models have that, and the search costs a tenth of the time.
-    # rows: rows may be selected by values, as in loops over experts.
-    # fold: equal layers are traced once. If that fails, the whole model is traced, for the error message.
-    ways = [(True, False, False)] * (not generates) + [(False, False, False), (False, True, False), (False, True, True)]
-    while True:
-        fold, sizes, rows = ways[0]
+    # fold: equal layers are traced once. If that fails, the whole model is traced, for the error message. Then a size
+    # may depend on values: few models have that, and the search costs a tenth of the time. rows: rows may be selected
+    # by values, as in loops over experts.
+    for fold, rows in [(True, False)] * (not generates) + [(False, False), (False, True)]:
         try:
             with side_effects.unchanged(model) as changes, attribute_reads.recorded(model, changes, function) as reads:
                 folding = Fold(reads, changes) if fold else None
-                exported = export(model, leaves, loss, forward, sizes=sizes, rows=rows, fold=folding)
+                exported = export(model, leaves, loss, forward, rows=rows, fold=folding)
             break
         except UnlikeError:
             pass
         except ShardcError as e:
-            if rows or (sizes and not refusals.of_values(e)):
+            if rows or not (fold or refusals.of_values(e)):
                 raise (add_reason(refused, e) if rows and refused and not isinstance(e, DrawnError) else e) from None
             refused = None if fold else e
-        del ways[0]
     changes.refuse_created()
     if forward is not None:
         kept = {n: x for n, x in exported.updated.items() if n in exported.caches}

@@ -59,9 +59,9 @@ WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def functions(names: str) -> set[Any]:
-    """Return the functions of torch, and the methods of tensors, with these names."""
-    return {getattr(holder, n) for n in names.split() for holder in (torch, Tensor) if hasattr(holder, n)}
+def functions(names: str, *holders: Any) -> set[Any]:
+    """Return the functions of torch, and the methods of tensors, with these names; or those of other holders."""
+    return {getattr(holder, n) for n in names.split() for holder in holders or (torch, Tensor) if hasattr(holder, n)}
 
 
 #: Ops whose result's size follows from values.
@@ -92,7 +92,7 @@ class KnownSizes(TorchFunctionMode):
         if func in WRITTEN_OUT:
             return WRITTEN_OUT[func](*args, **kwargs) if tracing() else func(*args, **kwargs)
         if func is Tensor.__getitem__:
-            if (hidden(args[1]) or any(map(_number_like, _each(args[1])))) and tracing():
+            if (hidden(args[1]) or any(map(_number_like, each(args[1])))) and tracing():
                 args = (args[0], self._places(args[1]))
         elif (func in _CALLS or (func is torch.where and len(args) == 1 and not kwargs)) and tracing():
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -115,7 +115,7 @@ class KnownSizes(TorchFunctionMode):
     def _places(self, index: Any) -> tuple[Any, ...]:
         """Replace a known mask in an index by the indices where it is true; convert numbers and slice bounds."""
         places: list[Any] = []
-        for i in _each(index):
+        for i in each(index):
             if isinstance(i, slice):
                 places.append(slice(*map(self._number, (i.start, i.stop, i.step))))
             elif _number_like(i):
@@ -126,7 +126,7 @@ class KnownSizes(TorchFunctionMode):
         return tuple(places)
 
 
-def _each(index: Any) -> tuple[Any, ...]:
+def each(index: Any) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
 
 

@@ -3,25 +3,19 @@
 A traced tensor has no value. If the model's Python reads one nevertheless, capture continues like this:
 
     if (mask == causal).all():                 the tensor is made of constants alone: its value is known
-    if (var < 0).any(): raise ValueError(...)  a check: the program does what the model does if nothing is wrong
-    assert ids.max() < n                       likewise
-    if mask.any(): x[mask] = 0                 the branch changes nothing where the condition is false: always taken
-    if not x.isfinite().all(): x = x.clamp(-big, big)       likewise
     torch.rand(1).item() <= 0.0                no random number is: a layer that is never dropped
-    if not mask.any(): mask = None             a shortcut to the same result: never taken
+    if mask.any(): x[mask] = 0                 a branch that may always be taken (masked_rows.branches)
 
 Anything else becomes a symbol of torch's, and export fails where the program depends on it.
 """
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from types import CodeType, FrameType
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -31,8 +25,7 @@ from torch import Tensor, fx, nn
 from shardc.capture.constants import constant_ends, constant_value, given_numbers
 from shardc.capture.data_dependent_sizes import KnownSizes
 from shardc.capture.masked_rows import ChosenRows
-from shardc.capture.masked_rows.branches import needed, parsed
-from shardc.capture.masked_rows.rows import seen_by_the_model
+from shardc.capture.masked_rows.branches import harmless
 from shardc.capture.refusals import BRANCH
 from shardc.errors import ShardcError
 from shardc.ir import source
@@ -76,27 +69,25 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
     values (shardc.capture.masked_rows).
     """
     reads = ValueReads()
-    kept = {
-        n: b
-        for n, b in model.named_buffers()
-        if not _saved(model, n) and b.device.type != "meta" and not isinstance(b, FakeTensor)
-    }
-
-    buffers = {n: model.get_submodule(n.rpartition(".")[0])._buffers for n in kept}
+    kept = [
+        (f"{path}.{name}".lstrip("."), m._buffers, name, b)
+        for path, m in model.named_modules()
+        for name, b in m._buffers.items()
+        if name in m._non_persistent_buffers_set and b is not None and not isinstance(b, FakeTensor) and not b.is_meta
+    ]
 
     def known(x: Tensor) -> Tensor | None:
-        now = ((n, b) for n in kept if (b := buffers[n].get(n.rpartition(".")[2])) is not None)
-        names = {node: n for n, b in now if (node := traced_node(b)) is not None}
-        value, used = constant_value(x, {node: kept[n] for node, n in names.items()})
-        reads.buffers.update(dict.fromkeys((names[node] for node in used), source.of_call()) if used else {})
+        now = ((n, table[name], b) for n, table, name, b in kept if table.get(name) is not None)
+        stored = {node: (n, b) for n, fake, b in now if (node := traced_node(fake)) is not None}
+        value, used = constant_value(x, {node: b for node, (_, b) in stored.items()})
+        if used:
+            reads.buffers.update(dict.fromkeys((stored[node][0] for node in used), source.of_call()))
         return value
 
     with ExitStack() as stack:
         chosen = ChosenRows(known) if rows else None
         if sizes or chosen:
             stack.enter_context(chosen or KnownSizes(known))
-        if chosen:
-            stack.enter_context(seen_by_the_model())
         for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", *["numpy"] * rows):
             for kind in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
                 method = _reading(getattr(kind, name), known, reads, chosen, check=name in ("__bool__", "item"))
@@ -105,12 +96,6 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
         yield reads
         if chosen is not None:
             chosen.check()
-
-
-def _saved(model: nn.Module, name: str) -> bool:
-    """Return whether a buffer is in the model's state_dict."""
-    path, _, attribute = name.rpartition(".")
-    return attribute not in model.get_submodule(path)._non_persistent_buffers_set
 
 
 def _reading(
@@ -128,7 +113,7 @@ def _reading(
         if (value := known(self)) is not None:
             return untraced(getattr(Tensor, original.__name__), value)
         truth = check and (self.dtype == torch.bool or original.__name__ != "item")
-        if truth and (fine := harmless(sys._getframe(1))) is not None:
+        if truth and (fine := harmless()) is not None:
             return fine
         if chosen is not None and (number := chosen.number(self, original.__name__)) is not None:
             return number
@@ -136,10 +121,8 @@ def _reading(
         compared = models and not {"<", ">"}.isdisjoint(source.of_call().code)
         if compared and (ends := constant_ends(self, {})[0]) is not None:
             return Drawn(untraced(ends[0].item), untraced(ends[1].item), partial(unknown, self))
-        asks = chosen is not None and original.__name__ == "__bool__"
-        if chosen is not None and asks and (some := chosen.truth(self, sys._getframe(1))) is not None:
-            return some
-        return unknown(self, *args)
+        some = chosen.truth(self) if chosen is not None and original.__name__ == "__bool__" else None
+        return unknown(self, *args) if some is None else some
 
     def unknown(self: Tensor, *args: Any) -> Any:
         reads.sources.append(source.of_call())
@@ -161,111 +144,16 @@ class Drawn:
 
 def _operator(name: str) -> Callable[..., Any]:
     def method(self: Drawn, *args: Any) -> Any:
-        if name in ("__lt__", "__le__", "__gt__", "__ge__") and isinstance(args[0], (int, float)):
-            answers = {getattr(end, name)(args[0]) for end in self.ends}
-            if len(answers) == 1:
-                return answers.pop()
-        return getattr(self.symbol(), name)(*args)
+        compares = name in ("lt", "le", "gt", "ge") and isinstance(args[0], (int, float))
+        answers = {getattr(end, f"__{name}__")(*args) for end in self.ends} if compares else ()
+        return answers.pop() if len(answers) == 1 else getattr(self.symbol(), f"__{name}__")(*args)
 
     return method
 
 
 _OPERATORS = "lt le gt ge add radd sub rsub mul rmul truediv rtruediv neg float int bool format"
 for _name in _OPERATORS.split():
-    setattr(Drawn, f"__{_name}__", _operator(f"__{_name}__"))
-
-
-def harmless(frame: FrameType) -> bool | None:
-    """Return the truth value with which the condition that `frame` evaluates changes nothing, or None."""
-    return _checks(frame.f_code).get(frame.f_lineno)
-
-
-@lru_cache(maxsize=256)
-def _checks(code: CodeType) -> dict[int, bool]:
-    """Map lines of a function's harmless conditions to the truth value with which they change nothing.
-
-    Check (`if x: raise`, `assert x`): the value with which it does not raise. Branch that may always be taken
-    (`if mask.any(): x[mask] = 0`): the value with which it is. Shortcut (`if not mask.any(): mask = None`): the value
-    with which it is not.
-    """
-    tree, shift = parsed(code)
-    checks: dict[int, bool] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and all(isinstance(s, ast.Raise) for s in node.body):
-            truths = needed(node.test, False)
-        elif isinstance(node, ast.If) and not node.orelse and all(_writes_where(node.test, s) for s in node.body):
-            truths = {True}
-        elif isinstance(node, ast.If) and not node.orelse and _clamps(node):
-            truths = needed(node.test, True)
-        elif isinstance(node, ast.If) and not node.orelse and all(_drops(node.test, s) for s in node.body):
-            truths = needed(node.test, False)
-        elif isinstance(node, ast.Assert):
-            truths = needed(node.test, True)
-        else:
-            continue
-        if len(truths) == 1:
-            span = range(node.test.lineno, (node.test.end_lineno or node.test.lineno) + 1)
-            checks |= dict.fromkeys((line + shift for line in span), truths.pop())
-    return checks
-
-
-def _writes_where(test: ast.expr, statement: ast.stmt) -> bool:
-    """Return whether it is `x[mask] = value` under `if mask.any():` (or torch.any(mask))."""
-    if not isinstance(test, ast.Call) or not isinstance(test.func, ast.Attribute) or test.func.attr != "any":
-        return False
-    mask = test.args[0] if test.args else test.func.value
-    return isinstance(statement, ast.Assign) and all(
-        isinstance(t, ast.Subscript) and ast.dump(t.slice) == ast.dump(mask) for t in statement.targets
-    )
-
-
-def _clamps(branch: ast.If) -> bool:
-    """Return whether it is `if not x.isfinite().all(): x = x.clamp(-big, big)`, as in float16 models.
-
-    isinf and isnan count too. Bounds must be made of torch.finfo: those change nothing that is finite.
-    """
-    asks = {n.attr for n in ast.walk(branch.test) if isinstance(n, ast.Attribute)} & {"isfinite", "isinf", "isnan"}
-    body = [s for s in branch.body if isinstance(s, ast.Assign)]
-    bounds = {
-        ast.unparse(t) for s in body if "finfo" in ast.unparse(s.value) and not _clamp(s.value) for t in s.targets
-    }
-
-    def harmless(s: ast.Assign) -> bool:
-        if (clamp := _clamp(s.value)) is None:
-            return "finfo" in ast.unparse(s.value)
-        x, *limits = clamp
-        large = all("finfo" in (text := ast.unparse(limit)) or text.lstrip("-") in bounds for limit in limits)
-        return bool(limits) and large and all(ast.unparse(t) == ast.unparse(x) for t in s.targets)
-
-    return (
-        bool(asks) and len(body) == len(branch.body) and any(_clamp(s.value) for s in body) and all(map(harmless, body))
-    )
-
-
-def _clamp(value: ast.expr) -> list[ast.expr] | None:
-    """Return [x, bound, ...] of `torch.clamp(x, ...)` or `x.clamp(...)`, or None."""
-    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute) or value.func.attr != "clamp":
-        return None
-    args = value.args if ast.unparse(value.func.value) == "torch" else [value.func.value, *value.args]
-    return [*args, *(k.value for k in value.keywords)]
-
-
-def _drops(test: ast.expr, statement: ast.stmt) -> bool:
-    """Return whether it is `mask = None` under a test that the mask hides nothing (`not any` or `all`)."""
-    if (
-        not isinstance(statement, ast.Assign)
-        or not isinstance(statement.value, ast.Constant)
-        or statement.value.value is not None
-    ):
-        return False
-    calls = [
-        n
-        for n in ast.walk(test)
-        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in ("any", "all")
-    ]
-    masks = {ast.unparse(c.args[0] if c.args else c.func.value) for c in calls if isinstance(c.func, ast.Attribute)}
-    test_of = ({c.func.attr for c in calls if isinstance(c.func, ast.Attribute)}, needed(test, True))
-    return {ast.unparse(t) for t in statement.targets} == masks and test_of in (({"any"}, {False}), ({"all"}, {True}))
+    setattr(Drawn, f"__{_name}__", _operator(_name))
 
 
 def ctc_loss(

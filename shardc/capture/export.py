@@ -80,13 +80,12 @@ def export(
     loss: Loss | None,
     forward: Forward | None = None,
     *,
-    sizes: bool = False,
     rows: bool = False,
     fold: Fold | None = None,
 ) -> Exported:
     """Export the model without regions and in-place ops.
 
-    forward: replaces the loss. sizes, rows: see known_values. fold: raises UnlikeError if layers are not equal.
+    forward: replaces the loss. rows: see known_values. fold: raises UnlikeError if layers are not equal.
     """
     wrapper = _wrapper(model, leaves, loss, forward)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -99,7 +98,7 @@ def export(
         attention_sinks.as_one_more_key(written_out=True),
         patches.export_patches(wrapper.side),
         flex_attention.as_ops(),
-        known_values(model, sizes=sizes, rows=rows) as reads,
+        known_values(model, sizes=fold is None, rows=rows) as reads,
         patches.traceable(),
         patches.faked(wrapper) as mode,
         inner_autograd.recorded(),

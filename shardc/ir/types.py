@@ -50,18 +50,18 @@ def nodes_in(x: Any) -> Iterable[fx.Node]:
     return nodes
 
 
-def typed_key(x: Any) -> Any:
-    """Return the arguments of a call as a hashable key.
+def typed_key(x: Any, of_node: Callable[[fx.Node], Any] | None = None) -> Any:
+    """Return the arguments of a call as a hashable key. Numbers keep their class, so that 1, 1.0 and True differ.
 
-    Nodes become their types (their names if they have none). Numbers keep their class, so that 1, 1.0 and True differ.
+    of_node: returns a node's key; default: its type, or its name if it has none.
     """
     if isinstance(x, fx.Node):
-        value = x.meta.get("value")
+        value = of_node(x) if of_node is not None else x.meta.get("value")
         return x.name if value is None else value
     if isinstance(x, (tuple, list)):
-        return tuple(map(typed_key, x))
+        return tuple([typed_key(y, of_node) for y in x])
     if isinstance(x, dict):
-        return tuple((k, typed_key(v)) for k, v in x.items())
+        return tuple((k, typed_key(v, of_node)) for k, v in x.items())
     return (type(x), x)
 
 

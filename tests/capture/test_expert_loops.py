@@ -137,7 +137,21 @@ def replaced(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("forward", [norms, lists, rebinds, kept_if_tensors, listed, known_too, replaced])
+def asked(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    """Rows are asked what does not depend on their number, which is checked as other values are."""
+    out, numbers = torch.zeros_like(x), torch.bincount(chosen, minlength=2).tolist()
+    for e, linear in enumerate((s.first, s.second)):
+        rows = x[chosen == e]
+        assert rows.dim() == rows.ndim == 2
+        assert rows.dtype == x.dtype
+        assert isinstance(numbers[e], int)
+        assert numbers[e] <= 10
+        if torch.numel(rows) > 0:
+            out[chosen == e] = linear(rows).view(rows.size(0), 2, 4).flip(1).flatten(1)
+    return out
+
+
+@pytest.mark.parametrize("forward", [norms, lists, rebinds, kept_if_tensors, listed, known_too, replaced, asked])
 def test_any_rows_that_are_chosen(forward: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
     """Captured, and proven by the capture."""
     program = capture_rows(forward)
@@ -279,7 +293,11 @@ def remembers(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
-MORE = [mixes_rows, uses_their_number, more_than_rows, another_mask, changes_all, counts, has_else]
+def first_of_a_list(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    return x[torch.where(chosen == 0)[0].tolist()[0]]
+
+
+MORE = [first_of_a_list, mixes_rows, uses_their_number, more_than_rows, another_mask, changes_all, counts, has_else]
 MORE += [only_many, one_more, more_than_others, remembers]
 
 

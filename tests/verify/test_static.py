@@ -49,9 +49,7 @@ def test_right_programs_are_proven(name: str, setting: str) -> None:
 
 
 @pytest.mark.parametrize("setting", [TP, MICRO])
-def test_gradients_of_an_op_that_stays_whole_are_taken_over_if_its_memory_is_new(
-    setting: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_an_op_that_stays_whole_are_taken_over(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = program("mixtral", setting)
     assert prove(compiled).ok, str(prove(compiled))
     puts = [n for n in compiled.stages[0].joint.backward.nodes if n.kwargs.get("own")]

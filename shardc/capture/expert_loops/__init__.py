@@ -28,23 +28,23 @@ from shardc.capture.expert_loops.template import (
     SAME_ELEMENTS,
     Op,
     Same,
+    StaysLoop,
     Step,
     Unifier,
     bare,
     chains,
     constant_of,
-    numel_of,
     product_of,
-    rows_of,
-    shape_of,
+    products_in,
     weighted,
 )
 from shardc.errors import ShardcError
 from shardc.ir import types as values
-from shardc.ir.graph import copy_graph, source_of
+from shardc.ir.graph import copy_graph, placeholders, source_of, value_of
 from shardc.ir.program import Program
 from shardc.nn import text_of
-from shardc.passes.canonical.choices import draws, leaves, run, unrepeated
+from shardc.passes.canonical.choices import draws, leaves, numel, run, unrepeated
+from shardc.passes.canonical.rewrite import Emit, shape
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -57,13 +57,10 @@ def with_experts(program: Program) -> Program:
     return replace(program, graph=writer.graph, notes=(*program.notes, *writer.notes))
 
 
-class _StaysLoop(Exception):
-    """Raised for steps that are no mixture of experts of this form."""
-
-
 class _Writer:
     def __init__(self, program: Program) -> None:
         self.graph = copy_graph(program.graph)
+        self.emit = Emit(self.graph, placeholders(self.graph)["rng"])
         self.notes: list[str] = []
 
     def run(self) -> None:
@@ -74,49 +71,48 @@ class _Writer:
             if steps[0].before is None and all(s.adds for s in steps)
         }
         for steps in reversed(loops):
-            self.here = steps[-1].node
-            if not self.here.users:
+            last = steps[-1].node
+            if not last.users:
                 continue  # it was part of another loop
+            self.emit.source = source_of(last)
             try:
-                self._mixture(steps)
-            except _StaysLoop as e:
-                place = source_of(self.here)
+                with self.graph.inserting_before(last):
+                    last.replace_all_uses_with(self._mixture(steps))
+            except StaysLoop as e:
                 self.notes.append(
-                    f"{place or 'a loop over experts'}: all {len(steps)} experts run on all rows, because the loop "
-                    f"could not become one op ({e}); use `shardc.nn.experts`"
+                    f"{source_of(last) or 'a loop over experts'}: all {len(steps)} experts run on all rows, because the"
+                    f" loop could not become one op ({e}); use `shardc.nn.experts`"
                 )
             for n in reversed(self.graph.nodes):
                 if n.op == "call_function" and not n.users and (not n.is_impure() or bare(n) is not n):
                     self.graph.erase_node(n)
 
-    def _mixture(self, steps: list[Step]) -> None:
-        first, last = steps[0], steps[-1].node
+    def _mixture(self, steps: list[Step]) -> fx.Node:
+        """Write the op of a loop before its last step; return what replaces that one."""
+        first, last, emit = steps[0], steps[-1].node, self.emit
         if any(s.adds != first.adds or not _equal(s.to, first.to) for s in steps):
-            raise _StaysLoop("its iterations write in different ways")
+            raise StaysLoop("its iterations write in different ways")
         masks = tuple(s.mask for s in steps)
         factors, core = weighted(Unifier(masks, self.sums).unified([s.value for s in steps]))
-        width = shape_of(first.value)[-1]
-        n = numel_of(first.value) // width
+        width = shape(first.value)[-1]
+        n = numel(first.value) // width
         x, up, down, up_bias, down_bias, text, transposed = self._expert(core)
-        if any(numel_of(m) != n for m in masks) or shape_of(x)[-1] != width:
-            raise _StaysLoop("its masks and its experts' results have different rows")
-        trial = _Trial(masks)
-        x, index, share = self._choices(trial, factors, first.to, x, n)
-        rows = self._shaped(x, numel_of(x) // width, width)
-        typed = replace(rows.meta["value"], requires_grad=values.requires_grad(first.value))
+        if any(numel(m) != n for m in masks) or shape(x)[-1] != width:
+            raise StaysLoop("its masks and its experts' results have different rows")
+        x, index, share = self._choices(_Trial(masks), factors, first.to, x, n)
+        rows = emit.reshape(x, (numel(x) // width, width))
+        typed = replace(value_of(rows), requires_grad=values.requires_grad(first.value))
         args = (rows, index, share, up, down, up_bias, down_bias, text, transposed)
-        result = self._put(torch.ops.shardc.experts.default, args, typed)
-        shape, base = list(shape_of(last)), first.before
-        result = self._shaped(result, *shape)
-        if typed.dtype != last.meta["value"].dtype:
-            result = self._call(aten._to_copy.default, result, dtype=last.meta["value"].dtype)
-        if base is not None and not _is_zeros(base):
-            if first.adds:
-                result = self._call(aten.add.Tensor, base, result)
-            else:
-                routed = self._call(aten.any.dim, self._call(aten.ge.Scalar, index, 0), -1)
-                result = self._call(aten.where.self, self._shaped(routed, *shape[:-1], 1), result, base)
-        last.replace_all_uses_with(result)
+        result = emit.reshape(emit.typed(typed, torch.ops.shardc.experts.default, *args), shape(last))
+        if typed.dtype != value_of(last).dtype:
+            result = emit(aten._to_copy.default, result, dtype=value_of(last).dtype)
+        base = first.before
+        if base is None or _is_zeros(base):
+            return result
+        if first.adds:
+            return emit(aten.add.Tensor, base, result)
+        routed = emit(aten.any.dim, emit(aten.ge.Scalar, index, 0), -1)
+        return emit(aten.where.self, emit.reshape(routed, (*shape(last)[:-1], 1)), result, base)
 
     # --- the expert
 
@@ -124,59 +120,42 @@ class _Writer:
         """Return (tokens, up, down, biases, the activation's text, transposed) of an expert's computation."""
         second = product_of(core)
         if second is None:
-            raise _StaysLoop("its experts do not end with a product with a parameter")
-        firsts: list[Op] = []
-        between: list[Op] = []
-
-        def visit(t: Any) -> None:
-            if isinstance(t, tuple):
-                for part in t:
-                    visit(part)
-            elif isinstance(t, Op):
-                if product_of(t) is not None:
-                    firsts.extend([t] * (t not in firsts))
-                elif t not in between:
-                    visit((t.args, tuple(v for _, v in t.kwargs)))
-                    between.append(t)
-            elif hasattr(t, "node") or hasattr(t, "nodes"):
-                raise _StaysLoop("its experts are not two layers of products with elementwise ops in between")
-
-        visit(second.x)
+            raise StaysLoop("its experts do not end with a product with a parameter")
+        firsts = list(dict.fromkeys(products_in(second.x)))
         ups = [p for t in firsts if (p := product_of(t)) is not None]
         forms = {(p.x, p.transposed, p.weight.shape, p.bias is None) for p in ups}
         if len(forms) != 1 or not isinstance(ups[0].x, Same):
-            raise _StaysLoop("its experts do not begin with products of the rows")
-        out = [rows[1] for t in firsts if (rows := rows_of(t)) is not None]
-        m, i = sum(out), second.weight.shape[0 if second.transposed else 1]
+            raise StaysLoop("its experts do not begin with products of the rows")
+        out = [shape(t.nodes[0])[-1] for t in firsts]
 
         def activation(y: Tensor) -> Any:
-            known: dict[int, Any] = {id(t): part for t, part in zip(firsts, y.split_with_sizes(out, -1), strict=True)}
+            known: dict[Op, Any] = dict(zip(firsts, y.split_with_sizes(out, -1), strict=True))
 
             def value(t: Any) -> Any:
                 if isinstance(t, tuple):
                     return [value(part) for part in t]
-                return known[id(t)] if isinstance(t, Op) else t
+                if isinstance(t, Op) and t not in known:
+                    known[t] = t.target(*value(t.args), **{k: value(v) for k, v in t.kwargs})
+                return known[t] if isinstance(t, Op) else t
 
-            for t in between:
-                known[id(t)] = t.target(*value(t.args), **{k: value(v) for k, v in t.kwargs})
-            return known[id(second.x)]
+            return value(second.x)
 
         try:
-            text = text_of(activation, m, i)
+            text = text_of(activation, sum(out), second.weight.shape[0 if second.transposed else 1])
         except (ShardcError, KeyError, RuntimeError, TypeError) as e:
-            raise _StaysLoop("its experts compute more than elementwise ops between two products") from e
+            raise StaysLoop("its experts compute more than elementwise ops between two products") from e
         transposed = ups[0].transposed
         up = self._joined([p.weight for p in ups], 2 if transposed else 1)
         up_bias = None if ups[0].bias is None else self._joined([p.bias for p in ups], 1)
         down = self._joined([second.weight], 1)
         if second.transposed != transposed:
-            down = self._call(aten.transpose.int, down, 1, 2)
+            down = self.emit(aten.transpose.int, down, 1, 2)
         down_bias = None if second.bias is None else self._joined([second.bias], 1)
         return ups[0].x.node, up, down, up_bias, down_bias, text, transposed
 
     def _joined(self, stacks: list[Any], dim: int) -> fx.Node:
-        nodes = [s.nodes[0] if len(s.nodes) == 1 else self._call(aten.stack.default, list(s.nodes)) for s in stacks]
-        return nodes[0] if len(nodes) == 1 else self._call(aten.cat.default, nodes, dim)
+        nodes = [s.nodes[0] if len(s.nodes) == 1 else self.emit(aten.stack.default, list(s.nodes)) for s in stacks]
+        return nodes[0] if len(nodes) == 1 else self.emit(aten.cat.default, nodes, dim)
 
     # --- the choices
 
@@ -187,75 +166,55 @@ class _Writer:
         order = torch.arange(n).view(n, 1)  # [tokens, k]: the rows of each token
         if to is not None:
             x, rows = _taken(x)
-            t = numel_of(x) // shape_of(x)[-1]
+            t = numel(x) // shape(x)[-1]
             k = max(n // t, 1)
             ways = (torch.arange(n).view(t, k), torch.arange(n).view(k, t).t()) if n == k * t else ()
             row_numbers = torch.arange(t)[:, None].expand(t, k)
             fits = next((o for o in ways if torch.equal(to[o], row_numbers)), None) if _equal(rows, to) else None
             if fits is None:
-                raise _StaysLoop("rows are not added to the tokens that they come from")
+                raise StaysLoop("rows are not added to the tokens that they come from")
             order = fits
         t, k = order.shape
+        emit = self.emit
         plain = all(isinstance(f, (int, float, Same)) for f in factors)
         if plain and (leaf := trial.index(order)) is not None:
-            numbers = index = self._shaped(leaf, t, k)
+            numbers = index = emit.reshape(leaf, (t, k))
         elif to is None:
-            chosen = self._call(aten.stack.default, [self._shaped(m, n) for m in trial.masks], 1)  # [n, experts]
+            chosen = emit(aten.stack.default, [emit.reshape(m, (n,)) for m in trial.masks], 1)  # [n, experts]
             if trial.disjoint():
-                numbers = self._call(aten._to_copy.default, chosen, dtype=torch.int64)
-                numbers = self._shaped(self._call(aten.argmax.default, numbers, 1), n, 1)
+                numbers = emit(aten._to_copy.default, chosen, dtype=torch.int64)
+                numbers = emit.reshape(emit(aten.argmax.default, numbers, 1), (n, 1))
             elif (covering := trial.covering(n)) is not None:
-                numbers = self._shaped(covering, n, numel_of(covering) // n)
+                numbers = emit.reshape(covering, (n, numel(covering) // n))
             else:
-                numbers = self._call(aten.arange.default, len(trial.masks))
-                numbers = self._call(aten.expand.default, numbers, [n, len(trial.masks)])
-            inside = self._call(aten.gather.default, chosen, 1, numbers)
-            index = self._call(aten.where.ScalarOther, inside, numbers, -1)
+                numbers = emit.expand(emit(aten.arange.default, len(trial.masks)), [n, len(trial.masks)])
+            inside = emit(aten.gather.default, chosen, 1, numbers)
+            index = emit(aten.where.ScalarOther, inside, numbers, -1)
         else:
-            raise _StaysLoop("no number says which expert a token chose")
+            raise StaysLoop("no number says which expert a token chose")
         share: Any = 1.0
         for f in factors:
             if isinstance(f, Same):
-                single = numel_of(f.node) == 1
+                single = numel(f.node) == 1
                 origin = f.node if single else _moved(f.node, order)
                 if origin is None:
-                    raise _StaysLoop("its weights do not belong to its rows")
-                f = self._shaped(origin, *((1, 1) if single else (t, k)))
+                    raise StaysLoop("its weights do not belong to its rows")
+                f = emit.reshape(origin, (1, 1) if single else (t, k))
             elif not isinstance(f, (int, float)):
                 if len(f.nodes) != len(trial.masks):
-                    raise _StaysLoop("its weights are one tensor for all experts")
-                flat = [self._call(aten.expand.default, self._shaped(c, numel_of(c)), [n]) for c in f.nodes]
-                f = self._call(aten.gather.default, self._call(aten.stack.default, flat, 1), 1, numbers)
+                    raise StaysLoop("its weights are one tensor for all experts")
+                flat = [emit.expand(emit.reshape(c, (numel(c),)), [n]) for c in f.nodes]
+                f = emit(aten.gather.default, emit(aten.stack.default, flat, 1), 1, numbers)
             share = self._times(share, f)
-        return x, index, self._filled(share, shape_of(index), x)
+        if isinstance(share, fx.Node):
+            return x, index, emit.expand(share, list(shape(index)))
+        return x, index, emit(aten.full.default, list(shape(index)), float(share), dtype=value_of(x).dtype)
 
     def _times(self, a: Any, b: Any) -> Any:
         if not isinstance(a, fx.Node) and not isinstance(b, fx.Node):
             return a * b
         a, b = (a, b) if isinstance(a, fx.Node) else (b, a)
-        return a if isinstance(b, float) and b == 1.0 else self._call(aten.mul.Tensor, a, b)
-
-    def _filled(self, share: Any, shape: tuple[int, ...], x: fx.Node) -> fx.Node:
-        if isinstance(share, fx.Node):
-            return self._call(aten.expand.default, share, list(shape))
-        return self._call(aten.full.default, list(shape), float(share), dtype=x.meta["value"].dtype)
-
-    # --- nodes
-
-    def _shaped(self, x: fx.Node, *shape: int) -> fx.Node:
-        return self._call(aten.reshape.default, x, list(shape))
-
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        if target in (aten.reshape.default, aten.expand.default) and list(shape_of(args[0])) == list(args[1]):
-            same: fx.Node = args[0]
-            return same
-        return self._put(target, args, values.infer(target, args, kwargs), kwargs)
-
-    def _put(self, target: Any, args: tuple[Any, ...], value: Any, kwargs: dict[str, Any] | None = None) -> fx.Node:
-        with self.graph.inserting_before(self.here):
-            new = self.graph.call_function(target, args, kwargs or {})
-        new.meta = {"value": value, "source": source_of(self.here)}
-        return new
+        return a if isinstance(b, float) and b == 1.0 else self.emit(aten.mul.Tensor, a, b)
 
 
 class _Trial:
@@ -270,7 +229,7 @@ class _Trial:
             try:
                 results = run(masks, known)
             except (RuntimeError, IndexError, KeyError) as e:
-                raise _StaysLoop("its masks cannot be evaluated") from e
+                raise StaysLoop("its masks cannot be evaluated") from e
             self.known.append(known)
             self.chosen.append(torch.stack([m.reshape(-1).bool() for m in results]))
 
@@ -284,13 +243,13 @@ class _Trial:
     def _numbers(self, n: int) -> Iterator[fx.Node]:
         for leaf in self.drawn:
             dtype = leaf.meta["value"].dtype
-            if numel_of(leaf) % n == 0 and not dtype.is_floating_point and dtype != torch.bool:
+            if numel(leaf) % n == 0 and not dtype.is_floating_point and dtype != torch.bool:
                 yield leaf
 
     def index(self, order: Tensor) -> fx.Node | None:
         """Return the leaf that contains, in this order of the masks' rows, the number of the true mask."""
         n = order.numel()
-        for leaf in (m for m in self._numbers(n) if numel_of(m) == n):
+        for leaf in (m for m in self._numbers(n) if numel(m) == n):
             pairs = zip(self.known, self.chosen, strict=True)
             if all(torch.equal(self._chosen_by(leaf, k, n)[..., 0], c[:, order.reshape(-1)]) for k, c in pairs):
                 return leaf
@@ -301,7 +260,7 @@ class _Trial:
         for leaf in self._numbers(n):
             pairs = zip(self.known, self.chosen, strict=True)
             more = any(bool((c & ~self._chosen_by(leaf, k, n).any(-1)).any()) for k, c in pairs)
-            if not more and unrepeated(leaf) and shape_of(leaf)[-1] == numel_of(leaf) // n:
+            if not more and unrepeated(leaf) and shape(leaf)[-1] == numel(leaf) // n:
                 return leaf
         return None
 
@@ -312,10 +271,10 @@ def _taken(x: fx.Node) -> tuple[fx.Node, Tensor | None]:
     if node.target is aten.index.Tensor:
         where: Any = node.args[1]
         indexed = [d for d, i in enumerate(where) if i is not None]
-        shape = shape_of(node.args[0])
-        if len(indexed) == 1 and indexed[0] == len(shape) - 2 and torch.Size(shape[: indexed[0]]).numel() == 1:
+        size = shape(bare(node.args[0]))
+        if len(indexed) == 1 and indexed[0] == len(size) - 2 and torch.Size(size[: indexed[0]]).numel() == 1:
             return bare(node.args[0], rows=True), constant_of(where[indexed[0]])
-    elif node.target is aten.index_select.default and node.args[1] == 0 and len(shape_of(node.args[0])) == 2:
+    elif node.target is aten.index_select.default and node.args[1] == 0 and len(shape(node.args[0])) == 2:
         return node.args[0], constant_of(node.args[2])
     return node, None
 
@@ -332,9 +291,9 @@ def _moved(node: fx.Node, order: Tensor) -> fx.Node | None:
         if any(constant_of(o) is None for o in n.all_input_nodes if o is not x):
             break
         path.append(x)
-    for origin in reversed([x for x in path if numel_of(x) == numel_of(node) == order.numel()]):
+    for origin in reversed([x for x in path if numel(x) == numel(node) == order.numel()]):
         try:
-            (places,) = run([node], {origin: torch.arange(numel_of(origin)).view(shape_of(origin))})
+            (places,) = run([node], {origin: torch.arange(numel(origin)).view(shape(origin))})
         except RuntimeError:  # an op that takes no integers
             continue
         if torch.equal(places.reshape(-1)[order.reshape(-1)], torch.arange(order.numel())):

@@ -18,19 +18,15 @@ from torch import Tensor, fx
 from shardc.capture.constants import is_random
 from shardc.ir import types as values
 from shardc.ir.metadata import Value
-from shardc.passes.canonical.choices import run
+from shardc.passes.canonical.choices import numel, run
+from shardc.passes.canonical.rewrite import shape
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
 
 
-def shape_of(node: Any) -> tuple[int, ...]:
-    value: Value = node.meta["value"]
-    return value.shape
-
-
-def numel_of(node: fx.Node) -> int:
-    return torch.Size(shape_of(node)).numel()
+class StaysLoop(Exception):
+    """Raised for steps that are no mixture of experts of this form."""
 
 
 #: Ops whose result has the elements of the operand in their order.
@@ -97,7 +93,7 @@ def _step(node: Any) -> Step | None:
 
 
 def _fills(value: fx.Node, node: fx.Node) -> bool:
-    return shape_of(value) == shape_of(node)
+    return shape(value) == shape(node)
 
 
 def _masked(node: Any) -> tuple[fx.Node, fx.Node] | None:
@@ -111,9 +107,9 @@ def _masked(node: Any) -> tuple[fx.Node, fx.Node] | None:
 
 def _mask(mask: Any, of: fx.Node) -> fx.Node | None:
     """Return the mask of rows, bool of any shape, behind a mask of [rows, 1]."""
-    shape, rest = shape_of(mask), shape_of(of)
-    cut = max((d + 1 for d, n in enumerate(shape) if n != 1), default=0)
-    if len(shape) != len(rest) or cut in (0, len(rest)) or shape[:cut] != rest[:cut]:
+    size, rest = shape(mask), shape(of)
+    cut = max((d + 1 for d, n in enumerate(size) if n != 1), default=0)
+    if len(size) != len(rest) or cut in (0, len(rest)) or size[:cut] != rest[:cut]:
         return None
     rows: fx.Node = bare(mask, rows=True)
     return rows
@@ -127,10 +123,10 @@ def chains(graph: fx.Graph) -> Iterator[list[Step]]:
         before = bare(s.before, rows=True)
         if before in steps and steps[before].adds == s.adds:
             follows[n] = before
-    last = set(steps) - set(follows.values())
-    for n in steps:
-        chain = [n] if n in last else []
-        while chain and chain[-1] in follows:
+    followed = set(follows.values())
+    for n in [n for n in steps if n not in followed]:
+        chain = [n]
+        while chain[-1] in follows:
             chain.append(follows[chain[-1]])
         if len(chain) > 1:
             yield [steps[m] for m in reversed(chain)]
@@ -154,7 +150,7 @@ class Stack:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return shape_of(self.nodes[0])[1:] if len(self.nodes) == 1 else shape_of(self.nodes[0])
+        return shape(self.nodes[0])[1:] if len(self.nodes) == 1 else shape(self.nodes[0])
 
 
 @dataclass(frozen=True)
@@ -164,7 +160,7 @@ class Each:
     nodes: tuple[fx.Node, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Op:
     """A call in each of the steps. nodes: those calls."""
 
@@ -245,7 +241,7 @@ def _parts(nodes: Sequence[fx.Node]) -> fx.Node | None:
         else:
             return None
     (whole, *others) = wholes
-    return whole if not others and shape_of(whole)[0] == len(nodes) else None
+    return whole if not others and shape(whole)[0] == len(nodes) else None
 
 
 # --- what one expert computes -----------------------------------------------------------------------------------------
@@ -274,6 +270,17 @@ def product_of(t: Any) -> Product | None:
     return Product(x, weight, bias, transposed)
 
 
+def products_in(t: Any) -> Iterator[Op]:
+    """Yield the products that a value is made of."""
+    if isinstance(t, tuple):
+        for part in t:
+            yield from products_in(part)
+    elif isinstance(t, Op):
+        yield from [t] if product_of(t) is not None else products_in((t.args, t.kwargs))
+    elif isinstance(t, (Same, Stack, Each)):
+        raise StaysLoop("its experts are not two layers of products with elementwise ops in between")
+
+
 def weighted(t: Any) -> tuple[list[Any], Any]:
     """Split a product into (weights [n, 1] or numbers, the rest), without casts: the op casts itself."""
     factors: list[Any] = []
@@ -293,7 +300,7 @@ def weighted(t: Any) -> tuple[list[Any], Any]:
 def rows_of(x: Any) -> tuple[int, int] | None:
     """Return (rows, columns) of a value."""
     node = x.nodes[0] if isinstance(x, (Op, Each)) else x.node if isinstance(x, Same) else None
-    return (numel_of(node) // max(shape_of(node)[-1], 1), shape_of(node)[-1]) if node and shape_of(node) else None
+    return (numel(node) // max(shape(node)[-1], 1), shape(node)[-1]) if node and shape(node) else None
 
 
 def _column(side: Any, out: Op) -> bool:

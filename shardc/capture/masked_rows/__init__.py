@@ -26,9 +26,10 @@ right for any loop.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
-from itertools import pairwise
-from types import FrameType
+from functools import reduce
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -36,10 +37,10 @@ import torch
 from torch import Tensor, fx
 
 from shardc.capture.constants import constant, is_random
-from shardc.capture.data_dependent_sizes import KnownSizes, functions, hidden
+from shardc.capture.data_dependent_sizes import KnownSizes, each, functions, hidden
 from shardc.capture.masked_rows.branches import Guards
 from shardc.capture.masked_rows.ends import ADDS, add, from_mean, put, reduced
-from shardc.capture.masked_rows.rows import ChosenNumbers, Count, DrawnError, Pick, Rows, Unfit, node_of, structure_of
+from shardc.capture.masked_rows.rows import SIZED, Count, DrawnError, Pick, Rows, Unfit, node_of, structure_of
 from shardc.capture.masked_rows.rowwise import follow
 from shardc.ir import source
 from shardc.torch_modes import untraced
@@ -51,8 +52,8 @@ _WHERE, _NONZERO, _SELECT = functions("where"), functions("nonzero argwhere"), f
 _LIKE = functions("zeros_like ones_like empty_like full_like new_empty")
 _CAT, _SPLIT, _BINS = functions("cat concat concatenate"), functions("split split_with_sizes"), functions("bincount")
 _PLUS = functions("__add__ __iadd__ add add_")
-#: Functions whose size arguments may include the number of rows.
-_SIZED = {"view", "reshape", "expand", "unflatten", "new_zeros", "new_ones", "new_full", "new_empty"}
+#: Numbers of a tensor that do not depend on the number of rows.
+_NUMBERS = {"dim", "ndim", "ndimension", "itemsize", "element_size", "get_device"}
 
 
 class ChosenRows(KnownSizes):
@@ -78,7 +79,7 @@ class ChosenRows(KnownSizes):
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             if not hidden(args[1]) or (func is Tensor.__setitem__ and not _many(args[2])):
                 return False
-            masks = [i for i in _as_tuple(args[1]) if isinstance(i, Tensor) and i.dtype == torch.bool and i.dim()]
+            masks = [i for i in each(args[1]) if isinstance(i, Tensor) and i.dtype == torch.bool and i.dim()]
             return any(self.known(m) is None for m in masks)
         if func in _SELECT:
             return len(args) == 2 and args[0].shape == args[1].shape and self.known(args[1]) is None
@@ -88,18 +89,19 @@ class ChosenRows(KnownSizes):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace a call that selects rows, or has some or their number among its arguments."""
-        args, kwargs = pytree.tree_map(lambda x: x.rows if isinstance(x, ChosenNumbers) else x, (args, kwargs))
         if func is Tensor.__getitem__ or func in _SELECT:
             rows = self._picked(args[0], args[1])
-            if isinstance(args[0], Tensor) and isinstance(rows, Rows):
+            if not isinstance(args[0], Rows) and isinstance(rows, Rows):
                 rows.read = args[0], node_of(args[0])
             return rows
         if func is Tensor.__setitem__:
-            return put(args[0], self._target(args[0], args[1]), args[2])
+            return put(args[0], *self._target(args[0], args[1]), args[2])
         if func in _NONZERO or (func in _WHERE and len(args) == 1):
             return self._chosen(args[0], func in _WHERE or bool(kwargs.get("as_tuple")))
         if func in _BINS:
             return self._bins(*args, **kwargs)
+        if func is torch.numel:
+            return args[0].numel()
         if func in ADDS:
             return add(self, func, *args, **kwargs)
         if func in _CAT:
@@ -154,7 +156,7 @@ class ChosenRows(KnownSizes):
 
     def unrolled(self, rows: Rows) -> list[Any]:
         """Return all rows of an index as constants, for a loop: those not selected have nothing to work on."""
-        if rows.dim != 0 or constant(rows.full) is None or rows.pick.n > UNROLLED:
+        if rows.at != 0 or constant(rows.full) is None or rows.pick.n > UNROLLED:
             raise Unfit("Python loops over them")
         return list(rows.full.unbind(0))
 
@@ -172,13 +174,13 @@ class ChosenRows(KnownSizes):
         """Return `x.tolist()` of unknown integers, with the same nesting."""
         return [self._counts(x[i]) for i in range(x.shape[0])] if x.dim() else Count(self, x)
 
-    def truth(self, x: Tensor, frame: FrameType) -> bool | None:
+    def truth(self, x: Tensor) -> bool | None:
         """Return the assumed value of a condition on integers and masks; None if it cannot be assumed."""
         node = traced_node(x)
         made_of = [] if node is None else [n.meta.get("val") for n in (node, *node.all_input_nodes)]
         if node is None or any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in made_of):
             return None
-        body = self.guards.take(frame, [node], lambda known: bool(known[0]))
+        body = self.guards.take([node], lambda known: bool(known[0]))
         return None if body is None else body.wanted
 
     def check(self) -> None:
@@ -192,24 +194,29 @@ class ChosenRows(KnownSizes):
 
     # --- reading and joining
 
-    def _target(self, x: Any, index: Any) -> Pick | Rows:
-        """Return where `x[index] = ...` writes."""
-        keys = _as_tuple(index)
+    def _target(self, x: Any, index: Any) -> tuple[Pick, tuple[int, ...], Rows | None]:
+        """Return where `x[index] = ...` writes: rows, their grid, and the places that an index names, if any."""
         if isinstance(x, Rows):
             raise Unfit("some of them are replaced")
-        if len(keys) == 1 and isinstance(keys[0], Rows):
-            return keys[0]
-        if len(keys) == 1 and _bounded(keys[0]):
-            return self._stretch(x, keys[0].start, keys[0].stop).pick
-        if len(keys) == 1 and isinstance(keys[0], Tensor) and keys[0].dtype == torch.bool:
-            return self.pick(keys[0])
-        raise Unfit("they are written to places of another form")
+        key: Any = keys[0] if len(keys := each(index)) == 1 else None
+        if isinstance(key, Rows):
+            grid = (key.pick.n,)
+            straight = key.place == 0 and key.pick.grid == grid == x.shape[:1]
+            return key.pick, grid, None if straight else key
+        if _bounded(key):
+            pick = self._stretch(x, key.start, key.stop).pick
+        elif isinstance(key, Tensor) and key.dtype == torch.bool:
+            pick = self.pick(key)
+        else:
+            raise Unfit("they are written to places of another form")
+        return pick, pick.grid, None
 
     def _picked(self, x: Any, index: Any) -> Any:
-        keys = _as_tuple(index)
-        if isinstance(x, Tensor) and len(keys) == 1 and _bounded(keys[0]):
+        keys = each(index)
+        if not isinstance(x, Rows) and len(keys) == 1 and _bounded(keys[0]):
             return self._stretch(x, keys[0].start, keys[0].stop)
-        masks = [i for i in keys if isinstance(i, (Tensor, Rows)) and i.dtype == torch.bool and i.ndim]
+        tensors = [(i, i.full if isinstance(i, Rows) else i) for i in keys if isinstance(i, Tensor)]
+        masks = [i for i, full in tensors if full.dtype == torch.bool and full.dim()]
         if any(isinstance(m, Rows) for m in masks) or (masks and isinstance(x, Rows)):
             raise Unfit("some of them are selected again")
         if masks and keys[0] is masks[0] and len(masks) == 1 and not any(isinstance(i, Rows) for i in keys):
@@ -237,22 +244,17 @@ class ChosenRows(KnownSizes):
         sizes = other.get("split_size", other.get("split_sizes", sizes))
         if not isinstance(sizes, (list, tuple, np.ndarray)) or dim not in (0, -x.dim()):
             raise Unfit("a tensor is split by a number that is not known")
-        ends: list[Any] = [0]
-        for size in sizes[:-1]:
-            ends.append(ends[-1] + size)
+        ends = accumulate(sizes[:-1], initial=0)
         return tuple(self._stretch(x, start, stop) for start, stop in pairwise([*ends, None]))
 
     def _cat(self, parts: Any, dim: int = 0, **other: Any) -> Any:
         rows = [x for x in parts if isinstance(x, Rows)]
-        dim = dim % rows[0].ndim
-        if any(x.dim != dim for x in rows):
+        dim = dim % rows[0].full.ndim
+        if any(x.at != dim for x in rows):
             return self._rowwise(torch.cat, (list(parts), dim), {})
         bounds: list[Any] = [x.pick.bounds for x in rows]
         if len(rows) == len(parts) and all(bounds) and all(a[1] == b[0] for a, b in pairwise([(0, 0), *bounds])):
-            total = rows[0].chosen()  # consecutive stretches: at their old places
-            for x in rows[1:]:
-                total = total + x.chosen()
-            return total
+            return reduce(operator.add, (x.chosen() for x in rows))  # consecutive stretches: at their old places
         if dim or len(rows) != len(parts):
             raise Unfit("they are joined with other rows")
         key = ("joined", *(id(x.pick) for x in rows))
@@ -267,8 +269,9 @@ class ChosenRows(KnownSizes):
         """Run a call on all rows, if it works on each row separately."""
         leaves = pytree.tree_leaves((args, kwargs))
         rows = [x for x in leaves if isinstance(x, Rows)]
+        name = getattr(func, "__name__", str(func))
         if not rows:
-            raise Unfit(f"their number goes into {getattr(func, '__name__', func)}")
+            raise TypeError(f"{name} takes no number that depends on values")
         pick = rows[0].pick
         if any(r.pick.mask is not pick.mask for r in rows):
             raise Unfit("they are combined with other rows")
@@ -276,24 +279,28 @@ class ChosenRows(KnownSizes):
             raise Unfit("they are combined with their mean, which is nan without rows")
         before = {node_of(r.full): r for r in rows}  # before the call: a tensor that it returns gets its node
         last = next(iter(reversed(node_of(rows[0].full).graph.nodes)))
-        sized = getattr(func, "__name__", "") in _SIZED
 
         def whole(x: Any) -> Any:
             if isinstance(x, Count):
-                if not sized or x.key != pick.count.key:
+                if name not in SIZED or x.key != pick.count.key:
                     raise Unfit("their number is used")
                 return pick.n
             return x.full if isinstance(x, Rows) else x
 
         args, kwargs = pytree.tree_map(whole, (args, kwargs))
         result = func(*args, **kwargs)
+        if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(result)):
+            name = getattr(getattr(func, "__self__", None), "__name__", name)  # of a property such as x.dtype
+            if isinstance(result, int) and not isinstance(result, bool) and name not in _NUMBERS:
+                raise Unfit(f"their number goes into {name}")
+            return result
         new: list[fx.Node] = []
         while last.next.op != "root":
             last = last.next
             new.append(last)
         if any(map(_draws, new)):
             raise DrawnError(source.of_call())
-        dims = untraced(follow, new, {n: r.dim for n, r in before.items()})
+        dims = untraced(follow, new, {n: r.at for n, r in before.items()})
 
         def wrap(x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -301,7 +308,7 @@ class ChosenRows(KnownSizes):
             node = node_of(x)
             if node in before and node not in dims:
                 return before[node]
-            dim = rows[0].dim if func in _LIKE else dims.get(node)
+            dim = rows[0].at if func in _LIKE else dims.get(node)
             place = rows[0].place if len(rows) == 1 and func in (Tensor.long, Tensor.to) else None
             return x if dim is None else Rows(x, dim, pick, place)
 
@@ -315,19 +322,9 @@ def _draws(node: fx.Node) -> bool:
 
 
 def _leaves(x: Any) -> Iterator[Any]:
-    """Yield arguments of a call, with the rows behind a list of numbers, and the bounds of slices."""
-    if isinstance(x, ChosenNumbers):
-        yield x.rows
-    elif isinstance(x, (tuple, list)):
-        for y in x:
-            yield from _leaves(y)
-    elif isinstance(x, dict):
-        for y in x.values():
-            yield from _leaves(y)
-    elif isinstance(x, slice):
-        yield from (x.start, x.stop)
-    else:
-        yield x
+    """Yield arguments of a call, and the bounds of slices."""
+    for leaf in pytree.tree_leaves(x):
+        yield from (leaf.start, leaf.stop) if isinstance(leaf, slice) else (leaf,)
 
 
 def _changes_first(func: Any) -> bool:
@@ -338,10 +335,6 @@ def _changes_first(func: Any) -> bool:
         or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
         or (name.endswith("_") and not name.endswith("__"))
     )
-
-
-def _as_tuple(index: Any) -> tuple[Any, ...]:
-    return tuple(index) if isinstance(index, (tuple, list)) else (index,)
 
 
 def _bounded(index: Any) -> bool:

@@ -1,4 +1,12 @@
-"""Find branches that do nothing where their condition is false: a traced model always takes them.
+"""Find branches that change nothing where their condition is false: a traced model always takes them.
+
+    if (var < 0).any(): raise ValueError(...)  a check: the program does what the model does if nothing is wrong
+    assert ids.max() < n                       likewise
+    if mask.any(): x[mask] = 0                 always taken
+    if not x.isfinite().all(): x = x.clamp(-big, big)       likewise
+    if not mask.any(): mask = None             a shortcut to the same result: never taken
+
+These are known by their form. Others are taken if rows of a mask may be traced:
 
     if mask.any():                        taken
         out[mask] += expert(x[mask])      no rows: nothing is written
@@ -19,29 +27,43 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor, fx
 
+from shardc import errors
 from shardc.capture.rewrite.functional_twins import mutates
 from shardc.passes.canonical.choices import Draws
 from shardc.torch_modes import untraced
+
+_OURS = f"{Path(errors.__file__).parent}/"
+
+
+def caller() -> FrameType:
+    """Return the frame, of the model or of torch, that reads a value."""
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return frame  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Body:
     """Code that runs only where all parts of a condition are `wanted`.
 
-    some: the value of a condition like `len(rows) > 0` where there are rows. lines: the statements; names: that they
-    bind, and that are used elsewhere. fits: whether everything in them can be checked.
+    harmless: whether its form shows that nothing changes elsewhere. some: the value of a condition like
+    `len(rows) > 0` where there are rows. lines: the statements; names: that they bind, and that are used elsewhere.
+    fits: whether everything in them can be checked.
     """
 
     wanted: bool
-    some: bool | None
-    lines: range
-    names: frozenset[str]
-    fits: bool
+    harmless: bool = False
+    some: bool | None = None
+    lines: range = range(0)
+    names: frozenset[str] = frozenset()
+    fits: bool = False
 
 
 @dataclass
@@ -71,17 +93,17 @@ class Guards:
 
     def take(
         self,
-        frame: FrameType,
         nodes: Sequence[fx.Node],
         truth: Callable[[Any], bool],
         *,
         loop: bool = False,
         tried: int = 3,
     ) -> Body | None:
-        """Mark the branch at a frame's line as always taken; return None if that is not possible.
+        """Mark the branch at the caller's line as always taken; return None if that is not possible.
 
         truth: of the part of its condition that Python reads, from the values of nodes.
         """
+        frame = caller()
         body = bodies(frame.f_code, loop=loop).get(frame.f_lineno)
         if body is None or not body.fits:
             return None
@@ -131,12 +153,12 @@ class Guards:
         while isinstance(new, Tensor) and new is not old and id(new) in self.written:
             new = self.written[id(new)][1]
         nodes = [x.node for x in (new, old) if isinstance(getattr(x, "node", None), fx.Node)]  # of Counts
-        if new is old or len(nodes) + isinstance(new, int) + isinstance(old, int) < 2:
+        if new is old or not (isinstance(new, int) and isinstance(old, int)):  # as which Counts count
             return new is old
 
         def equal(known: list[Any]) -> bool:
-            a, b = (x if isinstance(x, int) else int(known[nodes.index(x.node)]) for x in (new, old))
-            return a == b
+            a, b = (int(known[nodes.index(x.node)]) if hasattr(x, "node") else x for x in (new, old))
+            return bool(a == b)
 
         return self._implied(guard, nodes, equal) if nodes else bool(new == old)
 
@@ -144,36 +166,91 @@ class Guards:
         return untraced(self.draws.implied, guard.nodes, guard.holds, nodes, quiet, guard.tried)
 
 
-def parsed(code: CodeType) -> tuple[ast.AST, int]:
-    """Return a function's syntax tree (empty if it has no source) and the offset of its lines."""
-    try:
-        lines, first = inspect.getsourcelines(code)
-        return ast.parse(textwrap.dedent("".join(lines))), max(first, 1) - 1
-    except (OSError, SyntaxError):
-        return ast.Module([], []), 0
+def harmless() -> bool | None:
+    """Return the truth value with which the condition at the caller's line changes nothing, or None."""
+    frame = caller()
+    body = bodies(frame.f_code, loop=False).get(frame.f_lineno)
+    return body.wanted if body is not None and body.harmless else None
 
 
 @lru_cache(maxsize=256)
 def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
     """Map lines of conditions (loop: of loop headers) to the code that depends on them."""
-    tree, shift = parsed(code)
+    try:
+        lines, first = inspect.getsourcelines(code)
+        tree, shift = ast.parse(textwrap.dedent("".join(lines))), max(first, 1) - 1
+    except (OSError, SyntaxError):
+        return {}
     by_line: dict[int, Body] = {}
     for node in ast.walk(tree):
+        truths, some, statements = set[bool](), None, list[ast.stmt]()
         if loop and isinstance(node, ast.For) and not node.orelse:
-            span, outcomes, statements = node.iter, {True}, node.body
-        elif not loop and isinstance(node, ast.If) and not node.orelse:
-            skips = len(node.body) == 1 and isinstance(node.body[0], ast.Continue)
-            statements = _after_branch(tree, node) if skips else node.body
-            span, outcomes = node.test, needed(node.test, not skips)
-        else:
-            continue
-        if len(outcomes) == 1 and statements:
-            names, fits = _effects(tree, statements, node)
-            inside = range(statements[0].lineno + shift, (statements[-1].end_lineno or 0) + shift + 1)
-            some = _some(node.test) if isinstance(node, ast.If) else None
-            body = Body(outcomes.pop(), some, inside, names, fits)
+            span, truths, statements = node.iter, {True}, node.body
+        elif not loop and isinstance(node, ast.If | ast.Assert):
+            span, truths = node.test, _harmless(node)
+            if not truths and isinstance(node, ast.If) and not node.orelse:
+                skips = len(node.body) == 1 and isinstance(node.body[0], ast.Continue)
+                statements = _after_branch(tree, node) if skips else node.body
+                truths, some = needed(node.test, not skips) if statements else truths, _some(node.test)
+        if len(truths) == 1:
+            body = Body(truths.pop(), harmless=not statements)
+            if statements:
+                inside = range(statements[0].lineno + shift, (statements[-1].end_lineno or 0) + shift + 1)
+                body = Body(body.wanted, False, some, inside, *_effects(tree, statements, node))
             by_line |= dict.fromkeys(range(span.lineno + shift, (span.end_lineno or span.lineno) + shift + 1), body)
     return by_line
+
+
+def _harmless(node: ast.If | ast.Assert) -> set[bool]:
+    """Return the truth values of parts of a condition with which its form shows that nothing changes; else none."""
+    if isinstance(node, ast.Assert):
+        return needed(node.test, True)
+    if all(isinstance(s, ast.Raise) for s in node.body):
+        return needed(node.test, False)
+    if node.orelse:
+        return set()
+    masks = {
+        (n.func.attr, ast.unparse(n.args[0] if n.args else n.func.value))
+        for n in ast.walk(node.test)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in ("any", "all")
+    }
+    written: set[str] = set()  # by x[mask] = value
+    dropped: set[str] = set()  # by mask = None
+    for s in node.body:
+        for target in s.targets if isinstance(s, ast.Assign) else [s]:
+            if isinstance(target, ast.Subscript):
+                written.add(ast.unparse(target.slice))
+            elif isinstance(s, ast.Assign) and isinstance(s.value, ast.Constant) and s.value.value is None:
+                dropped.add(ast.unparse(target))
+            else:
+                return needed(node.test, True) if _clamps(node) else set()
+    if isinstance(node.test, ast.Call) and not dropped and masks == {("any", m) for m in written}:
+        return {True}
+    hides_nothing = [({(name, m) for m in dropped}, {truth}) for name, truth in (("any", False), ("all", True))]
+    return needed(node.test, False) if not written and (masks, needed(node.test, True)) in hides_nothing else set()
+
+
+def _clamps(branch: ast.If) -> bool:
+    """Return whether it is `if not x.isfinite().all(): x = x.clamp(-big, big)`, as in float16 models.
+
+    isinf and isnan count too. Bounds must be made of torch.finfo: those change nothing that is finite.
+    """
+    bounds, clamped = set[str](), False
+    for s in branch.body:
+        match s:
+            case ast.Assign([target], ast.Call(ast.Attribute(on, "clamp"), args, keywords)):
+                on_torch = ast.unparse(on) == "torch"
+                x, *limits = map(ast.unparse, [*([] if on_torch else [on]), *args, *(k.value for k in keywords)])
+                large = all("finfo" in limit or limit.lstrip("-") in bounds for limit in limits)
+                if not limits or not large or ast.unparse(target) != x:
+                    return False
+                clamped = True
+            case ast.Assign([target], value) if "finfo" in ast.unparse(value):
+                bounds.add(ast.unparse(target))
+            case _:
+                return False
+    names = {n.attr for n in ast.walk(branch.test) if isinstance(n, ast.Attribute)}
+    return clamped and not names.isdisjoint({"isfinite", "isinf", "isnan"})
 
 
 def needed(test: ast.expr, wanted: bool) -> set[bool]:
@@ -211,7 +288,7 @@ _PLAIN = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.If | ast.Fo
 _PLAIN |= ast.With
 
 
-def _effects(tree: ast.AST, statements: Sequence[ast.stmt], branch: ast.stmt) -> tuple[frozenset[str], bool]:
+def _effects(tree: ast.AST, statements: Sequence[ast.stmt], branch: ast.AST) -> tuple[frozenset[str], bool]:
     """Return (names that statements bind and that are used outside, whether all effects can be checked)."""
     nodes = [n for s in statements for n in ast.walk(s)]
     inside = set(map(id, nodes))

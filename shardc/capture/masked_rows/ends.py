@@ -26,37 +26,26 @@ aten = torch.ops.aten
 ADDS = functions("index_add index_add_ scatter_add scatter_add_")
 _SUMS, _MEANS = functions("sum"), functions("mean")
 #: Losses of classes, and others, which return one per element with `reduction="none"`.
-_CLASSES: set[Any] = {F.cross_entropy, F.nll_loss}
-_ELEMENTS: set[Any] = {
-    F.mse_loss,
-    F.l1_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-}
+_CLASSES = functions("cross_entropy nll_loss", F)
+_ELEMENTS = functions(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits", F
+)
 
 
 # --- writes -----------------------------------------------------------------------------------------------------------
 
 
-def put(x: Tensor, places: Pick | Rows, value: Any) -> None:
-    """Write `x[places] = value`: row i to row i of a mask, or to the row that an index names (only once)."""
-    index: Rows | None = None
-    if isinstance(places, Pick):
-        pick, grid = places, places.grid
-    else:
-        pick, grid = places.pick, (places.pick.n,)
-        index = None if places.place == 0 and pick.grid == grid == x.shape[:1] else places
+def put(x: Tensor, pick: Pick, grid: tuple[int, ...], index: Rows | None, value: Any) -> None:
+    """Write `x[...] = value`: row i to row i of a mask, or to the row that an index names (only once)."""
     pick.loop.allow(pick)
     added = None
     if isinstance(value, Rows):
-        if value.pick.mask is not pick.mask or value.dim or (index is not None and index.ndim != 1):
+        if value.pick.mask is not pick.mask or value.at or (index is not None and index.full.ndim != 1):
             raise Unfit("they are written to other rows")
         added = _added(x, value)
         value = value.full
         value, added = (y if y is None else y.reshape(*grid, *y.shape[1:]) for y in (value, added))
-    elif index is not None or places is not pick:
+    elif index is not None:
         raise Unfit("they are written to places of another form")
     elif isinstance(value, Tensor) and value.dim() >= x.dim() - len(grid) + 1 and value.shape[0] != 1:
         raise Unfit("their places are filled with a tensor of fixed size")
@@ -90,7 +79,7 @@ def _added(x: Tensor, value: Rows) -> Tensor | None:
     if value.read is None or value.read[0] is not x or value.read[1] is not node_of(x):
         return None
     more = value.more
-    return more.full.expand(value.full.shape) if isinstance(more, Rows) and more.dim == value.dim else None
+    return more.full.expand(value.full.shape) if isinstance(more, Rows) and more.at == value.at else None
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------
@@ -111,7 +100,7 @@ def reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor 
         losses = rows.pick.loop.call(func, (x, y), {**kwargs, "reduction": "none"})
         return _total(how == "mean", losses) if isinstance(losses, Rows) else None
     classes = func in _CLASSES and isinstance(x, Rows) and isinstance(y, Rows) and x.pick.mask is y.pick.mask
-    if not classes or x.dim or y.dim or y.dtype != torch.int64:
+    if not classes or x.at or y.at or y.full.dtype != torch.int64:
         return None
     return func(x.full, y.chosen(kwargs.get("ignore_index", -100)), **kwargs)  # type: ignore[no-any-return]
 
@@ -120,13 +109,13 @@ def _total(of_mean: bool, x: Any, dim: Any = None, keepdim: bool = False, *, dty
     """Return the sum or mean of rows along dims that include the rows' dim; else None."""
     if not isinstance(x, Rows):
         raise Unfit("their number is a dim")
-    dims = range(x.ndim) if dim is None else [d % x.ndim for d in ((dim,) if isinstance(dim, int) else dim)]
-    if x.dim not in dims:
+    dims = range(x.full.ndim) if dim is None else [d % x.full.ndim for d in ((dim,) if isinstance(dim, int) else dim)]
+    if x.at not in dims:
         return None
     total = x.chosen().sum(list(dims), keepdim, dtype=dtype)
     if not of_mean:
         return total
-    mean = total / (x.pick.mask.sum() * math.prod(x.full.shape[d] for d in dims if d != x.dim))
+    mean = total / (x.pick.mask.sum() * math.prod(x.full.shape[d] for d in dims if d != x.at))
     x.pick.loop.means.add(node_of(mean))
     return mean
 
@@ -136,7 +125,7 @@ def _alignment(log_probs: Tensor, targets: Rows, frames: Any, lengths: Any, *arg
     mask = targets.pick.mask.reshape(targets.pick.grid)
     node = traced_node(lengths) if isinstance(lengths, Tensor) else None
     count = node is not None and node.target is aten.sum.dim_IntList and node.args[1] in ([-1], [mask.dim() - 1])
-    if mask.dim() != 2 or targets.ndim != 1 or not count or structure_of(node.args[0]) != structure_of(mask):  # type: ignore[union-attr, arg-type]
+    if mask.dim() != 2 or targets.full.ndim != 1 or not count or structure_of(node.args[0]) != structure_of(mask):  # type: ignore[union-attr, arg-type]
         raise Unfit("their lengths are not their numbers in each row")
     order = torch.sort((~mask).long(), dim=-1, stable=True).indices
     kept = torch.where(mask, targets.full.reshape(mask.shape), 0).gather(1, order)

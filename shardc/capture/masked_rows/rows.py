@@ -7,23 +7,19 @@ counts.cumsum(0).tolist()            Counts, each an element of a tensor; x[ends
 
 from __future__ import annotations
 
-import builtins
 import math
 import operator
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from types import FrameType
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, fx
+from typing_extensions import TypeIs
 
-from shardc.capture.masked_rows.branches import bodies
+from shardc.capture.masked_rows.branches import bodies, caller, harmless
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
@@ -92,20 +88,18 @@ def structure_of(x: Tensor | fx.Node) -> Any:
         return node
     if values.op_name(node.target) not in _MAKERS:
         return node
-    return (node.target, *map(_frozen, node.args), *((k, _frozen(v)) for k, v in node.kwargs.items()))
+    return node.target, values.typed_key((node.args, node.kwargs), structure_of)
 
 
 def _is_mask(node: fx.Node) -> bool:
     return getattr(node.meta.get("val"), "dtype", None) == torch.bool
 
 
-def _frozen(x: Any) -> Any:
-    if isinstance(x, fx.Node):
-        return structure_of(x)
-    return tuple(map(_frozen, x)) if isinstance(x, (tuple, list)) else (type(x), x)
-
-
 # --- the number of rows -----------------------------------------------------------------------------------------------
+
+
+def is_count(x: object) -> TypeIs[Count]:
+    return type(x) is Count
 
 
 class Count:
@@ -116,9 +110,15 @@ class Count:
     differs: it is a difference, where 0 means "no rows" only if the one is a part of the other.
     """
 
+    __class__: Any = property(lambda self: int)  # isinstance(x, int) is true
+
     def __init__(self, loop: ChosenRows, tensor: Tensor, shifted: bool = False, differs: bool = False) -> None:
         self.loop, self.tensor, self.node = loop, tensor, node_of(tensor)
         self.shifted, self.differs = shifted, differs
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Unfit("their number is used")
 
     @property
     def key(self) -> Any:
@@ -128,53 +128,44 @@ class Count:
         raise Unfit("their number is put in a set, or is the key of a dict")
 
     def __bool__(self) -> bool:
-        return self.compared(0, operator.ne, sys._getframe(1))
+        return self.compared(0, operator.ne)
 
     def combined(self, other: Any, combine: Callable[[Any, Any], Any]) -> Any:
-        if isinstance(other, Count):
-            operand: Any = other.tensor
-            shifted, differs = other.shifted, other.differs
-        elif isinstance(other, (int, np.integer)):
-            operand, shifted, differs = int(other), bool(other != 0), False
-        else:
+        if not isinstance(other, (Count, int, np.integer)):
             return NotImplemented
+        operand, shifted, differs = (
+            (other.tensor, other.shifted, other.differs) if is_count(other) else (int(other), bool(other), False)
+        )
         differs = self.differs or differs or combine is not operator.add
         return Count(self.loop, combine(self.tensor, operand), self.shifted or shifted, differs)
 
-    def compared(self, other: Any, compare: Callable[[int, int], bool], frame: FrameType) -> bool:
-        """Return the comparison's result if there are rows; it may only distinguish some from none."""
-        if not isinstance(other, (Count, int, np.integer)):
+    def compared(self, other: Any, compare: Callable[[int, int], bool]) -> bool:
+        """Return the comparison's result if there are rows; it may only distinguish some from none, or be a check."""
+        if (fine := harmless()) is not None:
+            return fine
+        if not isinstance(other, (int, np.integer)):
             raise Unfit("their number is compared with something else")
-        difference = self.combined(other, operator.sub) if isinstance(other, Count) else self
-        least = 0 if isinstance(other, Count) else int(other)
-        signs = (1, -1) if isinstance(other, Count) else (1,)
+        difference, least = (self.combined(other, operator.sub), 0) if is_count(other) else (self, int(other))
+        signs = (1, -1) if is_count(other) else (1,)
         splits = [compare(0, least) != compare(s, least) == compare(s << 40, least) for s in signs]
         if difference.shifted or not any(splits):
             raise Unfit("their number is compared with more than 0")
         tried = 24 if difference.differs else 3
-        body = self.loop.guards.take(frame, [difference.node], lambda known: compare(int(known[0]), least), tried=tried)
+        body = self.loop.guards.take([difference.node], lambda known: compare(int(known[0]), least), tried=tried)
         if body is None:
             raise Unfit(UNCHECKED)
         return body.wanted
 
 
-def _combining(combine: Callable[[Any, Any], Any]) -> Callable[[Count, Any], Any]:
-    return lambda self, other: self.combined(other, combine)
+def _method(function: Callable[..., Any], operation: Callable[[Any, Any], Any]) -> Callable[[Count, Any], Any]:
+    return lambda self, other: function(self, other, operation)
 
 
-def _comparing(compare: Callable[[int, int], bool]) -> Callable[[Count, Any], Any]:
-    return lambda self, other: self.compared(other, compare, sys._getframe(1))
-
-
-for _name, _combine in (
-    ("add", operator.add),
-    ("radd", operator.add),
-    ("sub", operator.sub),
-    ("rsub", lambda a, b: b - a),
-):
-    setattr(Count, f"__{_name}__", _combining(_combine))
+for _name, _combine in (("add", operator.add), ("radd", operator.add), ("sub", operator.sub)):
+    setattr(Count, f"__{_name}__", _method(Count.combined, _combine))
+Count.__rsub__ = _method(Count.combined, lambda a, b: b - a)  # type: ignore[attr-defined]
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(Count, f"__{_name}__", _comparing(getattr(operator, _name)))
+    setattr(Count, f"__{_name}__", _method(Count.compared, getattr(operator, _name)))
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -201,131 +192,91 @@ class Pick:
         """Return the mask for tensors that have the rows along a dim."""
         return self.mask.reshape([-1 if d == dim else 1 for d in range(ndim)])
 
-    def turns(self, items: Iterator[Any]) -> Iterator[Any]:
-        """Yield all turns of a loop over selected rows, each with a guard."""
 
-        def chosen(i: int) -> Callable[[Any], bool]:
-            return lambda known: bool(known[0][i])
+class Rows(Tensor):
+    """Represents `full` with only the rows of `pick` along dim `at`.
 
-        for i, item in enumerate(items):
-            if self.loop.guards.take(sys._getframe(1), [node_of(self.mask)], chosen(i), loop=True) is None:
-                raise Unfit("a loop over them cannot be checked")
-            yield item
-
-
-class ChosenNumbers(list[Any]):
-    """Numbers of selected places, as a list of all possible ones.
-
-    A turn of a loop over it counts only if its number is selected; as an index it is the rows it was made of.
+    place: for indices of rows that are the coordinates along that dim of the grid; else None. listed: the model has
+    them as a list of numbers. read: the tensor they are rows of, and its node at that time; more: what was added to
+    them later.
     """
 
-    def __init__(self, items: Any, rows: Rows) -> None:
-        super().__init__(items)
-        self.rows = rows
+    full: Tensor
+    at: int
+    pick: Pick
+    place: int | None
+    listed: bool
+    read: tuple[Tensor, fx.Node] | None = None
+    more: Any = None
 
-    def __iter__(self) -> Iterator[Any]:
-        return self.rows.pick.turns(super().__iter__())
-
-    def __len__(self) -> int:
-        return self.rows.some(sys._getframe(1))
-
-    def __bool__(self) -> bool:
-        return self.rows.some(sys._getframe(1)) > 0
-
-
-class Rows:
-    """Represents `full` with only the rows of `pick` along dim `dim`.
-
-    place: for indices of rows that are the coordinates along that dim of the grid; else None.
-    """
-
-    def __init__(self, full: Tensor, dim: int, pick: Pick, place: int | None = None) -> None:
-        self.full, self.dim, self.pick, self.place = full, dim, pick, place
-        self.read: tuple[Tensor, fx.Node] | None = None  # the tensor they are rows of, and its node at that time
-        self.more: Any = None  # what was added to them later
+    @staticmethod
+    def __new__(cls, full: Tensor, at: int, pick: Pick, place: int | None = None, listed: bool = False) -> Rows:
+        self: Any = Tensor._make_wrapper_subclass(cls, full.shape, dtype=full.dtype, requires_grad=full.requires_grad)
+        self.full, self.at, self.pick, self.place, self.listed = full, at, pick, place, listed
+        return self  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise Unfit(f"{getattr(func, '__name__', func)} is called outside of what shardc sees")
 
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
+
     @property
-    def shape(self) -> tuple[Any, ...]:
-        return tuple(self.pick.count if d == self.dim else n for d, n in enumerate(self.full.shape))
+    def shape(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return tuple(self.pick.count if d == self.at else n for d, n in enumerate(self.full.shape))
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    def numel(self) -> Count:
-        rest = math.prod(n for d, n in enumerate(self.full.shape) if d != self.dim)
+    def numel(self) -> Count:  # type: ignore[override]
+        rest = math.prod(n for d, n in enumerate(self.full.shape) if d != self.at)
         return Count(self.pick.loop, self.pick.mask.sum() * rest)
 
-    nelement = numel
+    nelement = numel  # type: ignore[assignment]
 
     def chosen(self, otherwise: Any = 0) -> Tensor:
         """Return all rows, with a number in place of those that were not selected."""
-        return torch.where(self.pick.over(self.dim, self.full.ndim), self.full, otherwise)
+        return torch.where(self.pick.over(self.at, self.full.ndim), self.full, otherwise)
 
     def __len__(self) -> int:
-        return self.some(sys._getframe(1))
-
-    def some(self, frame: FrameType) -> int:
         """Return the number of rows at a line that only tests whether there are any."""
-        guards, node = self.pick.loop.guards, node_of(self.pick.mask)
+        guards, frame = self.pick.loop.guards, caller()
         body = bodies(frame.f_code, loop=False).get(frame.f_lineno)
-        if self.dim or body is None or body.some != body.wanted:
+        if self.at or body is None or body.some != body.wanted:
             raise Unfit("their number is used")
-        if guards.take(frame, [node], lambda known: bool(known[0].any()) == body.some) is None:
+        if guards.take([node_of(self.pick.mask)], lambda known: bool(known[0].any()) == body.some) is None:
             raise Unfit(UNCHECKED)
         return self.full.shape[0]
 
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
     def __iter__(self) -> Iterator[Any]:
-        return self.pick.turns(iter(self.pick.loop.unrolled(self)))
+        return self._turns(self.pick.loop.unrolled(self))
 
-    def tolist(self) -> list[Any]:
-        return ChosenNumbers([x.tolist() for x in self.pick.loop.unrolled(self)], self)
+    def _turns(self, rows: list[Any]) -> Iterator[Any]:
+        """Yield all turns of a loop over selected rows, each with a guard."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "is_sparse", "is_meta"):
-            return getattr(self.full, name)
-        method = getattr(Tensor, name, None)
-        if name.startswith("__") or method is None:
-            raise AttributeError(name)
-        if not callable(method):
-            return self.pick.loop.call(getattr, (self, name), {})
-        return lambda *args, **kwargs: self.pick.loop.call(method, (self, *args), kwargs)
+        def chosen(i: int) -> Callable[[Any], bool]:
+            return lambda known: bool(known[0][i])
 
+        for i, row in enumerate(rows):
+            if self.pick.loop.guards.take([node_of(self.pick.mask)], chosen(i), loop=True) is None:
+                raise Unfit("a loop over them cannot be checked")
+            yield row.tolist() if self.listed else row
 
-def _operator(name: str) -> Callable[..., Any]:
-    def method(self: Rows, *args: Any) -> Any:
-        return self.pick.loop.call(getattr(Tensor, name), (self, *args), {})
-
-    return method
+    def tolist(self) -> Rows:  # type: ignore[override]
+        """Return the rows of an index as numbers: a turn of a loop over them counts only if its number is selected."""
+        return Rows(self.full, self.at, self.pick, self.place, listed=True)
 
 
-_OPERATORS = """
-    add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv mod pow rpow neg matmul
-    rmatmul eq ne lt le gt ge and rand or ror xor invert abs getitem setitem
-"""
-for _name in _OPERATORS.split():
-    setattr(Rows, f"__{_name}__", _operator(f"__{_name}__"))
-Rows.__hash__ = object.__hash__  # type: ignore[method-assign]
-
-_KINDS: dict[type, type] = {Rows: Tensor, Count: int}
-_isinstance = builtins.isinstance
+#: Methods whose sizes may include the number of rows. torch's own take no `Count`.
+SIZED = ("view", "reshape", "expand", "unflatten", "new_zeros", "new_ones", "new_full", "new_empty")
 
 
-@contextmanager
-def seen_by_the_model() -> Iterator[None]:
-    """Let the model's `isinstance` and `is_tensor` see Rows as tensors and Count as int, in the block."""
+def _sized(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: self.pick.loop.call(method, (self, *args), kwargs)
 
-    def seen(x: Any, kinds: Any) -> bool:
-        if _isinstance(x, kinds):
-            return True
-        kind = _KINDS.get(type(x))
-        if kind is None or not issubclass(kind, kinds):
-            return False
-        code = sys._getframe(1).f_code
-        return source.is_models(code.co_filename) or code is torch.is_tensor.__code__
 
-    with mock.patch.object(builtins, "isinstance", seen):
-        yield
+for _name in SIZED:
+    setattr(Rows, _name, _sized(getattr(Tensor, _name)))

@@ -33,7 +33,7 @@ def follow(new: Sequence[fx.Node], rows: dict[fx.Node, int]) -> dict[fx.Node, in
         if x not in new or x.op == "get_attr":
             env[x] = graph.placeholder(f"given_{len(env)}")
             env[x].meta = {"value": values.typed(x.meta.get("val"), None, (), {})}
-    dim_of = {env[n]: d for n, d in rows.items() if n in env}
+    given = {env[n].name: d for n, d in rows.items() if n in env}
     results: list[fx.Node] = []
     for n in new:
         if n in env:
@@ -50,11 +50,10 @@ def follow(new: Sequence[fx.Node], rows: dict[fx.Node, int]) -> dict[fx.Node, in
     canonical = rewritten(graph)
     if canonical.refused:
         raise Unfit(str(next(iter(canonical.refused.values()))))
-    names = {n.name: d for n, d in dim_of.items()}
     dims: dict[fx.Node, Any] = {}
     for n in canonical.graph.nodes:
         if n.op == "placeholder":
-            dims[n] = names.get(n.name)
+            dims[n] = given.get(n.name)
         elif n.target is operator.getitem:
             many = dims[n.args[0]]
             dims[n] = many[n.args[1]] if isinstance(many, tuple) else many
@@ -83,17 +82,10 @@ def _through(node: fx.Node, dims: dict[fx.Node, Any]) -> Any:
     if rule is None:
         raise Unfit(f"{node.target} has no rule")
     sig = rule.signature(call_of(node))
-    factors = {sig.inputs[i][d] for i, d in enumerate(operand_dims) if d is not None}
-    rows = next(iter(factors))
-    if len(factors) > 1 or not rows or set(rows) & (sig.summed | sig.whole):
+    (rows, *others) = {sig.inputs[i][d] for i, d in enumerate(operand_dims) if d is not None}
+    elsewhere = (f for i, d in enumerate(operand_dims) for other, f in enumerate(sig.inputs[i]) if other != d)
+    split = {*sig.summed, *sig.whole, *(name for f in elsewhere for name in f)}
+    places = [[d for d, f in enumerate(out) if f == rows] for out in sig.outputs]
+    if others or not rows or not split.isdisjoint(rows) or not all(places):
         raise Unfit(f"{node.target} mixes them")
-    for i, d in enumerate(operand_dims):
-        if any(set(rows) & set(f) for other, f in enumerate(sig.inputs[i]) if other != d):
-            raise Unfit(f"{node.target} mixes them")
-    out_dims = []
-    for out in sig.outputs:
-        places = [d for d, f in enumerate(out) if f == rows]
-        if not places:
-            raise Unfit(f"{node.target} mixes them")
-        out_dims.append(places[0])
-    return tuple(out_dims) if isinstance(node.meta["value"], tuple) else out_dims[0]
+    return tuple(p[0] for p in places) if isinstance(node.meta["value"], tuple) else places[0][0]

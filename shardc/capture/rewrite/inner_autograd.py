@@ -324,10 +324,4 @@ def _key(target: Any, args: Any, kwargs: Any) -> Any:
         or target._schema.is_mutable
     ):
         return None
-    return (target, *_frozen((args, sorted(kwargs.items()))))
-
-
-def _frozen(x: Any) -> Any:
-    if isinstance(x, (tuple, list)):
-        return tuple(map(_frozen, x))
-    return x if isinstance(x, fx.Node) else (type(x), x)
+    return target, values.typed_key((args, dict(sorted(kwargs.items()))), lambda n: n)

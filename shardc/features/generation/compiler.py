@@ -31,10 +31,9 @@ def begins(resizer: Resizer) -> Begins:
 
 
 def generating(resizer: Resizer, program: Program, sizes: Sizes) -> Generation:
-    """Compile how the model generates with a cache.
+    """Compile how the model generates with a cache: no steps if it takes none, or cannot be captured with it.
 
-    The result has no steps if the model takes no cache, or cannot be captured with it. Raises ShardcError without a
-    model.
+    Raises ShardcError without a model.
     """
     return _once(resizer, sizes, lambda: _generating(resizer, program, sizes))
 
