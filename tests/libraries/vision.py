@@ -201,7 +201,7 @@ CASES = {
     "timm rexnet": _timm("rexnet_100", width_mult=0.25),
     "timm mobilenet v3": _timm("mobilenetv3_small_050"),
     "timm lcnet": _timm("lcnet_035"),
-    "timm ghostnet": _timm("ghostnet_050"),
+    "timm ghostnet": _timm("ghostnet_050", drop_rate=0.0),
     "timm mobileone": _timm("mobileone_s0"),
     "timm repvgg": _timm("repvgg_a0"),
     "timm inception next": _timm("inception_next_tiny", depths=(1, 1, 1, 1), dims=(8, 16, 16, 32)),

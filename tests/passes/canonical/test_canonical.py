@@ -246,7 +246,7 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.fl
         (lambda w: w.float().sum(dtype=torch.float64), {"_to_copy": 2, "sum": 1}),
         (lambda w: ((w > 0).cumsum(0, dtype=torch.int32) * w).sum(), {"cumsum": 1, "_to_copy": 1}),
         (lambda w: F.dropout(w, 0.0).sum() + F.dropout(w, 0.5, training=False).sum(), {"dropout": 0}),
-        (lambda w: F.dropout(w, 1.0).sum() + w.sum(), {"dropout": 0}),
+        (lambda w: F.dropout(w, 1.0).sum() + w.sum(), {"dropout": 1}),
         (lambda w: torch.broadcast_tensors(w, w[:1])[1].sum(), {"expand": 1}),
         (lambda w: (w.detach() * w).sum() + torch.ones(2).detach().sum(), {"detach": 1}),
     ],
