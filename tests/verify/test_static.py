@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import shardc
@@ -160,3 +162,29 @@ def test_cli(tmp_path: Path) -> None:
     assert document["gaps"] == []
     assert "conversions and their transposes" in document["assumed"]
     assert "conversions and their transposes" in said.output.splitlines()[1]
+
+
+class _UnusedBranch(nn.Module):
+    """Its blocks only feed a norm's statistics: the loss does not read them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = y = self.stem(x)
+        for block in self.blocks:
+            y = y + block(y)
+        self.norm(y)
+        return h.sigmoid().square().mean()
+
+
+def test_what_only_buffers_are_computed_from_needs_no_gradient() -> None:
+    """A stage receives a value for them: gradients of the blocks' weights are None, as on one device."""
+    pipeline = {"axis": "pp", "cut": ["blocks.2"]}
+    spec = {"shardc": 1, "mesh": {"pp": 2, "tp": 2}, "shard": {"use": "structure"}, "pipeline": pipeline}
+    batch = {"x": torch.randn(8, 8, dtype=torch.float64)}
+    program = shardc.compile(_UnusedBranch().double(), batch, spec, prove=False)
+    assert program.prove().ok

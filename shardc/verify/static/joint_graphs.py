@@ -79,10 +79,17 @@ def _without_gradient(program: Program, stage: Stage, rules: Rules) -> Iterator[
     """Yield conversions whose result needs a gradient, but has none when the graph is differentiated.
 
     The chain rule stops there in joint graphs and in expected terms. (For torch's ops autograd says which have one.)
+    What only new values of buffers are computed from needs none.
     """
     types, _ = types_of(program, stage.graph, rules)
-    for n in stage.graph.nodes:
-        known = types.get((n, 0)) if n.target in CONVERTED else None
+    returned: Any = stage.graph.output_node().args[0]
+    loss, _, *sent = returned
+    needed: set[fx.Node] = set()
+    fx.map_arg((loss, sent), needed.add)
+    for n in reversed(stage.graph.nodes):
+        if n in needed:
+            needed.update(n.all_input_nodes)
+        known = types.get((n, 0)) if n in needed and n.target in CONVERTED else None
         if known is not None and n.meta["value"].requires_grad and not known.grad:
             yield Wrong("backward", n, "it needs a gradient, and the chain rule stops here")
 
