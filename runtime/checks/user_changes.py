@@ -282,11 +282,7 @@ def check_submodules(modules: Iterable[tuple[str, nn.Module]], still: Collection
     for name, m in others:
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
             fault = "a hook on this submodule would never run: the program replaces its forward and backward"
-            errors.add(
-                fault,
-                where=name,
-                fix="let the loss function return the value: it is returned beside the loss",
-            )
+            errors.add(fault, where=name, fix="let the loss function return the value: it is returned beside the loss")
         elif m.training != root.training and not any(f"{name}.".startswith(f"{outer}.") for outer in still):
             fault = (
                 f"this submodule is in {_mode(m)} mode and the module in {_mode(root)} mode, which would change nothing"

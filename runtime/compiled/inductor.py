@@ -36,18 +36,6 @@ _EXPECTED: dict[str, None] = {}
 _REPORTED: set[str] = set()
 
 
-def compiled_runs() -> list[Run]:
-    """Return all that this process has compiled, each distinct region once."""
-    return [run for run in _DONE.values() if not isinstance(run, str)]
-
-
-def forget() -> None:
-    """Forget everything that this process has compiled. (The cache on disk stays.)"""
-    with _LOCK:
-        _DONE.clear()
-        _EXPECTED.clear()
-
-
 class Compiler:
     """The compiler of one program. strict: a region that cannot be compiled is an error, not a note."""
 
