@@ -47,7 +47,7 @@ HEAD = """\
 # Model classes of transformers
 
 Made by `make families` on {date}, transformers {version}: {classes} classes, of which {tried} were tried: {equal} equal to one device and proven, {refused} refused by name,
-{unbuilt} not built (the rules of tests/zoo/hf_any.py make no tiny model or batch that its own code runs), {wrong} neither. The others: `make families`, which goes on where it stopped.
+{unbuilt} not built (the rules of tests/zoo/hf_any.py make no tiny model or batch that its own code runs), {wrong} neither. `make families` tries those that it has not tried yet.
 Tiny models, random weights, float64, dp = 2 × tp = 2 by `use: structure`; equal: loss and every gradient within {equal_to:.0e}, relatively; of the {known} whose difference is on record {within} within {rtol:.0e}.
 {whole} have no weight that structure could split, and ran on dp = 4; {drawn} draw random numbers in every step, and were compared with their program of one rank. Each was priced for 4 devices (`program.cost("h100-80g")`).
 

@@ -26,7 +26,7 @@ HEAD = """\
 # Models of other libraries
 
 Made by `make libraries` on {date}, torch {torch}: {models} of {cases} models of {libraries} libraries, {runs} runs: {equal} equal to one device ({within} of them within {rtol:.0e}, all within {bound:.0e}, but for {narrow} of models that round to bfloat16 themselves), {proven} of these proven;
-{refused} refused by name, {wrong} neither. The other models were not tried yet: a run goes on where the last one stopped. Tiny configurations, random weights, float64, a batch of 8 rows, nothing dropped at random; loss and every gradient.
+{refused} refused by name, {wrong} neither. A run tries the models that it has not tried yet. Tiny configurations, random weights, float64, a batch of 8 rows, nothing dropped at random; loss and every gradient.
 
 - *dp* 2 ranks; *tp* 2 ranks, `use: structure`; *pp* 2 stages, 2 microbatches; *zero 3* over 2 ranks, layers computed again; *all* of these at once on 8 ranks.
 - =: equal. ¹: with one microbatch, as batch norms take all rows of a step ({one} runs). r: refused, below. A model that cannot be captured is refused in all five.

@@ -79,7 +79,7 @@ def _without_gradient(program: Program, stage: Stage, rules: Rules) -> Iterator[
     """Yield conversions whose result needs a gradient, but has none when the graph is differentiated.
 
     The chain rule stops there in joint graphs and in expected terms. (For torch's ops autograd says which have one.)
-    What only new values of buffers are computed from needs none.
+    A value that is used only for new values of buffers needs none.
     """
     types, _ = types_of(program, stage.graph, rules)
     returned: Any = stage.graph.output_node().args[0]

@@ -19,19 +19,10 @@ from shardc.api import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.zero.flat_partition import FlatShard
+from tests.runtime.state.test_pairs import WIDTH, Experts
 
 torch.set_num_threads(1)
-WIDTH, ROWS = 8, 8
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(4, 12, WIDTH) / 3)
-        self.down = nn.Parameter(torch.randn(4, WIDTH, 6) / 3)
-
-    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return shardc.nn.experts(x, index, weights, self.up, self.down, activation="silu")
+ROWS = 8
 
 
 class Block(nn.Module):
