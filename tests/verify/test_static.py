@@ -182,7 +182,7 @@ class _UnusedBranch(nn.Module):
 
 
 def test_what_only_buffers_are_computed_from_needs_no_gradient() -> None:
-    """The second stage receives a value only for them. The gradients of the blocks' weights are None, as on one device."""
+    """The second stage receives a value only for them. Gradients of the blocks' weights are None, as on one device."""
     pipeline = {"axis": "pp", "cut": ["blocks.2"]}
     spec = {"shardc": 1, "mesh": {"pp": 2, "tp": 2}, "shard": {"use": "structure"}, "pipeline": pipeline}
     batch = {"x": torch.randn(8, 8, dtype=torch.float64)}
