@@ -23,7 +23,8 @@ from shardc.runtime.state.sources import Weights
 class Checks(CheckHooks):
     """The checks of an engine or a module: see CheckHooks. One rank only checks user code.
 
-    made: the checked object, with its article. copied: it is a copy of a module, such as an average of weights.
+    made: the checked object in messages, "an engine" or "a module". copied: it is a copy of a module, such as an
+    average of weights.
     """
 
     def __init__(self, program: Program, mesh: Any, made: str, *, copied: bool = False) -> None:
@@ -62,7 +63,7 @@ class Checks(CheckHooks):
             for note in self._source.notes(self._noted):
                 self._mesh.note(note)
 
-    def whole(self, x: Any, whole: Tensor) -> None:
+    def whole_weight(self, x: Any, whole: Tensor) -> None:
         if self.compares:
             self._weights.whole(x, whole)
 
@@ -93,11 +94,11 @@ class Checks(CheckHooks):
 
     def _mark_gradients(self) -> None:
         """Make gradients of which this rank has parts refuse ops that mix elements."""
-        parameter_parts.mark(parameter_parts.split(self._program, self._model.owned, self._model.buckets.runs))
+        parameter_parts.mark_gradients(self._program, self._model.owned, self._model.buckets.runs)
 
     def _watch_parts(self) -> None:
         """Make parameters of which this rank has parts refuse ops that mix elements."""
-        parameter_parts.watch(self._program, self._model.owned, self._model.buckets.runs)
+        parameter_parts.watch_parameters(self._program, self._model.owned, self._model.buckets.runs)
 
     def note_weights_read(self) -> None:
         self._source.weights_were_read = True

@@ -48,7 +48,7 @@ class CheckHooks:
     def weights(self, model: Any, given: Weights) -> None:
         """Check the source of the weights, before any is read. model: as the user passed it."""
 
-    def whole(self, x: Any, whole: Tensor) -> None:
+    def whole_weight(self, x: Any, whole: Tensor) -> None:
         """Record a whole weight or buffer, before it is cut."""
 
     def parts(self, parts: Iterator[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:

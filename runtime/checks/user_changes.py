@@ -29,7 +29,7 @@ EVAL_MODE = (
     "the model was in eval mode when it was compiled (from_pretrained returns it so): training has no dropout either, "
     "and batch norm uses its running statistics; call model.train() before compiling"
 )
-FREEZE_ALIKE = "set the same requires_grad on all ranks"
+FIX_FREEZE = "set the same requires_grad on all ranks"
 _PERHAPS = "; compile again if it matters"
 _HOOKED = (
     "a hook was added after the model was compiled, and never runs: add it before shardc.compile, or let the loss"
@@ -114,11 +114,16 @@ class TensorRead:
 
     @classmethod
     def of(cls, tensor: Tensor, line: str) -> TensorRead:
-        return cls(tensor, 0 if tensor.is_inference() else tensor._version, line)
+        return cls(tensor, version_of(tensor), line)
 
     @property
     def changed(self) -> bool:
-        return not self.tensor.is_inference() and self.tensor._version != self.version
+        return version_of(self.tensor) != self.version
+
+
+def version_of(x: Tensor) -> int:
+    """Return autograd's count of writes to a tensor; 0 for an inference tensor, which has none."""
+    return 0 if x.is_inference() else x._version
 
 
 class Attributes:

@@ -60,14 +60,13 @@ def create_optimizer(
     buckets: Buckets,
     mesh: Any,
     check: Check,
-    note: Callable[[str], None],
     offload: Offload,
 ) -> tuple[torch.optim.Optimizer | None, WholeMatrices | None]:
     """Make the optimizer of this rank's parameters, and the exchange that brings it whole matrices.
 
     `make` gets parameters with the shapes of this rank's layers. The optimizer is None if this rank has nothing to
-    train. note: receives notes for the user; offload: where parameters are kept outside of the device. Raises
-    ShardcError for an optimizer that trains nothing or cannot be used.
+    train. offload: where parameters are kept outside of the device. Raises ShardcError for an optimizer that trains
+    nothing or cannot be used.
     """
     params, runs = buckets.owned, buckets.runs
     shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in params.items()}
@@ -80,7 +79,7 @@ def create_optimizer(
     if of_whole is not None:
         regroup(optimizer, of_whole, trained)
     param_groups.check_optimizer(optimizer)
-    _look_at_parameters(optimizer, trained, note)
+    _check_parameters(optimizer, trained, mesh)
     whole = matrices.place(optimizer, shown, mesh.layout.coords(mesh.rank)) if matrices else []
     check(optimizer, shown, whole)
     if runs:
@@ -112,15 +111,13 @@ def _called(make: OptimizerOf, trained: NamedParameters, *, by_shape: bool) -> t
         raise ShardcError(fault, where="optimizer", fix=fix) from e
 
 
-def _look_at_parameters(
-    optimizer: torch.optim.Optimizer, trained: NamedParameters, note: Callable[[str], None]
-) -> None:
+def _check_parameters(optimizer: torch.optim.Optimizer, trained: NamedParameters, mesh: Any) -> None:
     """Check that the optimizer trains all parameters that it received, and nothing else."""
     if left := param_groups.not_trained(optimizer, trained):
         if not param_groups.trains_any(optimizer, trained):
             fault = "the optimizer has none of the passed parameters: nothing would train"
             fix = "make it from the function's argument: lambda params: torch.optim.AdamW(params, lr=3e-4)"
             raise ShardcError(fault, where="optimizer", fix=fix)
-        note(f"the optimizer has none of {left}: nothing updates them")
+        mesh.note(f"the optimizer has none of {left}: nothing updates them")
     if others := param_groups.describe_foreign_params(optimizer, trained):
-        note(f"the optimizer has {others} not passed to it: no step computes a gradient for that")
+        mesh.note(f"the optimizer has {others} not passed to it: no step computes a gradient for that")

@@ -25,8 +25,8 @@ from shardc.runtime.zero.optimizer_kernels import prefer_fused
 class Update:
     """The optimizer's half of a step.
 
-    In each step: `begin`, backward, `look_at_loss`, `replace_buffers`, `reduced` for each bucket whose sum has ended
-    (matrices: in backward), `finish_gradients`, `apply`, `step_schedule`. Matrices: see shardc.runtime.matrices.whole.
+    In each step: `begin`, backward, `check_loss`, `replace_buffers`, `reduced` for each bucket whose sum has ended,
+    `finish_gradients`, `apply`, `step_schedule`. If whole matrices are sent early (`begin`), backward calls `reduced`.
     optimizer: of what this rank owns; None: it has nothing to train. trains: the engine has an optimizer.
     .whole: all of the state belongs to one step. .norm: the gradient's 2-norm, before clipping; None: nothing needs it.
     """
@@ -93,7 +93,7 @@ class Update:
 
     @property
     def scale(self) -> Callable[[Tensor], Tensor]:
-        """Multiplies the gradient of the loss by the loss scale."""
+        """Function that multiplies the gradient of the loss by the loss scale."""
         return self.scaler.scale if self.scaler is not None else lambda gradient: gradient
 
     def begin(self, *, early: bool) -> None:
@@ -108,10 +108,12 @@ class Update:
         model.buckets.early = self.reduced if self._sends_early else None
         self._norm.start()
 
-    def look_at_loss(self, loss: Tensor, interpreter: Interpreter, values: Values) -> None:
+    def check_loss(self, loss: Tensor, interpreter: Interpreter, values: Values) -> None:
         """Decide whether this step updates anything. Loss scaling checks the gradients instead."""
         step = self.model.rng.step + 1
-        self._skipping = self.scaler is None and not_finite.skips(self._nonfinite, loss, interpreter, values, step=step)
+        self._skipping = self.scaler is None and not_finite.skips_loss(
+            self._nonfinite, loss, interpreter, values, step=step
+        )
 
     def replace_buffers(self, new: Mapping[str, Tensor]) -> None:
         """Replace buffers by their new values, unless the step is left out."""
@@ -144,7 +146,7 @@ class Update:
         if self.trains and self._needs_norm:
             self.norm = self._norm.total()
             if self.scaler is None and not self._skipping:
-                self._look_at_gradients(self.norm)
+                self._check_gradients(self.norm)
         self._updated = self.trains and not self._skipping and (self.scaler is None or not self.scaler.overflow)
         if self._updated:
             self.whole = False
@@ -166,7 +168,7 @@ class Update:
         if matrices is not None:
             matrices.publish()
 
-    def _look_at_gradients(self, norm: Tensor) -> None:
+    def _check_gradients(self, norm: Tensor) -> None:
         """Skip or stop if gradients are not finite. Buffers then have their old values, also on a raise."""
         model = self.model
         new, model.buffers = model.buffers, self._buffers_before

@@ -238,15 +238,15 @@ class Buckets:
                 reduced(b.spec.params)
         self.active = False
 
-    def kept_sums(self) -> Callable[[], None]:
+    def sums_restorer(self) -> Callable[[], None]:
         """Return a function that restores the sums of this step, for a recorded step (step_graph.py)."""
-        sums = [(b, b.sums) for b in self._all]
+        sums_by_bucket = [(b, b.sums) for b in self._all]
 
-        def again() -> None:
-            for b, sums_of in sums:
-                b.sums = sums_of
+        def restore() -> None:
+            for b, sums in sums_by_bucket:
+                b.sums = sums
 
-        return again
+        return restore
 
     def follow(self) -> None:
         """Update the graph's leaves before a forward of a custom loop: see Bucket.follow."""
@@ -279,6 +279,10 @@ class Buckets:
     def written(self) -> bool:
         """Whether anything wrote to shards since `publish`, so that parameters must be gathered again."""
         return any(b.written for b in self._all)
+
+    def version(self) -> int:
+        """Return a number that grows with each write to `.owned`."""
+        return sum(p._version for p in self.owned.values())
 
     def wait_for_gathers(self) -> None:
         """Wait for the gathers of `publish`."""
