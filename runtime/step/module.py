@@ -198,7 +198,7 @@ class ShardedModule(ModuleState):
         r.buckets.reset()
         program, stage, constants = r.evaluating(batch) if not self.training else (r.program, r.stage, {})
         r.updates.carry_out()
-        r.buckets.follow()
+        r.buckets.update_aliases()
         stored = {"mesh": r.mesh, "rng": r.rng, **r.buckets.given, **self._buffers_by_name(), **constants}
         arguments = {**stored, **dict(zip((x.name for x in program.inputs), tensors, strict=True))}
         arguments = {name: arguments[name] for name in stage.takes}

@@ -211,13 +211,13 @@ class _End:
     def sending(self) -> Iterator[None]:
         self._running.updates.carry_out()
         self._running.updates.finish_gather()
-        self.buckets.follow()
+        self.buckets.update_aliases()
         yield
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
         self.buckets.reset(forward=True)
         self._running.updates.finish_gather()
-        self.buckets.follow()
+        self.buckets.update_aliases()
         yield
         self._running.updates.note()

@@ -155,7 +155,7 @@ class Update:
             if self.optimizer is not None and not self._steps_early:
                 self._step(self.optimizer)
             model.buckets.publish()
-        model.buckets.narrow()
+        model.buckets.narrow_grads()
         if self.scaler is not None:
             self.scaler.update()
 

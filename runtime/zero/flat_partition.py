@@ -24,7 +24,10 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Flat:
-    """The layout of a bucket: local `shapes`, `ranks` parts, which all start at multiples of `aligned`."""
+    """The layout of a bucket's flat buffer. shapes: local ones.
+
+    ranks: number of equal parts. Parameters and parts start at multiples of `aligned` elements.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]

@@ -96,24 +96,22 @@ def _check_sharded(
             "remove the pipeline",
         ),
     )
-    how = (
+    give_owners = (
         "write optimizer: {matrices: whole} in the spec, which gives each matrix to one rank"
         if program.matrices is None
         else "make it by module.optimizer(lambda params: ...), which gives each matrix to one rank"
     )
-    fix = (
-        f"use an optimizer that updates each element separately (SGD, Adam, AdamW, ...), or {how}, or {reason.instead}"
-    )
-    samples, grads, one = _try_steps(optimizer, shardings, reason, fix)
-    whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
+    fix = f"use an optimizer that updates each element separately (SGD, Adam, AdamW, ...), or {give_owners}, or {reason.instead}"
+    samples, grads, stepped_whole = _try_steps(optimizer, shardings, reason, fix)
     if runs:
         _check_skips(optimizer, shardings, reason, samples, grads)
+    pieces = TrialCopy(optimizer, shardings)
     try:
-        two = pieces.run(samples, grads, cut=True)
+        stepped_parts = pieces.run(samples, grads, cut=True)
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
         fault = f"the optimizer {kind} needs whole parameters ({type(e).__name__} on parts: {e}), and {reason.why}"
         raise ShardcError(fault, where=reason.where, fix=fix) from e
-    for m, before, (after,), parts in zip(whole.members, samples, one, two, strict=True):
+    for m, before, (after,), parts in zip(pieces.members, samples, stepped_whole, stepped_parts, strict=True):
         if m.sharding is not None and not _same(m.sharding.parts(before), m.sharding.parts(after), parts, _SLACK):
             fault = f"the optimizer {kind} needs whole parameters: it updates their parts in another way"
             raise ShardcError(f"{fault}, and {m.sharding.why}", where=m.sharding.where, fix=fix)
@@ -169,29 +167,33 @@ def _try_steps(
         fix = f"use an optimizer whose step takes no {closure}, such as any optimizer of torch except LBFGS"
         raise ShardcError(f"{fault}, and {reason.why}", where=reason.where, fix=fix)
     try:
-        whole, more = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings, copies=2)
-        samples, grads = more.data()
-        every = more.run(samples, grads)
-        n = len(whole.members)
+        # the same parameters, with and without others beside them
+        without, beside_others = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings, copies=2)
+        samples, grads = beside_others.data()
+        stepped_beside_others = beside_others.run(samples, grads)
+        n = len(without.members)
         samples, grads = samples[:n], [g[:n] for g in grads]
-        one = whole.run(samples, grads)
+        stepped = without.run(samples, grads)
         if any(x.numel() for x in samples) and all(
-            torch.equal(before, after) for before, (after,) in zip(samples, one, strict=True)
+            torch.equal(before, after) for before, (after,) in zip(samples, stepped, strict=True)
         ):
             raise ValueError("it moves none of the parameters in its param_groups")
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
-        fault = (
-            f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e}), so it is unknown "
-            "whether it may update parts"
-        )
+        fault = f"{_cannot_be_tried(optimizer, e)} whether it may update parts"
         raise ShardcError(f"{fault}, and {reason.why}", where=reason.where, fix=fix) from e
-    if not all(_same([before], a, b, _SLACK) for before, a, b in zip(samples, one, every[:n], strict=True)):
+    pairs = zip(samples, stepped, stepped_beside_others[:n], strict=True)
+    if not all(_same([before], a, b, _SLACK) for before, a, b in pairs):
         fault = (
             f"the optimizer {kind} updates a parameter depending on others, and no rank has all of them: {reason.why}"
         )
         clips = "if it clips gradients, use the engine's option: clip_norm=1.0, --clip 1.0; else "
         raise ShardcError(fault, where=reason.where, fix=clips + fix)
-    return samples, grads, one
+    return samples, grads, stepped
+
+
+def _cannot_be_tried(optimizer: Optimizer, error: Exception) -> str:
+    kind = type(optimizer).__name__
+    return f"the optimizer {kind} cannot be tried on a small sample ({type(error).__name__}: {error}), so it is unknown"
 
 
 #: Classes of optimizers over whole matrices, in lower case: their first steps may not reveal it.
@@ -213,11 +215,11 @@ def needs_whole(optimizer: Optimizer) -> bool:
         try:
             whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
             samples, grads = whole.data()
-            one, two = whole.run(samples, grads), pieces.run(samples, grads, cut=True)
+            stepped_whole, stepped_parts = whole.run(samples, grads), pieces.run(samples, grads, cut=True)
         except Exception:  # `check_matrices` reports what is wrong
             return True
-        every = zip(samples, one, two, strict=True)
-        return not all(_same(stretch.parts(x), stretch.parts(after), parts, _SLACK) for x, (after,), parts in every)
+        rows = zip(samples, stepped_whole, stepped_parts, strict=True)
+        return not all(_same(stretch.parts(x), stretch.parts(after), parts, _SLACK) for x, (after,), parts in rows)
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -281,17 +283,15 @@ def why_all_at_once(optimizer: Optimizer) -> str | None:
 
 
 def _why_all_at_once(optimizer: Optimizer) -> str | None:
-    kind = type(optimizer).__name__
     try:
         together, one_by_one = TrialCopy(optimizer, copies=2), _OneByOne(optimizer, copies=2)
         samples, grads = together.data()
-        one, two = together.run(samples, grads), one_by_one.run(samples, grads)
+        rows = zip(samples, together.run(samples, grads), one_by_one.run(samples, grads), strict=True)
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
-        fault = f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e})"
-        return f"{fault}, so it is unknown whether it may step some parameters"
-    if all(_same([before], a, b, None) for before, a, b in zip(samples, one, two, strict=True)):
+        return f"{_cannot_be_tried(optimizer, e)} whether it may step some parameters"
+    if all(_same([before], a, b, None) for before, a, b in rows):
         return None
-    return f"the optimizer {kind} updates parameters together, not separately"
+    return f"the optimizer {type(optimizer).__name__} updates parameters together, not separately"
 
 
 def _same(
