@@ -77,8 +77,8 @@ class Checks(CheckHooks):
         partial = model.buckets.names | {n for n in model.owned if norm_axes(self._program, n)}
         self._watched = user_changes.Watched(self._program, model.owned, model.buckets.runs, partial)
 
-    def options(self, **settable: Any) -> None:
-        self._check_every = settable["check_every"] if self.compares else 0
+    def compare_every(self, steps: int) -> None:
+        self._check_every = steps if self.compares else 0
 
     def call(self, name: str, *facts: Fact, steps: bool = False) -> None:
         if self.compares:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.errors import ShardcError
-from shardc.ir.graph import source_of
+from shardc.ir.graph import copy_graph, source_of
 from shardc.ir.program import Program
 from shardc.ir.types import requires_grad
 from shardc.runtime.stage.interpreter import Interpreter
@@ -90,7 +90,7 @@ def first_not_finite(interpreter: Interpreter, values: Sequence[Mapping[str, Any
     """
     program, mesh = interpreter.program, interpreter.mesh
     finders = {
-        s: _FirstNotFinite(fx.GraphModule(nn.Module(), on_device(program.stages[s].graph, mesh.device)))
+        s: _FirstNotFinite(fx.GraphModule(nn.Module(), copy_graph(on_device(program.stages[s].graph, mesh.device))))
         for s in interpreter.stages
     }
     with interpreter.replaced({s: x.run for s, x in finders.items()}):

@@ -9,7 +9,7 @@ checks        checks of user code, and whether ranks agree (shardc.runtime.check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,9 @@ class Engine:
     except perhaps buffers: the next step starts fresh. After one in the update (a custom optimizer) load a checkpoint.
     """
 
+    #: Whether small copies of the optimizer show if it can step shards; not on tensors without data (shardc.cost).
+    _tries_optimizer = True
+
     def __init__(
         self,
         program: Program,
@@ -166,7 +169,7 @@ class Engine:
         local_optimizer = None
         if trains and optimizer is not None:
             local_optimizer, local.matrices = engine_optimizer.create_optimizer(
-                optimizer, program, local.buckets, self.mesh, self._check_optimizer, local.offload
+                optimizer, program, local.buckets, self.mesh, local.offload, try_it=self._tries_optimizer
             )
         schedules = scheduler if trains else None
         self._optimizer_half = Update(local, local_optimizer, schedules, self._checks, settable, trains=trains)
@@ -178,15 +181,6 @@ class Engine:
         self._step_graphs = step_graph.step_graphs(program, self.mesh, self.rng, local.buckets)
         self._waiting = self._noted_replaced = False  # gradients of `backward` for `update`
         self._made = True
-
-    def _check_optimizer(
-        self,
-        optimizer: torch.optim.Optimizer,
-        params: Mapping[str, nn.Parameter],
-        whole: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        """Raise ShardcError if it needs more than this rank's shards. whole: those that get whole matrices."""
-        engine_optimizer.check_parts(self.program, self.buckets)(optimizer, params, whole)
 
     # --- a step
 

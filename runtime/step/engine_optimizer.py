@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
@@ -24,9 +23,6 @@ from shardc.runtime.zero.optimizer_list import as_one
 
 #: Returns a torch.optim.Optimizer, or a list of them.
 OptimizerOf = Callable[[NamedParameters], Any]
-#: (optimizer, the parameters shown to it, the optimizers that get whole matrices): raises ShardcError if one needs more
-#: than this rank has.
-Check = Callable[[torch.optim.Optimizer, Mapping[str, nn.Parameter], Sequence[torch.optim.Optimizer]], None]
 
 
 def adamw(params: NamedParameters) -> torch.optim.Optimizer:
@@ -39,34 +35,20 @@ def assumed(program: Program) -> OptimizerOf:
     return adamw if program.matrices is None else muon_and_adamw
 
 
-def check_parts(program: Program, buckets: Buckets) -> Check:
-    """Return a check that an optimizer needs no more than this rank's shards of the parameters."""
-
-    def check(
-        optimizer: torch.optim.Optimizer,
-        params: Mapping[str, nn.Parameter],
-        whole: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        check_sharded(program, optimizer, params, buckets.runs)
-        for each in whole:
-            check_matrices(each)
-
-    return check
-
-
 def create_optimizer(
     make: OptimizerOf,
     program: Program,
     buckets: Buckets,
     mesh: Any,
-    check: Check,
     offload: Offload,
+    *,
+    try_it: bool = True,
 ) -> tuple[torch.optim.Optimizer | None, WholeMatrices | None]:
     """Make the optimizer of this rank's parameters, and the exchange that brings it whole matrices.
 
     `make` gets parameters with the shapes of this rank's layers. The optimizer is None if this rank has nothing to
-    train. offload: where parameters are kept outside of the device. Raises ShardcError for an optimizer that trains
-    nothing or cannot be used.
+    train. offload: where parameters are kept outside of the device. try_it: try it on small copies. Raises ShardcError
+    for an optimizer that trains nothing, or needs more than this rank's shards or the matrices that it owns.
     """
     params, runs = buckets.owned, buckets.runs
     shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in params.items()}
@@ -81,7 +63,10 @@ def create_optimizer(
     param_groups.check_optimizer(optimizer)
     _check_parameters(optimizer, trained, mesh)
     whole = matrices.place(optimizer, shown, mesh.layout.coords(mesh.rank)) if matrices else []
-    check(optimizer, shown, whole)
+    if try_it:
+        check_sharded(program, optimizer, shown, runs)
+        for each in whole:
+            check_matrices(each)
     if runs:
         replace_stand_ins(optimizer, shown, params, runs)
     if matrices is None or not whole:

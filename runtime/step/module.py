@@ -66,7 +66,7 @@ class ShardedModule(ModuleState):
         mesh = mesh if mesh is not None else runtime_mesh(program)
         checks = ModuleChecks(program, mesh) if check else CheckHooks()
         checks.making(seed, broadcast=broadcast, check_every=check_every)
-        checks.options(check_every=check_every)
+        checks.compare_every(check_every)
         loaded = state.weights_of(program, model, weights, seed)
         checks.weights(model, loaded)
         parts, buffers = state.local_parts(program, loaded, mesh, broadcast=broadcast, whole_of=checks.whole_weight)
@@ -237,8 +237,8 @@ class ShardedModule(ModuleState):
             engine_options.check_trains(r.program)
             r.updates.carry_out()
             r.updates.finish_gather()
-            check, offload = engine_optimizer.check_parts(r.program, r.buckets), Offload(r.program.offload, r.mesh)
-            optimizer, matrices = engine_optimizer.create_optimizer(make, r.program, r.buckets, r.mesh, check, offload)
+            offload = Offload(r.program.offload, r.mesh)
+            optimizer, matrices = engine_optimizer.create_optimizer(make, r.program, r.buckets, r.mesh, offload)
         assert optimizer is not None, "a module has all parameters"
         if matrices is None:
             return optimizer

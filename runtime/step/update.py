@@ -59,7 +59,7 @@ class Update:
         self.set_options(**options)
 
     def set_options(
-        self, *, clip_norm: float | None, norm: bool, nonfinite: not_finite.Action, check_every: int, **_: Any
+        self, *, clip_norm: float | None, norm: bool, nonfinite: not_finite.Action, check_every: int
     ) -> None:
         """Apply the options that `engine.set` may change."""
         self.clip_norm, self._nonfinite = clip_norm, nonfinite
@@ -75,7 +75,7 @@ class Update:
             and self.model.buckets.sums_outlast_backward
             else None
         )
-        self._checks.options(check_every=check_every)
+        self._checks.compare_every(check_every)
 
     def schedule(self, schedulers: Schedulers | None) -> None:
         """Set the engine's schedulers."""

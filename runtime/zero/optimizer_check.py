@@ -101,7 +101,8 @@ def _check_sharded(
         if program.matrices is None
         else "make it by module.optimizer(lambda params: ...), which gives each matrix to one rank"
     )
-    fix = f"use an optimizer that updates each element separately (SGD, Adam, AdamW, ...), or {give_owners}, or {reason.instead}"
+    fix = "use an optimizer that updates each element separately (SGD, Adam, AdamW, ...), or "
+    fix += f"{give_owners}, or {reason.instead}"
     samples, grads, stepped_whole = _try_steps(optimizer, shardings, reason, fix)
     if runs:
         _check_skips(optimizer, shardings, reason, samples, grads)

@@ -9,7 +9,7 @@ schedule from these.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -359,10 +359,7 @@ def _started(part: Part) -> list[Sent]:
 class _Engine(Engine):
     """Records where backward ends and the update begins. last_parts: the last step's parts after actions."""
 
-    def _check_optimizer(
-        self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], whole: Sequence[torch.optim.Optimizer]
-    ) -> None:
-        """Skip the check: tensors without data prove nothing."""
+    _tries_optimizer = False  # tensors without data prove nothing
 
     def _update(self) -> None:
         recorded = self.interpreter
