@@ -44,7 +44,8 @@ class Checks(CheckHooks):
     def weights(self, model: Any, given: Weights) -> None:
         changed = user_changes.check_as_compiled(self._program, given.model, built=given.model is not model)
         self._note(changed)
-        user_changes.note_eval_mode(self._program, self._mesh.note)
+        if self._program.eval_mode and self._program.check_attributes is not None:  # else the commands print it
+            self._mesh.note(user_changes.EVAL_MODE)
         self.follow_model(model)
 
     def follow_model(self, model: Any) -> None:
@@ -53,11 +54,19 @@ class Checks(CheckHooks):
         observe(self._source)
 
     def _note(self, notes: user_changes.Notes) -> None:
-        user_changes.note_once(notes, self._noted, self._mesh.note)
+        """Show notes, each once by its name."""
+        for name, text in notes.items():
+            if name not in self._noted:
+                self._noted.add(name)
+                self._mesh.note(f"{name}: {text}")
 
     def _look_at_model(self, modules: Iterable[tuple[str, Any]] = ()) -> None:
-        """Refuse changes of the compiled model that forward reads, and note those that do not reach the copy."""
-        user_changes.check_attributes(self._program, self._noted, self._mesh.note, modules)
+        """Refuse changed attributes that forward reads, and note changes of the model that do not reach the copy.
+
+        modules: others with the captured model's attributes.
+        """
+        if (check := self._program.check_attributes) is not None:
+            self._note(check() | check(modules))
         self._looks += 1
         if self._looks <= 8 or self._looks % 16 == 0:  # 1,000 modules take 4 ms, and these are notes
             for note in self._source.notes(self._noted):
@@ -75,7 +84,7 @@ class Checks(CheckHooks):
         if self.compares and not self._copied:
             self._weights.check(self._mesh, model.buffers)
         partial = model.buckets.names | {n for n in model.owned if norm_axes(self._program, n)}
-        self._watched = user_changes.Watched(self._program, model.owned, model.buckets.runs, partial)
+        self._watched = user_changes.WatchedParameters(self._program, model.owned, model.buckets.runs, partial)
 
     def compare_every(self, steps: int) -> None:
         self._check_every = steps if self.compares else 0

@@ -7,7 +7,7 @@ has read them once, so later changes would silently have no effect.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import walk_stack
 from typing import Any, NamedTuple
@@ -74,31 +74,6 @@ def _other_dtype(program: Program, now: Mapping[str, nn.Parameter]) -> Notes:
             note = f"its weights were {old} when it was compiled, and are {new} now: they are held as {old} again"
             return {"the model's dtype": f"{note}; `precision:` of the spec says in which dtype it computes"}
     return {}
-
-
-def note_eval_mode(program: Program, note: Callable[[str], None]) -> None:
-    """Note that the model was compiled in eval mode. For a loaded program the commands print the notes."""
-    if program.eval_mode and program.check_attributes is not None:
-        note(EVAL_MODE)
-
-
-def check_attributes(
-    program: Program, noted: set[str], note: Callable[[str], None], modules: Iterable[tuple[str, nn.Module]] = ()
-) -> None:
-    """Raise ShardcError if attributes of the compiled model that forward reads have changed.
-
-    Notes attributes that forward may read. noted: names of earlier notes; new ones are added. modules: others with
-    them.
-    """
-    if program.check_attributes is not None:
-        note_once(program.check_attributes() | program.check_attributes(modules), noted, note)
-
-
-def note_once(notes: Notes, noted: set[str], note: Callable[[str], None]) -> None:
-    for name, text in notes.items():
-        if name not in noted:
-            noted.add(name)
-            note(f"{name}: {text}")
 
 
 @dataclass(frozen=True)
@@ -221,7 +196,7 @@ def _text(value: Any) -> str:
     return text if len(text) <= 60 else f"a {type(value).__name__}"
 
 
-class Watched:
+class WatchedParameters:
     """The parameters of an optimizer, as they are when it is made.
 
     sharded: those of which a rank has a flat shard (ZeRO): backward sees what they were cut from. partial: those whose

@@ -48,7 +48,7 @@ Reduced = Callable[[Sequence[str]], None]
 
 
 class Buckets:
-    """The buckets of one rank. params: whole local parameters by name, which are taken over one at a time.
+    """The buckets of one rank. params: (name, whole local parameter), which are taken over one at a time.
 
     Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. With several backwards a step
     (of microbatches and stages): `start(...)`, backward, `pause()` for each, `start_incomplete()` after a stage's last,
@@ -65,7 +65,7 @@ class Buckets:
     def __init__(
         self,
         program: Program,
-        params: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+        params: Iterable[tuple[str, nn.Parameter]],
         mesh: Any,
         offload: Offload | None = None,
         *,
@@ -79,22 +79,21 @@ class Buckets:
             if program.schedule is not None
             else {0}
         )
-        indices = [i for i, b in enumerate(program.buckets) if not stages.isdisjoint(b.stages)]
         self._all = [
             Bucket(program, i, mesh, offload, self._is_last, self._wait_for_earlier, aliased=aliased)
-            for i in indices
-            if program.buckets[i].zero or mesh.members(program.buckets[i].axes) > 1
+            for i, b in enumerate(program.buckets)
+            if not stages.isdisjoint(b.stages) and (b.zero or mesh.members(b.axes) > 1)
         ]
         self._stages = {b: stages.intersection(b.spec.stages) for b in self._all}
         #: By bucket: those of its stages whose last backward of the step has not started.
         self._stages_left: dict[Bucket, set[int]] = {}
         self._bucket_of = {n: b for b in self._all for n in b.spec.params}
-        #: ZeRO 0 and 1: the buckets, which are summed once a step, in order, and the index of the next one to start.
+        #: ZeRO 0 and 1: buckets that are summed once a step; those of the running step whose sum has yet to start.
         self._summed_once = [b for b in self._all if not b.scatters]
-        self._next_once = 0
-        #: ZeRO 2: the buckets that every backward sums; those that the running backward has yet to start.
+        self._due_in_step: deque[Bucket] = deque()
+        #: ZeRO 2: buckets that every backward sums; those of the running backward whose sum has yet to start.
         self._summed_each_time = [b for b in self._all if b.scatters and b.params_whole]
-        self._due_now: deque[Bucket] = deque()
+        self._due_in_backward: deque[Bucket] = deque()
         self.active = False  # whether a step is between `start` and `finish`
         self._in_flight: list[Bucket] = []  # whose sum started and was not waited for
         #: Called during backward with the parameters of a bucket whose sum is ready; None: `finish` reports all.
@@ -102,7 +101,7 @@ class Buckets:
         self._finished: set[Bucket] = set()
         self.given: dict[str, Any] = {}
         self.owned: dict[str, nn.Parameter] = {}
-        for name, p in params.items() if isinstance(params, Mapping) else params:
+        for name, p in params:
             if name in self._bucket_of:
                 # a placeholder, so that names keep the program's order: `owned |= b.owned` replaces it
                 self.given[name], self.owned[name] = self._bucket_of[name].adopt(name, p), nn.Parameter()
@@ -153,29 +152,30 @@ class Buckets:
     def start(self, stage: int = 0, first: bool = True, last: bool = True) -> None:
         """Prepare for a backward. first: of the step on this rank; last: of the step, of this pipeline stage."""
         if first:
-            self._next_once, self.active, self._in_flight, self._finished = 0, True, [], set()
+            self.active, self._in_flight, self._finished = True, [], set()
+            self._due_in_step = deque(self._summed_once)
             self._stages_left = {b: set(stages) for b, stages in self._stages.items()}
         for b in self._all:
             if first or stage in self._stages[b]:
                 b.start(first)
             if last:
                 self._stages_left[b].discard(stage)
-        self._due_now = deque(b for b in self._summed_each_time if stage in self._stages[b])
+        self._due_in_backward = deque(b for b in self._summed_each_time if stage in self._stages[b])
 
     def pause(self) -> None:
         """End a backward that others of the same step may follow."""
-        self._start_due(all_of_them=True)
+        self._start_sums(self._due_in_backward, all_of_them=True)
 
     def start_incomplete(self) -> None:
         """Start the sums that wait for gradients which did not come, after a stage's last backward."""
         for b in self._summed_once:
             if not self._stages_left[b]:
                 b.missing = set()  # missing gradients will not come any more
-        self._start_summed_once(all_of_them=False)
+        self._start_sums(self._due_in_step)
 
     def reset(self, *, forward: bool = False) -> None:
         """Forget what a failed step left. No backward may run. forward: also gathers that a forward left."""
-        self._due_now.clear()
+        self._due_in_backward.clear()
         for b in self._all:
             if self.active or forward:
                 b.finish_gathers()
@@ -191,25 +191,21 @@ class Buckets:
 
     def launch(self) -> None:
         """Start the sums that are due, after some gradients have arrived."""
-        self._start_due(all_of_them=False)
-        self._start_summed_once(all_of_them=False)
+        self._start_sums(self._due_in_backward)
+        self._start_sums(self._due_in_step)
 
-    def _start_summed_once(self, *, all_of_them: bool) -> None:
-        """Start the due buckets that are summed once a step, in the same order on every rank."""
-        while self._next_once < len(self._summed_once):
-            bucket = self._summed_once[self._next_once]
-            if self._stages_left[bucket] or ((bucket.missing or bucket.spec.late) and not all_of_them):
-                return
-            bucket.launch()
-            self._next_once += 1
-            self._wait_for_earlier(bucket)
-
-    def _start_due(self, *, all_of_them: bool) -> None:
-        """Start the due buckets that are summed in every backward, in the same order on every rank."""
-        while self._due_now and (all_of_them or not self._due_now[0].missing):
-            bucket = self._due_now.popleft()
+    def _start_sums(self, due: deque[Bucket], *, all_of_them: bool = False) -> None:
+        """Start the sums of due buckets, in the same order on every rank, up to the first that is not full."""
+        while due and (all_of_them or self._is_full(due[0])):
+            bucket = due.popleft()
             bucket.launch()
             self._wait_for_earlier(bucket)
+
+    def _is_full(self, bucket: Bucket) -> bool:
+        """Return whether a bucket has all gradients of its next sum."""
+        if bucket.missing:
+            return False
+        return bucket.scatters or not (bucket.spec.late or self._stages_left[bucket])
 
     def _wait_for_earlier(self, bucket: Bucket) -> None:
         """Wait for the sums that started before that of `bucket`, to free their buffers."""
@@ -223,9 +219,9 @@ class Buckets:
 
     def finish(self, reduced: Reduced | None = None) -> None:
         """Wait for all sums, after backward. reduced: called for each bucket that `early` did not get."""
-        self._start_due(all_of_them=True)
+        self._start_sums(self._due_in_backward, all_of_them=True)
         self._stages_left = {b: set() for b in self._all}
-        self._start_summed_once(all_of_them=True)
+        self._start_sums(self._due_in_step, all_of_them=True)
         for b in self._all:
             b.finish_gathers()
         left = [b for b in self._all if b not in self._finished]

@@ -87,15 +87,8 @@ def _check_sharded(
     if not shardings and not program.axis:
         return
     kind = type(optimizer).__name__
-    reason = next(
-        iter(shardings.values()),
-        ParamSharding(
-            (),
-            f"each rank along {program.axis} has only those of its stages",
-            "pipeline",
-            "remove the pipeline",
-        ),
-    )
+    why_stages = f"each rank along {program.axis} has only those of its stages"
+    reason = next(iter(shardings.values()), ParamSharding((), why_stages, "pipeline", "remove the pipeline"))
     give_owners = (
         "write optimizer: {matrices: whole} in the spec, which gives each matrix to one rank"
         if program.matrices is None
@@ -193,8 +186,8 @@ def _try_steps(
 
 
 def _cannot_be_tried(optimizer: Optimizer, error: Exception) -> str:
-    kind = type(optimizer).__name__
-    return f"the optimizer {kind} cannot be tried on a small sample ({type(error).__name__}: {error}), so it is unknown"
+    tried = f"the optimizer {type(optimizer).__name__} cannot be tried on a small sample"
+    return f"{tried} ({type(error).__name__}: {error}), so it is unknown"
 
 
 #: Classes of optimizers over whole matrices, in lower case: their first steps may not reveal it.
@@ -206,9 +199,8 @@ def needs_whole(optimizer: Optimizer) -> bool:
 
     So it is for known names, for declared classes (shardc.whole), and if the trial fails or differs in two stretches.
     """
-    if getattr(optimizer, "_shardc_whole", False):
-        return True
-    if any(c.__name__.lower() in _WHOLE for c in type(optimizer).__mro__):
+    known = any(c.__name__.lower() in _WHOLE for c in type(optimizer).__mro__)
+    if known or getattr(optimizer, "_shardc_whole", False):
         return True
     stretch = ParamSharding((), "", "", "")
     shardings: dict[Tensor, ParamSharding] = {p: stretch for group in optimizer.param_groups for p in group["params"]}
