@@ -35,6 +35,8 @@ _TAKERS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[SourceModel]] = we
 
 
 class _Parameter(NamedTuple):
+    """A parameter as it was when the model's weights were taken."""
+
     parameter: weakref.ref[Tensor]
     version: int
     trains: bool
@@ -42,6 +44,8 @@ class _Parameter(NamedTuple):
 
 
 class _Module(NamedTuple):
+    """A submodule as it was when the model's weights were taken."""
+
     module: weakref.ref[nn.Module]
     training: bool
     hooks: int

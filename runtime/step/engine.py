@@ -179,7 +179,8 @@ class Engine:
         self.loads: tuple[Load, ...] = ()
         self._loads = Loads(program, self.mesh) if routing else None
         self._step_graphs = step_graph.step_graphs(program, self.mesh, self.rng, local.buckets)
-        self._waiting = self._noted_replaced = False  # gradients of `backward` for `update`
+        self._waiting = False  # whether gradients of `backward` wait for `update`
+        self._noted_replaced = False  # whether a note said that a second `backward` replaces them
         self._made = True
 
     # --- a step

@@ -53,9 +53,10 @@ class Update:
         self.scaler = LossScaler(program.loss_scale, model.mesh) if program.loss_scale is not None else None
         self._norm = GradNorm(program, model.owned, model.mesh)
         self.norm: Tensor | None = None
-        self.whole, self._skipping, self._updated = True, False, False
-        self._steps_early = self._sends_early = False
-        self._buffers_before = model.buffers
+        self.whole = True
+        self._skipping = self._updated = False  # whether this step leaves out its update; whether it updated
+        self._steps_early = self._sends_early = False  # see `begin`
+        self._buffers_before = model.buffers  # put back if gradients are not finite
         self.set_options(**options)
 
     def set_options(

@@ -24,10 +24,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Flat:
-    """The layout of a bucket's flat buffer. shapes: local ones.
-
-    ranks: number of equal parts. Parameters and parts start at multiples of `aligned` elements.
-    """
+    """The layout of a bucket's flat buffer: local shapes, `ranks` equal parts; all start at multiples of `aligned`."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]

@@ -138,16 +138,15 @@ class Paged:
 
     def _fits(self, p: nn.Parameter, key: str, form: Tensor) -> bool:
         home = self._state.get(p, {}).get(key)
-        return home is not None and _same_form(home.tensor, form)
+        if home is None:
+            return False
+        a, b = home.tensor, form
+        return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
 
 
 def _moves(x: Tensor, device: torch.device) -> bool:
     """Return whether state is worth moving. Counts of steps are not; some stay on the CPU anyway."""
     return x.dim() > 0 and x.numel() > 0 and x.device == device
-
-
-def _same_form(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
 
 
 def check_separable(optimizer: Optimizer) -> None:
