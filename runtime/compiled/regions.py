@@ -149,11 +149,15 @@ class RegionCode:
 
 @dataclass(frozen=True)
 class _Take:
+    """An input of a region, by number."""
+
     number: int
 
 
 @dataclass(frozen=True)
 class _Line:
+    """The result of a region's line, by number."""
+
     number: int
 
 
