@@ -168,7 +168,7 @@ class Engine:
         trains = optimizer is not None and not program.forward_only
         local_optimizer = None
         if trains and optimizer is not None:
-            local_optimizer, local.matrices = engine_optimizer.create_optimizer(
+            local_optimizer, local.owners = engine_optimizer.create_optimizer(
                 optimizer, program, local.buckets, self.mesh, local.offload, try_it=self._tries_optimizer
             )
         schedules = scheduler if trains else None
@@ -631,7 +631,7 @@ class Engine:
     @property
     def matrix_bytes(self) -> list[int]:
         """Bytes that this rank sends in each message of a step that carries matrices to their owners, or back."""
-        return self._model.matrices.exchange.nbytes if self._model.matrices is not None else []
+        return list(self._model.owners.nbytes)
 
     def check_schedule(self, steps: int) -> None:
         """Raise ShardcError if the learning-rate schedule ends before so many more steps."""
