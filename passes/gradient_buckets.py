@@ -256,7 +256,7 @@ def _read_otherwise(p: Param, compute: torch.dtype, user: fx.Node) -> ShardcErro
 
 def _types(program: Program, b: Bucket) -> tuple[Value, ...]:
     """Return the types in which ops read a bucket's parameters."""
-    params = (program.placed_params[n] for n in b.params)
+    params = (program.params_by_name[n] for n in b.params)
     return tuple(replace(p.value, dtype=b.compute or p.dtype) for p in params)
 
 

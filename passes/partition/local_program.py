@@ -273,7 +273,7 @@ class LocalProgram:
             and not repeats(node)
         ):
             (node,) = operands_of(node)
-        return node.name in self.program.placed_params
+        return node.name in self.program.params_by_name
 
     # --- conversions
 

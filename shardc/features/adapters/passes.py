@@ -31,7 +31,7 @@ from shardc.ir.patterns import enclosing, match
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.ir.types import carries_gradient, requires_grad
-from shardc.passes import Stage
+from shardc.passes import Entry
 from shardc.passes.base import Pass
 from shardc.spec.names import Names
 
@@ -89,8 +89,8 @@ def _matrices(program: Program, cuts: Mapping[str, tuple[Cut, ...]]) -> dict[str
     return {n: c for n, c in {**cuts, **each}.items() if n in trained}
 
 
-#: The stage that each pass follows.
-PASSES = (("annotate", Stage("adapt", Adapt, "plans are of models without adapters; these are split like weights")),)
+#: Each with the pass that it follows.
+PASSES = (("annotate", Entry("adapt", Adapt, "plans are of models without adapters; these are split like weights")),)
 
 
 @dataclass(frozen=True)
