@@ -36,20 +36,23 @@ class _Entry:
 
 
 def entries(program: Program, splits: Mapping[str, Shard], axis: str, named: Iterable[str]) -> tuple[ShardRule, ...]:
-    """Return the rules that split every parameter over the axis. named: parameters of earlier rules."""
+    """Return the entries that mean these splits over the axis: {parameter's name: shard}; others are whole.
+
+    named: parameters of earlier entries.
+    """
     done = set(named)
-    says = _Says()
+    words = _StyleWords()
     nodes = placeholders(program.graph)
     free = [p for p in program.params if p.name not in done]
     groups: dict[tuple[str, Style | None, Shard | None], list[_Entry]] = {}
-    for entry in _units(free, splits, nodes, says):
+    for entry in _modules_or_params(free, splits, nodes, words):
         groups.setdefault((of_every_layer(entry.name), entry.style, entry.shard), []).append(entry)
     patterns: list[tuple[str, Style | None, Shard | None]] = []
     for (pattern, style, shard), members in groups.items():
-        inner = dict.fromkeys(of_every_outer_layer(e.name) for e in members)  # Sequentials of layers: "blocks.*.0"
-        for way in ([pattern], inner, [e.name for e in members]):
-            if all(_means(w, style, shard, p, splits.get(p.name), nodes[p.name], says) for w in way for p in free):
-                patterns += [(w, style, shard) for w in way]
+        outer = dict.fromkeys(of_every_outer_layer(e.name) for e in members)  # Sequentials of layers: "blocks.*.0"
+        for names in ([pattern], outer, [e.name for e in members]):  # the shortest that is right for all parameters
+            if all(_fits(n, style, shard, p, splits.get(p.name), nodes[p.name], words) for n in names for p in free):
+                patterns += [(n, style, shard) for n in names]
                 break
     merged: dict[tuple[str, Style | None, Shard | None], list[str]] = {}
     for pattern, style, shard in patterns:
@@ -58,8 +61,8 @@ def entries(program: Program, splits: Mapping[str, Shard], axis: str, named: Ite
     return tuple(_rule(parent, lasts, style, shard, axis) for (parent, style, shard), lasts in merged.items())
 
 
-def _units(
-    params: list[Param], splits: Mapping[str, Shard], nodes: Mapping[str, fx.Node], says: _Says
+def _modules_or_params(
+    params: list[Param], splits: Mapping[str, Shard], nodes: Mapping[str, fx.Node], words: _StyleWords
 ) -> Iterable[_Entry]:
     """Yield a module for all its parameters if a style word fits, else each parameter separately."""
     modules: dict[str, list[Param]] = {}
@@ -69,40 +72,47 @@ def _units(
         split = [p for p in members if p.name in splits]
         if not split:
             continue
-        words: list[Style] = ["vocab", "column", "row"]
-        fits = (w for w in words if all(says(w, splits.get(p.name), nodes[p.name], module) for p in members))
-        style = next((w for w in fits if any(says.usually(w, nodes[p.name], splits[p.name].dim) for p in split)), None)
+        styles: list[Style] = ["vocab", "column", "row"]
+        fit = (w for w in styles if all(words.mean(w, splits.get(p.name), nodes[p.name], module) for p in members))
+        style = next((w for w in fit if any(words.usual(w, nodes[p.name], splits[p.name].dim) for p in split)), None)
         if style and module:
             yield _Entry(module, style, None, tuple(members))
         else:
             yield from (_Entry(p.fqn, None, splits[p.name], (p,)) for p in split)
 
 
-class _Says:
-    """Checks whether a style word for a module means exactly a parameter's split. Caches roles."""
+class _StyleWords:
+    """The meanings of style words for a program's parameters. Caches roles."""
 
     def __init__(self) -> None:
         self._roles: dict[tuple[fx.Node, str], list[str]] = {}
         self._known: dict[Any, Choices] = {}
 
-    def __call__(self, style: Style, wanted: Shard | None, node: fx.Node, module: str) -> bool:
+    def mean(self, style: Style, wanted: Shard | None, node: fx.Node, module: str) -> bool:
+        """Return whether a word for a module means exactly this split of a parameter (None: whole)."""
         if (node, module) not in self._roles:
             self._roles[node, module] = roles_of(node, module, self._known)
         dim = dim_by_roles(node, style, self._roles[node, module])
         return dim == -1 if wanted is None else wanted == Shard(wanted.dim) and dim == wanted.dim
 
-    def usually(self, style: Style, node: fx.Node, dim: int) -> bool:
+    def usual(self, style: Style, node: fx.Node, dim: int) -> bool:
         """Return whether the split is the word's first meaning: `vocab` is for tables that are looked up."""
         return role_of(node, dim, known=self._known) in ROLES[style][:1]
 
 
-def _means(
-    pattern: str, style: Style | None, shard: Shard | None, p: Param, wanted: Shard | None, node: fx.Node, says: _Says
+def _fits(
+    pattern: str,
+    style: Style | None,
+    shard: Shard | None,
+    p: Param,
+    wanted: Shard | None,
+    node: fx.Node,
+    words: _StyleWords,
 ) -> bool:
     """Return whether a pattern is right for one parameter: it does not match, or means the wanted split."""
     for name in (p.fqn, *p.names):
         module = name.rpartition(".")[0]
-        if style is not None and names_weight(pattern, name) and not says(style, wanted, node, module):
+        if style is not None and names_weight(pattern, name) and not words.mean(style, wanted, node, module):
             return False
         if style is None and (match(pattern, module) or (match(pattern, name) and shard != wanted)):
             return False

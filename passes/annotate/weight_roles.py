@@ -46,24 +46,23 @@ def role_of(node: fx.Node, dim: int, module: str = "", known: dict[Any, Choices]
             return ("rows", "out")[dim]
         choices = choices_of(user, known)
         call, signature = choices.call, choices.signature
-        if user.target is ops.experts:  # for each expert a column-parallel and a row-parallel product
-            role = "bias" if len(signature.inputs[i]) == 2 else "in" if i == DOWN else "out"
-            return (
-                role
-                if {"i", "o"} & set(signature.inputs[i][dim]) and (i != DOWN or "i" in signature.inputs[i][dim])
-                else ""
-            )
+        if user.target is ops.experts:  # for each expert a column-parallel and a row-parallel product, with inner dim i
+            factors = signature.inputs[i][dim]
+            if len(signature.inputs[i]) == 2:  # a bias, of i inner or o outer features for each expert
+                return "bias" if "i" in factors or "o" in factors else ""
+            return "" if "i" not in factors else "in" if i == DOWN else "out"
         s = choices.from_operand(i, Shard(dim), 1)
         if s is None:
             continue
-        beside = [x for j, x in enumerate(operands_of(user)) if j != i]
+        other_operands = [x for j, x in enumerate(operands_of(user)) if j != i]
         if len(call.results) == 1 and isinstance(out := s.outputs[0], Shard):
-            if rule.flops is None and all(map(stored_alone, beside)):  # the weight is computed from it
-                later = role_of(user, out.dim, module, known)
-                if later:
-                    return later
+            if rule.flops is None and all(map(stored_alone, other_operands)):  # the weight is computed from it
+                role = role_of(user, out.dim, module, known)
+                if role:
+                    return role
                 continue
-            if rule.flops is None and node.meta["value"].shape[dim] > 1 and any(_ends(x, user) for x in beside):
+            one_by_one = rule.flops is None and node.meta["value"].shape[dim] > 1
+            if one_by_one and any(_is_from_product(x, user) for x in other_operands):
                 return "bias"
         factor = s.factor.partition("/")[0]
         if i in rule.added:
@@ -76,7 +75,7 @@ def role_of(node: fx.Node, dim: int, module: str = "", known: dict[Any, Choices]
     return ""
 
 
-def _ends(node: fx.Node, user: fx.Node) -> bool:
+def _is_from_product(node: fx.Node, user: fx.Node) -> bool:
     """Return whether a value is a product's result after only elementwise ops of the user's module.
 
     Then the user's other operand is a gain or a bias of that product.
@@ -85,10 +84,10 @@ def _ends(node: fx.Node, user: fx.Node) -> bool:
         rule = registry.find(op.target)
         if rule is None or rule.flops is not None:
             return rule is not None
-        onward = [x for x in operands_of(op) if not stored_alone(x)]
-        if len(onward) != 1:
+        activations = [x for x in operands_of(op) if not stored_alone(x)]
+        if len(activations) != 1:
             return False
-        node = onward[0]
+        node = activations[0]
     return False
 
 
