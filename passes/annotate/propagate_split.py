@@ -73,7 +73,7 @@ class Follower:
         self.graph = program.graph
         self.placeholders = placeholders(program.graph)
         self.inputs = {i.name for i in program.inputs}
-        self.derived, self.constant = _origins(program)
+        self.derived, self.constant = origins(program)
         self.blocked: dict[tuple[Key, Shard], Blocked] = {}
         self._choices: dict[fx.Node, Choices] = {}
         self._shared_choices: dict[object, Choices] = {}
@@ -240,8 +240,11 @@ def _value(key: Key) -> Value:
     return values_of(key[0])[key[1]]
 
 
-def _origins(program: Program) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return the nodes that derive from parameters (and constants) alone, and those from constants alone."""
+def origins(program: Program) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Return the nodes that derive from parameters (and constants) alone, and those from constants alone.
+
+    Constants are buffers, and ops without operands.
+    """
     params, buffers = {p.name for p in program.params}, {b.name for b in program.buffers}
     derived: set[fx.Node] = set()
     constant: set[fx.Node] = set()
