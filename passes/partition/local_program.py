@@ -330,8 +330,8 @@ class LocalProgram:
         collective = collective_of(self.mesh, row, axes, old, new, v, producer, user, cause)
         if collective is not None and collective.implicit and collective.kind == "all_gather":
             self.gathered.add(axes[0])
-            name = next((p.fqn for p in self.program.params if p.name == producer.name), "")
-            self.notes.append(gather_note(f"{name} {v}".lstrip(), axes[0], user))
+            param = self.program.params_by_name.get(producer.name)
+            self.notes.append(gather_note(f"{param.fqn} {v}" if param is not None else str(v), axes[0], user))
         kwargs: dict[str, Any] = {}
         if producer.target is ops.fp8_round and collective is not None and row.forward == "all_gather":
             granule: Any = producer.args[3]
