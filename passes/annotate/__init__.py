@@ -3,7 +3,7 @@
     before   down.weight: f32[64, 256]        spec: shard: {down: row}
     after    down.weight: f32[64, 256@tp]     (a linear layer stores [out, in]: `row` splits the in-features)
 
-Placement decides everything that is not annotated. Sections of the spec:
+Placement decides everything that is not annotated.
 
 weights.py       `shard`: patterns and style words        inputs.py        `batch`: the rows of a batch over data axes
 model_plan.py    `use: model`: the plan of the model      activations.py   `activations`: pins
@@ -11,8 +11,6 @@ structure.py     `use: structure`: pairs in the graph     experts.py       `expe
 padding.py       `uneven: pad`                            outputs.py       `outputs`: the layouts of outputs
 sequence.py      `sequence`: the dim of inputs, and the method of attention; attention_bands.py: which keys rows see;
                   causal_convs.py: convolutions that may stay split
-
-Tools:
 
 weight_roles.py   the meaning of `column`, `row`, `vocab`   kv_heads.py        key-value heads that ranks share
 propagate_split.py   what else is split with a value        fused_weights.py   suggests splits of a fused weight's parts

@@ -116,17 +116,10 @@ class Experts:
         for dim in range(len(shape)):
             for user, operand, dim_of_operand in _users(param, dim):
                 if user.target is ops.experts:
-                    i = self.entry(user) if dim_of_operand == 0 and operand >= UP else None
-                elif (
-                    len(shape) > 2
-                    and (rule := registry.find(user.target)) is not None
-                    and rule.flops is not None
-                    and _is_batch_dim(user, operand, dim_of_operand)
-                ):
-                    i = self.entry(user)
+                    spread = dim_of_operand == 0 and operand >= UP
                 else:
-                    continue
-                if i is not None:
+                    spread = len(shape) > 2 and _is_batch_dim(user, operand, dim_of_operand)
+                if spread and (i := self.entry(user)) is not None:
                     return i, dim, user
         return None
 
@@ -185,9 +178,10 @@ def _users(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int, int]]:
 
 
 def _is_batch_dim(user: fx.Node, operand: int, dim: int) -> bool:
-    """Return whether a dim is a batch dim of a product: all operands and the result have it."""
+    """Return whether an op is a product, and a dim is a batch dim of it: all operands and the result have it."""
     rule = registry.find(user.target)
-    assert rule is not None
+    if rule is None or rule.flops is None:
+        return False
     signature = rule.signature(call_of(user))
     tensors = (*signature.inputs, *signature.outputs)
     factors = signature.inputs[operand][dim] if dim < len(signature.inputs[operand]) else ()

@@ -21,6 +21,7 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import operands_of, producer_of, source_of, values_of
+from shardc.ir.patterns import siblings
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.ir.types import op_name
@@ -193,6 +194,5 @@ def _first_names(names: Iterable[str], none: str) -> str:
         parent, _, last = name.rpartition(".")
         groups.setdefault(parent, []).append(last)
     for parent, lasts in groups.items():
-        last = lasts[0] if len(lasts) == 1 else "{" + ",".join(lasts) + "}"
-        return (f"{parent}.{last}" if parent else last) + (", ..." if len(groups) > 1 else "")
+        return siblings(parent, lasts) + (", ..." if len(groups) > 1 else "")
     return none

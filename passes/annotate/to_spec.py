@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from shardc.ir.graph import placeholders
-from shardc.ir.patterns import match, names_weight
+from shardc.ir.patterns import match, names_weight, siblings
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
@@ -120,8 +120,7 @@ def _fits(
 
 
 def _rule(parent: str, lasts: list[str], style: Style | None, shard: Shard | None, axis: str) -> ShardRule:
-    last = lasts[0] if len(lasts) == 1 else "{" + ",".join(lasts) + "}"
-    pattern = f"{parent}.{last}" if parent else last
+    pattern = siblings(parent, lasts)
     if shard is None:
         return ShardRule(pattern, style, axis)
     return ShardRule(

@@ -119,16 +119,16 @@ class Weights:
         entries: dict[int, str] = {}
         for name in (p.fqn, *p.names):
             for i, rule in enumerate(self.spec.shard):
-                if (match if rule.dims is not None else names_weight)(rule.pattern, name):
+                if not names_weight(rule.pattern, name):
+                    continue
+                used.add(i)
+                if rule.dims is None or match(rule.pattern, name):
                     entries.setdefault(i, name)
-                    used.add(i)
-                    break
-                if names_weight(rule.pattern, name):
-                    used.add(i)
+                else:
                     fault = f"{rule.pattern!r} names a module, but dims belong to one parameter"
                     fix = f"name the parameter: {rule.pattern + '.' + name.rpartition('.')[2]!r}"
                     errors.add(fault, where=self._where(i), fix=fix)
-                    break
+                break
         return entries
 
     def _check_stack(self, p: Param, entries: Iterable[int], errors: Errors) -> None:

@@ -50,7 +50,7 @@ class LocalProgram:
     mesh: Mesh
     batch_axes: frozenset[str] = frozenset()  # as outputs.batch_axes
     graph: fx.Graph = field(default_factory=fx.Graph)
-    # (global node, result) -> layout -> local node; the first is the form in which the value is produced
+    # (global node, index of a result) -> {layout: local node}; the first is the form in which the value is produced
     forms: dict[tuple[fx.Node, int], dict[Layout, fx.Node]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     gathered: set[str] = field(default_factory=set)  # axes over which values are gathered without an annotation

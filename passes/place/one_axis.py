@@ -347,10 +347,10 @@ class Axis:
 
     def _strategy_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
         """Return the price of a strategy: of conversions of operands and results, messages, and repeated work."""
-        # `a @ b + c @ d`, both partial: one sum for both, so a result that only joins a sum is not priced
+        # In `a @ b + c @ d` both products are partial, and one sum serves both. So a result that only joins a sum has no
+        # price; nor have conversions of its operands to Partial, whose price (`Conversion.deferred`) is that of a sum.
         joins = PARTIAL in strategy.outputs and self._joins_a_sum(node)
         pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
-        # nor are conversions of its operands to Partial: these send nothing; `deferred`, their price, is for that sum
         cost = sum(self._operand_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
         cost += self._own_cost(node, operands, strategy)
         if strategy.kind == "pin":
@@ -364,7 +364,8 @@ class Axis:
             for need in sorted(later, key=lambda p: p != REPLICATE):  # a conversion for one user serves the next
                 cost += min(self.prices.transfer(v, p, need, nbytes, self._packed((node, i))) for p in forms)
                 forms.append(need)
-            # nobody demands the partial value yet: it is summed later, at its smallest. Outputs: all together, for free
+            # A partial value that nobody demands in another form is summed later, where it is smallest. Outputs are
+            # summed after the step, all together: for free.
             if isinstance(out, Partial) and not later and node not in self.summed_after:
                 cost += self.prices.transfer(v, out, REPLICATE, self._smallest_sum(node))
         return cost
@@ -434,7 +435,8 @@ class Axis:
             assert isinstance(rows, Shard)
             assert isinstance(keys, Shard)
             share = sent_by_ring(self.choices[node].call, rows, keys, self.n) / self.n
-            return sum(3 * share * self.size(o) for o in operands[1:3])  # keys, values; again in backward; gradients
+            # keys and values are sent in forward and again in backward, and their gradients come back
+            return sum(3 * share * self.size(o) for o in operands[1:3])
         choices = self.choices[node]
         if strategy.kind == softmax.PARTS:  # the largest element and the sum, of each softmax
             v = choices.call.operands[0]

@@ -231,9 +231,9 @@ def _follow(axis: Axis, region: ScanRegion, seed: Key, shard: Shard) -> dict[fx.
             if strategy is None:
                 continue
             for o, need in zip(operands, strategy.inputs, strict=True):
-                if isinstance(need, Shard):
-                    known = o[0] in split or o in reads or o[0] not in within
-                    (placed if known else wanted)[o] = need
+                if isinstance(need, Shard):  # an op of the region that has no strategy yet may make it so
+                    undecided = o[0] in within and o[0] not in split and o not in reads
+                    (wanted if undecided else placed)[o] = need
             placed |= {(node, i): p for i, p in enumerate(strategy.outputs)}
             split[node] = strategy
     rest = {n: axis.choices[n].partial_grad for n in region.nodes if n not in split and n not in left}
