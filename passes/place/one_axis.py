@@ -100,7 +100,7 @@ class Axis:
     shared_heads: set[fx.Node] = field(default_factory=set)
     #: Bytes of a value after the splits of earlier axes (`size`).
     sizes: dict[Key, float] = field(default_factory=dict)
-    #: (depth of the search, cost) of a value in a placement (`_cheapest`).
+    #: (depth of the search, cost) of a value in a placement (`_cheapest_cost`).
     known_costs: dict[tuple[Key, Placement], tuple[int, float]] = field(default_factory=dict)
 
     @cached_property
@@ -333,12 +333,12 @@ class Axis:
         if node in self.decided:
             return None
         choices, chosen = self.choices[node], self.chosen[node]
-        works = choices.rule.flops is not None
+        is_product = choices.rule.flops is not None
         # a replicated op may become split; a split one may change if it is no product, so that repeating it is cheap
-        if chosen.kind != "replicate" and (works or chosen.kind != "split"):
+        if chosen.kind != "replicate" and (is_product or chosen.kind != "split"):
             return None
         if wanted == PARTIAL_GRAD:
-            other = None if works else choices.partial_grad
+            other = None if is_product else choices.partial_grad
         else:
             other = choices.from_result(0, wanted, self.n)
         return other if other is not None and self.fits(node, other) else None
@@ -347,8 +347,8 @@ class Axis:
 
     def _strategy_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
         """Return the price of a strategy: of conversions of operands and results, messages, and repeated work."""
-        # In `a @ b + c @ d` both products are partial, and one sum serves both. So a result that only joins a sum has no
-        # price; nor have conversions of its operands to Partial, whose price (`Conversion.deferred`) is that of a sum.
+        # In `a @ b + c @ d` both products are partial, and one sum serves both. So a result that only joins a sum has
+        # no price; nor have conversions of its operands to Partial, whose price (`Conversion.deferred`) is a sum's.
         joins = PARTIAL in strategy.outputs and self._joins_a_sum(node)
         pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
         cost = sum(self._operand_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
@@ -375,7 +375,7 @@ class Axis:
         cost = self._conversion_cost(operand, need, user)
         if cost == 0 or isinstance(need, Partial) or len(operand[0].users) > 1:
             return cost
-        return min(cost, self._cheapest(operand, need, depth=2))
+        return min(cost, self._cheapest_cost(operand, need, depth=2))
 
     def _conversion_cost(
         self, operand: Key, need: Placement, user: fx.Node | None = None, *, fresh: bool = False
@@ -387,14 +387,14 @@ class Axis:
         forms = self.available[operand][: 1 if fresh else None]
         if need in forms:
             return 0.0
-        cost = self._nearest(operand, forms, need)
+        cost = self._cost_from_nearest(operand, forms, need)
         if isinstance(forms[0], Partial) and not isinstance(need, Partial):
             others = self.demands.get(operand, {}).get(need, set()) - {user}
             # users share one sum: it is free if others demanded it in the last sweep; else each pays an equal part
             cost = 0.0 if others and not fresh else cost / len(operand[0].users)
         return cost
 
-    def _nearest(self, operand: Key, forms: list[Placement], need: Placement) -> float:
+    def _cost_from_nearest(self, operand: Key, forms: list[Placement], need: Placement) -> float:
         """Return the price of converting a value from the nearest of its forms; the first is the produced one."""
         node, i = operand
         free = need == PARTIAL_GRAD or (isinstance(need, Shard) and not need.mirrored and node in self.splittable)
@@ -407,8 +407,11 @@ class Axis:
         kept = node in self.annotated or self.is_microbatch
         return cost * (UNDO if kept else REPEATED if need == REPLICATE else 1.0)
 
-    def _cheapest(self, operand: Key, need: Placement, depth: int) -> float:
-        """Return the price of a value as an op needs it: by a conversion, or by another strategy of its maker."""
+    def _cheapest_cost(self, operand: Key, need: Placement, depth: int) -> float:
+        """Return the price of a value as an op needs it: by a conversion, or by another strategy of its maker.
+
+        depth: how many makers in a row may change.
+        """
         deep, known = self.known_costs.get((operand, need), (-1, 0.0))
         if deep >= depth:
             return known
@@ -424,9 +427,8 @@ class Axis:
     def _extra_cost(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:
         """Return how much more an op's operands cost with another strategy; their makers may change too."""
         operands = self.operands[node]
-        needs = zip(operands, chosen.inputs, strict=True)
-        before = sum(self._conversion_cost(o, need, fresh=True) for o, need in needs)
-        return sum(self._cheapest(o, need, depth) for o, need in zip(operands, other.inputs, strict=True)) - before
+        before = sum(self._conversion_cost(o, p, fresh=True) for o, p in zip(operands, chosen.inputs, strict=True))
+        return sum(self._cheapest_cost(o, need, depth) for o, need in zip(operands, other.inputs, strict=True)) - before
 
     def _own_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
         """Return the price of what an op itself sends, plus that of the work that every rank repeats."""
@@ -515,7 +517,7 @@ class Axis:
             forms = self.available[operand][:1]
             for need in sorted(placements, key=lambda p: p != REPLICATE):
                 if need not in forms:
-                    sent = self._nearest(operand, forms, need)
+                    sent = self._cost_from_nearest(operand, forms, need)
                     total += sent + (MESSAGE if sent else 0.0)
                     forms.append(need)
         return total
