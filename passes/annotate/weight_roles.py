@@ -12,6 +12,7 @@ from torch import fx
 
 from shardc.ir.graph import operands_of, producer_of, source_of, stored_alone
 from shardc.ir.placement import Shard
+from shardc.ir.types import full_op_name
 from shardc.passes.annotate.propagate_split import uses
 from shardc.rules.core import registry
 from shardc.rules.core.choices import Choices, choices_of
@@ -96,7 +97,7 @@ def unsplit_by(node: fx.Node) -> str:
     used = [(u, i) for u, i in uses((node, 0)) if u.op == "call_function" and registry.find(u.target) is not None]
     dims = range(len(node.meta["value"].shape))
     split = any(choices_of(u, {}).from_operand(i, Shard(d), 1) is not None for u, i in used for d in dims)
-    return "" if split else ", ".join(sorted({str(u.target) for u, _ in used}))
+    return "" if split else ", ".join(sorted({full_op_name(u.target) for u, _ in used}))
 
 
 def fused_parts(node: fx.Node, dim: int) -> int:

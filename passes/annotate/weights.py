@@ -19,6 +19,7 @@ from shardc.ir.patterns import match, names_weight
 from shardc.ir.placement import REPLICATE, Layout
 from shardc.ir.program import Program
 from shardc.ir.stored import Param, whole_name
+from shardc.ir.types import full_op_name
 from shardc.passes.annotate import indivisible, kv_heads
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.spec_layouts import check_fits, dims_text, layout_of, quote
@@ -159,7 +160,7 @@ class Weights:
         if i in self._unsplittable:  # one error for the pattern, not one for every weight it matches
             return None
         self._unsplittable.add(i)
-        uses = ", ".join(sorted({str(u.target) for u in node.users}))
+        uses = ", ".join(sorted({full_op_name(u.target) for u in node.users}))
         unsplit, dims = bool(unsplit_by(node)), f"name dims instead, e.g. {{0: {rule.axis}}}"
         uses += ", whose weights no rule splits" if unsplit else ""
         fault = f"{name} is not a weight that {rule.style!r} can split: it is used by {uses}"

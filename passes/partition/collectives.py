@@ -18,8 +18,8 @@ from shardc.ir.conversions import Conversion
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import Layout, Partial, Shard
+from shardc.ir.types import full_op_name
 from shardc.rules.core.strategy import needs_sum_grad
-from shardc.torch_private import OpOverload
 
 
 def digit_arguments(mesh: Mesh, axis: str, old: Layout, new: Layout) -> tuple[Any, ...]:
@@ -100,8 +100,7 @@ def _user_name(user: fx.Node) -> str:
     """Return the name of a value's user: an op such as `aten.mm.default`, or the use at the step's end."""
     if user.op == "output":
         return "the buffer that it updates, or the caller that receives it beside the loss,"
-    target: Any = user.target
-    return str(target) if isinstance(target, OpOverload) else str(target.__name__)
+    return full_op_name(user.target)
 
 
 def _fused_weight_hint(user: fx.Node, axis: str) -> str:
