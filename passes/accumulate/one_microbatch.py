@@ -97,7 +97,7 @@ class OneMicrobatch:
     #: This microbatch's parts of sums over all.
     summands: set[fx.Node] = field(default_factory=set)
     #: (user, summand): the user read a partial sum before this pass too, which is summed later: nothing changes for it.
-    added_to: set[tuple[fx.Node, fx.Node]] = field(default_factory=set)
+    partial_reads: set[tuple[fx.Node, fx.Node]] = field(default_factory=set)
     #: Values that the prologue computes for each microbatch.
     totals: list[fx.Node] = field(default_factory=list)
     #: Summand -> its sum over all microbatches, from a forward of all of them.
@@ -204,7 +204,7 @@ class OneMicrobatch:
         if summand is not None:
             if twice := [u for u in node.users if u in x.users]:
                 self._refuse(node, twice[0])
-            self.added_to |= {(user, x) for user in summand.users if user is not node}
+            self.partial_reads |= {(user, x) for user in summand.users if user is not node}
         node.replace_all_uses_with(x)
         self.graph.erase_node(node)
         return x
@@ -261,7 +261,7 @@ class OneMicrobatch:
     def _propagate(self, node: fx.Node) -> None:
         """Mark an op as a summand if it is linear in summands, and all else is equal in all microbatches."""
         operands = operands_of(node)
-        summed = {i for i, x in enumerate(operands) if x in self.summands and (node, x) not in self.added_to}
+        summed = {i for i, x in enumerate(operands) if x in self.summands and (node, x) not in self.partial_reads}
         if node in self.summands:
             return
         if not summed:

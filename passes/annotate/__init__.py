@@ -13,9 +13,8 @@ sequence.py      `sequence`: the dim of inputs, and the method of attention; att
                   causal_convs.py: convolutions that may stay split
 
 weight_roles.py   the meaning of `column`, `row`, `vocab`   kv_heads.py        key-value heads that ranks share
-propagate_split.py   what else is split with a value        fused_weights.py   suggests splits of a fused weight's parts
-spec_layouts.py   the spec's text as a layout               to_spec.py         a plan, as entries of a spec
-indivisible.py    errors for sizes that an axis does not divide
+propagate_split.py   what else is split with a value        indivisible.py     errors for sizes that ranks do not divide
+spec_layouts.py   the spec's text as a layout               to_spec.py         splits as entries of a spec
 """
 
 from __future__ import annotations

@@ -24,12 +24,10 @@ def with_microbatches(spec: Spec, program: Program) -> Spec:
 
     A rank has r rows in each microbatch. So fewer ranks have more microbatches, and the batch stays the same.
     """
-    rows = spec.batch.rows
-    if rows is None:
+    if spec.batch.rows is None:
         return spec
-    dims = [(x.shape, _batch_dim(spec, program, x)) for x in program.inputs]
-    all_rows = max((shape[d] for shape, d in dims if d is not None and d < len(shape)), default=1)
-    count = -(-all_rows // (spec.data_ranks * rows))
+    all_rows = max((n for _, n in _rows(spec, program).values()), default=1)
+    count = -(-all_rows // (spec.data_ranks * spec.batch.rows))
     return replace(spec, batch=spec.batch.model_copy(update={"rows": None, "microbatches": count}))
 
 
@@ -49,14 +47,19 @@ def row_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], list[
     axes = [a for a in spec.data_axes if mesh.size(a) > 1]
     of_experts = [a for a in axes if a in spec.expert_axes] if spec.batch.axes is None and spec.uneven != "pad" else []
     ranks = math.prod(mesh.size(a) for a in axes)
-    dims = [(x.shape, _batch_dim(spec, program, x)) for x in program.inputs]
-    indivisible = [shape[d] for shape, d in dims if d is not None and d < len(shape) and shape[d] % ranks]
+    indivisible = [n for _, n in _rows(spec, program).values() if n % ranks]
     if not of_experts or not indivisible:
         return axes, []
     note = f"outside of experts the ranks of {', '.join(of_experts)} do the same"
     return [a for a in axes if a not in of_experts], [
         f"{spec.where(('experts',))}: the batch of {indivisible[0]} is not divisible by {ranks} ranks: {note}"
     ]
+
+
+def _rows(spec: Spec, program: Program) -> dict[str, tuple[int, int]]:
+    """Return (dim, size) of the rows of each input that has rows, by its name."""
+    dims = ((x, _batch_dim(spec, program, x)) for x in program.inputs)
+    return {_input_name(x): (d, x.shape[d]) for x, d in dims if d is not None and d < len(x.shape)}
 
 
 def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
@@ -80,23 +83,24 @@ def disagreements(spec: Spec, program: Program, without_rows: bool = False) -> d
     It has an error only if exactly one of its other dims has that size, as in positions of shape [3, rows, length].
     without_rows: it also has one if none of its dims has that size, as in a table of positions that all rows share.
     """
-    sized = [(_input_name(x), x.shape, _batch_dim(spec, program, x)) for x in program.inputs]
-    rows = {name: shape[d] for name, shape, d in sized if d is not None and d < len(shape)}
-    most = max(rows.values(), key=lambda n: (list(rows.values()).count(n), n), default=0)
+    rows, shapes = _rows(spec, program), {_input_name(x): x.shape for x in program.inputs}
+    counts = [n for _, n in rows.values()]
+    most = max(counts, key=lambda n: (counts.count(n), n), default=0)
 
     def fix(name: str, shape: tuple[int, ...]) -> str:
         dim = shape.index(most) if most in shape else "null"
         condition = f"the rows of {name!r} are its dim {dim}" if most in shape else f"all rows share {name!r}"
         return f"if {condition}, write `batch: {{dims: {{{name}: {dim}}}}}`"
 
+    other = next((name for name, (_, n) in rows.items() if n == most), "")
     return {
         name: ShardcError(
-            f"{name!r} has {rows[name]} rows (dim {d}), but {next(n for n in rows if rows[n] == most)!r} has {most}",
+            f"{name!r} has {n} rows (dim {d}), but {other!r} has {most}",
             where=spec.where(("batch",)),
-            fix=fix(name, shape),
+            fix=fix(name, shapes[name]),
         )
-        for name, shape, d in sized
-        if name in rows and rows[name] != most and (shape.count(most) == 1 or (without_rows and most not in shape))
+        for name, (d, n) in rows.items()
+        if n != most and (shapes[name].count(most) == 1 or (without_rows and most not in shapes[name]))
     }
 
 

@@ -12,7 +12,6 @@ the batch's ids, and have at least as many rows as columns, are split by rows.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ import torch
 from torch import fx
 
 from shardc.errors import ShardcError
-from shardc.ir.graph import operands_of, producer_of, source_of, values_of
+from shardc.ir.graph import is_call, operands_of, producer_of, source_of, values_of
 from shardc.ir.patterns import siblings
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
@@ -121,8 +120,7 @@ def _candidates(follower: Follower, program: Program, stops: list[Blocked]) -> I
 
 def _products(follower: Follower, nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Return the matrix products and convolutions among some nodes."""
-    ops = (n for n in nodes if n.op == "call_function" and n.target is not operator.getitem)
-    return [n for n in ops if follower.choices(n).rule.flops is not None]
+    return [n for n in nodes if is_call(n) and follower.choices(n).rule.flops is not None]
 
 
 def _worthwhile(follower: Follower, group: SplitGroup) -> bool:

@@ -1,9 +1,13 @@
-"""Write a plan as spec entries as a user would: patterns with a style word, or with dims.
+"""Write splits as spec entries as a user would: patterns with a style word, or with dims.
 
     model.layers.0.self_attn.q_proj.weight: dim 0, ..., model.layers.7.self_attn.v_proj.weight: dim 0
     "model.layers.*.self_attn.{q_proj,k_proj,v_proj}": column
 
-Every pattern is checked against all names of the model: it means exactly the plan for everything that it matches.
+Every pattern is checked against all names of the model: it means exactly these splits for everything that it matches.
+`entries` writes a plan; `suggest_split` entries for fused weights (q, k and v, or gate and up) that are split as one:
+
+    spec         {qkv: column, o: row}: followed back from o, each third of qkv is split; `column` cuts across thirds
+    suggestion   "h.*.qkv.{weight,bias}": {0: {axis: tp, split: 3}}
 """
 
 from __future__ import annotations
@@ -20,9 +24,11 @@ from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.layer_names import of_every_layer, of_every_outer_layer
+from shardc.passes.annotate.propagate_split import Follower, SplitGroup
 from shardc.passes.annotate.weight_roles import ROLES, dim_by_roles, role_of, roles_of
 from shardc.rules.core.choices import Choices
 from shardc.spec import DimShard, ShardRule, Style
+from shardc.spec.yaml_reader import flow
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,25 @@ def entries(program: Program, splits: Mapping[str, Shard], axis: str, named: Ite
         parent, _, last = pattern.rpartition(".")
         merged.setdefault((parent, style, shard), []).append(last)
     return tuple(_rule(parent, lasts, style, shard, axis) for (parent, style, shard), lasts in merged.items())
+
+
+def suggest_split(program: Program, axis: str) -> str:
+    """Return entries that split weights over an axis as the other split weights need it, or "".
+
+    Only weights that the spec splits in another way have an entry. program: annotated. axis: or a digit of one.
+    """
+    splits = {p.name: s for p in program.params if isinstance(s := p.layout[axis], Shard)}
+    follower, better, agree = Follower(program), dict[str, Shard](), set[str]()
+    for name, s in splits.items():
+        if name in agree:
+            continue
+        group = follower.follow((follower.placeholders[name], 0), s)
+        if isinstance(group, SplitGroup):
+            split = {p.name: t for p, t in group.params.items() if p.name in splits}
+            agree |= {other for other, t in split.items() if splits[other] == t}  # they lead to the same group
+            better |= {other: t for other, t in split.items() if splits[other] != t and splits[other].dim == t.dim}
+    rules = entries(program, better, axis.partition(".")[0], {p.name for p in program.params} - better.keys())
+    return ", ".join(f"{flow(r.pattern)}: {flow(r.to_plain())}" for r in rules)
 
 
 def _modules_or_params(

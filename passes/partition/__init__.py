@@ -28,7 +28,7 @@ from shardc.ir.outputs import Output
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.passes import outputs
-from shardc.passes.annotate import fused_weights
+from shardc.passes.annotate import to_spec
 from shardc.passes.base import Pass
 from shardc.passes.partition.local_program import LocalProgram
 from shardc.runtime import ops
@@ -48,7 +48,7 @@ class Partition(Pass):
         _overlap(graph)
         if self.spec.strict:
             refuse_implicit(graph)
-        suggested = dict.fromkeys(fused_weights.suggest_split(program, axis) for axis in sorted(writer.gathered))
+        suggested = dict.fromkeys(to_spec.suggest_split(program, axis) for axis in sorted(writer.gathered))
         fused = (
             f"fused weights can be split by their parts: write {text} before the entries that split them in another way"
             for text in suggested

@@ -12,11 +12,10 @@ transfer_cost   prices conversions and repeated work
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardc.ir.graph import copy_graph, operands_of, producer_of
+from shardc.ir.graph import calls, copy_graph, operands_of, producer_of
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.passes import outputs
@@ -37,8 +36,7 @@ class Place(Pass):
         cache: dict[Any, Choices] = {}
         choices = {
             node: _without_partial_sums(choices_of(node, cache)) if rounds(node) else choices_of(node, cache)
-            for node in program.graph.nodes
-            if node.op == "call_function" and node.target is not operator.getitem
+            for node in calls(program.graph)
         }
         operands = {
             node: [producer_of(t) for t in operands_of(node)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from torch import fx
 
-from shardc.ir.graph import producer_of, values_of
+from shardc.ir.graph import calls, is_call, producer_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.outputs import SMALL
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
@@ -161,7 +160,7 @@ class Axis:
 
     def _is_costly(self, node: fx.Node) -> bool:
         """Return whether an op is a product, or a result has more elements than its largest operand."""
-        if node.target is operator.getitem:
+        if not is_call(node):
             return False
         call = self.choices[node].call
         largest = max((math.prod(v.shape) for v in call.operands), default=0)
@@ -169,15 +168,11 @@ class Axis:
 
     # --- the sweep front to back
 
-    def nodes(self) -> Iterator[fx.Node]:
-        """Yield all ops, in order."""
-        return (n for n in self.program.graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
-
     def _choose(self) -> None:
         """Sweep front to back: each op takes its cheapest candidate; at equal cost the first one."""
         self.available_before, self.available = self.available, {(n, 0): [p] for n, p in self.stored.items()}
         self.chosen, self.known_costs = {}, {}
-        for node in self.nodes():
+        for node in calls(self.program.graph):
             operands = self.operands[node]
             best, lowest = None, float("inf")
             for strategy in self._candidates(node, operands):
@@ -306,7 +301,7 @@ class Axis:
                 demanded.append((value, by_spec.get(self.name, REPLICATE)))
         for value, need in demanded:
             self.demands.setdefault(value, {}).setdefault(need, set()).add(output)
-        for node in reversed(list(self.nodes())):
+        for node in reversed(list(calls(self.program.graph))):
             strategy = self.chosen[node]
             demands = self.demands.get((node, 0), {})
             if len(strategy.outputs) == 1 and len(demands) == 1:

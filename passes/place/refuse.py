@@ -13,7 +13,7 @@ from shardc.ir.graph import operands_of, producer_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
-from shardc.passes.annotate import fused_weights
+from shardc.passes.annotate import to_spec
 from shardc.passes.annotate.indivisible import rank_counts
 from shardc.rules import attention
 from shardc.rules.core.choices import Choices
@@ -78,7 +78,7 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices],
 
 def _other_fix(program: Program, axis: str, why: str) -> str:
     """Return what to do with the value if the number of ranks is to stay. why: the annotation that split it."""
-    if entries := fused_weights.suggest_split(program, axis):
+    if entries := to_spec.suggest_split(program, axis):
         return f"split the fused weight by its parts: write {entries} before its entry"
     return "keep the batch's rows a dim of their own there" if "batch dim" in why else "leave that weight whole"
 

@@ -14,7 +14,7 @@ from typing import TypeGuard
 
 from torch import fx
 
-from shardc.ir.graph import values_of
+from shardc.ir.graph import calls, values_of
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Partial, Placement, Shard
 from shardc.passes.place.one_axis import Axis
 from shardc.rules.core.strategy import needs_sum_grad
@@ -32,7 +32,7 @@ def write(axis: Axis) -> None:
 
 def _move_gradient_sums(axis: Axis) -> None:
     """Let replicated ops on parameters alone have partial gradients if users need that; the parameters then sum."""
-    for node in reversed(list(axis.nodes())):
+    for node in reversed(list(calls(axis.program.graph))):
         replicated = node in axis.from_parameters and axis.chosen[node].kind == "replicate"
         if replicated and any(PARTIAL_GRAD in _needs(axis, node, i) for i in range(len(values_of(node)))):
             axis.chosen[node] = axis.choices[node].partial_grad
@@ -58,7 +58,7 @@ def _store_parameters(axis: Axis) -> None:
 
 def _store_buffers(axis: Axis) -> None:
     """Store a buffer split if its uses need that, and its new value (if any) is produced so: channels' statistics."""
-    for node, p in (*_updated_buffers(axis), *_read_caches(axis)):
+    for node, p in _buffers(axis):
         if axis.stored[node] == REPLICATE and _can_store(axis, node, p) and _needs(axis, node) == {p}:
             axis.stored[node] = p
 
@@ -87,20 +87,18 @@ def _inputs(axis: Axis, user: fx.Node) -> tuple[Placement, ...]:
     return (REPLICATE,) * len(axis.operands[user]) if user.op == "output" else axis.chosen[user].inputs
 
 
-def _updated_buffers(axis: Axis) -> Iterator[tuple[fx.Node, Placement]]:
-    """Yield each buffer that the step updates, with the placement in which its new value is produced."""
+def _buffers(axis: Axis) -> Iterator[tuple[fx.Node, Placement]]:
+    """Yield each buffer that the step updates, with the placement in which its new value is produced.
+
+    Also each cache that a generating program only reads, with each placement that users need.
+    """
     nodes = {n.name: n for n in axis.stored}
     returned = axis.operands[axis.program.graph.output_node()]  # loss, new values of buffers, outputs
-    new_values = returned[0 if axis.program.forward_only else 1 :]
-    for b, value in zip((b for b in axis.program.buffers if b.updated), new_values, strict=False):
-        yield nodes[b.name], axis.available[value][0]
-
-
-def _read_caches(axis: Axis) -> Iterator[tuple[fx.Node, Placement]]:
-    """Yield each cache that a generating program only reads, with each placement that users need."""
-    nodes = {n.name: n for n in axis.stored}
+    new_values = iter(returned[0 if axis.program.forward_only else 1 :])
     for b in axis.program.buffers:
-        if b.cache and not b.updated:
+        if b.updated:
+            yield nodes[b.name], axis.available[next(new_values)][0]
+        elif b.cache:
             yield from ((nodes[b.name], p) for p in _needs(axis, nodes[b.name]))
 
 

@@ -134,14 +134,9 @@ class Layout:
         """Return `signed` of this axis's shard as seen in a tensor that the axes of outer digits have cut already."""
         shard = self[axis]
         assert isinstance(shard, Shard)
-        return -self._local_parts(axis, mesh) if shard.mirrored else self._local_parts(axis, mesh)
-
-    def _local_parts(self, axis: str, mesh: Mesh) -> int:
-        """Return the number of parts (`Shard.split`) that the axes of outer digits leave of the dim."""
-        shard = self[axis]
-        assert isinstance(shard, Shard)
         outer = [mesh.size(a) for a, s in self.shards(shard.dim) if a != axis and s.split < shard.split]
-        return shard.split // math.prod(outer)
+        parts = shard.split // math.prod(outer)
+        return -parts if shard.mirrored else parts
 
     def problem(self, shape: Sequence[int], mesh: Mesh) -> str:
         """Return why a tensor cannot have the layout; "" if shards divide their dims, and digits are disjoint."""
@@ -150,7 +145,7 @@ class Layout:
             if s.dim >= len(shape):
                 return f"dim {s.dim} does not exist in a tensor of {len(shape)} dims"
             if s.mirrored and (
-                s.sections or self._local_parts(axis, mesh) % 2 or (s.padding and s.split % (2 * s.blocks))
+                s.sections or self.local_split(axis, mesh) % 2 or (s.padding and s.split % (2 * s.blocks))
             ):
                 return f"{axis} deals dim {s.dim} out in a zigzag, which no other axis may cut through"
             if s.padding and (s.sections or s.split % s.blocks or shape[s.dim] % s.blocks):
