@@ -48,7 +48,7 @@ def _store_parameters(axis: Axis) -> None:
             continue
         needs = _needs(axis, node)
         only = next(iter(needs)) if len(needs) == 1 else None
-        if _can_store(axis, node, only) and axis.running.get(node.name, only) == only:
+        if _can_store(only, axis, node) and axis.running.get(node.name, only) == only:
             axis.stored[node] = only
         elif needs_sum_grad(values_of(node)[0]) and (
             PARTIAL_GRAD in needs or (isinstance(only, Shard) and only.mirrored)
@@ -59,11 +59,11 @@ def _store_parameters(axis: Axis) -> None:
 def _store_buffers(axis: Axis) -> None:
     """Store a buffer split if its uses need that, and its new value (if any) is produced so: channels' statistics."""
     for node, p in _buffers(axis):
-        if axis.stored[node] == REPLICATE and _can_store(axis, node, p) and _needs(axis, node) == {p}:
+        if axis.stored[node] == REPLICATE and _can_store(p, axis, node) and _needs(axis, node) == {p}:
             axis.stored[node] = p
 
 
-def _can_store(axis: Axis, node: fx.Node, placement: Placement | None) -> TypeGuard[Shard]:
+def _can_store(placement: Placement | None, axis: Axis, node: fx.Node) -> TypeGuard[Shard]:
     """Return whether a stored tensor can have this placement: a shard, not mirrored, that fits those of other axes."""
     if not isinstance(placement, Shard) or placement.mirrored or axis.is_microbatch:
         return False
