@@ -385,9 +385,7 @@ def test_recurrent_layers_stay_whole_with_a_note() -> None:
     program = shardc.compile(model, batch, spec, prove=False)
     gathers = [n for n in program.notes if "is gathered over tp" in n]
     assert any(": rnn.weight_ih_l0 f32[32, 8] is gathered over tp, because aten.lstm.input" in n for n in gathers)
-    assert "    rnn_weight_ih_l0_whole = ops.all_gather(rnn_weight_ih_l0, " in str(
-        program
-    )  # named as with an annotation
+    assert "    rnn_weight_ih_l0_whole = ops.all_gather(rnn_weight_ih_l0, " in str(program)
 
 
 def test_causes_name_the_modules_between_which_a_split_goes() -> None:
