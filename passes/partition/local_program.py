@@ -59,7 +59,7 @@ class LocalProgram:
     filled: dict[tuple[fx.Node, Shard, float], fx.Node] = field(default_factory=dict)
     choices: dict[Any, Choices] = field(default_factory=dict)
     inputs: set[str] = field(init=False)
-    made: dict[Any, fx.Node] = field(default_factory=dict)  # calls that several ops share
+    shared_lines: dict[Any, fx.Node] = field(default_factory=dict)  # written once, by their call (`_emit_for`)
     layouts: dict[tuple[tuple[str, Placement], ...], Layout] = field(default_factory=dict)  # see `_layout`
 
     def __post_init__(self) -> None:
@@ -172,8 +172,8 @@ class LocalProgram:
         name.
         """
         key = (target, args, tuple(kwargs.items()))
-        if once and key in self.made:
-            return self.made[key]
+        if once and key in self.shared_lines:
+            return self.shared_lines[key]
         if collective is not None and not collective.cause:
             causes = (node.meta.get("why", {}).get(p, "") for a in collective.axes for p in self.mesh.parts(a))
             cause = "; ".join(dict.fromkeys(filter(None, causes)))
@@ -181,7 +181,7 @@ class LocalProgram:
         name = f"{node.name}_{once}" if once else ""
         new = self._emit(target, args, kwargs, result if value is None else value, node, collective, name)
         if once:
-            self.made[key] = new
+            self.shared_lines[key] = new
         return new
 
     def _existing_form(self, node: fx.Node, need: Layout) -> Layout:
