@@ -22,7 +22,6 @@ from shardc.passes.gradient_buckets import GradientBuckets
 from shardc.passes.joint import JointGraphs
 from shardc.passes.loss_chunks import LossChunks
 from shardc.passes.match_recompiled import MatchRecompiled
-from shardc.passes.matrix_cuts import Matrices
 from shardc.passes.packed_inputs import PackedInputs
 from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline
@@ -56,7 +55,6 @@ PIPELINE = (
     Entry("grouped_mm", GroupedMM, "after canonical, whose ops it matches; before place: only its result has a rule"),
     Entry("unknown_ops", UnknownOps, "after canonical, which decomposes ops; before place: every op needs a rule"),
     Entry("stack_experts", StackExperts, "before annotate, as the stacked parameter is what gets a layout"),
-    Entry("matrices", Matrices, "after stack_experts: an expert is a matrix; after canonical: attention shows heads"),
     Entry("expert_capacity", ExpertCapacity, "after grouped_mm makes `experts`; before place: its op is placed too"),
     Entry("annotate", Annotate, "before place, which starts from the layouts that the spec names"),
     Entry("forward_only", ForwardOnly, "after annotate: gradients show activations; before place, which prices them"),
