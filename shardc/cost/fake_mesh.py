@@ -66,24 +66,31 @@ class FakeMesh(ShapeMesh):
         super()._note(kind, axes, nbytes, direction, tag)
         self._ledger.parts[-1].work.append(Sent(self.records[-1], after=self._after))
 
-    def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
+    def _all_reduce(self, flat: Tensor, axes: tuple[str, ...], op: str, tag: str, background: bool) -> Work:
         self._mark(tag, "gradients", flat)
-        return self._started()
+        return self._started() if background else Work()
 
-    def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
+    def _all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str, background: bool) -> Work:
         self._mark(tag, "gathered", whole)
-        return self._started(part)
+        return self._started(part) if background else Work()
 
-    def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
+    def _reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str, background: bool) -> Work:
         self._mark(tag, "gradients", flat, part)
-        return self._started()
+        return self._started() if background else Work()
 
-    def _start_all_to_all_rows(
-        self, x: Tensor, into: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
+    def _all_to_all(
+        self,
+        x: Tensor,
+        into: Tensor,
+        sent: list[int],
+        received: list[int],
+        axes: tuple[str, ...],
+        tag: str,
+        background: bool,
     ) -> Work:
-        return self._started()
+        return self._started() if background else Work()
 
-    def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
+    def _send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
         self._started()
         return Work(kept=x)
 
