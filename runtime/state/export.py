@@ -21,7 +21,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -39,7 +39,7 @@ from shardc.runtime.state.boxes import Runs, kept, model_parts
 from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
-from shardc.runtime.state.sliced_tensors import Ranges, index, stretches, whole
+from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index, stretches, whole
 from shardc.runtime.state.tensor_file import MAX_FILE_BYTES, NAMES, Entry, bytes_of, header, open_safetensors
 from shardc.runtime.state.weight_files import weight_files
 from shardc.torch_private import pytree
@@ -56,19 +56,6 @@ _MARK = {"written by": "shardc"}
 
 #: Yields what a rank holds of a tensor: (ranges of the global tensor, values).
 Held = Callable[[str], Iterable[tuple[Ranges, Tensor]]]
-
-
-@dataclass(frozen=True)
-class Named:
-    """A tensor of the program or of a checkpoint, by name. values: those that were gathered."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    values: dict[str, Tensor] = field(default_factory=dict, compare=False)
-
-    def read(self, ranges: Ranges) -> Tensor:
-        return self.values[self.name][index(ranges)]
 
 
 @dataclass(frozen=True)
@@ -219,7 +206,14 @@ def plan(
     tensors: {name: (global shape, dtype)}; ties: {other name: name}. The others are those of `export_safetensors`.
     """
     recorder, values = Recorder(), dict[str, Tensor]()
-    on_tape = {n: recorder.stored(Named(n, shape, stored, values)) for n, (shape, stored) in tensors.items()}
+
+    def read(name: str, ranges: Ranges) -> Tensor:  # of what was gathered
+        return values[name][index(ranges)]
+
+    on_tape = {
+        n: recorder.stored(Sliced(shape, stored, functools.partial(read, n), name=n))
+        for n, (shape, stored) in tensors.items()
+    }
     single = path.suffix == ".safetensors"
     folder = path.parent if single else path
 
@@ -253,8 +247,9 @@ def _output(name: str, x: Tensor, recorder: Recorder, dtype: torch.dtype | None)
     ref, tape = recorder.ref(x), recorder.tape
     written = dtype if dtype is not None and ref.dtype.is_floating_point else ref.dtype
     stored = (tape.entries[i].args[0] for i in tape.closure([ref.storage]) if tape.entries[i].func is None)
-    read = tuple(x.name for x in stored if isinstance(x, Named))
-    return Output(name, ref, written, read, isinstance(tape.source(ref), Named))
+    read = tuple(x.name for x in stored if x.name)
+    source = tape.source(ref)
+    return Output(name, ref, written, read, source is not None and source.name != "")
 
 
 def skeleton(model: nn.Module | None) -> nn.Module | None:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.runtime.state.sliced_tensors import Cast, InMemory, Joined, Sliced, whole
+from shardc.runtime.state.sliced_tensors import Sliced, cast, in_memory, joined
 from shardc.torch_private import OpOverload, TorchDispatchMode, pytree, replaced_trunc_normal
 
 #: Held during recording and replay: both change global state, such as the generator's.
@@ -131,8 +131,8 @@ class Tape:
             members = [x for x in (self.source(r, at) for r in origin) if x is not None]
             dim = entry.args[1] if len(entry.args) > 1 else 0
             if len(members) == len(origin) and len({x.dtype for x in members}) == 1:
-                result = Joined(members, dim % len(ref.shape), new=entry.func is aten.stack.default)
-        return result if result is None or result.dtype == ref.dtype else Cast(result, ref.dtype)
+                result = joined(members, dim % len(ref.shape), new=entry.func is aten.stack.default)
+        return result if result is None or result.dtype == ref.dtype else cast(result, ref.dtype)
 
     def closure(self, storages: Iterable[int], before: int | None = None) -> list[int]:
         """Return positions of all entries that these storages depend on, in order. before: a position."""
@@ -165,7 +165,7 @@ class Tape:
 
     def _run(self, e: Entry, memory: _Memory, seed: int | None) -> None:
         if e.func is None:
-            results: Any = e.args[0].read(whole(e.args[0].shape))
+            results: Any = e.args[0].tensor()
         elif e.random < 0:
             results = memory.call(e)
         elif seed is None:
@@ -343,7 +343,7 @@ class Recorder:
             shadow = torch.empty(whole.shape, dtype=x.dtype, device="meta")
             self._held[id(storage)], self._shadows[id(storage)] = storage, shadow
             ref = self.ref(shadow)
-            self._add(None, (InMemory(whole.detach().clone()),), {}, (ref,), {ref.storage}, set())
+            self._add(None, (in_memory(whole.detach().clone()),), {}, (ref,), {ref.storage}, set())
         like = torch.empty(0, dtype=x.dtype, device="meta")
         return like.set_(self._shadows[id(storage)].untyped_storage(), x.storage_offset(), x.shape, x.stride())
 

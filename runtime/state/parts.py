@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.shard_chunks import trim, unchunk
 from shardc.ir.stored import Buffer, Param
-from shardc.runtime.state.sliced_tensors import Joined, Ranges, Sliced, index, whole
+from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index, joined
 from shardc.runtime.state.sources import SAVED_MODEL, Weights, check_names
 
 # --- global tensors, from every rank's parts of them
@@ -106,14 +106,13 @@ def local_parts(
     coords = mesh.layout.coords(mesh.rank)
 
     def part(x: Param | Buffer) -> Tensor:
-        if not broadcast and (sliced := _sliced(x, given)) is not None:
-            return _read(x, sliced, mesh)
         if isinstance(x, Buffer) and x.constant is not None:
             whole = x.constant
-        elif x.members:
-            whole = torch.stack([given.get(n).detach() for n in x.members])
         else:
-            whole = given.get(next(n for n in x.names if n in given.shapes))
+            source = _source(x, given)
+            if not broadcast and not source.computed:
+                return _read(x, source, mesh)
+            whole = source.tensor()
             whole = mesh.broadcast(whole, tag=x.fqn) if broadcast else whole
         whole_of(x, whole)
         return _local(x, whole, mesh)
@@ -129,23 +128,15 @@ def local_parts(
     return params, {b.name: x for b, x in parts(program.buffers)}
 
 
-@dataclass(frozen=True)
-class _Zeros:
-    """Zeros without memory, to be filled later."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def read(self, ranges: Ranges) -> Tensor:
-        return torch.zeros((), dtype=self.dtype).expand([n for _, n in ranges])
-
-
 def blank(program: Program) -> Weights:
-    """Return zeros for all of a program's tensors, for weights that come later."""
-    entries = [x for x in program.params_and_buffers if x.fqn]
-    sliced: dict[str, Sliced] = {n: _Zeros(shape, x.dtype) for x in entries for n, shape in x.shapes.items()}
-    shapes = {n: x.shape for n, x in sliced.items()}
-    return Weights("engine", shapes, lambda n: sliced[n].read(whole(shapes[n])), lambda names: True, sliced)
+    """Return zeros without memory for all of a program's tensors, for weights that come later."""
+
+    def zeros(dtype: torch.dtype, ranges: Ranges) -> Tensor:
+        return torch.zeros((), dtype=dtype).expand([n for _, n in ranges])
+
+    entries = [(n, shape, x.dtype) for x in program.params_and_buffers if x.fqn for n, shape in x.shapes.items()]
+    tensors = {n: Sliced(shape, dtype, functools.partial(zeros, dtype)) for n, shape, dtype in entries}
+    return Weights("engine", tensors, lambda names: True)
 
 
 def constants(program: Program, mesh: Any) -> dict[str, Tensor]:
@@ -163,12 +154,10 @@ def _local(x: Param | Buffer, whole: Tensor, mesh: Any) -> Tensor:
     return cut.to(device=mesh.device, dtype=x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _sliced(x: Param | Buffer, given: Weights) -> Sliced | None:
-    """Return the source that a part can be read from by slice; None if only the whole can be read."""
+def _source(x: Param | Buffer, given: Weights) -> Sliced:
     if x.members:
-        members = [given.sliced[n] for n in x.members if n in given.sliced]
-        return Joined(members, 0, new=True) if len(members) == len(x.members) else None
-    return next((given.sliced[n] for n in x.names if n in given.sliced), None)
+        return joined([given.tensors[n] for n in x.members], 0, new=True)
+    return given.tensors[next(n for n in x.names if n in given.tensors)]
 
 
 def _read(x: Param | Buffer, source: Sliced, mesh: Any) -> Tensor:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from shardc.errors import Errors, ShardcError
 from shardc.layer_names import of_every_layer
 from shardc.runtime.state.init_tape import RECORDING, Recorder
-from shardc.runtime.state.sliced_tensors import InMemory
+from shardc.runtime.state.sliced_tensors import in_memory
 from shardc.runtime.state.weight_files import WeightFiles, of_files
 from shardc.torch_modes import untraced
 from shardc.torch_private import pytree
@@ -396,7 +396,7 @@ class _Calls:
                     return x
                 key = x.data_ptr(), x.dtype, x.shape, x.stride()  # a tied weight stays one
                 if key not in seen:
-                    seen[key] = self.recorder.stored(InMemory(x))
+                    seen[key] = self.recorder.stored(in_memory(x))
                 return seen[key]
 
             return pytree.tree_map(stored, loaded)
