@@ -10,10 +10,11 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout
@@ -23,6 +24,9 @@ from shardc.runtime.state import disk_calls
 from shardc.runtime.state.checkpoint_index import Numbers, Stored
 from shardc.runtime.state.tensor_file import Entry, header, stored_as
 from shardc.runtime.zero.flat_partition import FlatShard, elements
+
+if TYPE_CHECKING:
+    from shardc.runtime.matrices.whole import WholeMatrices
 
 # --- what one rank writes: slices of its tensors, and the files that hold them
 
@@ -280,6 +284,44 @@ def cuts(shape: Numbers, itemsize: int, limit: int) -> Iterator[tuple[Numbers, N
 # --- a program's tensors
 
 
+@dataclass(frozen=True)
+class RankState:
+    """What a rank holds of a program's training.
+
+    params, buffers: by placeholder name; runs: flat shards (ZeRO) among params. optimizer: over these params. matrices:
+    those that this rank owns, if optimizers step whole ones.
+    """
+
+    program: Program
+    mesh: Any
+    params: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizer: Optimizer | None = None
+    runs: Runs = field(default_factory=dict)
+    matrices: WholeMatrices | None = None
+
+    def part(self, p: Param, x: Tensor) -> Part:
+        """Return the part that x, of a parameter's local shape, is of a global tensor."""
+        run = self.runs.get(p.name)
+        cut = cut_axes(self.program, p) if run is not None else ()
+        copy = copied(self.program, p, self.mesh)
+        return Part(x, p.shape, p.layout, run, replicas(self.program, p.layout, cut), copy)
+
+    def model_parts(self) -> dict[str, Part]:
+        """Return the parts of parameters and buffers, by their names in a checkpoint."""
+        parts = {
+            f"model.{name}": part
+            for p in self.program.params
+            if p.name in self.params
+            for name, part in by_name(p, self.part(p, self.params[p.name])).items()
+        }
+        for b in kept(self.program):
+            if b.name in self.buffers:
+                copies, copy = replicas(self.program, b.layout), copied(self.program, b, self.mesh)
+                parts[f"model.{b.fqn}"] = Part(self.buffers[b.name], b.shape, b.layout, None, copies, copy)
+        return parts
+
+
 def replicas(program: Program, layout: Layout, cut: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the axes whose ranks hold the same part."""
     split = {a for a, _ in layout.shards()} | set(cut) | {program.axis}
@@ -292,32 +334,9 @@ def cut_axes(program: Program, p: Param) -> tuple[str, ...]:
     return program.mesh.parts(bucket.shard) if bucket is not None and bucket.zero else ()
 
 
-def part_of(program: Program, p: Param, x: Tensor, run: FlatShard | None, mesh: Any) -> Part:
-    cut = cut_axes(program, p) if run is not None else ()
-    return Part(x, p.shape, p.layout, run, replicas(program, p.layout, cut), copied(program, p, mesh))
-
-
 def copied(program: Program, x: Param | Buffer, mesh: Any) -> bool:
     """Return whether another pipeline stage is the first that holds the tensor."""
     return bool(program.axis) and mesh.coordinate(program.axis) != program.holders(x)[0]
-
-
-def model_parts(
-    program: Program, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], runs: Runs, mesh: Any
-) -> dict[str, Part]:
-    parts = {
-        f"model.{name}": part
-        for p in program.params
-        if p.name in params
-        for name, part in by_name(p, part_of(program, p, params[p.name], runs.get(p.name), mesh)).items()
-    }
-    return parts | {
-        f"model.{b.fqn}": Part(
-            buffers[b.name], b.shape, b.layout, None, replicas(program, b.layout), copied(program, b, mesh)
-        )
-        for b in kept(program)
-        if b.name in buffers
-    }
 
 
 def kept(program: Program) -> list[Buffer]:

@@ -35,7 +35,7 @@ from shardc.ir.stored import Buffer, Param
 from shardc.optional import registered
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.boxes import Runs, kept, model_parts
+from shardc.runtime.state.boxes import RankState, kept
 from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
@@ -110,12 +110,8 @@ class Layout:
 
 def export_safetensors(
     path: str | Path,
-    program: Program,
-    mesh: Any,
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
+    held: RankState,
     *,
-    runs: Runs | None = None,
     wholes: Mapping[str, Tensor] | None = None,
     model: nn.Module | None = None,
     carried: Path | None = None,
@@ -127,15 +123,15 @@ def export_safetensors(
     """Write the model's weights for other programs. Returns the folders. Collective.
 
     All ranks write, and see one file system. path: a `.safetensors` file, or a folder: then `model.safetensors`, or
-    numbered files of at most `max_file_bytes` with an index. params: this rank's; runs: their flat shards (ZeRO);
-    wholes: the local parts then. model: of transformers or peft, on the meta device: its config and adapters are
+    numbered files of at most `max_file_bytes` with an index. wholes: the local parts of parameters, where `held` has
+    flat shards (ZeRO). model: of transformers or peft, on the meta device: its config and adapters are
     written too, and names are as in its own checkpoints. carried: the source folder of the weights, whose tokenizer is
     copied. dtype: of floating-point tensors; None: unchanged. A tied tensor is stored once, under the model's first
     name for it; the other names are in the file's metadata, as `safetensors.torch.load_model` expects. overwrite: also
     replace weights that shardc did not write. merge: the whole model, with the spec's adapters added to their weights;
     else, with such adapters, only these, as peft has them. Raises ShardcError, on all ranks.
     """
-    path = disk_calls.expanded(path)
+    path, program, mesh = disk_calls.expanded(path), held.program, held.mesh
     stored: list[Param | Buffer] = [*program.params, *(b for b in kept(program) if b.persistent)]
     tensors = {n: (x, shape) for x in stored for n, shape in x.shapes.items() if x.members or n == x.fqn}
     ties = {alias: x.fqn for x in stored for alias in x.aliases}
@@ -147,9 +143,9 @@ def export_safetensors(
     _, words = agreement.failures(mesh, None if foreign is None else str(foreign))
     if words:
         raise refused(Path(words), "pass overwrite=True")
-    parts = model_parts(program, params, buffers, runs or {}, mesh)
+    parts = held.model_parts()
 
-    def held(name: str) -> Iterator[tuple[Ranges, Tensor]]:
+    def held_of(name: str) -> Iterator[tuple[Ranges, Tensor]]:
         part = parts.get(f"model.{name}")
         if part is not None and part.written(mesh.layout, mesh.rank):
             for box in part.boxes(mesh.layout, mesh.rank):
@@ -157,11 +153,11 @@ def export_safetensors(
 
     def gathered(name: str) -> Tensor:
         x, _ = tensors[name]
-        source = (wholes if wholes is not None else params) if isinstance(x, Param) else buffers
+        source = (wholes if wholes is not None else held.params) if isinstance(x, Param) else held.buffers
         return x.by_name(gathered_entry(program, mesh, x, source))[name]
 
     for layout in layouts:
-        write(layout, held, gathered, mesh, max_file_bytes, path if path.suffix == ".safetensors" else None)
+        write(layout, held_of, gathered, mesh, max_file_bytes, path if path.suffix == ".safetensors" else None)
     return [layout.folder for layout in layouts]
 
 

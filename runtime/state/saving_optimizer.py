@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from shardc.errors import Errors, ShardcError
 from shardc.ir.matrices import Matrix
 from shardc.ir.placement import Layout
-from shardc.ir.program import Program
 from shardc.ir.stored import Param
-from shardc.runtime.state.boxes import Part, Runs, by_name, copied, cut_axes, part_of, replicas
+from shardc.runtime.state.boxes import Part, RankState, by_name, copied, cut_axes, replicas
 from shardc.runtime.state.checkpoint_index import Index, Stored
 from shardc.runtime.state.sources import check_names
 from shardc.runtime.zero.optimizer_kernels import IMPLEMENTATIONS
@@ -74,12 +73,10 @@ def restored(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
 Room = Callable[[Any, str, Tensor], Tensor]
 
 
-def _groups(
-    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, matrices: WholeMatrices | None
-) -> list[list[Param]]:
+def _groups(held: RankState, optimizer: Optimizer) -> list[list[Param]]:
     """Return the program's parameters in the optimizer's groups; none in groups of whole matrices."""
-    known = {id(params[p.name]): p for p in program.params if p.name in params}
-    groups = [group if whole is None else {"params": []} for group, whole in _with_matrices(optimizer, matrices)]
+    known = {id(held.params[p.name]): p for p in held.program.params if p.name in held.params}
+    groups = [group if whole is None else {"params": []} for group, whole in _with_matrices(held, optimizer)]
     for group in groups:
         for x in group["params"]:
             if id(x) not in known:
@@ -90,33 +87,25 @@ def _groups(
     return [[known[id(x)] for x in group["params"]] for group in groups]
 
 
-def _with_matrices(
-    optimizer: Optimizer, matrices: WholeMatrices | None
-) -> list[tuple[dict[str, Any], list[Matrix] | None]]:
+def _with_matrices(held: RankState, optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Matrix] | None]]:
     """Return each group with its matrices, of any owner; with None if it steps stored parameters."""
-    whole = matrices.by_group(optimizer) if matrices is not None else [None] * len(optimizer.param_groups)
+    whole = held.matrices.by_group(optimizer) if held.matrices is not None else [None] * len(optimizer.param_groups)
     return list(zip(optimizer.param_groups, whole, strict=True))
 
 
 def state_parts(
-    program: Program,
-    params: Mapping[str, Tensor],
-    optimizer: Optimizer,
-    runs: Runs,
-    mesh: Any,
-    matrices: WholeMatrices | None,
-    *,
-    copies: bool = False,
+    held: RankState, optimizer: Optimizer, *, copies: bool = False
 ) -> tuple[dict[str, Part], dict[str, Any]]:
     """Return the optimizer's state: tensors as parts, the rest as JSON values.
 
-    matrices: those that optimizers step whole: their owner writes what it has, under the matrix's name. copies: also
-    return state that another rank writes, such as a step counter.
+    The owner of a matrix that optimizers step whole writes what it has, under the matrix's name. copies: also return
+    state that another rank writes, such as a step counter.
     """
+    program, mesh = held.program, held.mesh
     parts: dict[str, Part] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    groups = _groups(program, params, optimizer, matrices)
-    for m, state in _owned_states(optimizer, matrices):
+    groups = _groups(held, optimizer)
+    for m, state in _owned_states(held, optimizer):
         away = copied(program, program.param(m.param), mesh)
         for name, x in state.items():
             tensors, rest = flattened(name, x.as_subclass(Tensor) if isinstance(x, Tensor) else x)
@@ -124,7 +113,7 @@ def state_parts(
             if not isinstance(x, Tensor):
                 numbers.setdefault(m.name, {})[name] = rest
     for p in (p for group in groups for p in group):
-        local, run = params[p.name], runs.get(p.name)
+        local, run = held.params[p.name], held.runs.get(p.name)
         if run is not None and not run.size:
             continue  # an empty shard has no useful state
         # a number is the same on all ranks; the first that holds some of the parameter writes it
@@ -137,7 +126,7 @@ def state_parts(
                 continue
             x = x.as_subclass(Tensor)  # a custom optimizer may keep a gradient's subclass
             if x.shape == local.shape:
-                named_parts = by_name(p, part_of(program, p, x, run, mesh))
+                named_parts = by_name(p, held.part(p, x))
                 parts |= {f"optimizer.{n}.{name}": part for n, part in named_parts.items()}
             elif x.dim() == 0 or (run is None and not p.layout.shards()):
                 if first or copies:
@@ -151,7 +140,7 @@ def state_parts(
                     fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
                 )
     facts = []
-    every = zip(_with_matrices(optimizer, matrices), group_classes(optimizer), groups, strict=True)
+    every = zip(_with_matrices(held, optimizer), group_classes(optimizer), groups, strict=True)
     for (group, wholes), kind, members in every:
         left_out = ("params", "param_names", *IMPLEMENTATIONS)
         hyper = {k: x.item() if isinstance(x, Tensor) else x for k, x in group.items() if k not in left_out}
@@ -169,9 +158,9 @@ def _names(members: list[Param], whole: list[Matrix] | None) -> list[str]:
     return [n for p in members for n in _named(p)] if whole is None else [m.name for m in whole]
 
 
-def _owned_states(optimizer: Optimizer, matrices: WholeMatrices | None) -> list[tuple[Matrix, dict[str, Any]]]:
+def _owned_states(held: RankState, optimizer: Optimizer) -> list[tuple[Matrix, dict[str, Any]]]:
     """Return the matrices that this rank owns, with the state of each."""
-    if matrices is None:
+    if (matrices := held.matrices) is None:
         return []
     return [(m, optimizer.state.get(matrices.owned[n], {})) for n, m in matrices.matrices.items()]
 
@@ -201,30 +190,21 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def room_for(
-    program: Program,
-    params: Mapping[str, Tensor],
-    optimizer: Optimizer,
-    index: Index,
-    parts: dict[str, Part],
-    folder: str,
-    runs: Runs,
-    room: Room | None,
-    mesh: Any,
-    matrices: WholeMatrices | None,
+    held: RankState, optimizer: Optimizer, index: Index, parts: dict[str, Part], folder: str, room: Room | None
 ) -> dict[str, dict[str, Any]]:
     """Make new state, to be filled, for every parameter: {fqn: {name: tensor or number}}.
 
     Adds its tensors to `parts`.
     """
-    facts, stored = index.optimizer, index.tensors
+    program, params, facts, stored = held.program, held.params, index.optimizer, index.tensors
     if facts is None:
         fix = "save it with its optimizer, or load it with optimizer=None"
         raise ShardcError("the checkpoint has no optimizer state", where=folder, fix=fix)
-    groups = _groups(program, params, optimizer, matrices)
-    names = [_names(g, whole) for g, (_, whole) in zip(groups, _with_matrices(optimizer, matrices), strict=True)]
+    groups, wholes_of = _groups(held, optimizer), [whole for _, whole in _with_matrices(held, optimizer)]
+    names = [_names(g, whole) for g, whole in zip(groups, wholes_of, strict=True)]
     _check_classes(names, optimizer, facts, folder)
     members = {p.fqn: p for group in groups for p in group}
-    wholes = {m.name: m for _, whole in _with_matrices(optimizer, matrices) for m in whole or ()}
+    wholes = {m.name: m for whole in wholes_of for m in whole or ()}
     errors = Errors()
     saved = {
         n: stored[f"model.{n}"].shape for group in facts["groups"] for n in group["params"] if f"model.{n}" in stored
@@ -257,8 +237,9 @@ def room_for(
     errors.raise_any()
     states: dict[str, dict[str, Any]] = {n: dict(facts["numbers"].get(_named(p)[0], {})) for n, p in members.items()}
     owners = {n: p for p in members.values() for n in _named(p)}
-    for m, state in _owned_states(optimizer, matrices):
-        states[m.name] = _room_of_matrix(m, state, facts["numbers"].get(m.name, {}), stored, parts, matrices)
+    for m, state in _owned_states(held, optimizer):
+        numbers = facts["numbers"].get(m.name, {})
+        states[m.name] = _room_of_matrix(m, state, numbers, stored, parts, held.matrices)
     for key, tensor in stored.items():
         fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
         if not key.startswith("optimizer.") or fqn not in owners:
@@ -274,7 +255,7 @@ def room_for(
                 present = optimizer.state.get(local, {}).get(name)
                 states[p.fqn][name] = _present_or_zeros(present, form.shape, form.dtype, name, local.device)
         x = states[p.fqn][name]
-        part = part_of(program, p, x, runs.get(p.name), mesh) if like_param else Part(x, tensor.shape)
+        part = held.part(p, x) if like_param else Part(x, tensor.shape)
         parts[key] = by_name(p, part)[fqn] if like_param else part
     return states
 
@@ -342,19 +323,12 @@ def _check_settings(errors: Errors, i: int, names: list[str], saved: list[dict[s
             return
 
 
-def fill(
-    program: Program,
-    params: Mapping[str, Tensor],
-    optimizer: Optimizer,
-    facts: Mapping[str, Any],
-    states: Mapping[str, dict[str, Any]],
-    matrices: WholeMatrices | None,
-) -> None:
+def fill(held: RankState, optimizer: Optimizer, facts: Mapping[str, Any], states: Mapping[str, dict[str, Any]]) -> None:
     """Load states by the optimizer's load_state_dict, which knows their device and dtype."""
     state: dict[int, dict[str, Any]] = {}
     groups = []
-    every = _with_matrices(optimizer, matrices)
-    of_class = zip(group_classes(optimizer), every, _groups(program, params, optimizer, matrices), strict=True)
+    every, matrices = _with_matrices(held, optimizer), held.matrices
+    of_class = zip(group_classes(optimizer), every, _groups(held, optimizer), strict=True)
     for i, (kind, (group, whole), stored) in enumerate(of_class):
         # match groups by name; one without parameters here by its number
         names = _names(stored, whole)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from shardc.ir.program import Program
-from shardc.runtime import state
 from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.data.loader import Rest
@@ -22,6 +21,7 @@ from shardc.runtime.rng import Rng
 from shardc.runtime.stage.communicators import groups_of
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import Values
+from shardc.runtime.state.parts import constants
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.zero.buckets import Buckets
 
@@ -115,7 +115,7 @@ class LocalModel:
             self.mesh.barrier()
             if isinstance(self.mesh, TorchMesh):
                 self.mesh.add_groups(groups_of(program))
-            self.others[key] = self._make(program, self.mesh), state.constants(program, self.mesh)
+            self.others[key] = self._make(program, self.mesh), constants(program, self.mesh)
             purpose = "scoring" if use == "score" else batch_sizes.sizes_text(self.program, key[0]) or "evaluating"
             self.mesh.note(f"compiled for {purpose} in {time.perf_counter() - start:.1f} s")
         return self.others[key]

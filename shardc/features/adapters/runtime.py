@@ -121,7 +121,8 @@ def _add_weights(
 
     def lengths(part: AdapterTensor, ranges: Ranges) -> Tensor:
         w = given.tensors[part.base].tensor().detach()
-        return torch.linalg.vector_norm(w, dim=-2 if part.adapter.flipped else -1)[index(ranges)]
+        norms: Tensor = torch.linalg.vector_norm(w, dim=-2 if part.adapter.flipped else -1)
+        return norms[index(ranges)]
 
     tensors = {name: first.tensors[key] for name, key in keys.items()}
     for name, part in dims.items():

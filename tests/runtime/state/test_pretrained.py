@@ -22,8 +22,9 @@ from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state import weight_files
 from shardc.runtime.state.init import record
+from shardc.runtime.state.parts import local_parts
 from shardc.runtime.state.pretrained import lazily
-from shardc.runtime.state.sources import weights
+from shardc.runtime.state.sources import weights, weights_for
 from shardc.runtime.state.weight_files import open_weights
 
 torch.set_num_threads(1)
@@ -156,9 +157,7 @@ def test_a_rank_reads_its_slices_and_nothing_else(axis: str, folders: Any, monke
 
 def _held(program: Program, path: Path, mesh: Any) -> tuple[int, int]:
     """A rank's parameters, made without the others."""
-    from shardc.runtime import state
-
-    params, _ = state.local_parts(program, state.weights_for(None, path, 0), mesh)
+    params, _ = local_parts(program, weights_for(None, path, 0), mesh)
     return 0, sum(x.nbytes for _, x in params)
 
 
