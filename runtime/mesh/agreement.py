@@ -21,6 +21,7 @@ instead of in different collectives.
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -223,9 +224,9 @@ def _refuse(mesh: Any, facts: Sequence[Fact], kind: type[DisagreementError]) -> 
     raise AssertionError("facts that differ are errors")
 
 
-def text_of_rank(mesh: Any, text: str, rank: int = 0) -> str:
-    """Return the text of one rank on all ranks. Collective."""
-    return texts(mesh, text if mesh.rank == rank else "")[rank]
+def text_of_first(mesh: Any, text: str) -> str:
+    """Return the text of rank 0 on all ranks. Collective."""
+    return texts(mesh, text if mesh.rank == 0 else "")[0]
 
 
 def texts(mesh: Any, text: str) -> list[str]:
@@ -269,10 +270,7 @@ def _values(mesh: Any, fact: Fact) -> str:
 
 
 def slots_of(fact: Fact, mesh: Mesh) -> int:
-    n = 1
-    for axis in fact.axes:
-        n *= mesh.size(axis)
-    return n
+    return math.prod(mesh.size(axis) for axis in fact.axes)
 
 
 def _slot(fact: Fact, mesh: Any) -> int:

@@ -121,8 +121,9 @@ class RankMesh(ABC):
         return self.waits.during(kind, axes, nbytes, whole=True)
 
     def _background(self, work: Work, kind: str, axes: tuple[str, ...], nbytes: int) -> Work:
-        """Prepare a collective that has begun so that its later wait is measured."""
-        work.waiting = partial(self.waits.during, kind, axes, nbytes, whole=False)
+        """Prepare a collective that has begun so that its later wait is measured. kind: as recorded, or "receive"."""
+        recorded = "send_recv" if kind == "receive" else kind
+        work.waiting = partial(self.waits.during, recorded, axes, nbytes, whole=False)
         return work
 
     # --- called by programs
@@ -193,12 +194,7 @@ class RankMesh(ABC):
 
     def all_to_all(self, parts: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
         """Send part i of parts [ranks, ...] to rank i of the axis; return the received parts, by rank."""
-        if self.size(axis) == 1:
-            return parts
-        with self._blocking("all_to_all", (axis,), parts.nbytes, direction, tag):
-            into = parts.new_empty(parts.shape)
-            self._all_to_all(parts.detach().contiguous(), into, [], [], (axis,), tag, False).wait()
-        return into
+        return self.all_to_all_rows(parts, [], [], (axis,), direction=direction, tag=tag)
 
     def all_to_all_rows(
         self,
@@ -212,12 +208,12 @@ class RankMesh(ABC):
     ) -> Tensor:
         """Send sent[i] consecutive rows of x to rank i of the group; return the received rows, by rank.
 
-        x [rows, ...]. received: the number of rows from each rank. Numbers may be 0.
+        x [rows, ...]. received: the number of rows from each rank. Numbers may be 0; none: equally many for all.
         """
         if self.members(axes) == 1:
             return x
         with self._blocking("all_to_all", axes, x.nbytes, direction, tag):
-            into = x.new_empty((sum(received), *x.shape[1:]))
+            into = x.new_empty((sum(received) if received else len(x), *x.shape[1:]))
             self._all_to_all(x.detach().contiguous(), into, list(sent), list(received), axes, tag, False).wait()
         return into
 
@@ -252,7 +248,7 @@ class RankMesh(ABC):
     def start_receive(self, into: Tensor, axis: str, source: int, *, tag: str = "") -> Work:
         """Receive the next tensor from coordinate `source` of `axis`, in the background. into: contiguous."""
         self.activity.begin("receive", (axis,), tag)
-        return self._background(self._receive(into, axis, source, tag), "send_recv", (axis,), into.nbytes)
+        return self._background(self._receive(into, axis, source, tag), "receive", (axis,), into.nbytes)
 
     def sum_on_host(self, numbers: Sequence[int]) -> list[int]:
         """Sum integers (int64) elementwise over all ranks, on the host: a few bytes, not in `.records`."""

@@ -85,8 +85,13 @@ class TorchMesh(RankMesh):
             check_variables()
             _check_world(layout, int(os.environ.get("WORLD_SIZE", 1)))
             present = presence.take(timeout or default_pg_timeout, watch)
+            # its functions have the current world as a default argument when they are defined, and so would keep its
+            # connections open after a failed rank leaves it
+            importlib.import_module("torch.distributed.nn.functional")
             with not_inherited(), present.activity.during("joining the world"):
-                _join(present, own_device, timeout)
+                if own_device.type == "cuda":
+                    share_no_gpu(present.store, present.rank, own_device)
+                _enter(present.store, present.rank, present.world, own_device, timeout)
             self.owner = True
         elif dist.is_initialized():
             present = Presence.of(default_store(), dist.get_rank(), dist.get_world_size(), named=watch)
@@ -134,23 +139,20 @@ class TorchMesh(RankMesh):
 
     def _connect(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make all process groups. Collective."""
-        with not_inherited():
-            self._connect_all(axes)
-
-    def _connect_all(self, axes: Iterable[tuple[str, ...]]) -> None:
         layout = self.layout
-        # with NCCL only: a gloo group, so that agreement on the host does not wait for the device
-        if layout.world > 1 and not backend_of("cpu"):
-            self._host = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="host")
-        fact = stated("the mesh", layout, fix="start all ranks with the same spec and --mesh")
-        facts = [replace(fact, placed=False)]  # coordinates differ between different meshes
-        check(self, facts, "joining the mesh")
-        self.add_groups(axes)
-        self._lines = {
-            (axis, upwards): self._new_group(layout.groups((axis,)), f"{axis} {'up' if upwards else 'down'}")
-            for axis in self._along
-            for upwards in (True, False)
-        }
+        with not_inherited():
+            # with NCCL only: a gloo group, so that agreement on the host does not wait for the device
+            if layout.world > 1 and not backend_of("cpu"):
+                self._host = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="host")
+            fact = stated("the mesh", layout, fix="start all ranks with the same spec and --mesh")
+            facts = [replace(fact, placed=False)]  # coordinates differ between different meshes
+            check(self, facts, "joining the mesh")
+            self.add_groups(axes)
+            self._lines = {
+                (axis, upwards): self._new_group(layout.groups((axis,)), f"{axis} {'up' if upwards else 'down'}")
+                for axis in self._along
+                for upwards in (True, False)
+            }
 
     def add_groups(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make the process groups for more sets of axes. Collective where there are any to make."""
@@ -364,16 +366,8 @@ class TorchMesh(RankMesh):
         if self._processes is not None and self._processes.ended():
             raise RankFailedError("some ranks have ended", where="meeting again")
         store = dist.PrefixStore(f"shardc/again{self._failures.number}", self._store)  # type: ignore[attr-defined]
-        backend = "gloo" if self.device.type == "cpu" else "nccl"
         with not_inherited():
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=self.rank,
-                world_size=self.layout.world,
-                timeout=AGAIN,
-                device_id=self.device if backend == "nccl" else None,
-            )
+            _enter(store, self.rank, self.layout.world, self.device, AGAIN)
         axes = [tuple(sorted(names)) for names in self._created]
         self._created = set()
         self._connect(axes)
@@ -394,19 +388,13 @@ class TorchMesh(RankMesh):
             self.owner = False
 
 
-def _join(present: Presence, here: torch.device, timeout: timedelta | None) -> None:
-    """Enter the world of the environment. Raises ShardcError if two processes of a machine share a GPU."""
-    # its functions have the current world as a default argument when they are defined, and so would keep its
-    # connections open after a failed rank leaves it
-    importlib.import_module("torch.distributed.nn.functional")
-    store, rank, world = present.store, present.rank, present.world
-    if here.type != "cuda":
+def _enter(store: Any, rank: int, world: int, device: torch.device, timeout: timedelta | None) -> None:
+    if device.type != "cuda":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         return
-    share_no_gpu(store, rank, here)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # collectives run first; also in split groups
     dist.init_process_group(
-        "nccl", store=store, rank=rank, world_size=world, timeout=timeout, pg_options=options, device_id=here
+        "nccl", store=store, rank=rank, world_size=world, timeout=timeout, pg_options=options, device_id=device
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,13 +109,9 @@ class Draft:
         for (piece, entry), x in zip(self.pieces, tensors, strict=True):
             copy = memory[entry.start - start : entry.stop - start]
             copy.copy_(x.detach().contiguous().view(-1).view(torch.uint8), non_blocking=bool(devices))
-            piece.read = functools.partial(_same, copy)
+            piece.read = copy.detach
         for device in devices:
             torch.cuda.synchronize(device)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def drafts(plan: Plan, save: Mapping[str, str]) -> dict[str, Draft]:
@@ -168,7 +164,8 @@ class Part:
     """This rank's part of a global tensor.
 
     run: local is 1-d, this flat shard of the local part; None: it is the local part. replicas: the axes whose ranks
-    have the same part. elsewhere: another pipeline stage's rank writes this part.
+    have the same part. elsewhere: another pipeline stage's rank writes this part. stack: local is of a stack of several
+    model parameters, of this shape, and this is the part of entry `member`.
     """
 
     local: Tensor
@@ -177,28 +174,16 @@ class Part:
     run: FlatShard | None = None
     replicas: tuple[str, ...] = ()
     elsewhere: bool = False
-
-    def boxes(self, mesh: Mesh, rank: int) -> Sequence[Box]:
-        """Return the boxes of the part that have elements."""
-        return boxes_of(self.shape, self.layout, self.run, mesh, rank)
-
-    def written(self, mesh: Mesh, rank: int) -> bool:
-        """Return whether this rank writes the part, and no other replica."""
-        coords = mesh.coords(rank)
-        return not self.elsewhere and not any(coords[a] for a in self.replicas)
-
-
-@dataclass(frozen=True)
-class Member(Part):
-    """One entry of a stack of several model parameters. stack: the part of all; member: its index."""
-
-    stack: Part | None = None
+    stack: Numbers = ()
     member: int = 0
 
     def boxes(self, mesh: Mesh, rank: int) -> Sequence[Box]:
-        assert self.stack is not None
+        """Return the boxes of the part that have elements."""
+        boxes = boxes_of(self.stack or self.shape, self.layout, self.run, mesh, rank)
+        if not self.stack:
+            return boxes
         result = []
-        for box in self.stack.boxes(mesh, rank):
+        for box in boxes:
             place = self.member - box.offset[0]
             if 0 <= place < box.shape[0]:
                 first, *rest = box.index
@@ -206,16 +191,17 @@ class Member(Part):
                 result.append(Box(box.offset[1:], box.shape[1:], index, box.flat_range, box.form))
         return result
 
+    def written(self, mesh: Mesh, rank: int) -> bool:
+        """Return whether this rank writes the part, and no other replica."""
+        coords = mesh.coords(rank)
+        return not self.elsewhere and not any(coords[a] for a in self.replicas)
+
 
 def by_name(p: Param, part: Part) -> dict[str, Part]:
     """Return {checkpoint name: part}: one name, or for a stack one per member."""
     if not p.members:
         return {p.fqn: part}
-    shape = p.shape[1:]
-    return {
-        n: Member(part.local, shape, replicas=part.replicas, elsewhere=part.elsewhere, stack=part, member=i)
-        for i, n in enumerate(p.members)
-    }
+    return {n: replace(part, shape=p.shape[1:], stack=p.shape, member=i) for i, n in enumerate(p.members)}
 
 
 @functools.lru_cache(maxsize=1 << 16)  # a tensor's moments have its boxes, in this save and in the next one

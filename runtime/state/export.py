@@ -65,15 +65,10 @@ class Output:
     of: names of the tensors that it is computed from; itself: it is one of them, unchanged.
     """
 
-    name: str
+    entry: Entry
     ref: Ref
-    dtype: torch.dtype
     of: tuple[str, ...]
     itself: bool
-
-    @property
-    def entry(self) -> Entry:
-        return Entry(self.name, self.dtype, self.ref.shape)
 
 
 @dataclass(frozen=True)
@@ -215,9 +210,9 @@ def plan(
 
     def layout(at: Path, stem: str, saved: Mapping[str, Tensor], ties: Mapping[str, str], finish: Any) -> Layout:
         outputs = tuple(sorted((_output(n, x, recorder, dtype) for n, x in saved.items()), key=lambda x: x.of))
-        if wide := [x.name for x in outputs if x.dtype not in NAMES]:
+        if wide := {x.entry.name: x.entry.dtype for x in outputs if x.entry.dtype not in NAMES}:
             fix = "save a checkpoint instead (engine.save), or train in complex64"
-            kinds = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in outputs if x.name in wide}))
+            kinds = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in wide.values()}))
             raise ShardcError(f"safetensors files hold no {kinds}", where=", ".join(wide), fix=fix)
         metadata = {k: v for k, v in ties.items() if v in saved}
         return Layout(at, stem, outputs, recorder.tape, values, metadata, finish)
@@ -245,7 +240,7 @@ def _output(name: str, x: Tensor, recorder: Recorder, dtype: torch.dtype | None)
     stored = (tape.entries[i].args[0] for i in tape.closure([ref.storage]) if tape.entries[i].func is None)
     read = tuple(x.name for x in stored if x.name)
     source = tape.source(ref)
-    return Output(name, ref, written, read, source is not None and source.name != "")
+    return Output(Entry(name, written, ref.shape), ref, read, source is not None and source.name != "")
 
 
 def skeleton(model: nn.Module | None) -> nn.Module | None:
@@ -435,7 +430,7 @@ def _rename_files(
         return
     index_name = f"{layout.stem}.safetensors.index.json"
     if many:
-        weight_map = {x.name: name for group, name in zip(groups, names, strict=True) for x in group}
+        weight_map = {x.entry.name: name for group, name in zip(groups, names, strict=True) for x in group}
         total = sum(x.entry.nbytes for x in layout.outputs)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
         (layout.folder / index_name).write_text(text + "\n")

@@ -8,7 +8,7 @@ of a folder to load, and, after each of `check`, `read` and `finish`, that it su
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,17 +78,13 @@ def load(
     raise DamagedError("all checkpoints are damaged", where=str(folder), fix=fix, errors=problems)
 
 
-def candidates(folder: Path, mesh: Any, *, last_good: bool) -> Iterator[Path]:
-    """Yield the checkpoints to try, as rank 0 sees them: file systems may show other ranks something else."""
-    paths = _found(folder) if mesh.rank == 0 else []
-    number = 0
-    while name := agreement.text_of_rank(mesh, str(paths[number]) if number < len(paths) else ""):
-        yield Path(name)
-        number += 1
-        if not last_good:
-            return
-    if not number:
+def candidates(folder: Path, mesh: Any, *, last_good: bool) -> list[Path]:
+    """Return the checkpoints to try, as rank 0 sees them: file systems may show other ranks something else."""
+    found = [str(path) for path in _found(folder)] if mesh.rank == 0 else []
+    paths = [Path(path) for path in json.loads(agreement.text_of_first(mesh, json.dumps(found)))]
+    if not paths:
         raise none_in(folder)
+    return paths if last_good else paths[:1]
 
 
 def _found(folder: Path) -> list[Path]:

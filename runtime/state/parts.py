@@ -30,16 +30,6 @@ def gather(x: Tensor, layout: Layout, mesh: Any, tag: str = "") -> Tensor:
     return x
 
 
-def _entries(
-    program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
-) -> Iterator[tuple[Param | Buffer, Tensor]]:
-    """Yield every parameter and persistent buffer with its global value on the CPU, one at a time."""
-    for x in program.params_and_buffers:
-        if not x.fqn or (isinstance(x, Buffer) and not x.persistent):
-            continue
-        yield x, gathered_entry(program, mesh, x, params if isinstance(x, Param) else buffers)
-
-
 def gathered_entry(program: Program, mesh: Any, x: Param | Buffer, held: Mapping[str, Tensor]) -> Tensor:
     """Return the global value of a parameter or buffer on the CPU, on every rank. Collective."""
     local = _everywhere(program, mesh, x, held)
@@ -76,7 +66,10 @@ def full_state_dict(
     It has all names of a tied tensor, and persistent buffers. rank0_only: the other ranks return {}.
     """
     state_dict: dict[str, Tensor] = {}
-    for x, value in _entries(program, mesh, params, buffers):
+    for x in program.params_and_buffers:
+        if not x.fqn or (isinstance(x, Buffer) and not x.persistent):
+            continue
+        value = gathered_entry(program, mesh, x, params if isinstance(x, Param) else buffers)
         if mesh.rank == 0 or not rank0_only:
             state_dict |= x.by_name(value)
     return state_dict

@@ -47,7 +47,7 @@ from shardc.runtime.state.checkpoint_folder import (
     renamed_path,
 )
 from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, json_number
-from shardc.runtime.state.saving_optimizer import combine_facts, state_parts
+from shardc.runtime.state.saving_optimizer import combined, state_parts
 from shardc.runtime.state.tensor_file import bytes_of
 
 # --- one save of one rank: its files, and on rank 0 the index of all and the rename that makes it visible
@@ -197,22 +197,14 @@ class Save:
             files, part_tensors = checkpoint_index.read_tables(part)
             for name, t in part_tensors.items():
                 known = tensors.setdefault(name, Stored(t.dtype, t.shape))
-                if (known.dtype, known.shape) != (t.dtype, t.shape):
-                    raise SavingError(
-                        "ranks saved this tensor with two dtypes or shapes: "
-                        f"{known.dtype} {known.shape}, {t.dtype} {t.shape}",
-                        where=name,
-                        fix="report this: ranks must agree on shapes",
-                    )
+                assert (known.dtype, known.shape) == (t.dtype, t.shape), f"ranks differ in {name}"
                 moved = (Slice(s.file + len(every), s.start, s.offset, s.shape, s.digest) for s in t.slices)
                 tensors[name] = Stored(t.dtype, t.shape, (*known.slices, *moved))
             every += files
-        facts = dict(parts[0]["facts"])
-        for part in reversed(parts):
-            facts["extra"] = {**facts["extra"], **part["facts"]["extra"]}
-        optimizers = [part["facts"]["optimizer"] for part in parts if part["facts"]["optimizer"] is not None]
-        facts["optimizer"] = combine_facts(optimizers) if optimizers else None
-        return Index(id=self.id, step=self.step, files=tuple(every), tensors=tensors, **facts)
+        facts = parts[0]["facts"] | combined([part["facts"] for part in parts])
+        index = Index(id=self.id, step=self.step, files=tuple(every), tensors=tensors, **facts)
+        checkpoint_index.check(index)
+        return index
 
     def end(self, *, failed: bool) -> None:
         """Release the lock, and remove the files of a failed save."""
@@ -254,7 +246,7 @@ class Saves:
         it fails.
         """
         self.finish()
-        id = agreement.text_of_rank(self._mesh, secrets.token_hex(8))
+        id = agreement.text_of_first(self._mesh, secrets.token_hex(8))
         save = Save(self._mesh, folder.absolute(), step, keep, id, self._known)
         if overwrite:
             self._known.see(save.folder)

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,24 +74,40 @@ def restored(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
 Room = Callable[[Any, str, Tensor], Tensor]
 
 
-def _groups(held: RankState, optimizer: Optimizer) -> list[list[Param]]:
-    """Return the program's parameters in the optimizer's groups; none in groups of whole matrices."""
+@dataclass(frozen=True)
+class _Group:
+    """A group of an optimizer.
+
+    kind: its optimizer's class; params: the program's; matrices: of any owner, if it steps whole ones.
+    """
+
+    settings: dict[str, Any]
+    kind: str
+    params: list[Param]
+    matrices: list[Matrix] | None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its parameters in a checkpoint."""
+        if self.matrices is not None:
+            return [m.name for m in self.matrices]
+        return [n for p in self.params for n in _named(p)]
+
+
+def _groups(held: RankState, optimizer: Optimizer) -> list[_Group]:
     known = {id(held.params[p.name]): p for p in held.program.params if p.name in held.params}
-    groups = [group if whole is None else {"params": []} for group, whole in _with_matrices(held, optimizer)]
-    for group in groups:
-        for x in group["params"]:
+    whole = held.matrices.by_group(optimizer) if held.matrices is not None else [None] * len(optimizer.param_groups)
+    groups = []
+    for settings, kind, matrices in zip(optimizer.param_groups, group_classes(optimizer), whole, strict=True):
+        stored = settings["params"] if matrices is None else []
+        for x in stored:
             if id(x) not in known:
                 raise ShardcError(
                     f"the optimizer holds a tensor of shape {list(x.shape)} that is not a parameter of the program",
                     fix="make the optimizer from the parameters that shardc passes to it",
                 )
-    return [[known[id(x)] for x in group["params"]] for group in groups]
-
-
-def _with_matrices(held: RankState, optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Matrix] | None]]:
-    """Return each group with its matrices, of any owner; with None if it steps stored parameters."""
-    whole = held.matrices.by_group(optimizer) if held.matrices is not None else [None] * len(optimizer.param_groups)
-    return list(zip(optimizer.param_groups, whole, strict=True))
+        groups.append(_Group(settings, kind, [known[id(x)] for x in stored], matrices))
+    return groups
 
 
 def state_parts(
@@ -112,7 +129,7 @@ def state_parts(
             parts |= {f"optimizer.{m.name}.{n}": Part(t, tuple(t.shape), elsewhere=away) for n, t in tensors.items()}
             if not isinstance(x, Tensor):
                 numbers.setdefault(m.name, {})[name] = rest
-    for p in (p for group in groups for p in group):
+    for p in (p for group in groups for p in group.params):
         local, run = held.params[p.name], held.runs.get(p.name)
         if run is not None and not run.size:
             continue  # an empty shard has no useful state
@@ -140,22 +157,16 @@ def state_parts(
                     fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
                 )
     facts = []
-    every = zip(_with_matrices(held, optimizer), group_classes(optimizer), groups, strict=True)
-    for (group, wholes), kind, members in every:
+    for g in groups:
         left_out = ("params", "param_names", *IMPLEMENTATIONS)
-        hyper = {k: x.item() if isinstance(x, Tensor) else x for k, x in group.items() if k not in left_out}
-        facts.append({**hyper, "class": kind, "params": _names(members, wholes)})
+        hyper = {k: x.item() if isinstance(x, Tensor) else x for k, x in g.settings.items() if k not in left_out}
+        facts.append({**hyper, "class": g.kind, "params": g.names})
     return parts, {"class": class_of(optimizer), "groups": facts, "numbers": numbers}
 
 
 def _named(p: Param) -> tuple[str, ...]:
     """Return the names under which a checkpoint stores a parameter's state."""
     return p.members or (p.fqn,)
-
-
-def _names(members: list[Param], whole: list[Matrix] | None) -> list[str]:
-    """Return the names of a group's parameters in a checkpoint."""
-    return [n for p in members for n in _named(p)] if whole is None else [m.name for m in whole]
 
 
 def _owned_states(held: RankState, optimizer: Optimizer) -> list[tuple[Matrix, dict[str, Any]]]:
@@ -165,12 +176,18 @@ def _owned_states(held: RankState, optimizer: Optimizer) -> list[tuple[Matrix, d
     return [(m, optimizer.state.get(matrices.owned[n], {})) for n, m in matrices.matrices.items()]
 
 
-def combine_facts(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the optimizer's facts of all ranks: of a number, the value of the first rank that has it.
+def combined(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Combine `extra` and the facts of the optimizer of all ranks: of a value, that of the first rank that has it.
 
     The n-th groups of all stages are one group, if their settings are the same; else each stays separate (a learning
     rate by layer).
     """
+    extra: dict[str, Any] = {}
+    for report in reversed(reports):
+        extra |= report["extra"]
+    facts = [report["optimizer"] for report in reports if report["optimizer"] is not None]
+    if not facts:
+        return {"extra": extra, "optimizer": None}
     numbers: dict[str, Any] = {}
     for rank_facts in reversed(facts):
         for fqn, values in rank_facts["numbers"].items():
@@ -182,7 +199,7 @@ def combine_facts(facts: list[dict[str, Any]]) -> dict[str, Any]:
                 groups[i]["params"] = list(dict.fromkeys([*groups[i]["params"], *group["params"]]))
             elif group not in groups:
                 groups.append(group)
-    return {**facts[0], "groups": groups, "numbers": numbers}
+    return {"extra": extra, "optimizer": {**facts[0], "groups": groups, "numbers": numbers}}
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,15 +217,12 @@ def room_for(
     if facts is None:
         fix = "save it with its optimizer, or load it with optimizer=None"
         raise ShardcError("the checkpoint has no optimizer state", where=folder, fix=fix)
-    groups, wholes_of = _groups(held, optimizer), [whole for _, whole in _with_matrices(held, optimizer)]
-    names = [_names(g, whole) for g, whole in zip(groups, wholes_of, strict=True)]
-    _check_classes(names, optimizer, facts, folder)
-    members = {p.fqn: p for group in groups for p in group}
-    wholes = {m.name: m for whole in wholes_of for m in whole or ()}
+    groups, saved_groups = _groups(held, optimizer), _by_param(facts)
+    _check_classes(groups, saved_groups, optimizer, facts, folder)
+    members = {p.fqn: p for group in groups for p in group.params}
+    wholes = {m.name: m for group in groups for m in group.matrices or ()}
     errors = Errors()
-    saved = {
-        n: stored[f"model.{n}"].shape for group in facts["groups"] for n in group["params"] if f"model.{n}" in stored
-    }
+    saved = {n: stored[f"model.{n}"].shape for n in saved_groups if f"model.{n}" in stored}
     stepped = {p.fqn for p in members.values()} | {program.param(m.param).fqn for m in wholes.values()}
     if idle := [p.fqn for p in program.params if _named(p)[0] in saved and p.name in params and p.fqn not in stepped]:
         fault = (
@@ -227,13 +241,12 @@ def room_for(
         [n for p in program.params for n in _named(p)],
         "the checkpoint's optimizer",
     )
-    saved_names = {n for group in facts["groups"] for n in group["params"]}
-    if absent := [n for n in wholes if n not in saved_names]:
+    if absent := [n for n in wholes if n not in saved_groups]:
         fault = f"the checkpoint's optimizer has no matrix {', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}"
         fix = "write the `optimizer: {matrices: ...}` that it was saved with, or load it with optimizer=None"
         errors.add(fault, where=folder, fix=fix)
-    for i, group_names in enumerate(names):
-        _check_settings(errors, i, group_names, facts["groups"], folder)
+    for i, group in enumerate(groups):
+        _check_settings(errors, i, group.names, saved_groups, folder)
     errors.raise_any()
     states: dict[str, dict[str, Any]] = {n: dict(facts["numbers"].get(_named(p)[0], {})) for n, p in members.items()}
     owners = {n: p for p in members.values() for n in _named(p)}
@@ -290,34 +303,43 @@ def _room_of_matrix(
     return {n: x for n, x in tensors.items() if "/" not in n} | nested
 
 
-def _check_classes(names: list[list[str]], optimizer: Optimizer, facts: Mapping[str, Any], folder: str) -> None:
-    """Check that every parameter was stepped by its present optimizer class. names: of each group."""
-    for kind, group_names in zip(group_classes(optimizer), names, strict=True):
-        for name in group_names:
-            saved = next((g.get("class", facts["class"]) for g in facts["groups"] if name in g["params"]), kind)
-            if saved != kind:
-                several = "" if class_of(optimizer) == kind and facts["class"] == saved else f" for {name}"
-                raise ShardcError(
-                    f"the checkpoint is of the optimizer {saved}, not {kind}{several}",
-                    where=folder,
-                    fix=f"use {saved}{several}; or start from its weights only: --weights instead of --resume, or"
-                    " program.engine(model, weights=folder)",
-                )
+def _by_param(facts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the saved group of each parameter, by its name in the checkpoint."""
+    return {name: group for group in reversed(facts["groups"]) for name in group["params"]}
 
 
-def _check_settings(errors: Errors, i: int, names: list[str], saved: list[dict[str, Any]], folder: str) -> None:
+def _check_classes(
+    groups: Sequence[_Group],
+    saved: Mapping[str, Mapping[str, Any]],
+    optimizer: Optimizer,
+    facts: Mapping[str, Any],
+    folder: str,
+) -> None:
+    """Check that every parameter was stepped by its present optimizer class. saved: each parameter's group."""
+    for kind, name in ((g.kind, n) for g in groups for n in g.names if n in saved):
+        before = saved[name].get("class", facts["class"])
+        if before != kind:
+            several = "" if class_of(optimizer) == kind and facts["class"] == before else f" for {name}"
+            raise ShardcError(
+                f"the checkpoint is of the optimizer {before}, not {kind}{several}",
+                where=folder,
+                fix=f"use {before}{several}; or start from its weights only: --weights instead of --resume, or"
+                " program.engine(model, weights=folder)",
+            )
+
+
+def _check_settings(
+    errors: Errors, i: int, names: Sequence[str], saved: Mapping[str, dict[str, Any]], folder: str
+) -> None:
     """Check that the parameters of a group had the same settings in the checkpoint."""
-    first: tuple[str, dict[str, Any]] | None = None
-    for name in names:
-        theirs = next((_settings(g) for g in saved if name in g["params"]), None)
-        if theirs is None:
-            continue
-        first = first or (name, theirs)
-        if other := [k for k in theirs.keys() | first[1].keys() if theirs.get(k) != first[1].get(k)]:
+    first, *others = [n for n in names if n in saved] or [""]
+    for name in others:
+        ours, theirs = _settings(saved[first]), _settings(saved[name])
+        if other := [k for k in theirs.keys() | ours.keys() if theirs.get(k) != ours.get(k)]:
             k = min(other)
             fault = (
                 f"parameters of optimizer group {i} had different settings when they were saved: {k} was"
-                f" {first[1].get(k)} for {first[0]} and {theirs.get(k)} for {name}"
+                f" {ours.get(k)} for {first} and {theirs.get(k)} for {name}"
             )
             errors.add(fault, where=folder, fix="make the same groups as before, or load it with optimizer=None")
             return
@@ -327,24 +349,20 @@ def fill(held: RankState, optimizer: Optimizer, facts: Mapping[str, Any], states
     """Load states by the optimizer's load_state_dict, which knows their device and dtype."""
     state: dict[int, dict[str, Any]] = {}
     groups = []
-    every, matrices = _with_matrices(held, optimizer), held.matrices
-    of_class = zip(group_classes(optimizer), every, _groups(held, optimizer), strict=True)
-    for i, (kind, (group, whole), stored) in enumerate(of_class):
+    saved = _by_param(facts)
+    for i, g in enumerate(_groups(held, optimizer)):
+        names = g.names
         # match groups by name; one without parameters here by its number
-        names = _names(stored, whole)
-        matching = (
-            [g for g in facts["groups"] if names[0] in g["params"]]
-            if names
-            else [g for g in facts["groups"][i : i + 1] if g.get("class", kind) == kind]
-        )
-        members = [p.fqn for p in stored]
-        if whole is not None and matrices is not None:
-            members = [m.name for m in whole if m.name in matrices.owned]
-        hyper = {k: x for k, x in matching[0].items() if k not in ("class", *IMPLEMENTATIONS)} if matching else {}
+        same_number = (x for x in facts["groups"][i : i + 1] if x.get("class", g.kind) == g.kind)
+        matching: dict[str, Any] = saved.get(names[0], {}) if names else next(same_number, {})
+        members = [p.fqn for p in g.params]
+        if g.matrices is not None and held.matrices is not None:
+            members = [m.name for m in g.matrices if m.name in held.matrices.owned]
+        hyper = {k: x for k, x in matching.items() if k not in ("class", *IMPLEMENTATIONS)}
         numbered = list(range(len(state), len(state) + len(members)))
         state |= dict(zip(numbered, (states[n] for n in members), strict=True))
-        settled = {k: _like(group.get(k), x) for k, x in hyper.items()}
-        groups.append({**{k: x for k, x in group.items() if k != "params"}, **settled, "params": numbered})
+        settled = {k: _like(g.settings.get(k), x) for k, x in hyper.items()}
+        groups.append({**_settings(g.settings), **settled, "params": numbered})
     optimizer.load_state_dict({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})
 
 

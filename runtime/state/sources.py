@@ -169,8 +169,9 @@ def from_files(path: Any, base: Weights, seed: int) -> Weights:
     """
     assert base.model is not None
     recorder = Recorder()
-    placed = place(open_weights(path), base.model, recorder)
-    refs = {n: recorder.ref(x) for n, x in placed.tensors.items()}
+    files = open_weights(path)
+    placed, notes = place(files, base.model, recorder)
+    refs = {n: recorder.ref(x) for n, x in placed.items()}
     recipe = Recipe(recorder.tape, refs)
     tensors = {**base.tensors, **{n: recipe.sliced(n, seed) for n in refs}}
 
@@ -181,9 +182,7 @@ def from_files(path: Any, base: Weights, seed: int) -> Weights:
         same = len({refs[n] for n in present}) <= 1
         return same or all(torch.equal(tensors[n].tensor(), tensors[present[0]].tensor()) for n in present[1:])
 
-    notes = (*base.notes, *placed.notes(base.model))
-    folder = base.folder or placed.files.folder
-    return Weights(base.what, tensors, tied, base.model, notes, folder)
+    return Weights(base.what, tensors, tied, base.model, (*base.notes, *notes), base.folder or files.folder)
 
 
 #: If more names than this do not fit, they belong to another model.
