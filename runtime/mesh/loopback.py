@@ -23,8 +23,7 @@ class Aborted(RuntimeError):
 class _Meeting:
     """The meeting place of one group. items: of the ranks that arrived; results: for those that sleep."""
 
-    def __init__(self, ranks: tuple[int, ...], lock: threading.Lock) -> None:
-        self.ranks = ranks
+    def __init__(self, lock: threading.Lock) -> None:
         self.changed = threading.Condition(lock)
         self.items: dict[int, tuple[str, Any]] = {}
         self.results: dict[int, Any] = {}
@@ -59,7 +58,7 @@ class _World:
         with self.lock:
             if self.failed:
                 raise Aborted
-            meeting = self.meetings.setdefault(ranks, _Meeting(ranks, self.lock))
+            meeting = self.meetings.setdefault(ranks, _Meeting(self.lock))
             meeting.items[rank] = (name, item)
             if len(meeting.items) < len(ranks):
                 return self._sleep(meeting, rank, name)

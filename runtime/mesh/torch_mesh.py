@@ -123,13 +123,6 @@ class TorchMesh(RankMesh):
         options: dict[str, Any] = {"device": self.device, "timeout": self._timeout, "record": self.recording}
         return TorchMesh(layout, axes, lines=lines, **options)
 
-    def new_view(self) -> TorchMesh:
-        """Return a view of this mesh with a separate step. See RankMesh.new_view."""
-        view = super().new_view()
-        assert isinstance(view, TorchMesh)
-        view.owner = False
-        return view
-
     def transfer_to(self, other: TorchMesh) -> None:
         """Let another mesh of this world replace this one: it leaves the world, and watches, instead of it."""
         other.owner, self.owner = self.owner or other.owner, False
