@@ -130,10 +130,9 @@ class Mesh:
         >>> Mesh.of({"dp": 2, "tp": 2}).named(1), Mesh.of({"dp": 4}).named(0, 2, 3, shown=2)
         ('rank 1 (dp=0, tp=1)', 'ranks 0 (dp=0), 2 (dp=2) and 1 more')
         """
-        places = {r: ", ".join(f"{a}={c}" for a, c in self.coords(r).items()) for r in ranks[:shown]}
-        texts = [f"{r} ({place})" if place else f"{r}" for r, place in places.items()]
+        texts = [f"{r} ({', '.join(f'{a}={c}' for a, c in self.coords(r).items())})" for r in ranks[:shown]]
         more = f" and {len(ranks) - shown} more" if len(ranks) > shown else ""
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}{more}"
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts).removesuffix(' ()')}{more}"
 
     def rank(self, coords: Mapping[str, int]) -> int:
         return sum(coords[name] * self.stride(name) for name in self.names)
