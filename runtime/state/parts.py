@@ -170,9 +170,9 @@ def _check(program: Program, given: Weights) -> None:
         if x.members:
             expected |= x.shapes
             continue
-        present = [n for n in x.names if n in given.shapes] or [x.fqn]
+        present = [n for n in x.names if n in given.tensors] or [x.fqn]
         optional = isinstance(x, Buffer) and not x.persistent and not given.of_model
-        if present[0] not in given.shapes and optional:
+        if present[0] not in given.tensors and optional:
             errors.add(
                 f"the buffer is not in the {given.what}: it is not persistent",
                 where=x.fqn,
@@ -190,5 +190,6 @@ def _check(program: Program, given: Weights) -> None:
             )
     known = {n for x in entries for n in x.names}
     fix = "pass the compiled model, or compile this one" if given.of_model else SAVED_MODEL
-    check_names(errors, expected, given.shapes, known, f"the {given.what}", fix)
+    shapes = {n: source.shape for n, source in given.tensors.items()}
+    check_names(errors, expected, shapes, known, f"the {given.what}", fix)
     errors.raise_any()

@@ -41,10 +41,6 @@ class Weights:
     folder: Path | None = None
 
     @property
-    def shapes(self) -> Shapes:
-        return {n: x.shape for n, x in self.tensors.items()}
-
-    @property
     def of_model(self) -> bool:
         """Whether they are a model's, which has the buffers that are not persistent, too."""
         return self.what == "model"
