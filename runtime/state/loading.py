@@ -80,8 +80,8 @@ def load(
 
 def candidates(folder: Path, mesh: Any, *, last_good: bool) -> list[Path]:
     """Return the checkpoints to try, as rank 0 sees them: file systems may show other ranks something else."""
-    found = [str(path) for path in _found(folder)] if mesh.rank == 0 else []
-    paths = [Path(path) for path in json.loads(agreement.text_of_first(mesh, json.dumps(found)))]
+    names = [str(path) for path in _found(folder)] if mesh.rank == 0 else []
+    paths = [Path(name) for name in json.loads(agreement.text_of_first(mesh, json.dumps(names)))]
     if not paths:
         raise none_in(folder)
     return paths if last_good else paths[:1]
