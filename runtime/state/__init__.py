@@ -3,10 +3,11 @@
 Keys are the model's own names and the place in the global tensor, never a program's sharding: any mesh can read it.
 
     saving, loading       checkpoints: how all ranks together write one, and read it
-    boxes                 what a rank holds; which boxes of a global tensor it writes and reads
+    boxes                 which boxes of a global tensor a rank writes and reads
     checkpoint_folder     the folder of checkpoints: which is the last one; slices, read and checked
     checkpoint_index      index.json: the contents of a checkpoint, checked as untrusted input
     saving_optimizer      the optimizer's state in a checkpoint
+    owners                what a rank holds, and where an optimizer steps it
     tensor_file           .safetensors files by ranges of bytes
     disk_calls            every call that reaches a disk
     torch_format          torch.distributed.checkpoint's format, in and out

@@ -10,11 +10,10 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout
@@ -24,9 +23,6 @@ from shardc.runtime.state import disk_calls
 from shardc.runtime.state.checkpoint_index import Numbers, Stored
 from shardc.runtime.state.tensor_file import Entry, header, stored_as
 from shardc.runtime.zero.flat_partition import FlatShard, elements
-
-if TYPE_CHECKING:
-    from shardc.runtime.matrices.whole import WholeMatrices
 
 # --- what one rank writes: slices of its tensors, and the files that hold them
 
@@ -268,44 +264,6 @@ def cuts(shape: Numbers, itemsize: int, limit: int) -> Iterator[tuple[Numbers, N
 
 
 # --- a program's tensors
-
-
-@dataclass(frozen=True)
-class RankState:
-    """What a rank holds of a program's training.
-
-    params, buffers: by placeholder name; runs: flat shards (ZeRO) among params. optimizer: over these params. matrices:
-    those that this rank owns, if optimizers step whole ones.
-    """
-
-    program: Program
-    mesh: Any
-    params: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    optimizer: Optimizer | None = None
-    runs: Runs = field(default_factory=dict)
-    matrices: WholeMatrices | None = None
-
-    def part(self, p: Param, x: Tensor) -> Part:
-        """Return the part that x, of a parameter's local shape, is of a global tensor."""
-        run = self.runs.get(p.name)
-        cut = cut_axes(self.program, p) if run is not None else ()
-        copy = copied(self.program, p, self.mesh)
-        return Part(x, p.shape, p.layout, run, replicas(self.program, p.layout, cut), copy)
-
-    def model_parts(self) -> dict[str, Part]:
-        """Return the parts of parameters and buffers, by their names in a checkpoint."""
-        parts = {
-            f"model.{name}": part
-            for p in self.program.params
-            if p.name in self.params
-            for name, part in by_name(p, self.part(p, self.params[p.name])).items()
-        }
-        for b in kept(self.program):
-            if b.name in self.buffers:
-                copies, copy = replicas(self.program, b.layout), copied(self.program, b, self.mesh)
-                parts[f"model.{b.fqn}"] = Part(self.buffers[b.name], b.shape, b.layout, None, copies, copy)
-        return parts
 
 
 def replicas(program: Program, layout: Layout, cut: Iterable[str] = ()) -> tuple[str, ...]:

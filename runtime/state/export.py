@@ -35,8 +35,9 @@ from shardc.ir.stored import Buffer, Param
 from shardc.optional import registered
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.boxes import RankState, kept
+from shardc.runtime.state.boxes import kept
 from shardc.runtime.state.init_tape import Recorder, Ref, Tape
+from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
 from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index, stretches, whole

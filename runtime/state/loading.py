@@ -20,7 +20,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.boxes import Box, Part, RankState, kept
+from shardc.runtime.state.boxes import Box, Part, kept
 from shardc.runtime.state.checkpoint_folder import (
     DamagedError,
     check_file,
@@ -33,6 +33,7 @@ from shardc.runtime.state.checkpoint_folder import (
     remedy,
 )
 from shardc.runtime.state.checkpoint_index import Index, Slice
+from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.saving_optimizer import Room, fill, room_for
 from shardc.runtime.state.sources import check_names
 

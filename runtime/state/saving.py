@@ -34,7 +34,7 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import checkpoint_index, disk_calls
-from shardc.runtime.state.boxes import Draft, Plan, RankState, drafts, planned
+from shardc.runtime.state.boxes import Draft, Plan, drafts, planned
 from shardc.runtime.state.checkpoint_folder import (
     LOCK,
     WORK,
@@ -47,6 +47,7 @@ from shardc.runtime.state.checkpoint_folder import (
     renamed_path,
 )
 from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, json_number
+from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.saving_optimizer import combined, state_parts
 from shardc.runtime.state.tensor_file import bytes_of
 

@@ -8,67 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.matrices import Matrix
 from shardc.ir.placement import Layout
 from shardc.ir.stored import Param
-from shardc.runtime.state.boxes import Part, RankState, by_name, copied, cut_axes, replicas
-from shardc.runtime.state.checkpoint_index import Index, Stored
+from shardc.runtime.state.boxes import Part, by_name, copied, cut_axes, replicas
+from shardc.runtime.state.checkpoint_index import Index
+from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.sources import check_names
 from shardc.runtime.zero.optimizer_kernels import IMPLEMENTATIONS
 from shardc.runtime.zero.optimizer_list import class_of, group_classes
-
-if TYPE_CHECKING:
-    from shardc.runtime.matrices.whole import WholeMatrices
-
-# --- state that is no tensor but holds some
-
-
-#: {KEY: name} replaces a tensor in plain values.
-KEY = "tensor"
-
-
-def flattened(name: str, x: Any) -> tuple[dict[str, Tensor], Any]:
-    """Split a value into ({name: tensor}, the rest with {"tensor": name} in their places).
-
-    The tensors of a container are named "name/0" and so on. Without tensors: ({}, the value).
-    """
-    if isinstance(x, Tensor):
-        return {name: x}, {KEY: name}
-    items = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, (list, tuple)) else ()
-    tensors: dict[str, Tensor] = {}
-    rest: list[tuple[Any, Any]] = []
-    for k, value in items:
-        inner, plain = flattened(f"{name}/{k}", value)
-        tensors |= inner
-        rest.append((k, plain))
-    if not tensors:
-        return {}, x
-    kind = "dict" if isinstance(x, Mapping) else "tuple" if isinstance(x, tuple) else "list"
-    return tensors, {kind: dict(rest) if kind == "dict" else [v for _, v in rest]}
-
-
-def restored(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild what `flattened` took apart."""
-    if isinstance(plain, Mapping) and len(plain) == 1:
-        ((kind, inside),) = plain.items()
-        if kind == KEY and isinstance(inside, str) and inside in tensors:
-            return tensors[inside]
-        if kind == "dict" and isinstance(inside, Mapping):
-            return {k: restored(v, tensors) for k, v in inside.items()}
-        if kind in ("list", "tuple") and isinstance(inside, list):
-            values = [restored(v, tensors) for v in inside]
-            return tuple(values) if kind == "tuple" else values
-    return plain
-
-
-# --- the optimizer
 
 #: (parameter, name of a state of it, a tensor with its shape and dtype) -> a tensor to fill
 Room = Callable[[Any, str, Tensor], Tensor]
@@ -78,35 +32,33 @@ Room = Callable[[Any, str, Tensor], Tensor]
 class _Group:
     """A group of an optimizer.
 
-    kind: its optimizer's class; params: the program's; matrices: of any owner, if it steps whole ones.
+    kind: its optimizer's class; params: the program's. owned: if owners step it, {name in checkpoints: placeholder}.
     """
 
     settings: dict[str, Any]
     kind: str
     params: list[Param]
-    matrices: list[Matrix] | None
+    owned: Mapping[str, str] | None
 
     @property
     def names(self) -> list[str]:
         """Names of its parameters in a checkpoint."""
-        if self.matrices is not None:
-            return [m.name for m in self.matrices]
-        return [n for p in self.params for n in _named(p)]
+        return [n for p in self.params for n in _named(p)] if self.owned is None else list(self.owned)
 
 
 def _groups(held: RankState, optimizer: Optimizer) -> list[_Group]:
     known = {id(held.params[p.name]): p for p in held.program.params if p.name in held.params}
-    whole = held.matrices.by_group(optimizer) if held.matrices is not None else [None] * len(optimizer.param_groups)
     groups = []
-    for settings, kind, matrices in zip(optimizer.param_groups, group_classes(optimizer), whole, strict=True):
-        stored = settings["params"] if matrices is None else []
+    every = optimizer.param_groups, group_classes(optimizer), held.owners.groups(optimizer)
+    for settings, kind, owned in zip(*every, strict=True):
+        stored = settings["params"] if owned is None else []
         for x in stored:
             if id(x) not in known:
                 raise ShardcError(
                     f"the optimizer holds a tensor of shape {list(x.shape)} that is not a parameter of the program",
                     fix="make the optimizer from the parameters that shardc passes to it",
                 )
-        groups.append(_Group(settings, kind, [known[id(x)] for x in stored], matrices))
+        groups.append(_Group(settings, kind, [known[id(x)] for x in stored], owned))
     return groups
 
 
@@ -115,20 +67,11 @@ def state_parts(
 ) -> tuple[dict[str, Part], dict[str, Any]]:
     """Return the optimizer's state: tensors as parts, the rest as JSON values.
 
-    The owner of a matrix that optimizers step whole writes what it has, under the matrix's name. copies: also return
-    state that another rank writes, such as a step counter.
+    copies: also return state that another rank writes, such as a step counter.
     """
     program, mesh = held.program, held.mesh
-    parts: dict[str, Part] = {}
-    numbers: dict[str, dict[str, Any]] = {}
+    parts, numbers = held.owners.state_parts(optimizer, mesh)
     groups = _groups(held, optimizer)
-    for m, state in _owned_states(held, optimizer):
-        away = copied(program, program.param(m.param), mesh)
-        for name, x in state.items():
-            tensors, rest = flattened(name, x.as_subclass(Tensor) if isinstance(x, Tensor) else x)
-            parts |= {f"optimizer.{m.name}.{n}": Part(t, tuple(t.shape), elsewhere=away) for n, t in tensors.items()}
-            if not isinstance(x, Tensor):
-                numbers.setdefault(m.name, {})[name] = rest
     for p in (p for group in groups for p in group.params):
         local, run = held.params[p.name], held.runs.get(p.name)
         if run is not None and not run.size:
@@ -167,13 +110,6 @@ def state_parts(
 def _named(p: Param) -> tuple[str, ...]:
     """Return the names under which a checkpoint stores a parameter's state."""
     return p.members or (p.fqn,)
-
-
-def _owned_states(held: RankState, optimizer: Optimizer) -> list[tuple[Matrix, dict[str, Any]]]:
-    """Return the matrices that this rank owns, with the state of each."""
-    if (matrices := held.matrices) is None:
-        return []
-    return [(m, optimizer.state.get(matrices.owned[n], {})) for n, m in matrices.matrices.items()]
 
 
 def combined(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -220,10 +156,9 @@ def room_for(
     groups, saved_groups = _groups(held, optimizer), _by_param(facts)
     _check_classes(groups, saved_groups, optimizer, facts, folder)
     members = {p.fqn: p for group in groups for p in group.params}
-    wholes = {m.name: m for group in groups for m in group.matrices or ()}
     errors = Errors()
     saved = {n: stored[f"model.{n}"].shape for n in saved_groups if f"model.{n}" in stored}
-    stepped = {p.fqn for p in members.values()} | {program.param(m.param).fqn for m in wholes.values()}
+    stepped = {*members, *(program.param(n).fqn for group in groups for n in (group.owned or {}).values())}
     if idle := [p.fqn for p in program.params if _named(p)[0] in saved and p.name in params and p.fqn not in stepped]:
         fault = (
             f"the checkpoint's optimizer has {', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}, but this "
@@ -241,23 +176,17 @@ def room_for(
         [n for p in program.params for n in _named(p)],
         "the checkpoint's optimizer",
     )
-    if absent := [n for n in wholes if n not in saved_groups]:
-        fault = f"the checkpoint's optimizer has no matrix {', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}"
-        fix = "write the `optimizer: {matrices: ...}` that it was saved with, or load it with optimizer=None"
-        errors.add(fault, where=folder, fix=fix)
+    of_others = held.owners.room_for(optimizer, index, parts, errors, folder)
     for i, group in enumerate(groups):
         _check_settings(errors, i, group.names, saved_groups, folder)
     errors.raise_any()
-    states: dict[str, dict[str, Any]] = {n: dict(facts["numbers"].get(_named(p)[0], {})) for n, p in members.items()}
-    owners = {n: p for p in members.values() for n in _named(p)}
-    for m, state in _owned_states(held, optimizer):
-        numbers = facts["numbers"].get(m.name, {})
-        states[m.name] = _room_of_matrix(m, state, numbers, stored, parts, held.matrices)
+    states = of_others | {n: dict(facts["numbers"].get(_named(p)[0], {})) for n, p in members.items()}
+    named = {n: p for p in members.values() for n in _named(p)}
     for key, tensor in stored.items():
         fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
-        if not key.startswith("optimizer.") or fqn not in owners:
+        if not key.startswith("optimizer.") or fqn not in named:
             continue
-        p = owners[fqn]
+        p = named[fqn]
         local, shape = params[p.name], p.shapes[fqn]
         like_param = tensor.shape == shape and (bool(shape) or name != "step")
         if name not in states[p.fqn]:
@@ -266,41 +195,20 @@ def room_for(
                 states[p.fqn][name] = room(local, name, form)
             else:
                 present = optimizer.state.get(local, {}).get(name)
-                states[p.fqn][name] = _present_or_zeros(present, form.shape, form.dtype, name, local.device)
+                states[p.fqn][name] = present_or_zeros(present, form.shape, form.dtype, name, local.device)
         x = states[p.fqn][name]
         part = held.part(p, x) if like_param else Part(x, tensor.shape)
         parts[key] = by_name(p, part)[fqn] if like_param else part
     return states
 
 
-def _present_or_zeros(
+def present_or_zeros(
     present: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str, device: torch.device
 ) -> Tensor:
     """Return present state if its form fits, else zeros. A step counter is on the CPU."""
     if isinstance(present, Tensor) and (tuple(present.shape), present.dtype) == (tuple(shape), dtype):
         return present  # filled in place: no second state in memory
     return torch.zeros(shape, dtype=dtype, device="cpu" if name == "step" else device)
-
-
-def _room_of_matrix(
-    m: Matrix,
-    held: Mapping[str, Any],
-    numbers: Mapping[str, Any],
-    stored: Mapping[str, Stored],
-    parts: dict[str, Part],
-    matrices: WholeMatrices | None,
-) -> dict[str, Any]:
-    """Make new state, to be filled, of a matrix that this rank owns. held: its present state."""
-    assert matrices is not None
-    device, prefix = matrices.owned[m.name].device, f"optimizer.{m.name}."
-    tensors: dict[str, Tensor] = {}
-    for key, tensor in stored.items():
-        name = key.removeprefix(prefix)
-        if key.startswith(prefix) and "." not in name:
-            tensors[name] = _present_or_zeros(held.get(name), tensor.shape, tensor.dtype, name, device)
-            parts[key] = Part(tensors[name], tensor.shape)
-    nested = {name: restored(plain, tensors) for name, plain in numbers.items()}
-    return {n: x for n, x in tensors.items() if "/" not in n} | nested
 
 
 def _by_param(facts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -355,9 +263,7 @@ def fill(held: RankState, optimizer: Optimizer, facts: Mapping[str, Any], states
         # match groups by name; one without parameters here by its number
         same_number = (x for x in facts["groups"][i : i + 1] if x.get("class", g.kind) == g.kind)
         matching: dict[str, Any] = saved.get(names[0], {}) if names else next(same_number, {})
-        members = [p.fqn for p in g.params]
-        if g.matrices is not None and held.matrices is not None:
-            members = [m.name for m in g.matrices if m.name in held.matrices.owned]
+        members = [p.fqn for p in g.params] if g.owned is None else [n for n in g.owned if n in held.owners.owned]
         hyper = {k: x for k, x in matching.items() if k not in ("class", *IMPLEMENTATIONS)}
         numbered = list(range(len(state), len(state) + len(members)))
         state |= dict(zip(numbered, (states[n] for n in members), strict=True))

@@ -13,12 +13,11 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.optional import needed
 from shardc.runtime.checks import parameter_parts, state_dict_marks
-from shardc.runtime.matrices.own_loop import OwnersOptimizer
 from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.stage.clip_grad_norm import norm_axes, parameter_norms
-from shardc.runtime.state.boxes import RankState
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.state.loading import load
+from shardc.runtime.state.owners import Owners, OwnersOptimizer, RankState
 from shardc.runtime.state.parts import full_state_dict
 from shardc.runtime.state.saving import save
 from shardc.runtime.step import resumed
@@ -106,14 +105,14 @@ class ModuleState(nn.Module):
         return dict(extra.get("module", {}))
 
     def _held(self, optimizer: Any) -> RankState:
-        """Return what this rank holds. optimizer: of a custom loop; one of whole matrices has those that it owns."""
-        r, matrices = self._running, None
+        """Return what this rank holds. optimizer: of a custom loop, or its wrapper with owners."""
+        r, owners = self._running, Owners()
         if isinstance(optimizer, OwnersOptimizer):
-            optimizer, matrices = optimizer.made, optimizer.matrices
+            optimizer, owners = optimizer.made, optimizer.owners
         elif optimizer is not None:
             optimizer = as_one(optimizer)
         buffers, owned = self._buffers_by_name(), r.buckets.owned
-        return RankState(r.program, r.mesh, owned, buffers, optimizer, r.buckets.runs, matrices)
+        return RankState(r.program, r.mesh, owned, buffers, optimizer, r.buckets.runs, owners)
 
     @property
     def weights_end(self) -> _End:

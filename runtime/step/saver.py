@@ -15,9 +15,9 @@ from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data.loader import Loaders
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.mesh.agreement import stated
-from shardc.runtime.state.boxes import RankState
 from shardc.runtime.state.export import export_safetensors
 from shardc.runtime.state.loading import load
+from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.parts import full_state_dict
 from shardc.runtime.state.saving import Saves, save
 from shardc.runtime.step import resumed
@@ -49,9 +49,7 @@ class Saver:
     def held(self) -> RankState:
         """What this rank holds, with its optimizer."""
         model, optimizer = self.model, self.update.optimizer
-        return RankState(
-            self.program, self.mesh, self.owned, model.buffers, optimizer, self.buckets.runs, model.matrices
-        )
+        return RankState(self.program, self.mesh, self.owned, model.buffers, optimizer, self.buckets.runs, model.owners)
 
     @property
     def checks(self) -> bool:
@@ -118,8 +116,7 @@ class Saver:
         self.model.offload.changed()
         if self.update.paged is not None:
             self.update.paged.rest()
-        if self.model.matrices is not None:
-            self.model.matrices.gather()
+        self.model.owners.gather()
 
     def go_on_from(self, extra: Mapping[str, Any], *, new_schedule: bool = False, new_data: bool = False) -> None:
         """Set step, seed, schedules, loss scale and loaders to those of a checkpoint or another engine."""

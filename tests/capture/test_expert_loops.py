@@ -20,8 +20,8 @@ from shardc.capture import capture
 from shardc.ir.placement import Shard
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.state.boxes import RankState
 from shardc.runtime.state.export import export_safetensors
+from shardc.runtime.state.owners import RankState
 from tests import equality, zoo
 from tests.zoo import expert_loops, hf, hf_more
 

@@ -291,8 +291,8 @@ def test_export(tmp_path: Path) -> None:
     """The plain model's weights, once each, from all stages."""
     from safetensors.torch import load_model
 
-    from shardc.runtime.state.boxes import RankState
     from shardc.runtime.state.export import export_safetensors
+    from shardc.runtime.state.owners import RankState
 
     p = of(MESHES["pp=4"])
 

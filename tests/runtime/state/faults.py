@@ -37,8 +37,8 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state import disk_calls, loading, saving
-from shardc.runtime.state.boxes import RankState
 from shardc.runtime.state.checkpoint_folder import verify
+from shardc.runtime.state.owners import RankState
 from tests.runtime.state.test_state import OPTIMIZERS, Net, local_parameters, program_of
 
 Value = dict[str, Any]

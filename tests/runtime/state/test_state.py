@@ -21,9 +21,9 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state import export, loading, parts, saving, sources
-from shardc.runtime.state.boxes import RankState
 from shardc.runtime.state.checkpoint_folder import newest, read_index
 from shardc.runtime.state.init import named_tensors, record
+from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.sources import check_names
 from tests import warm
 

@@ -1,0 +1,122 @@
+"""Define what a rank holds, and where an optimizer steps it: where it is stored, unless a feature says more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardc.errors import Errors
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
+from shardc.runtime.state.boxes import Part, Runs, by_name, copied, cut_axes, kept, replicas
+from shardc.runtime.state.checkpoint_index import Index
+
+
+class Owners:
+    """Every rank steps what it stores, so that nothing moves. A feature's owners step whole parameters.
+
+    moves: whether gradients go to owners. nbytes: that this rank sends in each message of a step. owned: what it steps
+    as their owner, {name in checkpoints: parameter}.
+    """
+
+    moves = False
+    nbytes: Sequence[int] = ()
+    owned: Mapping[str, nn.Parameter] = MappingProxyType({})
+
+    @property
+    def written(self) -> bool:
+        """Whether user code wrote to stored parts of which owners have copies."""
+        return False
+
+    def note(self) -> None:
+        """Note that the owners have the current values of the stored parts."""
+
+    def gather(self) -> None:
+        """Send the stored parts to the owners. Collective."""
+
+    def forget(self) -> None:
+        """Drop gradients of an earlier step, before a step."""
+
+    def begin(self, names: Iterable[str]) -> None:
+        """Start to send the final gradients of these parameters, while backward goes on. Collective."""
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """Return a context for the optimizer's step: gradients go to the owners, new values come back. Collective."""
+        return nullcontext()
+
+    def in_own_loop(
+        self, optimizer: Optimizer, stored: Iterable[nn.Parameter], agree: Callable[[Optimizer, bool], None]
+    ) -> Optimizer:
+        """Return the optimizer for a custom loop.
+
+        stored: the module's parameters. agree: compares the optimizer, and whether user code wrote to parameters,
+        between ranks before a step.
+        """
+        return optimizer
+
+    # --- in a checkpoint
+
+    def groups(self, optimizer: Optimizer) -> list[dict[str, str] | None]:
+        """Return {name in checkpoints: parameter's placeholder} of each group; None: it steps stored parts."""
+        return [None] * len(optimizer.param_groups)
+
+    def state_parts(self, optimizer: Optimizer, mesh: Any) -> tuple[dict[str, Part], dict[str, dict[str, Any]]]:
+        """Return the state of what this rank owns: tensors as parts, the rest as JSON values by name."""
+        return {}, {}
+
+    def room_for(
+        self, optimizer: Optimizer, index: Index, parts: dict[str, Part], errors: Errors, folder: str
+    ) -> dict[str, dict[str, Any]]:
+        """Make new state, to be filled, of what this rank owns. Adds its tensors to parts, faults to errors."""
+        return {}
+
+
+class OwnersOptimizer(Optimizer):
+    """An optimizer for a custom loop whose step moves values to owners and back. made: as the user made it."""
+
+    made: Optimizer
+    owners: Owners
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank holds of a program's training.
+
+    params, buffers: by placeholder name; runs: flat shards (ZeRO) among params. optimizer: over these params. owners:
+    where it steps them.
+    """
+
+    program: Program
+    mesh: Any
+    params: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizer: Optimizer | None = None
+    runs: Runs = field(default_factory=dict)
+    owners: Owners = field(default_factory=Owners)
+
+    def part(self, p: Param, x: Tensor) -> Part:
+        """Return the part that x, of a parameter's local shape, is of a global tensor."""
+        run = self.runs.get(p.name)
+        cut = cut_axes(self.program, p) if run is not None else ()
+        copy = copied(self.program, p, self.mesh)
+        return Part(x, p.shape, p.layout, run, replicas(self.program, p.layout, cut), copy)
+
+    def model_parts(self) -> dict[str, Part]:
+        """Return the parts of parameters and buffers, by their names in a checkpoint."""
+        parts = {
+            f"model.{name}": part
+            for p in self.program.params
+            if p.name in self.params
+            for name, part in by_name(p, self.part(p, self.params[p.name])).items()
+        }
+        for b in kept(self.program):
+            if b.name in self.buffers:
+                copies, copy = replicas(self.program, b.layout), copied(self.program, b, self.mesh)
+                parts[f"model.{b.fqn}"] = Part(self.buffers[b.name], b.shape, b.layout, None, copies, copy)
+        return parts
