@@ -15,6 +15,8 @@ _LAST = 5  # lines at the end of an error that name its kind; notes come after i
 GRACE = 1.0
 #: Exit status of a rank that ended because another one failed, or does not answer.
 GAVE_UP = 75
+#: Errors of a rank whose peer has gone.
+PEER_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
 
 
 def first_failed(ranks: list[subprocess.Popen[bytes]], words_of: Callable[[int], str], failed: list[int]) -> int:
@@ -40,11 +42,4 @@ def first_failed(ranks: list[subprocess.Popen[bytes]], words_of: Callable[[int],
 def _lost_peer(text: str) -> bool:
     """Return whether a rank's last words show that its peer went away."""
     last = "".join(text.strip().lower().splitlines()[-_LAST:])
-    signs = (
-        "connection closed by peer",
-        "connection reset by peer",
-        "broken pipe",
-        "connection refused",
-        "remote process exited",
-    )
-    return any(sign in last for sign in signs)
+    return any(sign in last for sign in (*PEER_GONE, "connection refused"))

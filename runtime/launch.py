@@ -284,18 +284,19 @@ class _StoppedRanks:
     def since(self, seconds: float) -> int | None:
         """Return the first rank that has been stopped for so many seconds; None if there is none."""
         now = time.monotonic()
-        stopped = {r for r, p in enumerate(self._ranks) if _state(p.pid) == "T"}
+        stopped = {r for r, p in enumerate(self._ranks) if process_state(p.pid)[0] == "T"}
         if len(stopped) == len(self._ranks):
             stopped = set()
         self._since = {r: self._since.get(r, now) for r in stopped}
         return next((r for r, began in sorted(self._since.items(), key=lambda x: x[1]) if now - began > seconds), None)
 
 
-def _state(pid: int) -> str:
-    """Return Linux's state of a process: "R" runs, "S" sleeps, "T" is stopped; "" if unknown."""
+def process_state(pid: int) -> tuple[str, int]:
+    """Return Linux's (state, start) of a process: "R": runs, "T": is stopped, "Z": has ended; ("", 0): unknown."""
     with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    return "", 0
 
 
 def _report(rank: int, code: int | None, mesh: Mesh, words: str, doing: str) -> None:

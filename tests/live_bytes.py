@@ -99,43 +99,20 @@ class _Measured(RankMesh):
         finally:
             self.live.paused = before
 
-    def _all_reduce(self, x: Tensor, *args: Any) -> Tensor:
-        return self._result(super()._all_reduce, x, *args)
+    def _all_reduce(self, *args: Any) -> Work:
+        return self._started(super()._all_reduce, *args)
 
-    def _all_gather(self, x: Tensor, *args: Any) -> Tensor:
-        return self._result(super()._all_gather, x, *args)
+    def _all_gather(self, *args: Any) -> Work:
+        return self._started(super()._all_gather, *args)
 
-    def _reduce_scatter(self, x: Tensor, *args: Any) -> Tensor:
-        return self._result(super()._reduce_scatter, x, *args)
+    def _reduce_scatter(self, *args: Any) -> Work:
+        return self._started(super()._reduce_scatter, *args)
 
-    def _all_to_all(self, x: Tensor, *args: Any) -> Tensor:
-        return self._result(super()._all_to_all, x, *args)
+    def _all_to_all(self, *args: Any) -> Work:
+        return self._started(super()._all_to_all, *args)
 
-    def _all_to_all_rows(self, x: Tensor, *args: Any) -> Tensor:
-        return self._result(super()._all_to_all_rows, x, *args)
-
-    def _result(self, make: Callable[..., Tensor], *args: Any) -> Tensor:
-        with self._unseen():
-            found = make(*args)
-        self.live.see(found)
-        return found
-
-    # in place: nothing comes of it
-
-    def _start_all_reduce(self, *args: Any) -> Work:
-        return self._started(super()._start_all_reduce, *args)
-
-    def _start_all_gather(self, *args: Any) -> Work:
-        return self._started(super()._start_all_gather, *args)
-
-    def _start_reduce_scatter(self, *args: Any) -> Work:
-        return self._started(super()._start_reduce_scatter, *args)
-
-    def _start_all_to_all_rows(self, *args: Any) -> Work:
-        return self._started(super()._start_all_to_all_rows, *args)
-
-    def _start_send(self, x: Tensor, *args: Any) -> Work:
-        work = self._started(super()._start_send, x, *args)
+    def _send(self, x: Tensor, *args: Any) -> Work:
+        work = self._started(super()._send, x, *args)
         work._kept = x  # as a real one, until it has gone
         return work
 

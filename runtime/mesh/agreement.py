@@ -21,6 +21,7 @@ instead of in different collectives.
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -37,11 +38,10 @@ from shardc.ir.mesh import Mesh
 BITS = 24
 #: Tensors of more bytes are hashed by blocks of so many, each by torch; smaller ones by zlib, byte by byte.
 BLOCK = 1 << 20
-LONGEST_TEXT = 1000  # characters that `text_of_rank` exchanges
 SHOWN = 4  # ranks, facts and values that an error names
 #: Numbers in the first sum of a check; more facts need a second sum.
 ROOM = 64
-#: Bytes of a fact's text that ranks exchange for an error, 7 to a number.
+#: Characters of a fact's text that ranks exchange for an error.
 TEXT = 42
 SAME_OPTIMIZER = "construct the same optimizer and scheduler on all ranks, and load the same checkpoint on all"
 SAME_PROGRAM = "compile the same model and spec, with the same version of shardc and torch, on all ranks"
@@ -150,12 +150,14 @@ def _blocks(flat: Tensor) -> Tensor:
     return torch.cat(sums)
 
 
-def check(mesh: Any, facts: Sequence[Fact], call: str = "a step") -> list[Fact]:
+def check(
+    mesh: Any, facts: Sequence[Fact], call: str = "a step", kind: type[DisagreementError] = DisagreementError
+) -> list[Fact]:
     """Compare facts over the ranks of a mesh; return those with axes that are the same on all ranks.
 
     Collective: every rank brings the same facts in the same order. call: what this rank is about to do; where ranks do
-    different things, that alone is the error. Raises ShardcError, on all ranks, for facts that differ: what, on which
-    ranks, the remedy.
+    different things, that alone is the error. Raises an error of `kind`, on all ranks, for facts that differ: what, on
+    which ranks, the remedy.
     """
     layout: Mesh = mesh.layout
     if layout.world == 1:
@@ -179,7 +181,7 @@ def check(mesh: Any, facts: Sequence[Fact], call: str = "a step") -> list[Fact]:
             equal.append(f)
         start += 2 * slots
     if differing:
-        _refuse(mesh, differing)
+        _refuse(mesh, differing, kind)
     return equal
 
 
@@ -196,7 +198,7 @@ def _differs(fact: Fact, sums: Sequence[int], layout: Mesh) -> bool:
     return any(ranks * sums[i + 1] != sums[i] ** 2 for i in range(0, 2 * slots, 2))
 
 
-def _refuse(mesh: Any, facts: Sequence[Fact], kind: type[DisagreementError] = DisagreementError) -> NoReturn:
+def _refuse(mesh: Any, facts: Sequence[Fact], kind: type[DisagreementError]) -> NoReturn:
     """Find out which ranks differ, and raise. All ranks have seen the same sums, and get here together."""
     errors, layout = Errors(), mesh.layout
     for f in facts[:SHOWN]:
@@ -208,7 +210,7 @@ def _refuse(mesh: Any, facts: Sequence[Fact], kind: type[DisagreementError] = Di
             coords = layout.coords(rank)
             groups.setdefault(tuple(coords[a] for a in f.axes), []).append(rank)
         errors.add(
-            f"{f.what} {_odd_ranks(every, groups.values(), layout if f.placed else None)}{_texts(mesh, f)}",
+            f"{f.what} {_odd_ranks(every, groups.values(), layout if f.placed else None)}{_values(mesh, f)}",
             where=f.where,
             fix=f.fix,
         )
@@ -222,11 +224,9 @@ def _refuse(mesh: Any, facts: Sequence[Fact], kind: type[DisagreementError] = Di
     raise AssertionError("facts that differ are errors")
 
 
-def text_of_rank(mesh: Any, text: str, rank: int = 0) -> str:
-    """Return the text of one rank on all ranks, cut to 1000 characters. Collective."""
-    sent = [ord(c) for c in text[:LONGEST_TEXT]] if mesh.rank == rank else []
-    codes = mesh.sum_on_host(sent + [0] * (LONGEST_TEXT - len(sent)))
-    return "".join(chr(c) for c in codes if c)
+def text_of_first(mesh: Any, text: str) -> str:
+    """Return the text of rank 0 on all ranks. Collective."""
+    return texts(mesh, text if mesh.rank == 0 else "")[0]
 
 
 def texts(mesh: Any, text: str) -> list[str]:
@@ -254,34 +254,23 @@ def texts(mesh: Any, text: str) -> list[str]:
 
 def failures(mesh: Any, problem: str | None) -> tuple[list[int], str]:
     """Return the ranks that have a problem, and the first one's text, on all ranks. Collective."""
-    flags = [0] * mesh.layout.world
-    flags[mesh.rank] = int(problem is not None)
-    ranks = [r for r, failed in enumerate(mesh.sum_on_host(flags)) if failed]
-    return ranks, text_of_rank(mesh, problem or "", ranks[0]) if ranks else ""
+    came = texts(mesh, f"!{problem}" if problem is not None else "")
+    ranks = [r for r, text in enumerate(came) if text]
+    return ranks, came[ranks[0]][1:] if ranks else ""
 
 
-def _texts(mesh: Any, fact: Fact) -> str:
+def _values(mesh: Any, fact: Fact) -> str:
     """Format the values of the ranks, each with the first rank that has it; "" if there are only hashes."""
-    numbers = TEXT // 7
-    text = fact.shown.encode()[:TEXT].ljust(TEXT, b"\0")
-    sent = [0] * (numbers * mesh.layout.world)
-    for i in range(numbers):
-        sent[mesh.rank * numbers + i] = int.from_bytes(text[7 * i : 7 * i + 7], "big")
-    came = mesh.sum_on_host(sent)
     first: dict[str, int] = {}
-    for rank in range(mesh.layout.world):
-        words = b"".join(n.to_bytes(7, "big") for n in came[rank * numbers : (rank + 1) * numbers])
-        first.setdefault(words.rstrip(b"\0").decode(errors="ignore"), rank)
+    for rank, text in enumerate(texts(mesh, fact.shown[:TEXT])):
+        first.setdefault(text, rank)
     if len(first) < 2:
         return ""
     return ": " + ", ".join(f"{value or 'nothing'} on rank {rank}" for value, rank in list(first.items())[:SHOWN])
 
 
 def slots_of(fact: Fact, mesh: Mesh) -> int:
-    n = 1
-    for axis in fact.axes:
-        n *= mesh.size(axis)
-    return n
+    return math.prod(mesh.size(axis) for axis in fact.axes)
 
 
 def _slot(fact: Fact, mesh: Any) -> int:

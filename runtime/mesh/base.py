@@ -113,13 +113,17 @@ class RankMesh(ABC):
             direction = "recompute" if self.step.in_backward and direction == "forward" else direction
             self.records.append(CommRecord(kind, axes, nbytes, direction, tag))
 
-    def _timed(self, kind: str, axes: tuple[str, ...], nbytes: int) -> AbstractContextManager[None]:
-        """Measure a collective that the rank waits for from its start."""
+    def _blocking(
+        self, kind: str, axes: tuple[str, ...], nbytes: int, direction: str, tag: str
+    ) -> AbstractContextManager[None]:
+        """Record a collective that the rank waits for from its start, and measure it in this context."""
+        self._note(kind, axes, nbytes, direction, tag)
         return self.waits.during(kind, axes, nbytes, whole=True)
 
-    def _add_wait(self, work: Work, kind: str, axes: tuple[str, ...], nbytes: int) -> Work:
-        """Prepare a background collective so that its later wait is measured."""
-        work.waiting = partial(self.waits.during, kind, axes, nbytes, whole=False)
+    def _background(self, work: Work, kind: str, axes: tuple[str, ...], nbytes: int) -> Work:
+        """Prepare a collective that has begun so that its later wait is measured. kind: as recorded, or "receive"."""
+        recorded = "send_recv" if kind == "receive" else kind
+        work.waiting = partial(self.waits.during, recorded, axes, nbytes, whole=False)
         return work
 
     # --- called by programs
@@ -130,9 +134,10 @@ class RankMesh(ABC):
         """Return the sum (or max) over the ranks of `axes`, as a new tensor."""
         if self.members(axes) == 1:
             return x.clone()
-        self._note("all_reduce", axes, x.nbytes, direction, tag)
-        with self._timed("all_reduce", axes, x.nbytes):
-            return self._all_reduce(x, axes, op, tag)
+        with self._blocking("all_reduce", axes, x.nbytes, direction, tag):
+            total = x.detach().clone(memory_format=torch.contiguous_format)
+            self._all_reduce(total, axes, op, tag, False).wait()
+        return total
 
     def start_all_reduce(
         self, flat: Tensor, axes: tuple[str, ...], *, direction: str = "backward", tag: str = ""
@@ -141,7 +146,16 @@ class RankMesh(ABC):
         if self.members(axes) == 1:
             return Work()
         self._note("all_reduce", axes, flat.nbytes, direction, tag)
-        return self._add_wait(self._start_all_reduce(flat, axes, tag), "all_reduce", axes, flat.nbytes)
+        return self._background(self._all_reduce(flat, axes, "sum", tag, True), "all_reduce", axes, flat.nbytes)
+
+    def all_gather(self, x: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
+        """Return every rank's x in the order of the axis: [ranks, *x.shape]."""
+        if self.size(axis) == 1:
+            return x.unsqueeze(0)
+        with self._blocking("all_gather", (axis,), x.nbytes * self.size(axis), direction, tag):
+            whole = x.new_empty((self.size(axis), *x.shape))
+            self._all_gather(x.detach().contiguous().view(-1), whole.view(-1), axis, tag, False).wait()
+        return whole
 
     def start_all_gather(
         self, part: Tensor, whole: Tensor, axis: str, *, direction: str = "forward", tag: str = ""
@@ -155,7 +169,16 @@ class RankMesh(ABC):
             whole.copy_(part)
             return Work()
         self._note("all_gather", (axis,), whole.nbytes, direction, tag)
-        return self._add_wait(self._start_all_gather(part, whole, axis, tag), "all_gather", (axis,), whole.nbytes)
+        return self._background(self._all_gather(part, whole, axis, tag, True), "all_gather", (axis,), whole.nbytes)
+
+    def reduce_scatter(self, parts: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
+        """Return the sum over ranks of the part that each has for this rank: parts [ranks, ...] -> [...]."""
+        if self.size(axis) == 1:
+            return parts[0].clone()
+        with self._blocking("reduce_scatter", (axis,), parts.nbytes, direction, tag):
+            part = parts.new_empty(parts.shape[1:])
+            self._reduce_scatter(parts.detach().contiguous().view(-1), part.view(-1), axis, tag, False).wait()
+        return part
 
     def start_reduce_scatter(
         self, flat: Tensor, part: Tensor, axis: str, *, direction: str = "backward", tag: str = ""
@@ -166,31 +189,12 @@ class RankMesh(ABC):
         rank.
         """
         self._note("reduce_scatter", (axis,), flat.nbytes, direction, tag)
-        return self._add_wait(self._start_reduce_scatter(flat, part, axis, tag), "reduce_scatter", (axis,), flat.nbytes)
-
-    def all_gather(self, x: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
-        """Return every rank's x in the order of the axis: [ranks, *x.shape]."""
-        if self.size(axis) == 1:
-            return x.unsqueeze(0)
-        self._note("all_gather", (axis,), x.nbytes * self.size(axis), direction, tag)
-        with self._timed("all_gather", (axis,), x.nbytes * self.size(axis)):
-            return self._all_gather(x.contiguous(), axis, tag)
-
-    def reduce_scatter(self, parts: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
-        """Return the sum over ranks of the part that each has for this rank: parts [ranks, ...] -> [...]."""
-        if self.size(axis) == 1:
-            return parts[0].clone()
-        self._note("reduce_scatter", (axis,), parts.nbytes, direction, tag)
-        with self._timed("reduce_scatter", (axis,), parts.nbytes):
-            return self._reduce_scatter(parts.contiguous(), axis, tag)
+        work = self._reduce_scatter(flat, part, axis, tag, True)
+        return self._background(work, "reduce_scatter", (axis,), flat.nbytes)
 
     def all_to_all(self, parts: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
         """Send part i of parts [ranks, ...] to rank i of the axis; return the received parts, by rank."""
-        if self.size(axis) == 1:
-            return parts
-        self._note("all_to_all", (axis,), parts.nbytes, direction, tag)
-        with self._timed("all_to_all", (axis,), parts.nbytes):
-            return self._all_to_all(parts.contiguous(), axis, tag)
+        return self.all_to_all_rows(parts, [], [], (axis,), direction=direction, tag=tag)
 
     def all_to_all_rows(
         self,
@@ -204,13 +208,14 @@ class RankMesh(ABC):
     ) -> Tensor:
         """Send sent[i] consecutive rows of x to rank i of the group; return the received rows, by rank.
 
-        x [rows, ...]. received: the number of rows from each rank. Numbers may be 0.
+        x [rows, ...]. received: the number of rows from each rank. Numbers may be 0; none: equally many for all.
         """
         if self.members(axes) == 1:
             return x
-        self._note("all_to_all", axes, x.nbytes, direction, tag)
-        with self._timed("all_to_all", axes, x.nbytes):
-            return self._all_to_all_rows(x.contiguous(), list(sent), list(received), axes, tag)
+        with self._blocking("all_to_all", axes, x.nbytes, direction, tag):
+            into = x.new_empty((sum(received) if received else len(x), *x.shape[1:]))
+            self._all_to_all(x.detach().contiguous(), into, list(sent), list(received), axes, tag, False).wait()
+        return into
 
     def start_all_to_all_rows(
         self,
@@ -228,9 +233,8 @@ class RankMesh(ABC):
             into.copy_(x)
             return Work()
         self._note("all_to_all", axes, x.nbytes, direction, tag)
-        return self._add_wait(
-            self._start_all_to_all_rows(x, into, list(sent), list(received), axes, tag), "all_to_all", axes, x.nbytes
-        )
+        work = self._all_to_all(x, into, list(sent), list(received), axes, tag, True)
+        return self._background(work, "all_to_all", axes, x.nbytes)
 
     def start_send(self, x: Tensor, axis: str, to: int, *, direction: str = "forward", tag: str = "") -> Work:
         """Send a tensor to the rank at coordinate `to` of `axis`, in the background.
@@ -239,12 +243,12 @@ class RankMesh(ABC):
         received in it.
         """
         self._note("send_recv", (axis,), x.nbytes, direction, tag)
-        return self._add_wait(self._start_send(x.detach().contiguous(), axis, to, tag), "send_recv", (axis,), x.nbytes)
+        return self._background(self._send(x.detach().contiguous(), axis, to, tag), "send_recv", (axis,), x.nbytes)
 
     def start_receive(self, into: Tensor, axis: str, source: int, *, tag: str = "") -> Work:
         """Receive the next tensor from coordinate `source` of `axis`, in the background. into: contiguous."""
         self.activity.begin("receive", (axis,), tag)
-        return self._add_wait(self._start_receive(into, axis, source, tag), "send_recv", (axis,), into.nbytes)
+        return self._background(self._receive(into, axis, source, tag), "receive", (axis,), into.nbytes)
 
     def sum_on_host(self, numbers: Sequence[int]) -> list[int]:
         """Sum integers (int64) elementwise over all ranks, on the host: a few bytes, not in `.records`."""
@@ -280,44 +284,36 @@ class RankMesh(ABC):
     def barrier(self) -> None:
         """Wait until every rank of the mesh is here."""
 
-    # --- implementations define these: more than one rank, contiguous tensors (except all_reduce)
-
-    @abstractmethod
-    def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor: ...
+    # --- implementations define these: more than one rank, contiguous tensors. Results are written into an argument.
+    # background: `wait` of the result waits for it; else the call may wait itself
 
     @abstractmethod
     def _sum_on_host(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work: ...
+    def _all_reduce(self, flat: Tensor, axes: tuple[str, ...], op: str, tag: str, background: bool) -> Work: ...
 
     @abstractmethod
-    def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work: ...
+    def _all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str, background: bool) -> Work: ...
 
     @abstractmethod
-    def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work: ...
+    def _reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str, background: bool) -> Work: ...
 
     @abstractmethod
-    def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor: ...
+    def _all_to_all(
+        self,
+        x: Tensor,
+        into: Tensor,
+        sent: list[int],
+        received: list[int],
+        axes: tuple[str, ...],
+        tag: str,
+        background: bool,
+    ) -> Work:
+        """Exchange rows. sent, received: numbers of rows for and from each rank; empty: equally many."""
 
     @abstractmethod
-    def _reduce_scatter(self, parts: Tensor, axis: str, tag: str) -> Tensor: ...
+    def _send(self, x: Tensor, axis: str, to: int, tag: str) -> Work: ...
 
     @abstractmethod
-    def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor: ...
-
-    @abstractmethod
-    def _all_to_all_rows(
-        self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
-    ) -> Tensor: ...
-
-    @abstractmethod
-    def _start_all_to_all_rows(
-        self, x: Tensor, into: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
-    ) -> Work: ...
-
-    @abstractmethod
-    def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work: ...
-
-    @abstractmethod
-    def _start_receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work: ...
+    def _receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work: ...

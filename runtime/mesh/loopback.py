@@ -23,8 +23,7 @@ class Aborted(RuntimeError):
 class _Meeting:
     """The meeting place of one group. items: of the ranks that arrived; results: for those that sleep."""
 
-    def __init__(self, ranks: tuple[int, ...], lock: threading.Lock) -> None:
-        self.ranks = ranks
+    def __init__(self, lock: threading.Lock) -> None:
         self.changed = threading.Condition(lock)
         self.items: dict[int, tuple[str, Any]] = {}
         self.results: dict[int, Any] = {}
@@ -59,7 +58,7 @@ class _World:
         with self.lock:
             if self.failed:
                 raise Aborted
-            meeting = self.meetings.setdefault(ranks, _Meeting(ranks, self.lock))
+            meeting = self.meetings.setdefault(ranks, _Meeting(self.lock))
             meeting.items[rank] = (name, item)
             if len(meeting.items) < len(ranks):
                 return self._sleep(meeting, rank, name)
@@ -154,77 +153,64 @@ class LoopbackMesh(RankMesh):
         result: T = self._world.exchange(self._ranks[axes], self.rank, f"{name} over {', '.join(axes)}", item, combine)
         return result
 
-    def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor:
+    def _sum_on_host(self, x: Tensor) -> Tensor:
+        self._all_reduce(x, self.layout.names, "sum", "agreement", False)
+        return x
+
+    def _all_reduce(self, flat: Tensor, axes: tuple[str, ...], op: str, tag: str, background: bool) -> Work:
         def combine(items: list[Tensor]) -> list[Tensor]:
-            total = items[0].clone(memory_format=torch.contiguous_format)
+            total = items[0].clone()
             for other in items[1:]:
                 total = torch.maximum(total, other) if op == "max" else total.add_(other)
-            return [total, *(total.clone() for _ in items[1:])]
+            return [total] * len(items)
 
-        return self._exchange(axes, f"all_reduce {op} {_named(tag, x)}", x.detach(), combine)
-
-    def _sum_on_host(self, x: Tensor) -> Tensor:
-        return self._all_reduce(x, self.layout.names, "sum", "agreement")
-
-    def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
-        flat.copy_(self._all_reduce(flat, axes, "sum", tag))
+        flat.copy_(self._exchange(axes, f"all_reduce {op} {_named(tag, flat)}", flat.detach(), combine))
         return Work()
 
-    def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
-        whole.copy_(self._all_gather(part, axis, tag).view(-1))
+    def _all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str, background: bool) -> Work:
+        def combine(items: list[Tensor]) -> list[Tensor]:
+            return [torch.cat(items)] * len(items)
+
+        whole.copy_(self._exchange((axis,), f"all_gather {_named(tag, part)}", part.detach(), combine))
         return Work(kept=part)  # as with NCCL
 
-    def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
-        part.copy_(self._reduce_scatter(flat.view(self.size(axis), -1), axis, tag))
-        return Work()
-
-    def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor:
+    def _reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str, background: bool) -> Work:
         def combine(items: list[Tensor]) -> list[Tensor]:
-            return [torch.stack(items) for _ in items]
-
-        return self._exchange((axis,), f"all_gather {_named(tag, x)}", x.detach(), combine)
-
-    def _reduce_scatter(self, parts: Tensor, axis: str, tag: str) -> Tensor:
-        def combine(items: list[Tensor]) -> list[Tensor]:
-            totals = [p.clone() for p in items[0].unbind(0)]
+            totals = [p.clone() for p in items[0].chunk(len(items))]
             for i, total in enumerate(totals):
                 for other in items[1:]:
-                    total += other[i]
+                    total += other.chunk(len(items))[i]
             return totals
 
-        return self._exchange((axis,), f"reduce_scatter {_named(tag, parts)}", parts.detach(), combine)
+        part.copy_(self._exchange((axis,), f"reduce_scatter {_named(tag, flat)}", flat.detach(), combine))
+        return Work()
 
-    def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor:
-        def combine(items: list[Tensor]) -> list[Tensor]:
-            return [torch.stack([sent[i] for sent in items]) for i in range(len(items))]
-
-        return self._exchange((axis,), f"all_to_all {_named(tag, parts)}", parts.detach(), combine)
-
-    def _all_to_all_rows(
-        self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
-    ) -> Tensor:
+    def _all_to_all(
+        self,
+        x: Tensor,
+        into: Tensor,
+        sent: list[int],
+        received: list[int],
+        axes: tuple[str, ...],
+        tag: str,
+        background: bool,
+    ) -> Work:
         def combine(items: list[tuple[Tensor, ...]]) -> list[Tensor]:
             return [torch.cat([parts[i] for parts in items]) for i in range(len(items))]
 
         name = f"all_to_all {tag} {x.dtype} rows of {list(x.shape[1:])}"  # row counts differ between ranks
-        rows = self._exchange(axes, name, x.detach().split_with_sizes(sent), combine)
-        assert len(rows) == sum(received)
-        return rows
-
-    def _start_all_to_all_rows(
-        self, x: Tensor, into: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
-    ) -> Work:
-        into.copy_(self._all_to_all_rows(x, sent, received, axes, tag))
+        parts = x.detach().split_with_sizes(sent) if sent else x.detach().chunk(self.members(axes))
+        into.copy_(self._exchange(axes, name, parts, combine))
         return Work()
 
     def _peer(self, axis: str, coordinate: int) -> int:
         return self.layout.group(self.rank, (axis,))[coordinate]
 
-    def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
+    def _send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
         self._world.send(self.rank, self._peer(axis, to), _named(tag, x), x.clone())
         return Work()
 
-    def _start_receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work:
+    def _receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work:
         sender = self._peer(axis, source)
         number = self._world.post(self.rank, sender)
 

@@ -47,14 +47,14 @@ class Presence:
     watch: Watch | None
 
     @staticmethod
-    def of(store: Any, rank: int, world: int, *, named: float, met: bool = False) -> Presence:
-        """Announce this rank, and watch. named: seconds, of Watch; 0: never. met: all ranks are there already."""
+    def of(store: Any, rank: int, world: int, *, named: float) -> Presence:
+        """Announce this rank, and watch. named: seconds, of Watch; 0: never."""
         activity, processes, watch = Activity(), None, None
         if world > 1 and can_watch(store):
             processes = Processes(store.clone(), rank, world)  # the main thread may hold the store while it waits
             activity.noted.append(processes.note)
             if named:
-                watch = Watch(World(world), rank, activity, store, processes, named=named, met=met)
+                watch = Watch(World(world), rank, activity, store, processes, named=named, met=False)
         return Presence(store, rank, world, activity, processes, watch)
 
     def meet(self, layout: Mesh, named: float) -> None:

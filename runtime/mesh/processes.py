@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardc.runtime.launch import process_state
+
 _NOTE = 160  # bytes of the text that describes what a rank is doing
 _ENDING = "told to end by a signal"
 _SAME = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -32,7 +34,7 @@ class _Process:
     @property
     def state(self) -> str:
         """The state letter of the system: "T": stopped; "": gone, or a zombie."""
-        state, born = _state(self.number)
+        state, born = process_state(self.number)
         return "" if born != self.born or state in "ZX" else state
 
 
@@ -45,7 +47,7 @@ class Processes:
         self._found: dict[int, _Process] = {}
         self._note, file = _memory()
         if self._machine:
-            _, born = _state(os.getpid())
+            _, born = process_state(os.getpid())
             store.append(self._key, f"{rank} {os.getpid()} {born} {file};")
         store.set(_registered_key(rank), "")
 
@@ -97,7 +99,7 @@ class Processes:
                 self._found[rank] = _Process(number, born, _memory_of(number, file))
         if self.known():
             return self._found
-        started = {r: _Process(n, _state(n)[1]) for r, n in _started_with_this().items() if r != self._rank}
+        started = {r: _Process(n, process_state(n)[1]) for r, n in _started_with_this().items() if r != self._rank}
         return started | self._found
 
     @property
@@ -119,14 +121,6 @@ def _machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
     return ""
-
-
-def _state(pid: int) -> tuple[str, int]:
-    """Return (state, start): "R" runs, "S" sleeps, "T" is stopped, "Z" has ended; ("", 0) without process."""
-    with suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], int(fields[19])
-    return "", 0
 
 
 def _memory() -> tuple[mmap.mmap | None, int]:

@@ -109,14 +109,7 @@ def check_replicas(
     where = f"after step {step}"
     prints = fingerprints(tensors for _, _, tensors in copies)
     facts = [Fact(name, n, axes, where, REPAIR) for (name, axes, _), n in zip(copies, prints, strict=True)]
-    try:
-        _check(mesh, facts, call)
-    except CallsDifferError:
-        raise
-    except DisagreementError as e:
-        raise ReplicasDifferError(
-            e.what, where=e.where, fix=e.fix, errors=() if e.errors == (e,) else e.errors
-        ) from None
+    _check(mesh, facts, call, ReplicasDifferError)
 
 
 def _named(x: Param | Buffer) -> str:
@@ -137,16 +130,15 @@ def _parts(program: Program, *, owned: bool = False) -> Iterator[tuple[Param | B
         yield x, tuple(a for a in program.mesh.names if a in split or a == program.axis)
 
 
-def _check(mesh: Any, facts: Iterable[Fact], call: str) -> None:
+def _check(mesh: Any, facts: Iterable[Fact], call: str, kind: type[DisagreementError] = DisagreementError) -> None:
     """Compare many facts: first one hash for all with the same axes, then each separately if one differs."""
     by_axes: dict[tuple[str, ...], list[Fact]] = {}
     for f in facts:
         by_axes.setdefault(f.axes, []).append(f)
     together = [Fact("the weights", hashed(*(f.value for f in same_axes)), axes) for axes, same_axes in by_axes.items()]
     try:
-        check(mesh, together, call)
-    except CallsDifferError:
-        raise
-    except DisagreementError:
-        check(mesh, [f for same_axes in by_axes.values() for f in same_axes], call)
-        raise  # only the combined hashes differ, so no weight can be named
+        check(mesh, together, call, kind)
+    except kind as e:
+        if not isinstance(e, CallsDifferError):
+            check(mesh, [f for same_axes in by_axes.values() for f in same_axes], call, kind)
+        raise  # ranks do different things; or only the combined hashes differ, so that no weight can be named

@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -86,8 +86,13 @@ class TorchMesh(RankMesh):
             check_variables()
             _check_world(layout, int(os.environ.get("WORLD_SIZE", 1)))
             present = presence.take(timeout or default_pg_timeout, watch)
+            # its functions have the current world as a default argument when they are defined, and so would keep its
+            # connections open after a failed rank leaves it
+            importlib.import_module("torch.distributed.nn.functional")
             with not_inherited(), present.activity.during("joining the world"):
-                _join(present, own_device, timeout)
+                if own_device.type == "cuda":
+                    share_no_gpu(present.store, present.rank, own_device)
+                _enter(present.store, present.rank, present.world, own_device, timeout)
             self.owner = True
         elif dist.is_initialized():
             present = Presence.of(default_store(), dist.get_rank(), dist.get_world_size(), named=watch)
@@ -119,13 +124,6 @@ class TorchMesh(RankMesh):
         options: dict[str, Any] = {"device": self.device, "timeout": self._timeout, "record": self.recording}
         return TorchMesh(layout, axes, lines=lines, **options)
 
-    def new_view(self) -> TorchMesh:
-        """Return a view of this mesh with a separate step. See RankMesh.new_view."""
-        view = super().new_view()
-        assert isinstance(view, TorchMesh)
-        view.owner = False
-        return view
-
     def transfer_to(self, other: TorchMesh) -> None:
         """Let another mesh of this world replace this one: it leaves the world, and watches, instead of it."""
         other.owner, self.owner = self.owner or other.owner, False
@@ -135,23 +133,20 @@ class TorchMesh(RankMesh):
 
     def _connect(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make all process groups. Collective."""
-        with not_inherited():
-            self._connect_all(axes)
-
-    def _connect_all(self, axes: Iterable[tuple[str, ...]]) -> None:
         layout = self.layout
-        # with NCCL only: a gloo group, so that agreement on the host does not wait for the device
-        if layout.world > 1 and not backend_of("cpu"):
-            self._host = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="host")
-        fact = stated("the mesh", layout, fix="start all ranks with the same spec and --mesh")
-        facts = [replace(fact, placed=False)]  # coordinates differ between different meshes
-        check(self, facts, "joining the mesh")
-        self.add_groups(axes)
-        self._lines = {
-            (axis, upwards): self._new_group(layout.groups((axis,)), f"{axis} {'up' if upwards else 'down'}")
-            for axis in self._along
-            for upwards in (True, False)
-        }
+        with not_inherited():
+            # with NCCL only: a gloo group, so that agreement on the host does not wait for the device
+            if layout.world > 1 and not backend_of("cpu"):
+                self._host = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="host")
+            fact = stated("the mesh", layout, fix="start all ranks with the same spec and --mesh")
+            facts = [replace(fact, placed=False)]  # coordinates differ between different meshes
+            check(self, facts, "joining the mesh")
+            self.add_groups(axes)
+            self._lines = {
+                (axis, upwards): self._new_group(layout.groups((axis,)), f"{axis} {'up' if upwards else 'down'}")
+                for axis in self._along
+                for upwards in (True, False)
+            }
 
     def add_groups(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make the process groups for more sets of axes. Collective where there are any to make."""
@@ -217,71 +212,60 @@ class TorchMesh(RankMesh):
             work.pass_on()
             yield
 
-    def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor:
-        if self._in_one_shot(x, axes):
-            out = torch.empty_like(x, memory_format=torch.contiguous_format)
-            self._start_one_shot(x, out, axes, torch.maximum if op == "max" else torch.add).wait()
-            return out
-        out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, self._group(axes))
-        return out
-
-    def _in_one_shot(self, x: Tensor, axes: tuple[str, ...]) -> bool:
-        return self._gloo and 0 < x.nbytes * self.members(axes) <= ONE_SHOT
-
-    def _start_one_shot(self, x: Tensor, into: Tensor, axes: tuple[str, ...], combine: Callable[..., Tensor]) -> Work:
-        """Combine the x of all ranks into `into` on each, in the order of ranks: equal bits everywhere."""
-        ranks = self.members(axes)
-        sent = x.expand(ranks, *x.shape).contiguous()
-        got = torch.empty_like(sent)
-
-        def combined() -> None:
-            first, second, *others = got.unbind()
-            total = combine(first, second, out=into)
-            for other in others:
-                combine(total, other, out=total)
-
-        return Work(dist.all_to_all_single(got, sent, group=self._group(axes), async_op=True), combined)
+    def _background(self, work: Work, kind: str, axes: tuple[str, ...], nbytes: int) -> Work:
+        self._works.add(work)
+        return super()._background(work, kind, axes, nbytes)
 
     def _sum_on_host(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self._host)
         # a fake backend sends nothing: assume that all ranks have this value
         return x * self.layout.world if backend_of("cpu") == "fake" else x
 
-    def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
-        if self._in_one_shot(flat, axes):
-            return self._under_way(self._start_one_shot(flat, flat, axes, torch.add))
-        return self._under_way(Work(dist.all_reduce(flat, group=self._group(axes), async_op=True)))
+    def _in_one_shot(self, nbytes: int) -> bool:
+        return self._gloo and 0 < nbytes <= ONE_SHOT
 
-    def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
+    def _all_reduce(self, flat: Tensor, axes: tuple[str, ...], op: str, tag: str, background: bool) -> Work:
+        group, ranks = self._group(axes), self.members(axes)
+        if not self._in_one_shot(ranks * flat.nbytes):
+            reduced = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+            return Work(dist.all_reduce(flat, reduced, group, async_op=background))
+        combine = torch.maximum if op == "max" else torch.add
+        sent = flat.expand(ranks, *flat.shape).contiguous()
+        got = torch.empty_like(sent)
+
+        def combined() -> None:  # in the order of ranks: equal bits everywhere
+            first, second, *others = got.unbind()
+            combine(first, second, out=flat)
+            for other in others:
+                combine(flat, other, out=flat)
+
+        return Work(dist.all_to_all_single(got, sent, group=group, async_op=background), combined)
+
+    def _all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str, background: bool) -> Work:
         group = self._group((axis,))
         within = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        if self._in_one_exchange(whole) and not within:
-            return self._under_way(self._start_exchange(part, whole, axis))
-        if self._gloo:
+        if not whole.nbytes:
+            return Work()
+        if self._gloo:  # it supports few dtypes
             part, whole = part.view(torch.uint8), whole.view(torch.uint8)
+        if self._in_one_shot(whole.nbytes) and not within:
+            sent = part.expand(self.size(axis), -1).contiguous().view(-1)
+            return Work(dist.all_to_all_single(whole, sent, group=group, async_op=background))
         if within and self.device.type != "cuda":
             # gloo also writes this rank's slice when other bytes arrive, with its values from the start: this would
             # overwrite later values. NCCL does not write it
             places = list(whole.chunk(self.size(axis)))
             places[self.coordinate(axis)] = torch.empty_like(part)
-            return self._under_way(Work(dist.all_gather(places, part, group=group, async_op=True)))
-        return self._under_way(Work(_all_gather_single(whole, part, group=group, async_op=True)))
+            return Work(dist.all_gather(places, part, group=group, async_op=background))
+        return Work(_all_gather_single(whole, part, group=group, async_op=background))
 
-    def _in_one_exchange(self, whole: Tensor) -> bool:
-        return self._gloo and 0 < whole.nbytes <= ONE_SHOT
-
-    def _start_exchange(self, part: Tensor, whole: Tensor, axis: str) -> Work:
-        """Start an all-gather as an exchange: each rank sends its part to every other rank."""
-        part, whole = part.view(-1).view(torch.uint8), whole.view(-1).view(torch.uint8)  # gloo supports few dtypes
-        sent = part.expand(self.size(axis), -1).contiguous().view(-1)
-        return Work(dist.all_to_all_single(whole, sent, group=self._group((axis,)), async_op=True))
-
-    def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
+    def _reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str, background: bool) -> Work:
         group = self._group((axis,))
         if self.device.type == "cuda":
-            return self._under_way(Work(_reduce_scatter_single(part, flat, group=group, async_op=True)))
-        got = torch.empty_like(flat)  # an exchange, as in _reduce_scatter
+            return Work(_reduce_scatter_single(part, flat, group=group, async_op=background))
+        # gloo's own is an all_reduce inside; exchanging the parts sends half of that (1 MiB on 2 ranks: 0.3 ms
+        # against 0.65)
+        got = torch.empty_like(flat)
 
         def add_up() -> None:
             first, second, *others = got.chunk(self.size(axis))
@@ -289,65 +273,31 @@ class TorchMesh(RankMesh):
             for other in others:
                 part.add_(other)
 
-        return self._under_way(Work(dist.all_to_all_single(got, flat, group=group, async_op=True), add_up))
+        return Work(dist.all_to_all_single(got, flat, group=group, async_op=background), add_up)
 
-    def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor:
-        out = x.new_empty((self.size(axis), *x.shape))
-        if self._in_one_exchange(out):
-            self._start_exchange(x, out, axis).wait()
-        elif out.nbytes:
-            sent, got = x.view(-1), out.view(-1)
-            if self._gloo:
-                sent, got = sent.view(torch.uint8), got.view(torch.uint8)
-            _all_gather_single(got, sent, group=self._group((axis,)))
-        return out
-
-    def _reduce_scatter(self, parts: Tensor, axis: str, tag: str) -> Tensor:
-        if self.device.type == "cuda":
-            out = torch.empty_like(parts[0])
-            _reduce_scatter_single(out.view(-1), parts.view(-1), group=self._group((axis,)))
-            return out
-        # gloo's own is an all_reduce inside; exchanging the parts sends half of that (1 MiB on 2 ranks: 0.3 ms
-        # against 0.65)
-        got = self._all_to_all(parts, axis, tag)
-        total = got[0] + got[1]
-        for other in got[2:]:
-            total += other
-        return total
-
-    def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor:
-        out = torch.empty_like(parts)
-        dist.all_to_all_single(out, parts, group=self._group((axis,)))
-        return out
-
-    def _all_to_all_rows(
-        self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
-    ) -> Tensor:
-        out = x.new_empty((sum(received), *x.shape[1:]))
-        dist.all_to_all_single(out, x, received, sent, group=self._group(axes))
-        return out
-
-    def _start_all_to_all_rows(
-        self, x: Tensor, into: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
+    def _all_to_all(
+        self,
+        x: Tensor,
+        into: Tensor,
+        sent: list[int],
+        received: list[int],
+        axes: tuple[str, ...],
+        tag: str,
+        background: bool,
     ) -> Work:
-        group = self._group(axes)
-        return self._under_way(Work(dist.all_to_all_single(into, x, received, sent, group=group, async_op=True)))
+        return Work(dist.all_to_all_single(into, x, received, sent, self._group(axes), background))
 
-    def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
+    def _send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
         group = self._lines[axis, to > self.coordinate(axis)]
-        return self._under_way(Work(dist.isend(x, group=group, group_dst=to), kept=x))
+        return Work(dist.isend(x, group=group, group_dst=to), kept=x)
 
-    def _start_receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work:
+    def _receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work:
         group = self._lines[axis, source < self.coordinate(axis)]
-        return self._under_way(Work(dist.irecv(into, group=group, group_src=source)))
+        return Work(dist.irecv(into, group=group, group_src=source))
 
     def barrier(self) -> None:
         if dist.is_initialized():
             dist.barrier()
-
-    def _under_way(self, work: Work) -> Work:
-        self._works.add(work)
-        return work
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
@@ -410,16 +360,8 @@ class TorchMesh(RankMesh):
         if self._processes is not None and self._processes.ended():
             raise RankFailedError("some ranks have ended", where="meeting again")
         store = dist.PrefixStore(f"shardc/again{self._failures.number}", self._store)  # type: ignore[attr-defined]
-        backend = "gloo" if self.device.type == "cpu" else "nccl"
         with not_inherited():
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=self.rank,
-                world_size=self.layout.world,
-                timeout=AGAIN,
-                device_id=self.device if backend == "nccl" else None,
-            )
+            _enter(store, self.rank, self.layout.world, self.device, AGAIN)
         axes = [tuple(sorted(names)) for names in self._created]
         self._created = set()
         self._connect(axes)
@@ -451,19 +393,13 @@ def _leave() -> None:
             mesh.close()
 
 
-def _join(present: Presence, here: torch.device, timeout: timedelta | None) -> None:
-    """Enter the world of the environment. Raises ShardcError if two processes of a machine share a GPU."""
-    # its functions have the current world as a default argument when they are defined, and so would keep its
-    # connections open after a failed rank leaves it
-    importlib.import_module("torch.distributed.nn.functional")
-    store, rank, world = present.store, present.rank, present.world
-    if here.type != "cuda":
+def _enter(store: Any, rank: int, world: int, device: torch.device, timeout: timedelta | None) -> None:
+    if device.type != "cuda":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         return
-    share_no_gpu(store, rank, here)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # collectives run first; also in split groups
     dist.init_process_group(
-        "nccl", store=store, rank=rank, world_size=world, timeout=timeout, pg_options=options, device_id=here
+        "nccl", store=store, rank=rank, world_size=world, timeout=timeout, pg_options=options, device_id=device
     )
 
 

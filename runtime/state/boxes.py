@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -105,13 +105,9 @@ class Draft:
         for (piece, entry), x in zip(self.pieces, tensors, strict=True):
             copy = memory[entry.start - start : entry.stop - start]
             copy.copy_(x.detach().contiguous().view(-1).view(torch.uint8), non_blocking=bool(devices))
-            piece.read = functools.partial(_same, copy)
+            piece.read = copy.detach
         for device in devices:
             torch.cuda.synchronize(device)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def drafts(plan: Plan, save: Mapping[str, str]) -> dict[str, Draft]:
@@ -164,7 +160,8 @@ class Part:
     """This rank's part of a global tensor.
 
     run: local is 1-d, this flat shard of the local part; None: it is the local part. replicas: the axes whose ranks
-    have the same part. elsewhere: another pipeline stage's rank writes this part.
+    have the same part. elsewhere: another pipeline stage's rank writes this part. stack: local is of a stack of several
+    model parameters, of this shape, and this is the part of entry `member`.
     """
 
     local: Tensor
@@ -173,28 +170,16 @@ class Part:
     run: FlatShard | None = None
     replicas: tuple[str, ...] = ()
     elsewhere: bool = False
-
-    def boxes(self, mesh: Mesh, rank: int) -> Sequence[Box]:
-        """Return the boxes of the part that have elements."""
-        return boxes_of(self.shape, self.layout, self.run, mesh, rank)
-
-    def written(self, mesh: Mesh, rank: int) -> bool:
-        """Return whether this rank writes the part, and no other replica."""
-        coords = mesh.coords(rank)
-        return not self.elsewhere and not any(coords[a] for a in self.replicas)
-
-
-@dataclass(frozen=True)
-class Member(Part):
-    """One entry of a stack of several model parameters. stack: the part of all; member: its index."""
-
-    stack: Part | None = None
+    stack: Numbers = ()
     member: int = 0
 
     def boxes(self, mesh: Mesh, rank: int) -> Sequence[Box]:
-        assert self.stack is not None
+        """Return the boxes of the part that have elements."""
+        boxes = boxes_of(self.stack or self.shape, self.layout, self.run, mesh, rank)
+        if not self.stack:
+            return boxes
         result = []
-        for box in self.stack.boxes(mesh, rank):
+        for box in boxes:
             place = self.member - box.offset[0]
             if 0 <= place < box.shape[0]:
                 first, *rest = box.index
@@ -202,16 +187,17 @@ class Member(Part):
                 result.append(Box(box.offset[1:], box.shape[1:], index, box.flat_range, box.form))
         return result
 
+    def written(self, mesh: Mesh, rank: int) -> bool:
+        """Return whether this rank writes the part, and no other replica."""
+        coords = mesh.coords(rank)
+        return not self.elsewhere and not any(coords[a] for a in self.replicas)
+
 
 def by_name(p: Param, part: Part) -> dict[str, Part]:
     """Return {checkpoint name: part}: one name, or for a stack one per member."""
     if not p.members:
         return {p.fqn: part}
-    shape = p.shape[1:]
-    return {
-        n: Member(part.local, shape, replicas=part.replicas, elsewhere=part.elsewhere, stack=part, member=i)
-        for i, n in enumerate(p.members)
-    }
+    return {n: replace(part, shape=p.shape[1:], stack=p.shape, member=i) for i, n in enumerate(p.members)}
 
 
 @functools.lru_cache(maxsize=1 << 16)  # a tensor's moments have its boxes, in this save and in the next one
@@ -292,32 +278,9 @@ def cut_axes(program: Program, p: Param) -> tuple[str, ...]:
     return program.mesh.parts(bucket.shard) if bucket is not None and bucket.zero else ()
 
 
-def part_of(program: Program, p: Param, x: Tensor, run: FlatShard | None, mesh: Any) -> Part:
-    cut = cut_axes(program, p) if run is not None else ()
-    return Part(x, p.shape, p.layout, run, replicas(program, p.layout, cut), copied(program, p, mesh))
-
-
 def copied(program: Program, x: Param | Buffer, mesh: Any) -> bool:
     """Return whether another pipeline stage is the first that holds the tensor."""
     return bool(program.axis) and mesh.coordinate(program.axis) != program.holders(x)[0]
-
-
-def model_parts(
-    program: Program, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], runs: Runs, mesh: Any
-) -> dict[str, Part]:
-    parts = {
-        f"model.{name}": part
-        for p in program.params
-        if p.name in params
-        for name, part in by_name(p, part_of(program, p, params[p.name], runs.get(p.name), mesh)).items()
-    }
-    return parts | {
-        f"model.{b.fqn}": Part(
-            buffers[b.name], b.shape, b.layout, None, replicas(program, b.layout), copied(program, b, mesh)
-        )
-        for b in kept(program)
-        if b.name in buffers
-    }
 
 
 def kept(program: Program) -> list[Buffer]:

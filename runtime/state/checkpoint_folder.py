@@ -40,13 +40,8 @@ def damage(file: Path, key: str, s: Slice) -> DamagedError:
     return DamagedError(f"{key}[{box_text}], at byte {s.start}, differs from the saved data", where=str(file))
 
 
-def read_whole(descriptor: int, stored: Stored, s: Slice) -> Tensor | None:
-    """Read one slice; return None if its digest differs."""
-    x = torch.empty(s.shape, dtype=stored.dtype)
-    return x if _read_into(descriptor, x, s) else None
-
-
 def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
+    """Read one slice into a tensor; return False if its digest differs."""
     data, hasher = bytes_of(x), xxh3_128()
     try:
         for done in range(0, len(data), BLOCK):
@@ -289,7 +284,7 @@ def verify(path: Path) -> Iterator[ShardcError]:
             yield e
         with contextlib.suppress(OSError), disk_calls.opened(path / file.name) as descriptor:  # see `check_file`
             for key, s in sorted(of_file.get(number, []), key=lambda x: x[1].start):
-                if read_whole(descriptor, index.tensors[key], s) is None:
+                if not _read_into(descriptor, torch.empty(s.shape, dtype=index.tensors[key].dtype), s):
                     yield damage(path / file.name, key, s)
 
 
@@ -345,12 +340,7 @@ def _compare(a: Path, first: Index, b: Path, second: Index, key: str) -> tuple[i
     """Return how many numbers of a tensor differ, and the largest difference; None for it if one is nan."""
     stored, count, most = first.tensors[key], 0, 0.0
     for s in stored.slices:
-        file = a / first.files[s.file].name
-        with disk_calls.opened(file) as descriptor:
-            x = read_whole(descriptor, stored, s)
-        if x is None:
-            raise damage(file, key, s)
-        y = read_box(b, second, key, s.offset, s.shape)
+        x, y = (read_box(path, index, key, s.offset, s.shape) for path, index in ((a, first), (b, second)))
         differ = (_bytes(x) != _bytes(y)).any(-1)
         count += int(differ.sum())
         if differ.any():

@@ -201,7 +201,7 @@ def _checked(found: dict[str, Any]) -> Index:
     if found.keys() != keys:
         raise ValueError(f"it has the keys {', '.join(map(repr, sorted(found)))}, and should have {sorted(keys)}")
     index: Index = _as(_INDEX, {k: found[k] for k in Index.__dataclass_fields__})
-    _check(index.files, index.tensors, partial=False)
+    check(index)
     return index
 
 
@@ -218,18 +218,17 @@ _FILES, _TENSORS = TypeAdapter(tuple[File, ...]), TypeAdapter(dict[str, Stored])
 
 
 def read_tables(found: Mapping[str, Any]) -> tuple[tuple[File, ...], dict[str, Stored]]:
-    """Parse what `tables` made for one rank; slices may be partial. Raises ValueError if they do not fit."""
-    files, tensors = _as(_FILES, found["files"]), _as(_TENSORS, found["tensors"])
-    _check(files, tensors, partial=True)
-    return files, tensors
+    """Parse what `tables` made for one rank."""
+    return _as(_FILES, found["files"]), _as(_TENSORS, found["tensors"])
 
 
-def _check(files: tuple[File, ...], tensors: Mapping[str, Stored], *, partial: bool) -> None:
-    """Check that every byte is in one header or slice, and that slices make up their tensors unless partial."""
+def check(index: Index) -> None:
+    """Raise ValueError unless every byte is in one header or slice, and slices make up their tensors."""
+    files, tensors = index.files, index.tensors
     if len({f.name for f in files}) != len(files):
         raise ValueError("a file occurs twice in files")
     for name, t in tensors.items():
-        if not partial and sum(math.prod(s.shape) for s in t.slices) != math.prod(t.shape):
+        if sum(math.prod(s.shape) for s in t.slices) != math.prod(t.shape):
             raise ValueError(f"the slices of {name!r} do not cover it")
         for s in t.slices:
             if len(s.offset) != len(t.shape) or len(s.shape) != len(t.shape):
@@ -238,7 +237,7 @@ def _check(files: tuple[File, ...], tensors: Mapping[str, Stored], *, partial: b
                 raise ValueError(f"a slice of {name!r} reaches beyond the tensor")
             if s.file >= len(files):
                 raise ValueError(f"a slice of {name!r} is in no file")
-        if not partial and not disjoint((s.offset, s.shape) for s in t.slices):
+        if not disjoint((s.offset, s.shape) for s in t.slices):
             raise ValueError(f"slices of {name!r} overlap and leave a part of it uncovered")
     ends = [f.header for f in files]
     for file, place, nbytes in sorted((s.file, s.start, t.nbytes(s)) for t in tensors.values() for s in t.slices):

@@ -21,7 +21,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -35,11 +35,12 @@ from shardc.ir.stored import Buffer, Param
 from shardc.optional import registered
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.boxes import Runs, kept, model_parts
+from shardc.runtime.state.boxes import kept
 from shardc.runtime.state.init_tape import Recorder, Ref, Tape
+from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
-from shardc.runtime.state.sliced_tensors import Ranges, index, stretches, whole
+from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index, stretches, whole
 from shardc.runtime.state.tensor_file import MAX_FILE_BYTES, NAMES, Entry, bytes_of, header, open_safetensors
 from shardc.runtime.state.weight_files import weight_files
 from shardc.torch_private import pytree
@@ -59,34 +60,16 @@ Held = Callable[[str], Iterable[tuple[Ranges, Tensor]]]
 
 
 @dataclass(frozen=True)
-class Named:
-    """A tensor of the program or of a checkpoint, by name. values: those that were gathered."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    values: dict[str, Tensor] = field(default_factory=dict, compare=False)
-
-    def read(self, ranges: Ranges) -> Tensor:
-        return self.values[self.name][index(ranges)]
-
-
-@dataclass(frozen=True)
 class Output:
     """A tensor of a file, and its tape ref.
 
     of: names of the tensors that it is computed from; itself: it is one of them, unchanged.
     """
 
-    name: str
+    entry: Entry
     ref: Ref
-    dtype: torch.dtype
     of: tuple[str, ...]
     itself: bool
-
-    @property
-    def entry(self) -> Entry:
-        return Entry(self.name, self.dtype, self.ref.shape)
 
 
 @dataclass(frozen=True)
@@ -123,12 +106,8 @@ class Layout:
 
 def export_safetensors(
     path: str | Path,
-    program: Program,
-    mesh: Any,
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
+    held: RankState,
     *,
-    runs: Runs | None = None,
     wholes: Mapping[str, Tensor] | None = None,
     model: nn.Module | None = None,
     carried: Path | None = None,
@@ -140,15 +119,15 @@ def export_safetensors(
     """Write the model's weights for other programs. Returns the folders. Collective.
 
     All ranks write, and see one file system. path: a `.safetensors` file, or a folder: then `model.safetensors`, or
-    numbered files of at most `max_file_bytes` with an index. params: this rank's; runs: their flat shards (ZeRO);
-    wholes: the local parts then. model: of transformers or peft, on the meta device: its config and adapters are
+    numbered files of at most `max_file_bytes` with an index. wholes: the local parts of parameters, where `held` has
+    flat shards (ZeRO). model: of transformers or peft, on the meta device: its config and adapters are
     written too, and names are as in its own checkpoints. carried: the source folder of the weights, whose tokenizer is
     copied. dtype: of floating-point tensors; None: unchanged. A tied tensor is stored once, under the model's first
     name for it; the other names are in the file's metadata, as `safetensors.torch.load_model` expects. overwrite: also
     replace weights that shardc did not write. merge: the whole model, with the spec's adapters added to their weights;
     else, with such adapters, only these, as peft has them. Raises ShardcError, on all ranks.
     """
-    path = disk_calls.expanded(path)
+    path, program, mesh = disk_calls.expanded(path), held.program, held.mesh
     stored: list[Param | Buffer] = [*program.params, *(b for b in kept(program) if b.persistent)]
     tensors = {n: (x, shape) for x in stored for n, shape in x.shapes.items() if x.members or n == x.fqn}
     ties = {alias: x.fqn for x in stored for alias in x.aliases}
@@ -160,9 +139,9 @@ def export_safetensors(
     _, words = agreement.failures(mesh, None if foreign is None else str(foreign))
     if words:
         raise refused(Path(words), "pass overwrite=True")
-    parts = model_parts(program, params, buffers, runs or {}, mesh)
+    parts = held.model_parts()
 
-    def held(name: str) -> Iterator[tuple[Ranges, Tensor]]:
+    def held_of(name: str) -> Iterator[tuple[Ranges, Tensor]]:
         part = parts.get(f"model.{name}")
         if part is not None and part.written(mesh.layout, mesh.rank):
             for box in part.boxes(mesh.layout, mesh.rank):
@@ -170,11 +149,11 @@ def export_safetensors(
 
     def gathered(name: str) -> Tensor:
         x, _ = tensors[name]
-        source = (wholes if wholes is not None else params) if isinstance(x, Param) else buffers
+        source = (wholes if wholes is not None else held.params) if isinstance(x, Param) else held.buffers
         return x.by_name(gathered_entry(program, mesh, x, source))[name]
 
     for layout in layouts:
-        write(layout, held, gathered, mesh, max_file_bytes, path if path.suffix == ".safetensors" else None)
+        write(layout, held_of, gathered, mesh, max_file_bytes, path if path.suffix == ".safetensors" else None)
     return [layout.folder for layout in layouts]
 
 
@@ -219,15 +198,22 @@ def plan(
     tensors: {name: (global shape, dtype)}; ties: {other name: name}. The others are those of `export_safetensors`.
     """
     recorder, values = Recorder(), dict[str, Tensor]()
-    on_tape = {n: recorder.stored(Named(n, shape, stored, values)) for n, (shape, stored) in tensors.items()}
+
+    def read(name: str, ranges: Ranges) -> Tensor:  # of what was gathered
+        return values[name][index(ranges)]
+
+    on_tape = {
+        n: recorder.stored(Sliced(shape, stored, functools.partial(read, n), name=n))
+        for n, (shape, stored) in tensors.items()
+    }
     single = path.suffix == ".safetensors"
     folder = path.parent if single else path
 
     def layout(at: Path, stem: str, saved: Mapping[str, Tensor], ties: Mapping[str, str], finish: Any) -> Layout:
         outputs = tuple(sorted((_output(n, x, recorder, dtype) for n, x in saved.items()), key=lambda x: x.of))
-        if wide := [x.name for x in outputs if x.dtype not in NAMES]:
+        if wide := {x.entry.name: x.entry.dtype for x in outputs if x.entry.dtype not in NAMES}:
             fix = "save a checkpoint instead (engine.save), or train in complex64"
-            kinds = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in outputs if x.name in wide}))
+            kinds = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in wide.values()}))
             raise ShardcError(f"safetensors files hold no {kinds}", where=", ".join(wide), fix=fix)
         metadata = {k: v for k, v in ties.items() if v in saved}
         return Layout(at, stem, outputs, recorder.tape, values, metadata, finish)
@@ -253,8 +239,9 @@ def _output(name: str, x: Tensor, recorder: Recorder, dtype: torch.dtype | None)
     ref, tape = recorder.ref(x), recorder.tape
     written = dtype if dtype is not None and ref.dtype.is_floating_point else ref.dtype
     stored = (tape.entries[i].args[0] for i in tape.closure([ref.storage]) if tape.entries[i].func is None)
-    read = tuple(x.name for x in stored if isinstance(x, Named))
-    return Output(name, ref, written, read, isinstance(tape.source(ref), Named))
+    read = tuple(x.name for x in stored if x.name)
+    source = tape.source(ref)
+    return Output(Entry(name, written, ref.shape), ref, read, source is not None and source.name != "")
 
 
 def skeleton(model: nn.Module | None) -> nn.Module | None:
@@ -444,7 +431,7 @@ def _rename_files(
         return
     index_name = f"{layout.stem}.safetensors.index.json"
     if many:
-        weight_map = {x.name: name for group, name in zip(groups, names, strict=True) for x in group}
+        weight_map = {x.entry.name: name for group, name in zip(groups, names, strict=True) for x in group}
         total = sum(x.entry.nbytes for x in layout.outputs)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
         (layout.folder / index_name).write_text(text + "\n")

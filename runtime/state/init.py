@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from shardc.errors import Errors, ShardcError
 from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.pretrained import lazily
+from shardc.runtime.state.sliced_tensors import Sliced, index
 from shardc.torch_private import pytree
 
 Builder = Callable[[], nn.Module]
@@ -39,6 +40,12 @@ class Recipe:
     names: dict[str, Ref]
     notes: tuple[str, ...] = ()
     folder: Path | None = None
+
+    def sliced(self, fqn: str, seed: int) -> Sliced:
+        """Return a tensor as its source by slice, or computed by `materialise`."""
+        ref = self.names[fqn]
+        computed = Sliced(ref.shape, ref.dtype, lambda ranges: self.materialise(fqn, seed)[index(ranges)], True)
+        return self.tape.source(ref) or computed
 
     def materialise(self, fqn: str, seed: int) -> Tensor:
         """Compute the whole tensor of this name, in the builder's dtype; it may be memory of the builder.

@@ -10,7 +10,7 @@ import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.runtime.state.sliced_tensors import Cast, InMemory, Joined, Sliced, whole
+from shardc.runtime.state.sliced_tensors import Sliced, cast, in_memory, joined
 from shardc.torch_private import OpOverload, TorchDispatchMode, pytree, replaced_trunc_normal
 
 #: Held during recording and replay: both change global state, such as the generator's.
@@ -131,8 +131,8 @@ class Tape:
             members = [x for x in (self.source(r, at) for r in origin) if x is not None]
             dim = entry.args[1] if len(entry.args) > 1 else 0
             if len(members) == len(origin) and len({x.dtype for x in members}) == 1:
-                result = Joined(members, dim % len(ref.shape), new=entry.func is aten.stack.default)
-        return result if result is None or result.dtype == ref.dtype else Cast(result, ref.dtype)
+                result = joined(members, dim % len(ref.shape), new=entry.func is aten.stack.default)
+        return result if result is None or result.dtype == ref.dtype else cast(result, ref.dtype)
 
     def closure(self, storages: Iterable[int], before: int | None = None) -> list[int]:
         """Return positions of all entries that these storages depend on, in order. before: a position."""
@@ -158,14 +158,14 @@ class Tape:
         targets = list(refs)
         needed = self.closure((r.storage for r in targets), before)
         memory = _Memory(self.entries[position] for position in needed)
-        with _own_generator(), torch.no_grad():
+        with RECORDING, torch.random.fork_rng(devices=[]), torch.no_grad():
             for position in needed:
                 self._run(self.entries[position], memory, seed)
             return [memory.real(r) for r in targets]
 
     def _run(self, e: Entry, memory: _Memory, seed: int | None) -> None:
         if e.func is None:
-            results: Any = e.args[0].read(whole(e.args[0].shape))
+            results: Any = e.args[0].tensor()
         elif e.random < 0:
             results = memory.call(e)
         elif seed is None:
@@ -228,17 +228,6 @@ class _Memory:
         if shared or x.stride() != ref.stride or x.storage_offset() != ref.offset:
             x = ref.empty().copy_(x)
         self._held[ref.storage] = x.untyped_storage()
-
-
-@contextmanager
-def _own_generator() -> Iterator[None]:
-    """Restore torch's generator at the end."""
-    with RECORDING:
-        state = torch.get_rng_state()
-        try:
-            yield
-        finally:
-            torch.set_rng_state(state)
 
 
 class RandomValueError(Exception):
@@ -340,21 +329,14 @@ class Recorder:
     def _shadow(self, x: Tensor, storage: torch.UntypedStorage) -> Tensor:
         if id(storage) not in self._shadows:
             whole = torch.empty(0, dtype=x.dtype, device=storage.device).set_(storage)
-            shadow = torch.empty(whole.shape, dtype=x.dtype, device="meta")
-            self._held[id(storage)], self._shadows[id(storage)] = storage, shadow
-            ref = self.ref(shadow)
-            self._add(None, (InMemory(whole.detach().clone()),), {}, (ref,), {ref.storage}, set())
+            self._held[id(storage)] = storage
+            self._shadows[id(storage)] = self.stored(in_memory(whole.clone()))
         like = torch.empty(0, dtype=x.dtype, device="meta")
         return like.set_(self._shadows[id(storage)].untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[Any]:
         """Record ops in this context, even if the recorder is not open."""
-        if self._open:
-            yield
-        else:
-            with self:
-                yield
+        return nullcontext() if self._open else self
 
     @contextmanager
     def _pause(self) -> Iterator[None]:

@@ -7,21 +7,20 @@ of a folder to load, and, after each of `check`, `read` and `finish`, that it su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.boxes import Box, Part, Runs, kept, model_parts
+from shardc.runtime.state.boxes import Box, Part, kept
 from shardc.runtime.state.checkpoint_folder import (
     DamagedError,
     check_file,
@@ -34,7 +33,7 @@ from shardc.runtime.state.checkpoint_folder import (
     remedy,
 )
 from shardc.runtime.state.checkpoint_index import Index, Slice
-from shardc.runtime.state.owners import Owners
+from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.saving_optimizer import Room, fill, room_for
 from shardc.runtime.state.sources import check_names
 
@@ -44,14 +43,8 @@ _SHOWN = 4  # damaged slices that an error names
 
 def load(
     folder: str | Path,
-    program: Program,
-    mesh: Any,
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    optimizer: Optimizer | None = None,
+    held: RankState,
     *,
-    runs: Runs | None = None,
-    owners: Owners | None = None,
     room: Room | None = None,
     last_good: bool = False,
     accept: Callable[[Mapping[str, Any]], None] = lambda extra: None,
@@ -61,7 +54,6 @@ def load(
 
     folder: where checkpoints were saved (the last one is read), or one checkpoint. last_good: if it is damaged, read
     the last one that is not.
-    owners: their state is filled, too.
     room: where to put the optimizer's state; default: on its parameter's device. accept: raises if `extra` does not
     fit.
     changing: called before each try changes anything.
@@ -69,10 +61,9 @@ def load(
     Raises ShardcError, on all ranks, naming them, if the checkpoint has other parameters, shapes or another optimizer,
     before anything changes; DamagedError if a file is not what was saved: what was read until then is changed.
     """
-    problems: list[ShardcError] = []
-    state = runs or {}, owners or Owners(), room, accept
+    problems, mesh = list[ShardcError](), held.mesh
     for path in candidates(disk_calls.expanded(folder), mesh, last_good=last_good):
-        loading = _Loading(path, program, mesh, params, buffers, optimizer, *state)
+        loading = _Loading(path, held, room, accept)
         try:
             _together(mesh, path, loading.check)
             changing()
@@ -88,17 +79,13 @@ def load(
     raise DamagedError("all checkpoints are damaged", where=str(folder), fix=fix, errors=problems)
 
 
-def candidates(folder: Path, mesh: Any, *, last_good: bool) -> Iterator[Path]:
-    """Yield the checkpoints to try, as rank 0 sees them: file systems may show other ranks something else."""
-    paths = _found(folder) if mesh.rank == 0 else []
-    number = 0
-    while name := agreement.text_of_rank(mesh, str(paths[number]) if number < len(paths) else ""):
-        yield Path(name)
-        number += 1
-        if not last_good:
-            return
-    if not number:
+def candidates(folder: Path, mesh: Any, *, last_good: bool) -> list[Path]:
+    """Return the checkpoints to try, as rank 0 sees them: file systems may show other ranks something else."""
+    names = [str(path) for path in _found(folder)] if mesh.rank == 0 else []
+    paths = [Path(name) for name in json.loads(agreement.text_of_first(mesh, json.dumps(names)))]
+    if not paths:
         raise none_in(folder)
+    return paths if last_good else paths[:1]
 
 
 def _found(folder: Path) -> list[Path]:
@@ -112,18 +99,19 @@ def _together(mesh: Any, path: Path, work: Any) -> None:
 
     A failing rank raises its own error, the others the first one's text.
     """
-    error: BaseException | None = None
+    error, report = None, ""
     try:
         work()
     except Exception as e:  # raised below, when all ranks know
         error = e
-    damaged, _ = agreement.failures(mesh, "" if isinstance(error, DamagedError) else None)
-    ranks, text = agreement.failures(mesh, None if error is None else _words(error))
-    if not ranks:
+        report = json.dumps([isinstance(e, DamagedError), _words(e), e.fix if isinstance(e, ShardcError) else ""])
+    reports = agreement.texts(mesh, report)
+    failed = {rank: json.loads(text) for rank, text in enumerate(reports) if text}
+    if not failed:
         return
-    fix = agreement.text_of_rank(mesh, error.fix if isinstance(error, ShardcError) else "", ranks[0])
-    who = f"found by rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
-    if damaged:
+    _, text, fix = next(iter(failed.values()))
+    who = f"found by {mesh.layout.named(*failed)}"
+    if any(damaged for damaged, _, _ in failed.values()):
         errors = error.errors if isinstance(error, DamagedError) else ()
         fault = "; ".join(_words(e) for e in errors[:_SHOWN]) if errors else text
         more = f"; and {len(errors) - _SHOWN} more" if len(errors) > _SHOWN else ""
@@ -144,13 +132,7 @@ class _Loading:
     """One checkpoint while one rank loads it."""
 
     path: Path
-    program: Program
-    mesh: Any
-    params: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-    optimizer: Optimizer | None
-    runs: Runs
-    owners: Owners
+    held: RankState
     room: Room | None
     accept: Callable[[Mapping[str, Any]], None]
     index: Index = field(default_factory=lambda: Index("", 0, "", "", {}, {}, None))
@@ -160,34 +142,23 @@ class _Loading:
     def check(self) -> None:
         """Raise if the checkpoint does not fit. Changes nothing."""
         index = self.index = read_index(self.path)
-        program, stored = self.program, index.tensors
-        self._parts = model_parts(program, self.params, self.buffers, self.runs, self.mesh)
+        held, program, mesh, stored = self.held, self.held.program, self.held.mesh, index.tensors
+        self._parts = held.model_parts()
         errors = Errors()
         have = {k.removeprefix("model."): x.shape for k, x in stored.items() if k.startswith("model.")}
         entries: list[Param | Buffer] = [*program.params, *kept(program)]
         want = {n: shape for x in entries for n, shape in x.shapes.items() if x.members or n == x.fqn}
         check_names(errors, want, have, want, f"the checkpoint {self.path.name}")
         errors.raise_any()  # its optimizer is of the same tensors
-        for number in range(self.mesh.rank, len(index.files), self.mesh.layout.world):  # ranks share the files
+        for number in range(mesh.rank, len(index.files), mesh.layout.world):  # ranks share the files
             check_file(self.path, index, number)
-        if self.optimizer is not None:
-            self._states = room_for(
-                program,
-                self.params,
-                self.optimizer,
-                index,
-                self._parts,
-                str(self.path),
-                self.runs,
-                self.room,
-                self.mesh,
-                self.owners,
-            )
+        if held.optimizer is not None:
+            self._states = room_for(held, held.optimizer, index, self._parts, str(self.path), self.room)
         self.accept(index.extra)
 
     def read(self) -> None:
         """Read every slice that this rank needs, in file order. Raises DamagedError, naming damaged slices."""
-        layout, rank = self.mesh.layout, self.mesh.rank
+        layout, rank = self.held.mesh.layout, self.held.mesh.rank
         targets: dict[Slice, tuple[str, list[tuple[Box, Tensor]]]] = {}
         for key, part in self._parts.items():
             for box in part.boxes(layout, rank):
@@ -210,5 +181,6 @@ class _Loading:
             raise DamagedError("damaged", errors=errors)
 
     def finish(self) -> None:
-        if self.optimizer is not None and self.index.optimizer is not None:
-            fill(self.program, self.params, self.optimizer, self.index.optimizer, self._states, self.owners)
+        optimizer, facts = self.held.optimizer, self.index.optimizer
+        if optimizer is not None and facts is not None:
+            fill(self.held, optimizer, facts, self._states)

@@ -1,17 +1,20 @@
-"""Define where an optimizer steps parameters: on the ranks that store them, unless an optional feature says more."""
+"""Define what a rank holds, and where an optimizer steps it: where it is stored, unless a feature says more."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc.errors import Errors
-from shardc.runtime.state.boxes import Part
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
+from shardc.runtime.state.boxes import Part, Runs, by_name, copied, cut_axes, kept, replicas
 from shardc.runtime.state.checkpoint_index import Index
 
 
@@ -79,3 +82,41 @@ class OwnersOptimizer(Optimizer):
 
     made: Optimizer
     owners: Owners
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank holds of a program's training.
+
+    params, buffers: by placeholder name; runs: flat shards (ZeRO) among params. optimizer: over these params. owners:
+    where it steps them.
+    """
+
+    program: Program
+    mesh: Any
+    params: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizer: Optimizer | None = None
+    runs: Runs = field(default_factory=dict)
+    owners: Owners = field(default_factory=Owners)
+
+    def part(self, p: Param, x: Tensor) -> Part:
+        """Return the part that x, of a parameter's local shape, is of a global tensor."""
+        run = self.runs.get(p.name)
+        cut = cut_axes(self.program, p) if run is not None else ()
+        copy = copied(self.program, p, self.mesh)
+        return Part(x, p.shape, p.layout, run, replicas(self.program, p.layout, cut), copy)
+
+    def model_parts(self) -> dict[str, Part]:
+        """Return the parts of parameters and buffers, by their names in a checkpoint."""
+        parts = {
+            f"model.{name}": part
+            for p in self.program.params
+            if p.name in self.params
+            for name, part in by_name(p, self.part(p, self.params[p.name])).items()
+        }
+        for b in kept(self.program):
+            if b.name in self.buffers:
+                copies, copy = replicas(self.program, b.layout), copied(self.program, b, self.mesh)
+                parts[f"model.{b.fqn}"] = Part(self.buffers[b.name], b.shape, b.layout, None, copies, copy)
+        return parts

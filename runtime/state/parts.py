@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.shard_chunks import trim, unchunk
 from shardc.ir.stored import Buffer, Param
-from shardc.runtime.state.sliced_tensors import Joined, Ranges, Sliced, index, whole
+from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index, joined
 from shardc.runtime.state.sources import SAVED_MODEL, Weights, check_names
 
 # --- global tensors, from every rank's parts of them
@@ -28,16 +28,6 @@ def gather(x: Tensor, layout: Layout, mesh: Any, tag: str = "") -> Tensor:
     for shard in layout.paddings():
         x = trim(x, shard)
     return x
-
-
-def _entries(
-    program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
-) -> Iterator[tuple[Param | Buffer, Tensor]]:
-    """Yield every parameter and persistent buffer with its global value on the CPU, one at a time."""
-    for x in program.params_and_buffers:
-        if not x.fqn or (isinstance(x, Buffer) and not x.persistent):
-            continue
-        yield x, gathered_entry(program, mesh, x, params if isinstance(x, Param) else buffers)
 
 
 def gathered_entry(program: Program, mesh: Any, x: Param | Buffer, held: Mapping[str, Tensor]) -> Tensor:
@@ -76,7 +66,10 @@ def full_state_dict(
     It has all names of a tied tensor, and persistent buffers. rank0_only: the other ranks return {}.
     """
     state_dict: dict[str, Tensor] = {}
-    for x, value in _entries(program, mesh, params, buffers):
+    for x in program.params_and_buffers:
+        if not x.fqn or (isinstance(x, Buffer) and not x.persistent):
+            continue
+        value = gathered_entry(program, mesh, x, params if isinstance(x, Param) else buffers)
         if mesh.rank == 0 or not rank0_only:
             state_dict |= x.by_name(value)
     return state_dict
@@ -106,14 +99,13 @@ def local_parts(
     coords = mesh.layout.coords(mesh.rank)
 
     def part(x: Param | Buffer) -> Tensor:
-        if not broadcast and (sliced := _sliced(x, given)) is not None:
-            return _read(x, sliced, mesh)
         if isinstance(x, Buffer) and x.constant is not None:
             whole = x.constant
-        elif x.members:
-            whole = torch.stack([given.get(n).detach() for n in x.members])
         else:
-            whole = given.get(next(n for n in x.names if n in given.shapes))
+            source = _source(x, given)
+            if not broadcast and not source.computed:
+                return _read(x, source, mesh)
+            whole = source.tensor()
             whole = mesh.broadcast(whole, tag=x.fqn) if broadcast else whole
         whole_of(x, whole)
         return _local(x, whole, mesh)
@@ -129,23 +121,15 @@ def local_parts(
     return params, {b.name: x for b, x in parts(program.buffers)}
 
 
-@dataclass(frozen=True)
-class _Zeros:
-    """Zeros without memory, to be filled later."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def read(self, ranges: Ranges) -> Tensor:
-        return torch.zeros((), dtype=self.dtype).expand([n for _, n in ranges])
-
-
 def blank(program: Program) -> Weights:
-    """Return zeros for all of a program's tensors, for weights that come later."""
-    entries = [x for x in program.params_and_buffers if x.fqn]
-    sliced: dict[str, Sliced] = {n: _Zeros(shape, x.dtype) for x in entries for n, shape in x.shapes.items()}
-    shapes = {n: x.shape for n, x in sliced.items()}
-    return Weights("engine", shapes, lambda n: sliced[n].read(whole(shapes[n])), lambda names: True, sliced)
+    """Return zeros without memory for all of a program's tensors, for weights that come later."""
+
+    def zeros(dtype: torch.dtype, ranges: Ranges) -> Tensor:
+        return torch.zeros((), dtype=dtype).expand([n for _, n in ranges])
+
+    entries = [(n, shape, x.dtype) for x in program.params_and_buffers if x.fqn for n, shape in x.shapes.items()]
+    tensors = {n: Sliced(shape, dtype, functools.partial(zeros, dtype)) for n, shape, dtype in entries}
+    return Weights("engine", tensors, lambda names: True)
 
 
 def constants(program: Program, mesh: Any) -> dict[str, Tensor]:
@@ -163,12 +147,10 @@ def _local(x: Param | Buffer, whole: Tensor, mesh: Any) -> Tensor:
     return cut.to(device=mesh.device, dtype=x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _sliced(x: Param | Buffer, given: Weights) -> Sliced | None:
-    """Return the source that a part can be read from by slice; None if only the whole can be read."""
+def _source(x: Param | Buffer, given: Weights) -> Sliced:
     if x.members:
-        members = [given.sliced[n] for n in x.members if n in given.sliced]
-        return Joined(members, 0, new=True) if len(members) == len(x.members) else None
-    return next((given.sliced[n] for n in x.names if n in given.sliced), None)
+        return joined([given.tensors[n] for n in x.members], 0, new=True)
+    return given.tensors[next(n for n in x.names if n in given.tensors)]
 
 
 def _read(x: Param | Buffer, source: Sliced, mesh: Any) -> Tensor:
@@ -188,9 +170,9 @@ def _check(program: Program, given: Weights) -> None:
         if x.members:
             expected |= x.shapes
             continue
-        present = [n for n in x.names if n in given.shapes] or [x.fqn]
+        present = [n for n in x.names if n in given.tensors] or [x.fqn]
         optional = isinstance(x, Buffer) and not x.persistent and not given.of_model
-        if present[0] not in given.shapes and optional:
+        if present[0] not in given.tensors and optional:
             errors.add(
                 f"the buffer is not in the {given.what}: it is not persistent",
                 where=x.fqn,
@@ -208,5 +190,6 @@ def _check(program: Program, given: Weights) -> None:
             )
     known = {n for x in entries for n in x.names}
     fix = "pass the compiled model, or compile this one" if given.of_model else SAVED_MODEL
-    check_names(errors, expected, given.shapes, known, f"the {given.what}", fix)
+    shapes = {n: source.shape for n, source in given.tensors.items()}
+    check_names(errors, expected, shapes, known, f"the {given.what}", fix)
     errors.raise_any()

@@ -17,7 +17,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from shardc.errors import Errors, ShardcError
 from shardc.layer_names import of_every_layer
 from shardc.runtime.state.init_tape import RECORDING, Recorder
-from shardc.runtime.state.sliced_tensors import InMemory
+from shardc.runtime.state.sliced_tensors import in_memory
 from shardc.runtime.state.weight_files import WeightFiles, of_files
 from shardc.torch_modes import untraced
 from shardc.torch_private import pytree
@@ -45,34 +44,6 @@ SHOWN = 4
 FEW = 8
 #: What peft adds to names: the adapted layer, trained copies, the adapter's name.
 _PEFT = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Weights of files under a model's names. tensors: on the recorder's tape, without memory.
-
-    missing: names of the model that the files do not have; extra: names of the files that the model does not have.
-    read: how many of the model's names the files have; `tensors` has all names of a tied one.
-    """
-
-    files: WeightFiles
-    tensors: Mapping[str, Tensor]
-    missing: tuple[str, ...]
-    extra: tuple[str, ...]
-    read: int
-
-    def notes(self, model: nn.Module) -> list[str]:
-        """Return notes for the user, one per line."""
-        dtypes = sorted({_name(x.dtype) for x in named_state(model).values() if x.is_floating_point()})
-        stored = Counter(_name(x.dtype) for x in self.files.tensors.values() if x.dtype.is_floating_point)
-        lines = [f"weights: {self.read} tensors of {self.files.path} ({self.files.what})"]
-        other = {dtype: n for dtype, n in stored.items() if dtype not in dtypes}
-        lines += [f"{n} of them are stored as {dtype} and held as {', '.join(dtypes)}" for dtype, n in other.items()]
-        if self.missing:
-            lines.append(f"not in the files, and initialised by the model: {folded(self.missing)}")
-        if self.extra:
-            lines.append(f"in the files, and not in the model: {folded(self.extra)}")
-        return lines
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -93,9 +64,10 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
     return {n: x for n, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
 
 
-def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> Placed:
-    """Find the model's tensors in files. model: on any device; only names, shapes and dtypes are read.
+def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> tuple[dict[str, Tensor], list[str]]:
+    """Find the model's tensors in files: ({model name: tensor on the recorder's tape, without memory}, notes).
 
+    All names of a tied tensor are there. model: on any device; only names, shapes and dtypes are read.
     Raises ShardcError if a tensor has another shape in the files, naming both, and if the files belong to another
     model.
     """
@@ -134,11 +106,26 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> Placed:
         if mapped:
             fix += ", or load only the tensors that it has: program.engine(model, weights={name: tensor})"
         raise ShardcError(f"{fault}, which has {_names(want)}", where=str(files.path), fix=fix)
+    notes = _notes(files, want, len(mapped), missing, extra)
     # a tied tensor may be in the files under any of its names: use it for all of them, or the others would keep their
     # initial values
-    read = len(mapped)
-    mapped |= {n: first[id(x)] for n, x in want.items() if n not in mapped and id(x) in first}
-    return Placed(files, mapped, tuple(missing), tuple(extra), read)
+    return mapped | {n: first[id(x)] for n, x in want.items() if n not in mapped and id(x) in first}, notes
+
+
+def _notes(
+    files: WeightFiles, want: Mapping[str, Tensor], read: int, missing: Collection[str], extra: Collection[str]
+) -> list[str]:
+    """Return notes for the user. read: how many of the model's tensors the files have; missing, extra: names."""
+    dtypes = sorted({_name(x.dtype) for x in want.values() if x.is_floating_point()})
+    stored = Counter(_name(x.dtype) for x in files.tensors.values() if x.dtype.is_floating_point)
+    lines = [f"weights: {read} tensors of {files.path} ({files.what})"]
+    other = {dtype: n for dtype, n in stored.items() if dtype not in dtypes}
+    lines += [f"{n} of them are stored as {dtype} and held as {', '.join(dtypes)}" for dtype, n in other.items()]
+    if missing:
+        lines.append(f"not in the files, and initialised by the model: {folded(missing)}")
+    if extra:
+        lines.append(f"in the files, and not in the model: {folded(extra)}")
+    return lines
 
 
 def _names(names: Iterable[str]) -> str:
@@ -396,7 +383,7 @@ class _Calls:
                     return x
                 key = x.data_ptr(), x.dtype, x.shape, x.stride()  # a tied weight stays one
                 if key not in seen:
-                    seen[key] = self.recorder.stored(InMemory(x))
+                    seen[key] = self.recorder.stored(in_memory(x))
                 return seen[key]
 
             return pytree.tree_map(stored, loaded)

@@ -27,8 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from torch.optim import Optimizer
 from xxhash import xxh3_128_hexdigest
 
 from shardc import text_file
@@ -36,7 +34,7 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import checkpoint_index, disk_calls
-from shardc.runtime.state.boxes import Draft, Plan, Runs, drafts, model_parts, planned
+from shardc.runtime.state.boxes import Draft, Plan, drafts, planned
 from shardc.runtime.state.checkpoint_folder import (
     LOCK,
     WORK,
@@ -49,8 +47,8 @@ from shardc.runtime.state.checkpoint_folder import (
     renamed_path,
 )
 from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, json_number
-from shardc.runtime.state.owners import Owners
-from shardc.runtime.state.saving_optimizer import combine_facts, state_parts
+from shardc.runtime.state.owners import RankState
+from shardc.runtime.state.saving_optimizer import combined, state_parts
 from shardc.runtime.state.tensor_file import bytes_of
 
 # --- one save of one rank: its files, and on rank 0 the index of all and the rename that makes it visible
@@ -200,22 +198,14 @@ class Save:
             files, part_tensors = checkpoint_index.read_tables(part)
             for name, t in part_tensors.items():
                 known = tensors.setdefault(name, Stored(t.dtype, t.shape))
-                if (known.dtype, known.shape) != (t.dtype, t.shape):
-                    raise SavingError(
-                        "ranks saved this tensor with two dtypes or shapes: "
-                        f"{known.dtype} {known.shape}, {t.dtype} {t.shape}",
-                        where=name,
-                        fix="report this: ranks must agree on shapes",
-                    )
+                assert (known.dtype, known.shape) == (t.dtype, t.shape), f"ranks differ in {name}"
                 moved = (Slice(s.file + len(every), s.start, s.offset, s.shape, s.digest) for s in t.slices)
                 tensors[name] = Stored(t.dtype, t.shape, (*known.slices, *moved))
             every += files
-        facts = dict(parts[0]["facts"])
-        for part in reversed(parts):
-            facts["extra"] = {**facts["extra"], **part["facts"]["extra"]}
-        optimizers = [part["facts"]["optimizer"] for part in parts if part["facts"]["optimizer"] is not None]
-        facts["optimizer"] = combine_facts(optimizers) if optimizers else None
-        return Index(id=self.id, step=self.step, files=tuple(every), tensors=tensors, **facts)
+        facts = parts[0]["facts"] | combined([part["facts"] for part in parts])
+        index = Index(id=self.id, step=self.step, files=tuple(every), tensors=tensors, **facts)
+        checkpoint_index.check(index)
+        return index
 
     def end(self, *, failed: bool) -> None:
         """Release the lock, and remove the files of a failed save."""
@@ -257,7 +247,7 @@ class Saves:
         it fails.
         """
         self.finish()
-        id = agreement.text_of_rank(self._mesh, secrets.token_hex(8))
+        id = agreement.text_of_first(self._mesh, secrets.token_hex(8))
         save = Save(self._mesh, folder.absolute(), step, keep, id, self._known)
         if overwrite:
             self._known.see(save.folder)
@@ -334,18 +324,17 @@ class Saves:
         ranks, text = agreement.failures(self._mesh, _words(error) if error is not None else None)
         if not ranks:
             return
-        saved, _ = agreement.failures(self._mesh, "" if save.saved else None)
+        saved = self._mesh.sum_on_host([save.saved])[0]
         self._save = None
         save.end(failed=True)
         if error is not None and not isinstance(error, OSError):
             raise error
-        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:4]))}{' ...' if len(ranks) > 4 else ''}"
         if saved:
             fault, fix = "was saved, but others cannot be renamed or deleted", "check the permissions of the folder"
         else:
             fault = "was not saved"
             fix = "earlier checkpoints are unchanged; make room or name another folder, and save again"
-        fault = f"the checkpoint of step {save.step} {fault}: {text} (on {who})"
+        fault = f"the checkpoint of step {save.step} {fault}: {text} (on {self._mesh.layout.named(*ranks)})"
         raise SavingError(fault, where=str(save.folder), fix=fix) from error
 
 
@@ -374,15 +363,9 @@ def _check_plain(facts: dict[str, Any]) -> None:
 
 def save(
     folder: str | Path,
-    program: Program,
-    mesh: Any,
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    optimizer: Optimizer | None = None,
+    held: RankState,
     extra: Mapping[str, Any] | None = None,
     *,
-    runs: Runs | None = None,
-    owners: Owners | None = None,
     saves: Saves | None = None,
     keep: int | None = None,
     wait: bool = True,
@@ -390,10 +373,7 @@ def save(
 ) -> None:
     """Write a checkpoint that any mesh can load into `folder`, as `step-N`. Collective.
 
-    All ranks must see one file system. params, buffers: this rank's, by placeholder name. optimizer: over these params;
-    its step counts, moments, hyperparameters.
-    runs: the flat shards (ZeRO) among params.
-    owners: of what optimizers do not step where it is stored.
+    All ranks must see one file system. Of the optimizer it has step counts, moments, hyperparameters.
     extra: JSON-able values of the caller: step, seed, a scheduler's state_dict; of each, the value of the first rank
     that has it (a stage without anything to train has no scheduler). Its "step" is the checkpoint's.
     saves, keep, wait, overwrite: see `Saves`.
@@ -401,21 +381,21 @@ def save(
     """
 
     def state() -> Plan:
-        parts, settings = model_parts(program, params, buffers, runs or {}, mesh), None
-        if optimizer is not None:
-            more, settings = state_parts(program, params, optimizer, runs or {}, mesh, owners or Owners())
+        parts, settings = held.model_parts(), None
+        if held.optimizer is not None:
+            more, settings = state_parts(held, held.optimizer)
             parts |= more
         facts = {
-            "model": program.meta.get("model", ""),
-            "program": program_hash(program),
-            "mesh": dict(mesh.layout.axes),
+            "model": held.program.meta.get("model", ""),
+            "program": program_hash(held.program),
+            "mesh": dict(held.mesh.layout.axes),
             "extra": dict(extra or {}),
             "optimizer": settings,
         }
-        return planned(parts, facts, mesh)
+        return planned(parts, facts, held.mesh)
 
     step = int((extra or {}).get("step", 0))
-    (saves or Saves(mesh)).save(
+    (saves or Saves(held.mesh)).save(
         disk_calls.expanded(folder), state, step=step, keep=keep, wait=wait, overwrite=overwrite
     )
 

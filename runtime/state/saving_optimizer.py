@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,10 @@ from torch.optim import Optimizer
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.placement import Layout
-from shardc.ir.program import Program
 from shardc.ir.stored import Param
-from shardc.runtime.state.boxes import Part, Runs, by_name, copied, cut_axes, part_of, replicas
+from shardc.runtime.state.boxes import Part, by_name, copied, cut_axes, replicas
 from shardc.runtime.state.checkpoint_index import Index
-from shardc.runtime.state.owners import Owners
+from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.sources import check_names
 from shardc.runtime.zero.optimizer_kernels import IMPLEMENTATIONS
 from shardc.runtime.zero.optimizer_list import class_of, group_classes
@@ -28,39 +28,52 @@ from shardc.runtime.zero.optimizer_list import class_of, group_classes
 Room = Callable[[Any, str, Tensor], Tensor]
 
 
-def _groups(program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, owners: Owners) -> list[list[Param]]:
-    """Return the program's parameters in the optimizer's groups; none in groups that owners step."""
-    known = {id(params[p.name]): p for p in program.params if p.name in params}
-    every = zip(optimizer.param_groups, owners.groups(optimizer), strict=True)
-    groups = [list(group["params"]) if owned is None else [] for group, owned in every]
-    for group in groups:
-        for x in group:
+@dataclass(frozen=True)
+class _Group:
+    """A group of an optimizer.
+
+    kind: its optimizer's class; params: the program's. owned: if owners step it, {name in checkpoints: placeholder}.
+    """
+
+    settings: dict[str, Any]
+    kind: str
+    params: list[Param]
+    owned: Mapping[str, str] | None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its parameters in a checkpoint."""
+        return [n for p in self.params for n in _named(p)] if self.owned is None else list(self.owned)
+
+
+def _groups(held: RankState, optimizer: Optimizer) -> list[_Group]:
+    known = {id(held.params[p.name]): p for p in held.program.params if p.name in held.params}
+    groups = []
+    every = optimizer.param_groups, group_classes(optimizer), held.owners.groups(optimizer)
+    for settings, kind, owned in zip(*every, strict=True):
+        stored = settings["params"] if owned is None else []
+        for x in stored:
             if id(x) not in known:
                 raise ShardcError(
                     f"the optimizer holds a tensor of shape {list(x.shape)} that is not a parameter of the program",
                     fix="make the optimizer from the parameters that shardc passes to it",
                 )
-    return [[known[id(x)] for x in group] for group in groups]
+        groups.append(_Group(settings, kind, [known[id(x)] for x in stored], owned))
+    return groups
 
 
 def state_parts(
-    program: Program,
-    params: Mapping[str, Tensor],
-    optimizer: Optimizer,
-    runs: Runs,
-    mesh: Any,
-    owners: Owners,
-    *,
-    copies: bool = False,
+    held: RankState, optimizer: Optimizer, *, copies: bool = False
 ) -> tuple[dict[str, Part], dict[str, Any]]:
     """Return the optimizer's state: tensors as parts, the rest as JSON values.
 
     copies: also return state that another rank writes, such as a step counter.
     """
-    parts, numbers = owners.state_parts(optimizer, mesh)
-    groups = _groups(program, params, optimizer, owners)
-    for p in (p for group in groups for p in group):
-        local, run = params[p.name], runs.get(p.name)
+    program, mesh = held.program, held.mesh
+    parts, numbers = held.owners.state_parts(optimizer, mesh)
+    groups = _groups(held, optimizer)
+    for p in (p for group in groups for p in group.params):
+        local, run = held.params[p.name], held.runs.get(p.name)
         if run is not None and not run.size:
             continue  # an empty shard has no useful state
         # a number is the same on all ranks; the first that holds some of the parameter writes it
@@ -73,7 +86,7 @@ def state_parts(
                 continue
             x = x.as_subclass(Tensor)  # a custom optimizer may keep a gradient's subclass
             if x.shape == local.shape:
-                named_parts = by_name(p, part_of(program, p, x, run, mesh))
+                named_parts = by_name(p, held.part(p, x))
                 parts |= {f"optimizer.{n}.{name}": part for n, part in named_parts.items()}
             elif x.dim() == 0 or (run is None and not p.layout.shards()):
                 if first or copies:
@@ -87,11 +100,10 @@ def state_parts(
                     fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
                 )
     facts = []
-    every = zip(optimizer.param_groups, owners.groups(optimizer), group_classes(optimizer), groups, strict=True)
-    for group, owned, kind, members in every:
+    for g in groups:
         left_out = ("params", "param_names", *IMPLEMENTATIONS)
-        hyper = {k: x.item() if isinstance(x, Tensor) else x for k, x in group.items() if k not in left_out}
-        facts.append({**hyper, "class": kind, "params": _names(members, owned)})
+        hyper = {k: x.item() if isinstance(x, Tensor) else x for k, x in g.settings.items() if k not in left_out}
+        facts.append({**hyper, "class": g.kind, "params": g.names})
     return parts, {"class": class_of(optimizer), "groups": facts, "numbers": numbers}
 
 
@@ -100,17 +112,18 @@ def _named(p: Param) -> tuple[str, ...]:
     return p.members or (p.fqn,)
 
 
-def _names(members: list[Param], owned: Mapping[str, str] | None) -> list[str]:
-    """Return the names of a group's parameters in a checkpoint. owned: of those that owners step."""
-    return [n for p in members for n in _named(p)] if owned is None else list(owned)
-
-
-def combine_facts(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the optimizer's facts of all ranks: of a number, the value of the first rank that has it.
+def combined(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Combine `extra` and the facts of the optimizer of all ranks: of a value, that of the first rank that has it.
 
     The n-th groups of all stages are one group, if their settings are the same; else each stays separate (a learning
     rate by layer).
     """
+    extra: dict[str, Any] = {}
+    for report in reversed(reports):
+        extra |= report["extra"]
+    facts = [report["optimizer"] for report in reports if report["optimizer"] is not None]
+    if not facts:
+        return {"extra": extra, "optimizer": None}
     numbers: dict[str, Any] = {}
     for rank_facts in reversed(facts):
         for fqn, values in rank_facts["numbers"].items():
@@ -122,7 +135,7 @@ def combine_facts(facts: list[dict[str, Any]]) -> dict[str, Any]:
                 groups[i]["params"] = list(dict.fromkeys([*groups[i]["params"], *group["params"]]))
             elif group not in groups:
                 groups.append(group)
-    return {**facts[0], "groups": groups, "numbers": numbers}
+    return {"extra": extra, "optimizer": {**facts[0], "groups": groups, "numbers": numbers}}
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,35 +143,22 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def room_for(
-    program: Program,
-    params: Mapping[str, Tensor],
-    optimizer: Optimizer,
-    index: Index,
-    parts: dict[str, Part],
-    folder: str,
-    runs: Runs,
-    room: Room | None,
-    mesh: Any,
-    owners: Owners,
+    held: RankState, optimizer: Optimizer, index: Index, parts: dict[str, Part], folder: str, room: Room | None
 ) -> dict[str, dict[str, Any]]:
     """Make new state, to be filled, for every parameter: {fqn: {name: tensor or number}}.
 
     Adds its tensors to `parts`.
     """
-    facts, stored = index.optimizer, index.tensors
+    program, params, facts, stored = held.program, held.params, index.optimizer, index.tensors
     if facts is None:
         fix = "save it with its optimizer, or load it with optimizer=None"
         raise ShardcError("the checkpoint has no optimizer state", where=folder, fix=fix)
-    groups = _groups(program, params, optimizer, owners)
-    of_owners = owners.groups(optimizer)
-    names = [_names(*each) for each in zip(groups, of_owners, strict=True)]
-    _check_classes(names, optimizer, facts, folder)
-    members = {p.fqn: p for group in groups for p in group}
+    groups, saved_groups = _groups(held, optimizer), _by_param(facts)
+    _check_classes(groups, saved_groups, optimizer, facts, folder)
+    members = {p.fqn: p for group in groups for p in group.params}
     errors = Errors()
-    saved = {
-        n: stored[f"model.{n}"].shape for group in facts["groups"] for n in group["params"] if f"model.{n}" in stored
-    }
-    stepped = {*members, *(program.param(n).fqn for owned in of_owners for n in (owned or {}).values())}
+    saved = {n: stored[f"model.{n}"].shape for n in saved_groups if f"model.{n}" in stored}
+    stepped = {*members, *(program.param(n).fqn for group in groups for n in (group.owned or {}).values())}
     if idle := [p.fqn for p in program.params if _named(p)[0] in saved and p.name in params and p.fqn not in stepped]:
         fault = (
             f"the checkpoint's optimizer has {', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}, but this "
@@ -176,9 +176,9 @@ def room_for(
         [n for p in program.params for n in _named(p)],
         "the checkpoint's optimizer",
     )
-    of_others = owners.room_for(optimizer, index, parts, errors, folder)
-    for i, group_names in enumerate(names):
-        _check_settings(errors, i, group_names, facts["groups"], folder)
+    of_others = held.owners.room_for(optimizer, index, parts, errors, folder)
+    for i, group in enumerate(groups):
+        _check_settings(errors, i, group.names, saved_groups, folder)
     errors.raise_any()
     states = of_others | {n: dict(facts["numbers"].get(_named(p)[0], {})) for n, p in members.items()}
     named = {n: p for p in members.values() for n in _named(p)}
@@ -197,7 +197,7 @@ def room_for(
                 present = optimizer.state.get(local, {}).get(name)
                 states[p.fqn][name] = present_or_zeros(present, form.shape, form.dtype, name, local.device)
         x = states[p.fqn][name]
-        part = part_of(program, p, x, runs.get(p.name), mesh) if like_param else Part(x, tensor.shape)
+        part = held.part(p, x) if like_param else Part(x, tensor.shape)
         parts[key] = by_name(p, part)[fqn] if like_param else part
     return states
 
@@ -211,65 +211,64 @@ def present_or_zeros(
     return torch.zeros(shape, dtype=dtype, device="cpu" if name == "step" else device)
 
 
-def _check_classes(names: list[list[str]], optimizer: Optimizer, facts: Mapping[str, Any], folder: str) -> None:
-    """Check that every parameter was stepped by its present optimizer class. names: of each group."""
-    for kind, group_names in zip(group_classes(optimizer), names, strict=True):
-        for name in group_names:
-            saved = next((g.get("class", facts["class"]) for g in facts["groups"] if name in g["params"]), kind)
-            if saved != kind:
-                several = "" if class_of(optimizer) == kind and facts["class"] == saved else f" for {name}"
-                raise ShardcError(
-                    f"the checkpoint is of the optimizer {saved}, not {kind}{several}",
-                    where=folder,
-                    fix=f"use {saved}{several}; or start from its weights only: --weights instead of --resume, or"
-                    " program.engine(model, weights=folder)",
-                )
+def _by_param(facts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the saved group of each parameter, by its name in the checkpoint."""
+    return {name: group for group in reversed(facts["groups"]) for name in group["params"]}
 
 
-def _check_settings(errors: Errors, i: int, names: list[str], saved: list[dict[str, Any]], folder: str) -> None:
+def _check_classes(
+    groups: Sequence[_Group],
+    saved: Mapping[str, Mapping[str, Any]],
+    optimizer: Optimizer,
+    facts: Mapping[str, Any],
+    folder: str,
+) -> None:
+    """Check that every parameter was stepped by its present optimizer class. saved: each parameter's group."""
+    for kind, name in ((g.kind, n) for g in groups for n in g.names if n in saved):
+        before = saved[name].get("class", facts["class"])
+        if before != kind:
+            several = "" if class_of(optimizer) == kind and facts["class"] == before else f" for {name}"
+            raise ShardcError(
+                f"the checkpoint is of the optimizer {before}, not {kind}{several}",
+                where=folder,
+                fix=f"use {before}{several}; or start from its weights only: --weights instead of --resume, or"
+                " program.engine(model, weights=folder)",
+            )
+
+
+def _check_settings(
+    errors: Errors, i: int, names: Sequence[str], saved: Mapping[str, dict[str, Any]], folder: str
+) -> None:
     """Check that the parameters of a group had the same settings in the checkpoint."""
-    first: tuple[str, dict[str, Any]] | None = None
-    for name in names:
-        theirs = next((_settings(g) for g in saved if name in g["params"]), None)
-        if theirs is None:
-            continue
-        first = first or (name, theirs)
-        if other := [k for k in theirs.keys() | first[1].keys() if theirs.get(k) != first[1].get(k)]:
+    first, *others = [n for n in names if n in saved] or [""]
+    for name in others:
+        ours, theirs = _settings(saved[first]), _settings(saved[name])
+        if other := [k for k in theirs.keys() | ours.keys() if theirs.get(k) != ours.get(k)]:
             k = min(other)
             fault = (
                 f"parameters of optimizer group {i} had different settings when they were saved: {k} was"
-                f" {first[1].get(k)} for {first[0]} and {theirs.get(k)} for {name}"
+                f" {ours.get(k)} for {first} and {theirs.get(k)} for {name}"
             )
             errors.add(fault, where=folder, fix="make the same groups as before, or load it with optimizer=None")
             return
 
 
-def fill(
-    program: Program,
-    params: Mapping[str, Tensor],
-    optimizer: Optimizer,
-    facts: Mapping[str, Any],
-    states: Mapping[str, dict[str, Any]],
-    owners: Owners,
-) -> None:
+def fill(held: RankState, optimizer: Optimizer, facts: Mapping[str, Any], states: Mapping[str, dict[str, Any]]) -> None:
     """Load states by the optimizer's load_state_dict, which knows their device and dtype."""
     state: dict[int, dict[str, Any]] = {}
     groups = []
-    every = optimizer.param_groups, owners.groups(optimizer), _groups(program, params, optimizer, owners)
-    for i, (kind, group, owned, stored) in enumerate(zip(group_classes(optimizer), *every, strict=True)):
+    saved = _by_param(facts)
+    for i, g in enumerate(_groups(held, optimizer)):
+        names = g.names
         # match groups by name; one without parameters here by its number
-        names = _names(stored, owned)
-        matching = (
-            [g for g in facts["groups"] if names[0] in g["params"]]
-            if names
-            else [g for g in facts["groups"][i : i + 1] if g.get("class", kind) == kind]
-        )
-        members = [p.fqn for p in stored] if owned is None else [n for n in owned if n in owners.owned]
-        hyper = {k: x for k, x in matching[0].items() if k not in ("class", *IMPLEMENTATIONS)} if matching else {}
+        same_number = (x for x in facts["groups"][i : i + 1] if x.get("class", g.kind) == g.kind)
+        matching: dict[str, Any] = saved.get(names[0], {}) if names else next(same_number, {})
+        members = [p.fqn for p in g.params] if g.owned is None else [n for n in g.owned if n in held.owners.owned]
+        hyper = {k: x for k, x in matching.items() if k not in ("class", *IMPLEMENTATIONS)}
         numbered = list(range(len(state), len(state) + len(members)))
         state |= dict(zip(numbered, (states[n] for n in members), strict=True))
-        settled = {k: _like(group.get(k), x) for k, x in hyper.items()}
-        groups.append({**{k: x for k, x in group.items() if k != "params"}, **settled, "params": numbered})
+        settled = {k: _like(g.settings.get(k), x) for k, x in hyper.items()}
+        groups.append({**_settings(g.settings), **settled, "params": numbered})
     optimizer.load_state_dict({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})
 
 

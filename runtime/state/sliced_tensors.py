@@ -6,9 +6,8 @@ x.read([(0, 8), (16, 4)])     # rows 0 to 7, columns 16 to 19: [8, 4]
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,18 +16,23 @@ from torch import Tensor
 Ranges = Sequence[tuple[int, int]]
 
 
-class Sliced(Protocol):
-    """A tensor that is read by slice."""
+@dataclass(frozen=True)
+class Sliced:
+    """A tensor that is read by slice.
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+    read: returns a slice, on the CPU; it may be the source's own memory. computed: the tensor is in memory, or computed
+    as a whole, so that a slice costs no less. name: of a tensor that is exported.
+    """
 
-    @property
-    def dtype(self) -> torch.dtype: ...
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[Ranges], Tensor]
+    computed: bool = False
+    name: str = ""
 
-    def read(self, ranges: Ranges) -> Tensor:
-        """Return the slice, on the CPU; it may be the source's own memory."""
-        ...
+    def tensor(self) -> Tensor:
+        """Return all of it."""
+        return self.read(whole(self.shape))
 
 
 def whole(shape: Sequence[int]) -> list[tuple[int, int]]:
@@ -41,67 +45,34 @@ def index(ranges: Ranges) -> tuple[slice, ...]:
     return tuple(slice(start, start + n) for start, n in ranges)
 
 
-@dataclass(frozen=True)
-class InMemory:
-    """A tensor in memory: a real one, or a file mapped into memory, read page by page."""
-
-    tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def read(self, ranges: Ranges) -> Tensor:
-        return self.tensor.detach()[index(ranges)]
+def in_memory(x: Tensor, *, computed: bool = False) -> Sliced:
+    """Return a tensor in memory: a real one, or a file mapped into memory, read page by page."""
+    return Sliced(tuple(x.shape), x.dtype, lambda ranges: x.detach()[index(ranges)], computed)
 
 
-@dataclass(frozen=True)
-class Cast:
-    """Another tensor, with another dtype."""
-
-    of: Sliced
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.of.shape
-
-    def read(self, ranges: Ranges) -> Tensor:
-        return self.of.read(ranges).to(self.dtype)
+def cast(of: Sliced, dtype: torch.dtype) -> Sliced:
+    """Return a tensor in another dtype."""
+    return Sliced(of.shape, dtype, lambda ranges: of.read(ranges).to(dtype), of.computed)
 
 
-@dataclass(frozen=True)
-class Joined:
-    """Tensors joined along a dim. new: a new dim (stack), or one of theirs (cat)."""
+def joined(members: Sequence[Sliced], dim: int, *, new: bool) -> Sliced:
+    """Join tensors along a dim. new: a new dim (stack), or one of theirs (cat)."""
+    shape, dtype = members[0].shape, members[0].dtype
+    sizes = [1 if new else x.shape[dim] for x in members]
 
-    members: Sequence[Sliced]
-    dim: int
-    new: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        before, after = self.members[0].shape[: self.dim], self.members[0].shape[self.dim + (not self.new) :]
-        return (*before, sum(1 if self.new else x.shape[self.dim] for x in self.members), *after)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.members[0].dtype
-
-    def read(self, ranges: Ranges) -> Tensor:
-        d, (first, count), begin = self.dim, ranges[self.dim], 0
-        pieces = [torch.empty([n for _, n in ranges], dtype=self.dtype)] if not count else []
-        for x in self.members:
-            size = 1 if self.new else x.shape[d]
+    def read(ranges: Ranges) -> Tensor:
+        (first, count), begin = ranges[dim], 0
+        slices = [torch.empty([n for _, n in ranges], dtype=dtype)] if not count else []
+        for x, size in zip(members, sizes, strict=True):
             start, stop = max(first, begin), min(first + count, begin + size)
             if start < stop:
-                read = x.read([*ranges[:d], *([(start - begin, stop - start)] * (not self.new)), *ranges[d + 1 :]])
-                pieces.append(read.unsqueeze(d) if self.new else read)
+                part = x.read([*ranges[:dim], *([(start - begin, stop - start)] * (not new)), *ranges[dim + 1 :]])
+                slices.append(part.unsqueeze(dim) if new else part)
             begin += size
-        return torch.cat(pieces, d)
+        return torch.cat(slices, dim)
+
+    joined_shape = (*shape[:dim], sum(sizes), *shape[dim + (not new) :])
+    return Sliced(joined_shape, dtype, read, any(x.computed for x in members))
 
 
 def stretches(shape: Sequence[int], ranges: Ranges) -> tuple[int, list[int]]:

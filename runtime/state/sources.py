@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from shardc.runtime.state.init import Recipe, named_tensors, record, record_rese
 from shardc.runtime.state.init_tape import Recorder
 from shardc.runtime.state.pretrained import hf_builder, place
 from shardc.runtime.state.quantized import plain_state
-from shardc.runtime.state.sliced_tensors import Sliced, whole
+from shardc.runtime.state.sliced_tensors import Sliced, in_memory
 from shardc.runtime.state.weight_files import WeightFiles, open_weights
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -28,17 +28,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Weights:
     """Weights of any source. what: "model", "state_dict", "engine" or "file ...", for messages.
 
-    shapes: by name, global. get(name): the whole tensor, which may be the source's own memory. tied(names): whether
-    these present names are one tensor, or equal. sliced: tensors that are read by slice: a rank reads only its part.
+    tensors: by name, global. tied(names): whether these present names are one tensor, or equal.
     model: the module whose names and shapes these are; its values are not used. notes: for the user. folder: the source
     folder, if any.
     """
 
     what: str
-    shapes: Shapes
-    get: Callable[[str], Tensor]
+    tensors: Mapping[str, Sliced]
     tied: Callable[[Sequence[str]], bool]
-    sliced: Mapping[str, Sliced] = field(default_factory=dict)
     model: nn.Module | None = None
     notes: tuple[str, ...] = ()
     folder: Path | None = None
@@ -122,7 +119,7 @@ def _of_tensors(tensors: Mapping[str, Tensor]) -> Weights:
             tensors[n] is tensors[names[0]] or torch.equal(tensors[n], tensors[names[0]]) for n in names if n in tensors
         )
 
-    return Weights("state_dict", {k: tuple(x.shape) for k, x in tensors.items()}, tensors.__getitem__, tied)
+    return Weights("state_dict", {k: in_memory(x, computed=True) for k, x in tensors.items()}, tied)
 
 
 def of_recipe(recipe: Recipe, seed: int) -> Weights:
@@ -131,26 +128,22 @@ def of_recipe(recipe: Recipe, seed: int) -> Weights:
     def tied(names: Sequence[str]) -> bool:
         return len({recipe.names[n] for n in names if n in recipe.names}) <= 1
 
-    shapes = {k: r.shape for k, r in recipe.names.items()}
-    sources = {k: recipe.tape.source(r) for k, r in recipe.names.items()}
-    sliced = {k: x for k, x in sources.items() if x is not None}
-    return Weights("model", shapes, lambda n: recipe.materialise(n, seed), tied, sliced)
+    return Weights("model", {k: recipe.sliced(k, seed) for k in recipe.names}, tied)
 
 
 def _of_module(model: nn.Module, seed: int) -> Weights:
     tensors = dict(named_tensors(model))
     recipe = record_reset(model) if any(x.is_meta for x in tensors.values()) else None
 
-    def get(name: str) -> Tensor:
-        x = tensors[name]
-        return recipe.materialise(name, seed) if recipe is not None and x.is_meta else x
-
-    shapes = {k: tuple(x.shape) for k, x in tensors.items()}
+    sliced = {
+        k: recipe.sliced(k, seed) if recipe is not None and x.is_meta else in_memory(x, computed=True)
+        for k, x in tensors.items()
+    }
 
     def tied(names: Sequence[str]) -> bool:
         return len({id(tensors[n]) for n in names if n in tensors}) <= 1
 
-    return Weights("model", shapes, get, tied, model=model)
+    return Weights("model", sliced, tied, model)
 
 
 def _of_files(path: str | Path | WeightFiles) -> Weights:
@@ -158,15 +151,11 @@ def _of_files(path: str | Path | WeightFiles) -> Weights:
     files = open_weights(path)
     tensors = {**files.tensors, **{other: files.tensors[name] for other, name in files.ties.items()}}
 
-    def get(name: str) -> Tensor:
-        return tensors[name].read(whole(tensors[name].shape))
-
     def tied(names: Sequence[str]) -> bool:
-        values = [get(n) for n in names if n in tensors and n not in files.ties]
+        values = [tensors[n].tensor() for n in names if n in tensors and n not in files.ties]
         return all(torch.equal(x, values[0]) for x in values[1:])
 
-    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
-    return Weights(f"file {files.path.name}", shapes, get, tied, tensors)
+    return Weights(f"file {files.path.name}", tensors, tied)
 
 
 def from_files(path: Any, base: Weights, seed: int) -> Weights:
@@ -176,24 +165,20 @@ def from_files(path: Any, base: Weights, seed: int) -> Weights:
     """
     assert base.model is not None
     recorder = Recorder()
-    placed = place(open_weights(path), base.model, recorder)
-    refs = {n: recorder.ref(x) for n, x in placed.tensors.items()}
-    sources = {n: recorder.tape.source(ref) for n, ref in refs.items()}
-
-    def get(name: str) -> Tensor:
-        return recorder.tape.replay([refs[name]], seed)[0] if name in refs else base.get(name)
+    files = open_weights(path)
+    placed, notes = place(files, base.model, recorder)
+    refs = {n: recorder.ref(x) for n, x in placed.items()}
+    recipe = Recipe(recorder.tape, refs)
+    tensors = {**base.tensors, **{n: recipe.sliced(n, seed) for n in refs}}
 
     def tied(names: Sequence[str]) -> bool:
         if not base.tied(names):
             return False
         present = [n for n in names if n in refs]
-        return len({refs[n] for n in present}) <= 1 or all(torch.equal(get(n), get(present[0])) for n in present[1:])
+        same = len({refs[n] for n in present}) <= 1
+        return same or all(torch.equal(tensors[n].tensor(), tensors[present[0]].tensor()) for n in present[1:])
 
-    kept = {n: x for n, x in base.sliced.items() if n not in refs}
-    sliced = {n: x for n, x in sources.items() if x is not None}
-    notes = (*base.notes, *placed.notes(base.model))
-    folder = base.folder or placed.files.folder
-    return Weights(base.what, base.shapes, get, tied, {**kept, **sliced}, base.model, notes, folder)
+    return Weights(base.what, tensors, tied, base.model, (*base.notes, *notes), base.folder or files.folder)
 
 
 #: If more names than this do not fit, they belong to another model.

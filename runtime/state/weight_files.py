@@ -8,6 +8,7 @@ A rank reads its part of a tensor and nothing else, so that a model of any size 
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 from collections.abc import Mapping, Sequence
@@ -21,25 +22,8 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.checkpoint_folder import generations, is_checkpoint, read_box, read_index
-from shardc.runtime.state.checkpoint_index import Index
-from shardc.runtime.state.sliced_tensors import InMemory, Ranges, Sliced, index
+from shardc.runtime.state.sliced_tensors import Ranges, Sliced, in_memory, index
 from shardc.runtime.state.tensor_file import DTYPES, open_safetensors
-
-
-@dataclass(frozen=True)
-class InSafetensors:
-    """One tensor of a safetensors file. handle: of the open file."""
-
-    handle: Any
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def read(self, ranges: Ranges) -> Tensor:
-        if 0 in (n for _, n in ranges):
-            return torch.empty([n for _, n in ranges], dtype=self.dtype)
-        tensor: Tensor = self.handle.get_slice(self.name)[index(ranges) if ranges else ...]
-        return tensor
 
 
 @dataclass(frozen=True)
@@ -74,7 +58,7 @@ def open_weights(path: str | Path | Mapping[str, Any] | WeightFiles) -> WeightFi
     if isinstance(path, WeightFiles):
         return path
     if isinstance(path, Mapping):
-        tensors = {k: InMemory(x) for k, x in path.items() if isinstance(x, Tensor)}
+        tensors = {k: in_memory(x) for k, x in path.items() if isinstance(x, Tensor)}
         return WeightFiles(Path("the state_dict"), "in memory", tensors)
     path = disk_calls.expanded(path)
     if (checkpoint := _checkpoint(path)) is not None:
@@ -139,16 +123,24 @@ def _of_safetensors(path: Path, files: Sequence[Path]) -> WeightFiles:
             if (dtype := DTYPES.get(view.get_dtype())) is None:
                 fix = "convert it to another dtype"
                 raise ShardcError(f"{name} is of the dtype {view.get_dtype()}", where=str(file), fix=fix)
-            tensors[name] = InSafetensors(handle, name, tuple(view.get_shape()), dtype)
+            read = functools.partial(_read_safetensors, handle, name, dtype)
+            tensors[name] = Sliced(tuple(view.get_shape()), dtype, read)
         ties |= {k: v for k, v in (handle.metadata() or {}).items() if k != "format"}
     ties = {other: name for other, name in ties.items() if name in tensors and other not in tensors}
     return WeightFiles(path, "safetensors", tensors, ties)
 
 
+def _read_safetensors(handle: Any, name: str, dtype: torch.dtype, ranges: Ranges) -> Tensor:
+    if 0 in (n for _, n in ranges):
+        return torch.empty([n for _, n in ranges], dtype=dtype)
+    tensor: Tensor = handle.get_slice(name)[index(ranges) if ranges else ...]
+    return tensor
+
+
 def _of_torch(path: Path, files: Sequence[Path]) -> WeightFiles:
     tensors: dict[str, Sliced] = {}
     for file in files:
-        tensors |= {name: InMemory(x) for name, x in torch_file(file).items()}
+        tensors |= {name: in_memory(x) for name, x in torch_file(file).items()}
     return WeightFiles(path, "torch", tensors)
 
 
@@ -194,28 +186,15 @@ def _checkpoint(path: Path) -> Path | None:
     return None
 
 
-@dataclass(frozen=True)
-class InCheckpoint:
-    """One tensor of a shardc checkpoint. path: the checkpoint; key: the tensor's name there."""
-
-    path: Path
-    index: Index
-    key: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.index.tensors[self.key].shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.index.tensors[self.key].dtype
-
-    def read(self, ranges: Ranges) -> Tensor:
-        return read_box(self.path, self.index, self.key, tuple(a for a, _ in ranges), tuple(n for _, n in ranges))
-
-
 def _of_checkpoint(path: Path, checkpoint: Path) -> WeightFiles:
     content = read_index(checkpoint)
-    names = [key for key in content.tensors if key.startswith("model.")]
-    tensors = {key.removeprefix("model."): InCheckpoint(checkpoint, content, key) for key in names}
+
+    def read(key: str, ranges: Ranges) -> Tensor:
+        return read_box(checkpoint, content, key, tuple(a for a, _ in ranges), tuple(n for _, n in ranges))
+
+    tensors = {
+        key.removeprefix("model."): Sliced(x.shape, x.dtype, functools.partial(read, key))
+        for key, x in content.tensors.items()
+        if key.startswith("model.")
+    }
     return WeightFiles(path, "checkpoint", tensors)

@@ -21,7 +21,6 @@ from shardc.errors import ShardcError
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.program import Program
 from shardc.optional import needed
-from shardc.runtime import state
 from shardc.runtime.checks import engine_options, parameter_parts
 from shardc.runtime.checks.engine_checks import EngineChecks
 from shardc.runtime.checks.moments import CheckHooks
@@ -37,6 +36,10 @@ from shardc.runtime.stage.communicators import runtime_mesh, seen_as
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import Training, Values
 from shardc.runtime.state.checkpoint_folder import KEEP
+from shardc.runtime.state.export import skeleton
+from shardc.runtime.state.parts import blank, local_parts
+from shardc.runtime.state.quantized import plain
+from shardc.runtime.state.sources import weights_of
 from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
 from shardc.runtime.step import engine_optimizer, step_graph
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
@@ -147,12 +150,12 @@ class Engine:
         self.rng, self.loaders = rng(seed), Loaders()
         self._checks = EngineChecks(program, self.mesh) if check else CheckHooks()
         self._checks.making(seed, broadcast=broadcast, routing=routing, **settable)
-        model = state.plain(model)
-        loaded = state.weights_of(program, model, weights, seed)
+        model = plain(model)
+        loaded = weights_of(program, model, weights, seed)
         self.weight_notes = loaded.notes
         self._checks.weights(model, loaded)
         whole_of = self._checks.whole_weight
-        parts, buffers = state.local_parts(program, loaded, self.mesh, broadcast=broadcast, whole_of=whole_of)
+        parts, buffers = local_parts(program, loaded, self.mesh, broadcast=broadcast, whole_of=whole_of)
         local = LocalModel(
             program,
             self.mesh,
@@ -174,8 +177,8 @@ class Engine:
         schedules = scheduler if trains else None
         self._optimizer_half = Update(local, local_optimizer, schedules, self._checks, settable, trains=trains)
         self._evaluation = Evaluation(local, self._checks)
-        skeleton = state.skeleton(loaded.model)
-        self._saver = Saver(local, self._optimizer_half, self.loaders, self._checks, skeleton, loaded.folder)
+        like = skeleton(loaded.model)
+        self._saver = Saver(local, self._optimizer_half, self.loaders, self._checks, like, loaded.folder)
         self.loads: tuple[Load, ...] = ()
         self._loads = Loads(program, self.mesh) if routing else None
         self._step_graphs = step_graph.step_graphs(program, self.mesh, self.rng, local.buckets)
@@ -370,7 +373,7 @@ class Engine:
             `step` or `save` raises its errors, on all ranks. `finish_save` and `close` wait for it.
         keep: how many of the folder's checkpoints stay, the last ones; None: all.
         overwrite: also replace checkpoints of another run, which this engine has neither saved nor loaded.
-        Raises shardc.runtime.state.SavingError, on all ranks; earlier checkpoints are then unchanged.
+        Raises shardc.runtime.state.checkpoint_folder.SavingError, on all ranks; earlier checkpoints are then unchanged.
         """
         self._saver.save(folder, wait=wait, keep=keep, overwrite=overwrite)
 
@@ -506,7 +509,7 @@ class Engine:
         engine_options.check_names("engine", Engine, options)
         move = needed("reshard", "runtime", "TrainingMove")(self.program, program)
         options = {**self._options, "callbacks": self.callbacks, **options}
-        other = Engine(program, state.blank(program), seed=self.rng.seed, mesh=seen_as(self.mesh, program), **options)
+        other = Engine(program, blank(program), seed=self.rng.seed, mesh=seen_as(self.mesh, program), **options)
         move(self._saver, other._saver)
         if isinstance(self.mesh, TorchMesh):
             self.mesh.transfer_to(other.mesh)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from shardc.ir.program import Program
-from shardc.runtime import state
 from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.data.loader import Rest
@@ -20,6 +19,7 @@ from shardc.runtime.rng import Rng
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import Values
 from shardc.runtime.state.owners import Owners
+from shardc.runtime.state.parts import constants
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.zero.buckets import Buckets
 
@@ -111,7 +111,7 @@ class LocalModel:
         if key not in self._recompiled:
             start = time.perf_counter()
             program = batch_sizes.recompile(self.program, batch, key[0], self.mesh, use=use)
-            self._recompiled[key] = self._make_interpreter(program, self.mesh), state.constants(program, self.mesh)
+            self._recompiled[key] = self._make_interpreter(program, self.mesh), constants(program, self.mesh)
             purpose = "scoring" if use == "score" else batch_sizes.sizes_text(self.program, key[0]) or "evaluating"
             self.mesh.note(f"compiled for {purpose} in {time.perf_counter() - start:.1f} s")
         return self._recompiled[key]

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import named_nearest
-from shardc.runtime import state
 from shardc.runtime.checks import engine_options, tensor_parts, user_changes
 from shardc.runtime.checks.module_checks import ModuleChecks
 from shardc.runtime.checks.moments import CheckHooks
@@ -23,6 +22,9 @@ from shardc.runtime.offload import Offload
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage import op_errors, outputs
 from shardc.runtime.stage.communicators import runtime_mesh
+from shardc.runtime.state.parts import local_parts
+from shardc.runtime.state.quantized import plain
+from shardc.runtime.state.sources import weights_of
 from shardc.runtime.step import engine_optimizer
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.step.module_parts import Parts
@@ -61,14 +63,14 @@ class ShardedModule(ModuleState):
     ) -> None:
         super().__init__()
         _check_supported(program)
-        model = state.plain(model)
+        model = plain(model)
         mesh = mesh if mesh is not None else runtime_mesh(program)
         checks = ModuleChecks(program, mesh) if check else CheckHooks()
         checks.making(seed, broadcast=broadcast, check_every=check_every)
         checks.compare_every(check_every)
-        loaded = state.weights_of(program, model, weights, seed)
+        loaded = weights_of(program, model, weights, seed)
         checks.weights(model, loaded)
-        parts, buffers = state.local_parts(program, loaded, mesh, broadcast=broadcast, whole_of=checks.whole_weight)
+        parts, buffers = local_parts(program, loaded, mesh, broadcast=broadcast, whole_of=checks.whole_weight)
         buckets = Buckets(program, checks.parts(parts), mesh, aliased=True)
         source = model if isinstance(model, nn.Module) else loaded.model
         self._register(running_of(program, source, mesh, Rng(seed), buckets, checks), buffers, loaded.model)

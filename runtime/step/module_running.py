@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardc.ir.program import Program
-from shardc.runtime import state
 from shardc.runtime.checks import state_dict_marks, tensor_parts
 from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.rng import Rng
@@ -18,6 +17,8 @@ from shardc.runtime.stage.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.stage.joint_function import JointCall, differentiable
 from shardc.runtime.stage.runnable import RunnableStage, only_stage
 from shardc.runtime.state.owners import Owners
+from shardc.runtime.state.parts import constants
+from shardc.runtime.state.saving import Saves
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.zero.buckets import Buckets
 
@@ -40,7 +41,7 @@ class Running:
     summed: tuple[str, ...]  # parameters whose gradient is not final after the graph's backward, or is of a part
     checks: CheckHooks
     slices: dict[str, str]
-    saves: state.Saves
+    saves: Saves
     #: Reads the module's buffers: a weak reference, because the module holds this object.
     read_buffers: Callable[[], Callable[[], dict[str, Tensor]] | None] = lambda: None
     eval: tuple[Program, RunnableStage, dict[str, Tensor]] | None = None
@@ -65,13 +66,13 @@ class Running:
     def evaluating(self, batch: Any) -> tuple[Program, RunnableStage, dict[str, Tensor]]:
         """Return what runs a forward in eval mode, and its extra constants: see step.batch_sizes."""
         if self.eval is None:
-            program, constants = self.program, dict[str, Tensor]()
+            program, lifted = self.program, dict[str, Tensor]()
             if not batch_sizes.step_can_evaluate(program, self.mesh):
                 shapes = tuple(x.shape for x in program.inputs)
                 program = batch_sizes.recompile(program, batch, shapes, self.mesh, use="evaluate")
-                constants = state.constants(program, self.mesh)
+                lifted = constants(program, self.mesh)
             same = program is self.program
-            self.eval = program, self.stage if same else only_stage(program, self.mesh), constants
+            self.eval = program, self.stage if same else only_stage(program, self.mesh), lifted
         return self.eval
 
     def differentiable(self, stage: RunnableStage, values: Mapping[str, Any]) -> tuple[Tensor, Sequence[Tensor]]:
@@ -109,7 +110,7 @@ def running_of(program: Program, model: Any, mesh: Any, rng: Rng, buckets: Bucke
         tuple(sorted(buckets.names | split)),
         checks,
         state_dict_marks.slices(program, mesh, buckets.runs),
-        state.Saves(mesh),
+        Saves(mesh),
     )
 
 

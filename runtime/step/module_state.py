@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.optional import needed
-from shardc.runtime import state
 from shardc.runtime.checks import parameter_parts, state_dict_marks
 from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.stage.clip_grad_norm import norm_axes, parameter_norms
 from shardc.runtime.state.checkpoint_folder import KEEP
-from shardc.runtime.state.owners import Owners, OwnersOptimizer
+from shardc.runtime.state.loading import load
+from shardc.runtime.state.owners import Owners, OwnersOptimizer, RankState
+from shardc.runtime.state.parts import full_state_dict
+from shardc.runtime.state.saving import save
 from shardc.runtime.step import resumed
 from shardc.runtime.step.module_running import Running
 from shardc.runtime.zero.optimizer_list import as_one
@@ -73,27 +74,14 @@ class ModuleState(nn.Module):
         scheduler's state_dict; `load` returns them. keep: how many checkpoints of the folder stay, the last ones; None:
         all.
         overwrite: also replace those of another run, which this module has neither saved nor loaded. Raises
-        shardc.runtime.state.SavingError, on all ranks; earlier checkpoints are then unchanged.
+        shardc.runtime.state.checkpoint_folder.SavingError, on all ranks; earlier checkpoints are then unchanged.
         """
         r = self._running
-        saved, owners = _parts_of(optimizer)
+        held = self._held(optimizer)
         facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})} | resumed.record(r.program)
         with r.mesh.together(f"saving step {r.rng.step}"):
-            r.checks.saving(saved)
-            state.save(
-                folder,
-                r.program,
-                r.mesh,
-                r.buckets.owned,
-                self._buffers_by_name(),
-                saved,
-                facts,
-                runs=r.buckets.runs,
-                owners=owners,
-                saves=r.saves,
-                keep=keep,
-                overwrite=overwrite,
-            )
+            r.checks.saving(held.optimizer)
+            save(folder, held, facts, saves=r.saves, keep=keep, overwrite=overwrite)
 
     def load(self, folder: str | Path, optimizer: Any = None, *, last_good: bool = False) -> dict[str, Any]:
         """Read a checkpoint that `save`, or an engine's, wrote on any mesh; return its `extra`. Collective.
@@ -103,28 +91,28 @@ class ModuleState(nn.Module):
         checkpoint of another model or optimizer, before anything changes.
         """
         r = self._running
-        loaded, owners = _parts_of(optimizer)
+        held = self._held(optimizer)
         r.buckets.reset(forward=True)
         r.updates.finish_gather()
         with r.mesh.together("loading a checkpoint"):
             r.checks.call("loading a checkpoint")
-            extra = state.load(
-                folder,
-                r.program,
-                r.mesh,
-                r.buckets.owned,
-                self._buffers_by_name(),
-                loaded,
-                runs=r.buckets.runs,
-                owners=owners,
-                last_good=last_good,
-            )
+            extra = load(folder, held, last_good=last_good)
         r.saves.loaded(folder)
         r.updates.note()
         r.rng.step, r.rng.seed = int(extra["step"]), int(extra["seed"])
         for note in resumed.changed(r.program, extra):
             r.mesh.note(note)
         return dict(extra.get("module", {}))
+
+    def _held(self, optimizer: Any) -> RankState:
+        """Return what this rank holds. optimizer: of a custom loop, or its wrapper with owners."""
+        r, owners = self._running, Owners()
+        if isinstance(optimizer, OwnersOptimizer):
+            optimizer, owners = optimizer.made, optimizer.owners
+        elif optimizer is not None:
+            optimizer = as_one(optimizer)
+        buffers, owned = self._buffers_by_name(), r.buckets.owned
+        return RankState(r.program, r.mesh, owned, buffers, optimizer, r.buckets.runs, owners)
 
     @property
     def weights_end(self) -> _End:
@@ -153,16 +141,7 @@ class ModuleState(nn.Module):
             r.updates.carry_out()
             r.updates.finish_gather()
             r.checks.note_weights_read()
-            return state.full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
-
-
-def _parts_of(optimizer: Any) -> tuple[Optimizer | None, Owners]:
-    """Return what a checkpoint saves of a custom loop's optimizer, and its owners."""
-    if optimizer is None:
-        return None, Owners()
-    if isinstance(optimizer, OwnersOptimizer):
-        return optimizer.made, optimizer.owners
-    return as_one(optimizer), Owners()
+            return full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
 
 
 def mark(module: ModuleState, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

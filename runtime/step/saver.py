@@ -10,12 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from shardc.runtime import state
 from shardc.runtime.checks import shared_facts
 from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data.loader import Loaders
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.mesh.agreement import stated
+from shardc.runtime.state.export import export_safetensors
+from shardc.runtime.state.loading import load
+from shardc.runtime.state.owners import RankState
+from shardc.runtime.state.parts import full_state_dict
+from shardc.runtime.state.saving import Saves, save
 from shardc.runtime.step import resumed
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.schedulers import steps_of
@@ -35,11 +39,17 @@ class Saver:
         self.model, self.update, self._loaders, self.hooks = model, update, loaders, checks
         self.like, self.folder = like, folder
         self.program, self.mesh, self.buckets, self.owned = model.program, model.mesh, model.buckets, model.owned
-        self.saves = state.Saves(model.mesh)
+        self.saves = Saves(model.mesh)
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
         return self.model.buffers
+
+    @property
+    def held(self) -> RankState:
+        """What this rank holds, with its optimizer."""
+        model, optimizer = self.model, self.update.optimizer
+        return RankState(self.program, self.mesh, self.owned, model.buffers, optimizer, self.buckets.runs, model.owners)
 
     @property
     def checks(self) -> bool:
@@ -53,21 +63,7 @@ class Saver:
             self.saves.finish_at_exit()
         with self.mesh.together(f"saving step {model.rng.step}"), model.offload.params_on_host():
             self.hooks.saving(self.update.optimizer)
-            state.save(
-                folder,
-                self.program,
-                self.mesh,
-                self.owned,
-                model.buffers,
-                self.update.optimizer,
-                extra,
-                runs=self.buckets.runs,
-                owners=model.owners,
-                saves=self.saves,
-                keep=keep,
-                wait=wait,
-                overwrite=overwrite,
-            )
+            save(folder, self.held, extra, saves=self.saves, keep=keep, wait=wait, overwrite=overwrite)
 
     def extra_state(self) -> dict[str, Any]:
         """Return what a checkpoint has apart from tensors and the optimizer's settings."""
@@ -89,15 +85,9 @@ class Saver:
         self._make_ready()
         with self.mesh.together("loading a checkpoint"), model.offload.params_on_host():
             self.hooks.call("loading a checkpoint")
-            extra = state.load(
+            extra = load(
                 folder,
-                self.program,
-                self.mesh,
-                self.owned,
-                model.buffers,
-                update.optimizer,
-                runs=self.buckets.runs,
-                owners=model.owners,
+                self.held,
                 room=update.paged.room if update.paged is not None else None,
                 last_good=last_good,
                 accept=functools.partial(self.accept, new_schedule=new_schedule, new_data=new_data),
@@ -164,7 +154,7 @@ class Saver:
         with self.mesh.together("full_state_dict"):
             written = shared_facts.written(self.program, model.written)
             self.hooks.call("full_state_dict", stated("rank0_only", rank0_only), written)
-            return state.full_state_dict(self.program, self.mesh, model.wholes(), model.buffers, rank0_only=rank0_only)
+            return full_state_dict(self.program, self.mesh, model.wholes(), model.buffers, rank0_only=rank0_only)
 
     def export(self, folder: str | Path, **options: Any) -> list[Path]:
         self.update.check_whole()
@@ -173,17 +163,8 @@ class Saver:
             self.hooks.call("exporting")
             model.gather_written()
             self.buckets.wait_for_gathers()
-            return state.export_safetensors(
-                folder,
-                self.program,
-                self.mesh,
-                self.owned,
-                model.buffers,
-                runs=self.buckets.runs,
-                wholes=model.wholes(),
-                model=self.like,
-                carried=self.folder,
-                **options,
+            return export_safetensors(
+                folder, self.held, wholes=model.wholes(), model=self.like, carried=self.folder, **options
             )
 
     def close(self) -> None:

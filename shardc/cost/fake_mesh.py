@@ -41,12 +41,16 @@ class FakeMesh(ShapeMesh):
         if tag in self._buckets:
             self._ledger.mark(buffers, kind)
 
-    def _started(self, kept: Tensor | None = None) -> Work:
-        """Let the last recorded collective overlap until it is waited for. kept: the tensor that is sent."""
-        key, work = next(self._keys), self._ledger.parts[-1].work
-        last = next(i for i in reversed(range(len(work))) if isinstance(work[i], Sent))
-        work[last] = work[last]._replace(key=key)  # type: ignore[call-arg]
-        return _Keyed(key, lambda: self._ledger.parts[-1].work.append(Waited(key)), kept)
+    def _background(self, work: Work, kind: str, axes: tuple[str, ...], nbytes: int) -> Work:
+        """Let the last recorded collective overlap until it is waited for; nobody waits for what was sent."""
+        if kind == "receive":  # is not recorded
+            return work
+        key, done = next(self._keys), self._ledger.parts[-1].work
+        last = next(i for i in reversed(range(len(done))) if isinstance(done[i], Sent))
+        done[last] = done[last]._replace(key=key)  # type: ignore[call-arg]
+        if kind == "send_recv":
+            return work
+        return _Keyed(key, lambda: self._ledger.parts[-1].work.append(Waited(key)), work._kept)
 
     @property
     def streams(self) -> bool:
@@ -66,26 +70,17 @@ class FakeMesh(ShapeMesh):
         super()._note(kind, axes, nbytes, direction, tag)
         self._ledger.parts[-1].work.append(Sent(self.records[-1], after=self._after))
 
-    def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
+    def _all_reduce(self, flat: Tensor, axes: tuple[str, ...], op: str, tag: str, background: bool) -> Work:
         self._mark(tag, "gradients", flat)
-        return self._started()
+        return Work()
 
-    def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
+    def _all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str, background: bool) -> Work:
         self._mark(tag, "gathered", whole)
-        return self._started(part)
+        return Work(kept=part)
 
-    def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
+    def _reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str, background: bool) -> Work:
         self._mark(tag, "gradients", flat, part)
-        return self._started()
-
-    def _start_all_to_all_rows(
-        self, x: Tensor, into: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
-    ) -> Work:
-        return self._started()
-
-    def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
-        self._started()
-        return Work(kept=x)
+        return Work()
 
 
 def rank_of(mesh: Mesh, axis: str, coordinate: int) -> int:

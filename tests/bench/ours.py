@@ -87,16 +87,18 @@ class TimedMesh(TorchMesh):
         super().__init__(*args, **options)
         self.sent: dict[str, list[Sent]] = {"sums": [], "gathers": []}
 
-    def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
-        return self._looked_at("sums", super()._start_all_reduce, flat, axes, tag)
+    def _all_reduce(self, flat: Tensor, axes: tuple[str, ...], op: str, tag: str, background: bool) -> Work:
+        return self._looked_at("sums", super()._all_reduce, flat, axes, op, tag, background)
 
-    def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
-        return self._looked_at("sums", super()._start_reduce_scatter, flat, part, axis, tag)
+    def _reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str, background: bool) -> Work:
+        return self._looked_at("sums", super()._reduce_scatter, flat, part, axis, tag, background)
 
-    def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
-        return self._looked_at("gathers", super()._start_all_gather, part, whole, axis, tag)
+    def _all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str, background: bool) -> Work:
+        return self._looked_at("gathers", super()._all_gather, part, whole, axis, tag, background)
 
     def _looked_at(self, kind: str, start: Callable[..., Work], *args: Any) -> Work:
+        if not args[-1]:  # in the foreground
+            return start(*args)
         sent = Sent(time.perf_counter())
         self.sent[kind].append(sent)
         return _Timed(start(*args), sent)

@@ -20,7 +20,8 @@ from shardc.capture import capture
 from shardc.ir.placement import Shard
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.state import export_safetensors
+from shardc.runtime.state.export import export_safetensors
+from shardc.runtime.state.owners import RankState
 from tests import equality, zoo
 from tests.zoo import expert_loops, hf, hf_more
 
@@ -385,7 +386,7 @@ def test_training_checkpoints_and_files(tmp_path: Path) -> None:
         engine = ep.engine(model, adamw, mesh=mesh)
         losses = [float(engine.step(batch)) for _ in range(2)]
         engine.save(tmp_path / "ep")
-        export_safetensors(tmp_path / "out", ep, mesh, engine.wholes(), engine.buffers)
+        export_safetensors(tmp_path / "out", RankState(ep, mesh, engine.wholes(), engine.buffers))
         return [*losses, float(engine.step(batch))]
 
     def again(program: Program, folder: str) -> Callable[[Any], list[float]]:

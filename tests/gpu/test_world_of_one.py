@@ -62,22 +62,22 @@ def collectives(rank: int, device: str, port: int) -> None:
 
         total = sum((of(r, n, 3) for r in range(1, n)), of(0, n, 3))
         mine = of(rank, n, 3)
-        same(mesh._all_reduce(mine, axes, "sum", ""), total)
-        same(mesh._all_reduce(mine, axes, "max", ""), of(n - 1, n, 3))
-        same(mesh._all_gather(mine, "dp", ""), *(of(r, n, 3) for r in range(n)))
-        same(mesh._all_to_all(mine, "dp", ""), *(of(r, n, 3)[rank] for r in range(n)))
-        same(mesh._all_to_all_rows(mine, [1] * n, [1] * n, axes, ""), *(of(r, n, 3)[rank] for r in range(n)))
-        same(mesh._reduce_scatter(mine, "dp", ""), total[rank])
-        flat, whole, part = mine.view(-1).clone(), of(0, n * n * 3), of(0, 3)
-        mesh._start_all_reduce(flat, axes, "").wait()
-        same(flat, total)
-        mesh._start_all_gather(mine.view(-1), whole, "dp", "").wait()
-        same(whole, *(of(r, n, 3) for r in range(n)))
-        mesh._start_reduce_scatter(mine.view(-1).clone(), part, "dp", "").wait()
-        same(part, total[rank])
-        own = mine.view(-1).clone()  # in place, as buckets do
-        mesh._start_reduce_scatter(own, own[3 * rank : 3 * rank + 3], "dp", "").wait()
-        same(own[3 * rank : 3 * rank + 3], total[rank])
+        for background in (False, True):
+            for op, expected in (("sum", total), ("max", of(n - 1, n, 3))):
+                flat = mine.view(-1).clone()
+                mesh._all_reduce(flat, axes, op, "", background).wait()
+                same(flat, expected)
+            whole, part, into = of(0, n * n * 3), of(0, 3), of(0, n, 3)
+            mesh._all_gather(mine.view(-1), whole, "dp", "", background).wait()
+            same(whole, *(of(r, n, 3) for r in range(n)))
+            for rows in ([], [1] * n):
+                mesh._all_to_all(mine, into.zero_(), rows, rows, axes, "", background).wait()
+                same(into, *(of(r, n, 3)[rank] for r in range(n)))
+            mesh._reduce_scatter(mine.view(-1).clone(), part, "dp", "", background).wait()
+            same(part, total[rank])
+            own = mine.view(-1).clone()  # in place, as buckets do
+            mesh._reduce_scatter(own, own[3 * rank : 3 * rank + 3], "dp", "", background).wait()
+            same(own[3 * rank : 3 * rank + 3], total[rank])
         same(mesh.broadcast(mine), of(0, n, 3))
         # what programs call
         same(mesh.all_reduce(mine, axes), total)
@@ -97,8 +97,8 @@ def recorded(mesh: TorchMesh) -> None:
     x, whole, part = (torch.zeros(6, device=mesh.device) for _ in range(3))
 
     def sends() -> None:
-        works = [mesh._start_all_gather(x, whole, "dp", ""), mesh._start_reduce_scatter(whole, part, "dp", "")]
-        works.append(mesh._start_all_reduce(part, ("dp",), ""))
+        works = [mesh._all_gather(x, whole, "dp", "", True), mesh._reduce_scatter(whole, part, "dp", "", True)]
+        works.append(mesh._all_reduce(part, ("dp",), "sum", "", True))
         for work in works:
             work.wait()
 

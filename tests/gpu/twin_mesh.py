@@ -26,51 +26,51 @@ class TwinMesh(TorchMesh):
         """This rank's number in its group."""
         return self.layout.group(self.rank, axes).index(self.rank)
 
-    def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor:
-        total = super()._all_reduce(x, axes, op, tag)
-        return total.copy_(x if op == "max" else x * self.members(axes))
-
-    def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
-        super()._start_all_reduce(flat, axes, tag).wait()
-        flat.mul_(self.members(axes))
+    def _all_reduce(self, flat: Tensor, axes: tuple[str, ...], op: str, tag: str, background: bool) -> Work:
+        mine = flat.clone()
+        super()._all_reduce(flat, axes, op, tag, background).wait()
+        flat.copy_(mine if op == "max" else mine * self.members(axes))
         if not flat.is_cuda:
             return Work()
         stream = torch.cuda.current_stream()  # as NCCL's work: who waits for it waits for what has begun here
         return Work(then=lambda: torch.cuda.current_stream().wait_stream(stream))
 
-    def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
+    def _all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str, background: bool) -> Work:
         mine = part.clone()  # perhaps a place in `whole`
-        work = super()._start_all_gather(part, whole, axis, tag)
+        work = super()._all_gather(part, whole, axis, tag, background)
         whole.view(self.size(axis), -1).copy_(mine.expand(self.size(axis), -1))
         return work
 
-    def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
+    def _reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str, background: bool) -> Work:
         mine = flat.view(self.size(axis), -1)[self.coordinate(axis)] * self.size(axis)
-        super()._start_reduce_scatter(flat, part, axis, tag).wait()
+        super()._reduce_scatter(flat, part, axis, tag, background).wait()
         part.copy_(mine)
         return Work()
 
-    def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor:
-        return super()._all_gather(x, axis, tag).copy_(x.expand(self.size(axis), *x.shape))
-
-    def _reduce_scatter(self, parts: Tensor, axis: str, tag: str) -> Tensor:
-        return super()._reduce_scatter(parts, axis, tag).copy_(parts[self.coordinate(axis)] * self.size(axis))
-
-    def _all_to_all(self, parts: Tensor, axis: str, tag: str) -> Tensor:
-        return super()._all_to_all(parts, axis, tag).copy_(parts[self.coordinate(axis)].expand_as(parts))
-
-    def _all_to_all_rows(
-        self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
-    ) -> Tensor:
-        out = super()._all_to_all_rows(x, sent, received, axes, tag)
+    def _all_to_all(
+        self,
+        x: Tensor,
+        into: Tensor,
+        sent: list[int],
+        received: list[int],
+        axes: tuple[str, ...],
+        tag: str,
+        background: bool,
+    ) -> Work:
+        super()._all_to_all(x, into, sent, received, axes, tag, background).wait()
         place = self._place(axes)
-        if received[place] == sent[place] and set(received) == {sent[place]}:  # twins send what this rank sends itself
+        if not sent:
+            into.copy_(x.chunk(self.members(axes))[place].repeat(self.members(axes), *[1] * (x.dim() - 1)))
+        # else twins send what this rank sends itself
+        elif received[place] == sent[place] and set(received) == {sent[place]}:
             start = sum(sent[:place])
-            return out.copy_(x[start : start + sent[place]].repeat(len(sent), *[1] * (x.dim() - 1)))
-        return out.copy_(x.sum(0) / max(len(x), 1))  # the way back, where twins had other rows: the mean, for all
+            into.copy_(x[start : start + sent[place]].repeat(len(sent), *[1] * (x.dim() - 1)))
+        else:
+            into.copy_(x.sum(0) / max(len(x), 1))  # the way back, where twins had other rows: the mean, for all
+        return Work()
 
-    def _start_receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work:
-        work = super()._start_receive(into, axis, source, tag)
+    def _receive(self, into: Tensor, axis: str, source: int, tag: str) -> Work:
+        work = super()._receive(into, axis, source, tag)
         into.fill_(0.125 if into.is_floating_point() else 1)
         return work
 

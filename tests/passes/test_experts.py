@@ -21,10 +21,11 @@ from torch import Tensor, nn
 import shardc
 import shardc.nn
 from shardc.cli.ranks import step_lines
-from shardc.runtime import launch, ops, state
+from shardc.runtime import launch, ops
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.ops.experts import activation as expert_activation
 from shardc.runtime.ops.experts import grouped_mm as grouped_mm
+from shardc.runtime.state.parts import gather
 from shardc.runtime.step.expert_load import Load
 from tests import equality, warm, zoo
 from tests.zoo import hf
@@ -535,7 +536,7 @@ def work(rank: int, port: int, folder: str) -> None:
         engine = program.engine(model, optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
         found[name] = (
             engine.step(batch),
-            {p.fqn: state.gather(engine.params[p.name].grad, p.layout, engine.mesh) for p in program.params},
+            {p.fqn: gather(engine.params[p.name].grad, p.layout, engine.mesh) for p in program.params},
         )
     if rank == 0:
         torch.save(found, Path(folder) / "result.pt")

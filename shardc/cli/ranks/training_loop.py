@@ -139,7 +139,7 @@ class Training:
     def _step(self, batch: Any) -> Any:
         """Run one step. If a save in the background failed, report it and go on: the next may succeed."""
         from shardc.runtime.stage.not_finite import NotFiniteError
-        from shardc.runtime.state import SavingError
+        from shardc.runtime.state.checkpoint_folder import SavingError
 
         number = self.engine.step_count + 1
         try:
@@ -164,7 +164,7 @@ class Training:
         from shardc.runtime.mesh.failed_rank import RankFailedError
         from shardc.runtime.mesh.replicas import ReplicasDifferError
         from shardc.runtime.stage.not_finite import NotFiniteError
-        from shardc.runtime.state import SavingError
+        from shardc.runtime.state.checkpoint_folder import SavingError
 
         try:
             with self.engine.mesh.together(doing):
@@ -206,7 +206,7 @@ class Training:
             self.writing = None
 
     def _save_in_background(self) -> None:
-        from shardc.runtime.state import SavingError
+        from shardc.runtime.state.checkpoint_folder import SavingError
 
         try:
             with self._save_on_failure(f"saving step {self.engine.step_count}"):
@@ -382,7 +382,7 @@ class Training:
 
     def _finish_save(self) -> None:
         """Wait until the save in the background is on disk, and report it, or why it failed."""
-        from shardc.runtime.state import SavingError
+        from shardc.runtime.state.checkpoint_folder import SavingError
 
         try:
             self.engine.finish_save()

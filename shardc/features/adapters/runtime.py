@@ -9,6 +9,7 @@ ParamWrapper, [experts * rank, in] and [out, rank * experts].
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -27,6 +28,7 @@ from shardc.ir.program import Program
 from shardc.ir.stored import whole_name
 from shardc.runtime.state.init import Recipe, record
 from shardc.runtime.state.init_tape import Recorder
+from shardc.runtime.state.sliced_tensors import Ranges, Sliced, index
 from shardc.runtime.state.sources import Weights, from_files, of_recipe, weights_for
 from shardc.runtime.state.weight_files import WeightFiles, open_weights
 
@@ -94,7 +96,7 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
         raise ShardcError(
             fault, where=str(opened[-1].path), fix="write the `adapters` section with which they were trained"
         )
-    begun = {n: p for n, p in expected.items() if n not in tensors and n not in weights.shapes}
+    begun = {n: p for n, p in expected.items() if n not in tensors and n not in weights.tensors}
     if begun and not tensors:
         notes.append("adapters: with their initial values")
     return _add_weights(weights, begun, tensors, recorder, seed, program, notes)
@@ -115,25 +117,20 @@ def _add_weights(
     recipe, keys = _begin(drawn)
     first = of_recipe(recipe, seed + _STREAM)
     dims = {p.name: p for p in begun.values() if p.kind == MAGNITUDE}
-    refs = {n: recorder.ref(x) for n, x in found.items()}
-    sources = {n: recorder.tape.source(ref) for n, ref in refs.items()}
+    read = Recipe(recorder.tape, {n: recorder.ref(x) for n, x in found.items()})
 
-    def get(name: str) -> Tensor:
-        if name in keys:
-            return first.get(keys[name])
-        if name in dims:
-            part = dims[name]
-            w = given.get(part.base).detach()
-            lengths: Tensor = torch.linalg.vector_norm(w, dim=-2 if part.adapter.flipped else -1)
-            return lengths
-        return recorder.tape.replay([refs[name]], seed)[0] if name in refs else given.get(name)
+    def lengths(part: AdapterTensor, ranges: Ranges) -> Tensor:
+        w = given.tensors[part.base].tensor().detach()
+        norms: Tensor = torch.linalg.vector_norm(w, dim=-2 if part.adapter.flipped else -1)
+        return norms[index(ranges)]
 
-    shapes = {n: p.shape for n, p in begun.items()} | {n: tuple(x.shape) for n, x in found.items()}
+    tensors = {name: first.tensors[key] for name, key in keys.items()}
+    for name, part in dims.items():
+        tensors[name] = Sliced(part.shape, given.tensors[part.base].dtype, functools.partial(lengths, part), True)
+    tensors |= {name: read.sliced(name, seed) for name in read.names}
     return replace(
         given,
-        shapes={**given.shapes, **shapes},
-        get=get,
-        sliced={**given.sliced, **{n: x for n, x in sources.items() if x is not None}},
+        tensors={**given.tensors, **tensors},
         # a model in memory has no notes: its adapters' initial values are not noted either
         notes=(*given.notes, *notes) if given.notes or found else given.notes,
     )

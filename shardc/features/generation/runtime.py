@@ -25,11 +25,11 @@ from shardc.ir.outputs import Output
 from shardc.ir.program import Program, Resize
 from shardc.ir.stored import Input
 from shardc.optional import needed
-from shardc.runtime import state
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.stage.communicators import groups_of
 from shardc.runtime.stage.interpreter import Interpreter
+from shardc.runtime.state.parts import constants
 
 T = TypeVar("T")
 #: Lengths of prompts and of caches are multiples of these, as each new length is compiled.
@@ -51,7 +51,7 @@ class _Runs:
 
     @classmethod
     def of(cls, program: Program, mesh: Any) -> _Runs:
-        runs = cls(program, Interpreter(program, mesh), state.constants(program, mesh))
+        runs = cls(program, Interpreter(program, mesh), constants(program, mesh))
         if isinstance(mesh, TorchMesh):
             mesh.add_groups([*groups_of(program), runs.split_axes])
         return runs

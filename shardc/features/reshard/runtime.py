@@ -112,16 +112,14 @@ class TrainingMove:
             have: dict[str, Part] = {}
             settings: dict[str, Any] | None = None
             if (optimizer := old.update.optimizer) is not None:
-                where = old.buckets.runs, mesh, old.model.owners
-                have, settings = state_parts(old.program, old.owned, optimizer, *where, copies=True)
+                have, settings = state_parts(old.held, optimizer, copies=True)
             facts = {"optimizer": settings, "extra": old.extra_state()}
             senders = training.gather_reports(mesh, old.program, old.owned, have, **facts)
             index, need = training.index_of(old.program, senders), dict[str, Part]()
-            rooms, optimizer, owners = dict[str, dict[str, Any]](), new.update.optimizer, new.model.owners
+            rooms, optimizer = dict[str, dict[str, Any]](), new.update.optimizer
             if optimizer is not None and index.optimizer is not None:
                 room = new.update.paged.room if new.update.paged is not None else None
-                at = index, need, "engine.to", new.buckets.runs, room, new.mesh, owners
-                rooms = room_for(new.program, new.owned, optimizer, *at)
+                rooms = room_for(new.held, optimizer, index, need, "engine.to", room)
             new.accept(index.extra)
             receivers = training.gather_reports(mesh, new.program, new.owned, need)
             tensors_of = ([each["tensors"] for each in ranks] for ranks in (senders, receivers))
@@ -130,5 +128,5 @@ class TrainingMove:
             tensors |= {("to", "state", k): part.local for k, part in need.items()}
             Reshard(old, new, more, all_buffers=True)(old, new, tensors)
             if optimizer is not None and index.optimizer is not None:
-                fill(new.program, new.owned, optimizer, index.optimizer, rooms, owners)
+                fill(new.held, optimizer, index.optimizer, rooms)
         new.go_on_from(index.extra)

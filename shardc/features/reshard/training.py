@@ -20,7 +20,7 @@ from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state.boxes import Part
 from shardc.runtime.state.checkpoint_index import DTYPES, Index, Stored, json_number
-from shardc.runtime.state.saving_optimizer import combine_facts
+from shardc.runtime.state.saving_optimizer import combined
 
 #: A rank's report of its tensors: {key: (dtype, global shape, placeholder of a parameter with the same place or "")}.
 Said = Mapping[str, Sequence[Any]]
@@ -49,14 +49,11 @@ def index_of(program: Program, every: Sequence[Mapping[str, Any]]) -> Index:
     stored: dict[str, Stored] = {}
     for p in program.params:
         stored |= {f"model.{n}": Stored(p.dtype, p.shapes[n]) for n in p.members or (p.fqn,)}
-    extra: dict[str, Any] = {}
     for facts in reversed(every):
         stored |= {key: Stored(DTYPES[dtype], tuple(shape)) for key, (dtype, shape, _) in facts["tensors"].items()}
-        extra |= facts["extra"]
-    optimizers = [facts["optimizer"] for facts in every if facts["optimizer"] is not None]
-    optimizer = combine_facts(optimizers) if optimizers else None
+    facts = combined(every)
     model, mesh = str(program.meta.get("model", "")), dict(program.mesh.axes)
-    return Index("", int(extra["step"]), model, "", mesh, extra, optimizer, tensors=stored)
+    return Index("", int(facts["extra"]["step"]), model, "", mesh, **facts, tensors=stored)
 
 
 def states(old: Plan, new: Plan, have: Sequence[Said], need: Sequence[Said]) -> list[Wanted]:

@@ -21,7 +21,7 @@ from shardc.passes.annotate import model_plan
 from shardc.recompile import Resizer
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.stage.interpreter import Interpreter
-from shardc.runtime.state import constants
+from shardc.runtime.state.parts import constants
 from tests import drawn, zoo
 from tests.zoo import hf, hf_more, sequences
 

@@ -25,8 +25,9 @@ from shardc.ir import types as values
 from shardc.ir.mesh import Mesh
 from shardc.passes.precision import Precision
 from shardc.passes.precision.op_lists import CASTS, LOOKUPS, LOW, MOVES, NARROWED, PROMOTE, WIDE, is_wide
-from shardc.runtime import launch, state
+from shardc.runtime import launch
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.state.parts import gather
 from shardc.runtime.step.loss_scale import INTERVAL, LossScaler
 from shardc.spec import Spec
 from shardc.verify.simulate import Simulation
@@ -728,7 +729,7 @@ def process(rank: int, world: int, port: int, folder: str) -> None:
     program = shardc.load(Path(folder) / "program")
     engine = program.engine(model, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0))
     loss = engine.step(batch)
-    grads = {p.fqn: state.gather(engine.params[p.name].grad, p.layout, engine.mesh) for p in program.params}  # type: ignore[arg-type]
+    grads = {p.fqn: gather(engine.params[p.name].grad, p.layout, engine.mesh) for p in program.params}  # type: ignore[arg-type]
     assert engine.scaler is not None
     if rank == 0:
         torch.save({"loss": loss, "grads": grads, "skipped": engine.scaler.skipped}, Path(folder) / "result.pt")

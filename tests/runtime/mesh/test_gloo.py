@@ -20,9 +20,10 @@ from torch import Tensor
 import shardc
 from shardc.capture import default_loss
 from shardc.errors import ShardcError
-from shardc.runtime import launch, state
+from shardc.runtime import launch
 from shardc.runtime.mesh.torch_mesh import ONE_SHOT
 from shardc.runtime.stage.communicators import runtime_mesh
+from shardc.runtime.state.parts import gather
 from tests import warm, zoo
 from tests.test_equal import reference, spec_of
 
@@ -40,7 +41,7 @@ def work(rank: int, world: int, port: int, name: str, folder: str) -> None:
     for p in program.params:
         grad = engine.params[p.name].grad
         assert grad is not None
-        grads[p.fqn] = state.gather(grad, p.layout, engine.mesh)
+        grads[p.fqn] = gather(grad, p.layout, engine.mesh)
     if rank == 0:
         torch.save({"loss": loss, "grads": grads}, Path(folder) / "result.pt")
     engine.close()

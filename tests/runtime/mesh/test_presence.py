@@ -121,7 +121,7 @@ def ends(rank: int, port: int) -> None:
     pids = [p.number for _, p in sorted(here.processes._others().items())]
     os.kill(pids[0], signal.SIGTERM)
     os.kill(pids[1], signal.SIGKILL)
-    within(60, lambda: all(processes._state(pid)[0] in ("", "Z") for pid in pids))
+    within(60, lambda: all(processes.process_state(pid)[0] in ("", "Z") for pid in pids))
     assert here.processes.ended() == [2]
 
 

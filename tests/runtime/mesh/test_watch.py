@@ -89,7 +89,7 @@ def test_a_rank_that_is_stopped_on_this_machine_is_ended(monkeypatch: pytest.Mon
 
 def as_rank(store: dist.Store, rank: int, pid: int) -> None:
     """Say in the store that a process is that rank's."""
-    store.append(f"shardc/processes/{processes._machine()}", f"{rank} {pid} {processes._state(pid)[1]} -1;")
+    store.append(f"shardc/processes/{processes._machine()}", f"{rank} {pid} {processes.process_state(pid)[1]} -1;")
     store.set(f"shardc/came/{rank}", "")
 
 

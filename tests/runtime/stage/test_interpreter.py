@@ -291,13 +291,14 @@ def test_export(tmp_path: Path) -> None:
     """The plain model's weights, once each, from all stages."""
     from safetensors.torch import load_model
 
-    from shardc.runtime import state
+    from shardc.runtime.state.export import export_safetensors
+    from shardc.runtime.state.owners import RankState
 
     p = of(MESHES["pp=4"])
 
     def run(mesh: Any) -> None:
         engine = p.engine(small()[0], mesh=mesh)
-        state.export_safetensors(tmp_path / "model.safetensors", p, mesh, engine.wholes(), engine.buffers)
+        export_safetensors(tmp_path / "model.safetensors", RankState(p, mesh, engine.wholes(), engine.buffers))
 
     loopback(p.mesh, run)
     model = zoo.gpt(layers=2)[0]

@@ -35,10 +35,10 @@ from torch import Tensor, nn
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
-from shardc.runtime import state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.state import disk_calls
+from shardc.runtime.state import disk_calls, loading, saving
 from shardc.runtime.state.checkpoint_folder import verify
+from shardc.runtime.state.owners import RankState
 from tests.runtime.state.test_state import OPTIMIZERS, Net, local_parameters, program_of
 
 Value = dict[str, Any]
@@ -81,10 +81,11 @@ def save(
 
     def work(mesh: LoopbackMesh) -> BaseException | None:
         p, params, buffers, optimizer = trained(mesh, step)
-        saves = state.Saves(mesh)
+        saves = saving.Saves(mesh)
         extra = {"step": step, "seed": 7}
         try:
-            state.save(folder, p, mesh, params, buffers, optimizer, extra, saves=saves, keep=keep, wait=wait)
+            held = RankState(p, mesh, params, buffers, optimizer)
+            saving.save(folder, held, extra, saves=saves, keep=keep, wait=wait)
             saves.finish()
         except (ShardcError, Crash) as e:
             return e
@@ -98,7 +99,7 @@ def load(folder: Path, *, last_good: bool = False) -> Value:
 
     def work(mesh: LoopbackMesh) -> Value:
         p, params, buffers, optimizer = trained(mesh, 99)
-        extra = state.load(folder, p, mesh, params, buffers, optimizer, last_good=last_good)
+        extra = loading.load(folder, RankState(p, mesh, params, buffers, optimizer), last_good=last_good)
         return value(params, buffers, optimizer, extra)
 
     (found,) = loopback(Mesh.of({"dp": 1}), work)

@@ -17,10 +17,10 @@ import torch
 import shardc
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime import state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.state import disk_calls
-from shardc.runtime.state.checkpoint_folder import generations, read_index, verify
+from shardc.runtime.state import disk_calls, loading, saving
+from shardc.runtime.state.checkpoint_folder import DamagedError, SavingError, generations, read_index, verify
+from shardc.runtime.state.owners import RankState
 from tests.runtime.state.faults import load, save, trained, try_all_faults, try_damages, try_hostile
 
 torch.set_num_threads(1)
@@ -81,14 +81,14 @@ def test_a_damaged_one_is_named_and_the_last_good_one_offered_and_taken(tmp_path
     data = bytearray(file.read_bytes())
     data[-3] ^= 4
     file.write_bytes(data)
-    with pytest.raises(state.DamagedError) as e:
+    with pytest.raises(DamagedError) as e:
         load(tmp_path)
     assert "optimizer-00001.safetensors: optimizer." in str(e.value)
-    assert "differs from the saved data (found by rank 0)" in str(e.value)
+    assert "differs from the saved data (found by rank 0" in str(e.value)
     assert "step-000001 is complete: load that one, or find it with last_good=True" in str(e.value)
     assert load(tmp_path, last_good=True) == good
     (tmp_path / "step-000001" / "model-00000.safetensors").unlink()
-    with pytest.raises(state.DamagedError) as e:
+    with pytest.raises(DamagedError) as e:
         load(tmp_path, last_good=True)
     assert [Path(x.where).name for x in e.value.errors] == ["step-000002", "step-000001"]
 
@@ -98,9 +98,7 @@ def test_a_file_of_another_checkpoint_is_told(tmp_path: Path) -> None:
         save(tmp_path, step)
     name = "model-00001.safetensors"
     (tmp_path / "step-000006" / name).write_bytes((tmp_path / "step-000003" / name).read_bytes())
-    with pytest.raises(
-        state.DamagedError, match=r"the file is of another checkpoint, saved at step 3; rank 1 wrote it"
-    ):
+    with pytest.raises(DamagedError, match=r"the file is of another checkpoint, saved at step 3; rank 1 wrote it"):
         load(tmp_path)
 
 
@@ -108,7 +106,7 @@ def test_a_later_version_is_told(tmp_path: Path) -> None:
     save(tmp_path, 1)
     index = tmp_path / "step-000001" / "index.json"
     index.write_text(index.read_text().replace('"version": 3', '"version": 4'))
-    with pytest.raises(state.DamagedError, match="it is of version 4, and this shardc reads 3"):
+    with pytest.raises(DamagedError, match="it is of version 4, and this shardc reads 3"):
         load(tmp_path)
 
 
@@ -138,7 +136,7 @@ def test_an_index_with_a_slice_twice_and_another_missing_is_refused(tmp_path: Pa
     second[2] = first[2]
     body = json.dumps({k: v for k, v in table.items() if k != "sha256"}).encode()[1:]
     index.write_bytes(b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body)
-    with pytest.raises(state.DamagedError, match=r"slices of 'model\.emb\.weight' overlap"):
+    with pytest.raises(DamagedError, match=r"slices of 'model\.emb\.weight' overlap"):
         read_index(index.parent)
 
 
@@ -153,7 +151,7 @@ def test_a_save_whose_cleaning_up_fails_says_on_all_ranks_that_it_was_saved(
     monkeypatch.setattr(disk_calls, "remove_folder", fails)
     raised = save(tmp_path, 3)
     monkeypatch.undo()
-    assert [type(e) for e in raised] == [state.SavingError] * 2
+    assert [type(e) for e in raised] == [SavingError] * 2
     for e in raised:
         assert "the checkpoint of step 3 was saved, but others cannot be renamed or deleted" in str(e)
         assert "was not saved" not in str(e)
@@ -171,7 +169,7 @@ def test_an_error_of_one_rank_has_its_fix_on_all(tmp_path: Path) -> None:
 
         program, params, buffers, optimizer = trained(mesh, 9)
         with pytest.raises(ShardcError, match="it is too old") as e:
-            state.load(tmp_path, program, mesh, params, buffers, optimizer, accept=accept)
+            loading.load(tmp_path, RankState(program, mesh, params, buffers, optimizer), accept=accept)
         return e.value.fix
 
     assert loopback(Mesh.of({"tp": 2}), work) == ["save it again"] * 2
@@ -181,7 +179,7 @@ def test_two_runs_do_not_save_to_one_folder_at_once(tmp_path: Path) -> None:
     lock = disk_calls.Lock(tmp_path / ".lock")
     raised = save(tmp_path, 1)
     assert "another process is saving to this folder" in str(raised[0])
-    assert all(isinstance(e, state.SavingError) for e in raised)
+    assert all(isinstance(e, SavingError) for e in raised)
     lock.release()
     assert not any(save(tmp_path, 1))
 
@@ -208,10 +206,10 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: p
 
     def work(mesh: LoopbackMesh) -> None:
         program, params, buffers, optimizer = trained(mesh, 1)
-        saves = state.Saves(mesh)
+        saves = saving.Saves(mesh)
         for step in (1, 2):
             facts = {"step": step, "seed": 7}
-            state.save(tmp_path, program, mesh, params, buffers, optimizer, facts, saves=saves, wait=False)
+            saving.save(tmp_path, RankState(program, mesh, params, buffers, optimizer), facts, saves=saves, wait=False)
             saves.poll()
             assert saves.progress is not None
             assert not list(tmp_path.glob(f"step-{step:06d}"))
@@ -254,7 +252,7 @@ def test_an_engine_tells_on_all_ranks_and_goes_on(tmp_path: Path, monkeypatch: p
         while len(losses) < 4:
             try:
                 losses.append(float(engine.step(batch)))
-            except state.SavingError as e:
+            except SavingError as e:
                 told.append(str(e))
         engine.close()
         assert ["No space left on device (on rank" in text for text in told] == [True] * fails

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardc
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.state import SavingError
+from shardc.runtime.state.checkpoint_folder import SavingError
 
 torch.manual_seed(0)
 MODEL, BATCH = nn.Sequential(nn.Linear(4, 4)), torch.randn(4, 4)

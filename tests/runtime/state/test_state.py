@@ -19,10 +19,11 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Placement, Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
-from shardc.runtime import state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.state import export, loading, parts, saving, sources
 from shardc.runtime.state.checkpoint_folder import newest, read_index
 from shardc.runtime.state.init import named_tensors, record
+from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.sources import check_names
 from tests import warm
 
@@ -124,8 +125,8 @@ def joined(program: Program, ranks: list[Rank], name: str) -> Tensor:
 
 def local_parameters(program: Program, source: Any, mesh: Any, seed: int = 0, base: Any = None) -> Rank:
     """All of a rank's parameters and buffers. base: the model, for what a state_dict or files lack."""
-    given = state.weights(source, seed) if base is None else state.weights_for(base, source, seed)
-    params, buffers = state.local_parts(program, given, mesh)
+    given = sources.weights(source, seed) if base is None else sources.weights_for(base, source, seed)
+    params, buffers = parts.local_parts(program, given, mesh)
     return dict(params), buffers
 
 
@@ -306,19 +307,12 @@ def _trained(sizes: Sizes, make: Make, folder: Path | None, steps: int, resume: 
     def work(mesh: LoopbackMesh) -> Any:
         params, buffers = local_parameters(program, recipe, mesh, 7)
         optimizer = make([params[p.name] for p in program.params if p.requires_grad])
-        extra = state.load(resume, program, mesh, params, buffers, optimizer) if resume else None
+        held = RankState(program, mesh, params, buffers, optimizer)
+        extra = loading.load(resume, held) if resume else None
         begin = extra["step"] if extra else 0
         _train(program, mesh, params, optimizer, range(begin, begin + steps))
         if folder:
-            state.save(
-                folder,
-                program,
-                mesh,
-                params,
-                buffers,
-                optimizer,
-                {"step": steps, "seed": 7, "scheduler": {"last": 0.1}},
-            )
+            saving.save(folder, held, {"step": steps, "seed": 7, "scheduler": {"last": 0.1}})
         moments = {p.name: optimizer.state.get(params[p.name], {}) for p in program.params}
         return (params, buffers), moments, extra, optimizer.param_groups
 
@@ -358,7 +352,9 @@ def _save(folder: Path, model: nn.Module, sizes: Sizes, extra: Any = None, make:
 
     def work(mesh: LoopbackMesh) -> None:
         params, buffers = local_parameters(program, model, mesh, 0)
-        state.save(folder, program, mesh, params, buffers, make(list(params.values())) if make else None, extra)
+        saving.save(
+            folder, RankState(program, mesh, params, buffers, make(list(params.values())) if make else None), extra
+        )
 
     loopback(program.mesh, work)
 
@@ -367,7 +363,7 @@ def _load(folder: Path, model: nn.Module, make: Make | None = None) -> Rank:
     program = program_of(model, {"dp": 1})
     mesh: LoopbackMesh = loopback(program.mesh, lambda m: m)[0]
     params, buffers = local_parameters(program, model, mesh, 0)
-    state.load(folder, program, mesh, params, buffers, make(list(params.values())) if make else None)
+    loading.load(folder, RankState(program, mesh, params, buffers, make(list(params.values())) if make else None))
     return params, buffers
 
 
@@ -499,8 +495,8 @@ def test_full_state_dict_is_the_models_own(sizes: Sizes) -> None:
     def work(mesh: LoopbackMesh) -> Any:
         held = local_parameters(program, model, mesh, 0)
         return (
-            state.full_state_dict(program, mesh, *held),
-            state.full_state_dict(program, mesh, *held, rank0_only=True),
+            parts.full_state_dict(program, mesh, *held),
+            parts.full_state_dict(program, mesh, *held, rank0_only=True),
             held,
         )
 
@@ -523,7 +519,9 @@ def test_exported_safetensors_load_anywhere(sizes: Sizes, form: str, tmp_path: P
 
     def work(mesh: LoopbackMesh) -> None:
         held = local_parameters(program, model, mesh, 0)
-        state.export_safetensors(path, program, mesh, *held, max_file_bytes=1000 if form == "sharded" else 10**9)
+        export.export_safetensors(
+            path, RankState(program, mesh, *held), max_file_bytes=1000 if form == "sharded" else 10**9
+        )
 
     loopback(program.mesh, work)
     if form == "sharded":
@@ -556,9 +554,8 @@ def test_exported_transformers_model_comes_back_from_pretrained(tmp_path: Path) 
     program = program_of(model, {"dp": 2})
 
     def work(mesh: LoopbackMesh) -> None:
-        state.export_safetensors(
-            tmp_path, program, mesh, *local_parameters(program, model, mesh, 0), max_file_bytes=4000
-        )
+        held = RankState(program, mesh, *local_parameters(program, model, mesh, 0))
+        export.export_safetensors(tmp_path, held, max_file_bytes=4000)
 
     loopback(program.mesh, work)
     config.save_pretrained(tmp_path)
@@ -580,10 +577,11 @@ def _process(rank: int, port: int, folder: str) -> None:
     mesh = TorchMesh(program.mesh)
     params, buffers = local_parameters(program, Net, mesh, 7)
     optimizer = OPTIMIZERS["adamw"]([params[p.name] for p in program.params if p.requires_grad])
-    state.load(Path(folder) / "in", program, mesh, params, buffers, optimizer)
+    held = RankState(program, mesh, params, buffers, optimizer)
+    loading.load(Path(folder) / "in", held)
     _train(program, mesh, params, optimizer, range(2, 4))
-    state.save(Path(folder) / "out", program, mesh, params, buffers, optimizer, {"step": 4})
-    torch.save(state.full_state_dict(program, mesh, params, buffers), f"{folder}/full-{rank}.pt")
+    saving.save(Path(folder) / "out", held, {"step": 4})
+    torch.save(parts.full_state_dict(program, mesh, params, buffers), f"{folder}/full-{rank}.pt")
     mesh.close()
 
 

@@ -159,8 +159,9 @@ def test_a_loop_goes_on_from_its_checkpoint_on_another_mesh(name: str, other: st
 class LateMesh(LoopbackMesh):
     """Gathers whose bytes come when somebody waits for them, as of a network."""
 
-    def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
-        got = self._all_gather(part, axis, tag).view(-1)
+    def _all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str, background: bool) -> Work:
+        got = torch.empty_like(whole)
+        super()._all_gather(part, got, axis, tag, background)
         return Work(then=lambda: (whole.copy_(got), None)[1])
 
 

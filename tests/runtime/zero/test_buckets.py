@@ -34,7 +34,7 @@ class Watched(RankMesh):
     def _sum_on_host(self, x: Tensor) -> Tensor:
         return x
 
-    def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
+    def _all_reduce(self, flat: Tensor, axes: tuple[str, ...], op: str, tag: str, background: bool) -> Work:
         self.events.append(f"start {tag}")
         events = self.events
 
@@ -47,8 +47,7 @@ class Watched(RankMesh):
     def barrier(self) -> None:
         raise AssertionError
 
-    _all_reduce = _start_all_gather = _start_reduce_scatter = _all_gather = _reduce_scatter = _all_to_all = barrier  # type: ignore[assignment]
-    _start_send = _start_receive = _all_to_all_rows = _start_all_to_all_rows = barrier  # type: ignore[assignment]
+    _all_gather = _reduce_scatter = _all_to_all = _send = _receive = barrier  # type: ignore[assignment]
 
 
 def program(*buckets: tuple[str, ...], axes: tuple[str, ...] = ("dp",)) -> Program:
