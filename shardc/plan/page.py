@@ -31,11 +31,11 @@ def data(plan: Plan) -> dict[str, Any]:
         "lacking": [] if fits else plan.lacking().texts(),
         "device": a.device.name,
         "limit": a.usable,
-        "rate": "tokens" if a.sequence else "samples",
+        "rate": a.rate,
         "kinds": [*KINDS, "gaps", "outside"],
         "causes": list(table.CAUSES),
         "words": {name: table.cause(name) for name in table.CAUSES},
-        "rows": [_row(c) for c, _ in table.distinct(plan.candidates)],
+        "rows": [_row(c) for c in plan.candidates],
         "waterfall": [
             (table.WATERFALL.get(k, table.cause(k)), k if k in table.CAUSES else "compute", n) for k, n in falls
         ],

@@ -55,34 +55,39 @@ ENDS = ("before", "REDUCE", "STEP", "after", "update")
 
 @dataclass(frozen=True)
 class Priced:
-    """The price of one training step. batch: rows of the global batch. seconds: of a step.
+    """The price of one training step. batch: rows of the global batch.
 
-    kinds: bytes at the peak by kind, of the rank with the highest; at: its coordinate on the pipeline's axis.
-    reserved: bytes that torch's allocator reserves for these tensors, of the rank with the most. outside: bytes of a
-    device that do not belong to the allocator (see shardc.cost.step.Cost).
+    memory: bytes at the peak by kind, of the rank with the highest. reserved: bytes that torch's allocator reserves for
+    these tensors, of the rank with the most. outside: bytes of a device that do not belong to the allocator (see
+    shardc.cost.step.Cost). usable: bytes of a device that a step may use.
     spent: seconds of the busiest rank, by cause (stage.WHAT) and "bubble"; flops: of that rank. counts: layers of each
     stage of a pipeline.
     """
 
     batch: int
-    seconds: float
-    kinds: Mapping[str, float]
+    step_seconds: float
+    memory: Mapping[str, float]
     spent: Mapping[str, float]
-    reserved: float = 0.0
-    outside: float = 0.0
-    at: int = 0
-    counts: tuple[int, ...] = ()
-    flops: float = 0.0
+    reserved: float
+    outside: float
+    usable: float
+    counts: tuple[int, ...]
+    flops: float
 
     @property
     def peak(self) -> float:
         """Live bytes at the peak."""
-        return sum(self.kinds.values())
+        return sum(self.memory.values())
 
     @property
     def needs(self) -> float:
         """Bytes that a device needs: reserved and outside."""
         return self.reserved + self.outside
+
+    @property
+    def fits(self) -> bool:
+        """Whether the needed bytes fit in the memory that a step may use."""
+        return self.needs <= self.usable
 
     @property
     def limit(self) -> str:
@@ -245,7 +250,7 @@ def _composed(
     beside = library.device.outside_bytes(max(len(_communicators(run)) for run in few))
     live = [float(v.sum()) for v in peaks]
     taken = reserved(library, few, schedule, live, library.device.memory - beside)
-    return Priced(batch, step, kinds, spent, taken, beside, fullest, counts, flops=float(each[slow][FLOPS]))
+    return Priced(batch, step, kinds, spent, taken, beside, library.usable, counts, float(each[slow][FLOPS]))
 
 
 def once_a_step(ends: Sequence[Vector]) -> Vector:
@@ -331,8 +336,8 @@ def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = (
     shown = {w: most[w] for w in WHAT} | {"bubble": max(cost.step_seconds - sum(most.values()), 0.0)}
     peak = max(cost.ranks, key=lambda r: r.memory.peak)
     flops = cost.ranks[spent.index(most)].flops
-    kinds, taken = dict(peak.memory.kinds), (float(cost.reserved), float(cost.outside))
-    return Priced(batch, cost.step_seconds, kinds, shown, *taken, peak.at, counts, flops=float(flops))
+    kinds, taken = dict(peak.memory.kinds), (float(cost.reserved), float(cost.outside), library.usable)
+    return Priced(batch, cost.step_seconds, kinds, shown, *taken, counts, float(flops))
 
 
 # --- the allocator's memory
