@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from shardc.cost.dry_run import dry_run
@@ -16,6 +17,7 @@ from shardc.cost.premises import premises
 from shardc.cost.recorded import DryRun, parts
 from shardc.cost.streams import Span, Streams
 from shardc.ir.graph import source_of
+from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.units import seconds as duration
@@ -209,14 +211,10 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
     if schedule.ranks == 1:
         alone = Timeline(schedule, (tuple(slots),), (live(schedule.actions[0]),))
         return Cost(device, tuple(ranks), ranks[0].seconds, 0.0, program, tuple(dry_runs), alone)
-    transfer = {}
-    for e in program.edges:
-        pair = tuple(_rank(program, schedule, s) for s in (e.source, e.target))
-        transfer[e.source, e.target] = collective_seconds(
-            device, "send_recv", float(sum(v.nbytes(program.mesh) for v in e.values)), pair
-        )
+    sent = {(e.source, e.target): float(sum(v.nbytes(program.mesh) for v in e.values)) for e in program.edges}
+    transfer = transfers(device, program.mesh, program.axis, schedule, sent)
     pairs = {stages: sorted(times)[len(times) // 2] for stages, times in of_pair.items()}
-    timeline = schedules.timeline(schedule, _costs(of_action, schedule, transfer, pairs, begin), program.edges)
+    timeline = schedules.timeline(schedule, costs(of_action, schedule, transfer, begin, pairs), program.edges)
     seconds = timeline.end + max(ends)
     return Cost(device, tuple(ranks), seconds, timeline.bubble(), program, tuple(dry_runs), timeline)
 
@@ -226,19 +224,30 @@ def _add(comm: Counter[tuple[str, str]], part: Part) -> None:
         comm[record.axis, record.kind] += record.bytes
 
 
-def _rank(program: Program, schedule: Schedule, stage: int) -> int:
-    coords = dict.fromkeys(program.mesh.names, 0)
-    return program.mesh.rank({**coords, program.axis: schedule.placement[stage]})
+def transfers(
+    device: Device, mesh: Mesh, axis: str, schedule: Schedule, sent: Mapping[tuple[int, int], float]
+) -> dict[tuple[int, int], float]:
+    """Return seconds of the sends between stages along an axis of a mesh. sent: bytes by (source, target) stage."""
+
+    def rank(stage: int) -> int:
+        return mesh.rank({**dict.fromkeys(mesh.names, 0), axis: schedule.placement[stage]})
+
+    return {
+        (a, b): collective_seconds(device, "send_recv", nbytes, (rank(a), rank(b))) for (a, b), nbytes in sent.items()
+    }
 
 
-def _costs(
+def costs(
     of_action: Mapping[tuple[str, int, int], float],
     schedule: Schedule,
     transfer: Mapping[tuple[int, int], float],
-    pairs: Mapping[tuple[str, int, int], float],
     begin: Sequence[float],
+    pairs: Mapping[tuple[str, int, int], float] = MappingProxyType({}),
 ) -> Costs:
-    """Build a schedule's costs. Whole backwards count as input gradients; middle microbatches as equal."""
+    """Build a schedule's costs. Whole backwards count as input gradients; middle microbatches as equal.
+
+    of_action: seconds by (kind, stage, microbatch): of the first, one like all between, the last.
+    """
     last = schedule.microbatches - 1
 
     def typical(*kinds: str) -> tuple[float, ...]:

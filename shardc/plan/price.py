@@ -12,15 +12,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from shardc.cost.peak_memory import reserve
 from shardc.cost.recorded import HOST, DryRun, parts
-from shardc.cost.step import assemble
+from shardc.cost.step import assemble, costs, transfers
 from shardc.layer_names import layer_of
-from shardc.machine.collectives import collective_seconds
 from shardc.machine.work import Part, Storage
 from shardc.plan.runs import Library, Stages, fill
 from shardc.plan.stage import (
@@ -44,7 +42,7 @@ from shardc.plan.stage import (
     typical,
 )
 from shardc.runtime import schedule as schedules
-from shardc.runtime.schedule import SCHEDULES, Costs, Schedule
+from shardc.runtime.schedule import SCHEDULES, Action, Schedule
 from shardc.spec import Spec
 
 #: The cause of time in WHAT that is waiting for other stages.
@@ -108,8 +106,9 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
     side_by_side = spec.execution.overlap != "none"  # a pair is priced from its own program
     if side_by_side or not library.runs.treats_layers_alike(spec):
         return _whole(library, spec, batch)
-    summing = _summing(spec)  # a bucket of gradients in one collective
-    p, bucket = spec.pipeline, spec.data.bucket_bytes(summing) if summing > 1 else 0.0
+    of = roles(spec)
+    summing = math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))  # ranks that sum gradients
+    p, bucket = spec.pipeline, spec.data.bucket_bytes(summing) if summing > 1 else 0.0  # of gradients, in one sum
     if p is None or spec.mesh.size(p.axis) == 1:
         less.pop("pipeline", None)
         stage, only = library.alone(less, rows, bucket)
@@ -131,12 +130,6 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
     first, one, last = (stages.ranks[name].run for name in ("first", "one", "last"))
     few = [first, *[one] * (len(counts) - 2), last]
     return _composed(library, spec, batch, costs, few, schedule, counts)
-
-
-def _summing(spec: Spec) -> int:
-    """Return the number of ranks that sum gradients."""
-    of = roles(spec)
-    return math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))
 
 
 def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
@@ -218,30 +211,20 @@ def _composed(
     counts: tuple[int, ...],
 ) -> Priced:
     """Assemble the price of a step from its stages. few: their dry runs with few layers."""
-    peaks, ends = [], []
-    for rank in range(schedule.ranks):
-        mine = schedule.stages_of(rank)
-        peaks.append(_memory([stages[s] for s in mine], {s: stages[s] for s in mine}, schedule, rank))
-        ends.append(once_a_step([np.sum([part_of(stages[s], k, "")[CAUSES] for k in ENDS], 0) for s in mine]))
+    own = [{s: stages[s] for s in schedule.stages_of(rank)} for rank in range(schedule.ranks)]
+    peaks = [_memory(mine, schedule, rank) for rank, mine in enumerate(own)]
+    ends = [once_a_step([np.sum([part_of(s, k, "")[CAUSES] for k in ENDS], 0) for s in mine.values()]) for mine in own]
     fullest = max(range(len(peaks)), key=lambda r: peaks[r].sum())
-    each = [
-        np.sum([_all(stages[s], schedule.microbatches) for s in schedule.stages_of(r)], 0)
-        for r in range(schedule.ranks)
-    ]
+    each = [np.sum([_all(s, schedule.microbatches) for s in mine.values()], 0) for mine in own]
     whole = [v[CAUSES] + end for v, end in zip(each, ends, strict=True)]
     slow = max(range(schedule.ranks), key=lambda r: float(whole[r].sum()))
-    if schedule.ranks == 1:
-        step = float(whole[0].sum())
-    else:
-        transfer, mesh = {}, spec.mesh
-        axis = spec.pipeline.axis if spec.pipeline is not None else ""
-        for s in range(schedule.stages - 1):
-            pair = [mesh.rank({**dict.fromkeys(mesh.names, 0), axis: schedule.placement[i]}) for i in (s, s + 1)]
-            transfer[s, s + 1] = collective_seconds(
-                library.device, "send_recv", float(part_of(stages[s], "SEND_F", "middle")[SENT]), (pair[0], pair[1])
-            )
-        each_costs = costs(stages, transfer, schedule)
-        step = schedules.timeline(schedule, each_costs).end + max(float(e.sum()) for e in ends)
+    step = float(whole[0].sum())
+    if spec.pipeline is not None and schedule.ranks > 1:
+        sent = {(s, s + 1): float(part_of(stages[s], "SEND_F", "middle")[SENT]) for s in range(schedule.stages - 1)}
+        transfer = transfers(library.device, spec.mesh, spec.pipeline.axis, schedule, sent)
+        of_action, begin = _actions(stages, schedule)
+        timeline = schedules.timeline(schedule, costs(of_action, schedule, transfer, begin))
+        step = timeline.end + max(float(e.sum()) for e in ends)
     spent = dict(zip(WHAT, map(float, whole[slow]), strict=True))
     spent["bubble"] = max(step - sum(spent.values()), 0.0)
     by = dict(zip(BYTES, map(float, peaks[fullest]), strict=True))
@@ -269,53 +252,45 @@ def _all(s: Stage, microbatches: int) -> Vector:
     return np.sum([n * part_of(s, kind, which) for kind in computing(s) for which, n in some.items()], 0)  # type: ignore[no-any-return]
 
 
-def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float], schedule: Schedule) -> Costs:
-    """Return the costs of a schedule's actions (middle, first, last microbatch), and when ranks begin.
+def _actions(stages: Sequence[Stage], schedule: Schedule) -> tuple[dict[tuple[str, int, int], float], list[float]]:
+    """Return seconds of the actions as `costs` takes them, and when ranks begin.
 
     All ranks run what the last update began. A rank's first stage waits for it; its other stages find it done.
     """
-
-    def seconds(s: Stage, kind: str, which: str) -> float:
-        return float(part_of(s, kind, which)[CAUSES].sum())
-
-    def of(*kinds: str) -> tuple[float, ...]:
-        return tuple(sum(seconds(s, k, "middle") for k in kinds if k in computing(s)) for s in stages)
-
-    single = {}
+    of_action, begin = dict[tuple[str, int, int], float](), [0.0] * schedule.ranks
     for i, s in enumerate(stages):
-        for kind in ("F", "B", "I", "W"):
-            whole = kind in computing(s) or kind == "B"
-            for which, m in (("last", schedule.microbatches - 1), ("first", 0)) if whole else ():
-                single[kind, i, m] = seconds(s, kind, which)
-    begin = [0.0] * schedule.ranks
-    for i, s in enumerate(stages):
+        for kind in {*computing(s), "B"}:
+            for which, m in (("middle", 1), ("last", schedule.microbatches - 1), ("first", 0)):
+                of_action[kind, i, m] = float(part_of(s, kind, which)[CAUSES].sum())
         late, rank = max(float(part_of(s, "F", "first")[OF_UPDATE]), 0.0), schedule.placement[i]
-        single["F", i, 0] -= late
+        of_action["F", i, 0] -= late
         begin[rank] = begin[rank] or late
-    return Costs(of("F"), of("B", "I"), of("W"), transfer, single=single, begin=begin)
+    return of_action, begin
 
 
-def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, rank: int) -> Any:
+def _memory(mine: Mapping[int, Stage], schedule: Schedule, rank: int) -> Vector:
     """Return bytes by kind at the highest moment of a rank's step.
 
     A part may leave more than its own peak: with fewer layers, the peak was at another moment.
     """
-    live: Vector = np.sum([s["resident", ""][NET] for s in mine], 0)
+    each = [s["before", ""] for s in mine.values()]
+    each += [part_of(mine[a.stage], a.kind, which) for a, which in _computed(schedule, rank)]
+    each += [s[kind, ""] for kind in ("after", "update") for s in mine.values()]
+    live: Vector = np.sum([s["resident", ""][NET] for s in mine.values()], 0)
     best = live
-    for s in mine:
-        live = live + s["before", ""][NET]
-    for a in schedules.computed(schedule.actions[rank]):
-        if a.stage < 0:
-            continue
-        which = "first" if a.microbatch == 0 else "last" if a.microbatch == schedule.microbatches - 1 else "middle"
-        v = part_of(by[a.stage], a.kind, which if a.microbatch >= 0 else "")
-        best = max(best, live + v[HIGH], live + v[NET], key=np.sum)
-        live = live + v[NET]
-    for kind in ("after", "update"):
-        for s in mine:
-            best = max(best, live + s[kind, ""][HIGH], live + s[kind, ""][NET], key=np.sum)
-            live = live + s[kind, ""][NET]
+    for part in each:
+        best = max(best, live + part[HIGH], live + part[NET], key=np.sum)
+        live = live + part[NET]
     return np.maximum(best, 0)
+
+
+def _computed(schedule: Schedule, rank: int) -> Iterator[tuple[Action, str]]:
+    """Yield a rank's actions of stages, with the kind of their microbatch: "first", "middle", "last", or "" (none)."""
+    last = schedule.microbatches - 1
+    for a in schedules.computed(schedule.actions[rank]):
+        m = a.microbatch
+        if a.stage >= 0:
+            yield a, "" if m < 0 else "first" if m == 0 else "last" if m == last else "middle"
 
 
 def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = ()) -> Priced:
@@ -416,13 +391,9 @@ def _shortened(schedule: Schedule) -> Schedule:
 def _step(runs: Mapping[int, DryRun], schedule: Schedule, rank: int) -> Iterator[tuple[Part, bool]]:
     """Yield the parts of a step, as shardc.cost.peak_memory.reserve takes them."""
     named = {stage: _microbatches(run) for stage, run in runs.items()}
-    last = schedule.microbatches - 1
     yield from ((run.before, False) for run in runs.values())
-    for a in schedules.computed(schedule.actions[rank]):
-        if a.stage < 0:
-            continue
-        which = "first" if a.microbatch == 0 else "last" if a.microbatch == last else "middle"
-        yield from ((part, False) for part in _same(named[a.stage], a.kind, which if a.microbatch >= 0 else ""))
+    for a, which in _computed(schedule, rank):
+        yield from ((part, False) for part in _same(named[a.stage], a.kind, which))
     yield from ((run.after, i == 0) for i, run in enumerate(runs.values()))
     yield from ((run.update, False) for run in runs.values())
 
