@@ -74,7 +74,7 @@ def plan(
     fewest: also find the smallest number of devices on which anything fits.
     what_if: also price the best spec (or the given one) on better devices, on other devices, without recomputation,
         and with compiled element-wise work.
-    tokens: also return how long this many tokens take. The model's rows must be sequences.
+    tokens: also return how long this many tokens take: positions of ids that an embedding looks up.
     on: called with the progress of pricing: (subject, done, total).
     Raises ShardcError for invalid input; if nothing fits, `.best` of the result raises it.
     """

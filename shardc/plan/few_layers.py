@@ -130,14 +130,16 @@ class Subject:
 
 def facts(subject: Subject) -> Facts:
     """Collect facts from the captured few-layer model for two rows. Raises ShardcError as capture does."""
-    program = subject.captured(2, UNITS if subject.layers else None)
+    rows = 2
+    program = subject.captured(rows, UNITS if subject.layers else None)
     lists = layer_lists(program)
     modules, number = experts(program)
     first = next((p for p in subject.model.parameters() if p.is_floating_point()), None)
     return Facts(
         rows=subject.rows,
         sequence=subject.sequence,
-        inputs=whole_inputs(program, 2),
+        tokens=program.tokens and program.tokens // rows,
+        inputs=whole_inputs(program, rows),
         layers=subject.layers,
         dtype=str(first.dtype).removeprefix("torch.") if first is not None else "float32",
         number=number,

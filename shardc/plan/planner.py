@@ -83,9 +83,11 @@ class Planner:
         step = f"a step {gradients_norm(norm=False, clipped=False)} (`shardc run` and `shardc cost` include it)"
         left = "memory: what torch's allocator reserves, and what the process and its libraries take outside of it"
         left += f"; {self.headroom:.0%} is left (--headroom)" if self.headroom else ""
-        sequence, library = self.facts.sequence, self.library
+        library = self.library
         words = (*assumed, state, step, left)
-        return Target(self.name, self.device, devices, batch, sequence, library.flops, dtype, library.usable, words)
+        return Target(
+            self.name, self.device, devices, batch, self.facts.tokens, library.flops, dtype, library.usable, words
+        )
 
     # --- the best spec
 
@@ -306,7 +308,7 @@ class Planner:
         """Add how long the best candidate takes for so many tokens."""
         best = _first(plan)
         if best.tokens_per_second is None:
-            fault = "the rows of this model are not sequences of tokens"
+            fault = "the rows of this model have no tokens: no embedding looks ids up"
             raise ShardcError(fault, where="--tokens", fix="leave it out")
         hours = tokens / best.tokens_per_second / 3600
         answer = {"what": "hours", "value": hours, "device_hours": hours * best.devices, "tokens": tokens}

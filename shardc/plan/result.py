@@ -16,7 +16,7 @@ from shardc.spec import Spec
 
 @dataclass(frozen=True)
 class Target:
-    """The model, devices and batch of a plan. sequence: tokens of a row; None: rows are not sequences.
+    """The model, devices and batch of a plan. sequence: tokens of a row (Program.tokens), None without any.
 
     batch: rows of the global batch. flops: of one row, forward and backward, nothing recomputed. dtype: of products.
     usable: bytes of a device's memory that a step may use. assumed: sentences on what the user left open.
@@ -34,7 +34,7 @@ class Target:
 
     @property
     def rate(self) -> str:
-        """What throughput counts: tokens if rows are sequences, else samples."""
+        """What throughput counts: tokens if rows have any, else samples."""
         return "tokens" if self.sequence else "samples"
 
     def __repr__(self) -> str:
@@ -67,7 +67,7 @@ class Candidate(Priced):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of all devices; None if rows are not sequences."""
+        """Tokens per second of all devices; None if rows have none."""
         return self.rows_per_second * self.target.sequence if self.target.sequence else None
 
     @property

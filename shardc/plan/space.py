@@ -162,8 +162,8 @@ class Choice:
 class Facts:
     """Facts of the model and the example batch that the choices and their specs need.
 
-    Batch: rows; sequence: tokens of each row (None: its inputs have no common sequence dim); inputs: `batch: {dims:
-    ...}`.
+    Batch: rows; sequence: the size of its inputs' common sequence dim, None without one; tokens: of a row
+    (Program.tokens); inputs: `batch: {dims: ...}`.
     Model: layers: its list of repeated layers, if long enough to shorten; dtype: of its weights, "float32"; number: of
     experts; cuts: most stages of a pipeline.
     Sections of specs: shard, if tp > 1; precision. Patterns of modules: regions, of recomputation; sequences, whose
@@ -172,6 +172,7 @@ class Facts:
 
     rows: int
     sequence: int | None
+    tokens: int | None
     inputs: Mapping[str, int | None]
     layers: Layers | None
     dtype: str

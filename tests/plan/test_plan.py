@@ -316,6 +316,18 @@ def test_model_flops_are_those_of_its_products() -> None:
     assert q.library.flops == pytest.approx(6 * 32 * products, rel=0.01)
 
 
+@pytest.mark.parametrize("family", ["gpt", "t5", "numbers"])
+def test_a_plan_counts_the_tokens_that_a_run_counts(family: str) -> None:
+    """Positions of ids that an embedding looks up: not of targets, and not of numbers [row, position, feature]."""
+    built = {"gpt": zoo.gpt, "t5": zoo.t5, "numbers": lambda: (nn.Linear(4, 3), {"input": torch.ones(8, 5, 4)})}[family]
+    model, batch = built()
+    loss = (lambda y, _: y.sum()) if family == "numbers" else None
+    here = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, loss=loss, prove=False)
+    rows = planner(model, batch, loss=loss)
+    assert (here.tokens is None) == (family == "numbers")
+    assert (rows.facts.tokens or 0) * rows.facts.rows == (here.tokens or 0)
+
+
 def test_candidates_are_ranked() -> None:
     found = blocks()
     assert all(c.fits for c in found.candidates)
@@ -762,7 +774,7 @@ def test_a_convolutional_net_gets_plans() -> None:
     )
     assert {c.devices for c in found.candidates} == {1, 2}  # so few ops are quicker on one
     assert found.best.step_seconds == min(c.step_seconds for c in found.candidates if c.fits)
-    assert found.best.tokens_per_second is not None or found.target.sequence is None
+    assert found.best.tokens_per_second is None
     assert any(c.spec.data.zero for c in found.candidates)
 
 
