@@ -13,7 +13,6 @@ from shardc.cost.dry_run import dry_run
 from shardc.cost.kept_activations import Kept, kept
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.peak_memory import Memory, memory, reserved
-from shardc.cost.premises import premises
 from shardc.cost.recorded import DryRun, parts
 from shardc.cost.streams import Span, Streams
 from shardc.ir.graph import source_of
@@ -71,7 +70,7 @@ class Cost:
     memory, flops, comm: of the rank that has the most. memory is live bytes; a device has to hold reserved + outside.
     step_seconds: with overlap as in the program: buckets during backward, gathers ahead of their use. bubble: share of
     time in which ranks wait for other stages. timeline: when each action of each rank runs, in seconds. premises:
-    a description of the step (shardc.cost.premises).
+    what the step computes, in words.
     """
 
     device: Device
@@ -112,14 +111,11 @@ class Cost:
 
     def spans(self) -> list[list[Span]]:
         """Return when each collective runs, behind what, and how long it is waited for; per rank of `ranks`."""
-        return [streams.spans for streams in self.streams()]
-
-    def streams(self) -> list[Streams]:
-        """Return when each rank of `ranks` computes, and when its collectives run, by the clock of that rank."""
-        return self._streams
+        return [streams.spans for streams in self.streams]
 
     @cached_property
-    def _streams(self) -> list[Streams]:
+    def streams(self) -> list[Streams]:
+        """When each rank of `ranks` computes, and when its collectives run, by the clock of that rank."""
         schedule, streams = schedules.of(self.program), []
         for r in self.dry_runs:
             streams.append(Streams(started_by(self.device, self.program), self.program.mesh, r.rank))
@@ -256,3 +252,29 @@ def costs(
 
     single = {key: seconds for key, seconds in of_action.items() if key[2] in (0, last)}
     return Costs(typical("F"), typical("I", "B"), typical("W"), transfer, pairs, single, begin)
+
+
+def premises(program: Program, optimizer: str, *, clip_norm: float | None = None, norm: bool = False, **_: Any) -> str:
+    """Describe what a predicted step computes: "in float32, AdamW, ...".
+
+    optimizer: its class name or ""; clip_norm, norm: options of Engine.
+    """
+    numbers = Counter(p.dtype for p in program.params)
+    stored = str(max(numbers, key=numbers.__getitem__, default="")).removeprefix("torch.")
+    computed = (program.spec.precision.compute if program.spec is not None else None) or stored
+    words = [f"in {computed}"] if computed else []
+    if computed != stored:
+        words.append(f"weights in {stored}")
+    if step_graph.requested(program) and not step_graph.why_not(program):
+        words.append("one CUDA graph on a GPU")
+    if optimizer:
+        words.append(optimizer)
+        words.append(gradients_norm(norm=norm, clipped=clip_norm is not None))
+    return ", ".join(words)
+
+
+def gradients_norm(*, norm: bool, clipped: bool) -> str:
+    """Return in words whether a step computes the norm of gradients. `shardc run` does, to show it."""
+    if clipped:
+        return "clipping by the norm of gradients"
+    return f"with{'' if norm else 'out'} the norm of gradients"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from shardc.cost.premises import gradients_norm
+from shardc.cost.step import gradients_norm
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 from shardc.machine.device import Device
@@ -319,8 +319,8 @@ class Planner:
         self.on(f"{devices} devices", 0, 0)
         finder, target = self.finder, self.target(devices, batch)
         estimates = sorted(finder.ranked(devices, batch, finder.splits(devices)), key=lambda x: x[1].peak)[:3]
-        some = (self._candidate(c, finder.exact(c), target) for c, p in estimates if p.peak <= FAR * finder.room)
-        return next((one for one in some if one.fits), None)
+        some = ((c, finder.exact(c)) for c, rough in estimates if rough.peak <= FAR * finder.room)
+        return next((self._candidate(c, p, target) for c, p in some if p is not None and p.fits), None)
 
 
 def _first(plan: Plan) -> Candidate:

@@ -11,12 +11,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
-from shardc.cost.peak_memory import reserve
-from shardc.cost.recorded import HOST, DryRun, parts
+from shardc.cost.peak_memory import allocations, reserve
+from shardc.cost.recorded import DryRun, parts
 from shardc.cost.step import assemble, costs, transfers
 from shardc.layer_names import layer_of
 from shardc.machine.work import Part, Storage
@@ -347,14 +347,7 @@ def _reserved(few: Sequence[DryRun], schedule: Schedule, rank: int, live: float,
     for s in schedule.stages_of(rank):
         own[s] = _copied(few[s]) if any(few[s] is run for run in own.values()) else few[s]
     step, resident = list(_step(own, schedule, rank)), [s for run in own.values() for s in run.resident]
-    there = high = sum(s.nbytes for s in resident if s.kind != HOST)
-    held = dict.fromkeys(resident, 1)
-    for part, _ in step:
-        for sign, x in part.changes:
-            if x.kind != HOST and held.get(x, 0) + sign >= 0:
-                held[x] = held.get(x, 0) + sign
-                there += sign * x.nbytes
-                high = max(high, there)
+    high = max(accumulate(sign * s.nbytes for sign, s, *_ in allocations(resident, step)))
     others = max(live - high, 0.0)
     return reserve(resident, step, max(room - others, high)) + others
 

@@ -79,7 +79,7 @@ class Search:
     _blocks: dict[Core, Block | None] = field(default_factory=dict)
     _tables: dict[object, Table | None] = field(default_factory=dict)
     _lines: dict[object, tuple[float, float]] = field(default_factory=dict)
-    _exact: dict[Choice, Priced | ShardcError] = field(default_factory=dict)
+    _exact: dict[Choice, Priced | None] = field(default_factory=dict)
 
     @property
     def room(self) -> float:
@@ -279,17 +279,14 @@ class Search:
 
     # --- tier two
 
-    def exact(self, c: Choice) -> Priced:
-        """Return the exact price of a choice. Raises ShardcError if compile refuses it."""
+    def exact(self, c: Choice) -> Priced | None:
+        """Return the exact price of a choice; None if compile refuses it."""
         if c not in self._exact:
             try:
                 self._exact[c] = price(self.library, Spec.load(spec(c, self.library.facts)), c.batch)
             except ShardcError as e:
-                self._exact[c] = e
-        found = self._exact[c]
-        if isinstance(found, ShardcError):
-            raise found
-        return found
+                self._exact[c], self.refused[str(c)] = None, e
+        return self._exact[c]
 
     def refine(self, ranked: Sequence[tuple[Choice, Rough]]) -> dict[Choice, Priced]:
         """Return exact prices of the best; each corrects the estimates of similar choices. More if none fits."""
@@ -310,13 +307,11 @@ class Search:
             families[family] += 1
             dry_runs.add(run)
             self.on(str(c), len(prices), PRICED)
-            try:
-                prices[c] = self.exact(c)
-            except ShardcError as e:
-                self.refused[str(c)] = e
+            if (exact := self.exact(c)) is None:
                 dry_runs.discard(run)
             else:
-                off.priced(c, rough, prices[c])
+                prices[c] = exact
+                off.priced(c, rough, exact)
         self._vary(prices)
         return prices
 
@@ -340,10 +335,8 @@ class Search:
             if spec(c, facts) == spec(other, facts) or (on_cpu and other.compiled):
                 continue
             self.on(str(other), len(prices), len(prices))
-            try:
-                prices[other] = self.exact(other)
-            except ShardcError as e:
-                self.refused[str(other)] = e
+            if (exact := self.exact(other)) is not None:
+                prices[other] = exact
 
     def _dry_run(self, c: Choice) -> object:
         """Return a key that is equal for choices priced from the same dry run.

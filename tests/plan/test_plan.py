@@ -706,6 +706,7 @@ def test_estimates_of_every_zero_lie_near_exact_prices_with_experts_and_without(
     assert some
     for c in some:
         rough, exact = first_price(q, c), q.finder.exact(c)
+        assert exact is not None
         assert exact.spent["dp"] + exact.spent["ep"] > 0.4 * exact.step_seconds
         assert rough.seconds == pytest.approx(exact.step_seconds, rel=0.2), str(c)
         # the head's gradient is whole for a moment
