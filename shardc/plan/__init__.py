@@ -79,7 +79,7 @@ def plan(
     Raises ShardcError for invalid input; if nothing fits, `.best` of the result raises it.
     """
     started = time.perf_counter()
-    subject = Subject.of(model, batch, loss)
+    subject = Subject(model, batch, loss)
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     specs = [Spec.load(one, world=devices) for one in several if one is not None]
     _check_numbers(global_batch, largest, tokens)

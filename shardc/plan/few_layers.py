@@ -9,6 +9,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,27 +39,19 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass
 class Subject:
-    """A model and an example batch.
-
-    layers: the model's list of repeated layers; None if there is no list that is long enough to shorten.
-    """
+    """A model and an example batch."""
 
     model: nn.Module
     batch: Any
     loss: Loss | None = None
-    layers: Layers | None = None
     _short: dict[int, nn.Module] = field(default_factory=dict)
     _counts: bool = False
     _captured: dict[tuple[int, int | None, int | None], Program] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, model: nn.Module, batch: Any, loss: Loss | None = None) -> Subject:
-        layers = _repeated(model)
-        subject = cls(model, batch, loss)
-        if layers is not None:
-            name, first, period, number = layers
-            subject.layers = Layers(name, number, first, period)
-        return subject
+    @cached_property
+    def layers(self) -> Layers | None:
+        """The model's list of repeated layers; None if there is no list that is long enough to shorten."""
+        return _repeated(self.model)
 
     def match_layers_alike(self, patterns: Set[str]) -> bool:
         """Return whether each pattern matches the same names in every layer: none selects single layers."""
@@ -205,8 +198,8 @@ def _hands_on(program: Program, name: str) -> bool:
 # --- equal layers, recognized by their modules before anything is captured
 
 
-def _repeated(model: nn.Module) -> tuple[str, int, int, int] | None:
-    """Find the model's list of repeated layers: (name, layers before the pattern, period, number).
+def _repeated(model: nn.Module) -> Layers | None:
+    """Find the model's list of repeated layers.
 
     None unless there is one outermost list with more than UNITS periods. Takes the pattern that keeps fewest layers.
     """
@@ -223,7 +216,7 @@ def _repeated(model: nn.Module) -> tuple[str, int, int, int] | None:
     )
     for _, first, period in short:
         if all(signs[i] == signs[i + period] for i in range(first, n - period)):
-            return name, first, period, n
+            return Layers(name, n, first, period)
     return None
 
 

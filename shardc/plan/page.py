@@ -47,14 +47,11 @@ def data(plan: Plan) -> dict[str, Any]:
 
 
 def _row(c: Candidate) -> dict[str, Any]:
-    mesh = " ".join(f"{axis}={n}" for axis, n in c.spec.mesh.axes) + (", sp" if c.spec.activations else "")
+    settings = table.settings(c)
     return {
         "name": table.named(c),
-        "mesh": mesh,
-        "zero": table.zero(c),
-        "schedule": table.running(c),
-        "recompute": table.recompute(c),
-        "microbatches": table.microbatches(c),
+        **settings,
+        "mesh": settings["mesh"] + (", sp" if c.spec.activations else ""),
         "peak": c.peak,
         "needs": c.needs,
         "memory": table.parts(c),

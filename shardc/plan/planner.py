@@ -259,7 +259,7 @@ class Planner:
 
         def needs(n: int) -> float:
             try:
-                return price(self.library.of_length(n), one, rows).needs
+                return price(replace(self.library, sequence=n), one, rows).needs
             except ShardcError:
                 return math.inf  # too long for the model
 
@@ -279,7 +279,7 @@ class Planner:
         spec, stages = Spec.load(document), len(balance or [0])
 
         def needs(n: int) -> float:
-            return price(self.library.of_layers(n), spec, rows).needs if n >= stages else 0.0
+            return price(replace(self.library, number=n), spec, rows).needs if n >= stages else 0.0
 
         return self._most(spec, layers.period, layers.number, "{} layers", needs, layers.first)
 

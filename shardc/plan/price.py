@@ -20,7 +20,7 @@ from shardc.cost.recorded import DryRun, parts
 from shardc.cost.step import assemble, costs, transfers
 from shardc.layer_names import layer_of
 from shardc.machine.work import Part, Storage
-from shardc.plan.runs import Library, Stages, fill
+from shardc.plan.runs import Library, Stages
 from shardc.plan.stage import (
     BYTES,
     CAUSES,
@@ -119,12 +119,11 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
     stages = library.pipelined(less, rows, p.axis)
     counts = counted(spec, stages, layers.number)
     middle, two = stages.ranks["one"].weights.trained, stages.ranks["two"].weights.trained
-    times = fill(bucket, two - middle)
-    if 1 < times < max(counts) / layers.period:  # otherwise no bucket is full
-        if library.number is None and library.short(times):
-            return _whole(library, spec, batch, counts)
-        if not library.short(times):
-            stages = library.pipelined(less, rows, p.axis, times)
+    times = library.periods(bucket, two - middle, max(counts) / layers.period)
+    if not times:
+        return _whole(library, spec, batch, counts)
+    if times > 1:
+        stages = library.pipelined(less, rows, p.axis, times)
     schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=each)
     costs = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
     first, one, last = (stages.ranks[name].run for name in ("first", "one", "last"))

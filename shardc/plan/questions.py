@@ -88,7 +88,9 @@ def what_if(library: Library, spec: Spec, batch: int) -> list[dict[str, Any]]:
         seconds = priced.step_seconds
         return {"what": what, "step_seconds": seconds, "ratio": seconds / now.step_seconds, "fits": priced.fits}
 
-    found = [answer(what, price(library.on(other), spec, batch)) for what, other in _others(library.device)]
+    found = [
+        answer(what, price(replace(library, device=other), spec, batch)) for what, other in _others(library.device)
+    ]
     for what, one in _specs(spec):
         with contextlib.suppress(ShardcError):  # compile may refuse a variant
             found.append(answer(what, price(library, one, batch)))

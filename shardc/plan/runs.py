@@ -194,9 +194,10 @@ def _weights(program: Program, coordinate: int) -> Weights:
 class Library:
     """Stages of every way to split and recompute, on one device. facts: of the model, with the precision of its specs.
 
-    microbatches: of the runs of blocks: a first and a last one, or 1 if the model cannot run in microbatches, as with
-    statistics of the batch. number: of layers, if it differs from the model's. headroom: the share of the device's
-    memory to leave free.
+    headroom: the share of the device's memory to leave free. sequence, number: of tokens and layers, if not the
+    model's. microbatches: of the runs of blocks: a first and a last one, or 1 if the model cannot run in microbatches,
+    as with statistics of the batch. `dataclasses.replace` makes one for another device of this kind, sequence or number
+    of layers, with the same dry runs.
     """
 
     runs: Runs
@@ -214,18 +215,6 @@ class Library:
     def usable(self) -> float:
         """Bytes of the device's memory that a step may use."""
         return self.device.memory * (1 - self.headroom)
-
-    def on(self, device: Device) -> Library:
-        """Return the library for another device of this kind, with the same dry runs."""
-        return replace(self, device=device)
-
-    def of_length(self, sequence: int) -> Library:
-        """Return the library for rows of so many tokens."""
-        return replace(self, sequence=sequence)
-
-    def of_layers(self, number: int) -> Library:
-        """Return the library for a model with so many layers."""
-        return replace(self, number=number)
 
     @property
     def layers(self) -> Layers | None:
@@ -292,11 +281,11 @@ class Library:
         if layers is not None:
             units = (layers.number - layers.first) / layers.period
             two, three = (self._only(spec, rows, n) for n in (2, 3))
-            times = fill(bucket, three.weights.trained - two.weights.trained)
-            if times > 1 and not self.short(times):
+            times = self.periods(bucket, three.weights.trained - two.weights.trained, units)
+            if times > 1:
                 two, three = (self._only(spec, rows, n * times) for n in (2, 3))
                 units /= times
-            elif 1 < times < units and self.number is None:
+            elif not times:
                 layers = None
         if layers is None:
             only = self._only(spec, rows, None)
@@ -306,10 +295,17 @@ class Library:
             self._alone[key] = lines(few, self._stage(three), few, units - 2), three.run
         return self._alone[key]
 
-    def short(self, times: int) -> bool:
-        """Return whether the whole model's dry run takes no longer than those of few units of `times` periods."""
-        layers = self.layers
-        return layers is None or layers.number - layers.first <= _SHORT * times * layers.period
+    def periods(self, bucket: float, trained: float, most: float) -> int:
+        """Return the periods of layers in a unit: 1, or as many as fill a bucket, if that is less than `most`.
+
+        0: the whole model's dry run takes no longer than those of few such units.
+        """
+        times, layers = fill(bucket, trained), self.layers
+        if not 1 < times < most or layers is None:
+            return 1
+        if layers.number - layers.first > _SHORT * times * layers.period:
+            return times
+        return 0 if self.number is None else 1
 
     def _only(self, spec: Mapping[str, Any], rows: int, units: int | None) -> Rank:
         return self.runs.ranks(spec, rows, units, self.sequence, (0,))[0]

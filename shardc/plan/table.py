@@ -123,6 +123,17 @@ def microbatches(c: Candidate) -> str:
     return f"{m} × {c.batch // (c.spec.data_ranks * m)}"
 
 
+def settings(c: Candidate) -> dict[str, str]:
+    """Return the columns of a candidate's settings, as text."""
+    return {
+        "mesh": " ".join(f"{axis}={n}" for axis, n in c.spec.mesh.axes),
+        "zero": zero(c),
+        "schedule": running(c),
+        "recompute": recompute(c),
+        "microbatches": microbatches(c),
+    }
+
+
 def bar(
     shares: Mapping[str, float], whole: float, colors: Mapping[str, str], *, plain: bool, width: int = WIDTH
 ) -> Text:
@@ -145,16 +156,12 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
         wrapped = name in ("recompute", "limited by")
         rows.add_column(name, justify="right" if name in right else "left", no_wrap=not wrapped)
     for i, c in enumerate(plan.candidates[:most], 1):
-        s = c.spec
-        mesh = " ".join(f"{axis}={n}" for axis, n in s.mesh.axes)
+        mesh, *others = settings(c).values()
         rows.add_row(
             str(i),
             mesh,
-            "yes" if s.activations else "-",
-            zero(c),
-            running(c),
-            recompute(c),
-            microbatches(c),
+            "yes" if c.spec.activations else "-",
+            *others,
             size(c.peak),
             size(c.needs),
             bar(parts(c), max(a.usable, c.needs), COLORS, plain=plain),

@@ -100,7 +100,7 @@ def stack(layers: int = 6) -> tuple[nn.Module, Any]:
 
 
 def planner(model: nn.Module, batch: Any, on: Device = H100, **more: Any) -> Planner:
-    subject = Subject.of(model, batch, more.get("loss"))
+    subject = Subject(model, batch, more.get("loss"))
     return Planner(subject, on, "bfloat16", 0.05, "it", lambda what, done, of: None)
 
 
@@ -260,7 +260,7 @@ def test_what_is_reserved_decides_whether_a_spec_fits() -> None:
 def test_a_pipeline_inside_of_nodes_sends_gradients_between_them() -> None:
     """As of the whole program: the order of the mesh's axes says who shares a node."""
     q, pairs = stacked(), H100.model_copy(update={"node": 2})
-    library = q.library.on(pairs)
+    library = replace(q.library, device=pairs)
     c = Choice(pp=2, dp=2, rows=2, microbatches=4)
     for inside in (False, True):
         found = price(library, Spec.load(spec(replace(c, inside=inside), q.facts)), c.batch)
@@ -271,7 +271,8 @@ def test_a_pipeline_inside_of_nodes_sends_gradients_between_them() -> None:
         assert found.step_seconds == pytest.approx(whole.step_seconds, rel=0.05)
     slow = pairs.model_copy(update={"between": Link(bandwidth=1e7, latency=1e-5)})
     apart, inside = (
-        price(q.library.on(slow), Spec.load(spec(replace(c, inside=x), q.facts)), c.batch) for x in (False, True)
+        price(replace(q.library, device=slow), Spec.load(spec(replace(c, inside=x), q.facts)), c.batch)
+        for x in (False, True)
     )
     assert inside.spent["dp"] > 2 * apart.spent["dp"]
     assert inside.spent["pp"] + inside.spent["bubble"] < apart.spent["pp"] + apart.spent["bubble"]
@@ -684,7 +685,7 @@ def test_what_is_summed_and_gathered_of_experts_takes_as_long_as_it_is_priced(c:
     """Each rank of a node has other experts: its links carry those of all. Between slow nodes that is all of a step."""
     slow = H100.model_copy(update={"node": 2, "between": Link(bandwidth=2e7, latency=1e-5)})
     q = sparse_stacked()
-    library = q.library.on(slow)
+    library = replace(q.library, device=slow)
     exact = price(library, Spec.load(spec(c, q.facts)), c.batch)
     assert exact.spent["dp"] > 0.4 * exact.step_seconds
     assert first_price(elsewhere(q, slow), c).seconds == pytest.approx(exact.step_seconds, rel=0.25)
@@ -1037,7 +1038,7 @@ def test_layers_that_alternate_are_kept_in_pairs() -> None:
             return x.square().mean()
 
     with torch.device("meta"):
-        subject = Subject.of(Alternating(), torch.empty(4, 8))
+        subject = Subject(Alternating(), torch.empty(4, 8))
     assert subject.layers is not None
     assert (subject.layers.name, subject.layers.first, subject.layers.period, subject.layers.number) == ("h", 1, 2, 14)
     assert len({p.fqn for p in subject.captured(2, 5).params}) < len(list(subject.model.parameters()))

@@ -45,7 +45,7 @@ def some(plans: Planner, r: random.Random, devices: int, batch: int) -> Iterator
 def exact(plans: Planner, c: Choice, sequence: int | None = None, counts: tuple[int, ...] = ()) -> Priced | None:
     """None: compile refuses it. counts: of layers on each stage, where they are given."""
     try:
-        library = plans.library if sequence is None else plans.library.of_length(sequence)
+        library = plans.library if sequence is None else replace(plans.library, sequence=sequence)
         return price(library, Spec.load(spec(c, plans.facts, counts)), c.batch)
     except ShardcError:
         return None
