@@ -60,7 +60,7 @@ def command(
     ] = False,
     tokens: Annotated[float | None, typer.Option(help="also answer how long so many tokens take, e.g. 15e12")] = None,
     headroom: Annotated[
-        float, typer.Option(help="share of a device's memory to leave, beside what libraries take")
+        float, typer.Option(help="share of a device's memory to leave (default: none), beside what libraries take")
     ] = 0.0,
     batch: BatchOption = None,
     seq: SeqOption = None,
