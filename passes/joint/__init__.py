@@ -9,7 +9,7 @@
     overlap     splits collectives, and orders lines to hide them; seconds: the time of a line;
                 memory: the bytes that are alive
     pair        joins a forward and a backward of two microbatches, or two forwards, into one graph
-    fused_regions   marks the lines that are compiled together
+    fused_regions   marks the lines that are compiled together; fused_recompute: drops what a fused backward recomputes
 
 docs/explanation/joint.md shows both graphs of a layer.
 """
@@ -27,6 +27,7 @@ from shardc.ir.program import Program
 from shardc.ir.stage import DeferredJoint, Joint, Stage
 from shardc.passes.base import Pass
 from shardc.passes.joint.derivatives import Rules
+from shardc.passes.joint.fused_recompute import recompute_in_regions
 from shardc.passes.joint.fused_regions import mark_fused_regions
 from shardc.passes.joint.host_copies import arrange_copies
 from shardc.passes.joint.memory import Sizes
@@ -113,8 +114,10 @@ class Graphs:
         if stage not in self._done:
             joint, _ = self._with_backward(stage)
             overlap_collectives(joint.forward, self.seconds, self.sizes, self._room())
-            for graph in joint.graphs.values() if self._how.compile == "layers" else ():
-                mark_fused_regions(graph, self.sizes)
+            if self._how.compile == "layers":
+                for graph in joint.graphs.values():
+                    mark_fused_regions(graph, self.sizes)
+                recompute_in_regions(joint, self.sizes)
             self._done[stage] = joint
         return self._done[stage]
 

@@ -126,6 +126,38 @@ def test_a_layer_is_a_few_regions_with_its_products(small_regions: None) -> None
     assert len(want) > 5
 
 
+def test_arithmetic_is_recomputed_in_the_region_that_reads_it(small_regions: None) -> None:
+    """Forward keeps fewer values and none instead; backward has their lines, inside of regions; the proof holds."""
+    name, spec = SPECS["tied"]
+    plain, fused = compiled(name, spec), compiled(name, spec, **LAYERS)
+
+    def kept(program: Any) -> dict[str, Any]:
+        (joint,) = (s.joint for s in program.stages)
+        return {n.name: n for n in joint.forward.output_node().args[0][3]}
+
+    dropped = {n: x for n, x in kept(plain).items() if n not in kept(fused)}
+    assert len(dropped) >= 4
+    assert kept(fused).keys() <= kept(plain).keys()
+    names = {n.target.overloadpacket.__name__ for n in dropped.values()}
+    assert "mul" in names
+    assert not names & {"mean", "rsqrt", "silu", "linear", "embedding"}
+    again = [n for s in fused.stages for n in calls(s.joint.backward) if n.meta.get("repeats")]
+    assert {n.meta["of"] for n in again} >= dropped.keys()
+    assert all("fused" in n.meta for n in again)
+    assert fused.cost().memory.peak < plain.cost().memory.peak
+    proof = fused.prove()
+    assert proof.ok, str(proof)
+
+
+def test_a_backward_in_two_halves_keeps_all(small_regions: None) -> None:
+    name, spec = SPECS["zero bubbles, v, zero 3, recomputed"]
+    counts = [
+        [len(s.joint.forward.output_node().args[0][3]) for s in compiled(name, spec, **how).stages]
+        for how in ({}, LAYERS)
+    ]
+    assert counts[0] == counts[1]
+
+
 def test_sizes_that_change_every_step_are_not_compiled_again_and_again(stand_in: list[int]) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")

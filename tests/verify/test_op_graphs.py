@@ -302,6 +302,11 @@ X = {"x": torch.arange(48.0, dtype=torch.float64).view(4, 12) - 20}
             id="padding in several places of a constant was not known",
         ),
         pytest.param(
+            Zeros,
+            {"mesh": {"dp": 1}, "batch": {"dims": {"x": 0}, "microbatches": 3}, "uneven": "pad"},
+            id="padding of microbatches alone was not known",
+        ),
+        pytest.param(
             Repeated,
             {"mesh": {"tp": 5}, "batch": {"axes": []}, "uneven": "pad", "shard": {"p": {0: "tp"}}},
             id="a row that is repeated was taken for a parameter, whose padding is zero",

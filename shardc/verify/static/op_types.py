@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from shardc.rules.core.strategy import Strategy
 from shardc.verify.static.statement import NAMES, Claim, on_axis
 
 if TYPE_CHECKING:
+    from shardc.ir.stored import Input
     from shardc.verify.static.same_values import Model
 
 #: Views that merge more parts of a dim than this, with microbatches inside each, are not tried.
@@ -157,11 +158,14 @@ def written(
     return find(choices.call.target, args, kwargs)
 
 
-def hints(call: fx.Node, shows: Sequence[Layout], mesh: Mesh, *, wide: bool = False) -> dict[str, list[Placement]]:
+def hints(
+    call: fx.Node, shows: Sequence[Layout], inputs: Iterable[Input], mesh: Mesh, *, wide: bool = False
+) -> dict[str, list[Placement]]:
     """Return the placements that a result may have, by axis, if the op's operands do not decide.
 
     These are the placements that the text shows. No text shows the microbatch axis: there, any dim may be split at any
-    digit that the sizes of axes make, within each part that a view makes. wide: the same on every axis.
+    digit that the sizes of axes make, within each part that a view makes, padded as the program's inputs are. wide: the
+    same on every axis.
     """
     placements: dict[str, dict[Placement, None]] = {a: {} for a in mesh.names}
     microbatches = mesh.size(MICROBATCH) if MICROBATCH in mesh.names else 1
@@ -173,6 +177,7 @@ def hints(call: fx.Node, shows: Sequence[Layout], mesh: Mesh, *, wide: bool = Fa
     axes = [(axis, n) for axis, n in mesh.axes if n > 1 and (wide or axis == MICROBATCH)]
     known = {p.split for each in placements.values() for p in each if isinstance(p, Shard)} | {1}
     paddings = {p.padding for _, p in splits} | {0}
+    paddings |= {x.microbatch.padding for x in inputs if x.microbatch is not None}
     for v in values_of(call)[:1]:
         for (axis, n), (d, size), padding in product(axes, enumerate(v.shape), paddings):
             before = range(1, min(size, _PARTS) + 1) if axis == MICROBATCH else known

@@ -151,10 +151,11 @@ class Text:
         if not any(all(place is None for place in ins) for ins, _ in choices.places.values()):
             yield {}, False
             return
+        program = self.model.program
         shows = self._shown_of(call)  # a constant fits thousands of layouts: its lines in the text say which
-        yield op_types.hints(call, shows, self.mesh), True
-        inputs = [x.layout for x in self.model.program.stored]  # padding that a view moves is in no type
-        yield op_types.hints(call, [*inputs, *shows], self.mesh, wide=True), False
+        yield op_types.hints(call, shows, program.inputs, self.mesh), True
+        stored = [x.layout for x in program.stored]  # padding that a view moves is in no type
+        yield op_types.hints(call, [*stored, *shows], program.inputs, self.mesh, wide=True), False
 
     def _match(
         self,

@@ -19,13 +19,14 @@ from shardc.verify.equality import difference
 from shardc.verify.simulate import Simulation
 from tests import zoo
 from tests.live_bytes import watched
-from tests.zoo import expert_loops, hf
+from tests.zoo import expert_loops, hf, hf_more
 
 TP: dict[str, Any] = {"shard": {"use": "structure"}}
 PP: dict[str, Any] = {"pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 2}}
 MIXTRAL = hf.row("MixtralForCausalLM", **hf.GQA, **hf.EXPERTS, num_local_experts=4, num_experts_per_tok=2)
 EP: dict[str, Any] = {"experts": [{"match": "*.mlp.experts", "axis": "ep"}]}
 ALL_LINEAR = "*.{q,k,v,o,gate,up,down}_proj"
+FAMILY = hf.FAMILIES | hf_more.FAMILIES
 #: family -> (the rest of a spec, what gets adapters, their kind, dropout)
 FAMILIES: dict[str, tuple[dict[str, Any], str, str, float]] = {
     "llama": ({"mesh": {"dp": 2, "tp": 2}, **TP, "data": {"zero": 3}}, ALL_LINEAR, "lora", 0.1),
@@ -44,6 +45,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, str, float]] = {
         "lora",
         0.0,
     ),
+    "biogpt": ({"mesh": {"cp": 2, "tp": 2}, **TP, "sequence": {"axis": "cp"}}, "*.fc1", "lora", 0.1),
     "vit": ({"mesh": {"dp": 2, "tp": 2}, **TP}, "*.{q_proj,v_proj,query,value}", "lora", 0.0),
 }
 
@@ -56,7 +58,7 @@ def built(name: str) -> tuple[nn.Module, Any, Program]:
         elif name == "list of experts":
             model, batch = expert_loops.Model(expert_loops.Mixtral).double(), {"ids": zoo.tokens(expert_loops.VOCAB)}
         else:
-            model, batch = hf.build(MIXTRAL if name == "mixtral" else hf.FAMILIES[name])  # type: ignore[misc]
+            model, batch = hf.build(MIXTRAL if name == "mixtral" else FAMILY[name])  # type: ignore[misc]
         return model, batch, capture(model, batch)
 
 
