@@ -397,8 +397,7 @@ def main() -> None:
         OUT.write_text(HEAD.format(date=date, notes=NOTES) + "\n".join(rows) + "\n")
 
 
-def parts(found: Candidate) -> str:
-    p = found
+def parts(p: Candidate) -> str:
     spent = {k: round(v, 3) for k, v in p.spent.items() if v}
     held = {k: round(v / GIB, 1) for k, v in p.memory.items() if v}
     return f"    {spent}\n    needs {p.needs / GIB:.1f}, live {p.peak / GIB:.1f} GiB: {held}"
