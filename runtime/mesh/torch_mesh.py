@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import os
@@ -437,6 +438,17 @@ class TorchMesh(RankMesh):
             self._groups.clear()
             self._lines.clear()
             self.owner = False
+
+
+@atexit.register
+def _leave() -> None:
+    """Leave the world where a script ends without `close`: see there.
+
+    Not with NCCL, which would wait for collectives that may never end; it has no such threads.
+    """
+    for mesh in list(_HERE):
+        if mesh.device.type == "cpu":
+            mesh.close()
 
 
 def _join(present: Presence, here: torch.device, timeout: timedelta | None) -> None:

@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -262,3 +263,30 @@ def test_an_update_and_a_setting_of_one_rank_alone_end_on_both(tmp_path: Path) -
     assert json.loads(norms) == pytest.approx(json.loads(weights), rel=1e-12)
     assert update.endswith("a step on rank 0, an update on rank 1")
     assert waits.startswith("engine.set: gradients of engine.backward need an update")
+
+
+#: The line of the exit handler is printed last: handlers run in reverse order.
+LEAVES = """
+import atexit
+import torch.distributed as dist
+atexit.register(lambda: print("in a world:", dist.is_initialized()))
+from shardc.ir.mesh import Mesh
+from shardc.runtime.mesh.torch_mesh import TorchMesh
+mesh = TorchMesh(Mesh((("dp", 1),)))
+print("in a world:", dist.is_initialized())
+"""
+
+
+def test_a_script_that_ends_without_close_leaves_the_world() -> None:
+    """Its threads would outlive the interpreter, and abort the process now and then."""
+    world = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(launch.free_port()),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVES], env=os.environ | world, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.splitlines() == ["in a world: True", "in a world: False"]
