@@ -22,7 +22,6 @@ from shardc.passes.gradient_buckets import GradientBuckets
 from shardc.passes.joint import JointGraphs
 from shardc.passes.loss_chunks import LossChunks
 from shardc.passes.match_recompiled import MatchRecompiled
-from shardc.passes.matrix_cuts import Matrices
 from shardc.passes.packed_inputs import PackedInputs
 from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline
@@ -59,7 +58,6 @@ PIPELINE = (
     Stage("grouped_mm", GroupedMM, "after canonical, whose ops it matches; before place: only its result has a rule"),
     Stage("unknown_ops", UnknownOps, "after canonical, which decomposes ops; before place: every op needs a rule"),
     Stage("stack_experts", StackExperts, "before annotate, as the stacked parameter is what gets a layout"),
-    Stage("matrices", Matrices, "after stack_experts: experts are matrices; after canonical: attention ops show heads"),
     Stage("expert_capacity", ExpertCapacity, "after grouped_mm makes `experts`; before place, which places its op too"),
     Stage("annotate", Annotate, "before place, which starts from the layouts that the spec names"),
     Stage("forward_only", ForwardOnly, "after annotate, which recognises activations by `requires_grad`; before place"),

@@ -7,7 +7,6 @@ stage/       the graphs of a program's stages, run on one rank: interpreter, out
 checks/      what an engine and a module check of the user's code, beside their step
 step/        one rank's training step: engine, module, loss scaling
 compiled/    pieces of step graphs as compiled code
-matrices/    optimizers that need whole matrices, each of which has an owner
 zero/        buckets of parameters: what ZeRO shards, how gradients are summed
 offload/     tensors that are kept outside of the device
 state/       weights in, checkpoints in and out

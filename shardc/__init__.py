@@ -36,9 +36,9 @@ if TYPE_CHECKING:  # the same table as _MODULES, for type checkers and editors
     from shardc.report.coverage import Coverage as Coverage
     from shardc.report.coverage import coverage as coverage
     from shardc.rules.core.user_ops import rule as rule
-    from shardc.runtime.matrices.shown import whole as whole
     from shardc.runtime.step.param_groups import groups as groups
     from shardc.runtime.step.param_groups import matrices as matrices
+    from shardc.runtime.zero.optimizer_check import whole as whole
     from shardc.spec import Spec as Spec
     from shardc.verify.rules.check import check_rule as check_rule
     from shardc.verify.simulate import Simulation as Simulation
@@ -63,7 +63,7 @@ _MODULES = {
     "plan": "shardc.plan",
     "rule": "shardc.rules.core.user_ops",
     "simulate": "shardc.verify.simulate",
-    "whole": "shardc.runtime.matrices.shown",
+    "whole": "shardc.runtime.zero.optimizer_check",
 }
 __all__ = list(_MODULES)
 

@@ -6,7 +6,7 @@ reads the apps that its settings list; shardc.features lists the files and names
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from shardc.errors import ShardcError
 
 #: The features, and the sections of a spec that each defines. Of passes for the same place, an earlier one's run first.
-FEATURES: Mapping[str, tuple[str, ...]] = {"adapters": ("adapters", "freeze"), "reshard": (), "generation": ()}
+FEATURES = {"matrices": ("optimizer",), "adapters": ("adapters", "freeze"), "reshard": (), "generation": ()}
 
 
 def registered(file: str, name: str, features: Iterable[str] = FEATURES) -> Iterator[Any]:

@@ -37,7 +37,7 @@ from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.step.engine import Engine
 from shardc.verify.simulate import Simulation
 from tests import stand_in_compiler, zoo
-from tests.runtime.matrices.optimizers import Lamb
+from tests.features.matrices.optimizers import Lamb
 from tests.zoo import hf, hf_more, plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
 
 FEW = ("gpt", "detector", "llama")

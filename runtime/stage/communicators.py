@@ -6,7 +6,7 @@ from typing import Any
 
 from shardc.ir.outputs import loss_axes, sum_axes
 from shardc.ir.program import Program
-from shardc.runtime.matrices.routes import stage_axes
+from shardc.optional import registered
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.ops.experts.parallel import experts_route
 from shardc.runtime.stage.clip_grad_norm import norm_axes
@@ -26,7 +26,7 @@ def groups_of(program: Program) -> list[tuple[str, ...]]:
         groups += [n.meta["collective"].axes for n in stage.graph.nodes if "collective" in n.meta]
     groups += [sum_axes(program.outputs, program.mesh, program.axis), loss_axes(program)]
     groups += [(a,) for o in program.outputs for a, _ in o.layout.shards()]
-    groups += [stage_axes(program)] if program.matrices is not None else []
+    groups += [axes(program) for axes in registered("program", "axes", program.features)]
     if program.loss_scale is not None or any(
         s.graph.find_nodes(op="call_function", target=experts_route) for s in program.stages
     ):

@@ -12,6 +12,7 @@ Keys are the model's own names and the place in the global tensor, never a progr
     checkpoint_folder     the folder of checkpoints: which is the last one; slices, read and checked
     checkpoint_index      index.json: the contents of a checkpoint, checked as untrusted input
     saving_optimizer      the optimizer's state in a checkpoint
+    owners                where an optimizer steps parameters: on the ranks that store them, or on owners
     tensor_file           .safetensors files by ranges of bytes
     disk_calls            every call that reaches a disk
     torch_format          torch.distributed.checkpoint's format, in and out

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -34,11 +34,9 @@ from shardc.runtime.state.checkpoint_folder import (
     remedy,
 )
 from shardc.runtime.state.checkpoint_index import Index, Slice
+from shardc.runtime.state.owners import Owners
 from shardc.runtime.state.saving_optimizer import Room, fill, room_for
 from shardc.runtime.state.sources import check_names
-
-if TYPE_CHECKING:
-    from shardc.runtime.matrices.whole import WholeMatrices
 
 READERS = 2  # slices that a rank reads at once: one is checked while another comes from the disk
 _SHOWN = 4  # damaged slices that an error names
@@ -53,7 +51,7 @@ def load(
     optimizer: Optimizer | None = None,
     *,
     runs: Runs | None = None,
-    matrices: WholeMatrices | None = None,
+    owners: Owners | None = None,
     room: Room | None = None,
     last_good: bool = False,
     accept: Callable[[Mapping[str, Any]], None] = lambda extra: None,
@@ -63,7 +61,7 @@ def load(
 
     folder: where checkpoints were saved (the last one is read), or one checkpoint. last_good: if it is damaged, read
     the last one that is not.
-    matrices: those that this rank owns, if optimizers step whole ones; their state is filled, too.
+    owners: their state is filled, too.
     room: where to put the optimizer's state; default: on its parameter's device. accept: raises if `extra` does not
     fit.
     changing: called before each try changes anything.
@@ -72,8 +70,9 @@ def load(
     before anything changes; DamagedError if a file is not what was saved: what was read until then is changed.
     """
     problems: list[ShardcError] = []
+    state = runs or {}, owners or Owners(), room, accept
     for path in candidates(disk_calls.expanded(folder), mesh, last_good=last_good):
-        loading = _Loading(path, program, mesh, params, buffers, optimizer, runs or {}, matrices, room, accept)
+        loading = _Loading(path, program, mesh, params, buffers, optimizer, *state)
         try:
             _together(mesh, path, loading.check)
             changing()
@@ -151,7 +150,7 @@ class _Loading:
     buffers: Mapping[str, Tensor]
     optimizer: Optimizer | None
     runs: Runs
-    matrices: WholeMatrices | None
+    owners: Owners
     room: Room | None
     accept: Callable[[Mapping[str, Any]], None]
     index: Index = field(default_factory=lambda: Index("", 0, "", "", {}, {}, None))
@@ -182,7 +181,7 @@ class _Loading:
                 self.runs,
                 self.room,
                 self.mesh,
-                self.matrices,
+                self.owners,
             )
         self.accept(index.extra)
 
@@ -212,4 +211,4 @@ class _Loading:
 
     def finish(self) -> None:
         if self.optimizer is not None and self.index.optimizer is not None:
-            fill(self.program, self.params, self.optimizer, self.index.optimizer, self._states, self.matrices)
+            fill(self.program, self.params, self.optimizer, self.index.optimizer, self._states, self.owners)

@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -49,11 +49,9 @@ from shardc.runtime.state.checkpoint_folder import (
     renamed_path,
 )
 from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, json_number
+from shardc.runtime.state.owners import Owners
 from shardc.runtime.state.saving_optimizer import combine_facts, state_parts
 from shardc.runtime.state.tensor_file import bytes_of
-
-if TYPE_CHECKING:
-    from shardc.runtime.matrices.whole import WholeMatrices
 
 # --- one save of one rank: its files, and on rank 0 the index of all and the rename that makes it visible
 
@@ -384,7 +382,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     *,
     runs: Runs | None = None,
-    matrices: WholeMatrices | None = None,
+    owners: Owners | None = None,
     saves: Saves | None = None,
     keep: int | None = None,
     wait: bool = True,
@@ -395,7 +393,7 @@ def save(
     All ranks must see one file system. params, buffers: this rank's, by placeholder name. optimizer: over these params;
     its step counts, moments, hyperparameters.
     runs: the flat shards (ZeRO) among params.
-    matrices: those that this rank owns, if optimizers step whole ones.
+    owners: of what optimizers do not step where it is stored.
     extra: JSON-able values of the caller: step, seed, a scheduler's state_dict; of each, the value of the first rank
     that has it (a stage without anything to train has no scheduler). Its "step" is the checkpoint's.
     saves, keep, wait, overwrite: see `Saves`.
@@ -405,7 +403,7 @@ def save(
     def state() -> Plan:
         parts, settings = model_parts(program, params, buffers, runs or {}, mesh), None
         if optimizer is not None:
-            more, settings = state_parts(program, params, optimizer, runs or {}, mesh, matrices)
+            more, settings = state_parts(program, params, optimizer, runs or {}, mesh, owners or Owners())
             parts |= more
         facts = {
             "model": program.meta.get("model", ""),

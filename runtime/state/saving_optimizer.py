@@ -7,95 +7,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.matrices import Matrix
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.runtime.state.boxes import Part, Runs, by_name, copied, cut_axes, part_of, replicas
-from shardc.runtime.state.checkpoint_index import Index, Stored
+from shardc.runtime.state.checkpoint_index import Index
+from shardc.runtime.state.owners import Owners
 from shardc.runtime.state.sources import check_names
 from shardc.runtime.zero.optimizer_kernels import IMPLEMENTATIONS
 from shardc.runtime.zero.optimizer_list import class_of, group_classes
-
-if TYPE_CHECKING:
-    from shardc.runtime.matrices.whole import WholeMatrices
-
-# --- state that is no tensor but holds some
-
-
-#: {KEY: name} replaces a tensor in plain values.
-KEY = "tensor"
-
-
-def flattened(name: str, x: Any) -> tuple[dict[str, Tensor], Any]:
-    """Split a value into ({name: tensor}, the rest with {"tensor": name} in their places).
-
-    The tensors of a container are named "name/0" and so on. Without tensors: ({}, the value).
-    """
-    if isinstance(x, Tensor):
-        return {name: x}, {KEY: name}
-    items = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, (list, tuple)) else ()
-    tensors: dict[str, Tensor] = {}
-    rest: list[tuple[Any, Any]] = []
-    for k, value in items:
-        inner, plain = flattened(f"{name}/{k}", value)
-        tensors |= inner
-        rest.append((k, plain))
-    if not tensors:
-        return {}, x
-    kind = "dict" if isinstance(x, Mapping) else "tuple" if isinstance(x, tuple) else "list"
-    return tensors, {kind: dict(rest) if kind == "dict" else [v for _, v in rest]}
-
-
-def restored(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild what `flattened` took apart."""
-    if isinstance(plain, Mapping) and len(plain) == 1:
-        ((kind, inside),) = plain.items()
-        if kind == KEY and isinstance(inside, str) and inside in tensors:
-            return tensors[inside]
-        if kind == "dict" and isinstance(inside, Mapping):
-            return {k: restored(v, tensors) for k, v in inside.items()}
-        if kind in ("list", "tuple") and isinstance(inside, list):
-            values = [restored(v, tensors) for v in inside]
-            return tuple(values) if kind == "tuple" else values
-    return plain
-
-
-# --- the optimizer
 
 #: (parameter, name of a state of it, a tensor with its shape and dtype) -> a tensor to fill
 Room = Callable[[Any, str, Tensor], Tensor]
 
 
-def _groups(
-    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, matrices: WholeMatrices | None
-) -> list[list[Param]]:
-    """Return the program's parameters in the optimizer's groups; none in groups of whole matrices."""
+def _groups(program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, owners: Owners) -> list[list[Param]]:
+    """Return the program's parameters in the optimizer's groups; none in groups that owners step."""
     known = {id(params[p.name]): p for p in program.params if p.name in params}
-    groups = [group if whole is None else {"params": []} for group, whole in _with_matrices(optimizer, matrices)]
+    every = zip(optimizer.param_groups, owners.groups(optimizer), strict=True)
+    groups = [list(group["params"]) if owned is None else [] for group, owned in every]
     for group in groups:
-        for x in group["params"]:
+        for x in group:
             if id(x) not in known:
                 raise ShardcError(
                     f"the optimizer holds a tensor of shape {list(x.shape)} that is not a parameter of the program",
                     fix="make the optimizer from the parameters that shardc passes to it",
                 )
-    return [[known[id(x)] for x in group["params"]] for group in groups]
-
-
-def _with_matrices(
-    optimizer: Optimizer, matrices: WholeMatrices | None
-) -> list[tuple[dict[str, Any], list[Matrix] | None]]:
-    """Return each group with its matrices, of any owner; with None if it steps stored parameters."""
-    whole = matrices.by_group(optimizer) if matrices is not None else [None] * len(optimizer.param_groups)
-    return list(zip(optimizer.param_groups, whole, strict=True))
+    return [[known[id(x)] for x in group] for group in groups]
 
 
 def state_parts(
@@ -104,25 +49,16 @@ def state_parts(
     optimizer: Optimizer,
     runs: Runs,
     mesh: Any,
-    matrices: WholeMatrices | None,
+    owners: Owners,
     *,
     copies: bool = False,
 ) -> tuple[dict[str, Part], dict[str, Any]]:
     """Return the optimizer's state: tensors as parts, the rest as JSON values.
 
-    matrices: those that optimizers step whole: their owner writes what it has, under the matrix's name. copies: also
-    return state that another rank writes, such as a step counter.
+    copies: also return state that another rank writes, such as a step counter.
     """
-    parts: dict[str, Part] = {}
-    numbers: dict[str, dict[str, Any]] = {}
-    groups = _groups(program, params, optimizer, matrices)
-    for m, state in _owned_states(optimizer, matrices):
-        away = copied(program, program.param(m.param), mesh)
-        for name, x in state.items():
-            tensors, rest = flattened(name, x.as_subclass(Tensor) if isinstance(x, Tensor) else x)
-            parts |= {f"optimizer.{m.name}.{n}": Part(t, tuple(t.shape), elsewhere=away) for n, t in tensors.items()}
-            if not isinstance(x, Tensor):
-                numbers.setdefault(m.name, {})[name] = rest
+    parts, numbers = owners.state_parts(optimizer, mesh)
+    groups = _groups(program, params, optimizer, owners)
     for p in (p for group in groups for p in group):
         local, run = params[p.name], runs.get(p.name)
         if run is not None and not run.size:
@@ -151,11 +87,11 @@ def state_parts(
                     fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
                 )
     facts = []
-    every = zip(_with_matrices(optimizer, matrices), group_classes(optimizer), groups, strict=True)
-    for (group, wholes), kind, members in every:
+    every = zip(optimizer.param_groups, owners.groups(optimizer), group_classes(optimizer), groups, strict=True)
+    for group, owned, kind, members in every:
         left_out = ("params", "param_names", *IMPLEMENTATIONS)
         hyper = {k: x.item() if isinstance(x, Tensor) else x for k, x in group.items() if k not in left_out}
-        facts.append({**hyper, "class": kind, "params": _names(members, wholes)})
+        facts.append({**hyper, "class": kind, "params": _names(members, owned)})
     return parts, {"class": class_of(optimizer), "groups": facts, "numbers": numbers}
 
 
@@ -164,16 +100,9 @@ def _named(p: Param) -> tuple[str, ...]:
     return p.members or (p.fqn,)
 
 
-def _names(members: list[Param], whole: list[Matrix] | None) -> list[str]:
-    """Return the names of a group's parameters in a checkpoint."""
-    return [n for p in members for n in _named(p)] if whole is None else [m.name for m in whole]
-
-
-def _owned_states(optimizer: Optimizer, matrices: WholeMatrices | None) -> list[tuple[Matrix, dict[str, Any]]]:
-    """Return the matrices that this rank owns, with the state of each."""
-    if matrices is None:
-        return []
-    return [(m, optimizer.state.get(matrices.owned[n], {})) for n, m in matrices.matrices.items()]
+def _names(members: list[Param], owned: Mapping[str, str] | None) -> list[str]:
+    """Return the names of a group's parameters in a checkpoint. owned: of those that owners step."""
+    return [n for p in members for n in _named(p)] if owned is None else list(owned)
 
 
 def combine_facts(facts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -210,7 +139,7 @@ def room_for(
     runs: Runs,
     room: Room | None,
     mesh: Any,
-    matrices: WholeMatrices | None,
+    owners: Owners,
 ) -> dict[str, dict[str, Any]]:
     """Make new state, to be filled, for every parameter: {fqn: {name: tensor or number}}.
 
@@ -220,16 +149,16 @@ def room_for(
     if facts is None:
         fix = "save it with its optimizer, or load it with optimizer=None"
         raise ShardcError("the checkpoint has no optimizer state", where=folder, fix=fix)
-    groups = _groups(program, params, optimizer, matrices)
-    names = [_names(g, whole) for g, (_, whole) in zip(groups, _with_matrices(optimizer, matrices), strict=True)]
+    groups = _groups(program, params, optimizer, owners)
+    of_owners = owners.groups(optimizer)
+    names = [_names(*each) for each in zip(groups, of_owners, strict=True)]
     _check_classes(names, optimizer, facts, folder)
     members = {p.fqn: p for group in groups for p in group}
-    wholes = {m.name: m for _, whole in _with_matrices(optimizer, matrices) for m in whole or ()}
     errors = Errors()
     saved = {
         n: stored[f"model.{n}"].shape for group in facts["groups"] for n in group["params"] if f"model.{n}" in stored
     }
-    stepped = {p.fqn for p in members.values()} | {program.param(m.param).fqn for m in wholes.values()}
+    stepped = {*members, *(program.param(n).fqn for owned in of_owners for n in (owned or {}).values())}
     if idle := [p.fqn for p in program.params if _named(p)[0] in saved and p.name in params and p.fqn not in stepped]:
         fault = (
             f"the checkpoint's optimizer has {', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}, but this "
@@ -247,23 +176,17 @@ def room_for(
         [n for p in program.params for n in _named(p)],
         "the checkpoint's optimizer",
     )
-    saved_names = {n for group in facts["groups"] for n in group["params"]}
-    if absent := [n for n in wholes if n not in saved_names]:
-        fault = f"the checkpoint's optimizer has no matrix {', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}"
-        fix = "write the `optimizer: {matrices: ...}` that it was saved with, or load it with optimizer=None"
-        errors.add(fault, where=folder, fix=fix)
+    of_others = owners.room_for(optimizer, index, parts, errors, folder)
     for i, group_names in enumerate(names):
         _check_settings(errors, i, group_names, facts["groups"], folder)
     errors.raise_any()
-    states: dict[str, dict[str, Any]] = {n: dict(facts["numbers"].get(_named(p)[0], {})) for n, p in members.items()}
-    owners = {n: p for p in members.values() for n in _named(p)}
-    for m, state in _owned_states(optimizer, matrices):
-        states[m.name] = _room_of_matrix(m, state, facts["numbers"].get(m.name, {}), stored, parts, matrices)
+    states = of_others | {n: dict(facts["numbers"].get(_named(p)[0], {})) for n, p in members.items()}
+    named = {n: p for p in members.values() for n in _named(p)}
     for key, tensor in stored.items():
         fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
-        if not key.startswith("optimizer.") or fqn not in owners:
+        if not key.startswith("optimizer.") or fqn not in named:
             continue
-        p = owners[fqn]
+        p = named[fqn]
         local, shape = params[p.name], p.shapes[fqn]
         like_param = tensor.shape == shape and (bool(shape) or name != "step")
         if name not in states[p.fqn]:
@@ -272,41 +195,20 @@ def room_for(
                 states[p.fqn][name] = room(local, name, form)
             else:
                 present = optimizer.state.get(local, {}).get(name)
-                states[p.fqn][name] = _present_or_zeros(present, form.shape, form.dtype, name, local.device)
+                states[p.fqn][name] = present_or_zeros(present, form.shape, form.dtype, name, local.device)
         x = states[p.fqn][name]
         part = part_of(program, p, x, runs.get(p.name), mesh) if like_param else Part(x, tensor.shape)
         parts[key] = by_name(p, part)[fqn] if like_param else part
     return states
 
 
-def _present_or_zeros(
+def present_or_zeros(
     present: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str, device: torch.device
 ) -> Tensor:
     """Return present state if its form fits, else zeros. A step counter is on the CPU."""
     if isinstance(present, Tensor) and (tuple(present.shape), present.dtype) == (tuple(shape), dtype):
         return present  # filled in place: no second state in memory
     return torch.zeros(shape, dtype=dtype, device="cpu" if name == "step" else device)
-
-
-def _room_of_matrix(
-    m: Matrix,
-    held: Mapping[str, Any],
-    numbers: Mapping[str, Any],
-    stored: Mapping[str, Stored],
-    parts: dict[str, Part],
-    matrices: WholeMatrices | None,
-) -> dict[str, Any]:
-    """Make new state, to be filled, of a matrix that this rank owns. held: its present state."""
-    assert matrices is not None
-    device, prefix = matrices.owned[m.name].device, f"optimizer.{m.name}."
-    tensors: dict[str, Tensor] = {}
-    for key, tensor in stored.items():
-        name = key.removeprefix(prefix)
-        if key.startswith(prefix) and "." not in name:
-            tensors[name] = _present_or_zeros(held.get(name), tensor.shape, tensor.dtype, name, device)
-            parts[key] = Part(tensors[name], tensor.shape)
-    nested = {name: restored(plain, tensors) for name, plain in numbers.items()}
-    return {n: x for n, x in tensors.items() if "/" not in n} | nested
 
 
 def _check_classes(names: list[list[str]], optimizer: Optimizer, facts: Mapping[str, Any], folder: str) -> None:
@@ -348,24 +250,21 @@ def fill(
     optimizer: Optimizer,
     facts: Mapping[str, Any],
     states: Mapping[str, dict[str, Any]],
-    matrices: WholeMatrices | None,
+    owners: Owners,
 ) -> None:
     """Load states by the optimizer's load_state_dict, which knows their device and dtype."""
     state: dict[int, dict[str, Any]] = {}
     groups = []
-    every = _with_matrices(optimizer, matrices)
-    of_class = zip(group_classes(optimizer), every, _groups(program, params, optimizer, matrices), strict=True)
-    for i, (kind, (group, whole), stored) in enumerate(of_class):
+    every = optimizer.param_groups, owners.groups(optimizer), _groups(program, params, optimizer, owners)
+    for i, (kind, group, owned, stored) in enumerate(zip(group_classes(optimizer), *every, strict=True)):
         # match groups by name; one without parameters here by its number
-        names = _names(stored, whole)
+        names = _names(stored, owned)
         matching = (
             [g for g in facts["groups"] if names[0] in g["params"]]
             if names
             else [g for g in facts["groups"][i : i + 1] if g.get("class", kind) == kind]
         )
-        members = [p.fqn for p in stored]
-        if whole is not None and matrices is not None:
-            members = [m.name for m in whole if m.name in matrices.owned]
+        members = [p.fqn for p in stored] if owned is None else [n for n in owned if n in owners.owned]
         hyper = {k: x for k, x in matching[0].items() if k not in ("class", *IMPLEMENTATIONS)} if matching else {}
         numbered = list(range(len(state), len(state) + len(members)))
         state |= dict(zip(numbered, (states[n] for n in members), strict=True))

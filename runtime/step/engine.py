@@ -175,7 +175,7 @@ class Engine:
         self._made = True
 
     def _make_optimizer(self, model: LocalModel, make: OptimizerOf) -> torch.optim.Optimizer | None:
-        optimizer, model.matrices = engine_optimizer.create_optimizer(
+        optimizer, model.owners = engine_optimizer.create_optimizer(
             make, self.program, model.buckets, self.mesh, self._check_optimizer, self.mesh.note, model.offload
         )
         return optimizer
@@ -637,7 +637,7 @@ class Engine:
     @property
     def matrix_bytes(self) -> list[int]:
         """Bytes that this rank sends in each message of a step that carries matrices to their owners, or back."""
-        return self._model.matrices.exchange.nbytes if self._model.matrices is not None else []
+        return list(self._model.owners.nbytes)
 
     def check_schedule(self, steps: int) -> None:
         """Raise ShardcError if the learning-rate schedule ends before so many more steps."""

@@ -10,18 +10,19 @@ from torch import nn
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
-from shardc.runtime.matrices.assumed import LEARNING_RATE, muon_and_adamw
-from shardc.runtime.matrices.shown import MatrixStandIns
-from shardc.runtime.matrices.whole import WholeMatrices
+from shardc.optional import registered
 from shardc.runtime.offload import Offload
+from shardc.runtime.state.owners import Owners
 from shardc.runtime.step import param_groups
 from shardc.runtime.step.param_groups import groups_of_whole, regroup
 from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.named_parameters import NamedParameters
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
-from shardc.runtime.zero.optimizer_check import check_matrices, check_sharded
+from shardc.runtime.zero.optimizer_check import check_matrices, check_sharded, stand_ins_of
 from shardc.runtime.zero.optimizer_list import as_one
 
+#: Of every default optimizer.
+LEARNING_RATE = 3e-4
 #: Returns a torch.optim.Optimizer, or a list of them.
 OptimizerOf = Callable[[NamedParameters], Any]
 #: (optimizer, the parameters shown to it, the optimizers that get whole matrices): raises ShardcError if one needs more
@@ -36,7 +37,7 @@ def adamw(params: NamedParameters) -> torch.optim.Optimizer:
 
 def assumed(program: Program) -> OptimizerOf:
     """Return the optimizer that the cost model assumes if the user names none."""
-    return adamw if program.matrices is None else muon_and_adamw
+    return next(registered("runtime", "assumed_optimizer", program.features), adamw)
 
 
 def check_parts(program: Program, buckets: Buckets) -> Check:
@@ -62,8 +63,8 @@ def create_optimizer(
     check: Check,
     note: Callable[[str], None],
     offload: Offload,
-) -> tuple[torch.optim.Optimizer | None, WholeMatrices | None]:
-    """Make the optimizer of this rank's parameters, and the exchange that brings it whole matrices.
+) -> tuple[torch.optim.Optimizer | None, Owners]:
+    """Make the optimizer of this rank's parameters, and say where these are stepped.
 
     `make` gets parameters with the shapes of this rank's layers. The optimizer is None if this rank has nothing to
     train. note: receives notes for the user; offload: where parameters are kept outside of the device. Raises
@@ -71,23 +72,24 @@ def create_optimizer(
     """
     params, runs = buckets.owned, buckets.runs
     shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in params.items()}
-    matrices = MatrixStandIns(program, params) if program.matrices is not None else None
-    trained = NamedParameters.of(program, shown) if matrices is None else matrices.pairs
+    make_stand_ins = stand_ins_of(program)
+    stand_ins = make_stand_ins(program, params) if make_stand_ins is not None else None
+    trained = NamedParameters.of(program, shown) if stand_ins is None else stand_ins.pairs
     if not trained:
-        return None, None
-    of_whole = groups_of_whole(make, trained, program) if matrices is None else None
+        return None, Owners()
+    of_whole = groups_of_whole(make, trained, program) if stand_ins is None else None
     optimizer = _called(make, trained, by_shape=of_whole is not None)
     if of_whole is not None:
         regroup(optimizer, of_whole, trained)
     param_groups.check_optimizer(optimizer)
     _look_at_parameters(optimizer, trained, note)
-    whole = matrices.place(optimizer, shown, mesh.layout.coords(mesh.rank)) if matrices else []
+    whole = stand_ins.place(optimizer, shown, mesh.layout.coords(mesh.rank)) if stand_ins is not None else []
     check(optimizer, shown, whole)
     if runs:
         replace_stand_ins(optimizer, shown, params, runs)
-    if matrices is None or not whole:
-        return optimizer, None
-    return optimizer, WholeMatrices(program, mesh, params, matrices, whole, offload)
+    if stand_ins is None or not whole:
+        return optimizer, Owners()
+    return optimizer, stand_ins.owners(mesh, params, whole, offload)
 
 
 def _called(make: OptimizerOf, trained: NamedParameters, *, by_shape: bool) -> torch.optim.Optimizer:

@@ -15,13 +15,13 @@ from shardc.runtime import state
 from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.data.loader import Rest
-from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.offload import Offload
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage.communicators import groups_of
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import Values
+from shardc.runtime.state.owners import Owners
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.zero.buckets import Buckets
 
@@ -32,7 +32,7 @@ class LocalModel:
     parts: this rank's part of each parameter by name, for `.buckets`. takes: arguments of the model's forward. make:
     makes the interpreter of a program's stages. .owned: the parameters that this rank updates: at ZeRO >= 1 a flat
     shard of each.
-    .buffers: by name; replaced, never written to. .matrices: brings whole matrices to the optimizer; set by its maker.
+    .buffers: by name; replaced, never written to. .owners: where the optimizer steps parameters; set by its maker.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LocalModel:
         self.program, self.mesh, self.rng, self.offload, self.takes = program, mesh, rng, offload, takes
         self.buckets = Buckets(program, parts, mesh, offload)
         self.owned, self.buffers = self.buckets.owned, buffers
-        self.matrices: WholeMatrices | None = None
+        self.owners = Owners()
         self._make = make
         self.interpreter = make(program, mesh)
         #: For other batch sizes, evaluating and scoring: the interpreter, and its program's constants.
@@ -86,14 +86,14 @@ class LocalModel:
     @property
     def written(self) -> bool:
         """Whether user code wrote to parameters of which other ranks keep copies."""
-        return self.buckets.written or (self.matrices is not None and self.matrices.written)
+        return self.buckets.written or self.owners.written
 
     def gather_written(self) -> None:
-        """Send written parameters to the ranks with copies: all at ZeRO 1 and 2, matrices from their owners."""
+        """Send written parameters to the ranks with copies: all at ZeRO 1 and 2, and to owners."""
         if self.buckets.written:
             self.buckets.publish()
-        if self.matrices is not None and self.matrices.written:
-            self.matrices.gather()
+        if self.owners.written:
+            self.owners.gather()
 
     def wholes(self) -> Mapping[str, Tensor]:
         """Return {name: whole local part, detached}; reading gathers, so all ranks read in one order."""

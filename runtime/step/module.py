@@ -18,7 +18,6 @@ from shardc.runtime.checks import engine_options, tensor_parts, user_changes
 from shardc.runtime.checks.module_checks import ModuleChecks
 from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
-from shardc.runtime.matrices.own_loop import OwnersOptimizer
 from shardc.runtime.mesh import replicas
 from shardc.runtime.offload import Offload
 from shardc.runtime.rng import Rng
@@ -268,14 +267,12 @@ class ShardedModule(ModuleState):
             r.updates.carry_out()
             r.updates.finish_gather()
             check, offload = engine_optimizer.check_parts(r.program, r.buckets), Offload(r.program.offload, r.mesh)
-            optimizer, matrices = engine_optimizer.create_optimizer(
+            optimizer, owners = engine_optimizer.create_optimizer(
                 make, r.program, r.buckets, r.mesh, check, r.mesh.note, offload
             )
         assert optimizer is not None, "a module has all parameters"
-        if matrices is None:
-            return optimizer
-        r.updates.owners.add(matrices)
-        return OwnersOptimizer(optimizer, matrices, r.buckets.owned.values(), self._agree_on_step)
+        r.updates.owners.add(owners)
+        return owners.in_own_loop(optimizer, r.buckets.owned.values(), self._agree_on_step)
 
     def _agree_on_step(self, optimizer: Optimizer, written: bool) -> None:
         """Compare what ranks are about to step: a rank may own nothing of a group and never read its rate."""

@@ -13,13 +13,13 @@ from shardc.ir.program import Program
 from shardc.runtime import state
 from shardc.runtime.checks import state_dict_marks, tensor_parts
 from shardc.runtime.checks.moments import CheckHooks
-from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.stage.communicators import groups_of
 from shardc.runtime.stage.joint_function import JointCall, differentiable
 from shardc.runtime.stage.runnable import RunnableStage, only_stage
+from shardc.runtime.state.owners import Owners
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.zero.buckets import Buckets
 
@@ -129,9 +129,9 @@ class Updates:
     def __init__(self, buckets: Buckets) -> None:
         self.buckets, self._noted, self._settled = buckets, False, True
         self._versions = self._now()
-        #: The owners' matrices among these parameters: a gather writes them too, which is no change for their owners.
-        self.owners: weakref.WeakSet[WholeMatrices] = weakref.WeakSet()
-        self._same: list[WholeMatrices] = []
+        #: The owners of these parameters: a gather writes to them too, which is no change for the owners.
+        self.owners: weakref.WeakSet[Owners] = weakref.WeakSet()
+        self._same: list[Owners] = []
 
     @property
     def due(self) -> bool:

@@ -15,11 +15,10 @@ from shardc.ir.program import Program
 from shardc.optional import needed
 from shardc.runtime import state
 from shardc.runtime.checks import parameter_parts, state_dict_marks
-from shardc.runtime.matrices.own_loop import OwnersOptimizer
-from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.stage.clip_grad_norm import norm_axes, parameter_norms
 from shardc.runtime.state.checkpoint_folder import KEEP
+from shardc.runtime.state.owners import Owners, OwnersOptimizer
 from shardc.runtime.step import resumed
 from shardc.runtime.step.module_running import Running
 from shardc.runtime.zero.optimizer_list import as_one
@@ -77,7 +76,7 @@ class ModuleState(nn.Module):
         shardc.runtime.state.SavingError, on all ranks; earlier checkpoints are then unchanged.
         """
         r = self._running
-        saved, matrices = _parts_of(optimizer)
+        saved, owners = _parts_of(optimizer)
         facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})} | resumed.record(r.program)
         with r.mesh.together(f"saving step {r.rng.step}"):
             r.checks.saving(saved)
@@ -90,7 +89,7 @@ class ModuleState(nn.Module):
                 saved,
                 facts,
                 runs=r.buckets.runs,
-                matrices=matrices,
+                owners=owners,
                 saves=r.saves,
                 keep=keep,
                 overwrite=overwrite,
@@ -104,7 +103,7 @@ class ModuleState(nn.Module):
         checkpoint of another model or optimizer, before anything changes.
         """
         r = self._running
-        loaded, matrices = _parts_of(optimizer)
+        loaded, owners = _parts_of(optimizer)
         r.buckets.reset(forward=True)
         r.updates.finish_gather()
         with r.mesh.together("loading a checkpoint"):
@@ -117,7 +116,7 @@ class ModuleState(nn.Module):
                 self._buffers_by_name(),
                 loaded,
                 runs=r.buckets.runs,
-                matrices=matrices,
+                owners=owners,
                 last_good=last_good,
             )
         r.saves.loaded(folder)
@@ -157,13 +156,13 @@ class ModuleState(nn.Module):
             return state.full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
 
 
-def _parts_of(optimizer: Any) -> tuple[Optimizer | None, WholeMatrices | None]:
-    """Return what a checkpoint saves of a custom loop's optimizer, and the matrices that this rank owns."""
+def _parts_of(optimizer: Any) -> tuple[Optimizer | None, Owners]:
+    """Return what a checkpoint saves of a custom loop's optimizer, and its owners."""
     if optimizer is None:
-        return None, None
+        return None, Owners()
     if isinstance(optimizer, OwnersOptimizer):
-        return optimizer.made, optimizer.matrices
-    return as_one(optimizer), None
+        return optimizer.made, optimizer.owners
+    return as_one(optimizer), Owners()
 
 
 def mark(module: ModuleState, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

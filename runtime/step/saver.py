@@ -62,7 +62,7 @@ class Saver:
                 self.update.optimizer,
                 extra,
                 runs=self.buckets.runs,
-                matrices=model.matrices,
+                owners=model.owners,
                 saves=self.saves,
                 keep=keep,
                 wait=wait,
@@ -97,7 +97,7 @@ class Saver:
                 model.buffers,
                 update.optimizer,
                 runs=self.buckets.runs,
-                matrices=model.matrices,
+                owners=model.owners,
                 room=update.paged.room if update.paged is not None else None,
                 last_good=last_good,
                 accept=functools.partial(self.accept, new_schedule=new_schedule, new_data=new_data),
@@ -126,8 +126,7 @@ class Saver:
         self.model.offload.changed()
         if self.update.paged is not None:
             self.update.paged.rest()
-        if self.model.matrices is not None:
-            self.model.matrices.gather()
+        self.model.owners.gather()
 
     def go_on_from(self, extra: Mapping[str, Any], *, new_schedule: bool = False, new_data: bool = False) -> None:
         """Set step, seed, schedules, loss scale and loaders to those of a checkpoint or another engine."""

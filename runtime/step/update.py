@@ -26,7 +26,7 @@ class Update:
     """The optimizer's half of a step.
 
     In each step: `begin`, backward, `look_at_loss`, `replace_buffers`, `reduced` for each bucket whose sum has ended
-    (matrices: in backward), `finish_gradients`, `apply`, `step_schedule`. Matrices: see shardc.runtime.matrices.whole.
+    (where owners step: in backward), `finish_gradients`, `apply`, `step_schedule`.
     optimizer: of what this rank owns; None: it has nothing to train. trains: the engine has an optimizer.
     .whole: all of the state belongs to one step. .norm: the gradient's 2-norm, before clipping; None: nothing needs it.
     """
@@ -71,7 +71,7 @@ class Update:
             OverlappedStep(self.optimizer, self.model.owned)
             if self.optimizer is not None
             and self._may_begin_early
-            and self.model.matrices is None
+            and not self.model.owners.moves
             and self.model.buckets.sums_outlast_backward
             else None
         )
@@ -100,11 +100,10 @@ class Update:
         """Clear the last step's gradients. early: buckets may be updated or sent while others are summed."""
         model = self.model
         self._steps_early = early and self._overlapped is not None and self._overlapped.begin_if_possible()
-        self._sends_early = early and self._may_begin_early and model.matrices is not None
+        self._sends_early = early and self._may_begin_early and model.owners.moves
         for p in model.owned.values():
             p.grad = None
-        if model.matrices is not None:
-            model.matrices.forget()
+        model.owners.forget()
         model.buckets.early = self.reduced if self._sends_early else None
         self._norm.start()
 
@@ -125,8 +124,8 @@ class Update:
             self.scaler.unscale(self.model.owned[n].grad for n in names)
         if self._needs_norm:
             self._norm.add(names)
-        if self._sends_early and self.model.matrices is not None:
-            self.model.matrices.begin(names)
+        if self._sends_early:
+            self.model.owners.begin(names)
         if self._steps_early and self._overlapped is not None and names and not self._skipping:
             self.whole = False
             with self._checks.stepping():
@@ -158,13 +157,8 @@ class Update:
             self.scaler.update()
 
     def _step(self, optimizer: Optimizer) -> None:
-        matrices = self.model.matrices
-        if matrices is not None:
-            matrices.take_gradients()
-        with self._checks.stepping():
+        with self.model.owners.stepping(), self._checks.stepping():
             (self.paged or optimizer).step()
-        if matrices is not None:
-            matrices.publish()
 
     def _look_at_gradients(self, norm: Tensor) -> None:
         """Skip or stop if gradients are not finite. Buffers then have their old values, also on a raise."""

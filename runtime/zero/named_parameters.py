@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
 
-from shardc.ir.matrices import inner as matrices_between
 from shardc.ir.program import Program
+
+_LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default)
 
 
 class _Pair(tuple[str, nn.Parameter]):
@@ -28,7 +32,7 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
 
     torch's optimizers, and all subclasses of torch.optim.Optimizer, accept such pairs in place of plain parameters.
     known: {name: all names of that parameter} of the whole model, also of those on other ranks: a tied weight has
-    several. inner: the names of the matrices between tables and head (shardc.ir.matrices.inner).
+    several. inner: the names of the matrices between tables and head (`inner_matrices`).
     """
 
     def __init__(
@@ -54,6 +58,36 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
         """Build it from this rank's parameters, by placeholder name."""
         trained = [p for p in program.params if p.requires_grad]
         known = {p.fqn: (p.fqn, *p.names) for p in trained}
-        matrices = matrices_between(program)
+        matrices = inner_matrices(program)
         inner = [p.fqn for p in trained if p.name in matrices]
         return cls([(p.fqn, params[p.name]) for p in trained if p.name in params], known, inner)
+
+
+def inner_matrices(program: Program) -> frozenset[str]:
+    """Return the placeholder names of parameters for optimizers over matrices.
+
+    They have two dims or more and are neither a lookup table nor the head (Jordan et al. 2024, "Muon"). A parameter
+    counts as the head if no other such parameter is used after it.
+    """
+    wide = {p.name for p in program.params if len(p.shape) - bool(p.members) > 1}
+    bits = {name: 1 << i for i, name in enumerate(sorted(wide))}
+    bit_of: dict[fx.Node, int] = {}  # the bit of each parameter, and of values computed from it alone
+    taken: dict[str, list[fx.Node]] = {name: [] for name in wide}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            bit_of[node] = bits.get(node.name, 0)
+        elif len(node.all_input_nodes) == 1:  # a cast, a view
+            bit_of[node] = bit_of.get(node.all_input_nodes[0], 0)
+    # for each op: the bits that it or any later op takes (proofs leave users that are not in the graph)
+    behind: dict[fx.Node, int] = {}
+    for node in reversed(program.graph.nodes):
+        taken_bits = [bit_of.get(x, 0) for x in node.all_input_nodes] if not bit_of.get(node) else []
+        behind[node] = functools.reduce(operator.or_, [*taken_bits, *(behind.get(user, 0) for user in node.users)], 0)
+        for name in (n for n, bit in bits.items() if bit in taken_bits):
+            taken[name].append(node)
+    names = set()
+    for name, users in taken.items():
+        others = functools.reduce(operator.or_, (behind[user] for user in users), 0) & ~bits[name]
+        if others and not any(user.target in _LOOKUPS for user in users):
+            names.add(name)
+    return frozenset(names)

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
+from shardc.optional import registered
 from shardc.runtime.zero.flat_partition import FlatShard
 from shardc.runtime.zero.optimizer_list import members_of
 from shardc.torch_private import TorchDispatchMode, no_modes
@@ -62,6 +63,11 @@ class ParamSharding:
             first = math.ceil(parts[0].shape[d] / 3)
             parts = [q for p in parts for q in p.split_with_sizes([first, p.shape[d] - first], d)]
         return parts
+
+
+def stand_ins_of(program: Program) -> Any:
+    """Return the class by which a feature makes the parameters that optimizers get; None: they get a rank's parts."""
+    return next(registered("runtime", "StandIns", program.features), None)
 
 
 def check_sharded(
@@ -98,7 +104,7 @@ def _check_sharded(
     )
     how = (
         "write optimizer: {matrices: whole} in the spec, which gives each matrix to one rank"
-        if program.matrices is None
+        if stand_ins_of(program) is None
         else "make it by module.optimizer(lambda params: ...), which gives each matrix to one rank"
     )
     fix = (
@@ -218,6 +224,16 @@ def needs_whole(optimizer: Optimizer) -> bool:
             return True
         every = zip(samples, one, two, strict=True)
         return not all(_same(stretch.parts(x), stretch.parts(after), parts, _SLACK) for x, (after,), parts in every)
+
+
+def whole(optimizer: Optimizer) -> Optimizer:
+    """Declare that an optimizer's step of a parameter needs all of it: `shardc.whole(Shampoo(matrices))`.
+
+    Needed only where steps on small random parameters do not show it, such as if it starts to precondition at step 100.
+    Returns the optimizer. Its parameters then have owners (`optimizer: {matrices: ...}` in the spec).
+    """
+    optimizer._shardc_whole = True  # type: ignore[attr-defined]
+    return optimizer
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -25,7 +25,6 @@ from torch import Tensor, fx
 
 from shardc.artifact.folder_files import dtype
 from shardc.ir.buckets import Bucket, Rounded
-from shardc.ir.matrices import Cut
 from shardc.ir.mesh import Mesh
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.outputs import Output
@@ -91,7 +90,6 @@ BOUNDS: dict[tuple[type, str], Any] = {
     (OffloadPlaces, "optimizer"): _Place,
     (OffloadPlaces, "parameters"): _Place,
     (OffloadPlaces, "page_mb"): _Amount,
-    (Cut, "sizes"): Annotated[list[Positive], Field(min_length=1), AfterValidator(tuple)],
     (Shard, "split"): Positive,
     (Shard, "blocks"): Positive,
 }
@@ -157,7 +155,7 @@ def _of_features() -> Any:
 def _written(kind: Any) -> Mapping[str, Any]:
     """Return the annotations of the fields that are entries of a row, by name."""
     left_out = {name for k in kind.__mro__ for name in NOT_WRITTEN.get(k, ())} | {*(_TYPE if _has_type(kind) else ())}
-    hints = get_type_hints(kind, localns=_UNSEEN | {"Cut": Cut, "Mapping": Mapping}, include_extras=True)
+    hints = get_type_hints(kind, localns=_UNSEEN | {"Mapping": Mapping}, include_extras=True)
     return {f.name: hints[f.name] for f in fields(kind) if f.name not in left_out}
 
 

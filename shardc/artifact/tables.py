@@ -16,7 +16,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from shardc.artifact.folder_files import AGAIN
 from shardc.artifact.rows import Form, Positive
 from shardc.errors import Errors
-from shardc.ir import matrices
 from shardc.ir.mesh import MAX_RANKS, MICROBATCH, Mesh
 from shardc.ir.program import Program
 from shardc.optional import registered
@@ -172,11 +171,6 @@ def _wrong(program: Program) -> Iterator[tuple[str, str]]:
                 cut.dim >= len(x.shape) or cut.split > max(x.shape[cut.dim], 1) << 20 or cut.blocks > cut.split
             ):
                 yield f"{key}[{i}].microbatch", f"{cut} does not fit a tensor {list(x.shape)}"
-    yield from known("matrices", program.matrices or (), params)
-    for name, cuts in (program.matrices or {}).items():
-        param = params.get(name)
-        if param is not None and (why := matrices.fault(param.shape[1:] if param.members else param.shape, cuts)):
-            yield f"matrices[{name}]", why
     for faults in registered("program", "faults", program.features):
         yield from faults(program)
     before = {""}

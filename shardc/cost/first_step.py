@@ -19,6 +19,7 @@ from shardc.ir.stage import Stage
 from shardc.runtime import ops
 from shardc.runtime.schedule import Action
 from shardc.runtime.stage.run import StepHooks
+from shardc.runtime.zero.optimizer_check import stand_ins_of
 from shardc.runtime.zero.trained_params import trained_by
 
 
@@ -26,13 +27,13 @@ def leaves_more(program: Program, mine: list[Stage]) -> bool:
     """Return whether a step leaves more than state and gradients. mine: the stages of a rank.
 
     That is: outputs and new values of buffers, which other stages may get; random numbers that are kept for ops of the
-    same sizes; parts of ZeRO 3; memory on the host; an optimizer over whole matrices.
+    same sizes; parts of ZeRO 3; memory on the host; an optimizer of other parameters than a rank's parts.
     """
     returns_more = any(s.graph.output_node().args[0][1] for s in program.stages)  # type: ignore[index]
     random = any(n.name == "rng" and n.users for s in mine for n in s.graph.find_nodes(op="placeholder"))
     gathered = any(b.zero == 3 for b in program.buckets)
     on_host = program.offload.used or any(r.offload for r in program.regions)
-    return bool(returns_more or random or gathered or on_host or program.matrices is not None)
+    return bool(returns_more or random or gathered or on_host or stand_ins_of(program) is not None)
 
 
 def deliver_gradients(program: Program, backwards: list[Action], given: Any, hooks: StepHooks) -> None:

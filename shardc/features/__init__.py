@@ -1,14 +1,19 @@
 """Optional features, a folder each: to delete one, delete its folder. Core does not import them (shardc.optional).
 
 adapters        low-rank matrices beside frozen weights (LoRA)      generation   tokens after prompts
-reshard         from one plan to another, in memory
+matrices        optimizers over whole matrices, each with an owner  reshard      from one plan to another, in memory
 
 A feature has those of these files that it needs. Tables of core read the names behind them from all features:
 
 section     Sections: the sections of a spec that it adds, as pydantic fields; their values are in `Spec.sections`
+            spans_layers: whether a spec has decisions that need all layers
 program     STORED: the type of what the feature puts into `Program.features`; faults: of these, in a compiled folder
+            added: the program after a pass has added parameters; axes: over which an optimizer communicates
 passes      PASSES: the stage that each pass of the feature follows, and its own stage
+proof       wrong: what is wrong in a compiled program, for `Program.prove`
 runtime     weights_of: weights of a program with the parameters that it adds; exported: these, for other programs
+            StandIns: the parameters that optimizers get (shardc.runtime.state.owners); assumed_optimizer: for costs;
+            messages: of a step; CAUSES: of these, by tag
 
 A method of core that is a feature's alone (`engine.generate`) is a line there: `shardc.optional.needed` finds the
 feature's function, or says that the feature is not installed. A forward that is not the model's own is a

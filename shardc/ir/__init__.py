@@ -14,5 +14,4 @@ outputs         values that a step returns beside its loss; other_forward: a for
 repeats         which layers are equal; patterns: globs over a model's names
 comm_record     one collective of a run
 units           formats bytes, rates and counts for people
-matrices        the matrices that an optimizer over whole matrices updates, and which parameters have them
 """

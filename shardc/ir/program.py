@@ -42,7 +42,6 @@ from shardc.ir.units import count, plural
 
 if TYPE_CHECKING:
     from shardc.ir.forward_record import ForwardRecord
-    from shardc.ir.matrices import Cut
     from shardc.ir.pairs import Pair
     from shardc.runtime.schedule import Schedule
     from shardc.spec import Spec
@@ -95,9 +94,6 @@ class Program:
     #: The engine multiplies the loss by this before backward: a number, or "dynamic".
     loss_scale: float | str | None = None
     offload: OffloadPlaces = OffloadPlaces()
-    #: How parameters are cut into matrices for an optimizer that needs whole ones, by placeholder name (others are not
-    #: cut); None: the spec does not set `matrices`.
-    matrices: Mapping[str, tuple[Cut, ...]] | None = None
     #: Numbers of the batch that are not tensors and became constants of the graph: (path, value).
     baked: tuple[tuple[tuple[str | int, ...], float | str], ...] = ()
     #: Whether the graph with dropout and BatchNorm switched computes the same as the model in eval mode. "untried":

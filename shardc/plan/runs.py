@@ -29,6 +29,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.machine.device import Device
+from shardc.optional import registered
 from shardc.plan.few_layers import Subject, facts
 from shardc.plan.space import Choice, Core, Facts, Layers, spec
 from shardc.plan.stage import CAUSES, FLOPS, Meter, Stage, joined, lines, part_of, roles, stage
@@ -151,11 +152,13 @@ class Runs:
     def treats_layers_alike(self, spec: Spec) -> bool:
         """Return whether a spec treats all layers in the same way: only then do few layers represent many.
 
-        False with `every: 2`, patterns for single layers, or matrices with owners, which are balanced over all layers.
+        False with `every: 2`, patterns for single layers, or a feature that decides over all layers.
         """
         if self.facts.layers is None:
             return True
-        if spec.optimizer.matrices is not None or any(entry.every > 1 for entry in spec.checkpoint):
+        if any(entry.every > 1 for entry in spec.checkpoint):
+            return False
+        if any(spans(spec) for spans in registered("section", "spans_layers")):
             return False
         patterns = {r.pattern for r in spec.shard} | {r.pattern for r in spec.activations}
         patterns |= {e.match for e in spec.experts} | {e.match for e in spec.checkpoint}

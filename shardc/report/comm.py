@@ -21,9 +21,8 @@ from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.ir.units import seconds, size
 from shardc.layer_names import note_lines
+from shardc.optional import registered
 from shardc.runtime import ops
-from shardc.runtime.matrices import assumed
-from shardc.runtime.matrices.routes import stage_axes
 from shardc.runtime.zero.flat_partition import Flat
 from shardc.runtime.zero.rounded_gather import scale_bytes
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from shardc.cost import Cost
 
 IMPLICIT = "no annotation implies it"
-OF_MATRICES = "matrices of the optimizer"
 
 
 @dataclass(frozen=True)
@@ -68,9 +66,8 @@ def comm_rows(program: Program, at: int | None = None, moved: Sequence[int] | No
     """Return the rows of a step with all its microbatches, sorted by axes and direction.
 
     at: of a pipeline, the coordinate of the one rank to count (messages between stages count at the receiver); None:
-    the sum over one rank of each coordinate. moved: bytes of each message that takes matrices to the optimizer's owners
-    or back, on that rank; None: those of Muon, if the spec says that optimizers step whole matrices
-    (shardc.runtime.matrices.assumed). Gradient buckets come last in backward.
+    the sum over one rank of each coordinate. moved: bytes of each message that takes parameters to the optimizer's
+    owners or back, on that rank; None: those of the assumed optimizer. Gradient buckets come last in backward.
     """
     counts: dict[tuple[str, str, str, str], tuple[int, int]] = {}
     for s in sent(program, at, moved):
@@ -144,7 +141,7 @@ def _of_buckets(program: Program, at: int | None) -> Iterator[Sent]:
 
 
 def _of_step(program: Program, at: int | None, moved: Sequence[int] | None) -> Iterator[Sent]:
-    """Yield the collectives of the loss, values beside it, buffers, and matrices of the optimizer."""
+    """Yield the collectives of the loss, values beside it, buffers, and owners of parameters."""
     rank_of, stages = _placement(program), program.mesh.size(program.axis) if program.axis else 1
     count = stages if at is None else 1
     if axes := sum_axes(program.outputs, program.mesh, program.axis):
@@ -166,8 +163,9 @@ def _of_step(program: Program, at: int | None, moved: Sequence[int] | None) -> I
             yield Sent((program.axis,), "send_recv", "update", cause, nbytes, len(receivers))
     for coordinate in range(stages) if at is None else (at,):
         rank_here = rank_of_coordinate(program.mesh, program.axis, coordinate)
-        for nbytes in assumed.messages(program, rank_here) if moved is None else moved:
-            yield Sent(stage_axes(program), "all_to_all", "update", OF_MATRICES, nbytes, 1)
+        for messages in registered("runtime", "messages", program.features):
+            for axes, kind, cause, nbytes in messages(program, rank_here, moved):
+                yield Sent(axes, kind, "update", cause, nbytes, 1)
 
 
 def gathered_again(stage: Stage, bucket: str) -> int:
@@ -231,6 +229,9 @@ def _causes(program: Program) -> Callable[[CommRecord], str]:
     nodes = {n.name: n for s in program.stages for n in s.graph.nodes if "collective" in n.meta}
     buckets = {f"bucket{i}" for i in range(len(program.buckets))}
     regions = {r.name: r.cause for r in program.regions}
+    of_features: dict[str, str] = {}
+    for causes in registered("runtime", "CAUSES", program.features):
+        of_features |= causes
 
     def cause(r: CommRecord) -> str:
         if r.axes == HOST_LINK:
@@ -243,9 +244,9 @@ def _causes(program: Program) -> Callable[[CommRecord], str]:
             return "gradients, in buckets"
         if r.tag in buckets and r.direction == "update":
             return "updated parameters"
-        if r.tag.startswith("matrices"):
-            return OF_MATRICES
-        return (nodes[r.tag].meta["collective"].cause or IMPLICIT) if r.tag in nodes else r.tag
+        if r.tag in nodes:
+            return str(nodes[r.tag].meta["collective"].cause or IMPLICIT)
+        return of_features.get(r.tag.rstrip("0123456789"), r.tag)
 
     return cause
 

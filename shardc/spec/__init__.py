@@ -9,7 +9,7 @@ The grammar of the sections:
 shard_section.py       shard, activations, outputs         batch_section.py       batch, sequence
 data_section.py        data: gradients, ZeRO, offload      step_sections.py       pipeline, checkpoint, loss, execution
 module_sections.py     experts                             precision_section.py   precision, 8-bit products
-optimizer_section.py   matrices that an optimizer sees     run_section.py         run, how `shardc run` trains
+run_section.py         run, how `shardc run` trains        optional features add theirs: shardc.features
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from shardc.spec.explain import check_form
 from shardc.spec.fields import Section
 from shardc.spec.module_sections import Expert
 from shardc.spec.names import Names
-from shardc.spec.optimizer_section import Optimizer
 from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
 from shardc.spec.schema import Form, On, whole_form
@@ -53,7 +52,6 @@ __all__ = [
     "Expert",
     "Loss",
     "On",
-    "Optimizer",
     "OutputRule",
     "Pipeline",
     "Precision",
@@ -125,7 +123,6 @@ class Spec:
     checkpoint: tuple[Checkpoint, ...] = ()
     loss: Loss = field(default_factory=Loss)
     precision: Precision = field(default_factory=Precision)
-    optimizer: Optimizer = field(default_factory=Optimizer)
     execution: Execution = field(default_factory=Execution)
     run: Run = field(default_factory=Run)
     batch_norm: Literal["sync", "local"] = "sync"
@@ -238,7 +235,9 @@ class Spec:
             shard_axis=(form.shard.use and form.shard.use.axis) or "tp",
             activations=tuple(boundary(key, dims) for key, dims in form.activations.items()),
             outputs=tuple(OutputRule(name, dims) for name, dims in form.outputs.items()),
-            sections={n: x for n, x in form if n in type(form).model_fields.keys() - Form.model_fields and x},
+            sections={
+                n: x for n, x in form if n not in Form.model_fields and x != whole_form().model_fields[n].default
+            },
             places=places,
             **{n: getattr(form, n) for n in _SECTIONS},
         )

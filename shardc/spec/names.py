@@ -103,10 +103,7 @@ class Names:
 
     def check(self, form: Form, places: Places, errors: Errors) -> None:
         """Add an error for every pattern of a spec that matches no name of the model."""
-        weights = [
-            *((("shard", pattern), pattern, False) for pattern in form.shard.rules),
-            *((("optimizer", "matrices", pattern), pattern, False) for pattern in form.optimizer.matrices or ()),
-        ]
+        weights = ((("shard", pattern), pattern, False) for pattern in form.shard.rules)
         of_features = (x for sections in registered("section", "Sections") for x in sections.patterns(form))
         helped = len(self.check_weights([*weights, *of_features], places.where, errors))
         cuts = form.pipeline.cut if form.pipeline and form.pipeline.cut else ()

@@ -218,7 +218,7 @@ def summary(kept: dict[str, Any]) -> str:
         f"{name} {min(r):.2f}" + (f"-{max(r):.2f}" if max(r) - min(r) > 0.005 else "") for name, r in by_peer.items()
     ]
     ratios = ", ".join(shown)
-    return f"shardc's step time / [the library's](docs/measured/benchmarks.md), 2 CPU processes: {ratios}."
+    return f"shardc's step time / [the library's](docs/measured/benchmarks.md), 2 CPU processes:\n{ratios}."
 
 
 def into_docs(kept: dict[str, Any]) -> None:

@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import llama
 
 import shardc
-from shardc.runtime.matrices.owners import owners
-from shardc.runtime.matrices.owners import work as cost
+from shardc.features.matrices.owners import owners
+from shardc.features.matrices.owners import work as cost
 
 #: Rows of 256 tokens in a step; of each microbatch of two ranks.
 ROWS, MICRO = 128, 16

@@ -16,6 +16,7 @@ from tests import zoo
 ROOT = Path(__file__).parents[2]
 #: A spec for a GPT of which each feature puts something into the program, and what needs the feature.
 USES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "matrices": ({"optimizer": {"matrices": "whole"}}, ["shardc.compile(model, batch, spec | {'optimizer': {}})"]),
     "adapters": (
         {"adapters": [{"match": "*.fc", "rank": 2}]},
         [

@@ -26,11 +26,11 @@ from shardc.features.adapters import section
 from shardc.features.adapters.low_rank import LowRank
 from shardc.features.adapters.program import adapters
 from shardc.ir.graph import calls, copy_graph, is_call, map_value, operands_of, placeholders, values_of
-from shardc.ir.matrices import Cut
 from shardc.ir.patterns import enclosing, match
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.ir.types import carries_gradient, requires_grad
+from shardc.optional import registered
 from shardc.passes import Stage
 from shardc.passes.base import Pass
 from shardc.spec.names import Names
@@ -64,8 +64,9 @@ class Adapt(Pass):
             return replace(p, requires_grad=False, frozen=True) if now else p
 
         program = replace(program, params=tuple(map(put, program.params)))
-        if program.matrices is not None:
-            program = replace(program, matrices=_matrices(program, program.matrices))
+        beside = {n: a.base for a in adapters(program) for n in (a.a, a.b)}
+        for added in registered("program", "added", program.features):
+            program = added(program, beside)
         if not any(p.requires_grad for p in program.params):
             note = f"{self.spec.where(('freeze',))}: no trainable parameter remains, so steps will be refused"
             program = replace(program, notes=(*program.notes, note) if not program.forward_only else program.notes)
@@ -79,14 +80,6 @@ def _frozen(patterns: Sequence[str], names: Sequence[str]) -> bool:
         if any(match(pattern.removeprefix("!"), n) for name in names for n in (name, *enclosing(name))):
             return not pattern.startswith("!")
     return False
-
-
-def _matrices(program: Program, cuts: Mapping[str, tuple[Cut, ...]]) -> dict[str, tuple[Cut, ...]]:
-    """Return the matrices of an optimizer that needs them whole; an experts' adapter has one per expert."""
-    of_experts = [a for a in adapters(program) if any(c.alone for c in cuts.get(a.base, ()))]
-    each = {n: cuts[a.base] for a in of_experts for n in (a.a, a.b)}
-    trained = {p.name for p in program.params if p.requires_grad}
-    return {n: c for n, c in {**cuts, **each}.items() if n in trained}
 
 
 #: The stage that each pass follows.

@@ -112,15 +112,15 @@ class TrainingMove:
             have: dict[str, Part] = {}
             settings: dict[str, Any] | None = None
             if (optimizer := old.update.optimizer) is not None:
-                where = old.buckets.runs, mesh, old.model.matrices
+                where = old.buckets.runs, mesh, old.model.owners
                 have, settings = state_parts(old.program, old.owned, optimizer, *where, copies=True)
             facts = {"optimizer": settings, "extra": old.extra_state()}
             senders = training.gather_reports(mesh, old.program, old.owned, have, **facts)
             index, need = training.index_of(old.program, senders), dict[str, Part]()
-            rooms, optimizer, matrices = dict[str, dict[str, Any]](), new.update.optimizer, new.model.matrices
+            rooms, optimizer, owners = dict[str, dict[str, Any]](), new.update.optimizer, new.model.owners
             if optimizer is not None and index.optimizer is not None:
                 room = new.update.paged.room if new.update.paged is not None else None
-                at = index, need, "engine.to", new.buckets.runs, room, new.mesh, matrices
+                at = index, need, "engine.to", new.buckets.runs, room, new.mesh, owners
                 rooms = room_for(new.program, new.owned, optimizer, *at)
             new.accept(index.extra)
             receivers = training.gather_reports(mesh, new.program, new.owned, need)
@@ -130,5 +130,5 @@ class TrainingMove:
             tensors |= {("to", "state", k): part.local for k, part in need.items()}
             Reshard(old, new, more, all_buffers=True)(old, new, tensors)
             if optimizer is not None and index.optimizer is not None:
-                fill(new.program, new.owned, optimizer, index.optimizer, rooms, matrices)
+                fill(new.program, new.owned, optimizer, index.optimizer, rooms, owners)
         new.go_on_from(index.extra)

@@ -13,7 +13,6 @@ same_values        when two calls have the same value, in the model's graph and 
 text               checks one text line by line: each op is the model's, on operands with claims
 follow             lines that are no op of the model: conversions, casts, sums; bucket_reads: parameters in buckets
 gradient_sums      each gradient is summed over exactly the right axes, once; each element has one owner
-matrix_owners      each matrix of a whole-matrix optimizer has one owner, and its elements arrive and return
 terms              values as terms: ops on ops, down to the inputs of a text
 chain_rule         a stage's gradients as terms, by the chain rule
 joint_graphs       the joint graphs of a stage: they compute its results and these gradients

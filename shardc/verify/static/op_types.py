@@ -164,8 +164,8 @@ def hints(
     """Return the placements that a result may have, by axis, if the op's operands do not decide.
 
     These are the placements that the text shows. No text shows the microbatch axis: there, any dim may be split at any
-    digit that the sizes of axes make, within each part that a view makes, padded as the program's inputs are. wide: the
-    same on every axis.
+    digit that the sizes of axes make, within each part that a view makes, padded as rows of the program's inputs are.
+    wide: the same on every axis.
     """
     placements: dict[str, dict[Placement, None]] = {a: {} for a in mesh.names}
     microbatches = mesh.size(MICROBATCH) if MICROBATCH in mesh.names else 1
@@ -177,12 +177,14 @@ def hints(
     axes = [(axis, n) for axis, n in mesh.axes if n > 1 and (wide or axis == MICROBATCH)]
     known = {p.split for each in placements.values() for p in each if isinstance(p, Shard)} | {1}
     paddings = {p.padding for _, p in splits} | {0}
-    paddings |= {x.microbatch.padding for x in inputs if x.microbatch is not None}
+    rows = {(x.shape[s.dim], s.padding) for x in inputs if (s := x.microbatch) is not None}
     for v in values_of(call)[:1]:
-        for (axis, n), (d, size), padding in product(axes, enumerate(v.shape), paddings):
+        for (axis, n), (d, size) in product(axes, enumerate(v.shape)):
             before = range(1, min(size, _PARTS) + 1) if axis == MICROBATCH else known
+            merged = {padding * (size // n_rows) for n_rows, padding in rows}  # a dim of rows and others
             placements[axis] |= dict.fromkeys(
                 Shard(d, parts * digit, (), padding, parts if padding else 1)
+                for padding in paddings | merged
                 for parts, digit in product(before, sorted(digits))
                 if size % parts == 0 and (size // parts + padding) % (digit * n) == 0
             )

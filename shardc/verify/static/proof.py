@@ -18,10 +18,11 @@ from shardc.ir.placement import REPLICATE, Partial
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.ir.units import plural
+from shardc.optional import registered
 from shardc.passes.joint.derivatives import Rules
 from shardc.runtime import ops
 from shardc.runtime.schedule import proof as schedule_proof
-from shardc.verify.static import assumptions, gradient_sums, joint_graphs, matrix_owners
+from shardc.verify.static import assumptions, gradient_sums, joint_graphs
 from shardc.verify.static.op_types import misfit
 from shardc.verify.static.same_values import Model
 from shardc.verify.static.statement import Claim, mesh_of, normal, of_input, with_partial_grad
@@ -137,8 +138,8 @@ class _Checker:
         yield from self._results(texts)
         for name, fault in gradient_sums.wrong(program):
             yield Gap(name, fault)
-        for name, fault in matrix_owners.wrong(program, self.until):
-            yield Gap(name, fault)
+        for wrong in registered("proof", "wrong", program.features):
+            yield from (Gap(name, fault) for name, fault in wrong(program, self.until))
         yield from self._pipeline()
 
     def _stored(self, x: Any, node: fx.Node) -> Claim:

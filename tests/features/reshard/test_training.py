@@ -20,8 +20,8 @@ from shardc.features.reshard.runtime import Reshard
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import zoo
 from tests.features.generation.test_runtime import WEIGHTS
+from tests.features.matrices.optimizers import SOAP
 from tests.features.reshard.test_pairs import ROWS, adamw, batch, model, program
-from tests.runtime.matrices.optimizers import SOAP
 from tests.second_device import NAME, OnSecond, second_device
 from tests.zoo import expert_loops
 

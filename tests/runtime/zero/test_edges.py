@@ -17,7 +17,7 @@ import shardc
 from shardc.api import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
-from tests.runtime.matrices.optimizers import Lamb
+from tests.features.matrices.optimizers import Lamb
 
 State = dict[str, Tensor]
 LEVELS = pytest.mark.parametrize("zero", [0, 1, 2, 3])

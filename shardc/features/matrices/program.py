@@ -8,21 +8,18 @@ several of the model's parameters in a stack: each is a matrix, as on one device
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
 
-import torch
-from torch import fx
+from pydantic import Field
 
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
 
 Numbers = tuple[int, ...]
-_LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default)
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,14 @@ class Cut:
     """
 
     dim: int
-    sizes: tuple[int, ...]
+    sizes: tuple[Annotated[int, Field(ge=1, lt=1 << 62)], ...]
     alone: bool = False
+
+
+#: How a program's parameters are cut, by placeholder name; others are not cut.
+Cuts = Mapping[str, tuple[Cut, ...]]
+#: What `Program.features` may hold of this feature.
+STORED = {"matrices": Cuts}
 
 
 @dataclass(frozen=True)
@@ -76,34 +79,46 @@ def matrices_of(p: Param, cuts: Sequence[Cut] = ()) -> tuple[Matrix, ...]:
     return tuple(matrices)
 
 
-def inner(program: Program) -> frozenset[str]:
-    """Return the placeholder names of parameters for optimizers over matrices.
+def cuts(program: Program) -> Cuts:
+    """Return the cuts of a program's parameters."""
+    stored: Cuts = program.features.get("matrices", {})
+    return stored
 
-    They have two dims or more and are neither a lookup table nor the head (Jordan et al. 2024, "Muon"). A parameter
-    counts as the head if no other such parameter is used after it.
+
+def with_cuts(program: Program, new: Cuts) -> Program:
+    """Return the program with these cuts."""
+    return replace(program, features={**program.features, "matrices": new})
+
+
+def of_param(program: Program, p: Param) -> tuple[Matrix, ...]:
+    """Return the matrices of a parameter of a program, in order."""
+    return matrices_of(p, cuts(program).get(p.name, ()))
+
+
+def added(program: Program, beside: Mapping[str, str]) -> Program:
+    """Cut new parameters, {name: the one beside which it is}: those of experts have a matrix for each expert.
+
+    Drops the cuts of parameters that are no longer trained.
     """
-    wide = {p.name for p in program.params if len(p.shape) - bool(p.members) > 1}
-    bits = {name: 1 << i for i, name in enumerate(sorted(wide))}
-    bit_of: dict[fx.Node, int] = {}  # the bit of each parameter, and of values computed from it alone
-    taken: dict[str, list[fx.Node]] = {name: [] for name in wide}
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            bit_of[node] = bits.get(node.name, 0)
-        elif len(node.all_input_nodes) == 1:  # a cast, a view
-            bit_of[node] = bit_of.get(node.all_input_nodes[0], 0)
-    # for each op: the bits that it or any later op takes (proofs leave users that are not in the graph)
-    behind: dict[fx.Node, int] = {}
-    for node in reversed(program.graph.nodes):
-        taken_bits = [bit_of.get(x, 0) for x in node.all_input_nodes] if not bit_of.get(node) else []
-        behind[node] = functools.reduce(operator.or_, [*taken_bits, *(behind.get(user, 0) for user in node.users)], 0)
-        for name in (n for n, bit in bits.items() if bit in taken_bits):
-            taken[name].append(node)
-    names = set()
-    for name, users in taken.items():
-        others = functools.reduce(operator.or_, (behind[user] for user in users), 0) & ~bits[name]
-        if others and not any(user.target in _LOOKUPS for user in users):
-            names.add(name)
-    return frozenset(names)
+    old = cuts(program)
+    new = {n: old[base] for n, base in beside.items() if any(c.alone for c in old.get(base, ()))}
+    trained = {p.name for p in program.params if p.requires_grad}
+    return with_cuts(program, {n: c for n, c in {**old, **new}.items() if n in trained})
+
+
+def axes(program: Program) -> tuple[str, ...]:
+    """Return the axes over which ranks share parameters: all but the pipeline's."""
+    return tuple(a for a in program.mesh.names if a != program.axis)
+
+
+def faults(program: Program) -> Iterator[tuple[str, str]]:
+    """Yield the cuts of parameters that the program does not have, and those that do not fit."""
+    params = {p.name: p for p in program.params}
+    for name, parts in cuts(program).items():
+        if name not in params:
+            yield "matrices", f"there is no {name!r:.60}"
+        elif why := fault(params[name].shape[1:] if params[name].members else params[name].shape, parts):
+            yield f"matrices[{name}]", why
 
 
 def fault(shape: Sequence[int], cuts: Sequence[Cut]) -> str:

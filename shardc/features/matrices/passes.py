@@ -5,7 +5,7 @@
     heads      of weights that make queries, keys and values: each head's rows (attention ops show how many)
     {0: 3}     so many equal parts of a dim, or parts of these sizes
 
-See shardc.ir.matrices.
+See program.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors
+from shardc.features.matrices.program import Cut, Cuts, fault, with_cuts
+from shardc.features.matrices.section import rules
 from shardc.ir.graph import operands_of
-from shardc.ir.matrices import Cut, fault
 from shardc.ir.patterns import names_weight
 from shardc.ir.program import Program
+from shardc.passes import Stage
 from shardc.passes.annotate.kv_heads import shape_of, source_params
 from shardc.passes.base import Pass
 from shardc.rules import attention
@@ -34,39 +36,40 @@ class Matrices(Pass):
     """Records the cuts of every parameter; the graph stays the same."""
 
     def applies(self, program: Program) -> bool:
-        return self.spec.optimizer.matrices is not None
+        return rules(self.spec) is not None
 
     def run(self, program: Program) -> Program:
         note = (
             "optimizer: {matrices: ...}: the traffic to owners of matrices and back is priced for Muon (AdamW for"
             " tables, head, norms and biases); program.cost(optimizer=...) prices it for another optimizer"
         )
-        return replace(program, matrices=cuts_of(self.spec, program), notes=(*program.notes, note))
+        return replace(with_cuts(program, cuts_of(self.spec, program)), notes=(*program.notes, note))
 
 
-def cuts_of(spec: Spec, program: Program) -> dict[str, tuple[Cut, ...]] | None:
-    """Return {parameter: its cuts} for parameters that are cut; None without `matrices` in the spec.
+#: The stage that each pass follows.
+PASSES = (("stack_experts", Stage("matrices", Matrices, "experts are matrices now, and attention ops show heads")),)
+
+
+def cuts_of(spec: Spec, program: Program) -> Cuts:
+    """Return {parameter: its cuts} for parameters that are cut.
 
     Raises ShardcError for patterns that match nothing, and for cuts that do not fit.
     """
-    rules = spec.optimizer.matrices
-    if rules is None:
-        return None
-    errors, heads = Errors(), head_sizes(program.graph) if "heads" in rules.values() else {}
-    known = Names.of_weights({n: p.shapes[n] for p in program.params for n in p.names})
-    known.check_weights(((("optimizer", "matrices", pattern), pattern, False) for pattern in rules), spec.where, errors)
+    written, known = rules(spec) or {}, Names.of_weights({n: p.shapes[n] for p in program.params for n in p.names})
+    errors, heads = Errors(), head_sizes(program.graph) if "heads" in written.values() else {}
+    known.check_weights(((("optimizer", "matrices", text), text, False) for text in written), spec.where, errors)
     by_param: dict[str, tuple[Cut, ...]] = {}
     for p in program.params:
-        matching = [g for g in rules if any(names_weight(g, n) for n in (p.fqn, *p.names))]
+        matching = [g for g in written if any(names_weight(g, n) for n in (p.fqn, *p.names))]
         if not matching or not p.requires_grad:
             continue
         pattern = matching[0]
         where = spec.where(("optimizer", "matrices", pattern))
         shape = p.shape[1:] if p.members else p.shape
-        cuts = _cuts(rules[pattern], shape, heads.get(p.name))
+        cuts = _cuts(written[pattern], shape, heads.get(p.name))
         if wrong := fault(shape, cuts):
             errors.add(f"{p.fqn}: {wrong}", where=where, fix="write sizes that sum to it, or a number that divides it")
-        elif rules[pattern] == "heads" and not cuts and pattern != "*" and len(shape) > 1:
+        elif written[pattern] == "heads" and not cuts and pattern != "*" and len(shape) > 1:
             what = f"{p.fqn} does not compute queries, keys or values of heads"
             errors.add(what, where=where, fix="name the number of its matrices, e.g. {0: 12}, or write whole")
         elif cuts:

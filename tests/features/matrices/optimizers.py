@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardc.ir.matrices import Matrix
+from shardc.features.matrices.program import Matrix
 
 
 class Shampoo(torch.optim.Optimizer):

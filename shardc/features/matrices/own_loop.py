@@ -9,27 +9,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardc.runtime.matrices.whole import WholeMatrices
+from shardc.runtime.state.owners import Owners, OwnersOptimizer
 from shardc.runtime.zero.optimizer_list import class_of
 
 
-class OwnersOptimizer(Optimizer):
+class MatricesOptimizer(OwnersOptimizer):
     """An optimizer for a custom loop and its schedulers, with the groups of its members.
 
-    made: the result of the user's function as one optimizer, with its final parameters; matrices: those that this rank
-    owns. .param_groups and .state are those of `made`. stored: the module's parameters, whose gradients it takes and
+    made: the result of the user's function as one optimizer, with its final parameters; owners: of its matrices.
+    .param_groups and .state are those of `made`. stored: the module's parameters, whose gradients it takes and
     frees. agree: compares the optimizer, and whether parameters were written to, between ranks before a step.
     """
 
     def __init__(
         self,
         made: Optimizer,
-        matrices: WholeMatrices,
+        owners: Owners,
         stored: Iterable[nn.Parameter],
         agree: Callable[[Optimizer, bool], None],
     ) -> None:
         # without Optimizer.__init__, which would make new groups
-        self.made, self.matrices = made, matrices
+        self.made, self.owners = made, owners
         self._stored, self._agree = list(stored), agree
         self._take_over()
 
@@ -44,13 +44,12 @@ class OwnersOptimizer(Optimizer):
                 loss = closure()
         if all(p.grad is None for p in self._stored):
             return loss
-        written = self.matrices.written
+        written = self.owners.written
         self._agree(self.made, written)
         if written:  # weights were loaded, or averaged
-            self.matrices.gather()
-        self.matrices.take_gradients()
-        self.made.step()
-        self.matrices.publish()
+            self.owners.gather()
+        with self.owners.stepping():
+            self.made.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -71,4 +70,4 @@ class OwnersOptimizer(Optimizer):
         self._take_over()
 
     def __repr__(self) -> str:
-        return f"<{class_of(self.made)} of whole matrices, of which this rank owns {len(self.matrices.owned)}>"
+        return f"<{class_of(self.made)} of whole matrices, of which this rank owns {len(self.owners.owned)}>"

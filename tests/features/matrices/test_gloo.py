@@ -11,7 +11,7 @@ import torch
 import shardc
 from shardc.runtime import launch
 from tests import warm
-from tests.runtime.matrices.test_whole import BATCH, CLIP, SPECS, check, compiled, expected, model, several
+from tests.features.matrices.test_whole import BATCH, CLIP, SPECS, check, compiled, expected, model, several
 
 STEPS = 3
 

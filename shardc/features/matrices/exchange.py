@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.ir.matrices import Matrix
-from shardc.runtime.matrices.routes import Piece, Routes
+from shardc.features.matrices.program import Matrix
+from shardc.features.matrices.routes import Piece, Routes
 from shardc.runtime.mesh import Work
 
 #: Bytes of matrices in a bucket, for each rank with a part.
@@ -67,12 +67,13 @@ class _Flight:
 
 
 class Exchange:
-    """The exchange of one rank. dtypes: of the parameters, by placeholder name."""
+    """The exchange of one rank. dtypes: of the parameters, by placeholder name. .nbytes: sent in each message."""
 
     def __init__(self, routes: Routes, mesh: Any, dtypes: Mapping[str, torch.dtype], limit: int | None = None) -> None:
         self._routes, self._mesh = routes, mesh
         plan = planned(routes, dtypes, limit)
         self._buckets, self._there, self._back = plan.buckets, plan.there, plan.back
+        self.nbytes = bytes_sent(plan)
         self._own = [p for m in routes.matrices for p in self._stored_pieces(m)]
 
     def _stored_pieces(self, m: Matrix) -> Iterator[Piece]:
@@ -119,11 +120,6 @@ class Exchange:
         for way in self._there:
             for each in way.sent:
                 yield from each
-
-    @property
-    def nbytes(self) -> list[int]:
-        """Bytes that this rank sends in each message of a step."""
-        return bytes_sent(Planned(self._buckets, self._there, self._back))
 
 
 class Sending:

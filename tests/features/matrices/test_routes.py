@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +11,13 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cost.fake_mesh import rank_of
-from shardc.ir.matrices import Cut, fault, matrices_of
+from shardc.features.matrices.exchange import Exchange
+from shardc.features.matrices.owners import owners, work
+from shardc.features.matrices.program import Cut, fault, matrices_of, with_cuts
+from shardc.features.matrices.routes import Routes
+from shardc.features.matrices.runtime import CAUSES, assumed_optimizer
 from shardc.ir.stored import Param
-from shardc.report.comm import OF_MATRICES, comm_rows, comm_table
-from shardc.runtime.matrices.assumed import muon_and_adamw
-from shardc.runtime.matrices.exchange import Exchange
-from shardc.runtime.matrices.owners import owners, work
-from shardc.runtime.matrices.routes import Routes
+from shardc.report.comm import comm_rows, comm_table
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 
 #: Of Llama 3 8B: the matrices of a layer, and how many layers there are.
@@ -120,8 +119,7 @@ def test_exactly_what_must_move_is_sent(spec: str) -> None:
         mesh.records.clear()
         engine.step(X)
         sent = [r.bytes for r in mesh.records if r.tag.startswith("matrices")]
-        assert engine._model.matrices is not None
-        return sent, stored, set(engine._model.matrices.owned)
+        return sent, stored, set(engine._model.owners.owned)
 
     ranks = loopback(p.mesh, work)
     there = back = 0
@@ -181,10 +179,10 @@ def test_what_is_shown_without_an_optimizer_is_what_muon_sends(spec: str) -> Non
     net = Three()
     p = shardc.compile(net, X, {"shardc": 1, "optimizer": {"matrices": "whole"}, **SPECS[spec]})
     shown = rank_of(p.mesh, "", 0)
-    rows = [r for r in comm_rows(p) if r.cause == OF_MATRICES]
+    rows = [r for r in comm_rows(p) if r.cause == CAUSES["matrices"]]
 
     def work(mesh: LoopbackMesh) -> tuple[list[int], list[int]]:
-        engine = p.engine(net, muon_and_adamw, mesh=mesh)
+        engine = p.engine(net, assumed_optimizer, mesh=mesh)
         mesh.records.clear()
         engine.step(X)
         return [r.bytes for r in mesh.records if r.tag.startswith("matrices")], engine.matrix_bytes
@@ -193,7 +191,7 @@ def test_what_is_shown_without_an_optimizer_is_what_muon_sends(spec: str) -> Non
     assert [(r.axes, r.kind, r.count, r.bytes) for r in rows] == [("+".join(p.mesh.names), "all_to_all", 2, sum(sent))]
     assert sorted(known) == sorted(sent)
     assert p.cost().comm[rows[0].axes, "all_to_all"] == sum(sent)
-    assert OF_MATRICES in comm_table(p, p.cost())
+    assert CAUSES["matrices"] in comm_table(p, p.cost())
     given = {"shardc": 1, "optimizer": {"matrices": "whole"}, **SPECS[spec]}
     plain = {k: v for k, v in given.items() if k != "optimizer"}
     first, second = (shardc.plan(net, X, given=g, precision="model").best for g in (given, plain))
@@ -235,4 +233,4 @@ def test_the_proof_knows_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     name = p.params[0].name
     for cuts in ((Cut(0, (8,)),), (Cut(0, (12, 8)),)):
-        assert any("not all of it" in g.what for g in replace(p, matrices={name: cuts}).prove().gaps)
+        assert any("not all of it" in g.what for g in with_cuts(p, {name: cuts}).prove().gaps)

@@ -2,8 +2,7 @@
 
 Pure arithmetic: every rank finds its own sends and receives, and both ends list them in one order. Each element of a
 matrix comes to its owner once, from the nearest replica; from the owner it goes to every rank that stores it. Padding
-is
-in no part, so it is not sent.
+is in no part, so it is not sent.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from shardc.ir.matrices import Matrix
+from shardc.features.matrices.program import Matrix, axes
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.runtime.state.boxes import Box, boxes_of, cut_axes, replicas
@@ -46,12 +45,11 @@ class Routes:
     """The routes of one rank, among the ranks that share its parameters: the mesh, or its pipeline stage.
 
     matrices: of this rank's parameters, in an order that all of them share; owners: {name: place in `ranks`}. ranks:
-    the
-    group over `axes`.
+    the group over `axes`.
     """
 
     def __init__(self, program: Program, rank: int, matrices: Sequence[Matrix], owners: Mapping[str, int]) -> None:
-        self.axes = stage_axes(program)
+        self.axes = axes(program)
         self._program, self._mesh, self._rank = program, program.mesh, rank
         self.ranks = self._mesh.group(rank, self.axes) if self.axes else (rank,)
         self.here = self.ranks.index(rank)
@@ -108,8 +106,3 @@ class Routes:
                 for i in range(len(self.ranks)):
                     sent[i] += self.pieces(m, i)
         return sent, received
-
-
-def stage_axes(program: Program) -> tuple[str, ...]:
-    """Return the axes over which ranks share parameters: all but the pipeline's."""
-    return tuple(a for a in program.mesh.names if a != program.axis)

@@ -1,7 +1,7 @@
 """Check optimizers over whole matrices: each has one owner, and every element reaches it and returns.
 
 All trained matrices are checked, whichever of them an optimizer takes, on the routes that the runtime sends by
-(shardc.runtime.matrices.routes). What a rank stores comes from the arithmetic of checkpoints.
+(routes.py). What a rank stores comes from the arithmetic of checkpoints.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from shardc.ir.matrices import Matrix, matrices_of
+from shardc.features.matrices.owners import work
+from shardc.features.matrices.program import Matrix, of_param
+from shardc.features.matrices.routes import Routes
+from shardc.features.matrices.whole import routes_of
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
-from shardc.runtime.matrices.owners import work
-from shardc.runtime.matrices.routes import Routes
-from shardc.runtime.matrices.whole import routes_of
 from shardc.runtime.state.boxes import boxes_of
 from shardc.runtime.state.checkpoint_index import disjoint
 from shardc.runtime.zero.flat_partition import FlatShards
@@ -27,10 +27,10 @@ from shardc.verify.static.text import TooLongError
 
 def wrong(program: Program, until: float) -> Iterator[Wrong]:
     """Yield what is wrong. Raises TooLongError after `until` (perf_counter)."""
-    if program.matrices is None or program.forward_only:
+    if program.forward_only:
         return
     trained = [p for p in program.params if p.name in trained_params(program)]
-    cut = {p.name: matrices_of(p, program.matrices.get(p.name, ())) for p in trained}
+    cut = {p.name: of_param(program, p) for p in trained}
     for p in trained:
         if sum(m.numel for m in cut[p.name]) != math.prod(p.shape) or not disjoint(
             (m.offset, m.size) for m in cut[p.name]

@@ -16,8 +16,8 @@ from shardc.api import Program
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.agreement import DisagreementError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from tests.runtime.matrices.optimizers import alone
-from tests.runtime.matrices.test_whole import (
+from tests.features.matrices.optimizers import alone
+from tests.features.matrices.test_whole import (
     BATCH,
     CLIP,
     SPECS,
@@ -175,7 +175,7 @@ def muon(params: Any) -> list[torch.optim.Optimizer]:
 
 def test_on_another_device_than_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     # the trial leaves torch's modes, of which the made-up device is one
-    monkeypatch.setattr("shardc.runtime.matrices.shown.needs_whole", lambda m: isinstance(m, torch.optim.Muon))
+    monkeypatch.setattr("shardc.features.matrices.stand_ins.needs_whole", lambda m: isinstance(m, torch.optim.Muon))
     words = {"data": {"zero": 3}, "optimizer": {"matrices": "whole"}}
     p = shardc.compile(SMALL, X, {"shardc": 1, "mesh": {"dp": 2}, **words})
 
@@ -199,7 +199,7 @@ def test_messages_begin_while_backward_runs(zero: int, monkeypatch: pytest.Monke
     """Buckets of gradients come one after the other: what the first ones have is on its way before the last one is
     summed, unless all have to be known first (clipping).
     """
-    monkeypatch.setattr("shardc.runtime.matrices.exchange.BUCKET", 64)
+    monkeypatch.setattr("shardc.features.matrices.exchange.BUCKET", 64)
     data = {"zero": zero, "bucket_mb": 1e-4}
     spec = {"shardc": 1, "mesh": {"dp": 2}, "data": data, "optimizer": {"matrices": "whole"}}
     p = shardc.compile(SMALL.double(), X.double(), spec)

@@ -2,16 +2,17 @@
 
     matrices: {"*": whole, "*.qkv.weight": {0: 3}}     a fused weight [3 * 64, 64] is three matrices [64, 64]
 
-See shardc.ir.matrices for the result.
+See program.py for the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from shardc.spec import Spec
 from shardc.spec.fields import Pattern, Section, is_dim, malformed, unknown, wrong_here
 
 #: How parameters are cut into the matrices of an optimizer: not at all; one for each head of attention; one for
@@ -87,3 +88,24 @@ class Optimizer(Section):
         description="which part of a parameter is one matrix: whole, heads, experts, {dim: parts}, or these by pattern",
         examples=["whole", {"*.qkv.weight": {0: 3}}],
     )
+
+
+class Sections(Section):
+    """The section of this feature."""
+
+    optimizer: Optimizer = Field(default=Optimizer(), examples=[{"matrices": "whole"}])
+
+    def patterns(self) -> Iterator[tuple[tuple[str | int, ...], str, bool]]:
+        """Yield (place, pattern, False: it must name a weight) of each pattern."""
+        yield from ((("optimizer", "matrices", text), text, False) for text in self.optimizer.matrices or ())
+
+
+def rules(spec: Spec) -> dict[str, Any] | None:
+    """Return {pattern: which part of a parameter is one matrix}; None if the spec does not say."""
+    section = spec.sections.get("optimizer")
+    return section.matrices if section is not None else None
+
+
+def spans_layers(spec: Spec) -> bool:
+    """Return whether a decision needs all layers: owners are balanced over the matrices of all."""
+    return rules(spec) is not None

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import shardc
 from shardc.api import Program
 from shardc.errors import ShardcError
-from shardc.ir.matrices import Matrix, matrices_of
+from shardc.features.matrices.program import Matrix, cuts, of_param
 from shardc.runtime.mesh.loopback import loopback
-from tests.runtime.matrices.optimizers import SOAP, Lamb, Shampoo, alone
+from tests.features.matrices.optimizers import SOAP, Lamb, Shampoo, alone
 from tests.runtime.state.test_pairs import EP, TP, Model
 
 torch.set_num_threads(1)
@@ -63,8 +63,7 @@ def compiled(spec: dict[str, Any], words: Any = WORDS) -> Program:
 
 def matrices(program: Program) -> list[Matrix]:
     """Of all parameters, under the names that the plain model has."""
-    assert program.matrices is not None
-    return [replace(m, param=p.fqn) for p in program.params for m in matrices_of(p, program.matrices.get(p.name, ()))]
+    return [replace(m, param=p.fqn) for p in program.params for m in of_param(program, p)]
 
 
 @functools.cache
@@ -124,8 +123,8 @@ def test_read_from_a_folder(tmp_path: Path) -> None:
     program = compiled(SPECS["ep and dp"])
     program.save(tmp_path / "p")
     loaded = shardc.load(tmp_path / "p")
-    assert loaded.matrices == program.matrices
-    assert loaded.matrices
+    assert cuts(loaded) == cuts(program)
+    assert cuts(loaded)
     check(train(loaded, steps=3), expected(3))
 
 

@@ -1,23 +1,24 @@
 """Build the user's `optimizer(params)` from placeholders without memory, one for each whole matrix.
 
 A `stand_in` has the shape of one device. Later every optimizer gets its final parameters: those that update each
-element
-separately this rank's parts; all others the matrices that this rank owns (`optimizer: {matrices: ...}`).
+element separately this rank's parts; all others the matrices that this rank owns (`optimizer: {matrices: ...}`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
-from shardc.ir.matrices import Matrix, inner, matrices_of
+from shardc.features.matrices.program import Matrix, of_param
+from shardc.features.matrices.whole import WholeMatrices
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
-from shardc.runtime.zero.named_parameters import NamedParameters
+from shardc.runtime.offload import Offload
+from shardc.runtime.zero.named_parameters import NamedParameters, inner_matrices
 from shardc.runtime.zero.optimizer import stand_in
 from shardc.runtime.zero.optimizer_check import has_param_shape, needs_whole
 from shardc.runtime.zero.optimizer_list import members_of
@@ -29,7 +30,7 @@ class MatrixStandIns:
     def __init__(self, program: Program, params: Mapping[str, Tensor]) -> None:
         self._program = program
         self._here = [p for p in program.params if p.name in params and p.requires_grad]
-        pairs = [(m, stand_in(m.shape, params[m.param])) for p in self._here for m in _of(program, p)]
+        pairs = [(m, stand_in(m.shape, params[m.param])) for p in self._here for m in of_param(program, p)]
         self._held = [x for _, x in pairs]  # ids are unique only while their objects live
         self.matrices = {id(x): m for m, x in pairs}
 
@@ -37,9 +38,9 @@ class MatrixStandIns:
     def pairs(self) -> NamedParameters:
         """(name, `stand_in`) of every matrix of this rank's parameters."""
         trained = [p for p in self._program.params if p.requires_grad]
-        known = {m.name: (m.name, p.fqn, *p.names) for p in trained for m in _of(self._program, p)}
-        inner_names = inner(self._program)
-        names = [m.name for p in trained if p.name in inner_names for m in _of(self._program, p)]
+        known = {m.name: (m.name, p.fqn, *p.names) for p in trained for m in of_param(self._program, p)}
+        inner_names = inner_matrices(self._program)
+        names = [m.name for p in trained if p.name in inner_names for m in of_param(self._program, p)]
         return NamedParameters(((self.matrices[id(x)].name, x) for x in self._held), known, names)
 
     def place(
@@ -51,6 +52,12 @@ class MatrixStandIns:
             if member not in wholes:
                 self.set_parts(member, parts, coords)
         return wholes
+
+    def owners(
+        self, mesh: Any, stored: Mapping[str, nn.Parameter], members: Sequence[Optimizer], offload: Offload
+    ) -> WholeMatrices:
+        """Return the owners of the matrices of the optimizers that need them whole. Collective; see WholeMatrices."""
+        return WholeMatrices(self._program, mesh, stored, self, members, offload)
 
     def groups(self, optimizer: Optimizer) -> list[list[Matrix]]:
         """Return the matrices of each group. Raises ShardcError where it holds anything else."""
@@ -74,7 +81,7 @@ class MatrixStandIns:
                 places.setdefault(m.param, set()).add(i)
         for name, indices in places.items():
             count = sum(m.param == name for matrices in groups for m in matrices)
-            if len(indices) > 1 or count != len(_of(self._program, every[name])):
+            if len(indices) > 1 or count != len(of_param(self._program, every[name])):
                 raise ShardcError(
                     f"{type(optimizer).__name__} has some matrices of {every[name].fqn} in other groups than the rest,"
                     " and updates the parameter as one",
@@ -109,17 +116,6 @@ class MatrixStandIns:
             _fill(group, {m.name: owned[m.name] for m in members if m.name in owned})
 
 
-def _of(program: Program, p: Param) -> tuple[Matrix, ...]:
-    return matrices_of(p, (program.matrices or {}).get(p.name, ()))
-
-
-def matrices_here(program: Program, params: Mapping[str, Any]) -> Iterator[Matrix]:
-    """Yield the matrices of the parameters that a rank has."""
-    for p in program.params:
-        if p.name in params and p.requires_grad:
-            yield from _of(program, p)
-
-
 def _fill(group: dict[str, Any], params: Mapping[str, nn.Parameter]) -> None:
     group["params"][:] = params.values()  # in place: others may hold the list
     if "param_names" in group:
@@ -132,13 +128,3 @@ def _early_state_error(optimizer: Optimizer, p: Param) -> ShardcError:
         where=p.fqn,
         fix="write `matrices: whole` for it",
     )
-
-
-def whole(optimizer: Optimizer) -> Optimizer:
-    """Declare that an optimizer's step of a parameter needs all of it: `shardc.whole(Shampoo(matrices))`.
-
-    Needed only where steps on small random parameters do not show it, such as if it starts to precondition at step 100.
-    Returns the optimizer. Its parameters then have owners (`optimizer: {matrices: ...}` in the spec).
-    """
-    optimizer._shardc_whole = True  # type: ignore[attr-defined]
-    return optimizer
