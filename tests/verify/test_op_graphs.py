@@ -174,6 +174,18 @@ class Zeros(nn.Module):
         return (torch.cat([self.p * part.t(), zeros]) * 3).square().sum()
 
 
+class Heads(nn.Module):
+    """A constant whose first dim is rows times heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.arange(16.0, dtype=torch.float64).view(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (x[:, :4] @ self.p).reshape(2 * x.shape[0], 2)
+        return torch.cat([heads, torch.zeros_like(heads)], 1).square().sum()
+
+
 class Repeated(nn.Module):
     """A row that stands in every row, padding among them, of a product with a padded parameter."""
 
@@ -305,6 +317,11 @@ X = {"x": torch.arange(48.0, dtype=torch.float64).view(4, 12) - 20}
             Zeros,
             {"mesh": {"dp": 1}, "batch": {"dims": {"x": 0}, "microbatches": 3}, "uneven": "pad"},
             id="padding of microbatches alone was not known",
+        ),
+        pytest.param(
+            Heads,
+            {"mesh": {"dp": 1}, "batch": {"dims": {"x": 0}, "microbatches": 3}, "uneven": "pad"},
+            id="padding of rows times heads was not known",
         ),
         pytest.param(
             Repeated,

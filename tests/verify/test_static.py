@@ -67,6 +67,14 @@ def test_losses_in_chunks_are_proven(setting: str) -> None:
     assert prove(compiled).ok, str(prove(compiled))
 
 
+def test_a_loss_in_chunks_of_a_pinned_layer_is_proven() -> None:
+    spec = {"shardc": 1, "mesh": {"tp": 2}, "activations": {"head": {1: "tp"}}, "loss": {"chunks": 2}}
+    with zoo.Wide():
+        compiled = shardc.compile(*zoo.gpt(), spec, prove=False)
+    assert "linear_nll" in compiled.text()
+    assert prove(compiled).ok, str(prove(compiled))
+
+
 @pytest.mark.parametrize("method", ["gather", "ulysses", "ring"])
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 def test_split_sequences_are_proven(method: str, balance: str) -> None:

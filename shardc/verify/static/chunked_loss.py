@@ -49,7 +49,7 @@ def _reordered(model: Model, loss: fx.Node, moves: list[fx.Node], linear: fx.Nod
     calls: list[fx.Node] = []
     rows, features = x, value_of(x).shape[-1]
     for n in moves:
-        if n.target is aten._to_copy.default:
+        if n.target in (aten._to_copy.default, aten.alias.default):  # an alias is a pin of `activations:`
             continue
         args: tuple[Any, ...] = (rows, *n.args[1:])
         if n.target in _VIEWS:

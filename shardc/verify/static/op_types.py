@@ -181,7 +181,8 @@ def hints(
     for v in values_of(call)[:1]:
         for (axis, n), (d, size) in product(axes, enumerate(v.shape)):
             before = range(1, min(size, _PARTS) + 1) if axis == MICROBATCH else known
-            merged = {padding * (size // n_rows) for n_rows, padding in rows}  # a dim of rows and others
+            # `inner`: what follows rows in a dim that a view merges
+            merged = {p * inner for have, p in rows if p and size % have == 0 for inner in _divisors(size // have)}
             placements[axis] |= dict.fromkeys(
                 Shard(d, parts * digit, (), padding, parts if padding else 1)
                 for padding in paddings | merged
@@ -189,6 +190,10 @@ def hints(
                 if size % parts == 0 and (size // parts + padding) % (digit * n) == 0
             )
     return {a: list(each) for a, each in placements.items()}
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def weight_like(graph: fx.Graph, params: set[str]) -> set[fx.Node]:
