@@ -23,7 +23,8 @@ from shardc.runtime.state.sources import Weights
 class Checks(CheckHooks):
     """The checks of an engine or a module: see CheckHooks. One rank only checks user code.
 
-    made: the checked object, with its article. copied: it is a copy of a module, such as an average of weights.
+    made: the checked object in messages, "an engine" or "a module". copied: it is a copy of a module, such as an
+    average of weights.
     """
 
     def __init__(self, program: Program, mesh: Any, made: str, *, copied: bool = False) -> None:
@@ -43,7 +44,8 @@ class Checks(CheckHooks):
     def weights(self, model: Any, given: Weights) -> None:
         changed = user_changes.check_as_compiled(self._program, given.model, built=given.model is not model)
         self._note(changed)
-        user_changes.note_eval_mode(self._program, self._mesh.note)
+        if self._program.eval_mode and self._program.check_attributes is not None:  # else the commands print it
+            self._mesh.note(user_changes.EVAL_MODE)
         self.follow_model(model)
 
     def follow_model(self, model: Any) -> None:
@@ -52,17 +54,25 @@ class Checks(CheckHooks):
         observe(self._source)
 
     def _note(self, notes: user_changes.Notes) -> None:
-        user_changes.note_once(notes, self._noted, self._mesh.note)
+        """Show notes, each once by its name."""
+        for name, text in notes.items():
+            if name not in self._noted:
+                self._noted.add(name)
+                self._mesh.note(f"{name}: {text}")
 
     def _look_at_model(self, modules: Iterable[tuple[str, Any]] = ()) -> None:
-        """Refuse changes of the compiled model that forward reads, and note those that do not reach the copy."""
-        user_changes.check_attributes(self._program, self._noted, self._mesh.note, modules)
+        """Refuse changed attributes that forward reads, and note changes of the model that do not reach the copy.
+
+        modules: others with the captured model's attributes.
+        """
+        if (check := self._program.check_attributes) is not None:
+            self._note(check() | check(modules))
         self._looks += 1
         if self._looks <= 8 or self._looks % 16 == 0:  # 1,000 modules take 4 ms, and these are notes
             for note in self._source.notes(self._noted):
                 self._mesh.note(note)
 
-    def whole(self, x: Any, whole: Tensor) -> None:
+    def whole_weight(self, x: Any, whole: Tensor) -> None:
         if self.compares:
             self._weights.whole(x, whole)
 
@@ -74,10 +84,10 @@ class Checks(CheckHooks):
         if self.compares and not self._copied:
             self._weights.check(self._mesh, model.buffers)
         partial = model.buckets.names | {n for n in model.owned if norm_axes(self._program, n)}
-        self._watched = user_changes.Watched(self._program, model.owned, model.buckets.runs, partial)
+        self._watched = user_changes.WatchedParameters(self._program, model.owned, model.buckets.runs, partial)
 
-    def options(self, **settable: Any) -> None:
-        self._check_every = settable["check_every"] if self.compares else 0
+    def compare_every(self, steps: int) -> None:
+        self._check_every = steps if self.compares else 0
 
     def call(self, name: str, *facts: Fact, steps: bool = False) -> None:
         if self.compares:
@@ -93,11 +103,11 @@ class Checks(CheckHooks):
 
     def _mark_gradients(self) -> None:
         """Make gradients of which this rank has parts refuse ops that mix elements."""
-        parameter_parts.mark(parameter_parts.split(self._program, self._model.owned, self._model.buckets.runs))
+        parameter_parts.mark_gradients(self._program, self._model.owned, self._model.buckets.runs)
 
     def _watch_parts(self) -> None:
         """Make parameters of which this rank has parts refuse ops that mix elements."""
-        parameter_parts.watch(self._program, self._model.owned, self._model.buckets.runs)
+        parameter_parts.watch_parameters(self._program, self._model.owned, self._model.buckets.runs)
 
     def note_weights_read(self) -> None:
         self._source.weights_were_read = True

@@ -81,7 +81,7 @@ class EngineChecks(Checks):
             stated("the seed", rng.seed, fix="use the same seed on all ranks"),
             Fact("the learning rate", hashed(rates), stage, fix=agreement.SAME_OPTIMIZER, shown=rates_text(rates)),
             shared_facts.written(self._program, self._model.written),
-            stated("which parameters are frozen", self._watched.frozen(), stage, fix=user_changes.FREEZE_ALIKE),
+            stated("which parameters are frozen", self._watched.frozen(), stage, fix=user_changes.FIX_FREEZE),
         ]
 
     def read_params(self) -> None:

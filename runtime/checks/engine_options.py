@@ -60,7 +60,7 @@ def check_settable(made: type, options: Mapping[str, Any]) -> None:
 
 
 def check(
-    *, clip_norm: Any, nonfinite: Any, seed: Any, check_every: Any, optimizer: Any, scheduler: Any, norm: Any = False
+    *, clip_norm: Any, nonfinite: Any, seed: Any, check_every: Any, optimizer: Any, scheduler: Any, norm: Any
 ) -> None:
     """Raise ShardcError for values that would silently train otherwise than meant."""
     errors = Errors()

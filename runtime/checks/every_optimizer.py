@@ -1,6 +1,6 @@
 """Hook the steps of all optimizers of the process, as a module does not know its own.
 
-torch has one hook for all, set with the first observer. It only observes, and does nothing while no observer lives.
+torch has one hook for all, set with the first observer. It changes no step, and does nothing while no observer lives.
 While one of torch's optimizers steps, parts act as plain tensors (shardc.runtime.checks.tensor_parts): the optimizer
 was tried on parts before, and a step looks up a parameter some 20 times.
 """

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardc.runtime.checks.user_changes import Notes, hooks_of
+from shardc.runtime.checks.user_changes import Notes, hooks_of, version_of
 
 _LOST = "changed after {made} was made from the model: {made} has a copy, and this does not change it; "
 _AGAIN = "compile again after the change, and load the weights (save, load) into the result"
@@ -35,6 +35,8 @@ _TAKERS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[SourceModel]] = we
 
 
 class _Parameter(NamedTuple):
+    """A parameter as it was when the model's weights were taken."""
+
     parameter: weakref.ref[Tensor]
     version: int
     trains: bool
@@ -42,6 +44,8 @@ class _Parameter(NamedTuple):
 
 
 class _Module(NamedTuple):
+    """A submodule as it was when the model's weights were taken."""
+
     module: weakref.ref[nn.Module]
     training: bool
     hooks: int
@@ -80,28 +84,32 @@ class SourceModel:
                         t._others.setdefault(self, next(p for p, x in t._then.items() if x.module() is m))
                 takers.add(self)
 
-    def changes(self) -> Notes:
-        """Return {name of the first change: note}, one per kind of change."""
-        model: nn.Module | None = self._model() if self._model is not None else None
-        if model is None:
-            return {}
-        self._used = True
-        with _LOCK:
-            shared = next((path for t, path in self._others.items() if t._used), None)
-        if shared is not None:
-            return {shared or "the model": _TWICE.format(made=self._made)} | self._changes(model)
-        return self._changes(model)
-
     def stepping(self, optimizer: Optimizer) -> None:
         """Record an optimizer that steps the source model: see every_optimizer."""
         model = self._model() if self._model is not None else None
         if model is None or not self._used or self._idle_optimizer:
             return
         ids = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is None}
-        if ids and any(id(p) in ids for p in model.parameters()):  # steps by bucket, which are frequent, have no ids
+        # an engine that steps bucket by bucket calls this often, but its parameters have gradients: `ids` is empty
+        if ids and any(id(p) in ids for p in model.parameters()):
             self._idle_optimizer = type(optimizer).__name__
 
+    def notes(self, noted: set[str]) -> Iterator[str]:
+        """Yield the notes of kinds that are new. noted: new ones are added."""
+        model: nn.Module | None = self._model() if self._model is not None else None
+        if model is None:
+            return
+        self._used = True
+        with _LOCK:
+            shared = next((path for t, path in self._others.items() if t._used), None)
+        twice = {shared or "the model": _TWICE.format(made=self._made)} if shared is not None else {}
+        for name, fault in (twice | self._changes(model)).items():
+            if fault not in noted:
+                noted.add(fault)
+                yield f"{name}: {fault}"
+
     def _changes(self, model: nn.Module) -> Notes:
+        """Return {names of changed things: note}, one per kind of change."""
         lost = _LOST.format(made=self._made)
         by_fault: dict[str, list[str]] = {}
         if self._idle_optimizer:
@@ -126,7 +134,7 @@ class SourceModel:
                     by_fault.setdefault(f"requires_grad, {lost}{_AGAIN}", []).append(fqn)
                 if p.dtype != was.dtype:
                     by_fault.setdefault(f"its dtype, {lost}it is the spec's `precision`", []).append(fqn)
-                elif not self.weights_were_read and (original is not p or _version(p) != was.version):
+                elif not self.weights_were_read and (original is not p or version_of(p) != was.version):
                     by_fault.setdefault(f"its values, {lost}{_WEIGHTS.format(made=self._made)}", []).append(fqn)
         notes: Notes = {}
         for fault, names in by_fault.items():
@@ -134,23 +142,12 @@ class SourceModel:
             notes[f"{names[0]}{more}"] = fault
         return notes
 
-    def notes(self, noted: set[str]) -> Iterator[str]:
-        """Yield the notes of kinds that are new. noted: new ones are added."""
-        for name, fault in self.changes().items():
-            if fault not in noted:
-                noted.add(fault)
-                yield f"{name}: {fault}"
-
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, _Module]]:
     for path, m in model.named_modules():
         parameters = {
-            name: _Parameter(weakref.ref(p), _version(p), p.requires_grad, p.dtype)
+            name: _Parameter(weakref.ref(p), version_of(p), p.requires_grad, p.dtype)
             for name, p in m._parameters.items()
             if p is not None
         }
         yield path, _Module(weakref.ref(m), m.training, hooks_of(m), parameters)
-
-
-def _version(p: Tensor) -> int:
-    return 0 if p.is_inference() else p._version

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardc.runtime.checks.every_optimizer import observe, observers
+from shardc.runtime.checks.shared_facts import plain_settings
 from shardc.runtime.mesh.agreement import SAME_OPTIMIZER, DisagreementError, Fact, fingerprint, hashed
 from shardc.runtime.zero.optimizer_list import class_of, rates_text
 
@@ -32,11 +33,10 @@ _OTHERS_FIX = (
     "make them part of the compiled model; or average their gradients before each step:"
     " torch.distributed.all_reduce(p.grad, torch.distributed.ReduceOp.AVG)"
 )
-_PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 class LoopWatch:
-    """Records gradients of the loss and optimizer settings. params: the module's. noting: False: nothing."""
+    """Records gradients of the loss and optimizer settings. params: the module's. noting: whether it records."""
 
     def __init__(self, params: Iterable[Tensor], *, noting: bool) -> None:
         self._noting = noting
@@ -64,14 +64,13 @@ class LoopWatch:
         if not self._noting or not any(id(p) in self.ids for g in groups for p in g["params"]):
             return
         self._rates += [_number(g.get("lr", 0.0)) for g in groups]
-        settings = [{k: v for k, v in sorted(g.items()) if isinstance(v, _PLAIN) and k != "lr"} for g in groups]
         if optimizer not in self._seen:
             self._seen.add(optimizer)
             known = frozenset[int]().union(*(w.ids for w in observers() if isinstance(w, LoopWatch)))
             others = [p for g in groups for p in g["params"] if id(p) not in known]
             if others:
                 self._others.append((type(optimizer).__name__, others, fingerprint(others)))
-        self._settings.append((class_of(optimizer), settings, len(self._others)))
+        self._settings.append((class_of(optimizer), plain_settings(optimizer), len(self._others)))
 
     def facts(self, *, last: bool = False) -> list[Fact]:
         """Return facts about what was done since the last call. Collective: all ranks have done the same.
@@ -79,8 +78,7 @@ class LoopWatch:
         last: no forward may follow, so wait for the device.
         """
         ready = self._gradients
-        under_way = bool(ready) and ready[-1][1] is not None  # may be pending: compared one forward later
-        if under_way and not last:
+        if not last and ready and ready[-1][1] is not None:  # its copy may be pending: compared one forward later
             ready = ready[:-1]
         self._gradients = self._gradients[len(ready) :]
         for _, event in ready:

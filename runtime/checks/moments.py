@@ -48,7 +48,7 @@ class CheckHooks:
     def weights(self, model: Any, given: Weights) -> None:
         """Check the source of the weights, before any is read. model: as the user passed it."""
 
-    def whole(self, x: Any, whole: Tensor) -> None:
+    def whole_weight(self, x: Any, whole: Tensor) -> None:
         """Record a whole weight or buffer, before it is cut."""
 
     def parts(self, parts: Iterator[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
@@ -64,14 +64,14 @@ class CheckHooks:
     def schedule(self, schedulers: Any) -> None:
         """Record schedulers that were made, stepped or loaded."""
 
-    def options(self, **settable: Any) -> None:
-        """Apply options of `engine.set`, also when the engine is made."""
+    def compare_every(self, steps: int) -> None:
+        """Set after how many steps replicas are compared; 0: never."""
 
     def loader(self, loader: Loader) -> None:
         """Check a new loader."""
 
     def call(self, name: str, *facts: Fact, steps: bool = False) -> None:
-        """Compare facts as all ranks begin a call. facts: its arguments; steps: also facts about steps."""
+        """Compare facts as all ranks begin a call. facts: its arguments; steps: also of the steps so far."""
 
     def forward(self, call: str, *, training: bool) -> None:
         """Check user code before a step or an evaluation."""
@@ -122,9 +122,6 @@ class CheckHooks:
 
     def owners_step(self, optimizer: Optimizer, *, written: bool) -> None:
         """Compare facts before owners of whole matrices step. written: user code wrote to parameters."""
-
-    def last(self, call: str, fact: Fact) -> None:
-        """Compare a fact at a call after which no forward may come."""
 
     def loaded_unmarked(self) -> None:
         """Record that loaded weights do not say which rank saved them."""

@@ -23,7 +23,7 @@ class OptimizerWatch:
     model: source of the weights.
     """
 
-    FORWARDS = 3  # training forwards with steps of the plain model only, before that is an error
+    FORWARDS = 3  # training forwards after which it is an error that only the plain model was stepped
 
     def __init__(
         self, program: Program, params: Mapping[str, nn.Parameter], runs: Mapping[str, FlatShard], model: Any, mesh: Any
@@ -31,8 +31,8 @@ class OptimizerWatch:
         self._program, self._params, self._runs, self._model, self._mesh = program, params, runs, model, mesh
         self._names = {id(p): name for name, p in params.items()}
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # number of params
-        self._forwards: int | None = 0  # None: something else than the plain model's optimizer trains the module
-        self._of_plain = ""  # the optimizer that stepped the plain model
+        self._forwards: int | None = 0  # so far; None: the module's parameters are trained, so there is no error
+        self._plain_class = ""  # the class of the optimizer that stepped the plain model
         fix = "save with module.save(folder, optimizer) on all ranks, and load with module.load(folder, optimizer)"
         self._marks = OptimizerMarks(program, mesh, params, runs, fix)
         observe(self)
@@ -52,7 +52,7 @@ class OptimizerWatch:
                 check_sharded(self._program, optimizer, self._params, self._runs)
             self._forwards = None
         elif isinstance(self._model, nn.Module) and not ids.isdisjoint(map(id, self._model.parameters())):
-            self._of_plain = type(optimizer).__name__
+            self._plain_class = type(optimizer).__name__
         self._seen[optimizer] = count
 
     def check_model(self, *, changed: bool) -> None:
@@ -64,12 +64,12 @@ class OptimizerWatch:
             self._forwards = None
             return
         self._forwards += 1
-        if self._of_plain and self._forwards >= self.FORWARDS:
+        if self._plain_class and self._forwards >= self.FORWARDS:
             raise ShardcError(
                 "it has the parameters of the plain model, and no optimizer has the module's parameters: nothing "
                 "would train",
-                where=f"the optimizer {self._of_plain}",
-                fix=f"make it from the module's parameters: torch.optim.{self._of_plain}(module.parameters(), ...)",
+                where=f"the optimizer {self._plain_class}",
+                fix=f"make it from the module's parameters: torch.optim.{self._plain_class}(module.parameters(), ...)",
             )
 
     def _check_groups(self, groups: list[list[str]]) -> None:

@@ -8,47 +8,41 @@ parameters, in a state_dict and in an optimizer's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
-from shardc.ir.stored import UnknownParameterError
+from shardc.ir.stored import Param, UnknownParameterError
 from shardc.runtime.checks import tensor_parts
 from shardc.runtime.checks.tensor_parts import Origin
 from shardc.runtime.stage.clip_grad_norm import norm_axes
 
 
-def watch(program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]) -> None:
-    """Make `ParameterPart`s of parameters that are split. params: by placeholder name; runs: flat shards."""
-    for x in program.params:
-        if type(params.get(x.name)) is not nn.Parameter:  # a tensor of tensors, such as a quantised weight, is kept
-            continue
-        if x.name in runs or norm_axes(program, x.name):
-            dims = None if x.name in runs else {s.dim for a, s in x.layout.shards() if program.mesh.size(a) > 1}
-            tensor_parts.know(params[x.name], dims, Origin(x.fqn, tuple(x.shape), grad=False))
+def watch_parameters(program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]) -> None:
+    """Make `ParameterPart`s of split parameters. params: by placeholder name; runs: those that are flat shards."""
+    for x, p, dims in _split(program, params, runs):
+        if type(p) is nn.Parameter:  # not a tensor of tensors, such as a quantised weight
+            tensor_parts.make_part(p, dims, Origin(x.fqn, tuple(x.shape), grad=False))
 
 
-def split(
-    program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]
-) -> Iterator[tuple[nn.Parameter, frozenset[int] | None, str]]:
-    """Yield parameters of which ranks hold different parts, for `mark`. runs: those that are flat shards."""
-    for p in program.params:
-        if p.name in params and norm_axes(program, p.name):
-            dims = None if p.name in runs else frozenset(s.dim for _, s in p.layout.shards())
-            yield params[p.name], dims, p.fqn
-
-
-def mark(params: Iterable[tuple[nn.Parameter, Collection[int] | None, str]]) -> None:
-    """Mark gradients of split parameters as parts.
-
-    params: (parameter, split dims, name); dims None: a flat shard of it.
-    """
-    for p, dims, fqn in params:
+def mark_gradients(program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]) -> None:
+    """Make the gradients of split parameters `TensorPart`s. params, runs: see `watch_parameters`."""
+    for x, p, dims in _split(program, params, runs):
         if p.grad is not None and type(p.grad) is Tensor:
-            p.grad = tensor_parts.part(p.grad, dims, Origin(fqn))
+            p.grad = tensor_parts.part(p.grad, dims, Origin(x.fqn))
+
+
+def _split(
+    program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]
+) -> Iterator[tuple[Param, nn.Parameter, frozenset[int] | None]]:
+    """Yield parameters of which ranks hold different parts, with the split dims; None: a flat shard."""
+    for x in program.params:
+        if x.name in params and norm_axes(program, x.name):
+            split_dims = frozenset(s.dim for a, s in x.layout.shards() if program.mesh.size(a) > 1)
+            yield x, params[x.name], None if x.name in runs else split_dims
 
 
 def refuse_checkpoint(x: Tensor, fqn: str) -> None:

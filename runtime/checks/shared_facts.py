@@ -55,13 +55,20 @@ def optimizer_facts(program: Program, optimizer: torch.optim.Optimizer | None) -
     """Return the optimizer's class and group settings. Stages of a pipeline may have other groups."""
     stage = (program.axis,) if program.axis else ()
     name = class_of(optimizer) if optimizer is not None else "none"
-    groups = optimizer.param_groups if optimizer is not None else []
-    plain = (bool, int, float, str, tuple, type(None))
-    settings = [{k: v for k, v in sorted(g.items()) if isinstance(v, plain) and k != "lr"} for g in groups]
+    settings = plain_settings(optimizer) if optimizer is not None else []
     shown = [f"{k}={g[k]}" for g in settings[:1] for k in ("weight_decay", "betas", "momentum") if k in g]
     return [
         stated("the optimizer", name, stage, fix=SAME_OPTIMIZER),
         Fact("the setting of the optimizer", hashed(settings), stage, fix=SAME_OPTIMIZER, shown=", ".join(shown)),
+    ]
+
+
+def plain_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
+    """Return the plain settings of each parameter group, except for its learning rate."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return [
+        {k: v for k, v in sorted(group.items()) if isinstance(v, plain) and k != "lr"}
+        for group in optimizer.param_groups
     ]
 
 

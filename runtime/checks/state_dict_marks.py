@@ -8,10 +8,10 @@ then the next forward compares what ranks have loaded (`check_loaded`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
@@ -42,13 +42,9 @@ def _slice(x: Param | Buffer, mesh: Any, coords: Mapping[str, int], run: FlatSha
     boxes = list(x.layout.boxes(x.shape, mesh.layout, coords))
     whole = [tuple((0, 0, n) for n in x.shape)]
     text = "" if boxes == whole else " and ".join(_box(b) for b in boxes) or "nothing"
-    if run is not None and (run.start, run.stop) != (0, _size(run.shape)):
+    if run is not None and run.size != math.prod(run.shape):
         text = f"elements {run.start}:{run.stop} of {text or 'the whole'}"
     return text
-
-
-def _size(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _box(box: Sequence[tuple[int, int, int]]) -> str:

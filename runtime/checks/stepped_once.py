@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardc.errors import ShardcError
-from shardc.runtime.checks.tensor_parts import plain
+from shardc.runtime.checks.tensor_parts import plain, tensors_in
 from shardc.runtime.zero.optimizer_list import members_of
 
 
@@ -134,7 +134,7 @@ class ValueBeside(_Detached):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         with plain():
-            if torch.is_grad_enabled() and any(x.requires_grad for x in _tensors((args, kwargs))):
+            if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in((args, kwargs))):
                 raise ShardcError(
                     "a value beside the loss is detached: a term computed from it has no gradient and would train "
                     "nothing",
@@ -146,13 +146,3 @@ class ValueBeside(_Detached):
         if name in ("detach", "as_subclass") or not (type(result) is Tensor and result.is_floating_point()):
             return result
         return result.as_subclass(cls)
-
-
-def _tensors(given: Any) -> Iterator[Tensor]:
-    if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, (tuple, list)):
-        for x in given:
-            yield from _tensors(x)
-    elif isinstance(given, dict):
-        yield from _tensors(list(given.values()))

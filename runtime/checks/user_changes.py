@@ -7,7 +7,7 @@ has read them once, so later changes would silently have no effect.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import walk_stack
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ EVAL_MODE = (
     "the model was in eval mode when it was compiled (from_pretrained returns it so): training has no dropout either, "
     "and batch norm uses its running statistics; call model.train() before compiling"
 )
-FREEZE_ALIKE = "set the same requires_grad on all ranks"
+FIX_FREEZE = "set the same requires_grad on all ranks"
 _PERHAPS = "; compile again if it matters"
 _HOOKED = (
     "a hook was added after the model was compiled, and never runs: add it before shardc.compile, or let the loss"
@@ -76,31 +76,6 @@ def _other_dtype(program: Program, now: Mapping[str, nn.Parameter]) -> Notes:
     return {}
 
 
-def note_eval_mode(program: Program, note: Callable[[str], None]) -> None:
-    """Note that the model was compiled in eval mode. For a loaded program the commands print the notes."""
-    if program.eval_mode and program.check_attributes is not None:
-        note(EVAL_MODE)
-
-
-def check_attributes(
-    program: Program, noted: set[str], note: Callable[[str], None], modules: Iterable[tuple[str, nn.Module]] = ()
-) -> None:
-    """Raise ShardcError if attributes of the compiled model that forward reads have changed.
-
-    Notes attributes that forward may read. noted: names of earlier notes; new ones are added. modules: others with
-    them.
-    """
-    if program.check_attributes is not None:
-        note_once(program.check_attributes() | program.check_attributes(modules), noted, note)
-
-
-def note_once(notes: Notes, noted: set[str], note: Callable[[str], None]) -> None:
-    for name, text in notes.items():
-        if name not in noted:
-            noted.add(name)
-            note(f"{name}: {text}")
-
-
 @dataclass(frozen=True)
 class TensorRead:
     """A tensor of neither model nor batch that forward or the loss reads: a constant of the program.
@@ -114,11 +89,16 @@ class TensorRead:
 
     @classmethod
     def of(cls, tensor: Tensor, line: str) -> TensorRead:
-        return cls(tensor, 0 if tensor.is_inference() else tensor._version, line)
+        return cls(tensor, version_of(tensor), line)
 
     @property
     def changed(self) -> bool:
-        return not self.tensor.is_inference() and self.tensor._version != self.version
+        return version_of(self.tensor) != self.version
+
+
+def version_of(x: Tensor) -> int:
+    """Return autograd's count of writes to a tensor; 0 for an inference tensor, which has none."""
+    return 0 if x.is_inference() else x._version
 
 
 class Attributes:
@@ -216,7 +196,7 @@ def _text(value: Any) -> str:
     return text if len(text) <= 60 else f"a {type(value).__name__}"
 
 
-class Watched:
+class WatchedParameters:
     """The parameters of an optimizer, as they are when it is made.
 
     sharded: those of which a rank has a flat shard (ZeRO): backward sees what they were cut from. partial: those whose

@@ -1,4 +1,4 @@
-"""Compile fused regions of step graphs (shardc.ir.regions).
+"""Compile fused regions of step graphs (shardc.ir.fused_regions).
 
 regions      replaces the regions of a graph by calls
 inductor    compiles each distinct region once, by torch's Inductor

@@ -1,8 +1,8 @@
 """Replace the fused regions of a graph by calls, of compiled code or line by line.
 
-box = boxed(gelu_grad, up, x)              the caller drops its references to dead values ...
-made = region_7(box, mesh, rng)            ... and the region empties the list: each value is freed at its last use
-up_grad = made[0]
+box = boxed(gelu_grad, up, x)              a list of the region's inputs: the caller drops its own references ...
+results = region_7(box, mesh, rng)         ... and the region empties the list: each value is freed at its last use
+up_grad = results[0]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
 from shardc.ir.conversions import CONVERSIONS
 from shardc.ir.fused_regions import FusedRegion, fused_regions
@@ -108,15 +109,16 @@ def _function(call: _RegionCall) -> Callable[..., Any]:
 class RegionCode:
     """The parts of a region that equal regions share, as a function of tensors.
 
-    key: equal for equal regions; lines: of (op, arguments); tensors and masks among the arguments are numbered: `Take`
-    is an input, `Line` the result of a line. writes: {place of an output: the input into which its line adds}.
+    key: equal for equal regions; takes: the number of its inputs; lines: (op, args, kwargs), in which tensors are
+    numbered: `_Take` is an input, `_Line` the result of a line; outputs: numbers of lines. writes: {place of an output:
+    the number of the input into which its line adds}.
     """
 
     key: str
     where: str
     takes: int
     lines: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
-    outputs: tuple[int, ...]  # the outputs
+    outputs: tuple[int, ...]
     writes: Mapping[int, int]
 
     def function(self, *inputs: Tensor) -> list[Tensor]:
@@ -124,13 +126,13 @@ class RegionCode:
         values: list[Any] = []
         where = self.takes
 
-        def put(a: Any) -> Any:
+        def value_of(a: Any) -> Any:
             if isinstance(a, _Take):
                 return inputs[a.number]
             return values[a.number] if isinstance(a, _Line) else a
 
         for target, args, kwargs in self.lines:
-            args, kwargs = _mapped(args, put), _mapped(kwargs, put)
+            args, kwargs = map_aggregate(args, value_of), map_aggregate(kwargs, value_of)
             if target is ops.dropout:
                 values.append(masks.masked(args[0], inputs[where : where + 3], args[1]))
                 where += 3
@@ -147,20 +149,16 @@ class RegionCode:
 
 @dataclass(frozen=True)
 class _Take:
+    """An input of a region, by number."""
+
     number: int
 
 
 @dataclass(frozen=True)
 class _Line:
+    """The result of a region's line, by number."""
+
     number: int
-
-
-def _mapped(a: Any, put: Callable[[Any], Any]) -> Any:
-    if isinstance(a, (tuple, list)):
-        return type(a)([_mapped(x, put) for x in a])
-    if isinstance(a, dict):
-        return {k: _mapped(v, put) for k, v in a.items()}
-    return put(a)
 
 
 class CompiledRuns:
@@ -257,10 +255,14 @@ def code_of(region: FusedRegion) -> RegionCode:
     takes = [x for x in region.takes if not role(x)]
     numbered: dict[fx.Node, Any] = {n: _Take(i) for i, n in enumerate(takes)}
     numbered |= {n: _Line(i) for i, n in enumerate(region.lines)}
+
+    def numbered_or_plain(a: Any) -> Any:
+        return numbered.get(a) if isinstance(a, fx.Node) else a
+
     lines = []
     for n in region.lines:
-        args: Any = _mapped(n.args, lambda a: _plain(a, numbered))
-        kwargs = _mapped(dict(n.kwargs), lambda a: _plain(a, numbered))
+        args: Any = map_aggregate(n.args, numbered_or_plain)
+        kwargs: Any = map_aggregate(n.kwargs, numbered_or_plain)
         if n.target is ops.dropout:  # the rest is a mask's input
             args, kwargs = (args[0], (dict(zip(_DROPOUT, args[1:], strict=False)) | kwargs)["p"]), {}
         elif n.target in IDENTITIES:
@@ -279,10 +281,6 @@ def _written(n: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
     x = n.args[0] if n.target is ops.add_into else None
     take = numbered[x] if isinstance(x, fx.Node) else None
     return take.number if isinstance(take, _Take) else None
-
-
-def _plain(a: Any, numbered: Mapping[fx.Node, Any]) -> Any:
-    return numbered.get(a) if isinstance(a, fx.Node) else a
 
 
 def _name(target: Any) -> str:

@@ -111,9 +111,9 @@ def total(mesh: Mesh, index: int, axes: tuple[str, ...] = (), tag: str = "") -> 
 
 
 def summed(x: Tensor, mesh: Mesh, index: int) -> Tensor:
-    """Return the sum of x over a step's microbatches, which an earlier forward of all computed.
+    """Return the sum of x over a step's microbatches, which an earlier forward of all of them computed.
 
-    (Interpreter.count.) Backward: identity, so that each microbatch has the gradient of its summand.
+    See Interpreter.compute_totals. Backward: identity, so that each microbatch has the gradient of its summand.
     """
 
     def forward(x: Tensor) -> tuple[Tensor, tuple[()]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ def gather_start(params: Sequence[Any], tag: str = "") -> Any:
 
 def gather_wait(bucket: Any) -> tuple[Tensor, ...]:
     """Wait for `gather_start`; return the whole parameters, freed after use, gathered again in backward."""
-    result: tuple[Tensor, ...] = bucket.used()
+    result: tuple[Tensor, ...] = bucket.gathered()
     return result
 
 
@@ -31,24 +30,15 @@ def updated(params: Sequence[Any], tag: str = "") -> tuple[Tensor, ...]:
 # --- called by backward graphs (shardc.passes.joint)
 
 
-@dataclass(frozen=True)
-class Gathering:
-    """A bucket whose gather for backward runs. wait: returns the whole bucket."""
-
-    bucket: Any
-    wait: Callable[[], Tensor]
+def regather_start(params: Sequence[Any], tag: str = "") -> Callable[[], tuple[Tensor, ...]]:
+    """Start to gather a bucket for backward; return a function for `regather_wait`."""
+    wait: Callable[[], tuple[Tensor, ...]] = params[0].regather()
+    return wait
 
 
-def regather_start(params: Sequence[Any], tag: str = "") -> Gathering:
-    """Start to gather a bucket for backward."""
-    bucket: Any = params[0]
-    return Gathering(bucket, bucket.regather())
-
-
-def regather_wait(gathering: Gathering) -> tuple[Tensor, ...]:
+def regather_wait(wait: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Wait; return the bucket's whole parameters, views of a tensor that is freed with the last view."""
-    result: tuple[Tensor, ...] = gathering.bucket.parts(gathering.wait())
-    return result
+    return wait()
 
 
 def scatter(params: Sequence[Any], grads: Sequence[Tensor | None], tag: str = "") -> None:
@@ -74,7 +64,7 @@ def accumulate(param: Tensor, grad: Tensor, *, own: bool = False) -> None:
     """
     if not param.requires_grad:  # it was frozen since
         return
-    arrived: Any = getattr(param, "_post_accumulate_grad_hooks", None)
+    arrived: Any = getattr(param, "_post_accumulate_grad_hooks", None)  # of a bucket: see zero.buckets
     plain = param.grad is None and not param._backward_hooks and param.dtype == grad.dtype
     if plain and param.shape == grad.shape and (arrived or (own and param.stride() == grad.stride())):
         param.grad = grad

@@ -22,45 +22,41 @@ class GradNorm:
     def __init__(self, program: Program, params: Mapping[str, nn.Parameter], mesh: Any) -> None:
         self.params, self.mesh = params, mesh
         self._axes = {p.name: norm_axes(program, p.name) for p in program.params}
+        # of copies on several pipeline ranks, only the first one counts
         at = mesh.coordinate(program.axis) if program.axis else 0
-        self._mine = {
-            p.name for p in program.params if not program.axis or program.holders(p)[0] == at
-        }  # of several copies, only the first one counts
-        self._dtypes: dict[
-            tuple[str, ...], torch.dtype
-        ] = {}  # known without gradients: a rank may have none where others have some
+        self._counted = {p.name for p in program.params if not program.axis or program.holders(p)[0] == at}
+        # by parameters, not gradients: a rank may have no gradient where others have some
+        self._dtypes: dict[tuple[str, ...], torch.dtype] = {}
         for p in program.params:
             axes = self._axes[p.name]
             real = p.dtype.to_real() if p.dtype.is_complex else p.dtype
             self._dtypes[axes] = torch.promote_types(self._dtypes.get(axes, torch.float32), real)
         self._squares: dict[tuple[str, ...], list[Tensor]] = {}
-        self._todo: set[str] = set()
+        self._pending: set[str] = set()  # counted parameters that were not added yet
 
     def start(self) -> None:
+        """Begin a new norm."""
         self._squares = {axes: [] for axes in self._axes.values()}
-        self._todo = set(self._mine)
+        self._pending = set(self._counted)
 
     def add(self, names: Sequence[str]) -> None:
+        """Add the squares of these parameters' gradients, which are final."""
         groups: dict[tuple[str, ...], list[Tensor]] = {}
-        for name in (n for n in names if n in self._mine):
+        for name in (n for n in names if n in self._counted):
             grad = self.params[name].grad
             if grad is not None and grad.numel():
                 groups.setdefault(self._axes[name], []).append(grad.as_subclass(Tensor))
         for axes, grads in groups.items():
             self._squares[axes].append(torch.stack(norms(grads, self._dtypes[axes])).square().sum())
-        self._todo.difference_update(names)
+        self._pending.difference_update(names)
 
     def total(self) -> Tensor:
         """Return the norm: 0-dim, float32 or wider, the same on all ranks. Collective if parameters are split."""
-        self.add([n for n in self._axes if n in self._todo])
+        self.add([n for n in self._axes if n in self._pending])
         whole = torch.zeros((), device=self.mesh.device)
         for axes in sorted(self._squares):  # the same order on all ranks, even without gradients
-            squares = self._squares[axes]
-            part = (
-                torch.stack(squares).sum()
-                if squares
-                else torch.zeros((), dtype=self._dtypes[axes], device=whole.device)
-            )
+            none = torch.zeros((), dtype=self._dtypes[axes], device=whole.device)
+            part = torch.stack(self._squares[axes]).sum() if self._squares[axes] else none
             whole = whole + (self.mesh.all_reduce(part, axes, direction="update", tag="grad_norm") if axes else part)
         return whole.sqrt()
 
@@ -86,10 +82,10 @@ def parameter_norms(program: Program, params: Mapping[str, nn.Parameter], mesh: 
     gradients of trained parameters instead; 0 without a gradient.
     """
     at = mesh.coordinate(program.axis) if program.axis else 0
-    asked = [p for p in program.params if p.requires_grad or not grad]
+    included = [p for p in program.params if p.requires_grad or not grad]
     groups: dict[tuple[str, ...], list[str]] = {}
     squares: dict[str, Tensor] = {}
-    for p in asked:
+    for p in included:
         groups.setdefault(norm_axes(program, p.name), []).append(p.name)
         counts = not program.axis or program.holders(p)[0] == at  # of copies on several stages, only the first counts
         x: Tensor | None = params.get(p.name) if counts else None
@@ -101,7 +97,7 @@ def parameter_norms(program: Program, params: Mapping[str, nn.Parameter], mesh: 
         if axes:
             sums = mesh.all_reduce(sums, axes, direction="update", tag="norms")
         by_name |= dict(zip(names, sums.sqrt().tolist(), strict=True))
-    return {p.fqn: by_name[p.name] for p in asked}
+    return {p.fqn: by_name[p.name] for p in included}
 
 
 def _square(x: Tensor) -> Tensor:

@@ -19,14 +19,14 @@ from shardc.runtime.ops.local_math import summed, total
 from shardc.runtime.schedule import Action
 from shardc.runtime.stage import outputs
 from shardc.runtime.stage.activation_offload import OffloadedTensors
-from shardc.runtime.stage.run import Run, StepHooks, Values
+from shardc.runtime.stage.run import Run, Training, Values
 from shardc.runtime.stage.runnable import WRITING, RunnableStage, runnable, runnable_pair
 
 
 class Interpreter:
     """Runs the stages of this rank. mesh: a runtime mesh.
 
-    offloaded: where regions with `offload: cpu` keep tensors until backward. ranges: show every node in torch.profiler.
+    offloaded: class that keeps activations on the host for `offload: cpu`. ranges: show every node in torch.profiler.
     """
 
     #: Whether fused regions of a step's graphs run as compiled code.
@@ -55,44 +55,50 @@ class Interpreter:
                 if p.first in stages and p.then in stages
             }
             self.edges = {(e.source, e.target): e for e in program.edges}
-            self._count = runnable(program.prologue, mesh.device, program) if program.prologue is not None else None
-            self._counted = (
-                [n.name for n in program.prologue.graph.find_nodes(op="placeholder")]
-                if program.prologue is not None
-                else []
-            )
-            summing = [n for s in program.stages for n in s.graph.find_nodes(op="call_function", target=summed)]
-            summed_over = [
-                n for s in stages for n in program.stages[s].graph.find_nodes(op="call_function", target=total)
-            ]
-            #: Totals over ranks, too: {number: (axes, tag)}.
-            self._over = {int(n.args[1]): (n.args[2], n.name) for n in summed_over if len(n.args) > 2}
-            self._sums = max((int(str(n.args[2])) + 1 for n in summing), default=0)
-        self.adding = {b.name for b in program.buffers if b.adds}
+            prologue = program.prologue
+            self._prologue = runnable(prologue, mesh.device, program) if prologue is not None else None
+            takes = prologue.graph.find_nodes(op="placeholder") if prologue is not None else []
+            self._prologue_inputs = [n.name for n in takes]
+            graphs = [program.stages[s].graph for s in stages]
+            calls_here = [n for g in graphs for n in g.find_nodes(op="call_function", target=total)]
+            #: Totals of the prologue that are also summed over ranks: {number: (axes, tag)}.
+            self._over_ranks = {int(n.args[1]): (n.args[2], n.name) for n in calls_here if len(n.args) > 2}
+            calls = [n for s in program.stages for n in s.graph.find_nodes(op="call_function", target=summed)]
+            #: The number of all totals, if some are values of forward (`ops.summed`); else 0.
+            self._totals_of_forward = max((int(str(n.args[2])) + 1 for n in calls), default=0)
+        self.added_buffers = {b.name for b in program.buffers if b.adds}  # new values add up over microbatches
 
-    def count(self, values: Values) -> None:
-        """Compute the totals over all microbatches before a step: of the batch, then of forward's values."""
-        totals: list[Tensor] = []
-        if self._count is not None:
-            for i, microbatch in enumerate(values):
-                self.mesh.step.set_microbatch(i, len(values))
-                sums, _ = self._count(*(microbatch.get(n) for n in self._counted))  # it uses no parameters
-                totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else list(sums)
-        for i in self._over:
+    def compute_totals(self, values: Values) -> None:
+        """Compute the sums over all microbatches that each microbatch needs, before a step (shardc.passes.accumulate).
+
+        The prologue sums values of the batch. Where forward needs sums of its own values, all forwards run once more.
+        """
+        totals = self._prologue_totals(values)
+        for i in self._over_ranks:
             totals[i] = totals[i].contiguous()  # summed in place
         over_ranks = {
             i: self.mesh.start_all_reduce(totals[i], axes, direction="forward", tag=tag)
-            for i, (axes, tag) in sorted(self._over.items())
+            for i, (axes, tag) in sorted(self._over_ranks.items())
         }
         self.mesh.step.set_microbatch(0, len(values), totals, over_ranks)
-        if self._sums:
-            sums = self._summed(values)
+        if self._totals_of_forward:
+            sums = self._forward_totals(values)
             none = torch.zeros((), device=self.mesh.device)  # for stages of other ranks
-            later = (sums.get(i, none) for i in range(len(totals), self._sums))
+            later = (sums.get(i, none) for i in range(len(totals), self._totals_of_forward))
             self.mesh.step.set_microbatch(0, len(values), (*totals, *later), over_ranks)
 
+    def _prologue_totals(self, values: Values) -> list[Tensor]:
+        """Run the prologue, which uses no parameters, on each microbatch, and add up its results."""
+        totals: list[Tensor] = []
+        for i, microbatch in enumerate(values if self._prologue is not None else ()):
+            assert self._prologue is not None
+            self.mesh.step.set_microbatch(i, len(values))
+            sums, _ = self._prologue(*(microbatch.get(n) for n in self._prologue_inputs))
+            totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else list(sums)
+        return totals
+
     @torch.no_grad()
-    def _summed(self, values: Values) -> dict[int, Tensor]:
+    def _forward_totals(self, values: Values) -> dict[int, Tensor]:
         """Return {number: operand of `ops.summed` in the stages here, added up over microbatches}."""
         sums: dict[int, Tensor] = {}
         self.mesh.step.sums = sums
@@ -102,12 +108,12 @@ class Interpreter:
             self.mesh.step.sums = None
         return sums
 
-    def step(self, values: Values, hooks: StepHooks) -> tuple[Tensor, dict[str, Tensor], outputs.Values]:
+    def step(self, values: Values, training: Training) -> tuple[Tensor, dict[str, Tensor], outputs.Values]:
         """Run forward and backward of all microbatches.
 
         Returns (the global loss, 0-dim, on every rank; {buffer: its new value} of the stages here; {output: value}).
         """
-        run = Run(self, values, self.actions, hooks)
+        run = Run(self, values, self.actions, training)
         run.run_all()
         return self._total(run.losses), self._share_buffers(run.new_values), self._outputs(run.outputs)
 
@@ -144,7 +150,7 @@ class Interpreter:
     @torch.no_grad()
     def forward(self, values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Run one microbatch of a forward-only program: (new values of buffers, outputs) of the stages here."""
-        self.count([values])
+        self.compute_totals([values])
         run = self._forward([values])
         return run.new_values, {name: parts[0] for name, parts in run.outputs.items()}
 

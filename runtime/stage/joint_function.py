@@ -36,7 +36,7 @@ class JointCall:
         self._stage, self._running, self._buckets = stage, running, running.buckets
         rng = copy.copy(values["rng"])  # backward uses the masks of this forward
         self._values = {**values, "rng": rng}
-        self._versions: int | None = None
+        self._version: int | None = None  # of the parameters, when forward read them
         self._kept: dict[str, Any] | None = None
         self._ended = False
 
@@ -44,8 +44,8 @@ class JointCall:
         """Run the forward graph; return (loss, new values)."""
         returned, self._kept = self._stage.forward(self._values["mesh"], *self._values.values())
         self._running.updates.finish_gather()  # a gather in the background writes to parameters
-        if self._versions is None:
-            self._versions = self._now()
+        if self._version is None:
+            self._version = self._buckets.version()
         return returned[:2]
 
     def backward(self, g: Tensor) -> list[Tensor | None]:
@@ -71,17 +71,15 @@ class JointCall:
                 self._values = {}
         return buckets.take_unsummed()
 
-    def _now(self) -> int:
-        return sum(p._version for p in self._buckets.owned.values())
-
     def _check(self) -> None:
+        """Raise ShardcError for a backward that cannot run, or would give wrong gradients."""
         if self._ended:
             raise ShardcError(
                 "the backward of this loss has run already",
                 where="loss.backward()",
                 fix="call module(...) again, or loss.backward(retain_graph=True) before",
             )
-        if self._now() != self._versions:
+        if self._buckets.version() != self._version:
             raise ShardcError(
                 "parameters were written to between the forward of this loss and its backward",
                 where="loss.backward()",

@@ -53,8 +53,8 @@ class JointStage:
         self._forward = fx.GraphModule(nn.Module(), bind(copy_graph(with_compiled_regions(forward, compiler))))
         if ranges:
             self._forward = with_ranges(self._forward, forward)
-        self._backward = _Popping(backward, compiler, ranges=ranges)
-        self.weights = _Popping(graphs["weights"], compiler, ranges=ranges) if "weights" in graphs else None
+        self._backward = _ConsumingGraph(backward, compiler, ranges=ranges)
+        self.weights = _ConsumingGraph(graphs["weights"], compiler, ranges=ranges) if "weights" in graphs else None
         results: Any = backward.output_node().args[0]
         self._passed_to_weights = [n.name for n in results[1]] if self.weights is not None else []
 
@@ -65,7 +65,7 @@ class JointStage:
             *returned, kept = self._forward(*values)
         return tuple(returned), dict(zip(self._kept, kept, strict=True))
 
-    def begin(self, grads: Mapping[str, Tensor], loss_grad: Tensor | None) -> dict[str, Tensor]:
+    def named_grads(self, grads: Mapping[str, Tensor], loss_grad: Tensor | None) -> dict[str, Tensor]:
         """Return the gradients that backward begins with, by the names of its graph: see `backward`."""
         of_loss = {} if loss_grad is None else {self._loss_grad_name: loss_grad}
         return {f"{n}_grad": g for n, g in grads.items()} | of_loss
@@ -84,13 +84,13 @@ class JointStage:
         kept: of forward; consumed, except for what the second half needs. values: the stage's inputs. grads: of values
         for other stages. loss_grad: of the loss, if computed here. launch: begins the sums of complete buckets.
         """
-        kept |= self.begin(grads, loss_grad)
+        kept |= self.named_grads(grads, loss_grad)
         if self.weights is None:
             return dict(zip(self.received, self._backward(kept, values, launch), strict=True))
-        later = {name: kept[name] for name in self.weights.takes & kept.keys()}
-        returned, handed_on = self._backward(kept, values, launch)
+        needed_later = {name: kept[name] for name in self.weights.takes & kept.keys()}
+        returned, passed_on = self._backward(kept, values, launch)
         kept.clear()
-        kept |= later | dict(zip(self._passed_to_weights, handed_on, strict=True))
+        kept |= needed_later | dict(zip(self._passed_to_weights, passed_on, strict=True))
         return dict(zip(self.received, returned, strict=True))
 
 
@@ -119,7 +119,7 @@ class JointPair:
         halves = returned[:1] if kind == "FB" else returned
         #: For each forward, the names of the values that it keeps.
         self._kept = [[n.name.removeprefix(self._second_prefix) for n in half[3]] for half in halves]
-        self._pair = _Popping(graph, compiler, ranges=ranges)
+        self._pair = _ConsumingGraph(graph, compiler, ranges=ranges)
 
     @torch.no_grad()
     def run(
@@ -129,17 +129,17 @@ class JointPair:
         first_inputs: Mapping[str, Any],
         kept: dict[str, Any],
         second_inputs: Mapping[str, Any],
-        begin: Mapping[str, Tensor],
+        first_grads: Mapping[str, Tensor],
         launch: Callable[[], None],
     ) -> tuple[tuple[Any, dict[str, Any]], dict[str, Tensor | None]]:
         """Run both: (result as of JointStage.forward; gradients of values that backward's stage received).
 
         first_inputs, second_inputs: of the forward's and the backward's stages. microbatch, kept: of the backward; kept
-        is consumed. begin: as from JointStage.begin. launch: begins the sums of complete buckets.
+        is consumed. first_grads: from JointStage.named_grads. launch: begins the sums of complete buckets.
         """
         view = mesh.new_view()
         view.step.in_backward, view.step.microbatch = True, microbatch
-        kept |= begin
+        kept |= first_grads
         inputs = self._graph_inputs(first_inputs, view, second_inputs, kept)
         kept.clear()
         with mesh.step.training(launch, self._on_host), view.step.training(launch):
@@ -188,12 +188,12 @@ class JointPair:
         return tuple(results), dict(zip(self._kept[half], saved, strict=True))
 
 
-class _Popping:
+class _ConsumingGraph:
     """A graph as a function that pops its inputs from a dict: each is freed at its last use."""
 
     def __init__(self, graph: fx.Graph, compiler: Compiler | None, *, ranges: bool) -> None:
         self._graph, self.takes = graph, {n.name for n in graph.find_nodes(op="placeholder")}
-        module = _taking(with_compiled_regions(graph, compiler))
+        module = _popping(with_compiled_regions(graph, compiler))
         self._run = with_ranges(module, graph) if ranges else module
 
     @torch.no_grad()
@@ -216,7 +216,7 @@ class _Popping:
 _STEP = "the step"
 
 
-def _taking(graph: fx.Graph) -> fx.GraphModule:
+def _popping(graph: fx.Graph) -> fx.GraphModule:
     """Convert a graph to a function of one dict, from which it pops its inputs."""
     copy = fx.Graph()
     values = copy.placeholder("values")

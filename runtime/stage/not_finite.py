@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.errors import ShardcError
-from shardc.ir.graph import source_of
+from shardc.ir.graph import copy_graph, source_of
 from shardc.ir.program import Program
 from shardc.ir.types import requires_grad
 from shardc.runtime.stage.interpreter import Interpreter
@@ -40,7 +40,7 @@ class NotFiniteError(ShardcError):
     """A loss or a gradient is nan or inf, and the engine has nonfinite="stop". Nothing was updated."""
 
 
-def skips(
+def skips_loss(
     action: Action, loss: Tensor, interpreter: Interpreter, values: Sequence[Mapping[str, Any]], *, step: int
 ) -> bool:
     """Return whether a step with this global loss, 0-dim, updates nothing.
@@ -89,16 +89,16 @@ def first_not_finite(interpreter: Interpreter, values: Sequence[Mapping[str, Any
     are finite on every rank.
     """
     program, mesh = interpreter.program, interpreter.mesh
-    looking = {
-        s: _Looking(fx.GraphModule(nn.Module(), on_device(program.stages[s].graph, mesh.device)))
+    finders = {
+        s: _FirstNotFinite(fx.GraphModule(nn.Module(), copy_graph(on_device(program.stages[s].graph, mesh.device))))
         for s in interpreter.stages
     }
-    with interpreter.replaced({s: x.run for s, x in looking.items()}):
+    with interpreter.replaced({s: x.run for s, x in finders.items()}):
         interpreter.evaluate(values)
     # nodes are numbered through all stages: the first in forward has the lowest number
     starts = list(accumulate((len(stage.graph.nodes) for stage in program.stages), initial=0))
     every = [0] * mesh.layout.world
-    every[mesh.rank] = min((starts[s] + x.first for s, x in looking.items() if x.found), default=starts[-1])
+    every[mesh.rank] = min((starts[s] + x.first for s, x in finders.items() if x.found), default=starts[-1])
     first = min(mesh.sum_on_host(every))
     if first == starts[-1]:
         return ""
@@ -107,8 +107,8 @@ def first_not_finite(interpreter: Interpreter, values: Sequence[Mapping[str, Any
     return f"{node.name} of {source}" if str(source := source_of(node)) else node.name
 
 
-class _Looking(fx.Interpreter):
-    """Finds the first nodes whose results have a nan or an inf, in any run. nan, inf: their numbers.
+class _FirstNotFinite(fx.Interpreter):
+    """Finds the first nodes whose results have a nan or an inf, over all runs. nan, inf: the numbers of these nodes.
 
     An inf counts if a gradient flows through it and no operand has one: masks are made of -inf on purpose.
     """

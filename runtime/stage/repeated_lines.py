@@ -6,8 +6,7 @@
     repeat(step, False)
     w_grad = mm(g_t, y_grad)
 
-At run time these lines look like any other. Code that measures a step, or runs it without data, reads the mark
-(`StepContext.repeats`).
+Code that measures a step, or runs it without data, reads the mark (`StepContext.repeats`).
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from shardc.runtime.mesh.step_context import StepContext
 
 
 def repeat(step: StepContext, now: bool) -> None:
+    """Set whether the following lines recompute forward."""
     step.repeats = now
 
 

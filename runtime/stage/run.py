@@ -29,9 +29,11 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.ir.stage import Edge
 from shardc.runtime.mesh import Work
+from shardc.runtime.mesh.step_context import MicrobatchContext
 from shardc.runtime.schedule import Action, computed
 from shardc.runtime.schedule.actions import PAIRS
 from shardc.runtime.stage import op_errors
+from shardc.runtime.zero.buckets import Buckets
 
 if TYPE_CHECKING:
     from shardc.runtime.stage.interpreter import Interpreter
@@ -52,22 +54,22 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class StepHooks:
-    """Calls of a step into zero.buckets.Buckets, and how the gradient of the loss is scaled."""
+class Training:
+    """What the backwards of a step need: buckets for gradients, and `scale`, which applies the loss scale.
 
-    start: Callable[..., None]  # before a backward
-    pause: Callable[[], None]  # after it
-    launch: Callable[[], None]  # in it, when buckets may be full
-    reduce: Callable[[], None]  # at REDUCE
-    scaled: Callable[[Tensor], Tensor]  # times the loss scale
+    Each backward calls `Buckets.start` before it, `launch` in it when buckets may be full, and `pause` after it.
+    """
+
+    buckets: Buckets
+    scale: Callable[[Tensor], Tensor]
 
 
 #: Kind of action -> the method that runs it (names: a table of bound methods in Run would be a reference cycle).
 _METHODS = {
     "F": "forward",
     "B": "backward",
-    "I": "inputs",
-    "W": "weights",
+    "I": "backward_inputs",
+    "W": "backward_weights",
     "SEND_F": "send",
     "SEND_B": "send",
     "RECV_F": "post",
@@ -78,30 +80,31 @@ _PHASES = {"B": "backward", "I": "backward", "W": "backward", "F": "forward"}
 
 
 class Run:
-    """One pass over a list of actions: a step, or forward alone (hooks=None)."""
+    """One pass over a list of actions: a step, or forward alone (training=None)."""
 
     def __init__(
         self,
         interpreter: Interpreter,
         values: Values,
         actions: Sequence[Action],
-        hooks: StepHooks | None,
+        training: Training | None,
         *,
         keep_outputs: bool = True,
     ) -> None:
         self.interpreter, self.mesh = interpreter, interpreter.mesh
-        self.values, self.actions, self.hooks = values, actions, hooks
+        self.values, self.actions, self.training = values, actions, training
         self.losses: list[Tensor] = []
         self.new_values: dict[str, Tensor] = {}
         self.outputs: dict[str, dict[int, Tensor]] = {}  # by microbatch
         self._keep_outputs = keep_outputs
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.inbox: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> values of other stages
-        self.grads: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> gradients of what it made
-        # (stage, microbatch, way)
+        self.grads: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> gradients of what it sent
+        # (stage, microbatch, way) -> receives in progress: the tensors that they fill
         self.posted: dict[tuple[int, int, Way], list[tuple[Edge, dict[str, Tensor], list[Work]]]] = {}
+        # (source stage, target stage, microbatch, way) -> values that wait for their SEND action
         self.outbox: dict[tuple[int, int, int, Way], list[Tensor]] = {}
-        self.sending: deque[list[Work]] = deque()
+        self.sending: deque[list[Work]] = deque()  # sends in progress, the oldest first
         backwards = [a for a in computed(actions) if a.kind in ("B", "W")]
         self.first_backward = backwards[0] if backwards else None
         self.last_backward = {a.stage: a for a in backwards}
@@ -123,7 +126,7 @@ class Run:
         )
         self._note_activity(doing)
         try:
-            if action.kind in PAIRS and self.hooks is not None and action.of_pair in self.interpreter.pairs:
+            if action.kind in PAIRS and self.training is not None and action.of_pair in self.interpreter.pairs:
                 (self._pair if action.kind == "FB" else self._forwards)(*action.parts)
             else:
                 for part in action.parts:
@@ -137,9 +140,12 @@ class Run:
                 e.add_note(doing)
             raise
 
-    def _set_microbatch(self, action: Action) -> None:
+    def _set_microbatch(self, action: Action) -> MicrobatchContext:
+        """Make an action's microbatch the current one, with the totals of this step; return its context."""
         step = self.mesh.step
         step.set_microbatch(action.microbatch, len(self.values), step.running.totals, step.running.sums)
+        context: MicrobatchContext = step.running
+        return context
 
     def _run_part(self, action: Action) -> None:
         if action.kind in ("F", "B", "I", "W"):
@@ -154,9 +160,10 @@ class Run:
     # --- computing
 
     def forward(self, action: Action) -> None:
+        """Run a stage's forward (F): in training its forward graph, else the stage's own graph."""
         stage = self.interpreter.stages[action.stage]
         inputs = self._forward_inputs(action)
-        if self.hooks is None:
+        if self.training is None:
             with op_errors.named(stage.graph):
                 loss, new_values, *rest = stage.run(*inputs.values())
             self._store_results(action, (loss, new_values, rest[0] if stage.piped else ()), None)
@@ -181,7 +188,7 @@ class Run:
             for name, x in zip(stage.outputs, new_values[len(stage.updates) :], strict=True):
                 self.outputs.setdefault(name, {})[m] = x.detach().clone() if name in stage.copied else x.detach()
         for name, new in zip(stage.updates, new_values, strict=False):
-            adds = name in self.new_values and name in self.interpreter.adding
+            adds = name in self.new_values and name in self.interpreter.added_buffers
             self.new_values[name] = self.new_values[name] + new.detach() if adds else new.detach()
         if loss is not None:
             self.losses.append(loss.detach())
@@ -198,7 +205,7 @@ class Run:
 
         After the stage's last forward, only copies that backward needs are alive.
         """
-        if self.hooks is None or len(self.values) == 1:
+        if self.training is None or len(self.values) == 1:
             yield
             return
         step = self.mesh.step
@@ -214,53 +221,73 @@ class Run:
             self.weight_copies.pop(action.stage, None)
 
     def backward(self, action: Action) -> None:
-        """Run a whole backward (B). Some schedules run its halves: `inputs` (I), then `weights` (W)."""
+        """Run a whole backward (B). Some schedules run its halves: `backward_inputs`, then `backward_weights`."""
         key = (action.stage, action.microbatch)
         kept = self.kept.pop(key)
         self._start_buckets(action)
-        grads = self._backward(kept, key)
-        self._weights(kept, key)
-        self._pause()
+        grads = self._run_backward_graph(kept, key)
+        self._run_weights_graph(kept, key)
+        self._buckets.pause()
         self._deliver_grads(action, grads)
 
-    def _backward(self, kept: _Kept, key: tuple[int, int]) -> dict[str, Tensor | None]:
+    def backward_inputs(self, action: Action) -> None:
+        """Run the half of a backward that computes gradients of received values (I)."""
+        key = (action.stage, action.microbatch)
+        self._deliver_grads(action, self._run_backward_graph(self.kept[key], key))
+
+    def backward_weights(self, action: Action) -> None:
+        """Run the half of a backward that computes gradients of parameters (W)."""
+        key = (action.stage, action.microbatch)
+        self._start_buckets(action)
+        self._run_weights_graph(self.kept.pop(key), key)
+        self._buckets.pause()
+
+    @property
+    def _buckets(self) -> Buckets:
+        assert self.training is not None, "forward alone has no backward"
+        return self.training.buckets
+
+    def _start_buckets(self, action: Action) -> None:
+        first, last = action == self.first_backward, action == self.last_backward[action.stage]
+        self._buckets.start(stage=action.stage, first=first, last=last)
+
+    def _run_backward_graph(self, kept: _Kept, key: tuple[int, int]) -> dict[str, Tensor | None]:
         """Run a backward graph. Returns the gradients of values that the stage received."""
-        assert self.hooks is not None
-        grads = self.interpreter.stages[key[0]].joint.backward(
-            kept.values, self.values[key[1]], *self._first_grads(kept, key), self.hooks.launch
-        )
-        return {n: g if g is None else g.contiguous() for n, g in grads.items()}
+        joint, first_grads = self.interpreter.stages[key[0]].joint, self._first_grads(kept, key)
+        return joint.backward(kept.values, self.values[key[1]], *first_grads, self._buckets.launch)
+
+    def _run_weights_graph(self, kept: _Kept, key: tuple[int, int]) -> None:
+        """Run the second half of a backward graph that has two."""
+        if (weights := self.interpreter.stages[key[0]].joint.weights) is not None:
+            weights(kept.values, self.values[key[1]], self._buckets.launch)
 
     def _first_grads(self, kept: _Kept, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return the gradients that a backward begins with: of values that the stage sent, and of the loss."""
-        assert self.hooks is not None
+        assert self.training is not None
         self._wait_for_receives(*key, "backward")
-        return self.grads.pop(key, {}), None if kept.loss is None else self.hooks.scaled(torch.ones_like(kept.loss))
+        return self.grads.pop(key, {}), None if kept.loss is None else self.training.scale(torch.ones_like(kept.loss))
 
     def _pair(self, forward: Action, backward: Action) -> None:
-        """Run a forward and a backward as one graph."""
-        assert self.hooks is not None
-        self._set_microbatch(backward)
-        context = self.mesh.step.running
+        """Run a forward and a backward as one graph. The backward's half sees its own microbatch as the current one."""
+        context = self._set_microbatch(backward)
         self._set_microbatch(forward)
         inputs = self._forward_inputs(forward)
         key = (backward.stage, backward.microbatch)
         kept = self.kept.pop(key)
-        begin = self.interpreter.stages[backward.stage].joint.begin(*self._first_grads(kept, key))
+        first_grads = self.interpreter.stages[backward.stage].joint.named_grads(*self._first_grads(kept, key))
         self._start_buckets(backward)
         pair = self.interpreter.pairs["FB", forward.stage, backward.stage]
         with self._weight_copies(forward):
             (returned, forward_kept), grads = pair.run(
-                self.mesh, context, inputs, kept.values, self.values[key[1]], begin, self.hooks.launch
+                self.mesh, context, inputs, kept.values, self.values[key[1]], first_grads, self._buckets.launch
             )
         self._store_results(forward, returned, forward_kept)
-        self._pause()
-        self._deliver_grads(backward, {n: g if g is None else g.contiguous() for n, g in grads.items()})
+        self._buckets.pause()
+        self._deliver_grads(backward, grads)
 
     def _forwards(self, first: Action, then: Action) -> None:
-        """Run two forwards as one graph."""
-        self._set_microbatch(then)
-        context = self.mesh.step.running
+        """Run two forwards as one graph. The second half sees its own microbatch as the current one."""
+        context = self._set_microbatch(then)
         self._set_microbatch(first)
         inputs, values = self._forward_inputs(first), self._forward_inputs(then)
         pair = self.interpreter.pairs["FF", first.stage, then.stage]
@@ -270,33 +297,6 @@ class Run:
         self._end_weight_copies(then)
         self._store_results(first, one, kept)
         self._store_results(then, other, other_kept)
-
-    def _weights(self, kept: _Kept, key: tuple[int, int]) -> None:
-        """Run the second half of a backward that has two."""
-        assert self.hooks is not None
-        if (weights := self.interpreter.stages[key[0]].joint.weights) is not None:
-            weights(kept.values, self.values[key[1]], self.hooks.launch)
-
-    def inputs(self, action: Action) -> None:
-        """Run the half of a backward that computes gradients of received values (I)."""
-        key = (action.stage, action.microbatch)
-        self._deliver_grads(action, self._backward(self.kept[key], key))
-
-    def weights(self, action: Action) -> None:
-        """Run the half of a backward that computes gradients of parameters (W)."""
-        key = (action.stage, action.microbatch)
-        self._start_buckets(action)
-        self._weights(self.kept.pop(key), key)
-        self._pause()
-
-    def _start_buckets(self, action: Action) -> None:
-        assert self.hooks is not None
-        first, last = action == self.first_backward, action == self.last_backward[action.stage]
-        self.hooks.start(stage=action.stage, first=first, last=last)
-
-    def _pause(self) -> None:
-        assert self.hooks is not None
-        self.hooks.pause()
 
     def _deliver_grads(self, action: Action, grads: Mapping[str, Tensor | None]) -> None:
         """Deliver gradients of received values: at once to stages of this rank; the rest waits to be sent."""
@@ -310,22 +310,25 @@ class Run:
                 self._deliver(edge, m, edge_grads, "backward")
 
     def reduce(self, action: Action) -> None:
-        if self.hooks is not None:
-            self.hooks.reduce()
+        """Start the sums that wait for gradients which will not come, after a stage's last backward (REDUCE)."""
+        if self.training is not None:
+            self.training.buckets.start_incomplete()
 
     # --- between stages
 
     def _deliver(self, edge: Edge, microbatch: int, values: dict[str, Tensor], way: Way) -> None:
         """Pass values to a stage of this rank at once, or put them into the outbox until they are sent.
 
-        A stage here gets them contiguous, as if sent, so that results do not depend on where stages are.
+        They are contiguous in both cases, so that results do not depend on where stages are.
         """
+        values = {n: x.contiguous() for n, x in values.items()}
         if (edge.target if way == "forward" else edge.source) in self.interpreter.stages:
-            self._store(edge, microbatch, {n: x.contiguous() for n, x in values.items()}, way)
+            self._store(edge, microbatch, values, way)
         else:
             self.outbox[edge.source, edge.target, microbatch, way] = list(values.values())
 
     def _store(self, edge: Edge, microbatch: int, values: dict[str, Tensor], way: Way) -> None:
+        """Store values that arrived at a stage here; gradients of a value that several stages use add up."""
         if way == "forward":
             self.inbox.setdefault((edge.target, microbatch), {}).update(values)
         else:
@@ -340,7 +343,7 @@ class Run:
         return self.interpreter.edges[source, target], "forward" if action.kind in ("SEND_F", "RECV_F") else "backward"
 
     def post(self, action: Action) -> None:
-        """Begin to receive."""
+        """Begin to receive (RECV_F, RECV_B)."""
         edge, way = self._edge_of(action)
         received = zip(edge.names, edge.values, strict=True) if way == "forward" else edge.differentiable()
         into = {n: self.interpreter.empty(v) for n, v in received}
@@ -356,6 +359,7 @@ class Run:
             self._store(edge, microbatch, into, way)
 
     def send(self, action: Action) -> None:
+        """Begin to send, and wait for an older send if IN_FLIGHT others run (SEND_F, SEND_B)."""
         edge, way = self._edge_of(action)
         names = edge.names if way == "forward" else tuple(n for n, _ in edge.differentiable())
         to = self.interpreter.schedule.placement[action.peer]

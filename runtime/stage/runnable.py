@@ -29,33 +29,31 @@ from shardc.runtime.stage.profiler_ranges import with_ranges
 WRITING = threading.RLock()
 
 
-def on_device(graph: fx.Graph, device: torch.device | str) -> fx.Graph:
-    """Copy a canonical graph, which names no device, and pass `device` to all ops that accept one."""
+def on_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
+    """Copy a graph, which names no device, and pass `device` to all ops that accept one; on a CPU: the graph itself."""
+    if device.type == "cpu":
+        return graph
     copy = copy_graph(graph)
     for node in copy.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.target is ops.random or (schema and any(a.name == "device" for a in schema.arguments)):
-            node.kwargs = {**node.kwargs, "device": torch.device(device)}
+            node.kwargs = {**node.kwargs, "device": device}
     return copy
 
 
-def _in_place(graph: fx.Graph, program: Program) -> fx.Graph:
-    """Copy a graph, and let it overwrite caches in place, as nothing else reads the old values."""
-    copy, caches = copy_graph(graph), {b.name for b in program.buffers if b.cache}
-    for node in copy.find_nodes(op="call_function", target=torch.ops.aten.index_copy.default):
+def _overwrite_caches(graph: fx.Graph, program: Program) -> None:
+    """Let a graph overwrite caches in place, as nothing else reads the old values."""
+    caches = {b.name for b in program.buffers if b.cache}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.index_copy.default) if caches else ():
         written = node.args[0]
         if written.name in caches and len(written.users) == 1:
             node.target = torch.ops.aten.index_copy_.default
-    return copy
 
 
 def runnable(stage: Stage, device: torch.device, program: Program) -> fx.GraphModule:
     """Make a function without backward of a stage's placeholders; it frees each value after its last use."""
-    graph = copy_graph(stage.graph)
-    if any(b.cache for b in program.buffers):
-        graph = _in_place(graph, program)
-    if device.type != "cpu":
-        graph = on_device(graph, device)
+    graph = copy_graph(on_device(stage.graph, device))
+    _overwrite_caches(graph, program)
     with WRITING:
         return fx.GraphModule(nn.Module(), bind(graph))
 
@@ -75,14 +73,12 @@ class RunnableStage:
     ) -> None:
         stage = program.stages[index]
         self.takes = [n.name for n in stage.graph.find_nodes(op="placeholder")]
-        self.receives, self.sends, self.updates = stage.receives, stage.sends, stage.updates
+        self.graph, self.receives, self.sends = stage.graph, stage.receives, stage.sends
         self.outputs, self.copied = stage.outputs, outputs.views(stage)
         self.piped = bool(program.axis)
-        self.graph = stage.graph
+        self.updates = stage.updates if self.piped else tuple(b.name for b in program.buffers if b.updated)
         module = runnable(stage, device, program)
         self.run: Callable[..., Any] = with_ranges(module, stage.graph) if ranges else module
-        if not self.piped:
-            self.updates = tuple(b.name for b in program.buffers if b.updated)
         self._stage, self._device, self._copies = stage, device, copies
         self._compiler, self._ranges = compiler, ranges
 
@@ -96,9 +92,7 @@ class RunnableStage:
                 fix="compile again",
             )
         with WRITING:
-            graphs = self._stage.joint.graphs
-            if self._device.type != "cpu":
-                graphs = {way: on_device(graph, self._device) for way, graph in graphs.items()}
+            graphs = {way: on_device(graph, self._device) for way, graph in self._stage.joint.graphs.items()}
             return JointStage(self._stage, graphs, self._copies, ranges=self._ranges, compiler=self._compiler)
 
 
@@ -119,7 +113,7 @@ def runnable_pair(
     *,
     ranges: bool,
 ) -> JointPair:
-    graph = on_device(pair.graph, device) if device.type != "cpu" else pair.graph
-    then = stages[pair.then].joint
-    one = program.stages[pair.first]
-    return JointPair(pair.kind, graph, one, then, copies, ranges=ranges, compiler=compiler)
+    """Make a merged pair runnable on a device. stages: those of this rank."""
+    graph = on_device(pair.graph, device)
+    first, then = program.stages[pair.first], stages[pair.then].joint
+    return JointPair(pair.kind, graph, first, then, copies, ranges=ranges, compiler=compiler)

@@ -8,7 +8,7 @@ the pad value of each input: only the user knows which values the loss ignores.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,8 @@ from shardc.ir.patterns import match
 from shardc.ir.program import Program
 from shardc.ir.stored import Input
 from shardc.runtime.data.inputs import Path, batch_dims, leaves, mapped, name_of
+from shardc.runtime.mesh import TorchMesh
+from shardc.runtime.stage.communicators import groups_of
 
 _WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 #: Global shapes of a batch's tensors, in the order of the program's inputs.
@@ -157,8 +159,8 @@ _BRANCHES = "forward has its own branches on self.training"
 _PLAIN = "evaluate the plain model with engine.full_state_dict()"
 
 
-def step_can_evaluate(program: Program, note: Callable[[str], None]) -> bool:
-    """Return whether the program of a step can evaluate as well. note: called if that is unknown.
+def step_can_evaluate(program: Program, mesh: Any) -> bool:
+    """Return whether the program of a step can evaluate as well; note it if that is unknown.
 
     Raises ShardcError if the program cannot evaluate, and there is no model to compile for it.
     """
@@ -169,18 +171,25 @@ def step_can_evaluate(program: Program, note: Callable[[str], None]) -> bool:
     if program.evaluates == "otherwise":
         fault = f"{_BRANCHES}, and behaves differently in eval mode; a loaded program has no model to compile"
         raise ShardcError(fault, where="evaluating", fix=f"compile in this process (shardc.compile), or {_PLAIN}")
-    note(f"{_BRANCHES}, which stay as in training: their eval mode was not tried. If it matters, {_PLAIN}")
+    mesh.note(f"{_BRANCHES}, which stay as in training: their eval mode was not tried. If it matters, {_PLAIN}")
     return True
 
 
-def recompile(
-    program: Program, batch: Any, shapes: Shapes, mesh: Any, *, use: Use, note: Callable[[str], None]
-) -> Program:
-    """Compile the program for a batch of these global shapes, the same on all ranks. Collective.
+def recompile(program: Program, batch: Any, shapes: Shapes, mesh: Any, *, use: Use) -> Program:
+    """Compile the program for a batch of these global shapes, and make the process groups it needs. Collective.
 
     Raises ShardcError, on all ranks, if one of them cannot compile it. For evaluation it raises only if the program is
     known to differ from that of a step; otherwise it notes why, and the program of a step evaluates.
     """
+    mesh.barrier()  # if ranks are threads of one process, none may run during compilation
+    result = _recompiled(program, batch, shapes, mesh, use)
+    mesh.barrier()
+    if isinstance(mesh, TorchMesh):
+        mesh.add_groups(groups_of(result))
+    return result
+
+
+def _recompiled(program: Program, batch: Any, shapes: Shapes, mesh: Any, use: Use) -> Program:
     if program.resize is None:
         fault = "scoring compiles another program, but a loaded program has no model to compile"
         fix = 'compile in this process, or for scoring: shardc.compile(..., forward="score")'
@@ -196,6 +205,6 @@ def recompile(
     if use != "evaluate" or program.evaluates == "otherwise":
         raise error or ShardcError("another rank could not compile the program for this batch", where="engine")
     why = error.what if error is not None else "another rank could not compile the model in eval mode"
-    note(f"{why}. So evaluate switches only dropout and BatchNorm. If it matters, {_PLAIN}")
+    mesh.note(f"{why}. So evaluate switches only dropout and BatchNorm. If it matters, {_PLAIN}")
     same = shapes == tuple(x.shape for x in program.inputs)
-    return program if same else recompile(program, batch, shapes, mesh, use="as compiled", note=note)
+    return program if same else _recompiled(program, batch, shapes, mesh, "as compiled")

@@ -9,7 +9,7 @@ checks        checks of user code, and whether ranks agree (shardc.runtime.check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from shardc.runtime.stage import not_finite, outputs
 from shardc.runtime.stage.clip_grad_norm import parameter_norms
 from shardc.runtime.stage.communicators import runtime_mesh, seen_as
 from shardc.runtime.stage.interpreter import Interpreter
-from shardc.runtime.stage.run import StepHooks, Values
+from shardc.runtime.stage.run import Training, Values
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
 from shardc.runtime.step import engine_optimizer, step_graph
@@ -65,7 +65,7 @@ class Engine:
         a list of optimizers, each parameter belongs to one.
     scheduler: what `optimizer` returned -> learning-rate scheduler, or a list of them; stepped after every step that
         updates.
-    seed: of dropout and of computed weights. clip_norm: gradients are scaled down to this global 2-norm.
+    seed: of dropout, and of weights that a function builds. clip_norm: gradients are scaled down to this global 2-norm.
     routing: record in every step how tokens are spread over experts, in `.loads`, one
         shardc.runtime.step.expert_load.Load per layer.
     check: compare what all ranks share: weights, program and seed here; batch, step and learning rate in each step
@@ -103,6 +103,9 @@ class Engine:
     An error in forward or backward (a wrong batch, a failing op, Ctrl-C) on all ranks leaves the engine unchanged,
     except perhaps buffers: the next step starts fresh. After one in the update (a custom optimizer) load a checkpoint.
     """
+
+    #: Whether small copies of the optimizer show if it can step shards; not on tensors without data (shardc.cost).
+    _tries_optimizer = True
 
     def __init__(
         self,
@@ -148,7 +151,8 @@ class Engine:
         loaded = state.weights_of(program, model, weights, seed)
         self.weight_notes = loaded.notes
         self._checks.weights(model, loaded)
-        parts, buffers = state.local_parts(program, loaded, self.mesh, broadcast=broadcast, whole_of=self._checks.whole)
+        whole_of = self._checks.whole_weight
+        parts, buffers = state.local_parts(program, loaded, self.mesh, broadcast=broadcast, whole_of=whole_of)
         local = LocalModel(
             program,
             self.mesh,
@@ -162,7 +166,11 @@ class Engine:
         self._model = local
         self._checks.new_model(local)
         trains = optimizer is not None and not program.forward_only
-        local_optimizer = self._make_optimizer(local, optimizer) if trains and optimizer is not None else None
+        local_optimizer = None
+        if trains and optimizer is not None:
+            local_optimizer, local.owners = engine_optimizer.create_optimizer(
+                optimizer, program, local.buckets, self.mesh, local.offload, try_it=self._tries_optimizer
+            )
         schedules = scheduler if trains else None
         self._optimizer_half = Update(local, local_optimizer, schedules, self._checks, settable, trains=trains)
         self._evaluation = Evaluation(local, self._checks)
@@ -170,24 +178,10 @@ class Engine:
         self._saver = Saver(local, self._optimizer_half, self.loaders, self._checks, skeleton, loaded.folder)
         self.loads: tuple[Load, ...] = ()
         self._loads = Loads(program, self.mesh) if routing else None
-        self._graphs = step_graph.recorder(program, self.mesh, self.rng, local.buckets, self.mesh.note)
-        self._waiting = self._noted_replaced = False  # gradients of `backward` for `update`
+        self._step_graphs = step_graph.step_graphs(program, self.mesh, self.rng, local.buckets)
+        self._waiting = False  # whether gradients of `backward` wait for `update`
+        self._noted_replaced = False  # whether a note said that a second `backward` replaces them
         self._made = True
-
-    def _make_optimizer(self, model: LocalModel, make: OptimizerOf) -> torch.optim.Optimizer | None:
-        optimizer, model.owners = engine_optimizer.create_optimizer(
-            make, self.program, model.buckets, self.mesh, self._check_optimizer, self.mesh.note, model.offload
-        )
-        return optimizer
-
-    def _check_optimizer(
-        self,
-        optimizer: torch.optim.Optimizer,
-        params: Mapping[str, nn.Parameter],
-        whole: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        """Raise ShardcError if it needs more than this rank's shards. whole: those that get whole matrices."""
-        engine_optimizer.check_parts(self.program, self.buckets)(optimizer, params, whole)
 
     # --- a step
 
@@ -202,7 +196,7 @@ class Engine:
         Raises ShardcError if names, shapes or dtypes differ from the compiled ones.
         """
         with self.mesh.together(f"step {self.rng.step + 1}"):
-            result = self._backward(batch, local=local, gather=gather, early=self._graphs is None)
+            result = self._backward(batch, local=local, gather=gather, early=self._step_graphs is None)
             self._update()
             for callback in self.callbacks:
                 callback(self, result)
@@ -252,9 +246,9 @@ class Engine:
         interpreter, values = model.take(batch, checks, local=local)
         update.begin(early=early)
         loss, buffers, beside = self._run(interpreter, values)
-        update.look_at_loss(loss, interpreter, values)
+        update.check_loss(loss, interpreter, values)
         update.replace_buffers(buffers)
-        if self._graphs is None:
+        if self._step_graphs is None:
             model.buckets.finish(update.reduced)
         else:  # the CUDA graph of the step has already run `buckets.finish`
             for names in model.buckets.names_by_bucket:
@@ -266,24 +260,24 @@ class Engine:
     def _run(self, interpreter: Interpreter, values: Values) -> step_graph.Result:
         """Run all microbatches, forward and backward; return (loss, new buffers, values beside the loss)."""
         buckets, update = self.buckets, self._optimizer_half
-        # gradients come to buckets by `ops.accumulate`; `ops.launch` in the backward graph calls `launch`
-        hooks = StepHooks(buckets.start, buckets.pause, buckets.launch, buckets.start_incomplete, update.scale)
+        # gradients come to buckets by `ops.accumulate`; `ops.launch` in the backward graph calls `Buckets.launch`
+        training = Training(buckets, update.scale)
         self.mesh.step.routings = [] if self._loads is not None else None
 
-        def work(values: Values) -> step_graph.Result:
-            interpreter.count(values)
-            return interpreter.step(values, hooks)
+        def forward_backward(values: Values) -> step_graph.Result:
+            interpreter.compute_totals(values)
+            return interpreter.step(values, training)
 
-        def recorded(values: Values) -> step_graph.Result:  # what a CUDA graph records
-            result = work(values)
+        def with_sums(values: Values) -> step_graph.Result:  # what a CUDA graph records
+            result = forward_backward(values)
             buckets.finish()
             return result
 
-        if self._graphs is None:
-            result = work(values)
+        if self._step_graphs is None:
+            result = forward_backward(values)
         else:
             scale = update.scaler.factor if update.scaler is not None else None
-            result = self._graphs.step((id(interpreter), scale), values, recorded)
+            result = self._step_graphs.step((id(interpreter), scale), values, with_sums)
         if self._loads is not None:
             self.loads, self.mesh.step.routings = self._loads(self.mesh.step.routings or ()), None
         return result

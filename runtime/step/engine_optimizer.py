@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
@@ -25,9 +24,6 @@ from shardc.runtime.zero.optimizer_list import as_one
 LEARNING_RATE = 3e-4
 #: Returns a torch.optim.Optimizer, or a list of them.
 OptimizerOf = Callable[[NamedParameters], Any]
-#: (optimizer, the parameters shown to it, the optimizers that get whole matrices): raises ShardcError if one needs more
-#: than this rank has.
-Check = Callable[[torch.optim.Optimizer, Mapping[str, nn.Parameter], Sequence[torch.optim.Optimizer]], None]
 
 
 def adamw(params: NamedParameters) -> torch.optim.Optimizer:
@@ -40,35 +36,20 @@ def assumed(program: Program) -> OptimizerOf:
     return next(registered("runtime", "assumed_optimizer", program.features), adamw)
 
 
-def check_parts(program: Program, buckets: Buckets) -> Check:
-    """Return a check that an optimizer needs no more than this rank's shards of the parameters."""
-
-    def check(
-        optimizer: torch.optim.Optimizer,
-        params: Mapping[str, nn.Parameter],
-        whole: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        check_sharded(program, optimizer, params, buckets.runs)
-        for each in whole:
-            check_matrices(each)
-
-    return check
-
-
 def create_optimizer(
     make: OptimizerOf,
     program: Program,
     buckets: Buckets,
     mesh: Any,
-    check: Check,
-    note: Callable[[str], None],
     offload: Offload,
+    *,
+    try_it: bool = True,
 ) -> tuple[torch.optim.Optimizer | None, Owners]:
     """Make the optimizer of this rank's parameters, and say where these are stepped.
 
     `make` gets parameters with the shapes of this rank's layers. The optimizer is None if this rank has nothing to
-    train. note: receives notes for the user; offload: where parameters are kept outside of the device. Raises
-    ShardcError for an optimizer that trains nothing or cannot be used.
+    train. offload: where parameters are kept outside of the device. try_it: try it on small copies. Raises ShardcError
+    for an optimizer that trains nothing, or needs more than this rank's shards or the matrices that it owns.
     """
     params, runs = buckets.owned, buckets.runs
     shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in params.items()}
@@ -82,9 +63,12 @@ def create_optimizer(
     if of_whole is not None:
         regroup(optimizer, of_whole, trained)
     param_groups.check_optimizer(optimizer)
-    _look_at_parameters(optimizer, trained, note)
+    _check_parameters(optimizer, trained, mesh)
     whole = stand_ins.place(optimizer, shown, mesh.layout.coords(mesh.rank)) if stand_ins is not None else []
-    check(optimizer, shown, whole)
+    if try_it:
+        check_sharded(program, optimizer, shown, runs)
+        for each in whole:
+            check_matrices(each)
     if runs:
         replace_stand_ins(optimizer, shown, params, runs)
     if stand_ins is None or not whole:
@@ -114,15 +98,13 @@ def _called(make: OptimizerOf, trained: NamedParameters, *, by_shape: bool) -> t
         raise ShardcError(fault, where="optimizer", fix=fix) from e
 
 
-def _look_at_parameters(
-    optimizer: torch.optim.Optimizer, trained: NamedParameters, note: Callable[[str], None]
-) -> None:
+def _check_parameters(optimizer: torch.optim.Optimizer, trained: NamedParameters, mesh: Any) -> None:
     """Check that the optimizer trains all parameters that it received, and nothing else."""
     if left := param_groups.not_trained(optimizer, trained):
         if not param_groups.trains_any(optimizer, trained):
             fault = "the optimizer has none of the passed parameters: nothing would train"
             fix = "make it from the function's argument: lambda params: torch.optim.AdamW(params, lr=3e-4)"
             raise ShardcError(fault, where="optimizer", fix=fix)
-        note(f"the optimizer has none of {left}: nothing updates them")
+        mesh.note(f"the optimizer has none of {left}: nothing updates them")
     if others := param_groups.describe_foreign_params(optimizer, trained):
-        note(f"the optimizer has {others} not passed to it: no step computes a gradient for that")
+        mesh.note(f"the optimizer has {others} not passed to it: no step computes a gradient for that")

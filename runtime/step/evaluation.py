@@ -83,7 +83,7 @@ class Evaluation:
         self._model.buckets.reset(forward=True)
         self._model.rng.training = False
         interpreter, values = self._model.take(batch, self._checks, local=local, use=use)
-        interpreter.count(values)
+        interpreter.compute_totals(values)
         return interpreter, values, *interpreter.evaluate(values)
 
     def generate(self, prompts: Any, options: Any) -> list[list[int]]:

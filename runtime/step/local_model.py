@@ -15,10 +15,8 @@ from shardc.runtime import state
 from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.data.loader import Rest
-from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.offload import Offload
 from shardc.runtime.rng import Rng
-from shardc.runtime.stage.communicators import groups_of
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import Values
 from shardc.runtime.state.owners import Owners
@@ -29,9 +27,9 @@ from shardc.runtime.zero.buckets import Buckets
 class LocalModel:
     """One rank's parameters and buffers, and the interpreters that run a batch on them.
 
-    parts: this rank's part of each parameter by name, for `.buckets`. takes: arguments of the model's forward. make:
-    makes the interpreter of a program's stages. .owned: the parameters that this rank updates: at ZeRO >= 1 a flat
-    shard of each.
+    parts: this rank's part of each parameter by name, for `.buckets`. forward_arguments: of the model's forward.
+    make_interpreter: makes the interpreter of a program's stages. .owned: the parameters that this rank updates: at
+    ZeRO >= 1 a flat shard of each.
     .buffers: by name; replaced, never written to. .owners: where the optimizer steps parameters; set by its maker.
     """
 
@@ -43,30 +41,30 @@ class LocalModel:
         parts: Iterable[tuple[str, Any]],
         buffers: dict[str, Tensor],
         offload: Offload,
-        takes: Mapping[str, Any],
-        make: Callable[[Program, Any], Interpreter],
+        forward_arguments: Mapping[str, Any],
+        make_interpreter: Callable[[Program, Any], Interpreter],
     ) -> None:
-        self.program, self.mesh, self.rng, self.offload, self.takes = program, mesh, rng, offload, takes
+        self.program, self.mesh, self.rng, self.offload = program, mesh, rng, offload
         self.buckets = Buckets(program, parts, mesh, offload)
         self.owned, self.buffers = self.buckets.owned, buffers
         self.owners = Owners()
-        self._make = make
-        self.interpreter = make(program, mesh)
+        self.forward_arguments, self._make_interpreter = forward_arguments, make_interpreter
+        self.interpreter = make_interpreter(program, mesh)
         #: For other batch sizes, evaluating and scoring: the interpreter, and its program's constants.
-        self.others: dict[tuple[batch_sizes.Shapes, batch_sizes.Use], tuple[Interpreter, dict[str, Tensor]]] = {}
+        self._recompiled: dict[tuple[batch_sizes.Shapes, batch_sizes.Use], tuple[Interpreter, dict[str, Tensor]]] = {}
 
     def take(
         self, batch: Any, checks: CheckHooks, *, local: bool, use: batch_sizes.Use = "as compiled"
     ) -> tuple[Interpreter, Values]:
         """Cut this rank's part from a batch; return (interpreter, inputs {placeholder: value} by microbatch)."""
-        if isinstance(batch, Rest):
+        if isinstance(batch, Rest):  # an epoch's last, smaller batch, which is whole on every rank
             batch, local = batch.batch, False
         inputs.check_plain(batch)
-        inputs.check_keywords(self.program, batch, self.takes)
+        inputs.check_keywords(self.program, batch, self.forward_arguments)
         batch = batch_sizes.cast_and_pad(self.program, self.mesh, batch, local=local)
         checks.batch(batch, local=local)
         self.gather_written()
-        interpreter, constants = self._sized(batch, local=local, use=use)
+        interpreter, constants = self._interpreter_for(batch, local=local, use=use)
         program = interpreter.program
         parts = inputs.microbatches(program, inputs.take(program, batch, self.mesh, local=local))
         stored = {**self.stored(), **constants}
@@ -100,7 +98,9 @@ class LocalModel:
         self.gather_written()
         return self.buckets.wholes()
 
-    def _sized(self, batch: Any, *, local: bool, use: batch_sizes.Use) -> tuple[Interpreter, dict[str, Tensor]]:
+    def _interpreter_for(
+        self, batch: Any, *, local: bool, use: batch_sizes.Use
+    ) -> tuple[Interpreter, dict[str, Tensor]]:
         """Return the interpreter for a batch and its extra constants; compile when such sizes first come."""
         shapes = batch_sizes.other_shapes(self.program, batch, local=local)
         if (use == "evaluate" and self._can_evaluate) or (use == "score" and self.program.scores):
@@ -108,19 +108,15 @@ class LocalModel:
         if use != "score" and (self.program.resize is None or (shapes is None and use == "as compiled")):
             return self.interpreter, {}
         key = shapes or tuple(x.shape for x in self.program.inputs), use
-        if key not in self.others:
-            self.mesh.barrier()  # if ranks are threads of one process, none may run during compilation
+        if key not in self._recompiled:
             start = time.perf_counter()
-            program = batch_sizes.recompile(self.program, batch, key[0], self.mesh, use=use, note=self.mesh.note)
-            self.mesh.barrier()
-            if isinstance(self.mesh, TorchMesh):
-                self.mesh.add_groups(groups_of(program))
-            self.others[key] = self._make(program, self.mesh), state.constants(program, self.mesh)
+            program = batch_sizes.recompile(self.program, batch, key[0], self.mesh, use=use)
+            self._recompiled[key] = self._make_interpreter(program, self.mesh), state.constants(program, self.mesh)
             purpose = "scoring" if use == "score" else batch_sizes.sizes_text(self.program, key[0]) or "evaluating"
             self.mesh.note(f"compiled for {purpose} in {time.perf_counter() - start:.1f} s")
-        return self.others[key]
+        return self._recompiled[key]
 
     @cached_property
     def _can_evaluate(self) -> bool:
         """Whether the program of a step evaluates as well."""
-        return batch_sizes.step_can_evaluate(self.program, self.mesh.note)
+        return batch_sizes.step_can_evaluate(self.program, self.mesh)

@@ -60,45 +60,15 @@ class ShardedModule(ModuleState):
         mesh: Any = None,
     ) -> None:
         super().__init__()
-        if program.forward_only:
-            fault, fix = "the program is forward-only: there is no loss to train by", "use program.forward(model)"
-            raise ShardcError(fault, where="program.module", fix=fix)
-        if program.microbatches > 1:
-            raise ShardcError(
-                f"a step of this program is {program.microbatches} microbatches, each with its own backward: a module "
-                "has one",
-                where="batch.microbatches",
-                fix="use program.engine(...), or write microbatches: 1 and add gradients up in your own loop",
-            )
-        if program.axis:
-            raise ShardcError(
-                f"this program is a pipeline over {program.axis}: its stages run forward and backward by a schedule",
-                where="pipeline",
-                fix="use program.engine(...)",
-            )
-        if program.loss_scale is not None:
-            raise ShardcError(
-                "the engine scales the loss, and skips updates with gradients that are not finite: a module does not "
-                "step an optimizer, so nothing would be scaled",
-                where="precision.loss_scale",
-                fix="use program.engine(...); or leave loss_scale out, multiply the loss by a number before backward,"
-                " and divide each .grad by it",
-            )
-        if program.offload.used:
-            raise ShardcError(
-                "offload needs an engine, which moves tensors around the optimizer's step: a module does not step the"
-                " optimizer",
-                where="data.offload",
-                fix="use program.engine(...), or leave offload out",
-            )
+        _check_supported(program)
         model = state.plain(model)
         mesh = mesh if mesh is not None else runtime_mesh(program)
         checks = ModuleChecks(program, mesh) if check else CheckHooks()
         checks.making(seed, broadcast=broadcast, check_every=check_every)
-        checks.options(check_every=check_every)
+        checks.compare_every(check_every)
         loaded = state.weights_of(program, model, weights, seed)
         checks.weights(model, loaded)
-        parts, buffers = state.local_parts(program, loaded, mesh, broadcast=broadcast, whole_of=checks.whole)
+        parts, buffers = state.local_parts(program, loaded, mesh, broadcast=broadcast, whole_of=checks.whole_weight)
         buckets = Buckets(program, checks.parts(parts), mesh, aliased=True)
         source = model if isinstance(model, nn.Module) else loaded.model
         self._register(running_of(program, source, mesh, Rng(seed), buckets, checks), buffers, loaded.model)
@@ -227,7 +197,7 @@ class ShardedModule(ModuleState):
         r.buckets.reset()
         program, stage, constants = r.evaluating(batch) if not self.training else (r.program, r.stage, {})
         r.updates.carry_out()
-        r.buckets.follow()
+        r.buckets.update_aliases()
         stored = {"mesh": r.mesh, "rng": r.rng, **r.buckets.given, **self._buffers_by_name(), **constants}
         arguments = {**stored, **dict(zip((x.name for x in program.inputs), tensors, strict=True))}
         arguments = {name: arguments[name] for name in stage.takes}
@@ -266,10 +236,8 @@ class ShardedModule(ModuleState):
             engine_options.check_trains(r.program)
             r.updates.carry_out()
             r.updates.finish_gather()
-            check, offload = engine_optimizer.check_parts(r.program, r.buckets), Offload(r.program.offload, r.mesh)
-            optimizer, owners = engine_optimizer.create_optimizer(
-                make, r.program, r.buckets, r.mesh, check, r.mesh.note, offload
-            )
+            offload = Offload(r.program.offload, r.mesh)
+            optimizer, owners = engine_optimizer.create_optimizer(make, r.program, r.buckets, r.mesh, offload)
         assert optimizer is not None, "a module has all parameters"
         r.updates.owners.add(owners)
         return owners.in_own_loop(optimizer, r.buckets.owned.values(), self._agree_on_step)
@@ -308,3 +276,38 @@ class ShardedModule(ModuleState):
     def extra_repr(self) -> str:
         r = self._running
         return f"rank {r.mesh.rank} of {r.program.mesh}"
+
+
+def _check_supported(program: Program) -> None:
+    """Raise ShardcError for a program that only an engine, or `program.forward`, can run."""
+    if program.forward_only:
+        fault, fix = "the program is forward-only: there is no loss to train by", "use program.forward(model)"
+        raise ShardcError(fault, where="program.module", fix=fix)
+    if program.microbatches > 1:
+        raise ShardcError(
+            f"a step of this program is {program.microbatches} microbatches, each with its own backward: a module "
+            "has one",
+            where="batch.microbatches",
+            fix="use program.engine(...), or write microbatches: 1 and add gradients up in your own loop",
+        )
+    if program.axis:
+        raise ShardcError(
+            f"this program is a pipeline over {program.axis}: its stages run forward and backward by a schedule",
+            where="pipeline",
+            fix="use program.engine(...)",
+        )
+    if program.loss_scale is not None:
+        raise ShardcError(
+            "the engine scales the loss, and skips updates with gradients that are not finite: a module does not "
+            "step an optimizer, so nothing would be scaled",
+            where="precision.loss_scale",
+            fix="use program.engine(...); or leave loss_scale out, multiply the loss by a number before backward,"
+            " and divide each .grad by it",
+        )
+    if program.offload.used:
+        raise ShardcError(
+            "offload needs an engine, which moves tensors around the optimizer's step: a module does not step the"
+            " optimizer",
+            where="data.offload",
+            fix="use program.engine(...), or leave offload out",
+        )

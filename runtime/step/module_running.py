@@ -13,10 +13,8 @@ from shardc.ir.program import Program
 from shardc.runtime import state
 from shardc.runtime.checks import state_dict_marks, tensor_parts
 from shardc.runtime.checks.moments import CheckHooks
-from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage.clip_grad_norm import GradNorm, norm_axes
-from shardc.runtime.stage.communicators import groups_of
 from shardc.runtime.stage.joint_function import JointCall, differentiable
 from shardc.runtime.stage.runnable import RunnableStage, only_stage
 from shardc.runtime.state.owners import Owners
@@ -39,7 +37,7 @@ class Running:
     buckets: Buckets
     updates: Updates
     norm: GradNorm
-    summed: tuple[str, ...]  # names of those whose gradient is not yet whole and final after the graph's backward
+    summed: tuple[str, ...]  # parameters whose gradient is not final after the graph's backward, or is of a part
     checks: CheckHooks
     slices: dict[str, str]
     saves: state.Saves
@@ -68,13 +66,9 @@ class Running:
         """Return what runs a forward in eval mode, and its extra constants: see step.batch_sizes."""
         if self.eval is None:
             program, constants = self.program, dict[str, Tensor]()
-            if not batch_sizes.step_can_evaluate(program, self.mesh.note):
+            if not batch_sizes.step_can_evaluate(program, self.mesh):
                 shapes = tuple(x.shape for x in program.inputs)
-                self.mesh.barrier()  # if ranks are threads of one process, none may run during compilation
-                program = batch_sizes.recompile(program, batch, shapes, self.mesh, use="evaluate", note=self.mesh.note)
-                self.mesh.barrier()
-                if isinstance(self.mesh, TorchMesh):
-                    self.mesh.add_groups(groups_of(program))
+                program = batch_sizes.recompile(program, batch, shapes, self.mesh, use="evaluate")
                 constants = state.constants(program, self.mesh)
             same = program is self.program
             self.eval = program, self.stage if same else only_stage(program, self.mesh), constants
@@ -94,6 +88,7 @@ class Running:
         return result, news
 
     def finish_backward(self) -> None:
+        """Finish the sums of gradients when autograd's backward has ended."""
         with tensor_parts.plain():
             self.buckets.finish()
             self.checks.gradients()
@@ -128,37 +123,38 @@ class Updates:
 
     def __init__(self, buckets: Buckets) -> None:
         self.buckets, self._noted, self._settled = buckets, False, True
-        self._versions = self._now()
+        self._version = self.buckets.version()
         #: The owners of these parameters: a gather writes to them too, which is no change for the owners.
         self.owners: weakref.WeakSet[Owners] = weakref.WeakSet()
         self._same: list[Owners] = []
 
     @property
     def due(self) -> bool:
+        """Whether parameters must be gathered before the next forward."""
         return self._noted or self.written
 
     @property
     def written(self) -> bool:
         """Whether user code wrote to parameters. Waits for a running gather, which writes to them too."""
         self.finish_gather()
-        return self._versions != self._now()
+        return self._version != self.buckets.version()
 
     def note(self, *_: Any) -> None:
+        """Note that parameters may change from now on."""
         self._noted = True
 
     def carry_out(self) -> None:
+        """Start to gather parameters that may have changed."""
         if self.due:
             self._same = [m for m in self.owners if not m.written]
             self.buckets.publish()
             self._noted = self._settled = False
 
     def finish_gather(self) -> None:
+        """Wait for the gather that `carry_out` started."""
         if not self._settled:
             self.buckets.wait_for_gathers()
-            self._settled, self._versions = True, self._now()
+            self._settled, self._version = True, self.buckets.version()
             for m in self._same:
                 m.note()
             self._same = []
-
-    def _now(self) -> int:
-        return sum(p._version for p in self.buckets.owned.values())

@@ -142,14 +142,14 @@ class ModuleState(nn.Module):
         """Return {parameter: 2-norm of all of it}, on every rank; grad: of `.grad`, 0 if None. Collective."""
         r = self._running
         with r.mesh.together("norms"):
-            r.checks.last("norms", stated("grad", grad, where="module.norms", fix=SAME_CALLS))
+            r.checks.call("norms", stated("grad", grad, where="module.norms", fix=SAME_CALLS), steps=True)
             return parameter_norms(r.program, r.buckets.owned, r.mesh, grad=grad)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return {fqn: whole tensor on the CPU}, on every rank, as the unsharded state_dict. Collective."""
         r = self._running
         with r.mesh.together("full_state_dict"):
-            r.checks.last("full_state_dict", stated("whether parameters changed", r.updates.due))
+            r.checks.call("full_state_dict", stated("whether parameters changed", r.updates.due), steps=True)
             r.updates.carry_out()
             r.updates.finish_gather()
             r.checks.note_weights_read()
@@ -210,13 +210,13 @@ class _End:
     def sending(self) -> Iterator[None]:
         self._running.updates.carry_out()
         self._running.updates.finish_gather()
-        self.buckets.follow()
+        self.buckets.update_aliases()
         yield
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
         self.buckets.reset(forward=True)
         self._running.updates.finish_gather()
-        self.buckets.follow()
+        self.buckets.update_aliases()
         yield
         self._running.updates.note()

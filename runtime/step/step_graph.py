@@ -17,7 +17,7 @@ the host and back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -80,17 +80,17 @@ def graphs_of(device: torch.device) -> Callable[[], Graph] | None:
 class _Recorded:
     """A recorded step.
 
-    inputs: per microbatch {name: where the graph reads it}; buffers: likewise; again: restores the graph's gradients.
+    inputs: per microbatch {name: where the graph reads it}; buffers: likewise. restore_grads: sets `.grad` again.
     """
 
     graph: Graph
     inputs: list[dict[str, Tensor]]
     buffers: dict[str, Tensor]
     result: Result
-    again: Callable[[], None]
+    restore_grads: Callable[[], None]
     used: int = 0  # the number of the last step
 
-    def take(self, values: Values) -> None:
+    def copy_inputs(self, values: Values) -> None:
         """Copy a step's inputs to where the graph reads them."""
         into, new = [], []
         for places, microbatch in zip(self.inputs, values, strict=True):
@@ -107,14 +107,12 @@ class _Recorded:
 
 @dataclass
 class StepGraphs:
-    """The recorded steps of an engine. note: receives the reason if there are none."""
+    """The recorded steps of an engine. A note says why if there are none."""
 
     program: Program
     mesh: Any
     rng: Rng
     buckets: Buckets
-    owned: Mapping[str, nn.Parameter]
-    note: Callable[[str], None]
     _make: Callable[[], Graph] | None = None
     _seen: dict[Any, int] = field(default_factory=dict)
     _recorded: dict[Any, _Recorded] = field(default_factory=dict)
@@ -139,7 +137,7 @@ class StepGraphs:
         fault = f"execution: {{graphs: true}}: {reason}; steps run op by op"
         if self.program.spec is not None and self.program.spec.strict:
             raise ShardcError(fault, where="engine", fix="leave graphs out, or `strict: true`")
-        self.note(fault)
+        self.mesh.note(fault)
 
     def step(self, key: Any, values: Values, work: Callable[[Values], Result]) -> Result:
         """Return the result of `work(values)`, with gradients in `.grad`. key: what else it depends on."""
@@ -159,10 +157,10 @@ class StepGraphs:
             self._recorded[key] = recorded
         replayed = self._recorded[key]
         replayed.used = self._steps
-        replayed.take(values)
+        replayed.copy_inputs(values)
         self.rng.renew()
         replayed.graph.replay()
-        replayed.again()
+        replayed.restore_grads()
         total, news, beside = replayed.result
         return total.clone(), news, {name: x.clone() for name, x in beside.items()}
 
@@ -193,29 +191,30 @@ class StepGraphs:
             raise
         except Exception as e:
             self.buckets.reset(forward=True)
-            for p in self.owned.values():
+            for p in self.buckets.owned.values():
                 p.grad = None
             first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
             self._refuse(f"CUDA cannot record this step ({first})")
             return None
-        grads = {name: p.grad for name, p in self.owned.items()}
-        sums = self.buckets.kept_sums()
+        grads = {name: p.grad for name, p in self.buckets.owned.items()}
+        restore_sums = self.buckets.sums_restorer()
 
-        def again() -> None:
+        def restore_grads() -> None:
             for name, grad in grads.items():
-                self.owned[name].grad = grad
-            sums()
+                self.buckets.owned[name].grad = grad
+            restore_sums()
 
-        return _Recorded(graph, inputs, buffers, result, again)
+        return _Recorded(graph, inputs, buffers, result, restore_grads)
 
     def _signature(self, values: Values) -> tuple[Any, ...]:
         """Return what a recorded step assumes of its values and parameters."""
-        stored = tuple(_mark(x) for name, x in values[0].items() if name not in self._inputs)
-        trained = tuple((p.data_ptr(), p.requires_grad) for p in self.owned.values())
-        return stored, trained, tuple(_mark(v[n]) for v in values for n in self._inputs)
+        stored = tuple(_assumed(x) for name, x in values[0].items() if name not in self._inputs)
+        trained = tuple((p.data_ptr(), p.requires_grad) for p in self.buckets.owned.values())
+        return stored, trained, tuple(_assumed(v[n]) for v in values for n in self._inputs)
 
 
-def _mark(x: Any) -> Any:
+def _assumed(x: Any) -> Any:
+    """Return what a recorded step assumes of a value: a parameter's address, a tensor's form, other values."""
     if isinstance(x, nn.Parameter):
         return x.data_ptr(), x.requires_grad
     if isinstance(x, Tensor):
@@ -235,11 +234,11 @@ def requested(program: Program) -> bool:
     return program.spec is not None and program.spec.execution.graphs
 
 
-def recorder(program: Program, mesh: Any, rng: Rng, buckets: Buckets, note: Callable[[str], None]) -> StepGraphs | None:
-    """Return the recorded steps if the spec requests them; None: steps run op by op."""
+def step_graphs(program: Program, mesh: Any, rng: Rng, buckets: Buckets) -> StepGraphs | None:
+    """Return an engine's recorded steps if the spec requests them; None: steps run op by op."""
     if not requested(program):
         return None
-    graphs = StepGraphs(program, mesh, rng, buckets, buckets.owned, note)
+    graphs = StepGraphs(program, mesh, rng, buckets)
     return graphs if graphs.records else None
 
 

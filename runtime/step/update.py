@@ -25,8 +25,8 @@ from shardc.runtime.zero.optimizer_kernels import prefer_fused
 class Update:
     """The optimizer's half of a step.
 
-    In each step: `begin`, backward, `look_at_loss`, `replace_buffers`, `reduced` for each bucket whose sum has ended
-    (where owners step: in backward), `finish_gradients`, `apply`, `step_schedule`.
+    In each step: `begin`, backward, `check_loss`, `replace_buffers`, `reduced` for each bucket whose sum has ended,
+    `finish_gradients`, `apply`, `step_schedule`. If owners get gradients early (`begin`), backward calls `reduced`.
     optimizer: of what this rank owns; None: it has nothing to train. trains: the engine has an optimizer.
     .whole: all of the state belongs to one step. .norm: the gradient's 2-norm, before clipping; None: nothing needs it.
     """
@@ -53,13 +53,14 @@ class Update:
         self.scaler = LossScaler(program.loss_scale, model.mesh) if program.loss_scale is not None else None
         self._norm = GradNorm(program, model.owned, model.mesh)
         self.norm: Tensor | None = None
-        self.whole, self._skipping, self._updated = True, False, False
-        self._steps_early = self._sends_early = False
-        self._buffers_before = model.buffers
+        self.whole = True
+        self._skipping = self._updated = False  # whether this step leaves out its update; whether it updated
+        self._steps_early = self._sends_early = False  # see `begin`
+        self._buffers_before = model.buffers  # put back if gradients are not finite
         self.set_options(**options)
 
     def set_options(
-        self, *, clip_norm: float | None, norm: bool, nonfinite: not_finite.Action, check_every: int, **_: Any
+        self, *, clip_norm: float | None, norm: bool, nonfinite: not_finite.Action, check_every: int
     ) -> None:
         """Apply the options that `engine.set` may change."""
         self.clip_norm, self._nonfinite = clip_norm, nonfinite
@@ -75,7 +76,7 @@ class Update:
             and self.model.buckets.sums_outlast_backward
             else None
         )
-        self._checks.options(check_every=check_every)
+        self._checks.compare_every(check_every)
 
     def schedule(self, schedulers: Schedulers | None) -> None:
         """Set the engine's schedulers."""
@@ -93,7 +94,7 @@ class Update:
 
     @property
     def scale(self) -> Callable[[Tensor], Tensor]:
-        """Multiplies the gradient of the loss by the loss scale."""
+        """Function that multiplies the gradient of the loss by the loss scale."""
         return self.scaler.scale if self.scaler is not None else lambda gradient: gradient
 
     def begin(self, *, early: bool) -> None:
@@ -107,10 +108,12 @@ class Update:
         model.buckets.early = self.reduced if self._sends_early else None
         self._norm.start()
 
-    def look_at_loss(self, loss: Tensor, interpreter: Interpreter, values: Values) -> None:
+    def check_loss(self, loss: Tensor, interpreter: Interpreter, values: Values) -> None:
         """Decide whether this step updates anything. Loss scaling checks the gradients instead."""
         step = self.model.rng.step + 1
-        self._skipping = self.scaler is None and not_finite.skips(self._nonfinite, loss, interpreter, values, step=step)
+        self._skipping = self.scaler is None and not_finite.skips_loss(
+            self._nonfinite, loss, interpreter, values, step=step
+        )
 
     def replace_buffers(self, new: Mapping[str, Tensor]) -> None:
         """Replace buffers by their new values, unless the step is left out."""
@@ -143,7 +146,7 @@ class Update:
         if self.trains and self._needs_norm:
             self.norm = self._norm.total()
             if self.scaler is None and not self._skipping:
-                self._look_at_gradients(self.norm)
+                self._check_gradients(self.norm)
         self._updated = self.trains and not self._skipping and (self.scaler is None or not self.scaler.overflow)
         if self._updated:
             self.whole = False
@@ -152,7 +155,7 @@ class Update:
             if self.optimizer is not None and not self._steps_early:
                 self._step(self.optimizer)
             model.buckets.publish()
-        model.buckets.narrow()
+        model.buckets.narrow_grads()
         if self.scaler is not None:
             self.scaler.update()
 
@@ -160,7 +163,7 @@ class Update:
         with self.model.owners.stepping(), self._checks.stepping():
             (self.paged or optimizer).step()
 
-    def _look_at_gradients(self, norm: Tensor) -> None:
+    def _check_gradients(self, norm: Tensor) -> None:
         """Skip or stop if gradients are not finite. Buffers then have their old values, also on a raise."""
         model = self.model
         new, model.buffers = model.buffers, self._buffers_before

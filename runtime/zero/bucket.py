@@ -1,10 +1,10 @@
 """Implement a bucket of parameters on one rank: its flat buffer, gradients and shards.
 
-    zero   whole   scatters    whole on every rank       sharded over the axis
-    0      yes     no          everything
-    1      yes     no          parameters, gradients     optimizer state
-    2      yes     yes         parameters                optimizer state, gradients
-    3      no      yes                                   optimizer state, gradients, parameters
+    zero   params_whole  scatters    whole on every rank       sharded over the axis
+    0      yes           no          everything
+    1      yes           no          parameters, gradients     optimizer state
+    2      yes           yes         parameters                optimizer state, gradients
+    3      no            yes                                   optimizer state, gradients, parameters
 
     a a a a | a - - - | b b b - | c c c c      parameters of 5, 3 and 4 elements, aligned to 4, on 4 ranks:
                                                rank 1 owns a[4:5], rank 2 b[0:3] (flat_partition.py)
@@ -35,10 +35,11 @@ from shardc.runtime.zero.trained_params import trained_params
 
 
 class Bucket:
-    """A bucket of parameters. Call `adopt` for each parameter, then `ready`; after an update `publish`.
+    """A bucket of parameters. Call `adopt` for each parameter, then `make_owned`; after an update `publish`.
 
     In each step: `start`, `put` for each gradient (ZeRO 3: `arrived`), `launch`, `advance_sum`, `close`, `finish`.
-    last: whether this is the step's last backward that reaches the bucket. launched: called when ZeRO 3 starts a sum.
+    is_last: whether this is the step's last backward that reaches the bucket. launched: called when ZeRO 3 starts a
+    sum.
     aliased: for a custom loop, whose loss may have other terms, such as `0.1 * w.norm()`. At ZeRO 0 the graph gets
     separate leaves on the parameters' memory, so ranks do not sum the gradient of such a term: it is whole on every
     rank. A shard without elements gets a gradient without elements, which a loop can read (in an engine: None).
@@ -50,15 +51,16 @@ class Bucket:
         index: int,
         mesh: Any,
         offload: Offload,
-        last: Callable[[Bucket], bool],
+        is_last: Callable[[Bucket], bool],
         launched: Callable[[Bucket], None],
         *,
         aliased: bool = False,
     ) -> None:
         self.spec: ir.Bucket = program.buckets[index]
-        self.sharded, self.whole, self.scatters = self.spec.zero > 0, self.spec.zero < 3, self.spec.zero > 1
+        zero = self.spec.zero
+        self.sharded, self.params_whole, self.scatters = zero > 0, zero < 3, zero > 1
         self.tag, self.mesh, self._aliased = f"bucket{index}", mesh, aliased
-        self._offload, self._last, self._launched = offload, last, launched
+        self._offload, self._is_last, self._launched = offload, is_last, launched
         # of a late bucket (tied weights: stages on other ranks use them too): the parameters that are trained anywhere
         self.trained_by_any = trained_params(program).intersection(self.spec.params) if self.spec.late else frozenset()
         self.flat = Flat.of(program, self.spec)
@@ -71,8 +73,8 @@ class Bucket:
         self.buffer: Tensor | None = None
         self._views: dict[str, Tensor] = {}
         self._in_buffer: set[str] = set()  # gradients that are in the buffer (its other elements are not written yet)
-        self._work, self._others_work, self._gather = Work(), Work(), Work()
-        self._others_started = False  # whether the sum over the other axes has started
+        self._work, self._gather = Work(), Work()  # the running sum; the gather that `publish` started
+        self._other_axes_work, self._other_axes_started = Work(), False  # the sum over the other data axes
         self._final = False  # the running sum is the step's last
         self._sum: Tensor | None = None  # this rank's part of the gradients
         self._sum_output: Tensor | None = None  # the result of the running sum, to add to earlier ones
@@ -82,7 +84,7 @@ class Bucket:
         self.runs: dict[str, FlatShard] = self.flat.runs(self.rank) if self.sharded else {}
         self.other_axes = tuple(a for a in self.spec.axes if a != self.spec.shard)
         self.low, self.high = self.rank * self.flat.part, (self.rank + 1) * self.flat.part
-        rounds = bool(self.spec.rounded) and not self.whole
+        rounds = bool(self.spec.rounded) and not self.params_whole
         self._rounded = RoundedGather(self.spec, self.flat, self.runs, mesh, self.tag) if rounds else None
         self._trains: dict[str, bool] = {}
         self._flat_params: Tensor | None = None  # ZeRO 1 and 2: all parameters, as ops take them
@@ -109,7 +111,7 @@ class Bucket:
             self._master = self._make_master(p)
         with torch.no_grad():
             if self._flat_params is not None:
-                place = self._named(self._flat_params)[name]
+                place = self._named_views(self._flat_params)[name]
                 place.copy_(p)
                 self.params[name] = nn.Parameter(place, requires_grad=p.requires_grad)
             run = self.runs[name]
@@ -119,35 +121,35 @@ class Bucket:
 
     def _make_master(self, p: nn.Parameter) -> Tensor:
         """Allocate whole parameters (ZeRO 1, 2) and this rank's part, perhaps a view of them. All are zeros."""
-        if self.whole:
+        if self.params_whole:
             self._flat_params = torch.zeros(self.flat.padded, dtype=self.spec.compute or p.dtype, device=p.device)
             if self._flat_params.dtype == p.dtype:
                 return self._flat_params[self.low : self.high]
-        self._home = self._offload.room("optimizer" if self.whole else "parameters", self.flat.part, p.dtype)
+        self._home = self._offload.room("optimizer" if self.params_whole else "parameters", self.flat.part, p.dtype)
         if self._home is not None:
             return self._home.tensor
         return torch.zeros(self.flat.part, dtype=p.dtype, device=self.mesh.device)
 
-    def ready(self) -> None:
+    def make_owned(self) -> None:
         """Build `.owned`. Call it after `adopt` of all parameters."""
         if self._master is None:
             return
         # `.data` has its own version counter: in an engine gathers do not change `_version`, so `written` sees only
         # other writes. In a custom loop autograd must see all writes between forward and backward.
-        master = self._master.data if self.whole and not self._aliased else self._master
+        master = self._master.data if self.params_whole and not self._aliased else self._master
         self.owned = {n: nn.Parameter(x, requires_grad=self._trains[n]) for n, x in self._slices(master).items()}
         if self._home is not None:
             self._offload.keep(self.owned.values(), self._home)
         self._versions = self._version()
 
-    def follow(self) -> None:
+    def update_aliases(self) -> None:
         """Update the graph's leaves if parameters were frozen, or got other memory, since the last forward."""
         for name, p in self.owned.items() if self._aliased and not self.sharded else ():
-            follow(self.params[name], p)
+            update_alias(self.params[name], p)
 
-    def _named(self, whole: Tensor) -> dict[str, Tensor]:
+    def _named_views(self, whole: Tensor) -> dict[str, Tensor]:
         """Return {name: view of the parameter} of a flat tensor of all parameters."""
-        return dict(zip(self.spec.params, self.parts(whole), strict=True))
+        return dict(zip(self.spec.params, self.views(whole), strict=True))
 
     def _slices(self, part: Tensor) -> dict[str, Tensor]:
         """Return this rank's shard of every parameter in its part of the flat buffer."""
@@ -167,7 +169,7 @@ class Bucket:
 
         torch does not count writes by `.data`. Only valid for an engine: in a custom loop, gathers count too.
         """
-        return self.sharded and self.whole and self._version() != self._versions
+        return self.sharded and self.params_whole and self._version() != self._versions
 
     def publish(self) -> None:
         """Start to gather the other ranks' parts, after an update."""
@@ -199,15 +201,15 @@ class Bucket:
 
     def wholes(self) -> dict[str, Tensor]:
         """Return {name: whole local part, as stored}. Collective if the bucket is sharded."""
-        self.follow()
+        self.update_aliases()
         self.wait_for_gather()
-        if not self.sharded or (self.whole and self.spec.compute is None):
+        if not self.sharded or (self.params_whole and self.spec.compute is None):
             return {n: p.detach() for n, p in self.params.items()}
         assert self._master is not None
         part = self._master.to(self.mesh.device)
         whole = torch.empty(self.flat.padded, dtype=part.dtype, device=part.device)
         self.mesh.start_all_gather(part.detach(), whole, self.spec.shard, direction="state", tag=self.tag).wait()
-        return self._named(whole)
+        return self._named_views(whole)
 
     # --- ZeRO 3: gathered for every use
 
@@ -239,24 +241,24 @@ class Bucket:
         if self._forward_gather is None:
             self._forward_gather = self.start_gather("forward")
 
-    def used(self) -> tuple[Tensor, ...]:
+    def gathered(self) -> tuple[Tensor, ...]:
         """Return the gathered parameters: views of a tensor that is freed with the last view."""
         self.gather()
         assert self._forward_gather is not None
         (whole, work), self._forward_gather = self._forward_gather, None
         work.wait()
-        return self.parts(whole)
+        return self.views(whole)
 
-    def regather(self) -> Callable[[], Tensor]:
-        """Start to gather for a backward graph; return a function that waits for the gathered tensor."""
+    def regather(self) -> Callable[[], tuple[Tensor, ...]]:
+        """Start to gather for a backward graph; return a function that waits, and returns the parameters."""
         whole, work = self.start_gather("backward")
         self._backward_gathers.append(work)
 
-        def wait() -> Tensor:
+        def wait() -> tuple[Tensor, ...]:
             if work in self._backward_gathers:
                 self._backward_gathers.remove(work)
             work.wait()
-            return whole
+            return self.views(whole)
 
         return wait
 
@@ -266,7 +268,7 @@ class Bucket:
             work.wait()
         self._forward_gather, self._backward_gathers = None, []
 
-    def parts(self, whole: Tensor) -> tuple[Tensor, ...]:
+    def views(self, whole: Tensor) -> tuple[Tensor, ...]:
         """Return the parameters as views of a gathered tensor."""
         each = zip(self.flat.starts, self.flat.sizes, self.flat.shapes, strict=True)
         return tuple(whole[start : start + size].view(shape) for start, size, shape in each)
@@ -279,8 +281,8 @@ class Bucket:
         if not first:
             return
         self._work.wait()  # it may remain from a step that failed halfway
-        self._others_work.wait()
-        self._others_started = self._final = False
+        self._other_axes_work.wait()
+        self._other_axes_started = self._final = False
         self.seen, self._in_buffer, self.sums = set(), set(), {}
         self._sum = self._sum_output = self._sum_input = None
         if self.scatters:
@@ -295,7 +297,7 @@ class Bucket:
             self.buffer = torch.empty(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
             for start, stop in self.flat.gaps:
                 self.buffer[start:stop].zero_()
-            self._views, self._in_buffer = self._named(self.buffer), set()
+            self._views, self._in_buffer = self._named_views(self.buffer), set()
         return self.buffer
 
     def put(self, name: str) -> None:
@@ -311,7 +313,7 @@ class Bucket:
         for name, grad in zip(self.spec.params, grads, strict=True):
             if grad is not None:
                 self._add(name, grad)
-        if not self.spec.keep or self._last(self):
+        if not self.spec.keep or self._is_last(self):
             self._held_gather = None
             self.launch()
             self._launched(self)
@@ -350,7 +352,7 @@ class Bucket:
         self._sum_output = torch.empty(self.flat.part, dtype=buffer.dtype, device=buffer.device)
         self._free()
         self._reduce(buffer, self._sum_output)
-        self._final = not self.spec.late and self._last(self)  # late: see `close`, as another rank may be the last
+        self._final = not self.spec.late and self._is_last(self)  # late: see `close`, as another rank may be the last
         if self._final and self._sum is None:
             self._sum_other_axes(self._sum_output, without_waiting=True)
 
@@ -362,20 +364,22 @@ class Bucket:
             part.copy_(full[self.low : self.high])  # all ranks of the axis have the same gradient
 
     @property
-    def _others_due(self) -> bool:
+    def _other_axes_due(self) -> bool:
         """Whether a sum over the other axes has still to start."""
-        return not self._others_started and bool(self.other_axes) and self.mesh.members(self.other_axes) > 1
+        return not self._other_axes_started and bool(self.other_axes) and self.mesh.members(self.other_axes) > 1
 
     def _sum_other_axes(self, part: Tensor, *, without_waiting: bool = False) -> None:
         """Start the sum over the other axes, once a step.
 
         without_waiting: queue it behind the sum over the shard axis, on a mesh with streams; else do nothing.
         """
-        if not self._others_due or (without_waiting and not self.mesh.streams):
+        if not self._other_axes_due or (without_waiting and not self.mesh.streams):
             return
         with self.mesh.after(self._work) if without_waiting else nullcontext():
-            self._others_work = self.mesh.start_all_reduce(part, self.other_axes, direction="backward", tag=self.tag)
-        self._others_started = True
+            self._other_axes_work = self.mesh.start_all_reduce(
+                part, self.other_axes, direction="backward", tag=self.tag
+            )
+        self._other_axes_started = True
 
     def advance_sum(self) -> None:
         """Wait for the running sum (ZeRO 1 to 3). After a step's last one, start the sum over the other axes."""
@@ -385,9 +389,10 @@ class Bucket:
             self._sum_output = self._sum_input = None
             if self._final:
                 self._sum_other_axes(self._sum)
-        elif (
-            not self.scatters and self._sum is not None and (self._others_due or not self.mesh.streams)
-        ):  # ZeRO 1 on CPU
+            return
+        if self.scatters or self._sum is None:
+            return
+        if self._other_axes_due or not self.mesh.streams:  # ZeRO 1 on a CPU: a sum needs its memory twice
             self._work.wait()
             self._sum_other_axes(self._sum)
 
@@ -413,7 +418,7 @@ class Bucket:
         self._held_gather = None
         self._work.wait()
         self.advance_sum()
-        self._others_work.wait()
+        self._other_axes_work.wait()
         part, self._sum = self._sum, None
         if not self.sharded:
             self._set_grads(self._views)
@@ -438,8 +443,8 @@ class Bucket:
                 others[0].add_(g)
         self._grads_before, self.sums = {}, {n: x for n, x in sums.items() if x.dtype != self.owned[n].dtype}
 
-    def narrow(self) -> None:
-        """Store gradients that were widened for the update in the buffers of their sums again, in that dtype."""
+    def narrow_grads(self) -> None:
+        """Store gradients in the dtype and memory of their sums again: only the update needs the parameters' dtype."""
         for name, p in self.owned.items():
             if p.grad is not None and p.grad.dtype != self.spec.dtype and name in self.sums:
                 grad, p.grad = p.grad, None
@@ -448,7 +453,7 @@ class Bucket:
         self.sums = {}
 
 
-def follow(alias: nn.Parameter, p: nn.Parameter) -> None:
+def update_alias(alias: nn.Parameter, p: nn.Parameter) -> None:
     """Give a leaf the memory and requires_grad of the parameter that it aliases."""
     if alias.data_ptr() != p.data_ptr():
         alias.data = p.data

@@ -41,14 +41,14 @@ from torch import Tensor, nn
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.program import Program
 from shardc.runtime.offload import Offload
-from shardc.runtime.zero.bucket import Bucket, follow
+from shardc.runtime.zero.bucket import Bucket, update_alias
 from shardc.runtime.zero.flat_partition import FlatShard
 
 Reduced = Callable[[Sequence[str]], None]
 
 
 class Buckets:
-    """The buckets of one rank. params: whole local parameters by name, which are taken over one at a time.
+    """The buckets of one rank. params: (name, whole local parameter), which are taken over one at a time.
 
     Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. With several backwards a step
     (of microbatches and stages): `start(...)`, backward, `pause()` for each, `start_incomplete()` after a stage's last,
@@ -65,7 +65,7 @@ class Buckets:
     def __init__(
         self,
         program: Program,
-        params: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+        params: Iterable[tuple[str, nn.Parameter]],
         mesh: Any,
         offload: Offload | None = None,
         *,
@@ -79,55 +79,55 @@ class Buckets:
             if program.schedule is not None
             else {0}
         )
-        indices = [i for i, b in enumerate(program.buckets) if not stages.isdisjoint(b.stages)]
         self._all = [
             Bucket(program, i, mesh, offload, self._is_last, self._wait_for_earlier, aliased=aliased)
-            for i in indices
-            if program.buckets[i].zero or mesh.members(program.buckets[i].axes) > 1
+            for i, b in enumerate(program.buckets)
+            if not stages.isdisjoint(b.stages) and (b.zero or mesh.members(b.axes) > 1)
         ]
         self._stages = {b: stages.intersection(b.spec.stages) for b in self._all}
         #: By bucket: those of its stages whose last backward of the step has not started.
-        self._left: dict[Bucket, set[int]] = {}
-        self._of = {n: b for b in self._all for n in b.spec.params}
-        #: ZeRO 0 and 1: the buckets, which are summed once a step, in order, and the index of the next one to start.
-        self._once = [b for b in self._all if not b.scatters]
-        self._next = 0
-        #: ZeRO 2: the buckets that every backward sums; those that the running backward has yet to start.
-        self._scattered = [b for b in self._all if b.scatters and b.whole]
-        self._due: deque[Bucket] = deque()
+        self._stages_left: dict[Bucket, set[int]] = {}
+        self._bucket_of = {n: b for b in self._all for n in b.spec.params}
+        #: ZeRO 0 and 1: buckets that are summed once a step; those of the running step whose sum has yet to start.
+        self._summed_once = [b for b in self._all if not b.scatters]
+        self._due_in_step: deque[Bucket] = deque()
+        #: ZeRO 2: buckets that every backward sums; those of the running backward whose sum has yet to start.
+        self._summed_each_time = [b for b in self._all if b.scatters and b.params_whole]
+        self._due_in_backward: deque[Bucket] = deque()
         self.active = False  # whether a step is between `start` and `finish`
-        self._in_flight: list[Bucket] = []
+        self._in_flight: list[Bucket] = []  # whose sum started and was not waited for
         #: Called during backward with the parameters of a bucket whose sum is ready; None: `finish` reports all.
         self.early: Reduced | None = None
-        self._done: set[Bucket] = set()
+        self._finished: set[Bucket] = set()
         self.given: dict[str, Any] = {}
         self.owned: dict[str, nn.Parameter] = {}
-        for name, p in params.items() if isinstance(params, Mapping) else params:
-            if name in self._of:
+        for name, p in params:
+            if name in self._bucket_of:
                 # a placeholder, so that names keep the program's order: `owned |= b.owned` replaces it
-                self.given[name], self.owned[name] = self._of[name].adopt(name, p), nn.Parameter()
+                self.given[name], self.owned[name] = self._bucket_of[name].adopt(name, p), nn.Parameter()
                 continue
             self.given[name] = nn.Parameter(p.detach(), requires_grad=p.requires_grad) if aliased else p
             self.owned[name] = p
         for b in self._all:
-            b.ready()
+            b.make_owned()
             self.owned |= b.owned
         #: The parameters that are in no bucket.
-        self.unsummed = [name for name in self.owned if name not in self._of]
+        self.unsummed = [name for name in self.owned if name not in self._bucket_of]
         self.runs: dict[str, FlatShard] = {n: run for b in self._all for n, run in b.runs.items()}
-        for b in (*self._once, *self._scattered):
+        # `ops.accumulate` calls these hooks as autograd would, for each gradient that a backward graph computes
+        for b in (*self._summed_once, *self._summed_each_time):
             for name, p in b.params.items():
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(self._hook(b, name))  # type: ignore[no-untyped-call]
 
     def _is_last(self, bucket: Bucket) -> bool:
         """Return whether this is the step's last backward that reaches a bucket."""
-        return not self._left[bucket]
+        return not self._stages_left[bucket]
 
     @property
     def names(self) -> set[str]:
         """The parameters that are in buckets."""
-        return set(self._of)
+        return set(self._bucket_of)
 
     @property
     def names_by_bucket(self) -> list[Sequence[str]]:
@@ -152,29 +152,30 @@ class Buckets:
     def start(self, stage: int = 0, first: bool = True, last: bool = True) -> None:
         """Prepare for a backward. first: of the step on this rank; last: of the step, of this pipeline stage."""
         if first:
-            self._next, self.active, self._in_flight, self._done = 0, True, [], set()
-            self._left = {b: set(stages) for b, stages in self._stages.items()}
+            self.active, self._in_flight, self._finished = True, [], set()
+            self._due_in_step = deque(self._summed_once)
+            self._stages_left = {b: set(stages) for b, stages in self._stages.items()}
         for b in self._all:
             if first or stage in self._stages[b]:
                 b.start(first)
             if last:
-                self._left[b].discard(stage)
-        self._due = deque(b for b in self._scattered if stage in self._stages[b])
+                self._stages_left[b].discard(stage)
+        self._due_in_backward = deque(b for b in self._summed_each_time if stage in self._stages[b])
 
     def pause(self) -> None:
         """End a backward that others of the same step may follow."""
-        self._scatter(all_of_them=True)
+        self._start_sums(self._due_in_backward, all_of_them=True)
 
     def start_incomplete(self) -> None:
         """Start the sums that wait for gradients which did not come, after a stage's last backward."""
-        for b in self._once:
-            if not self._left[b]:
+        for b in self._summed_once:
+            if not self._stages_left[b]:
                 b.missing = set()  # missing gradients will not come any more
-        self._start_once(all_of_them=False)
+        self._start_sums(self._due_in_step)
 
     def reset(self, *, forward: bool = False) -> None:
         """Forget what a failed step left. No backward may run. forward: also gathers that a forward left."""
-        self._due.clear()
+        self._due_in_backward.clear()
         for b in self._all:
             if self.active or forward:
                 b.finish_gathers()
@@ -190,44 +191,40 @@ class Buckets:
 
     def launch(self) -> None:
         """Start the sums that are due, after some gradients have arrived."""
-        self._scatter(all_of_them=False)
-        self._start_once(all_of_them=False)
+        self._start_sums(self._due_in_backward)
+        self._start_sums(self._due_in_step)
 
-    def _start_once(self, *, all_of_them: bool) -> None:
-        """Start the due buckets that are summed once a step, in the same order on every rank."""
-        while self._next < len(self._once):
-            bucket = self._once[self._next]
-            if self._left[bucket] or ((bucket.missing or bucket.spec.late) and not all_of_them):
-                return
-            bucket.launch()
-            self._next += 1
-            self._wait_for_earlier(bucket)
-
-    def _scatter(self, *, all_of_them: bool) -> None:
-        """Start the due buckets that are summed in every backward, in the same order on every rank."""
-        while self._due and (all_of_them or not self._due[0].missing):
-            bucket = self._due.popleft()
+    def _start_sums(self, due: deque[Bucket], *, all_of_them: bool = False) -> None:
+        """Start the sums of due buckets, in the same order on every rank, up to the first that is not full."""
+        while due and (all_of_them or self._is_full(due[0])):
+            bucket = due.popleft()
             bucket.launch()
             self._wait_for_earlier(bucket)
+
+    def _is_full(self, bucket: Bucket) -> bool:
+        """Return whether a bucket has all gradients of its next sum."""
+        if bucket.missing:
+            return False
+        return bucket.scatters or not (bucket.spec.late or self._stages_left[bucket])
 
     def _wait_for_earlier(self, bucket: Bucket) -> None:
         """Wait for the sums that started before that of `bucket`, to free their buffers."""
         for other in (b for b in self._in_flight if b is not bucket):
             other.advance_sum()
-            if self.early is not None and other.final and other not in self._done:
-                self._done.add(other)
+            if self.early is not None and other.final and other not in self._finished:
+                self._finished.add(other)
                 other.finish()
                 self.early(other.spec.params)
         self._in_flight = [bucket]
 
     def finish(self, reduced: Reduced | None = None) -> None:
         """Wait for all sums, after backward. reduced: called for each bucket that `early` did not get."""
-        self._scatter(all_of_them=True)
-        self._left = {b: set() for b in self._all}
-        self._start_once(all_of_them=True)
+        self._start_sums(self._due_in_backward, all_of_them=True)
+        self._stages_left = {b: set() for b in self._all}
+        self._start_sums(self._due_in_step, all_of_them=True)
         for b in self._all:
             b.finish_gathers()
-        left = [b for b in self._all if b not in self._done]
+        left = [b for b in self._all if b not in self._finished]
         for b in left:
             b.close()
         for b in left:
@@ -238,22 +235,22 @@ class Buckets:
                 reduced(b.spec.params)
         self.active = False
 
-    def kept_sums(self) -> Callable[[], None]:
+    def sums_restorer(self) -> Callable[[], None]:
         """Return a function that restores the sums of this step, for a recorded step (step_graph.py)."""
-        sums = [(b, b.sums) for b in self._all]
+        sums_by_bucket = [(b, b.sums) for b in self._all]
 
-        def again() -> None:
-            for b, sums_of in sums:
-                b.sums = sums_of
+        def restore() -> None:
+            for b, sums in sums_by_bucket:
+                b.sums = sums
 
-        return again
+        return restore
 
-    def follow(self) -> None:
-        """Update the graph's leaves before a forward of a custom loop: see Bucket.follow."""
+    def update_aliases(self) -> None:
+        """Update the graph's leaves before a forward of a custom loop: see Bucket.update_aliases."""
         for b in self._all:
-            b.follow()
+            b.update_aliases()
         for name in self.unsummed:
-            follow(self.given[name], self.owned[name])
+            update_alias(self.given[name], self.owned[name])
 
     def take_unsummed(self) -> list[Tensor | None]:
         """Take the gradients of `unsummed` out of the graph's leaves."""
@@ -263,10 +260,10 @@ class Buckets:
             leaf.grad = None
         return grads
 
-    def narrow(self) -> None:
+    def narrow_grads(self) -> None:
         """Move gradients to the narrower memory of their sums, after an update. Nothing may add to them later."""
         for b in self._all:
-            b.narrow()
+            b.narrow_grads()
 
     # --- parameters
 
@@ -280,16 +277,20 @@ class Buckets:
         """Whether anything wrote to shards since `publish`, so that parameters must be gathered again."""
         return any(b.written for b in self._all)
 
+    def version(self) -> int:
+        """Return a number that grows with each write to `.owned`."""
+        return sum(p._version for p in self.owned.values())
+
     def wait_for_gathers(self) -> None:
         """Wait for the gathers of `publish`."""
         for b in self._all:
             b.wait_for_gather()
 
-    def whole(self, name: str) -> Tensor | None:
+    def kept_whole(self, name: str) -> Tensor | None:
         """Return a parameter's whole local part as this rank keeps it; None at ZeRO 3. Wait for gathers first."""
-        if name not in self._of:
+        if name not in self._bucket_of:
             return self.owned[name].detach()
-        bucket = self._of[name]
+        bucket = self._bucket_of[name]
         return bucket.params[name].detach() if name in bucket.params else None
 
     def mark_gathered(self) -> None:
@@ -302,21 +303,23 @@ class Buckets:
 
         Reading a name gathers its bucket: all ranks must read the same names in the same order.
         """
-        return _Wholes(self.owned, self._of)
+        return _Wholes(self.owned, self._bucket_of)
 
 
 class _Wholes(Mapping[str, Tensor]):
+    """Whole local parameters by name, of which one bucket is gathered at a time."""
+
     def __init__(self, owned: Mapping[str, nn.Parameter], of: Mapping[str, Bucket]) -> None:
-        self._owned, self._of = owned, of
+        self._owned, self._bucket_of = owned, of
         self._bucket: Bucket | None = None
         self._wholes: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._of:
+        if name not in self._bucket_of:
             return self._owned[name].detach()
-        if self._bucket is not self._of[name]:
+        if self._bucket is not self._bucket_of[name]:
             self._wholes = {}  # one bucket at a time
-            self._bucket, self._wholes = self._of[name], self._of[name].wholes()
+            self._bucket, self._wholes = self._bucket_of[name], self._bucket_of[name].wholes()
         return self._wholes[name]
 
     def __iter__(self) -> Iterator[str]:

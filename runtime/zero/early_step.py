@@ -18,9 +18,7 @@ from shardc.torch_private import step_hooks
 
 
 class OverlappedStep:
-    """Steps the parameters of one bucket after the other, when their sums are ready.
-
-    params: of the optimizer, by name.
+    """Steps the parameters of one bucket after the other, when their sums are ready. params: by name.
 
     In every step: call `begin_if_possible()`; if it is, call `step` with each parameter's name once.
     """

@@ -24,7 +24,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Flat:
-    """The layout of a bucket: local `shapes`, `ranks` parts, which all start at multiples of `aligned`."""
+    """The layout of a bucket's flat buffer: local shapes, `ranks` equal parts; all start at multiples of `aligned`."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]

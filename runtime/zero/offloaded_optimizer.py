@@ -42,13 +42,13 @@ class Paged:
         """Step all parameters that have gradients, as the optimizer's step does."""
         pages = self._pages()
         before = group_settings(self.optimizer)
-        coming = self._fetch(pages[0]) if pages else None
+        next_page = self._fetch(pages[0]) if pages else None
         try:
             for i, page in enumerate(pages):
-                assert coming is not None
-                moving, fetched = coming
-                self._arrive(moving, self._offload.mover.taken(fetched))
-                coming = self._fetch(pages[i + 1]) if i + 1 < len(pages) else None
+                assert next_page is not None
+                keys, fetched = next_page
+                self._place(keys, self._offload.mover.taken(fetched))
+                next_page = self._fetch(pages[i + 1]) if i + 1 < len(pages) else None
                 try:
                     with only_params(self.optimizer, page, before):
                         self.optimizer.step()
@@ -89,17 +89,18 @@ class Paged:
 
     def _fetch(self, page: Sequence[nn.Parameter]) -> tuple[list[tuple[nn.Parameter, str]], Future[Any]]:
         """Start to fetch a page; return its (parameter, key) pairs, key "" for itself, and future tensors."""
-        moving, homes = [], []
+        keys, homes = [], []
         for p in page:
             stored = {"": self._offload.homes[p]} if p in self._offload.homes else {}
             state = self.optimizer.state.get(p, {})
             stored |= {k: h for k, h in self._state.get(p, {}).items() if self._is_stored(p, k, state.get(k))}
-            moving += [(p, k) for k in stored]
+            keys += [(p, k) for k in stored]
             homes += list(stored.values())
-        return moving, self._offload.mover.fetch(homes)
+        return keys, self._offload.mover.fetch(homes)
 
-    def _arrive(self, moving: Sequence[tuple[nn.Parameter, str]], tensors: Sequence[Tensor]) -> None:
-        for (p, key), x in zip(moving, tensors, strict=True):
+    def _place(self, keys: Sequence[tuple[nn.Parameter, str]], tensors: Sequence[Tensor]) -> None:
+        """Put fetched tensors where the optimizer reads them: into parameters and its state."""
+        for (p, key), x in zip(keys, tensors, strict=True):
             if key:
                 self.optimizer.state[p][key] = x
             else:
@@ -115,20 +116,20 @@ class Paged:
         self._offload.mover.put(moves)
         if "optimizer" not in self._offload.places:
             return
-        away = [
+        moved = [
             (p, key, x)
             for p in page
             for key, x in self.optimizer.state.get(p, {}).items()
             if isinstance(x, Tensor) and (_moves(x, self._offload.device) or self._is_stored(p, key, x))
         ]
-        forms = {(p, key): torch.empty_like(x, device="meta") for p, key, x in away}  # dense strides
+        forms = {(p, key): torch.empty_like(x, device="meta") for p, key, x in moved}  # dense strides
         new = [key for key, form in forms.items() if not self._fits(*key, form)]
         if new:  # in one piece, before anything moves, as missing room ends the run
             slot = self._offload.places["optimizer"].slot(room_of(forms[key] for key in new))
             for p, key in new:
                 self._state.setdefault(p, {})[key] = Home(slot.take(forms[p, key]), slot)
-        self._offload.mover.put([(x, self._state[p][key]) for p, key, x in away])
-        for p, key, _ in away:
+        self._offload.mover.put([(x, self._state[p][key]) for p, key, x in moved])
+        for p, key, _ in moved:
             self.optimizer.state[p][key] = self._state[p][key].tensor
 
     def _is_stored(self, p: nn.Parameter, key: str, x: Any) -> bool:
@@ -137,16 +138,15 @@ class Paged:
 
     def _fits(self, p: nn.Parameter, key: str, form: Tensor) -> bool:
         home = self._state.get(p, {}).get(key)
-        return home is not None and _same_form(home.tensor, form)
+        if home is None:
+            return False
+        a, b = home.tensor, form
+        return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
 
 
 def _moves(x: Tensor, device: torch.device) -> bool:
     """Return whether state is worth moving. Counts of steps are not; some stay on the CPU anyway."""
     return x.dim() > 0 and x.numel() > 0 and x.device == device
-
-
-def _same_form(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
 
 
 def check_separable(optimizer: Optimizer) -> None:

@@ -93,33 +93,25 @@ def _check_sharded(
     if not shardings and not program.axis:
         return
     kind = type(optimizer).__name__
-    reason = next(
-        iter(shardings.values()),
-        ParamSharding(
-            (),
-            f"each rank along {program.axis} has only those of its stages",
-            "pipeline",
-            "remove the pipeline",
-        ),
-    )
-    how = (
+    why_stages = f"each rank along {program.axis} has only those of its stages"
+    reason = next(iter(shardings.values()), ParamSharding((), why_stages, "pipeline", "remove the pipeline"))
+    give_owners = (
         "write optimizer: {matrices: whole} in the spec, which gives each matrix to one rank"
         if stand_ins_of(program) is None
         else "make it by module.optimizer(lambda params: ...), which gives each matrix to one rank"
     )
-    fix = (
-        f"use an optimizer that updates each element separately (SGD, Adam, AdamW, ...), or {how}, or {reason.instead}"
-    )
-    samples, grads, one = _try_steps(optimizer, shardings, reason, fix)
-    whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
+    fix = "use an optimizer that updates each element separately (SGD, Adam, AdamW, ...), or "
+    fix += f"{give_owners}, or {reason.instead}"
+    samples, grads, stepped_whole = _try_steps(optimizer, shardings, reason, fix)
     if runs:
         _check_skips(optimizer, shardings, reason, samples, grads)
+    pieces = TrialCopy(optimizer, shardings)
     try:
-        two = pieces.run(samples, grads, cut=True)
+        stepped_parts = pieces.run(samples, grads, cut=True)
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
         fault = f"the optimizer {kind} needs whole parameters ({type(e).__name__} on parts: {e}), and {reason.why}"
         raise ShardcError(fault, where=reason.where, fix=fix) from e
-    for m, before, (after,), parts in zip(whole.members, samples, one, two, strict=True):
+    for m, before, (after,), parts in zip(pieces.members, samples, stepped_whole, stepped_parts, strict=True):
         if m.sharding is not None and not _same(m.sharding.parts(before), m.sharding.parts(after), parts, _SLACK):
             fault = f"the optimizer {kind} needs whole parameters: it updates their parts in another way"
             raise ShardcError(f"{fault}, and {m.sharding.why}", where=m.sharding.where, fix=fix)
@@ -175,29 +167,33 @@ def _try_steps(
         fix = f"use an optimizer whose step takes no {closure}, such as any optimizer of torch except LBFGS"
         raise ShardcError(f"{fault}, and {reason.why}", where=reason.where, fix=fix)
     try:
-        whole, more = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings, copies=2)
-        samples, grads = more.data()
-        every = more.run(samples, grads)
-        n = len(whole.members)
+        # the same parameters, with and without others beside them
+        without, beside_others = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings, copies=2)
+        samples, grads = beside_others.data()
+        stepped_beside_others = beside_others.run(samples, grads)
+        n = len(without.members)
         samples, grads = samples[:n], [g[:n] for g in grads]
-        one = whole.run(samples, grads)
+        stepped = without.run(samples, grads)
         if any(x.numel() for x in samples) and all(
-            torch.equal(before, after) for before, (after,) in zip(samples, one, strict=True)
+            torch.equal(before, after) for before, (after,) in zip(samples, stepped, strict=True)
         ):
             raise ValueError("it moves none of the parameters in its param_groups")
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
-        fault = (
-            f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e}), so it is unknown "
-            "whether it may update parts"
-        )
+        fault = f"{_cannot_be_tried(optimizer, e)} whether it may update parts"
         raise ShardcError(f"{fault}, and {reason.why}", where=reason.where, fix=fix) from e
-    if not all(_same([before], a, b, _SLACK) for before, a, b in zip(samples, one, every[:n], strict=True)):
+    pairs = zip(samples, stepped, stepped_beside_others[:n], strict=True)
+    if not all(_same([before], a, b, _SLACK) for before, a, b in pairs):
         fault = (
             f"the optimizer {kind} updates a parameter depending on others, and no rank has all of them: {reason.why}"
         )
         clips = "if it clips gradients, use the engine's option: clip_norm=1.0, --clip 1.0; else "
         raise ShardcError(fault, where=reason.where, fix=clips + fix)
-    return samples, grads, one
+    return samples, grads, stepped
+
+
+def _cannot_be_tried(optimizer: Optimizer, error: Exception) -> str:
+    tried = f"the optimizer {type(optimizer).__name__} cannot be tried on a small sample"
+    return f"{tried} ({type(error).__name__}: {error}), so it is unknown"
 
 
 #: Classes of optimizers over whole matrices, in lower case: their first steps may not reveal it.
@@ -209,9 +205,8 @@ def needs_whole(optimizer: Optimizer) -> bool:
 
     So it is for known names, for declared classes (shardc.whole), and if the trial fails or differs in two stretches.
     """
-    if getattr(optimizer, "_shardc_whole", False):
-        return True
-    if any(c.__name__.lower() in _WHOLE for c in type(optimizer).__mro__):
+    known = any(c.__name__.lower() in _WHOLE for c in type(optimizer).__mro__)
+    if known or getattr(optimizer, "_shardc_whole", False):
         return True
     stretch = ParamSharding((), "", "", "")
     shardings: dict[Tensor, ParamSharding] = {p: stretch for group in optimizer.param_groups for p in group["params"]}
@@ -219,11 +214,11 @@ def needs_whole(optimizer: Optimizer) -> bool:
         try:
             whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
             samples, grads = whole.data()
-            one, two = whole.run(samples, grads), pieces.run(samples, grads, cut=True)
+            stepped_whole, stepped_parts = whole.run(samples, grads), pieces.run(samples, grads, cut=True)
         except Exception:  # `check_matrices` reports what is wrong
             return True
-        every = zip(samples, one, two, strict=True)
-        return not all(_same(stretch.parts(x), stretch.parts(after), parts, _SLACK) for x, (after,), parts in every)
+        rows = zip(samples, stepped_whole, stepped_parts, strict=True)
+        return not all(_same(stretch.parts(x), stretch.parts(after), parts, _SLACK) for x, (after,), parts in rows)
 
 
 def whole(optimizer: Optimizer) -> Optimizer:
@@ -297,17 +292,15 @@ def why_all_at_once(optimizer: Optimizer) -> str | None:
 
 
 def _why_all_at_once(optimizer: Optimizer) -> str | None:
-    kind = type(optimizer).__name__
     try:
         together, one_by_one = TrialCopy(optimizer, copies=2), _OneByOne(optimizer, copies=2)
         samples, grads = together.data()
-        one, two = together.run(samples, grads), one_by_one.run(samples, grads)
+        rows = zip(samples, together.run(samples, grads), one_by_one.run(samples, grads), strict=True)
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
-        fault = f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e})"
-        return f"{fault}, so it is unknown whether it may step some parameters"
-    if all(_same([before], a, b, None) for before, a, b in zip(samples, one, two, strict=True)):
+        return f"{_cannot_be_tried(optimizer, e)} whether it may step some parameters"
+    if all(_same([before], a, b, None) for before, a, b in rows):
         return None
-    return f"the optimizer {kind} updates parameters together, not separately"
+    return f"the optimizer {type(optimizer).__name__} updates parameters together, not separately"
 
 
 def _same(

@@ -9,7 +9,7 @@ schedule from these.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from shardc.runtime.schedule import Action, computed
 from shardc.runtime.schedule.actions import PAIRS
 from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.stage.interpreter import Interpreter
-from shardc.runtime.stage.run import Run, StepHooks, Values
+from shardc.runtime.stage.run import Run, Training, Values
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.zero.named_parameters import NamedParameters
@@ -249,13 +249,13 @@ class _Recorded(Interpreter):
     #: Whether a step runs its forwards and backwards; else gradients arrive without them.
     computes = True
 
-    def step(self, values: Values, hooks: StepHooks) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    def step(self, values: Values, training: Training) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         if not self.computes:
             backwards = {a.stage: a for a in computed(self.actions) if a.kind in ("B", "W")}  # the last of each stage
             _mark_rest(self.ledger, "activations")  # as after a forward
-            first_step.deliver_gradients(self.program, list(backwards.values()), self.buckets.given, hooks)
+            first_step.deliver_gradients(self.program, list(backwards.values()), training.buckets)
             return self.zero(), {}, {}
-        losses, new_values, outputs = self._recorded(values, hooks)
+        losses, new_values, outputs = self._recorded(values, training)
         return self._total(losses), self._share_buffers(new_values), self._outputs(outputs)
 
     def evaluate(self, values: Values) -> tuple[Tensor | None, dict[str, Tensor]]:
@@ -263,7 +263,7 @@ class _Recorded(Interpreter):
         _, _, outputs = self._recorded(values, None)
         return None, self._outputs(outputs)
 
-    def _recorded(self, values: Values, hooks: StepHooks | None) -> Any:
+    def _recorded(self, values: Values, training: Training | None) -> Any:
         """Run the selected actions; return (losses, new values of buffers, outputs)."""
         names = {x.name for x in self.program.inputs}
         self.ledger.mark((x for microbatch in values for name, x in microbatch.items() if name in names), "inputs")
@@ -276,7 +276,7 @@ class _Recorded(Interpreter):
             self,
             values,
             [x for a in self.actions for x in a.among(is_run)],
-            hooks,
+            training,
         )
         run.run_all()
         self.performed = run.performed
@@ -359,10 +359,7 @@ def _started(part: Part) -> list[Sent]:
 class _Engine(Engine):
     """Records where backward ends and the update begins. last_parts: the last step's parts after actions."""
 
-    def _check_optimizer(
-        self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], whole: Sequence[torch.optim.Optimizer]
-    ) -> None:
-        """Skip the check: tensors without data prove nothing."""
+    _tries_optimizer = False  # tensors without data prove nothing
 
     def _update(self) -> None:
         recorded = self.interpreter

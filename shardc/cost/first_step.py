@@ -9,8 +9,6 @@ with gradients in buffers. If a step of a rank leaves anything else to the next 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.runtime import ops
 from shardc.runtime.schedule import Action
-from shardc.runtime.stage.run import StepHooks
+from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.optimizer_check import stand_ins_of
 from shardc.runtime.zero.trained_params import trained_by
 
@@ -36,16 +34,13 @@ def leaves_more(program: Program, mine: list[Stage]) -> bool:
     return bool(returns_more or random or gathered or on_host or stand_ins_of(program) is not None)
 
 
-def deliver_gradients(program: Program, backwards: list[Action], given: Any, hooks: StepHooks) -> None:
-    """Deliver empty gradients of the parameters that these backwards reach.
-
-    given: the graphs' arguments by name: parameters, or the objects that represent those in a bucket.
-    """
+def deliver_gradients(program: Program, backwards: list[Action], buckets: Buckets) -> None:
+    """Deliver empty gradients of the parameters that these backwards reach."""
     for i, a in enumerate(backwards):
-        hooks.start(stage=a.stage, first=i == 0, last=True)
+        buckets.start(stage=a.stage, first=i == 0, last=True)
         for name in trained_by(program, program.stages[a.stage]):
-            p = given[name]
+            p = buckets.given[name]
             p = p if isinstance(p, Tensor) else p.params[name]
             ops.accumulate(p, torch.empty_like(p), own=True)
-        hooks.pause()
-    hooks.reduce()
+        buckets.pause()
+    buckets.start_incomplete()

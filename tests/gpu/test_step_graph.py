@@ -48,8 +48,8 @@ def trained(name: str, rank: int, gpu: str, graphs: bool) -> dict[str, Tensor]:
             rolled = {k: v.roll(step, 0) if isinstance(v, Tensor) else v for k, v in batch.items()}
             found[f"loss {step}"] = engine.step(rolled)
         if graphs:
-            assert engine._graphs is not None
-            assert len(engine._graphs._recorded) == 1
+            assert engine._step_graphs is not None
+            assert len(engine._step_graphs._recorded) == 1
         found |= {n: p.detach().clone() for n, p in engine.params.items()}
         found |= {n: b.clone() for n, b in engine.buffers.items()}
         engine.close()

@@ -105,7 +105,7 @@ class TrainingMove:
     def __call__(self, old: Saver, new: Saver) -> None:
         """Move it into an engine whose training has not begun. Collective."""
         old.finish()
-        new.like, new.folder, new.model.takes = old.like, old.folder, old.model.takes
+        new.like, new.folder, new.model.forward_arguments = old.like, old.folder, old.model.forward_arguments
         new.hooks.follow(old.hooks)
         mesh = old.mesh
         with mesh.together("moving to another plan"), old.sending(), new.receiving():

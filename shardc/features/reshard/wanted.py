@@ -57,7 +57,7 @@ def forms(side: Side, plan: Plan, p: Param, name: str) -> tuple[Kept, Kept | Non
 
 def local_tensors(side: Side, end: Any) -> dict[Key, Tensor]:
     """Return the local tensors of an end's parameters and buffers, in all forms."""
-    whole = {n: end.buckets.whole(n) for n in end.owned}
+    whole = {n: end.buckets.kept_whole(n) for n in end.owned}
     tensors: dict[Key, Tensor] = {(side, "own", n): p.detach() for n, p in end.owned.items()}
     tensors |= {(side, "whole", n): x for n, x in whole.items() if x is not None}
     return tensors | {(side, "buffer", n): b for n, b in end.buffers.items()}

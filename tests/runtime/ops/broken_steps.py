@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops.zero import Gathering
 from shardc.runtime.stage.activation_offload import OffloadedTensors
 
 Op = Callable[..., Any]
@@ -36,7 +35,7 @@ def ways(name: str, op: Op) -> Iterator[tuple[str, Op]]:
     if name == "gather_start":
         yield "not begun", lambda params, **_: params[0]
     if name == "regather_start":
-        yield "not begun", lambda params, **_: Gathering(params[0], lambda: params[0].regather()())
+        yield "not begun", lambda params, **_: lambda: params[0].regather()()
     if name in {"gather_wait", "regather_wait", "updated"}:
         yield "turned round", lambda x: op(x)[::-1]
     if name == "scatter":

@@ -61,7 +61,7 @@ def check(levels: tuple[int, ...], work: Work) -> None:
                 made, values = program(n, zero, dtype, compute), whole(dtype)
 
                 def on_rank(mesh: LoopbackMesh) -> tuple[Any, ...]:
-                    buckets = Buckets(made, {k: nn.Parameter(x.clone()) for k, x in values.items()}, mesh)
+                    buckets = Buckets(made, ((k, nn.Parameter(x.clone())) for k, x in values.items()), mesh)
                     grads = {name: gradient(name, mesh.rank, narrow) for name in SHAPES}
                     given = [[buckets.given[name] for name in names] for names in BUCKETS]
                     params = work(mesh, buckets, given, grads)
@@ -112,7 +112,7 @@ def gathered_in_8_bits() -> None:
             made = replace(program(n, 3, dtype, None), params=params, buckets=(bucket,))
 
             def work(mesh: LoopbackMesh) -> tuple[Tensor, ...]:
-                buckets = Buckets(made, {k: nn.Parameter(x.clone()) for k, x in values.items()}, mesh)
+                buckets = Buckets(made, ((k, nn.Parameter(x.clone())) for k, x in values.items()), mesh)
                 given = [buckets.given[name] for name in granules]
                 with torch.no_grad():
                     forward = ops.gather_wait(ops.gather_start(given))
@@ -190,7 +190,7 @@ def after_updates() -> None:
                 made, values = program(n, zero, dtype, compute), whole(dtype)
 
                 def work(mesh: LoopbackMesh) -> tuple[Tensor, ...]:
-                    buckets = Buckets(made, {k: nn.Parameter(x.clone()) for k, x in values.items()}, mesh)
+                    buckets = Buckets(made, ((k, nn.Parameter(x.clone())) for k, x in values.items()), mesh)
                     found = [
                         p.detach().clone() for names in BUCKETS for p in ops.updated([buckets.given[k] for k in names])
                     ]

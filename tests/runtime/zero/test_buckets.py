@@ -70,7 +70,7 @@ def test_buckets_start_in_their_order_while_backward_runs() -> None:
     """c, the last used, is finished first; but bucket 1 waits for bucket 0."""
     p = program(("a", "b"), ("c",), ("d",))
     params, mesh = parameters(p), Watched()
-    buckets = Buckets(p, params, mesh)
+    buckets = Buckets(p, params.items(), mesh)
     buckets.start()
     for n in ("c", "b", "a"):  # as a backward graph puts them
         ops.accumulate(params[n], torch.ones(2))
@@ -88,7 +88,7 @@ def test_buckets_start_in_their_order_while_backward_runs() -> None:
 def test_gradients_are_views_of_one_buffer_that_is_freed_with_them() -> None:
     p = program(("a", "b"))
     params = parameters(p)
-    buckets = Buckets(p, params, Watched())
+    buckets = Buckets(p, params.items(), Watched())
     for step in range(1, 3):
         buckets.start()
         backward((params["a"] * params["b"] * step).sum())
@@ -113,7 +113,7 @@ def test_a_gradient_that_is_there_is_added_to() -> None:
     def work(mesh: LoopbackMesh) -> tuple[list[float], list[float]]:
         params = parameters(p)
         params["b"].grad = torch.tensor([100.0, 100.0])
-        buckets = Buckets(p, params, mesh)
+        buckets = Buckets(p, params.items(), mesh)
         for _ in range(3):
             buckets.start()
             backward((params["a"] * (mesh.rank + 1)).sum() + params["b"].sum())
@@ -131,7 +131,7 @@ def test_what_backward_does_not_reach_counts_as_zeros_and_keeps_its_gradient() -
 
     def work(mesh: LoopbackMesh) -> list[list[float] | None]:
         params = parameters(p)
-        buckets = Buckets(p, params, mesh)
+        buckets = Buckets(p, params.items(), mesh)
         buckets.start()
         backward((params["a"] + params["b"]).sum())
         buckets.finish()  # leaves something in the buffer
@@ -149,7 +149,7 @@ def test_an_axis_of_one_rank_needs_no_bucket() -> None:
     params = parameters(p)
 
     def work(mesh: LoopbackMesh) -> int:
-        buckets = Buckets(p, params, mesh)
+        buckets = Buckets(p, params.items(), mesh)
         buckets.start()
         backward(params["a"].sum())
         buckets.finish()
@@ -163,7 +163,7 @@ def test_an_axis_of_one_rank_needs_no_bucket() -> None:
 def test_outside_of_start_and_finish_gradients_are_left_alone() -> None:
     p = program(("a",))
     params = parameters(p)
-    Buckets(p, params, Watched())
+    Buckets(p, params.items(), Watched())
     backward((params["a"] * 3).sum())
     assert params["a"].grad is not None
     assert params["a"].grad.tolist() == [3.0, 3.0]
@@ -172,7 +172,7 @@ def test_outside_of_start_and_finish_gradients_are_left_alone() -> None:
 def test_a_backward_that_failed_halfway_leaves_nothing_behind() -> None:
     p = program(("a",), ("b",))
     params, mesh = parameters(p), Watched()
-    buckets = Buckets(p, params, mesh)
+    buckets = Buckets(p, params.items(), mesh)
     buckets.start()
     backward(params["a"].sum())
     buckets.start()  # the same step again
