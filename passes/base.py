@@ -10,15 +10,19 @@ from shardc.ir.other_forward import OtherForward
 from shardc.ir.program import Program
 from shardc.spec import Spec
 
+#: The name of what runs before the first pass: it makes a program of the model.
+CAPTURE = "capture"
+
 
 @dataclass(frozen=True)
 class Options:
     """Facts about one compilation that passes need and that are not in its spec.
 
-    model_plan: the model's own tensor-parallel plan, {pattern: style word}, for `shard: {use: model}`. forward: whether
-    the program is forward-only. "score": it returns the log-probabilities of the loss's targets; or another
-    forward. compatible_with: a program of the same model and spec for another batch. The new program must have its
-    parameters and buckets.
+    model_plan: the model's own tensor-parallel plan, {pattern: style word}, for `shard: {use: model}`.
+    compatible_with: a program of the same model and spec for another batch, which runs already. The new program must
+    have its parameters, as they are split, and its buckets.
+    forward: False: the program trains. True: it runs only forward. "score": it runs only forward, and returns the
+    log-probabilities of the loss's targets. OtherForward: it runs a forward other than the model's.
     """
 
     model_plan: Mapping[str, str] = field(default_factory=dict)
@@ -28,10 +32,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Pass:
-    """One stage of compilation.
+    """A step of compilation: it returns a new program, and never changes its input.
 
-    It returns a new program and never changes its input: it copies a graph before it edits it
-    (shardc.ir.graph.copy_graph).
+    It copies a graph before it edits it (shardc.ir.graph.copy_graph).
     """
 
     spec: Spec

@@ -20,6 +20,7 @@ from shardc.ir.placement import PartialGrad, Shard
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.stored import Param
+from shardc.ir.types import full_op_name
 from shardc.passes.base import Pass
 from shardc.passes.precision import dtype_of
 from shardc.runtime import ops
@@ -249,14 +250,15 @@ def _node(
 
 def _read_otherwise(p: Param, compute: torch.dtype, user: fx.Node) -> ShardcError:
     """Return the error that a parameter is read in another dtype than the bucket of the other program has."""
-    fault = f"{p.fqn} is gathered in {compute}, as the running program reads it, and here {user.target} reads all of it"
+    reader = full_op_name(user.target)
+    fault = f"{p.fqn} is gathered in {compute}, as the running program reads it, and here {reader} reads all of it"
     fix = "read it in the same dtype in training and elsewhere; or data: {zero: 2}, which gathers nothing"
     return ShardcError(fault, where=source_of(user).line, fix=fix)
 
 
 def _types(program: Program, b: Bucket) -> tuple[Value, ...]:
     """Return the types in which ops read a bucket's parameters."""
-    params = (program.placed_params[n] for n in b.params)
+    params = (program.params_by_name[n] for n in b.params)
     return tuple(replace(p.value, dtype=b.compute or p.dtype) for p in params)
 
 

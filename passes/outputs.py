@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from shardc.ir.mesh import MICROBATCH, Mesh
@@ -12,7 +13,7 @@ from shardc.spec import Spec
 
 
 def batch_axes(spec: Spec, mesh: Mesh) -> frozenset[str]:
-    """Return the axes, or digits of axes, that split the batch, including the microbatch axis."""
+    """Return the axes, or digits of axes, that the spec sets for the batch, including the microbatch axis."""
     names = {n.partition(".")[0] for n in mesh.names}
     return frozenset(part for a in (*spec.data_axes, MICROBATCH) if a in names for part in mesh.parts(a))
 
@@ -24,16 +25,12 @@ def layout_of(
 
     The spec's choice comes first. Else rows and small partial sums stay as they are, and the rest is made whole.
     """
-    elements = 1
-    for n in value.shape:
-        elements *= n
-    small = elements <= SMALL and not any(isinstance(p, Shard) for p in placements.values())
-
+    small = math.prod(value.shape) <= SMALL and not any(isinstance(p, Shard) for p in placements.values())
     wanted = output.wanted
 
     def kept(axis: str, p: Placement) -> bool:
         if wanted is not None and not wanted.items and axis != MICROBATCH:
-            return False
+            return False  # the spec wants it whole
         if isinstance(p, Partial):
             return p.op == "sum" and (small or axis == MICROBATCH)
         return isinstance(p, Shard) and (axis in batch or (output.as_made and not p.padding))

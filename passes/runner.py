@@ -14,6 +14,7 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
+from shardc.passes.base import CAPTURE
 from shardc.passes.dump import dump
 from shardc.runtime.stage import op_errors
 
@@ -54,8 +55,8 @@ class Runner:
         for graph in (program.graph, *(s.graph for s in program.stages)):
             check_placeholders(graph, program, piped=bool(program.axis) and graph is not program.graph)
             if id(graph) not in self._checked:
-                check(graph, typed=name != "capture")
-                self._checked |= {id(graph): graph} if name != "capture" else {}
+                check(graph, typed=name != CAPTURE)
+                self._checked |= {id(graph): graph} if name != CAPTURE else {}
         if self.dump:
             self._dump(name, program)
         return program

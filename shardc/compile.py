@@ -3,8 +3,8 @@
 The spec is read, the model is captured as a global graph, and the passes of `shardc.passes.PIPELINE` turn it into the
 program of one rank. docs/explanation/architecture.md follows a linear layer through all of them.
 
-capture ► precision ► canonical ► annotate ► place ► partition ► accumulate ► pipeline ► recompute ► buckets
-global graph of one device                 one rank's program
+capture ► precision ► canonical ► annotate ► place ► partition ► accumulate ► pipeline ► recompute ► buckets ► joint
+global graph of one device                 one rank's program                            its forward and backward graph
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def compile(
         spec = forward.spec(spec)
     plan = model_plan.read(model) if spec.shard_use == "model" else {}
     check_forward(forward)
-    values = _values(forward)
+    values = _captured_values(forward)
     with recompile.in_eval_mode(model) if forward else nullcontext():
         program = passes.run(CAPTURE, lambda: captured or capture(model, batch, loss=loss, forward=values, prove=prove))
     spec = with_microbatches(model_plan.with_experts(spec, model, program), program)
@@ -103,10 +103,10 @@ def compile(
         # no record of what a checkpoint trained: it was captured with the loss, in training mode
         program = replace(program, eval_mode=False, recorded=lambda: None, notes=(*program.notes, *notes))
 
-    for stage in with_features(PIPELINE):
-        step = stage.make(spec, options)
-        if step.applies(program):
-            program = passes.run(stage.name, step.run, program)
+    for entry in with_features(PIPELINE):
+        compiler_pass = entry.make(spec, options)
+        if compiler_pass.applies(program):
+            program = passes.run(entry.name, compiler_pass.run, program)
 
     meta = program.meta | {
         "model": type(model).__name__,
@@ -128,7 +128,7 @@ def compile(
     return Program.of(program)
 
 
-def _values(forward: Any) -> Forward | None:
+def _captured_values(forward: Any) -> Forward | None:
     """Return what is captured in place of the loss: None for training and for a score (made of the loss)."""
     if forward is True:
         return True

@@ -19,7 +19,7 @@ So means weigh every counted token equally, however unevenly padding falls on mi
 those of the whole batch. Values that are gathered of the batch (all labels, counted on each rank) also come from the
 prologue: as a sum of parts among zeros.
 
-If anything but sums is computed from a sum (a router's balance of experts: a product of two), the step first runs
+If an op that is not linear takes such a sum (a router's balance of experts: a product of two), the step first runs
 forward of all microbatches once:
 
     before   loss = mul(f_sum, p_sum)
@@ -27,10 +27,10 @@ forward of all microbatches once:
              p    = summed(p_sum, mesh, 2)                     sums over all. Backward: identity
              loss = to_partial(mul(f, p), mesh, "microbatch")  the first microbatch brings it; its gradient goes to all
 
-That is exact as long as only the loss is computed from it, or no gradient goes through it.
-The interpreter adds gradients, and a buffer's new value if each microbatch has a summand of it (a moving average of
-sums over rows, `batch_norm: local`). All else that needs all rows at once (BatchNorm's statistics, contrastive losses)
-is refused, by name.
+That is exact as long as only the loss is computed from it, or no gradient goes through it. The interpreter adds
+gradients, and a buffer's new value if each microbatch has a summand of it (a moving average of sums over rows,
+`batch_norm: local`). All else that needs all rows at once (BatchNorm's statistics, contrastive losses) is refused, by
+name.
 
 one_microbatch.py writes the graph of one microbatch and the prologue; sum_after_step.py moves the loss's sums over
 ranks to the end of the step.
@@ -40,16 +40,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import fx
-
 from shardc.errors import Errors
-from shardc.ir.graph import placeholders
 from shardc.ir.mesh import MICROBATCH as AXIS
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
-from shardc.ir.stored import Input
 from shardc.passes.accumulate.one_microbatch import OneMicrobatch, without_microbatches
 from shardc.passes.annotate.inputs import disagreements
 from shardc.passes.base import Pass
@@ -72,20 +68,18 @@ class Accumulate(Pass):
         if errors.found:  # if an input's rows are another dim, its sums may look like sums of rows
             errors.found[:0] = disagreements(self.spec, program).values()
             errors.raise_any()
-        rest = Mesh(tuple((a, n) for a, n in mesh.axes if a != AXIS))
-        stripped = {x.name: without_microbatches(x.layout) for x in program.stored}
-        program = program.with_layouts(stripped)
-        cut = {x.name: x.layout for x in _stage_inputs(stage.graph, program)}
-        inputs = tuple(replace(x, microbatch=_cut(cut[x.name], mesh)) for x in program.inputs)
-        adding = iter(writer.adding)
-        buffers = tuple(replace(b, adds=b.updated and next(adding)) for b in program.buffers)
+        cuts = {x.name: _cut(x.layout, mesh) for x in program.inputs}
+        program = program.with_layouts({x.name: without_microbatches(x.layout) for x in program.stored})
+        inputs = tuple(replace(x, microbatch=cuts[x.name]) for x in program.inputs)
+        adds = iter(writer.adds)  # of each updated buffer, then of each output
+        buffers = tuple(replace(b, adds=b.updated and next(adds)) for b in program.buffers)
         outputs = tuple(
-            replace(o, layout=without_microbatches(o.layout), microbatch=_cut(o.layout, mesh), adds=next(adding))
+            replace(o, layout=without_microbatches(o.layout), microbatch=_cut(o.layout, mesh), adds=next(adds))
             for o in program.outputs
         )
         return replace(
             program,
-            mesh=rest,
+            mesh=Mesh(tuple((a, n) for a, n in mesh.axes if a != AXIS)),
             buffers=buffers,
             inputs=inputs,
             outputs=outputs,
@@ -96,13 +90,7 @@ class Accumulate(Pass):
         )
 
 
-def _stage_inputs(graph: fx.Graph, program: Program) -> list[Input]:
-    """Return the program's inputs with the layouts of a graph's placeholders."""
-    nodes = placeholders(graph)
-    return [replace(x, layout=nodes[x.name].meta["value"].layout) for x in program.inputs]
-
-
 def _cut(layout: Layout, mesh: Mesh) -> Shard | None:
-    """Return how a rank's part of an input is cut into microbatches."""
+    """Return how a rank's part of an input or output is cut into microbatches; None if it is not."""
     s = layout[AXIS]
     return replace(s, split=layout.local_split(AXIS, mesh)) if isinstance(s, Shard) else None

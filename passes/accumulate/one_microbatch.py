@@ -6,7 +6,7 @@ The prologue counts what is known from the batch alone. `OneMicrobatch` describe
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,21 +18,21 @@ from shardc.ir.graph import copy_graph, operands_of, source_of, values_of
 from shardc.ir.mesh import MICROBATCH as AXIS
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
-from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Placement, Replicate, Shard
+from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Replicate, Shard
 from shardc.ir.types import behind, requires_grad
 from shardc.passes.accumulate.sum_after_step import CONVERTERS, sum_after_step
 from shardc.rules.core import registry
 from shardc.rules.core.op_call import call_of, rounds
 from shardc.runtime import ops
 
-#: Conversions that only depend on the microbatch's number, and their replacements. The step's loss is the sum of the
-#: microbatches' losses, so the step's gradient is the sum of theirs, if each op's backward is the plain derivative of
-#: its forward here: a value that is equal in all microbatches (Replicate) has this one's gradient (PartialGrad).
+#: Conversions over the axis that send nothing in forward, each with its replacement. The replacement sends nothing in
+#: backward either: it only depends on the microbatch's number. So a value that is equal in all microbatches, which was
+#: Replicate, becomes PartialGrad: it gets this microbatch's gradient, and the interpreter adds up those of all.
 _OF_ONE_MICROBATCH: dict[Any, Any] = {
-    getattr(ops, row.op): getattr(ops, alone.op)
+    getattr(ops, row.op): getattr(ops, replacement.op)
     for row in CONVERSIONS
     if row.forward in ("slice", "pad", "first")
-    for alone in between(PartialGrad if row.source is Replicate else row.source, row.target)
+    for replacement in between(PartialGrad if row.source is Replicate else row.source, row.target)
 }
 #: Linear in their first operand, and independent of the axis: a summand stays one. All conversions are.
 _LINEAR = {*CONVERTERS, ops.partial_mean, ops.select_partial, operator.getitem}
@@ -54,16 +54,16 @@ def _of_one_microbatch(value: Value, mesh: Mesh) -> Value:
     m, shape = mesh.size(AXIS), list(value.shape)
     shape[s.dim] = s.padded(shape[s.dim]) // m
 
-    def inner(p: Any) -> Any:
+    def without_axis(p: Any) -> Any:
         if not isinstance(p, Shard) or p.dim != s.dim:
             return p
         return replace(p, split=p.split // m if p.split > s.split else p.split, padding=0, blocks=1)
 
-    return replace(value, shape=tuple(shape), layout=Layout(tuple((a, inner(p)) for a, p in layout.items)))
+    return replace(value, shape=tuple(shape), layout=Layout(tuple((a, without_axis(p)) for a, p in layout.items)))
 
 
 def _same_in_all(node: fx.Node) -> bool:
-    """Return whether all microbatches compute a node's value equally; only valid if it is no summand."""
+    """Return whether all microbatches compute the same value. It must be no summand: types do not show summands."""
     return all(v.layout[AXIS] in (REPLICATE, PARTIAL_GRAD) for v in values_of(node))
 
 
@@ -92,22 +92,28 @@ class OneMicrobatch:
     mesh: Mesh
     params: set[str]
     where: str
+    #: Errors, by the place in the model.
+    refused: dict[str, ShardcError] = field(default_factory=dict)
+    #: This microbatch's parts of sums over all.
+    summands: set[fx.Node] = field(default_factory=set)
+    #: (user, summand): the user read a partial sum before this pass too, which is summed later: nothing changes for it.
+    partial_reads: set[tuple[fx.Node, fx.Node]] = field(default_factory=set)
+    #: Values that the prologue computes for each microbatch.
+    totals: list[fx.Node] = field(default_factory=list)
+    #: Summand -> its sum over all microbatches, from a forward of all of them.
+    sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    #: Values that depend on such sums, equal in all microbatches; gradients go through.
+    whole_sums: set[fx.Node] = field(default_factory=set)
+    #: Whether each microbatch has a summand of a new value, for updated buffers and then outputs; known after `run`.
+    adds: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.graph = copy_graph(self.old)
+        self.from_batch = self._made_of_batch()
+        self.mesh_node = next(n for n in self.graph.nodes if n.name == "mesh")
 
     def run(self) -> tuple[fx.Graph, fx.Graph | None]:
-        self.graph = copy_graph(self.old)
-        self.refused: dict[str, ShardcError] = {}  # by the place in the model
-        self.from_batch = self._made_of_batch()
-        #: This microbatch's parts of sums over all.
-        self.summands: set[fx.Node] = set()
-        #: (user, summand): where a part of a sum is added to other parts, to be summed later.
-        self.added_to: set[tuple[fx.Node, fx.Node]] = set()
-        #: Values that the prologue computes for each microbatch.
-        self.totals: list[fx.Node] = []
-        #: Summand -> its sum over all microbatches, from a forward of all of them.
-        self.sums: dict[fx.Node, fx.Node] = {}
-        #: Values that depend on such sums, equal in all microbatches; gradients go through.
-        self.whole_sums: set[fx.Node] = set()
-        self.mesh_node = next(n for n in self.graph.nodes if n.name == "mesh")
+        """Return the graph of one microbatch, and the prologue if there is one. Raises ShardcError."""
         for node in list(self.graph.nodes):
             if node.op == "call_function" and self._take_axis_out(node):
                 self._propagate(node)
@@ -145,73 +151,77 @@ class OneMicrobatch:
         return from_batch
 
     def _take_axis_out(self, node: fx.Node) -> bool:
-        """Remove the axis from a conversion. Return False if the node is gone, or an error."""
+        """Remove the axis from a conversion. Return whether the node is left, for `_propagate` to look at."""
         collective: Collective | None = node.meta.get("collective")
         axes: tuple[str, ...] = collective.axes if collective is not None else ()
         if node.target in (ops.sum_grad, ops.first_grad):
             axes = node.args[2] if node.target is ops.sum_grad else (node.args[2],)  # type: ignore[assignment]
-        alone = node.target in _OF_ONE_MICROBATCH and node.args[2] == AXIS
-        if AXIS not in axes and not alone:
+        by_number = node.target in _OF_ONE_MICROBATCH and node.args[2] == AXIS
+        if AXIS not in axes and not by_number:
             return True
         if node.args[0] in self.whole_sums:
             if node.target is ops.to_partial:
-                self.summands.add(node)
+                self.summands.add(node)  # it stays, and is known to be a summand
             else:
                 self._refuse(node, node)
             return False
         rest = tuple(a for a in axes if a != AXIS)
-        if alone and node.args[0] in self.summands and node.target in (ops.to_partial, ops.partial_grad_to_partial):
-            self._replace_by(node, node.args[0], node)  # it is already a part of a sum
+        if by_number and node.args[0] in self.summands and node.target in (ops.to_partial, ops.partial_grad_to_partial):
+            self._replace_by(node, node.args[0], summand=node)  # it is a summand already
             return False
-        if alone:
+        if by_number:
             node.target = _OF_ONE_MICROBATCH[node.target]
             node.meta.pop("collective", None)
             return True
         if node.target in (ops.sum_grad, ops.first_grad):
-            return self._over_other_axes(node, node.args[0], rest) is node
+            return self._restrict_to(rest, node, node.args[0]) is node
         if node.target is ops.all_reduce and node in self.from_batch:
-            self._total_over(node, rest)
+            self._sum_in_prologue(node, rest)
         elif node.target in (ops.all_gather, ops.all_gather_partial_grad) and node in self.from_batch:
             self._gather_in_prologue(node)
         elif node.target is ops.all_reduce:
-            self.summands.add(self._over_other_axes(node, node.args[0], rest))
+            self.summands.add(self._restrict_to(rest, node, node.args[0]))
         else:
             self._refuse(node, node)
         return False
 
-    def _over_other_axes(self, node: fx.Node, x: Any, rest: tuple[str, ...]) -> fx.Node:
-        """Restrict a conversion to the other axes, or replace it by x without any. Return what is left."""
+    def _restrict_to(self, rest: tuple[str, ...], node: fx.Node, x: Any) -> fx.Node:
+        """Restrict a conversion of x to the other axes; if there are none, replace it by x. Return what is left."""
         if rest:
             node.args = (x, *node.args[1:2], rest, *node.args[3:])
             if "collective" in node.meta:
                 node.meta["collective"] = replace(node.meta["collective"], axes=rest)
             return node
-        return self._replace_by(node, x, x if node.target is ops.all_reduce else None)
+        return self._replace_by(node, x, summand=x if node.target is ops.all_reduce else None)
 
-    def _replace_by(self, node: fx.Node, x: Any, parts: fx.Node | None) -> fx.Node:
-        """Replace a node by x. parts: which of the two is one part of several, which its users sum later."""
+    def _replace_by(self, node: fx.Node, x: Any, *, summand: fx.Node | None) -> fx.Node:
+        """Replace a node by x.
+
+        summand: which of the two was a partial sum before this pass, while the other was the whole sum; None: neither.
+        Afterwards x is both, so an op that used both is refused.
+        """
         assert isinstance(x, fx.Node)
-        if parts is not None:
+        if summand is not None:
             if twice := [u for u in node.users if u in x.users]:
                 self._refuse(node, twice[0])
-            self.added_to |= {(user, x) for user in parts.users if user is not node}
+            self.partial_reads |= {(user, x) for user in summand.users if user is not node}
         node.replace_all_uses_with(x)
         self.graph.erase_node(node)
         return x
 
-    def _total_before(self, node: fx.Node, x: Any) -> fx.Node:
-        """Add an op before the node: the sum of x over all microbatches."""
+    def _add_total(self, node: fx.Node, x: Any) -> fx.Node:
+        """Let the prologue compute x, and add an op before the node: the total of x over all microbatches."""
         assert isinstance(x, fx.Node)
         if any(n.target is ops.total for n in behind([x])):
             self._refuse(node, node, nested=True)
         value = replace(x.meta["value"], layout=without_microbatches(x.meta["value"].layout))
-        total = self._before(node, ops.total, (self.mesh_node, len(self.totals)), f"{x.name}_total", value)
+        total = self._add_before(node, ops.total, (self.mesh_node, len(self.totals)), f"{x.name}_total", value)
         self.totals.append(x)
         return total
 
-    def _total_over(self, node: fx.Node, rest: tuple[str, ...]) -> None:
+    def _sum_in_prologue(self, node: fx.Node, rest: tuple[str, ...]) -> None:
         """Replace a sum known from the batch alone by its total: over microbatches, and once over other axes."""
-        total = self._total_before(node, node.args[0])
+        total = self._add_total(node, node.args[0])
         if rest:
             total.args = (*total.args, rest)
             total.kwargs = {"tag": total.name}
@@ -226,17 +236,17 @@ class OneMicrobatch:
         dtype = torch.uint8 if value.dtype == torch.bool else value.dtype
         cast = torch.ops.aten._to_copy.default
         if dtype != value.dtype:
-            x = self._before(node, cast, (x,), f"{x.name}_counted", replace(x.meta["value"], dtype=dtype), dtype=dtype)
+            counts = replace(x.meta["value"], dtype=dtype)
+            x = self._add_before(node, cast, (x,), f"{x.name}_counted", counts, dtype=dtype)
         whole = replace(value, dtype=dtype)
-        total = self._total_before(
-            node, self._before(node, ops.unshard_partial, (x, *node.args[1:]), f"{x.name}_among", whole)
-        )
+        among_zeros = self._add_before(node, ops.unshard_partial, (x, *node.args[1:]), f"{x.name}_among", whole)
+        total = self._add_total(node, among_zeros)
         if dtype != value.dtype:
-            total = self._before(node, cast, (total,), f"{total.name}_found", value, dtype=value.dtype)
+            total = self._add_before(node, cast, (total,), f"{total.name}_found", value, dtype=value.dtype)
         node.replace_all_uses_with(total)
         self.graph.erase_node(node)
 
-    def _before(
+    def _add_before(
         self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, value: Value, **kwargs: Any
     ) -> fx.Node:
         """Add an op before a node; it is known from the batch alone."""
@@ -251,7 +261,7 @@ class OneMicrobatch:
     def _propagate(self, node: fx.Node) -> None:
         """Mark an op as a summand if it is linear in summands, and all else is equal in all microbatches."""
         operands = operands_of(node)
-        summed = {i for i, x in enumerate(operands) if x in self.summands and (node, x) not in self.added_to}
+        summed = {i for i, x in enumerate(operands) if x in self.summands and (node, x) not in self.partial_reads}
         if node in self.summands:
             return
         if not summed:
@@ -324,14 +334,8 @@ class OneMicrobatch:
     def _add_number(self, node: fx.Node) -> None:
         """Add a number to a sum in the first microbatch only."""
         x, number, value = node.args[0], node.args[1], node.meta["value"]
-        full = self._before(
-            node,
-            torch.ops.aten.full.default,
-            ([], number),
-            f"{node.name}_number",
-            replace(value, shape=()),
-            dtype=value.dtype,
-        )
+        full_op, name, scalar = torch.ops.aten.full.default, f"{node.name}_number", replace(value, shape=())
+        full = self._add_before(node, full_op, ([], number), name, scalar, dtype=value.dtype)
         node.args = (x, self._once(node, full), *node.args[2:])
         self.summands.add(node)
 
@@ -348,16 +352,12 @@ class OneMicrobatch:
         return new
 
     def _output(self, node: fx.Node) -> None:
+        """Make the loss a summand, and find which new values of buffers and outputs are summands."""
         returned: Any = node.args[0]
-        loss, news = returned
-        self.adding = [new in self.summands or isinstance(self._placement(new), Partial) for new in news]
+        loss, new_values = returned
+        self.adds = [x in self.summands or isinstance(x.meta["value"].layout[AXIS], Partial) for x in new_values]
         if loss is not None and loss not in self.summands:
-            node.args = ((self._once(node, loss), news),)
-
-    def _placement(self, node: fx.Node) -> Placement:
-        """Return the placement of a result of the step over its microbatches."""
-        value: Value = node.meta["value"]
-        return value.layout[AXIS]
+            node.args = ((self._once(node, loss), new_values),)
 
     def _refuse(self, total: fx.Node, user: fx.Node, nested: bool = False) -> None:
         """Record an error for a value that needs all rows. nested: the summed value takes such a sum itself."""
@@ -410,6 +410,7 @@ class OneMicrobatch:
         return graph
 
     def _retype(self, graph: fx.Graph) -> None:
+        """Set the types of a graph's nodes to those of one microbatch."""
         for node in graph.nodes:
             value = node.meta.get("value")
             if node.op == "placeholder":

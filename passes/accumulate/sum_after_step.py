@@ -37,10 +37,10 @@ def sum_after_step(graph: fx.Graph, summands: set[fx.Node], mesh_node: fx.Node, 
     """Move the loss's sums over ranks to the step's end, if it is linear in sums over the same axes."""
     output = graph.output_node()
     returned: Any = output.args[0]
-    loss, news = returned
+    loss, new_values = returned
     if loss is None:
         return
-    linear, sums, others = _linear_in_sums(loss, summands)
+    linear, sums, other_summands = _linear_in_sums(loss, summands)
     summed_over: set[Any] = {n.args[2] for n in sums}
     if len(summed_over) != 1:
         return
@@ -55,26 +55,26 @@ def sum_after_step(graph: fx.Graph, summands: set[fx.Node], mesh_node: fx.Node, 
         return any(part in parts for a in axes for part in mesh.parts(a))
 
     inside = {*linear, output}
-    if any(n in news or not inside.issuperset(n.users) for n in (*linear, *sums)):
+    if any(n in new_values or not inside.issuperset(n.users) for n in (*linear, *sums)):
         return
-    if any(map(converts, linear)) or not all(map(is_unsplit, (*linear, *others))):
+    if any(map(converts, linear)) or not all(map(is_unsplit, (*linear, *other_summands))):
         return
     if not all(is_unsplit(x) and not requires_grad(x) for n in linear for x in operands_of(n) if x not in summands):
         return
     for n in sums:
         n.replace_all_uses_with(n.args[0])  # type: ignore[arg-type]
         graph.erase_node(n)
-    for x in others:
-        brought = x
+    for x in other_summands:
+        once = x  # the first rank of each axis adds it
         for a in parts:
             op = ops.to_partial if x.meta["value"].layout[a] == REPLICATE else ops.partial_grad_to_partial
-            value = brought.meta["value"]
-            with graph.inserting_after(brought):
-                brought = graph.create_node("call_function", op, (brought, mesh_node, a), {}, name=f"{x.name}_once")
-            brought.meta = {"value": value, "source": source_of(x)}
-            _mark_partial(brought, [a])
+            value = once.meta["value"]
+            with graph.inserting_after(once):
+                once = graph.create_node("call_function", op, (once, mesh_node, a), {}, name=f"{x.name}_once")
+            once.meta = {"value": value, "source": source_of(x)}
+            _mark_partial(once, [a])
         for n in (n for n in linear if x in n.all_input_nodes):
-            n.replace_input_with(x, brought)
+            n.replace_input_with(x, once)
     for n in linear:
         _mark_partial(n, parts)
 

@@ -1,27 +1,28 @@
 """Annotate: turn the spec's sections into placements on parameters, inputs and activations.
 
-    before   w: f32[256, 64]                                    spec: shard: {"*.c_proj": row}
-    after    w: f32[256@tp, 64]                                 (Conv1D stores [in, out]: its in-features are dim 0)
+    before   down.weight: f32[64, 256]        spec: shard: {down: row}
+    after    down.weight: f32[64, 256@tp]     (a linear layer stores [out, in]: `row` splits the in-features)
+
+Placement decides everything that is not annotated.
 
 weights.py       `shard`: patterns and style words        inputs.py        `batch`: the rows of a batch over data axes
 model_plan.py    `use: model`: the plan of the model      activations.py   `activations`: pins
 structure.py     `use: structure`: pairs in the graph     experts.py       `experts`: the experts' dim of weights
-padding.py       `uneven: pad`                            indivisible.py   errors for sizes that an axis does not divide
-outputs.py       `outputs`: the layouts of outputs
+padding.py       `uneven: pad`                            outputs.py       `outputs`: the layouts of outputs
 sequence.py      `sequence`: the dim of inputs, and the method of attention; attention_bands.py: which keys rows see;
                   causal_convs.py: convolutions that may stay split
 
-Placement decides everything that is not annotated.
-
 weight_roles.py   the meaning of `column`, `row`, `vocab`   kv_heads.py        key-value heads that ranks share
-propagate_split.py   what else is split with a value        fused_weights.py   suggests splits of a fused weight's parts
-spec_layouts.py   the spec's text as a layout               to_spec.py         a plan, as entries of a spec
+propagate_split.py   what else is split with a value        indivisible.py     errors for sizes that ranks do not divide
+spec_layouts.py   the spec's text as a layout               to_spec.py         splits as entries of a spec
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+from torch import fx
 
 from shardc.errors import Errors
 from shardc.ir.graph import copy_graph, placeholders
@@ -34,7 +35,7 @@ from shardc.passes.annotate.activations import pin_activations
 from shardc.passes.annotate.attention_bands import use_bands
 from shardc.passes.annotate.causal_convs import use_conv1d
 from shardc.passes.annotate.experts import Experts
-from shardc.passes.annotate.inputs import batch_axes, disagreements, input_layouts, widened
+from shardc.passes.annotate.inputs import disagreements, input_layouts, row_axes, with_microbatch_axis
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.outputs import wanted_outputs
 from shardc.passes.annotate.sequence import mark_methods, split_ids
@@ -48,67 +49,72 @@ from shardc.spec import ShardRule, Spec
 class Annotate(Pass):
     """Adds layouts to parameters and inputs, and `pin` nodes after annotated activations.
 
-    From here to `accumulate` and `pipeline` the program's mesh is that of one stage's ranks, and has microbatches as an
-    axis.
+    From here to `accumulate` and `pipeline` the program's mesh is that of one stage's ranks, and its last axis is that
+    of microbatches (shardc.ir.mesh.MICROBATCH), if a step has several. compatible_with, here `running`, is a program
+    for another batch that runs already: its parameters, and the digits of its axes, stay as they are.
     """
 
     def run(self, program: Program) -> Program:
-        spec = widened(stage_spec(self.spec))
+        spec = with_microbatch_axis(stage_spec(self.spec))
         program = replace(program, graph=copy_graph(program.graph))
-        shared = kv_heads.shared(program.graph)
-        mesh, running = spec.mesh, self.options.compatible_with
-        for axis in sorted(_weight_axes(spec)):
-            if running is not None and len(digits := running.mesh.parts(axis)) > 1:  # its parameters' digits
-                mesh = mesh.refine(axis, *map(running.mesh.size, digits[:-1]))
-            else:
-                mesh = kv_heads.refine(mesh, axis, shared.values())
+        shared, running = kv_heads.shared(program.graph), self.options.compatible_with
+        mesh = _refined(spec, shared, running)
         use_bands(spec, program)
         use_conv1d(spec, program)
-        errors, layouts, notes = Errors(), dict[str, Layout](), list[str]()
+        errors, notes = Errors(), list[str]()
         weights = Weights(spec, program, mesh, shared)
+        program, layouts = self._split_weights(spec, program, weights, errors, notes)
         with errors.collect():
-            layouts |= weights.named_layouts()
-            if spec.shard_use and spec.shard_axis in spec.mesh.names and mesh.size(spec.shard_axis) > 1:
-                if running is not None and spec.shard_use == "structure":
-                    plan, written = _plan_of(running, spec, mesh, weights.named), running.meta.get("shard", [])
-                else:
-                    plan = _plan(spec, self.options.model_plan, program, mesh, weights.named, layouts)
-                    written = _written(spec, program, plan, weights.named)
-                layouts |= weights.planned_layouts(plan)
-                notes += plan.notes
-                program = replace(program, meta={**program.meta, "shard": written})
-        notes += weights.notes
-        with errors.collect():
-            if spec.experts:
-                layouts |= Experts(spec, program).layouts(layouts, mesh)
-        if spec.uneven == "pad":
-            layouts = padding.pad_weights(program, layouts, mesh)
-        with errors.collect():
-            axes, unsplit = batch_axes(spec, program, mesh)
+            axes, unsplit = row_axes(spec, program, mesh)
             notes += unsplit
             layouts |= input_layouts(spec, program, mesh, axes)
             notes += [f"{d.where}: {d.what}: {d.fix}" for d in disagreements(spec, program).values()]
         with errors.collect():
             pin_activations(spec, program, mesh)
-        values = self.options.forward is True
-        outputs = wanted_outputs(spec, program.outputs, mesh, errors, all_named=values)
+        outputs = wanted_outputs(spec, program.outputs, mesh, errors, all_named=self.options.forward is True)
         if isinstance(self.options.forward, OtherForward):
             outputs = self.options.forward.outputs(outputs)
         mark_methods(spec, program, mesh, _weight_axes(spec), errors)
         split_ids(spec, program, mesh, layouts)
         errors.raise_any()
-        if running is not None:
-            fixed = _running(running, mesh)
-            layouts = {name: x for name, x in layouts.items() if name not in fixed} | {
-                name: x for name, x in fixed.items() if x.items
-            }
+        if running is not None:  # how it splits parameters and buffers
+            fixed = {x.name: Layout.of(dict(x.layout.shards()), mesh) for x in running.params_and_buffers if x.fqn}
+            layouts = {name: x for name, x in (layouts | fixed).items() if name not in fixed or x.items}
         program = program.with_layouts(layouts)
         return replace(program, mesh=mesh, outputs=outputs, notes=(*program.notes, *notes))
 
+    def _split_weights(
+        self, spec: Spec, program: Program, weights: Weights, errors: Errors, notes: list[str]
+    ) -> tuple[Program, dict[str, Layout]]:
+        """Return the layouts of weights, and the program with what `use` chose in its `meta`. Adds errors and notes."""
+        mesh, running, layouts = weights.mesh, self.options.compatible_with, dict[str, Layout]()
+        with errors.collect():
+            layouts |= weights.named_layouts()
+            if spec.shard_use and spec.shard_axis in spec.mesh.names and mesh.size(spec.shard_axis) > 1:
+                if running is not None and spec.shard_use == "structure":
+                    plan, entries = _plan_of(running, spec, mesh, weights.named), running.meta.get("shard", [])
+                else:
+                    plan = _plan(spec, self.options.model_plan, program, mesh, weights.named, layouts)
+                    entries = _as_entries(spec, program, plan, weights.named)
+                layouts |= weights.planned_layouts(plan)
+                notes += plan.notes
+                program = replace(program, meta={**program.meta, "shard": entries})
+        notes += weights.notes
+        with errors.collect():
+            if spec.experts:
+                layouts |= Experts(spec, program).layouts(layouts, mesh)
+        return program, padding.pad_weights(program, layouts, mesh) if spec.uneven == "pad" else layouts
 
-def _running(other: Program, mesh: Mesh) -> dict[str, Layout]:
-    """Return how the program that already runs splits parameters and buffers."""
-    return {x.name: Layout.of(dict(x.layout.shards()), mesh) for x in other.params_and_buffers if x.fqn}
+
+def _refined(spec: Spec, shared: Mapping[fx.Node, kv_heads.Shared], running: Program | None) -> Mesh:
+    """Return the mesh with the digits that shared key-value heads need; those of `running` if it has any."""
+    mesh = spec.mesh
+    for axis in sorted(_weight_axes(spec)):
+        if running is not None and len(digits := running.mesh.parts(axis)) > 1:
+            mesh = mesh.refine(axis, *map(running.mesh.size, digits[:-1]))
+        else:
+            mesh = kv_heads.refine(mesh, axis, shared.values())
+    return mesh
 
 
 def _weight_axes(spec: Spec) -> set[str]:
@@ -122,15 +128,15 @@ def _weight_axes(spec: Spec) -> set[str]:
 
 
 def _plan(
-    spec: Spec, carried: Mapping[str, str], program: Program, mesh: Mesh, named: set[str], layouts: dict[str, Layout]
+    spec: Spec, words: Mapping[str, str], program: Program, mesh: Mesh, named: set[str], layouts: dict[str, Layout]
 ) -> Plan:
     """Return how the model's plan or the graph's structure splits the weights that no spec entry names.
 
-    carried: the plan of the model. named: the parameters that entries name. layouts: the entries' layouts for them.
+    words: the plan of the model. named: the parameters that entries name. layouts: the entries' layouts for them.
     """
     axis, where = spec.shard_axis, spec.where(("shard", "use"))
     if spec.shard_use == "model":
-        return model_plan.resolve(carried, program, axis, named, where)
+        return model_plan.resolve(words, program, axis, named, where)
     fixed: dict[str, Shard | None] = {}
     for name in named:
         shards = [s for part, s in layouts.get(name, Layout()).shards() if part in mesh.parts(axis)]
@@ -154,7 +160,7 @@ def _plan_of(running: Program, spec: Spec, mesh: Mesh, named: set[str]) -> Plan:
     return Plan(axis, splits, ())
 
 
-def _written(spec: Spec, program: Program, plan: Plan, named: set[str]) -> list[str]:
+def _as_entries(spec: Spec, program: Program, plan: Plan, named: set[str]) -> list[str]:
     """Return the entries that `use` made, as a user would write them: lines of YAML."""
     rules = to_spec.entries(program, {name: s for name, (s, _) in plan.splits.items()}, plan.axis, named)
     text = str(replace(spec, shard=(*spec.shard, *rules), shard_use=None))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import torch
 from torch import fx
@@ -37,13 +38,11 @@ def pin_activations(spec: Spec, program: Program, mesh: Mesh) -> None:
     """Add the pins to the program's graph. Raises ShardcError for all invalid entries before it adds any."""
     errors = Errors()
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
+    batch = {x.name for x in program.inputs}
     pins: dict[fx.Node, _Pin] = {}
     for rule, modules in zip(spec.activations, _modules(spec, program, nodes, errors), strict=True):
-        where, cause = (
-            spec.where(("activations", _key(rule))),
-            quote(spec, "activations", _key(rule), dims_text(rule.dims)),
-        )
-        batch = {x.name for x in program.inputs}
+        where = spec.where(("activations", _key(rule)))
+        cause = quote(spec, "activations", _key(rule), dims_text(rule.dims))
         ends = [(module, end) for module in modules for end in _boundary(nodes, module, rule.at, _flows)]
         if not ends:  # values of the batch alone, as an encoder's pixels, have no gradient
             single = partial(_single, batch=batch)
@@ -97,35 +96,27 @@ def _insert(graph: fx.Graph, node: fx.Node, pin: _Pin, mesh: Mesh) -> None:
 def _boundary(
     nodes: list[fx.Node], module: str, side: str, counts: Callable[[fx.Node], bool]
 ) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
-    """Yield for each call of a module the value that it returns (or takes), and the nodes inside.
+    """Yield for each call of a module the last value that it returns (or the first that it takes), and its nodes.
 
-    counts: whether a value is considered. A module without ops, as Dropout(0.0), returns its input.
+    counts: whether a value is considered. A module without ops, as Dropout(0.0), returns its input; then the nodes are
+    those that use it.
     """
-    run: list[fx.Node] = []
-    through: dict[fx.Node, set[fx.Node]] | None = {}
-    for node in [*nodes, None]:
-        name = source_of(node).module if node is not None else ""
-        if node is not None and (name == module or name.startswith(module + ".")):
-            run.append(node)
-            through = None
-            continue
-        if node is not None and through is not None and module in node.meta.get("through", ()) and counts(node):
-            through[node] = set(node.users)
-        if run:
-            inside = set(run)
-            run = []
-            if side == "output":
-                results = [n for n in inside if counts(n) and any(u not in inside for u in n.users)]
-                order = {n: i for i, n in enumerate(nodes)}
-                if results:
-                    yield max(results, key=order.__getitem__), inside
-            else:
-                order = {n: i for i, n in enumerate(nodes)}
-                ordered = sorted(inside, key=order.__getitem__)
-                taken = [t for n in ordered for t in operands_of(n) if t not in inside and counts(t)]
-                if taken:
-                    yield taken[0], inside
-    yield from (through or {}).items()
+
+    def is_inside(node: fx.Node) -> bool:
+        name = source_of(node).module
+        return name == module or name.startswith(module + ".")
+
+    calls = [list(run) for inside, run in groupby(nodes, is_inside) if inside]
+    for call in calls:
+        inside = set(call)
+        if side == "output":
+            values = [n for n in reversed(call) if counts(n) and any(u not in inside for u in n.users)]
+        else:
+            values = [t for n in call for t in operands_of(n) if t not in inside and counts(t)]
+        if values:
+            yield values[0], inside
+    if not calls:
+        yield from ((n, set(n.users)) for n in nodes if module in n.meta.get("through", ()) and counts(n))
 
 
 def _flows(node: fx.Node) -> bool:

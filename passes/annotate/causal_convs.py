@@ -24,41 +24,43 @@ aten = torch.ops.aten
 
 
 def use_conv1d(spec: Spec, program: Program) -> None:
+    """Replace convolutions that keep the number of tokens by `ops.conv1d`, if a sequence is split."""
     if spec.sequence_ranks == 1:
         return
     for node in list(program.graph.nodes):
         if node.target is aten.conv1d.default:
-            _use(program.graph, node)
+            _replace(program.graph, node)
 
 
-def _use(graph: fx.Graph, node: fx.Node) -> None:
+def _replace(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace one convolution, with the padding before it and the slice after it, if they keep the number of tokens."""
     call, x = call_of(node), node.args[0]
     stride, padding, dilation = (
-        _one(call.arg(i, n, d)) for i, n, d in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
+        _one_number(call.arg(i, n, d)) for i, n, d in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
     )
     if not isinstance(x, fx.Node) or node.kwargs or len(value_of(x).shape) != 3:
         return
     if stride != 1 or padding is None or dilation is None:
         return
-    padded, front, behind = x, padding, padding
+    unpadded, front, behind = x, padding, padding  # zeros in front of the sequence, and behind it
     if x.target is aten.constant_pad_nd.default and padding == 0 and len(x.all_input_nodes) == 1:
         front, behind, *others = _pads(x)
-        padded = x.all_input_nodes[0]
+        unpadded = x.all_input_nodes[0]
         if others or x.args[2:3] not in ((), (0,), (0.0,)) or min(front, behind) < 0:
             return
-    n, wide = value_of(padded).shape[2], value_of(node).shape[2]
-    if wide < n:
+    n, results = value_of(unpadded).shape[2], value_of(node).shape[2]
+    if results < n:
         return
     result = node
-    if wide != n:  # results beyond the end of the sequence are cut off
+    if results != n:  # those beyond the end of the sequence are cut off
         (user, *more) = node.users
-        if more or user.target is not aten.slice.Tensor or not _begins(user, n):
+        if more or user.target is not aten.slice.Tensor or not _is_first(user, n):
             return
         result = user
-        behind -= wide - n
+        behind -= results - n
     if behind < 0 or result.meta.get("pin") is not None:
         return
-    args: tuple[Any, ...] = (padded, node.args[1], node.args[2] if len(node.args) > 2 else None)
+    args: tuple[Any, ...] = (unpadded, node.args[1], node.args[2] if len(node.args) > 2 else None)
     args = (*args, front, dilation, call.arg(6, "groups", 1))
     with graph.inserting_before(result):
         new = graph.call_function(ops.conv1d, args)
@@ -69,20 +71,21 @@ def _use(graph: fx.Graph, node: fx.Node) -> None:
             graph.erase_node(old)
 
 
-def _one(x: Any) -> int | None:
+def _one_number(x: Any) -> int | None:
     """Return a number, also from a list of one number; else None."""
     x = x[0] if isinstance(x, (list, tuple)) and len(x) == 1 else x
     return x if isinstance(x, int) else None
 
 
 def _pads(node: fx.Node) -> list[int]:
+    """Return the padding of `constant_pad_nd` without zeros for outer dims: [front, behind] for the last dim alone."""
     pads: Any = node.args[1]
     while len(pads) > 2 and list(pads[-2:]) == [0, 0]:
         pads = pads[:-2]
     return list(pads)
 
 
-def _begins(node: fx.Node, n: int) -> bool:
+def _is_first(node: fx.Node, n: int) -> bool:
     """Return whether a slice is the first n entries of dim 2."""
     rest: list[Any] = [*node.args[1:], *[None] * (4 - len(node.args))]
     dim, start, end, *step = rest

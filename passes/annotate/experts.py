@@ -69,8 +69,6 @@ class Experts:
     def where(self, i: int, key: str = "match") -> str:
         return self.spec.where(("experts", i, key))
 
-    # --- placement
-
     def layouts(self, named: dict[str, Layout], mesh: Mesh) -> dict[str, Layout]:
         """Return the layouts of the experts' weights.
 
@@ -80,57 +78,50 @@ class Experts:
         params = {p.name: p for p in self.program.params}
         nodes = {name: node for name, node in placeholders(self.program.graph).items() if name in params}
         layouts: dict[str, Layout] = {}
-        reported: set[tuple[int, str]] = set()
+        reported: set[tuple[int, int]] = set()
         used: set[int] = set()
         for name, node in nodes.items():
-            for i, dim, user in self._spread_uses(node):
-                used.add(i)
-                entry, p = self.spec.experts[i], params[name]
-                cause = f"{self.where(i)} experts {entry.match!r}"
-                layout = named.get(name, Layout())
-                n, size = mesh.size(entry.axis), p.shape[dim]
-                if n == 1 or name in layouts:
-                    continue
-                if any(layout[a] != Layout()[a] for a in mesh.parts(entry.axis)):
-                    fault = f"{p.fqn} is split over {entry.axis} by `shard:` too"
-                    fix = f"keep {entry.axis} for the experts: drop that entry of `shard:`"
+            if (spread := self._spread_use(node)) is None:
+                continue
+            i, dim, user = spread
+            used.add(i)
+            entry, p = self.spec.experts[i], params[name]
+            layout = named.get(name, Layout())
+            n, size = mesh.size(entry.axis), p.shape[dim]
+            if n == 1:
+                continue
+            if any(layout[a] != Layout()[a] for a in mesh.parts(entry.axis)):
+                fault = f"{p.fqn} is split over {entry.axis} by `shard:` too"
+                fix = f"keep {entry.axis} for the experts: drop that entry of `shard:`"
+                errors.add(fault, where=self.where(i, "axis"), fix=fix)
+            elif size % n and self.spec.uneven != "pad":
+                if (i, size) not in reported:
+                    reported.add((i, size))
+                    module = _named(source_of(user).module)
+                    fault = f"the {size} experts of {module} are not divisible by {entry.axis}={n}"
+                    fix = f"{rank_counts(entry.axis, size, n)}, or set `uneven: pad`"
                     errors.add(fault, where=self.where(i, "axis"), fix=fix)
-                elif size % n and self.spec.uneven != "pad":
-                    if (i, str(size)) not in reported:
-                        reported.add((i, str(size)))
-                        errors.add(
-                            f"the {size} experts of {_named(source_of(user).module)} are not divisible by"
-                            f" {entry.axis}={n}",
-                            where=self.where(i, "axis"),
-                            fix=f"{rank_counts(entry.axis, size, n)}, or set `uneven: pad`",
-                        )
-                else:
-                    inner = math.prod(mesh.size(a) for a, _ in layout.shards(dim))
-                    layouts[name] = Layout.of({**dict(layout.items), entry.axis: Shard(dim, inner)}, mesh)
-                    node.meta.setdefault("cause", {}).update(dict.fromkeys(mesh.parts(entry.axis), cause))
+            else:
+                inner = math.prod(mesh.size(a) for a, _ in layout.shards(dim))
+                layouts[name] = Layout.of({**dict(layout.items), entry.axis: Shard(dim, inner)}, mesh)
+                cause = f"{self.where(i)} experts {entry.match!r}"
+                node.meta.setdefault("cause", {}).update(dict.fromkeys(mesh.parts(entry.axis), cause))
         self._report_unused(used, errors)
         errors.raise_any()
         return layouts
 
-    def _spread_uses(self, param: fx.Node) -> Iterator[tuple[int, int, fx.Node]]:
-        """Yield the entry that spreads a parameter's experts, the dim that counts them, and the op."""
+    def _spread_use(self, param: fx.Node) -> tuple[int, int, fx.Node] | None:
+        """Return the entry that spreads a parameter's experts, the dim that counts them, and the op; None if none."""
         shape = param.meta["value"].shape
         for dim in range(len(shape)):
             for user, operand, dim_of_operand in _users(param, dim):
                 if user.target is ops.experts:
-                    i = self.entry(user) if dim_of_operand == 0 and operand >= UP else None
-                elif (
-                    len(shape) > 2
-                    and (rule := registry.find(user.target)) is not None
-                    and rule.flops is not None
-                    and _batch(user, operand, dim_of_operand)
-                ):
-                    i = self.entry(user)
+                    spread = dim_of_operand == 0 and operand >= UP
                 else:
-                    continue
-                if i is not None:
-                    yield i, dim, user
-                    return
+                    spread = len(shape) > 2 and _is_batch_dim(user, operand, dim_of_operand)
+                if spread and (i := self.entry(user)) is not None:
+                    return i, dim, user
+        return None
 
     def _report_unused(self, used: set[int], errors: Errors) -> None:
         """Add an error, with a reason, for every entry that spreads no parameter."""
@@ -154,8 +145,8 @@ class Experts:
                 fix = "delete it, or move it up"
             elif matched:
                 fault = f"pattern {e.match!r} matches {_named(matched[0])}, which has no experts that shardc recognises"
-                fix = "delete the entry if it has none; else rewrite a Python loop over experts as one of these:"
-                fix = f"{fix} {FORMS}"
+                loop = "else rewrite a Python loop over experts as one of these"
+                fix = f"delete the entry if it has none; {loop}: {FORMS}"
             else:
                 fault = f"pattern {e.match!r} matches no module that holds experts"
                 names = ", ".join(map(_named, holding))
@@ -186,11 +177,12 @@ def _users(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int, int]]:
             yield user, i, dim
 
 
-def _batch(user: fx.Node, operand: int, dim: int) -> bool:
-    """Return whether a dim is a batch dim of a product: all operands and the result have it."""
-    call = call_of(user)
+def _is_batch_dim(user: fx.Node, operand: int, dim: int) -> bool:
+    """Return whether an op is a product, and a dim is a batch dim of it: all operands and the result have it."""
     rule = registry.find(user.target)
-    assert rule is not None
-    sig = rule.signature(call)
-    factors = sig.inputs[operand][dim] if dim < len(sig.inputs[operand]) else ()
-    return any(all(any(f in d for d in o) for o in (*sig.inputs, *sig.outputs)) and sig.sizes[f] > 1 for f in factors)
+    if rule is None or rule.flops is None:
+        return False
+    signature = rule.signature(call_of(user))
+    tensors = (*signature.inputs, *signature.outputs)
+    factors = signature.inputs[operand][dim] if dim < len(signature.inputs[operand]) else ()
+    return any(signature.sizes[f] > 1 and all(any(f in dim for dim in dims) for dims in tensors) for f in factors)

@@ -72,11 +72,13 @@ class Indivisible:
     step: int
     split: int
 
-    def what(self, mesh: Mesh, size: str = "") -> str:
+    def fault(self, mesh: Mesh, size: str = "") -> str:
+        """Return the text of an error. size: how to name the size; default: its number."""
         parts = f" in {self.parts} parts" if self.parts > 1 else ""
         return f"{size or self.size} is not divisible by {_ranks(self.axes, mesh)}{parts}"
 
     def fix(self, mesh: Mesh, size: str = "the size") -> str:
+        """Return the fix: the nearest sizes, and the nearest numbers of ranks, that fit."""
         axis, other = self.axes[-1], ""
         if self.size % self.split == 0:
             other = f", or {rank_counts(axis, self.size // self.split, mesh.size(axis.partition('.')[0]))}"
@@ -104,7 +106,7 @@ def report(program: Program, mesh: Mesh, weights: Iterable[tuple[Param, Layout, 
     weights: each with the layout that it cannot have, with an indivisible dim, and the place in the spec behind it.
     """
     follower = Follower(program)
-    shared: dict[object, _Weights] = {}
+    shared: dict[object, _SharedSplit] = {}
     for p, layout, where in weights:
         dim = indivisible_dim(layout, p.shape, mesh)
         assert dim is not None
@@ -113,13 +115,13 @@ def report(program: Program, mesh: Mesh, weights: Iterable[tuple[Param, Layout, 
             followed = follower.follow((follower.placeholders[p.name], 0), Shard(dim.dim, dim.parts))
             group = followed if isinstance(followed, SplitGroup) else None
         key = where if group is None else frozenset(n.name for n in group.params)
-        shared.setdefault((key, dim.axes), _Weights(dim, group, where)).params.append(p)
-    for sharing in shared.values():
-        sharing.report(follower, mesh, errors)
+        shared.setdefault((key, dim.axes), _SharedSplit(dim, group, where)).params.append(p)
+    for split in shared.values():
+        split.report(follower, mesh, errors)
 
 
 @dataclass(frozen=True)
-class _Weights:
+class _SharedSplit:
     """Weights that share a split. dim, where: of the first one. group: of the split; None if not followed."""
 
     dim: Indivisible
@@ -135,7 +137,7 @@ class _Weights:
         pieces = pieces_of(follower, self.group) if self.group is not None else 1
         if self.group is None or not 1 < pieces < block:
             shape = f" of shape {list(self.params[0].shape)}" if len(self.params) == 1 else ""
-            errors.add(f"{names}{shape}: {dim.what(mesh)}", where=self.where, fix=dim.fix(mesh))
+            errors.add(f"{names}{shape}: {dim.fault(mesh)}", where=self.where, fix=dim.fix(mesh))
             return
         attends = any(node.target in attention.OPS for node in self.group.ops)
         noun = "heads" if attends else "pieces"

@@ -24,16 +24,14 @@ def with_microbatches(spec: Spec, program: Program) -> Spec:
 
     A rank has r rows in each microbatch. So fewer ranks have more microbatches, and the batch stays the same.
     """
-    rows = spec.batch.rows
-    if rows is None:
+    if spec.batch.rows is None:
         return spec
-    dims = [(x.shape, _batch_dim(spec, program, x)) for x in program.inputs]
-    whole = max((shape[d] for shape, d in dims if d is not None and d < len(shape)), default=1)
-    count = -(-whole // (spec.data_ranks * rows))
+    all_rows = max((n for _, n in _rows(spec, program).values()), default=1)
+    count = -(-all_rows // (spec.data_ranks * spec.batch.rows))
     return replace(spec, batch=spec.batch.model_copy(update={"rows": None, "microbatches": count}))
 
 
-def widened(spec: Spec) -> Spec:
+def with_microbatch_axis(spec: Spec) -> Spec:
     """Return the spec with its microbatches as one more axis, the innermost of those that split the batch."""
     if spec.batch.microbatches == 1:
         return spec
@@ -41,19 +39,27 @@ def widened(spec: Spec) -> Spec:
     return replace(spec, mesh=mesh, batch=spec.batch.model_copy(update={"axes": (*spec.data_axes, MICROBATCH)}))
 
 
-def batch_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], list[str]]:
-    """Return the axes that split the batch, and notes. Axes for experts only do if the batch divides."""
+def row_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], list[str]]:
+    """Return the axes that split the batch's rows, and notes.
+
+    They are those of the spec. But if their ranks do not divide the batch, axes for experts do not split it.
+    """
     axes = [a for a in spec.data_axes if mesh.size(a) > 1]
     of_experts = [a for a in axes if a in spec.expert_axes] if spec.batch.axes is None and spec.uneven != "pad" else []
     ranks = math.prod(mesh.size(a) for a in axes)
-    dims = [(x.shape, _batch_dim(spec, program, x)) for x in program.inputs]
-    odd = [shape[d] for shape, d in dims if d is not None and d < len(shape) and shape[d] % ranks]
-    if not of_experts or not odd:
+    indivisible = [n for _, n in _rows(spec, program).values() if n % ranks]
+    if not of_experts or not indivisible:
         return axes, []
     note = f"outside of experts the ranks of {', '.join(of_experts)} do the same"
     return [a for a in axes if a not in of_experts], [
-        f"{spec.where(('experts',))}: the batch of {odd[0]} is not divisible by {ranks} ranks: {note}"
+        f"{spec.where(('experts',))}: the batch of {indivisible[0]} is not divisible by {ranks} ranks: {note}"
     ]
+
+
+def _rows(spec: Spec, program: Program) -> dict[str, tuple[int, int]]:
+    """Return (dim, size) of the rows of each input that has rows, by its name."""
+    dims = ((x, _batch_dim(spec, program, x)) for x in program.inputs)
+    return {_input_name(x): (d, x.shape[d]) for x, d in dims if d is not None and d < len(x.shape)}
 
 
 def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
@@ -74,26 +80,27 @@ def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
 def disagreements(spec: Spec, program: Program, without_rows: bool = False) -> dict[str, ShardcError]:
     """Return an error, by name, for each input whose row count differs from that of most inputs.
 
-    Of inputs of which exactly one other dim has as many, such as positions of shape [3, rows, length].
-    without_rows: also of those of which no dim has as many, such as a table of positions that all rows share.
+    It has an error only if exactly one of its other dims has that size, as in positions of shape [3, rows, length].
+    without_rows: it also has one if none of its dims has that size, as in a table of positions that all rows share.
     """
-    sized = [(_input_name(x), x.shape, _batch_dim(spec, program, x)) for x in program.inputs]
-    rows = {name: shape[d] for name, shape, d in sized if d is not None and d < len(shape)}
-    most = max(rows.values(), key=lambda n: (list(rows.values()).count(n), n), default=0)
+    rows, shapes = _rows(spec, program), {_input_name(x): x.shape for x in program.inputs}
+    counts = [n for _, n in rows.values()]
+    most = max(counts, key=lambda n: (counts.count(n), n), default=0)
 
     def fix(name: str, shape: tuple[int, ...]) -> str:
         dim = shape.index(most) if most in shape else "null"
         condition = f"the rows of {name!r} are its dim {dim}" if most in shape else f"all rows share {name!r}"
         return f"if {condition}, write `batch: {{dims: {{{name}: {dim}}}}}`"
 
+    other = next((name for name, (_, n) in rows.items() if n == most), "")
     return {
         name: ShardcError(
-            f"{name!r} has {rows[name]} rows (dim {d}), but {next(n for n in rows if rows[n] == most)!r} has {most}",
+            f"{name!r} has {n} rows (dim {d}), but {other!r} has {most}",
             where=spec.where(("batch",)),
-            fix=fix(name, shape),
+            fix=fix(name, shapes[name]),
         )
-        for name, shape, d in sized
-        if name in rows and rows[name] != most and (shape.count(most) == 1 or (without_rows and most not in shape))
+        for name, (d, n) in rows.items()
+        if n != most and (shapes[name].count(most) == 1 or (without_rows and most not in shapes[name]))
     }
 
 
@@ -105,39 +112,21 @@ def _axis_place(spec: Spec, axis: str) -> str:
 
 
 def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> dict[str, Layout]:
+    """Return the layouts of inputs: rows over the batch's axes, tokens over the sequence's. Adds their causes to nodes.
+
+    Raises ShardcError for all patterns that match no input, and for all sizes that ranks do not divide.
+    """
     errors = Errors()
-    layouts: dict[str, Layout] = {}
-    names = [_input_name(i) for i in program.inputs]
-    for key, pattern in [("dims", p) for p in spec.batch.dims] + [("pad", p) for p in spec.batch.pad]:
-        if pattern != "*" and not any(match(pattern, n) for n in names):
-            fix = did_you_mean(pattern, names, f"the inputs are {', '.join(names)}")
-            errors.add(f"pattern {pattern!r} matches no input", where=spec.where(("batch", key, pattern)), fix=fix)
+    names = {x.name: _input_name(x) for x in program.inputs}
+    for key, patterns in (("dims", spec.batch.dims), ("pad", spec.batch.pad)):
+        for pattern in patterns:
+            if pattern != "*" and not any(match(pattern, n) for n in names.values()):
+                known = list(names.values())
+                fix = did_you_mean(pattern, known, f"the inputs are {', '.join(known)}")
+                errors.add(f"pattern {pattern!r} matches no input", where=spec.where(("batch", key, pattern)), fix=fix)
+    layouts = _split_rows(spec, program, mesh, axes, names, errors)
     nodes = placeholders(program.graph)
-    wrong: dict[tuple[str, str, str], list[str]] = {}  # one error for all equal inputs
-    for x, name in zip(program.inputs, names, strict=True):
-        dim = _batch_dim(spec, program, x)
-        if dim is None or not axes or not x.shape:
-            continue
-        layout = layout_of({dim: tuple(DimShard(axis=a) for a in axes)}, mesh)
-        if spec.uneven == "pad":
-            layout = padded(layout, x.shape, mesh)
-        if odd := indivisible_dim(layout, x.shape, mesh):
-            place = spec.where(("batch", "microbatches") if odd.axes[-1] == MICROBATCH else ("mesh", odd.axes[-1]))
-            wrong.setdefault(
-                (odd.what(mesh, f"the batch of {odd.size} (dim {dim})"), place, odd.fix(mesh, size="it")), []
-            ).append(name)
-        elif check_fits(
-            layout, x.shape, mesh, f"input {name!r} (batch dim {dim})", spec.where(("batch", "dims")), errors
-        ):
-            layouts[x.name] = layout
-            nodes[x.name].meta["cause"] = {a: f"{_axis_place(spec, a)} batch dim {dim} of {name!r}" for a in axes}
-    disagree = disagreements(spec, program, without_rows=True)
-    for (fault, place, fix), group in wrong.items():
-        for error in (disagree[name] for name in group if name in disagree):
-            fault, fix = f"{fault}: {error.what}", f"{error.fix}; else {fix}"
-        errors.add(f"input {', '.join(map(repr, group))}: {fault}", where=place, fix=fix)
-    by_name = {x.name: name for x, name in zip(program.inputs, names, strict=True)}
-    for placeholder, why in split_sequence(spec, program, mesh, by_name, layouts, errors).items():
+    for placeholder, why in split_sequence(spec, program, mesh, names, layouts, errors).items():
         assert spec.sequence is not None
         causes = nodes[placeholder].meta.setdefault("cause", {})
         causes |= dict.fromkeys((part for a in spec.sequence.axis for part in mesh.parts(a)), why)
@@ -145,5 +134,42 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
     return layouts
 
 
+def _split_rows(
+    spec: Spec, program: Program, mesh: Mesh, axes: list[str], names: dict[str, str], errors: Errors
+) -> dict[str, Layout]:
+    """Return the layouts of inputs whose rows the axes split. Adds one error for all inputs of the same fault.
+
+    names: of inputs as a user writes them, by placeholder.
+    """
+    layouts: dict[str, Layout] = {}
+    nodes = placeholders(program.graph)
+    faults: dict[tuple[str, str, str], list[str]] = {}  # (fault, place in the spec, fix) -> inputs
+    for x in program.inputs:
+        name = names[x.name]
+        dim = _batch_dim(spec, program, x)
+        if dim is None or not axes or not x.shape:
+            continue
+        layout = layout_of({dim: tuple(DimShard(axis=a) for a in axes)}, mesh)
+        if spec.uneven == "pad":
+            layout = padded(layout, x.shape, mesh)
+        if uneven := indivisible_dim(layout, x.shape, mesh):
+            axis = uneven.axes[-1]
+            place = spec.where(("batch", "microbatches") if axis == MICROBATCH else ("mesh", axis))
+            fault = uneven.fault(mesh, f"the batch of {uneven.size} (dim {dim})")
+            faults.setdefault((fault, place, uneven.fix(mesh, size="it")), []).append(name)
+        elif check_fits(
+            layout, x.shape, mesh, f"input {name!r} (batch dim {dim})", spec.where(("batch", "dims")), errors
+        ):
+            layouts[x.name] = layout
+            nodes[x.name].meta["cause"] = {a: f"{_axis_place(spec, a)} batch dim {dim} of {name!r}" for a in axes}
+    disagree = disagreements(spec, program, without_rows=True)
+    for (fault, place, fix), group in faults.items():
+        for error in (disagree[name] for name in group if name in disagree):
+            fault, fix = f"{fault}: {error.what}", f"{error.fix}; else {fix}"
+        errors.add(f"input {', '.join(map(repr, group))}: {fault}", where=place, fix=fix)
+    return layouts
+
+
 def _input_name(x: Input) -> str:
+    """Return an input's name as a user writes it: its path in the batch, such as `mask` or `0.mask`."""
     return ".".join(map(str, x.path)) or x.name

@@ -1,6 +1,6 @@
 """Share key-value heads between ranks without gathers: an axis is seen as (kv heads × ranks per head).
 
-    before   tp=4, k_proj: f32[32, 64] "column", 2 key-value heads for 8 queries' heads
+    before   tp=4, k_proj: f32[32, 64] "column", 2 key-value heads of 16 for 8 query heads
     after    tp = tp.0 × tp.1 = 2 × 2, k_proj: f32[32@tp.0, 64], q_proj: f32[128@tp.0@tp.1/2, 64]
 
 Each rank then computes the keys of its head, as every rank that shares it does, and the gradients of k_proj are summed
@@ -37,40 +37,46 @@ class Shared:
     queries: int
     fused: bool = False
 
+    def shareable(self, n: int) -> bool:
+        """Return whether n ranks can share heads: each head has as many ranks, and each rank as many query heads."""
+        return n % self.heads == 0 and self.queries % n == 0
+
 
 def shared(graph: fx.Graph) -> dict[fx.Node, Shared]:
     """Return the placeholders that are the weights (and biases) of key-value heads."""
     by_param: dict[fx.Node, Shared] = {}
     known: dict[Any, Choices] = {}
-    for node, heads in _sites(graph):
-        for parameter, fused in _weights(node, known):
+    for value, heads in _repeated_values(graph):
+        for parameter, fused in _weights(value, known):
             by_param.setdefault(parameter, replace(heads, fused=fused))
     return by_param
 
 
 def refine(mesh: Mesh, axis: str, heads: Iterable[Shared]) -> Mesh:
     """Return the mesh with an axis of more ranks than heads seen as (heads × ranks that share one)."""
-    n, outer = mesh.size(axis), 1
+    n, outer = mesh.size(axis), 1  # outer: product of the digits so far
     sizes = []
-    for kv in sorted({h.heads for h in heads if 1 < h.heads < n and n % h.heads == 0 == h.queries % n}):
-        if kv % outer == 0:  # layers of several kinds: each number of heads ends a digit
-            sizes.append(kv // outer)
-            outer = kv
+    # with layers of 2 and of 4 heads, tp=8 has the digits 2, 2, 2: the first one splits 2 heads, the first two 4
+    for count in sorted({h.heads for h in heads if 1 < h.heads < n and h.shareable(n)}):
+        if count % outer == 0:
+            sizes.append(count // outer)
+            outer = count
     return mesh.refine(axis, *sizes) if sizes else mesh
 
 
 def shares(mesh: Mesh, axis: str, heads: Shared) -> list[str]:
     """Return the digits of an axis whose ranks hold the same key-value heads."""
-    digits, outer = [], 1
+    digits, outer = [], 1  # outer: ranks of the digits up to this one
     for digit in mesh.parts(axis):
         outer *= mesh.size(digit)
-        if heads.heads % outer and outer % heads.heads == 0 == heads.queries % mesh.size(axis):
+        divided = heads.heads % outer == 0
+        if not divided and outer % heads.heads == 0 and heads.queries % mesh.size(axis) == 0:
             digits.append(digit)
     return digits
 
 
-def _sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, Shared]]:
-    """Yield values with heads that an op uses several times, before they are repeated."""
+def _repeated_values(graph: fx.Graph) -> Iterator[tuple[fx.Node, Shared]]:
+    """Yield values whose heads an op repeats or uses several times, as they are before that."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -101,7 +107,7 @@ def _expanded(node: fx.Node, x: fx.Node) -> Iterator[tuple[fx.Node, Shared]]:
     if len(stretched) != 1 or (d := stretched[0]) == 0:
         return
     for user in node.users:
-        out = shape_of(user) if user.op == "call_function" and isinstance(user.meta.get("value"), object) else ()
+        out = shape_of(user) if user.op == "call_function" else ()
         if len(out) == len(new) - 1 and out == (*new[: d - 1], new[d - 1] * new[d], *new[d + 1 :]):
             yield x, Shared(new[d - 1], new[d - 1] * new[d])
             return

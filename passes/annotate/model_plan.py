@@ -10,8 +10,8 @@ into their parts. Words that only name a collective, or a sum of gradients, have
 
 transformers/distributed/tensor_parallel.py (5.23) has the styles; their parameters are stored [.., out, in].
 
-A model's plan of experts (`ep_plan`) names the modules that hold them; for `use: structure` the graph does. It is read
-if the mesh has an axis `ep` that the spec does not use:
+A model's plan of experts (`ep_plan`) names the modules that hold them; for `use: structure` the graph does. If the mesh
+has an axis `ep` that the spec does not use, these modules become entries of `experts`:
 
     "layers.*.mlp.experts": "ep_dispatch_experts"   ->  experts: [{match: "model.layers.*.mlp.experts", axis: ep}]
 """
@@ -103,7 +103,7 @@ def read(model: nn.Module) -> dict[str, str]:
     transformers' models collect the plans of their configs and parts in `tp_plan`; parts of an ordinary module keep
     their own.
     """
-    return _carried(model, "tp_plan")
+    return _plan_words(model, "tp_plan")
 
 
 def with_experts(spec: Spec, model: nn.Module, program: Program) -> Spec:
@@ -135,11 +135,10 @@ def with_experts(spec: Spec, model: nn.Module, program: Program) -> Spec:
 
 def _planned_experts(model: nn.Module) -> list[str]:
     """Return the modules that hold experts, by the model's own plan."""
-    words = _carried(model, "ep_plan")
-    dispatched = [k for k, word in words.items() if word == "ep_dispatch_experts"]
-    return dispatched + [
-        k.rpartition(".")[0] for k, word in words.items() if word == "grouped_gemm"
-    ]  # the modules of these parameters
+    words = _plan_words(model, "ep_plan")
+    dispatched = [module for module, word in words.items() if word == "ep_dispatch_experts"]
+    grouped = [param.rpartition(".")[0] for param, word in words.items() if word == "grouped_gemm"]
+    return dispatched + grouped
 
 
 def _stacked_experts(program: Program) -> list[str]:
@@ -151,7 +150,8 @@ def _stacked_experts(program: Program) -> list[str]:
     return [of_every_layer(module) or "*" for module in modules]
 
 
-def _carried(model: nn.Module, kind: str) -> dict[str, str]:
+def _plan_words(model: nn.Module, kind: str) -> dict[str, str]:
+    """Return {name: word} of a model's plan, with the plans of its parts. kind: "tp_plan" or "ep_plan"."""
     words: dict[str, str] = {}
     for name, module in model.named_modules():
         plan = getattr(module, kind, None) or getattr(module, f"_{kind}", None)
@@ -162,16 +162,16 @@ def _carried(model: nn.Module, kind: str) -> dict[str, str]:
     return words
 
 
-def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[str], where: str) -> Plan:
-    """Return the model's plan on one axis. named: parameters that spec entries name; the entries win.
+def resolve(words: Mapping[str, str], program: Program, axis: str, named: set[str], where: str) -> Plan:
+    """Return the weights that the model's plan splits over an axis. named: parameters of spec entries, which win.
 
     where: the spec's line. Raises ShardcError for a model without a plan, and for all unknown words at once.
     """
-    if not carried:
+    if not words:
         fault = "the model has no tensor-parallel plan (transformers' models have one, `tp_plan`)"
         fix = "write `use: structure`, or name the weights by patterns"
         raise ShardcError(fault, where=f"{where} use: model", fix=fix)
-    errors, follower, entries = Errors(), Follower(program), _Entries(carried)
+    errors, follower, entries = Errors(), Follower(program), _Entries(words)
     wrapped = _wrapped(entries, program)
     planned: dict[fx.Node, tuple[Shard, str]] = {}
     notes: list[str] = []
@@ -179,25 +179,24 @@ def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[
     for p in program.params:
         if p.name in named:
             continue
-        beside = wrapped.get(p.name, {})
-        for key in beside or _keys(entries, p):
-            if carried[key] in WORDS:
-                split = _literal(WORDS[carried[key]], p, beside.get(key))
+        layer_weights = wrapped.get(p.name, {})
+        for key in layer_weights or _keys(entries, p):
+            word = words[key]
+            if word in WORDS:
+                split = _shard_by_word(WORDS[word], p, layer_weights.get(key))
                 if split is not None:
-                    planned.setdefault(
-                        follower.placeholders[p.name], (split, f"{where} use: model '{key}: {carried[key]}'")
-                    )
+                    planned.setdefault(follower.placeholders[p.name], (split, f"{where} use: model '{key}: {word}'"))
             elif key not in unknown:
                 unknown.add(key)
-                close = nearest(carried[key], WORDS)
+                close = nearest(word, WORDS)
                 errors.add(
-                    f"the model's plan has the word {carried[key]!r} for {key!r}, which shardc does not know",
+                    f"the model's plan has the word {word!r} for {key!r}, which shardc does not know",
                     where=f"{where} use: model",
                     fix=(f"is it {close!r}? " if close else "")
                     + f'write an entry for it beside `use`, e.g. "*{key.rpartition("*")[2]}": column',
                 )
     errors.raise_any()
-    splits = _settled(follower, planned)
+    splits = _with_parts(follower, planned)
     for node in [n for n in splits if not _usable(follower, n, splits[n][0])]:
         split, cause = splits.pop(node)
         notes.append(
@@ -210,9 +209,9 @@ def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[
 class _Entries:
     """The names of a plan, by how many parts they have."""
 
-    def __init__(self, carried: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
         self._of: dict[int, list[tuple[str, list[str]]]] = {}
-        for key in carried:
+        for key in names:
             parts = key.split(".")
             self._of.setdefault(len(parts), []).append((key, parts))
 
@@ -257,35 +256,43 @@ def _wrapped(entries: _Entries, program: Program) -> dict[str, dict[str, Param]]
     return by_param
 
 
-def _literal(word: Word, p: Param, own: Param | None = None) -> Shard | None:
-    """Return the dim of a stored parameter that a word splits.
+def _shard_by_word(word: Word, p: Param, layer_weight: Param | None = None) -> Shard | None:
+    """Return the split of a stored parameter by a word, or None.
 
-    own: the layer's own weight, if p is an adapter's matrix beside it. Of an adapter's matrices, the one that shares
-    the weight's split dim is split: B of a column-parallel one, A of a row-parallel one.
+    layer_weight: the weight of the layer, if p is an adapter's matrix beside it. Of an adapter's matrices, the one that
+    shares the weight's split dim is split: B of a column-parallel one, A of a row-parallel one.
     """
     if word.dim is None or not p.shape or (len(p.shape) < 2 and not word.bias):
         return None
     dim = max(len(p.shape) + word.dim, 0)
-    if own is not None and p.shape[dim] != own.shape[word.dim]:
+    if layer_weight is not None and p.shape[dim] != layer_weight.shape[word.dim]:
         return None
     return Shard(dim, word.parts if len(p.shape) > 1 else 1)
 
 
-def _settled(follower: Follower, planned: Mapping[fx.Node, tuple[Shard, str]]) -> dict[fx.Node, tuple[Shard, str]]:
-    """Return the split that ops need of each dim; row-parallel weights show a fused weight's parts."""
-    settled: dict[fx.Node, tuple[Shard, str]] = {}
-    last = {n: s.dim == len(values_of(n)[0].shape) - 1 and s.dim > 0 for n, (s, _) in planned.items()}
-    for node in sorted(planned, key=lambda n: not last[n]):
-        if node in settled:
+def _with_parts(follower: Follower, planned: Mapping[fx.Node, tuple[Shard, str]]) -> dict[fx.Node, tuple[Shard, str]]:
+    """Return the planned splits, each in the fused parts in which ops need it.
+
+    A word names a dim only. How many parts a fused weight has follows from the weights that its result meets. So
+    row-parallel weights, which are split plainly, are followed first.
+    """
+    result: dict[fx.Node, tuple[Shard, str]] = {}
+
+    def is_row(node: fx.Node) -> bool:
+        dim = planned[node][0].dim
+        return dim > 0 and dim == len(values_of(node)[0].shape) - 1
+
+    for node in sorted(planned, key=is_row, reverse=True):
+        if node in result:
             continue
         split, cause = planned[node]
         group = follower.follow((node, 0), split)
         if isinstance(group, SplitGroup):
             for other, s in group.params.items():
                 if other in planned and planned[other][0].dim == s.dim:
-                    settled.setdefault(other, (s, planned[other][1]))
-        settled.setdefault(node, (split, cause))
-    return settled
+                    result.setdefault(other, (s, planned[other][1]))
+        result.setdefault(node, (split, cause))
+    return result
 
 
 def _usable(follower: Follower, node: fx.Node, split: Shard) -> bool:

@@ -24,19 +24,19 @@ def wanted_outputs(
     """
     result = list(outputs)
     for rule in reversed(spec.outputs):  # the first match wins
-        where, named = spec.where(("outputs", rule.pattern)), False
+        where, matched = spec.where(("outputs", rule.pattern)), False
         for i, o in enumerate(result):
             if not match(rule.pattern, o.name):
                 continue
-            named, layout = True, Layout()
+            matched, layout = True, Layout()
             if rule.dims is not None:
                 layout = layout_of(rule.dims, mesh)
                 layout = padded(layout, o.shape, mesh) if spec.uneven == "pad" else layout
                 check_fits(layout, o.shape, mesh, f"output {o.name}", where, errors)
             cause = quote(spec, "outputs", rule.pattern, dims_text(rule.dims) if rule.dims is not None else "whole")
-            asked = None if rule.dims is not None and not layout.items else layout  # its axes have one rank
-            result[i] = replace(o, wanted=asked, cause=cause)
-        if not named and all_named:
+            no_effect = rule.dims is not None and not layout.items  # all its axes have one rank
+            result[i] = replace(o, wanted=None if no_effect else layout, cause=cause)
+        if not matched and all_named:
             known = f"the outputs are {', '.join(o.name for o in outputs)}"
             errors.add(f"pattern {rule.pattern!r} matches no output", where=where, fix=known)
     return tuple(result)

@@ -24,44 +24,42 @@ from shardc.passes.annotate.propagate_split import Follower, SplitGroup
 def padded(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
     """Return the layout with every dim padded by as few entries as needed."""
     for dim in {s.dim for _, s in layout.shards()}:
-        outer, n = _digits(layout, dim, mesh)
-        if dim < len(shape) and not outer.sections and shape[dim] % (outer.split // (2 if outer.mirrored else 1)) == 0:
-            parts = 2 if outer.mirrored else 1  # a zigzag has one padding, after both stretches of all ranks
-            blocks = outer.split // parts
-            layout = _with(layout, dim, mesh, -(shape[dim] // blocks) % (n * parts), blocks)
+        outer, n = _outer_shard(layout, dim, mesh)
+        stretches = 2 if outer.mirrored else 1  # of each rank in a zigzag, which is padded once, after all stretches
+        blocks = outer.split // stretches
+        if dim < len(shape) and not outer.sections and shape[dim] % blocks == 0:
+            layout = _with_padding(layout, dim, mesh, -(shape[dim] // blocks) % (n * stretches), blocks)
     return layout
 
 
 def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, Layout]:
-    """Return the layouts with the padding that weights need; weights with a common split have the same."""
+    """Return the layouts with the padding that weights need. Weights with a common split get equal padding."""
     follower = Follower(program)
-    widened = dict(layouts)
+    result = dict(layouts)
     done: set[tuple[str, int]] = set()
     nodes = placeholders(program.graph)
     for p in program.params:
-        for dim in sorted({s.dim for _, s in widened.get(p.name, Layout()).shards()}):
+        for dim in sorted({s.dim for _, s in result.get(p.name, Layout()).shards()}):
             if (p.name, dim) in done:
                 continue
-            outer, n = _digits(widened[p.name], dim, mesh)
+            outer, n = _outer_shard(result[p.name], dim, mesh)
             group = None if outer.sections else follower.follow((nodes[p.name], 0), Shard(dim, outer.split))
             if not isinstance(group, SplitGroup):
                 continue
-            same = {
-                q.name: s
-                for q, s in group.params.items()
-                if q.name in widened and _is_split(widened[q.name], s, n, mesh)
-            }
+            laid_out = {q.name: s for q, s in group.params.items() if q.name in result}
+            agree = all(_is_split(result[name], s, n, mesh) for name, s in laid_out.items())
             pieces = pieces_of(follower, group)
-            if pieces and pieces % n and len(same) == sum(q.name in widened for q in group.params):
-                for name, s in same.items():
+            if pieces and pieces % n and agree:
+                for name, s in laid_out.items():
                     block = program.param(name).shape[s.dim] // s.split
                     if block % pieces == 0:
-                        widened[name] = _with(widened[name], s.dim, mesh, -pieces % n * (block // pieces), s.split)
+                        padding = -pieces % n * (block // pieces)
+                        result[name] = _with_padding(result[name], s.dim, mesh, padding, s.split)
                         done.add((name, s.dim))
-    shapes = {name: program.param(name).shape for name in widened}
+    shapes = {name: program.param(name).shape for name in result}
     return {
         name: padded(layout, shapes[name], mesh) if layout.problem(shapes[name], mesh) else layout
-        for name, layout in widened.items()
+        for name, layout in result.items()
     }
 
 
@@ -75,8 +73,8 @@ def pieces_of(follower: Follower, group: SplitGroup) -> int:
     return min(counts, default=0)
 
 
-def _digits(layout: Layout, dim: int, mesh: Mesh) -> tuple[Shard, int]:
-    """Return the outermost shard of a dim, and the number of ranks that split it."""
+def _outer_shard(layout: Layout, dim: int, mesh: Mesh) -> tuple[Shard, int]:
+    """Return the shard of a dim's outermost axis, and the number of ranks of all axes that split the dim."""
     shards = layout.shards(dim)
     outer = min((s for _, s in shards), key=lambda s: s.split, default=Shard(dim))
     return outer, math.prod(mesh.size(axis) for axis, _ in shards)
@@ -84,11 +82,12 @@ def _digits(layout: Layout, dim: int, mesh: Mesh) -> tuple[Shard, int]:
 
 def _is_split(layout: Layout, s: Shard, n: int, mesh: Mesh) -> bool:
     """Return whether a dim is split as this shard is, by n ranks in all."""
-    outer, ranks = _digits(layout, s.dim, mesh)
+    outer, ranks = _outer_shard(layout, s.dim, mesh)
     return ranks == n and outer.split == s.split
 
 
-def _with(layout: Layout, dim: int, mesh: Mesh, padding: int, blocks: int) -> Layout:
+def _with_padding(layout: Layout, dim: int, mesh: Mesh, padding: int, blocks: int) -> Layout:
+    """Return the layout with this padding (`Shard.padding`) on every shard of a dim."""
     if not padding:
         return layout
     return Layout.of(

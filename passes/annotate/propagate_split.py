@@ -28,7 +28,7 @@ from shardc.rules.core.strategy import Strategy, needs_sum_grad
 from shardc.rules.views import in_sections
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)
-_SAME = 1  # ranks: any factor divides by one, so that the result does not depend on the mesh
+_ONE_RANK = 1  # strategies are built for one rank: every size divides by one, so the result does not depend on the mesh
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Follower:
         self.graph = program.graph
         self.placeholders = placeholders(program.graph)
         self.inputs = {i.name for i in program.inputs}
-        self.derived, self.constant = _origins(program)
+        self.derived, self.constant = origins(program)
         self.blocked: dict[tuple[Key, Shard], Blocked] = {}
         self._choices: dict[fx.Node, Choices] = {}
         self._shared_choices: dict[object, Choices] = {}
@@ -92,7 +92,7 @@ class Follower:
             if not todo:
                 node = max(postponed)
                 del postponed[node]
-                stopped = self._run_by_sections(node, group, todo)
+                stopped = self._add_op_by_sections(node, group, todo)
                 continue
             key, p = todo.pop()
             if key[0] in self.constant or group.values.get(key) == p:
@@ -117,12 +117,12 @@ class Follower:
         return group
 
     def _around(
-        self, key: Key, p: Shard, group: SplitGroup, todo: list[tuple[Key, Shard]], held: dict[fx.Node, None]
+        self, key: Key, p: Shard, group: SplitGroup, todo: list[tuple[Key, Shard]], postponed: dict[fx.Node, None]
     ) -> Blocked | None:
         """Follow a split from a value to the op that makes it and the ops that use it.
 
-        held: ops of several results. All their split results must be known before their operand's split. The last one
-        in the graph comes first, because it may make results of others known.
+        postponed: ops of several results. All their split results must be known before their operand's split. The last
+        one in the graph comes first, because it may make results of others known.
         """
         node = key[0]
         if node.op == "placeholder":
@@ -131,13 +131,13 @@ class Follower:
         else:
             strategy = self.by_result(node, key[1], p)
             if strategy is not None:
-                if (stopped := self._run(node, strategy, group, todo)) is not None:
+                if (stopped := self._add_op(node, strategy, group, todo)) is not None:
                     return stopped
             elif node in group.ops:
                 if group.ops[node].outputs[key[1]] != p:
                     return Blocked(node, "would be split in two ways")
             elif len(values_of(node)) > 1:
-                held[node] = None
+                postponed[node] = None
             else:
                 return Blocked(node, "cannot compute its result in parts")
         for user, i in uses(key):
@@ -149,14 +149,14 @@ class Follower:
             strategy = self.by_operand(user, i, p)
             if strategy is None:
                 return Blocked(user, "needs it whole")
-            if (stopped := self._run(user, strategy, group, todo)) is not None:
+            if (stopped := self._add_op(user, strategy, group, todo)) is not None:
                 return stopped
         return None
 
-    def _run(
+    def _add_op(
         self, node: fx.Node, strategy: Strategy, group: SplitGroup, todo: list[tuple[Key, Shard]]
     ) -> Blocked | None:
-        """Let an op run by a strategy, and follow the split to its other operands and results."""
+        """Add an op with its strategy to the group, and follow the split to its other operands and results."""
         if node in group.ops:
             return None if group.ops[node] == strategy else Blocked(node, "would be split in two ways")
         group.ops[node] = strategy
@@ -173,8 +173,8 @@ class Follower:
                 group.exits[node, i] = None
         return None
 
-    def _run_by_sections(self, node: fx.Node, group: SplitGroup, todo: list[tuple[Key, Shard]]) -> Blocked | None:
-        """Let an op of several results split its operand by sections, one for each result or within results."""
+    def _add_op_by_sections(self, node: fx.Node, group: SplitGroup, todo: list[tuple[Key, Shard]]) -> Blocked | None:
+        """Add an op of several results that splits its operand by sections, one for each result or within results."""
         choices = self.choices(node)
         known = {i: p for i in range(len(values_of(node))) if (p := group.values.get((node, i))) is not None}
         dim, *others = {p.dim for p in known.values()}
@@ -185,7 +185,7 @@ class Follower:
             sections += in_sections(known.get(i, Shard(dim)), v.shape[dim])
         for strategy in self._extra(choices, Shard(dim, 1, sections)):
             if all(strategy.outputs[i] == p for i, p in known.items()):
-                return self._run(node, strategy, group, todo)
+                return self._add_op(node, strategy, group, todo)
         return Blocked(node, "cannot compute its result in parts")
 
     def by_result(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
@@ -201,7 +201,7 @@ class Follower:
     def _extra(self, choices: Choices, *placements: Placement) -> Iterable[Strategy]:
         """Return the strategies that no factor expresses, if the operands may have these placements."""
         extra = choices.rule.extra
-        return extra(choices.call, _SAME, [frozenset(placements)] * len(choices.call.operands)) if extra else ()
+        return extra(choices.call, _ONE_RANK, [frozenset(placements)] * len(choices.call.operands)) if extra else ()
 
     def flops(self, group: SplitGroup) -> int:
         """Return the operations of the matrix products that a group splits."""
@@ -209,9 +209,9 @@ class Follower:
 
 
 def _matching(choices: Choices, side: int, i: int, p: Shard) -> Strategy | None:
-    """Return the split of the factor whose digit a placement of operand (side 0) or result (1) i names.
+    """Return the strategy that splits operand i (side 0) or result i (side 1) as this shard does, or None.
 
-    It does not depend on the number of ranks.
+    Unlike `Choices.from_operand`, it does not depend on the number of ranks: the shard's digit must begin in a factor.
     """
     dims = (choices.signature.inputs, choices.signature.outputs)[side][i]
     for factor, places in choices.places.items():
@@ -220,7 +220,7 @@ def _matching(choices: Choices, side: int, i: int, p: Shard) -> Strategy | None:
             continue
         digit, size = p.split // place[1], choices.signature.sizes[factor]
         if digit < size and size % digit == 0:
-            return choices.split(factor, digit, _SAME, p.sections)
+            return choices.split(factor, digit, _ONE_RANK, p.sections)
     return None
 
 
@@ -240,8 +240,11 @@ def _value(key: Key) -> Value:
     return values_of(key[0])[key[1]]
 
 
-def _origins(program: Program) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return the nodes that derive from parameters (and constants) alone, and those from constants alone."""
+def origins(program: Program) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Return the nodes that derive from parameters (and constants) alone, and those from constants alone.
+
+    Constants are buffers, and ops without operands.
+    """
     params, buffers = {p.name for p in program.params}, {b.name for b in program.buffers}
     derived: set[fx.Node] = set()
     constant: set[fx.Node] = set()

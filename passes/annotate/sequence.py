@@ -22,6 +22,7 @@ from shardc.ir.patterns import did_you_mean, enclosing, match
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Input
+from shardc.ir.types import behind
 from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.padding import padded
 from shardc.rules.attention import OPS
@@ -104,10 +105,11 @@ def split_sequence(
         layout = _layout(sequence.axis, dim, mesh, zigzag=zigzag)
         if spec.uneven == "pad":
             layout = padded(layout, x.shape, mesh)
-        if odd := indivisible_dim(layout, x.shape, mesh):
+        if uneven := indivisible_dim(layout, x.shape, mesh):
             other = ", or balance: none" if zigzag else ""
-            fix = f"{odd.fix(mesh, size='it')}{other}; if dim {dim} is not a sequence: dims: {{{name}: null}}"
-            errors.add(odd.what(mesh, f"input {name!r}: the sequence of {odd.size} (dim {dim})"), where=where, fix=fix)
+            fix = f"{uneven.fix(mesh, size='it')}{other}; if dim {dim} is not a sequence: dims: {{{name}: null}}"
+            fault = uneven.fault(mesh, f"input {name!r}: the sequence of {uneven.size} (dim {dim})")
+            errors.add(fault, where=where, fix=fix)
             continue
         layouts[x.name] = Layout.of({**dict(layouts.get(x.name, Layout()).items), **dict(layout.items)}, mesh)
         causes[x.name] = f"{where} sequence dim {dim} of {name!r}"
@@ -119,9 +121,10 @@ def split_sequence(
 
 
 def split_ids(spec: Spec, program: Program, mesh: Mesh, layouts: dict[str, Layout]) -> None:
-    """Pin ids that a model makes of its inputs (a decoder's are its labels, shifted) at their look-up.
+    """Pin ids that a model computes from its inputs where an embedding reads them.
 
-    A shift reads other ranks' tokens, so it runs on whole ids; from the look-up on they are split again.
+    A decoder's ids may be its labels, shifted. A shift reads other ranks' tokens, so it runs on whole ids; the
+    embedding gets them split again.
     """
     sequence = spec.sequence
     if sequence is None or spec.sequence_ranks == 1:
@@ -135,7 +138,7 @@ def split_ids(spec: Spec, program: Program, mesh: Mesh, layouts: dict[str, Layou
     inputs = {x.name for x in program.inputs}
     for node in list(program.graph.nodes):
         ids = node.args[1] if node.target is aten.embedding.default else None
-        if not isinstance(ids, fx.Node) or ids.op == "placeholder" or not _reads(ids, inputs):
+        if not isinstance(ids, fx.Node) or ids.op == "placeholder" or inputs.isdisjoint(x.name for x in behind([ids])):
             continue
         shape = value_of(ids).shape
         places = [split[n, d] for d, n in enumerate(shape) if d and (n, d) in split]
@@ -146,19 +149,6 @@ def split_ids(spec: Spec, program: Program, mesh: Mesh, layouts: dict[str, Layou
             node.replace_input_with(ids, pin)
             cause = {a: f"{spec.where(('sequence', 'axis'))} sequence dim {s.dim}" for a, s in places[0].items()}
             pin.meta = {"value": value_of(ids), "source": source_of(ids), "pin": layout, "cause": cause}
-
-
-def _reads(node: fx.Node, inputs: set[str]) -> bool:
-    """Return whether a value depends on inputs."""
-    todo, seen = [node], set[fx.Node]()
-    while todo:
-        x = todo.pop()
-        if x.name in inputs:
-            return True
-        if x not in seen:
-            seen.add(x)
-            todo += x.all_input_nodes
-    return False
 
 
 # --- methods of attention
@@ -174,7 +164,7 @@ def mark_methods(spec: Spec, program: Program, mesh: Mesh, weight_axes: set[str]
     sequence = spec.sequence
     if sequence is None or spec.sequence_ranks == 1:
         return
-    weights = math.prod(mesh.size(a) for a in weight_axes if a not in sequence.axis)
+    weight_ranks = math.prod(mesh.size(a) for a in weight_axes if a not in sequence.axis)
     params = {p.name for p in program.params}
     attentions = [n for n in program.graph.nodes if n.target in OPS or _attends(n, params)]
     modules = sorted({source_of(n).module for n in attentions})
@@ -185,12 +175,14 @@ def mark_methods(spec: Spec, program: Program, mesh: Mesh, weight_axes: set[str]
             errors.add(f"pattern {pattern!r} matches no module that attends", where=where, fix=close)
     for node in attentions:
         module = source_of(node).module
-        names = next((m for p, m in sequence.method.items() if p == "*" or _within(p, module)), ())
-        inner, node.meta["method"] = weights, {}
-        for i, (axis, name) in enumerate(zip(sequence.axis, names * len(sequence.axis), strict=False)):
-            method = Method(name, inner, spec.where(("sequence", "method")), module, ring=name == "ring" or i == 0)
+        methods = next((m for p, m in sequence.method.items() if p == "*" or _within(p, module)), ())
+        head_ranks, node.meta["method"] = weight_ranks, {}  # ranks of axes that may split heads first
+        one_each = methods * len(sequence.axis)  # one method is for all axes
+        for i, (axis, name) in enumerate(zip(sequence.axis, one_each, strict=False)):
+            where = spec.where(("sequence", "method"))
+            method = Method(name, head_ranks, where, module, ring=name == "ring" or i == 0)
             node.meta["method"] |= dict.fromkeys(mesh.parts(axis), method)
-            inner *= mesh.size(axis) if name in ("ulysses", "auto") else 1  # they may split heads
+            head_ranks *= mesh.size(axis) if name in ("ulysses", "auto") else 1  # they may split heads
 
 
 def _within(pattern: str, module: str) -> bool:

@@ -43,15 +43,14 @@ def check_fits(
     pad: sizes that only need padding fit.
     """
     layout = padded(layout, shape, mesh) if pad else layout
-    wrong = layout.problem(shape, mesh)
-    if not wrong:
+    problem = layout.problem(shape, mesh)
+    if not problem:
         return True
-    if odd := indivisible_dim(layout, shape, mesh):
-        errors.add(f"{name} of shape {list(shape)}: {odd.what(mesh)}", where=where, fix=odd.fix(mesh))
+    if uneven := indivisible_dim(layout, shape, mesh):
+        errors.add(f"{name} of shape {list(shape)}: {uneven.fault(mesh)}", where=where, fix=uneven.fix(mesh))
         return False
-    sections = next((s.sections for _, s in layout.shards() if s.dim < len(shape) and s.sections), ())
     fix = f"its dims are 0 to {len(shape) - 1}" if shape else "it is one number: leave it whole"
-    errors.add(
-        f"{name} of shape {list(shape)}: {wrong}", where=where, fix="list the sizes of the parts" if sections else fix
-    )
+    if any(s.sections and s.dim < len(shape) for _, s in layout.shards()):
+        fix = "list the sizes of the parts"
+    errors.add(f"{name} of shape {list(shape)}: {problem}", where=where, fix=fix)
     return False

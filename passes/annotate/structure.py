@@ -12,7 +12,6 @@ the batch's ids, and have at least as many rows as columns, are split by rows.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -20,7 +19,8 @@ import torch
 from torch import fx
 
 from shardc.errors import ShardcError
-from shardc.ir.graph import operands_of, producer_of, source_of, values_of
+from shardc.ir.graph import is_call, operands_of, producer_of, source_of, values_of
+from shardc.ir.patterns import siblings
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.ir.types import op_name
@@ -45,43 +45,44 @@ def choose(
     """
     follower = Follower(program)
     chosen: dict[str, tuple[Shard, str]] = {}
-    left: dict[str, None] = {}  # why weights are left whole, once for equal layers
-    unsplit: dict[str, dict[str, None]] = {}  # ops whose weights no rule splits -> modules
+    indivisible: dict[str, None] = {}  # notes on weights that are left whole, once for equal layers
+    without_rule: dict[str, dict[str, None]] = {}  # ops whose weights no rule splits -> modules
     taken: set[fx.Node] = set()
     shared = kv_heads.shared(program.graph)
     stops: list[Blocked] = []
     for group in _ranked(follower, _candidates(follower, program, stops)):
         if taken.isdisjoint(group.ops) and all(fixed.get(p.name, s) == s for p, s in group.params.items()):
             taken |= group.ops.keys()
-            if odd := "" if pad else _uneven(program, group, shared, axis, n):
-                left[odd] = None
+            if note := "" if pad else _uneven(program, group, shared, axis, n):
+                indivisible[note] = None
                 continue
-            why = f"{where} use: structure '{_story(group)}'"
+            why = f"{where} use: structure '{_described(group)}'"
             chosen |= {p.name: (s, why) for p, s in group.params.items() if p.name not in fixed}
-    for p, node in (
-        (p, follower.placeholders[p.name]) for p in program.params if p.name not in chosen and p.name not in fixed
-    ):
-        if taken.isdisjoint(node.users) and _vocabulary(follower, node):
+    for p in program.params:
+        if p.name in chosen or p.name in fixed:
+            continue
+        node = follower.placeholders[p.name]
+        if taken.isdisjoint(node.users) and _is_vocabulary(follower, node):
             if p.shape[0] % n and not pad:
-                left[f"{p.fqn} is left whole: its {p.shape[0]} rows are not divisible by {axis}={n}"] = None
+                indivisible[f"{p.fqn} is left whole: its {p.shape[0]} rows are not divisible by {axis}={n}"] = None
             else:
                 chosen[p.name] = (Shard(0), f"{where} use: structure '{p.fqn}: vocabulary'")
-        elif len(p.shape) > 1 and (user := unsplit_by(node)):
-            unsplit.setdefault(user, {})[of_every_layer(p.fqn.rpartition(".")[0] or p.fqn)] = None
+        elif len(p.shape) > 1 and (op := unsplit_by(node)):
+            without_rule.setdefault(op, {})[of_every_layer(p.fqn.rpartition(".")[0] or p.fqn)] = None
     if not chosen and not fixed:
-        why = "; ".join(left) or f"no weight's split can be followed to another weight, or to the loss{_where(stops)}"
-        fix = (
-            f"choose another number of ranks for {axis}, or set `uneven: pad`"
-            if left
-            else "name the weights by patterns: values that are needed whole are then gathered"
-        )
+        why = "; ".join(indivisible)
+        fix = f"choose another number of ranks for {axis}, or set `uneven: pad`"
+        if not why:
+            why = f"no weight's split can be followed to another weight, or to the loss{_places(stops)}"
+            fix = "name the weights by patterns: values that are needed whole are then gathered"
         raise ShardcError(f"`use: structure` finds nothing to split: {why}", where=where, fix=fix)
-    whole = [f"{', '.join(modules)} left whole: no rule splits a weight of {op}" for op, modules in unsplit.items()]
-    why_whole = (*(f"{why} (`uneven: pad` splits it)" for why in left), *whole)
-    return Plan(axis, chosen, tuple(f"{where} use: structure: {why}" for why in why_whole))
+    left_whole = [f"{note} (`uneven: pad` splits it)" for note in indivisible]
+    for op, modules in without_rule.items():
+        left_whole.append(f"{', '.join(modules)} left whole: no rule splits a weight of {op}")
+    return Plan(axis, chosen, tuple(f"{where} use: structure: {note}" for note in left_whole))
 
 
-def _where(stops: list[Blocked]) -> str:
+def _places(stops: list[Blocked]) -> str:
     """Return the first ops that stopped a split, with the user's lines."""
     places: dict[str, str] = {}
     for stop in stops:
@@ -119,12 +120,11 @@ def _candidates(follower: Follower, program: Program, stops: list[Blocked]) -> I
 
 def _products(follower: Follower, nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Return the matrix products and convolutions among some nodes."""
-    ops = (n for n in nodes if n.op == "call_function" and n.target is not operator.getitem)
-    return [n for n in ops if follower.choices(n).rule.flops is not None]
+    return [n for n in nodes if is_call(n) and follower.choices(n).rule.flops is not None]
 
 
 def _worthwhile(follower: Follower, group: SplitGroup) -> bool:
-    """Return whether a group has two products, or one weight as long as a vocabulary.
+    """Return whether a group has two products, or splits a matrix along its longest dim, such as a vocabulary.
 
     Splitting a small head alone sums more than it saves.
     """
@@ -142,16 +142,16 @@ def _ranked(follower: Follower, groups: Iterator[SplitGroup]) -> list[SplitGroup
         moved = group.bytes()
         return follower.flops(group) / moved if moved else float("inf")
 
-    return sorted(groups, key=lambda r: -density(r))
+    return sorted(groups, key=density, reverse=True)
 
 
 def _uneven(program: Program, group: SplitGroup, shared: Mapping[fx.Node, kv_heads.Shared], axis: str, n: int) -> str:
     """Return why a group cannot be split over n ranks, or "". Ranks may share key-value heads."""
-    few = {shared[p].heads for p in group.params if p in shared and n % shared[p].heads == 0 == shared[p].queries % n}
+    shareable = {shared[p].heads for p in group.params if p in shared and shared[p].shareable(n)}
     for (node, i), s in group.values.items():
         shape = values_of(node)[i].shape
         for size in s.sections or (shape[s.dim] // s.split,):
-            if size % n and size not in few:
+            if size % n and size not in shareable:
                 names = ", ".join(dict.fromkeys(of_every_layer(program.param(p.name).fqn) for p in group.params))
                 source = source_of(node)
                 place = f"at {replace(source, module=of_every_layer(source.module))}, " if str(source) else ""
@@ -159,10 +159,9 @@ def _uneven(program: Program, group: SplitGroup, shared: Mapping[fx.Node, kv_hea
     return ""
 
 
-def _vocabulary(follower: Follower, node: fx.Node) -> bool:
+def _is_vocabulary(follower: Follower, node: fx.Node) -> bool:
     """Return whether a table is looked up by ids of the batch, and has at least as many rows as columns."""
-    shape = values_of(node)[0].shape
-    lookups = [(u, i) for u, i in uses((node, 0))]
+    shape, lookups = values_of(node)[0].shape, list(uses((node, 0)))
     if len(shape) != 2 or shape[0] < shape[1] or not lookups:
         return False
     for user, i in lookups:
@@ -173,23 +172,25 @@ def _vocabulary(follower: Follower, node: fx.Node) -> bool:
     return True
 
 
-def _story(group: SplitGroup) -> str:
+def _described(group: SplitGroup) -> str:
     """Return a group's description: from the modules that begin it to those that end it."""
     reads = (
         u for key in group.entries if needs_sum_grad(values_of(key[0])[key[1]]) for u, _ in uses(key) if u in group.ops
     )
     ins = dict.fromkeys(source_of(u).module or u.name for u in reads)
     outs = dict.fromkeys(source_of(node).module or node.name for node, _ in group.exits)
-    return f"{_few(ins, 'input')} -> {_few(outs, 'loss')}"
+    return f"{_first_names(ins, 'input')} -> {_first_names(outs, 'loss')}"
 
 
-def _few(names: Iterable[str], none: str) -> str:
-    """Return the first of some names and its siblings: `attn.{q,k,v}`; `...` for those of other modules."""
+def _first_names(names: Iterable[str], none: str) -> str:
+    """Return the first of some names and its siblings: `attn.{q,k,v}`; `...` for those of other modules.
+
+    none: what to return if there are no names.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
         parent, _, last = name.rpartition(".")
         groups.setdefault(parent, []).append(last)
     for parent, lasts in groups.items():
-        last = lasts[0] if len(lasts) == 1 else "{" + ",".join(lasts) + "}"
-        return (f"{parent}.{last}" if parent else last) + (", ..." if len(groups) > 1 else "")
+        return siblings(parent, lasts) + (", ..." if len(groups) > 1 else "")
     return none

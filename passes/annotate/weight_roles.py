@@ -12,6 +12,7 @@ from torch import fx
 
 from shardc.ir.graph import operands_of, producer_of, source_of, stored_alone
 from shardc.ir.placement import Shard
+from shardc.ir.types import full_op_name
 from shardc.passes.annotate.propagate_split import uses
 from shardc.rules.core import registry
 from shardc.rules.core.choices import Choices, choices_of
@@ -46,24 +47,23 @@ def role_of(node: fx.Node, dim: int, module: str = "", known: dict[Any, Choices]
             return ("rows", "out")[dim]
         choices = choices_of(user, known)
         call, signature = choices.call, choices.signature
-        if user.target is ops.experts:  # for each expert a column-parallel and a row-parallel product
-            role = "bias" if len(signature.inputs[i]) == 2 else "in" if i == DOWN else "out"
-            return (
-                role
-                if {"i", "o"} & set(signature.inputs[i][dim]) and (i != DOWN or "i" in signature.inputs[i][dim])
-                else ""
-            )
+        if user.target is ops.experts:  # for each expert a column-parallel and a row-parallel product, with inner dim i
+            factors = signature.inputs[i][dim]
+            if len(signature.inputs[i]) == 2:  # a bias, of i inner or o outer features for each expert
+                return "bias" if "i" in factors or "o" in factors else ""
+            return "" if "i" not in factors else "in" if i == DOWN else "out"
         s = choices.from_operand(i, Shard(dim), 1)
         if s is None:
             continue
-        beside = [x for j, x in enumerate(operands_of(user)) if j != i]
+        other_operands = [x for j, x in enumerate(operands_of(user)) if j != i]
         if len(call.results) == 1 and isinstance(out := s.outputs[0], Shard):
-            if rule.flops is None and all(map(stored_alone, beside)):  # the weight is computed from it
-                later = role_of(user, out.dim, module, known)
-                if later:
-                    return later
+            if rule.flops is None and all(map(stored_alone, other_operands)):  # the weight is computed from it
+                role = role_of(user, out.dim, module, known)
+                if role:
+                    return role
                 continue
-            if rule.flops is None and node.meta["value"].shape[dim] > 1 and any(_ends(x, user) for x in beside):
+            one_by_one = rule.flops is None and node.meta["value"].shape[dim] > 1
+            if one_by_one and any(_is_from_product(x, user) for x in other_operands):
                 return "bias"
         factor = s.factor.partition("/")[0]
         if i in rule.added:
@@ -76,7 +76,7 @@ def role_of(node: fx.Node, dim: int, module: str = "", known: dict[Any, Choices]
     return ""
 
 
-def _ends(node: fx.Node, user: fx.Node) -> bool:
+def _is_from_product(node: fx.Node, user: fx.Node) -> bool:
     """Return whether a value is a product's result after only elementwise ops of the user's module.
 
     Then the user's other operand is a gain or a bias of that product.
@@ -85,10 +85,10 @@ def _ends(node: fx.Node, user: fx.Node) -> bool:
         rule = registry.find(op.target)
         if rule is None or rule.flops is not None:
             return rule is not None
-        onward = [x for x in operands_of(op) if not stored_alone(x)]
-        if len(onward) != 1:
+        activations = [x for x in operands_of(op) if not stored_alone(x)]
+        if len(activations) != 1:
             return False
-        node = onward[0]
+        node = activations[0]
     return False
 
 
@@ -97,7 +97,7 @@ def unsplit_by(node: fx.Node) -> str:
     used = [(u, i) for u, i in uses((node, 0)) if u.op == "call_function" and registry.find(u.target) is not None]
     dims = range(len(node.meta["value"].shape))
     split = any(choices_of(u, {}).from_operand(i, Shard(d), 1) is not None for u, i in used for d in dims)
-    return "" if split else ", ".join(sorted({str(u.target) for u, _ in used}))
+    return "" if split else ", ".join(sorted({full_op_name(u.target) for u, _ in used}))
 
 
 def fused_parts(node: fx.Node, dim: int) -> int:

@@ -19,6 +19,7 @@ from shardc.ir.patterns import match, names_weight
 from shardc.ir.placement import REPLICATE, Layout
 from shardc.ir.program import Program
 from shardc.ir.stored import Param, whole_name
+from shardc.ir.types import full_op_name
 from shardc.passes.annotate import indivisible, kv_heads
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.spec_layouts import check_fits, dims_text, layout_of, quote
@@ -40,19 +41,21 @@ class Weights:
     mesh: Mesh
     shared: dict[fx.Node, kv_heads.Shared]
     named: set[str] = field(default_factory=set)
-    _unsplittable: set[int] = field(default_factory=set)  # rules whose style word has no meaning for some weight
+    _unsplittable: set[int] = field(default_factory=set)  # entries whose style word has no meaning for some weight
     _indivisible: list[tuple[Param, Layout, str]] = field(default_factory=list)  # with the places in the spec
-    _idle: list[str] = field(default_factory=list)  # notes on alternatives that match nothing
-    _whole: list[str] = field(default_factory=list)  # parts of quantised weights that no style word splits
+    _unmatched_alternatives: list[str] = field(default_factory=list)  # notes on `{a,b}` in patterns: b matches nothing
+    _whole_parts: list[str] = field(default_factory=list)  # parts of quantised weights that no style word splits
     # (kv heads, digit) -> weights whose queries all ranks of the digit compute
     _repeated: dict[tuple[int, str], list[str]] = field(default_factory=dict)
 
     @property
     def notes(self) -> Iterator[str]:
-        yield from self._idle
-        if self._whole:
-            more = f" and {len(self._whole) - 1} more" if len(self._whole) > 1 else ""
-            yield f"{self._whole[0]}{more}: whole on every rank: no rule splits this part of a quantised weight"
+        """Notes for the user, known after `named_layouts` and `planned_layouts`."""
+        yield from self._unmatched_alternatives
+        if self._whole_parts:
+            first, *others = self._whole_parts
+            more = f" and {len(others)} more" if others else ""
+            yield f"{first}{more}: whole on every rank: no rule splits this part of a quantised weight"
         for (kv, digit), (first, *others) in self._repeated.items():
             more = f" and {len(others)} more" if others else ""
             yield (
@@ -63,38 +66,18 @@ class Weights:
 
     def named_layouts(self) -> dict[str, Layout]:
         """Return the layouts from the entries of `shard`. Raises ShardcError for all invalid entries."""
-        errors = Errors()
-        rules = self.spec.shard
+        errors, rules = Errors(), self.spec.shard
         nodes = placeholders(self.program.graph)
-        names = {n: p for p in self.program.params for n in (p.fqn, *p.names)}
-        known = Names.of_weights({name: p.shape for name, p in names.items()})
-        wrong = known.check_weights(((("shard", r.pattern), r.pattern, False) for r in rules), self.spec.where, errors)
-        unmatched = [i for i, rule in enumerate(rules) if ("shard", rule.pattern) in wrong]
-        for i in sorted(set(range(len(rules))) - set(unmatched)):
-            where = self.spec.where(("shard", rules[i].pattern))
-            self._idle += [f"{where} {text}" for text in known.idle_alternatives(rules[i].pattern)]
-        won: set[int] = set(unmatched)
+        used = self._unmatched_entries(errors)
         layouts: dict[str, Layout] = {}
         for p in self.program.params:
-            entries: dict[int, str] = {}
-            for name in (p.fqn, *p.names):
-                for i, rule in enumerate(rules):
-                    if (match if rule.dims is not None else names_weight)(rule.pattern, name):
-                        entries.setdefault(i, name)
-                        won.add(i)
-                        break
-                    if names_weight(rule.pattern, name):
-                        won.add(i)
-                        fault = f"{rule.pattern!r} names a module, but dims belong to one parameter"
-                        fix = f"name the parameter: {rule.pattern + '.' + name.rpartition('.')[2]!r}"
-                        errors.add(fault, where=self.spec.where(("shard", rule.pattern)), fix=fix)
-                        break
+            entries = self._entries_of(p, used, errors)
             if entries:
                 self.named.add(p.name)
             self._check_stack(p, entries, errors)
-            chosen: dict[Layout, tuple[int, str]] = {}
+            chosen: dict[Layout, tuple[int, str]] = {}  # more than one if names of a tied weight are split differently
             for i, name in entries.items():
-                layout = self._one(p, nodes[p.name], i, name, errors)
+                layout = self._layout_by_entry(p, nodes[p.name], i, name, errors)
                 if layout is not None:
                     chosen.setdefault(layout, (i, name))
             if len(chosen) > 1:
@@ -102,18 +85,52 @@ class Weights:
                 ways = f"{replace(p.value, layout=a)} and {replace(p.value, layout=b)}"
                 fault = f"{n} and {m} are one shared weight, which the spec splits in two ways: {ways}"
                 fix = "split it once; each name of a tied weight means the same weight"
-                errors.add(fault, where=self.spec.where(("shard", rules[max(i, j)].pattern)), fix=fix)
+                errors.add(fault, where=self._where(max(i, j)), fix=fix)
             elif chosen:
                 layout, (i, _) = next(iter(chosen.items()))
                 layouts[p.name] = layout
                 cause = quote(self.spec, "shard", rules[i].pattern, rules[i].style or dims_text(rules[i].dims or {}))
                 nodes[p.name].meta["cause"] = {axis: cause for axis, _ in layout.shards()}
-        for i in sorted(set(range(len(rules))) - won):
+        for i in sorted(set(range(len(rules))) - used):
             fault = f"pattern {rules[i].pattern!r} never wins: earlier patterns match all that it matches"
-            errors.add(fault, where=self.spec.where(("shard", rules[i].pattern)), fix="delete it, or move it up")
+            errors.add(fault, where=self._where(i), fix="delete it, or move it up")
         indivisible.report(self.program, self.mesh, self._indivisible, errors)
         errors.raise_any()
         return layouts
+
+    def _where(self, i: int) -> str:
+        return self.spec.where(("shard", self.spec.shard[i].pattern))
+
+    def _unmatched_entries(self, errors: Errors) -> set[int]:
+        """Return the entries that match no weight, with an error for each; note the idle alternatives of the others."""
+        rules = self.spec.shard
+        known = Names.of_weights({n: p.shape for p in self.program.params for n in (p.fqn, *p.names)})
+        wrong = known.check_weights(((("shard", r.pattern), r.pattern, False) for r in rules), self.spec.where, errors)
+        unmatched = {i for i, rule in enumerate(rules) if ("shard", rule.pattern) in wrong}
+        for i in sorted(set(range(len(rules))) - unmatched):
+            texts = known.idle_alternatives(rules[i].pattern)
+            self._unmatched_alternatives += [f"{self._where(i)} {text}" for text in texts]
+        return unmatched
+
+    def _entries_of(self, p: Param, used: set[int], errors: Errors) -> dict[int, str]:
+        """Return the entries that win a parameter, each with the name by which it does, and add them to `used`.
+
+        For each name the first entry that matches wins; a tied weight has several names.
+        """
+        entries: dict[int, str] = {}
+        for name in (p.fqn, *p.names):
+            for i, rule in enumerate(self.spec.shard):
+                if not names_weight(rule.pattern, name):
+                    continue
+                used.add(i)
+                if rule.dims is None or match(rule.pattern, name):
+                    entries.setdefault(i, name)
+                else:
+                    fault = f"{rule.pattern!r} names a module, but dims belong to one parameter"
+                    fix = f"name the parameter: {rule.pattern + '.' + name.rpartition('.')[2]!r}"
+                    errors.add(fault, where=self._where(i), fix=fix)
+                break
+        return entries
 
     def _check_stack(self, p: Param, entries: Iterable[int], errors: Errors) -> None:
         """Add an error for an entry that names only some of a stack of experts: all have the same split."""
@@ -122,30 +139,28 @@ class Weights:
             named = [m for m in p.members if names_weight(pattern, m)]
             if 0 < len(named) < len(p.members):
                 fault = f"{pattern!r} names {named[0]}, one of {len(p.members)} experts that are one weight, {p.fqn}"
-                errors.add(fault, where=self.spec.where(("shard", pattern)), fix=f"name all of them: {p.fqn!r}")
+                errors.add(fault, where=self._where(i), fix=f"name all of them: {p.fqn!r}")
 
-    def _one(self, p: Param, node: fx.Node, i: int, name: str, errors: Errors) -> Layout | None:
-        """Return a parameter's layout by rule i; None if the style has no meaning for it, or it does not fit."""
-        rule = self.spec.shard[i]
-        where = self.spec.where(("shard", rule.pattern))
+    def _layout_by_entry(self, p: Param, node: fx.Node, i: int, name: str, errors: Errors) -> Layout | None:
+        """Return a parameter's layout by entry i; None if the style has no meaning for it, or it does not fit."""
+        rule, where = self.spec.shard[i], self._where(i)
         if rule.dims is not None:
             layout = self._split(rule.dims, node)
             return layout if self._fits(p, layout, name, where, errors) else None
         assert rule.style is not None
         dim = dim_for_style(node, rule.style, name.rpartition(".")[0])
         if dim is not None:
-            layout = self._split(
-                {dim: (DimShard(axis=rule.axis, split=fused_parts(node, dim)),)} if dim >= 0 else {}, node
-            )
+            shard = DimShard(axis=rule.axis, split=fused_parts(node, dim))
+            layout = self._split({dim: (shard,)} if dim >= 0 else {}, node)
             return layout if self._fits(p, layout, name, where, errors) else None
         if whole_name(p.fqn) != p.fqn:  # a part of a quantised weight, whose blocks are not along such a dim
             if math.prod(p.shape) > 1:
-                self._whole.append(p.fqn)
+                self._whole_parts.append(p.fqn)
             return self._split({}, node)
         if i in self._unsplittable:  # one error for the pattern, not one for every weight it matches
             return None
         self._unsplittable.add(i)
-        uses = ", ".join(sorted({str(u.target) for u in node.users}))
+        uses = ", ".join(sorted({full_op_name(u.target) for u in node.users}))
         unsplit, dims = bool(unsplit_by(node)), f"name dims instead, e.g. {{0: {rule.axis}}}"
         uses += ", whose weights no rule splits" if unsplit else ""
         fault = f"{name} is not a weight that {rule.style!r} can split: it is used by {uses}"
@@ -183,8 +198,7 @@ class Weights:
                 for digit in kv_heads.shares(self.mesh, axis, self.shared[node]):
                     layout = layout.replace(digit, REPLICATE, self.mesh)
                     if self.shared[node].fused:
-                        self._repeated.setdefault((self.shared[node].heads, digit), []).append(
-                            self.program.param(node.name).fqn
-                        )
+                        key = (self.shared[node].heads, digit)
+                        self._repeated.setdefault(key, []).append(self.program.param(node.name).fqn)
                     node.meta.setdefault("shared", set()).add(digit)
         return layout

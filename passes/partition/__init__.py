@@ -28,7 +28,7 @@ from shardc.ir.outputs import Output
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.passes import outputs
-from shardc.passes.annotate import fused_weights
+from shardc.passes.annotate import to_spec
 from shardc.passes.base import Pass
 from shardc.passes.partition.local_program import LocalProgram
 from shardc.runtime import ops
@@ -48,18 +48,17 @@ class Partition(Pass):
         _overlap(graph)
         if self.spec.strict:
             refuse_implicit(graph)
-        better = dict.fromkeys(
-            how for axis in sorted(writer.gathered) if (how := fused_weights.suggest_split(program, axis))
-        )
+        suggested = dict.fromkeys(to_spec.suggest_split(program, axis) for axis in sorted(writer.gathered))
         fused = (
-            f"fused weights can be split by their parts: write {how} before the entries that split them in another way"
-            for how in better
+            f"fused weights can be split by their parts: write {text} before the entries that split them in another way"
+            for text in suggested
+            if text
         )
         names = tuple(o.name for o in program.outputs)
         return replace(
             program,
             stages=(Stage(graph, outputs=names),),
-            outputs=_typed(program, graph),
+            outputs=_local_outputs(program, graph),
             notes=(*program.notes, *writer.notes, *fused),
         )
 
@@ -73,8 +72,8 @@ def _overlap(graph: fx.Graph) -> None:
                 node.kwargs = {**node.kwargs, "overlap": True}
 
 
-def _typed(program: Program, graph: fx.Graph) -> tuple[Output, ...]:
-    """Return the outputs with the types and layouts that they have in a graph."""
+def _local_outputs(program: Program, graph: fx.Graph) -> tuple[Output, ...]:
+    """Return the outputs with the types and layouts that they have in the graph of a rank."""
     returned: Any = graph.output_node().args[0]
     values = [n.meta["value"] for n in returned[1][len(returned[1]) - len(program.outputs) :]]
     return tuple(

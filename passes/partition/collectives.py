@@ -18,8 +18,8 @@ from shardc.ir.conversions import Conversion
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import Layout, Partial, Shard
+from shardc.ir.types import full_op_name
 from shardc.rules.core.strategy import needs_sum_grad
-from shardc.torch_private import OpOverload
 
 
 def digit_arguments(mesh: Mesh, axis: str, old: Layout, new: Layout) -> tuple[Any, ...]:
@@ -91,20 +91,19 @@ def _cause(mesh: Mesh, row: Conversion, axes: tuple[str, ...], producer: fx.Node
 def gather_note(value: str, axis: str, user: fx.Node) -> str:
     """Return a note on why a gather without an annotation is there. value: its type, and the name of a parameter."""
     return (
-        f"{user.meta.get('source') or user.name}: {value} is gathered over {axis}, because {needing(user)}"
-        f" needs it whole there, but no annotation implies this{_in_parts(user, axis)}"
+        f"{user.meta.get('source') or user.name}: {value} is gathered over {axis}, because {_user_name(user)}"
+        f" needs it whole there, but no annotation implies this{_fused_weight_hint(user, axis)}"
     )
 
 
-def needing(user: fx.Node) -> str:
+def _user_name(user: fx.Node) -> str:
     """Return the name of a value's user: an op such as `aten.mm.default`, or the use at the step's end."""
     if user.op == "output":
         return "the buffer that it updates, or the caller that receives it beside the loss,"
-    target: Any = user.target
-    return str(target) if isinstance(target, OpOverload) else str(target.__name__)
+    return full_op_name(user.target)
 
 
-def _in_parts(user: fx.Node, axis: str) -> str:
+def _fused_weight_hint(user: fx.Node, axis: str) -> str:
     """Return a hint on how to split the parts of a fused weight whose result is taken apart, or ""."""
     if user.target is not torch.ops.aten.split_with_sizes.default or user.args[2:] in ((), (0,)):
         return ""  # dim 0 has rows of the batch, not features

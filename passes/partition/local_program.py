@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -49,7 +50,7 @@ class LocalProgram:
     mesh: Mesh
     batch_axes: frozenset[str] = frozenset()  # as outputs.batch_axes
     graph: fx.Graph = field(default_factory=fx.Graph)
-    # (global node, result) -> layout -> local node; the first is the form in which the value is produced
+    # (global node, index of a result) -> {layout: local node}; the first is the form in which the value is produced
     forms: dict[tuple[fx.Node, int], dict[Layout, fx.Node]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     gathered: set[str] = field(default_factory=set)  # axes over which values are gathered without an annotation
@@ -58,7 +59,7 @@ class LocalProgram:
     filled: dict[tuple[fx.Node, Shard, float], fx.Node] = field(default_factory=dict)
     choices: dict[Any, Choices] = field(default_factory=dict)
     inputs: set[str] = field(init=False)
-    made: dict[Any, fx.Node] = field(default_factory=dict)  # calls that several ops share
+    shared_lines: dict[Any, fx.Node] = field(default_factory=dict)  # written once, by their call (`_emit_for`)
     layouts: dict[tuple[tuple[str, Placement], ...], Layout] = field(default_factory=dict)  # see `_layout`
 
     def __post_init__(self) -> None:
@@ -91,8 +92,10 @@ class LocalProgram:
         causes = [""] * (len(layouts) - len(self.program.outputs)) + [
             o.cause or ("it is an output, returned whole" if loss is None else "") for o in self.program.outputs
         ]
-        new = tuple(self._get(v, layout, node, c) for v, layout, c in zip(new_values, layouts, causes, strict=True))
-        self.graph.output((self._get(loss, Layout(), node) if loss is not None else None, new))
+        new = tuple(
+            self._in_layout(v, layout, node, c) for v, layout, c in zip(new_values, layouts, causes, strict=True)
+        )
+        self.graph.output((self._in_layout(loss, Layout(), node) if loss is not None else None, new))
 
     def placeholder(self, node: fx.Node, layout: Layout) -> None:
         """Write a parameter, buffer or input as it is stored; `mesh` and `rng` have no layout."""
@@ -106,7 +109,7 @@ class LocalProgram:
     def _pin(self, node: fx.Node) -> None:
         """Replace an annotated activation by the form that the annotation names; it is no op."""
         layout = Layout.of({a: s.outputs[0] for a, s in node.meta["strategies"].items()}, self.mesh)
-        self.forms[node, 0] = {layout: self._get(operands_of(node)[0], layout, node)}
+        self.forms[node, 0] = {layout: self._in_layout(operands_of(node)[0], layout, node)}
 
     def call(self, node: fx.Node) -> None:
         """Write one op: convert its operands, make its arguments local, and type its result."""
@@ -115,44 +118,21 @@ class LocalProgram:
         need = [self._layout({a: s.inputs[i] for a, s in strategies.items()}) for i in range(len(operands))]
         out = [self._layout({a: s.outputs[i] for a, s in strategies.items()}) for i in range(len(values_of(node)))]
         if len(operands) == 1 and not any(map(needs_sum_grad, values_of(node))):
-            need = [self._same_value_form(operands[0], need[0])]
-        converted = [self._get(n, layout, node) for n, layout in zip(operands, need, strict=True)]
-        converted = [self._summable(operands, x, i, need[i], strategies) for i, x in enumerate(converted)]
-        order = iter(self._finite(node, converted, need))
+            need = [self._existing_form(operands[0], need[0])]
+        converted = [self._in_layout(n, layout, node) for n, layout in zip(operands, need, strict=True)]
+        converted = [self._with_summable_padding(operands, x, i, need[i], strategies) for i, x in enumerate(converted)]
+        in_order = iter(self._with_finite_padding(node, converted, need))
 
         def local_operand(n: fx.Node) -> fx.Node:
             if n.meta.get("value") is None:  # mesh or rng
                 return next(iter(self.forms[n, 0].values()))
-            return next(order)
+            return next(in_order)
 
         args = fx.node.map_arg(node.args, local_operand)
         kwargs = dict(fx.node.map_arg(dict(sorted(node.kwargs.items())), local_operand))
-        rule = registry.find(node.target)
         typed = tuple(replace(v, layout=layout) for v, layout in zip(values_of(node), out, strict=True))
-        result = typed[0] if not isinstance(node.meta["value"], tuple) else typed
-
-        def emit(
-            target: Any,
-            a: tuple[Any, ...],
-            k: dict[str, Any],
-            *,
-            value: Any = None,
-            collective: Collective | None = None,
-            once: str = "",
-        ) -> fx.Node:
-            key = (target, a, tuple(k.items()))
-            if once and key in self.made:
-                return self.made[key]
-            if collective is not None and not collective.cause:
-                causes = (node.meta.get("why", {}).get(p, "") for a in collective.axes for p in self.mesh.parts(a))
-                cause = "; ".join(dict.fromkeys(filter(None, causes)))
-                collective = replace(collective, cause=cause, implicit=not cause)
-            name = f"{node.name}_{once}" if once else ""
-            new = self._emit(target, a, k, result if value is None else value, node, collective, name)
-            if once:
-                self.made[key] = new
-            return new
-
+        emit = partial(self._emit_for, node, typed if isinstance(node.meta["value"], tuple) else typed[0])
+        rule = registry.find(node.target)
         split = any(s.kind not in ("replicate", "partial_grad", "partial") for s in strategies.values())
         if rule is not None and rule.local is not None and split:
             assert self.mesh_node is not None
@@ -164,18 +144,51 @@ class LocalProgram:
             new = emit(node.target, tuple(args), kwargs)
             if "mixed" in node.meta:
                 new.meta["mixed"] = True
-        if isinstance(node.meta["value"], tuple):
-            for user in node.users:
-                if user.target is operator.getitem:
-                    _, i = producer_of(user)
-                    if not any(k == (node, i) for k in self.forms):
-                        item = self._emit(operator.getitem, (new, i), {}, typed[i], user, None)
-                        self.forms[node, i] = {out[i]: item}
-        else:
+        if not isinstance(node.meta["value"], tuple):
             self.forms[node, 0] = {out[0]: new}
+            return
+        for user in node.users:
+            if user.target is operator.getitem:
+                _, i = producer_of(user)
+                if (node, i) not in self.forms:
+                    item = self._emit(operator.getitem, (new, i), {}, typed[i], user, None)
+                    self.forms[node, i] = {out[i]: item}
 
-    def _same_value_form(self, node: fx.Node, need: Layout) -> Layout:
-        """Return the layout of a form that differs only in its gradient, for an op without a gradient."""
+    def _emit_for(
+        self,
+        node: fx.Node,
+        result: Any,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        value: Any = None,
+        collective: Collective | None = None,
+        once: str = "",
+    ) -> fx.Node:
+        """Write a line of a global op, with its source; a collective without a cause gets the op's.
+
+        value: its type; default: `result`, that of the op. once: ops that need the same line share it; the end of its
+        name.
+        """
+        key = (target, args, tuple(kwargs.items()))
+        if once and key in self.shared_lines:
+            return self.shared_lines[key]
+        if collective is not None and not collective.cause:
+            causes = (node.meta.get("why", {}).get(p, "") for a in collective.axes for p in self.mesh.parts(a))
+            cause = "; ".join(dict.fromkeys(filter(None, causes)))
+            collective = replace(collective, cause=cause, implicit=not cause)
+        name = f"{node.name}_{once}" if once else ""
+        new = self._emit(target, args, kwargs, result if value is None else value, node, collective, name)
+        if once:
+            self.shared_lines[key] = new
+        return new
+
+    def _existing_form(self, node: fx.Node, need: Layout) -> Layout:
+        """Return the layout that an op without a gradient reads: of a form with the needed value, else `need`.
+
+        The form may differ from `need` in its gradient only.
+        """
 
         def value(layout: Layout) -> list[tuple[str, Placement]]:
             return [(a, p) for a, p in layout.items if p != PARTIAL_GRAD]
@@ -200,6 +213,7 @@ class LocalProgram:
         collective: Collective | None,
         name: str = "",
     ) -> fx.Node:
+        """Write a line, with its type and metadata. cause: the global node whose source it gets."""
         new = add_node(self.graph, "call_function", target, args, kwargs, name=name or cause.name)
         if collective is not None or "tag" in kwargs:
             new.kwargs = {**kwargs, "tag": new.name}
@@ -208,7 +222,7 @@ class LocalProgram:
         new.meta |= {"value": value, "source": source_of(cause)}
         return new
 
-    def _summable(
+    def _with_summable_padding(
         self,
         operands: Sequence[fx.Node],
         local: fx.Node,
@@ -228,17 +242,18 @@ class LocalProgram:
         dims = {p.dim for s in sums if isinstance(p := s.inputs[i], Shard)}
         return self._filled(node, local, layout, [s for s in layout.paddings() if s.dim in dims], 0.0)
 
-    def _finite(self, node: fx.Node, held: list[fx.Node], need: Sequence[Layout]) -> list[fx.Node]:
-        """Return an op's operands with padding for which the op and its derivatives are finite."""
+    def _with_finite_padding(self, node: fx.Node, local: list[fx.Node], need: Sequence[Layout]) -> list[fx.Node]:
+        """Return an op's local operands with padding for which the op and its derivatives are finite."""
         if not any(layout.paddings() for layout in need):
-            return held
+            return local
         strategies, choices = node.meta["strategies"].values(), choices_of(node, self.choices)
-        copies = frozenset(i for i, x in enumerate(held) if x.op == "placeholder" and x.name in self.inputs)
+        # the padding of inputs has copies of real rows
+        copies = frozenset(i for i, x in enumerate(local) if x.op == "placeholder" and x.name in self.inputs)
         filled = []
         for i, number in enumerate(choices.fills(node, strategies, copies)):
             dims = choices.kept_dims(strategies, i) if number is not None else ()
             paddings = [s for s in need[i].paddings() if s.dim in dims]
-            filled.append(self._filled(operands_of(node)[i], held[i], need[i], paddings, number or 0.0))
+            filled.append(self._filled(operands_of(node)[i], local[i], need[i], paddings, number or 0.0))
         return filled
 
     def _filled(self, node: fx.Node, local: fx.Node, layout: Layout, paddings: Sequence[Shard], fill: float) -> fx.Node:
@@ -246,19 +261,9 @@ class LocalProgram:
         op, index = producer_of(node)
         value = replace(values_of(op)[index], layout=layout)
         for s in paddings:
-
-            def emit(
-                target: Any,
-                args: tuple[Any, ...],
-                kwargs: dict[str, Any],
-                *,
-                value: Value,
-                named: str = f"{local.name}_filled",
-            ) -> fx.Node:
-                return self._emit(target, args, kwargs, value, node, None, named)
-
             if (local, s, fill) not in self.filled:
                 assert self.mesh_node is not None
+                emit = partial(self._emit, cause=node, collective=None, name=f"{local.name}_filled")
                 self.filled[local, s, fill] = registry.fill_padding(emit, local, value, s.dim, self.mesh_node, fill)
             local = self.filled[local, s, fill]
         return local
@@ -273,11 +278,11 @@ class LocalProgram:
             and not repeats(node)
         ):
             (node,) = operands_of(node)
-        return node.name in self.program.placed_params
+        return node.name in self.program.params_by_name
 
     # --- conversions
 
-    def _get(self, node: fx.Node, need: Layout, user: fx.Node, cause: str = "") -> fx.Node:
+    def _in_layout(self, node: fx.Node, need: Layout, user: fx.Node, cause: str = "") -> fx.Node:
         """Return the local node of a value in the layout that a user needs, converted from the nearest form.
 
         cause: the spec line to name if the value's maker and the user have none.
@@ -295,12 +300,12 @@ class LocalProgram:
         start = min(have, key=lambda layout: routes.distance(layout, need))
         layout, local = start, have[start]
         for row, axes in routes.in_order(start, need, value):
-            layout, local = self._step(row, axes, layout, need, local, value, key[0], user, cause)
+            layout, local = self._convert(row, axes, layout, need, local, value, key[0], user, cause)
             have[layout] = local
         assert layout == need, f"{node}: {start} -> {need} ended at {layout}"
         return local
 
-    def _step(
+    def _convert(
         self,
         row: Conversion,
         axes: tuple[str, ...],
@@ -325,8 +330,8 @@ class LocalProgram:
         collective = collective_of(self.mesh, row, axes, old, new, v, producer, user, cause)
         if collective is not None and collective.implicit and collective.kind == "all_gather":
             self.gathered.add(axes[0])
-            name = next((p.fqn for p in self.program.params if p.name == producer.name), "")
-            self.notes.append(gather_note(f"{name} {v}".lstrip(), axes[0], user))
+            param = self.program.params_by_name.get(producer.name)
+            self.notes.append(gather_note(f"{param.fqn} {v}" if param is not None else str(v), axes[0], user))
         kwargs: dict[str, Any] = {}
         if producer.target is ops.fp8_round and collective is not None and row.forward == "all_gather":
             granule: Any = producer.args[3]

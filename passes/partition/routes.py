@@ -28,6 +28,7 @@ class Routes:
     mesh: Mesh
 
     def distance(self, old: Layout, new: Layout) -> int:
+        """Return the sum of the distances on all axes (`Conversion.distance`)."""
         return sum(conversions.distance(old[axis], new[axis]) for axis in self.mesh.names)
 
     def in_order(self, old: Layout, new: Layout, v: Value) -> Iterator[tuple[Conversion, tuple[str, ...]]]:
@@ -44,10 +45,10 @@ class Routes:
                 if not any({*self._parts(axes)} & {*self._parts(earlier)} for _, earlier in steps[:i])
                 and not self.after(row, axes, layout, new).problem(v.shape, self.mesh)
             )
-            turned = next((i for i, (row, _) in enumerate(steps) if row.source is row.target), 0)
-            if (i := next(ready, None)) is None and steps[turned][0].source is steps[turned][0].target:
-                _, axes = steps[turned]
-                steps[turned : turned + 1] = [(row, axes) for row in conversions.by_way_of_replicate(Shard, Shard)]
+            exchanges = (i for i, (row, _) in enumerate(steps) if row.source is row.target)
+            if (i := next(ready, None)) is None and (k := next(exchanges, None)) is not None:
+                _, axes = steps[k]
+                steps[k : k + 1] = [(row, axes) for row in conversions.by_way_of_replicate(Shard, Shard)]
                 continue
             row, axes = steps.pop(i or 0)
             layout = self.after(row, axes, layout, new)
@@ -64,6 +65,7 @@ class Routes:
         return old
 
     def _parts(self, axes: Iterable[str]) -> Iterator[str]:
+        """Return the digits of some axes."""
         return (part for a in axes for part in self.mesh.parts(a))
 
     def _steps(self, old: Layout, new: Layout) -> list[tuple[Conversion, tuple[str, ...]]]:
@@ -74,10 +76,10 @@ class Routes:
             if row.merged:
                 calls.append((row, self.mesh.merge(axes)))
             else:
-                calls += [(row, (axis,)) for axis in self._whole(axes, old, new)]
+                calls += [(row, (axis,)) for axis in self._merged_digits(axes, old, new)]
         return calls
 
-    def _whole(self, axes: list[str], old: Layout, new: Layout) -> list[str]:
+    def _merged_digits(self, axes: list[str], old: Layout, new: Layout) -> list[str]:
         """Return the axes. Digits that together are a whole axis, before and after, are replaced by that axis."""
         merged: list[str] = []
         for axis in dict.fromkeys(a.partition(".")[0] for a in axes):

@@ -12,11 +12,10 @@ transfer_cost   prices conversions and repeated work
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardc.ir.graph import copy_graph, operands_of, producer_of
+from shardc.ir.graph import calls, copy_graph, operands_of, producer_of
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.passes import outputs
@@ -37,8 +36,7 @@ class Place(Pass):
         cache: dict[Any, Choices] = {}
         choices = {
             node: _without_partial_sums(choices_of(node, cache)) if rounds(node) else choices_of(node, cache)
-            for node in program.graph.nodes
-            if node.op == "call_function" and node.target is not operator.getitem
+            for node in calls(program.graph)
         }
         operands = {
             node: [producer_of(t) for t in operands_of(node)]
@@ -47,20 +45,20 @@ class Place(Pass):
         }
         for node in program.graph.nodes:
             node.meta["strategies"] = {}
-        # `batch_axes`: the spec's axes of the batch. `input_axes`: they split inputs, and come first: only a dim
-        # that no axis has split yet can be padded, and an annotation of such a dim splits what these axes leave of it
         batch_axes, running = outputs.batch_axes(self.spec, mesh), self.options.compatible_with
-        input_axes = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
         section = self.spec.sequence
-        tokens = {part for a in section.axis for part in mesh.parts(a)} if section is not None else set[str]()
-        # in both groups the sequence's come last: `scans` may split rows by them, and takes what other axes left
-        for axis, n in sorted(mesh.axes, key=lambda a: (a[0] not in input_axes, a[0] in tokens)):
+        token_axes = {part for a in section.axis for part in mesh.parts(a)} if section is not None else set[str]()
+        # Axes that split inputs come first, as only a dim that no axis has split yet can be padded. An annotation of
+        # such a dim splits what they leave of it. Of these axes and of the others, a sequence's come last: `scans` may
+        # split rows over them, in the digits that other axes left.
+        input_axes = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
+        for axis, n in sorted(mesh.axes, key=lambda a: (a[0] not in input_axes, a[0] in token_axes)):
             if n == 1:
                 continue
             kept = {p.name: p.layout[axis] for p in running.params} if running is not None else {}
             chosen = Axis(program, axis, n, mesh, choices, operands, axis in batch_axes, kept).choose()
-            if axis in tokens:
-                chosen, notes = scans.split_otherwise(chosen, tokens)
+            if axis in token_axes:
+                chosen, notes = scans.split_by_other_dims(chosen, token_axes)
                 program = replace(program, notes=(*program.notes, *notes))
             storing.write(chosen)
             layouts = {p.name: p.layout for p in program.stored}
@@ -68,7 +66,7 @@ class Place(Pass):
                 {node.name: layouts[node.name].replace(axis, p, mesh) for node, p in chosen.stored.items()}
             )
         refuse_pins(program, mesh)
-        refuse_uneven(program, mesh, choices, tokens)
+        refuse_uneven(program, mesh, choices, token_axes)
         return program
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from torch import fx
 
-from shardc.ir.graph import producer_of, values_of
+from shardc.ir.graph import calls, is_call, producer_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.outputs import SMALL
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
 from shardc.machine.assumed import LARGE
+from shardc.passes.annotate.propagate_split import origins
 from shardc.passes.place.transfer_cost import MESSAGE, REPEATED, UNDO, Prices
 from shardc.rules import attention_methods, softmax
 from shardc.rules.attention import RING, sent_by_ring
@@ -32,7 +32,7 @@ SWEEPS = 4
 _COMMUNICATING = (STRETCHES, reduce_parts.PARTS)
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)
-_shown = lru_cache(maxsize=1024)(repr)  # placements sort by their text
+_text = lru_cache(maxsize=1024)(repr)  # sorts demanded placements: their order must not depend on that of the users
 
 
 @dataclass
@@ -41,11 +41,12 @@ class Axis:
 
     The algorithm is greedy, in sweeps over the ops, until a sweep changes nothing (at most `SWEEPS`):
 
-    1. `_choose`, front to back: each op takes its cheapest strategy. Candidates: those that take an operand as it is
-       available (weights and partial sums also as users demand it); those that make a result as a user demanded it in
-       the last sweep; the rule's extra ones; replicated (also with partial gradients or sums). The price: bytes sent to
-       convert operands, and to convert results to what users demand, in forward and backward; what the op itself sends;
-       and the work that a replicated op repeats on every rank, as bytes (shardc.passes.place.transfer_cost).
+    1. `_choose`, front to back: each op takes its cheapest strategy. Candidates (`_candidates`): those that take an
+       operand as it is available (weights and partial sums also as users demand it); those that make a result as a user
+       demanded it in the last sweep; the rule's extra ones; replicated (also with partial gradients or sums). The price
+       (`_strategy_cost`): bytes sent to convert operands, and to convert results to what users demand, in forward and
+       backward; what the op itself sends; and the work that a replicated op repeats on every rank, as bytes
+       (shardc.passes.place.transfer_cost).
     2. `_collect_demands`, back to front: what each op needs of its operands. An op that could serve its users'
        demand for no more than the conversion costs passes it on to its own operands. So demands travel up through ops
        that only follow, and the next sweep sees them at an op that has a choice.
@@ -98,17 +99,18 @@ class Axis:
     shared_heads: set[fx.Node] = field(default_factory=set)
     #: Bytes of a value after the splits of earlier axes (`size`).
     sizes: dict[Key, float] = field(default_factory=dict)
-    #: (depth of the search, cost) of a value in a placement (`_cheapest`).
+    #: (depth of the search, cost) of a value in a placement (`_cheapest_cost`).
     known_costs: dict[tuple[Key, Placement], tuple[int, float]] = field(default_factory=dict)
 
     @cached_property
     def prices(self) -> Prices:
         """The prices on this axis. Microbatches send nothing; they are priced as devices of one node."""
-        return Prices.among(tuple(range(min(self.n, LARGE.node))) if self.in_turn else self.mesh.group(0, (self.name,)))
+        one_node = tuple(range(min(self.n, LARGE.node)))
+        return Prices.among(one_node if self.is_microbatch else self.mesh.group(0, (self.name,)))
 
     @property
-    def in_turn(self) -> bool:
-        """Whether the axis's "ranks" are microbatches: they run in turn on one rank, with the same storage."""
+    def is_microbatch(self) -> bool:
+        """Whether this is the axis of microbatches: its "ranks" run in turn on one rank, with the same storage."""
         return self.name == MICROBATCH
 
     def choose(self) -> Axis:
@@ -131,59 +133,46 @@ class Axis:
 
     def _classify(self) -> None:
         """Find stored placements, values made of parameters alone, and outputs that are summed after the step."""
-        for o, (node, i) in zip(self.program.outputs, self._outputs(), strict=True) if self.splits_batch else ():
-            small = o.wanted is None and math.prod(values_of(node)[i].shape) <= SMALL
-            if small and all(u.op == "output" for u in node.users):
-                self.summed_after.add(node)
+        if self.splits_batch:
+            for o, (node, i) in zip(self.program.outputs, self._outputs(), strict=True):
+                small = o.wanted is None and math.prod(values_of(node)[i].shape) <= SMALL
+                if small and all(u.op == "output" for u in node.users):
+                    self.summed_after.add(node)
         by_name = {p.name: p for p in self.program.stored}
-        params, buffers = {p.name for p in self.program.params}, {b.name for b in self.program.buffers}
-        constant: set[fx.Node] = set()
+        self.from_parameters, constant = origins(self.program)
         for node in self.program.graph.nodes:
             if node.op == "placeholder" and node.name in by_name:
                 self.stored[node] = by_name[node.name].layout[self.name]
-                if node.name in params:
-                    self.from_parameters.add(node)
-                    if not self.in_turn:
-                        self.splittable.add(node)
-                elif node.name in buffers:
-                    constant.add(node)
+                if node in self.from_parameters and not self.is_microbatch:
+                    self.splittable.add(node)
                 if self.stored[node] != REPLICATE:
                     self.annotated.add(node)
                 if self.name in node.meta.get("shared", ()):
                     self.shared_heads.add(node)
-            elif node.op == "call_function":
-                operands = self.operands.get(node, [producer_of(node)])
-                sources = [source for source, _ in operands]
-                if all(s in constant for s in sources):
-                    constant.add(node)
-                elif all(s in constant or s in self.from_parameters for s in sources):
-                    self.from_parameters.add(node)
-                    if all(s in constant or s in self.splittable for s in sources) and not self._is_costly(node):
-                        self.splittable.add(node)
-                    if any(s in self.annotated for s in sources):
-                        self.annotated.add(node)
-                    if any(s in self.shared_heads for s in sources):
-                        self.shared_heads.add(node)
+            elif node in self.from_parameters:
+                sources = [source for source, _ in self.operands.get(node, [producer_of(node)])]
+                if all(s in constant or s in self.splittable for s in sources) and not self._is_costly(node):
+                    self.splittable.add(node)
+                if any(s in self.annotated for s in sources):
+                    self.annotated.add(node)
+                if any(s in self.shared_heads for s in sources):
+                    self.shared_heads.add(node)
 
     def _is_costly(self, node: fx.Node) -> bool:
         """Return whether an op is a product, or a result has more elements than its largest operand."""
-        if node.target is operator.getitem:
+        if not is_call(node):
             return False
         call = self.choices[node].call
         largest = max((math.prod(v.shape) for v in call.operands), default=0)
         return self.choices[node].rule.flops is not None or any(math.prod(v.shape) > largest for v in call.results)
 
-    # --- sweeps
-
-    def nodes(self) -> Iterator[fx.Node]:
-        """Yield all ops, in order."""
-        return (n for n in self.program.graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
+    # --- the sweep front to back
 
     def _choose(self) -> None:
         """Sweep front to back: each op takes its cheapest candidate; at equal cost the first one."""
         self.available_before, self.available = self.available, {(n, 0): [p] for n, p in self.stored.items()}
         self.chosen, self.known_costs = {}, {}
-        for node in self.nodes():
+        for node in calls(self.program.graph):
             operands = self.operands[node]
             best, lowest = None, float("inf")
             for strategy in self._candidates(node, operands):
@@ -227,13 +216,18 @@ class Axis:
             # ranks that share key-value heads each compute them whole: a split would have to be gathered
             yield choices.partial_grad
             return
+        yield from self._general_candidates(node, operands)
+
+    def _general_candidates(self, node: fx.Node, operands: list[Key]) -> Iterator[Strategy]:
+        """Yield the candidates of an op that no annotation, method or decision fixes, best first at equal cost."""
+        choices = self.choices[node]
         seen: list[Strategy] = []  # few, and mostly the same objects: hashing would be slower
         for i, operand in enumerate(operands):
             # weights and partial sums may take the placement that others need
             undecided = operand[0] in self.from_parameters or isinstance(self.available[operand][0], Partial)
             for placement in (
                 *self.available[operand],
-                *(sorted(self.demands.get(operand, ()), key=_shown) if undecided else ()),
+                *(sorted(self.demands.get(operand, ()), key=_text) if undecided else ()),
             ):
                 s = choices.from_operand(i, placement, self.n)
                 if s is not None and s not in seen:
@@ -247,7 +241,7 @@ class Axis:
                     yield s
         if choices.rule.extra:
             extra = choices.rule.extra(choices.call, self.n, [frozenset(self.available[o]) for o in operands])
-            yield from (s for s in extra if s.kind != RING and not (s.kind in _COMMUNICATING and self.in_turn))
+            yield from (s for s in extra if s.kind != RING and not (s.kind in _COMMUNICATING and self.is_microbatch))
         # at equal cost a value keeps its placement
         produced_so = any(self.available[o][0] == PARTIAL_GRAD for o in operands)
         if produced_so:
@@ -279,17 +273,206 @@ class Axis:
         if not others or strategy.kind in ("replicate", "partial_grad", "partial", "pin"):
             return True
         call = self.choices[node].call
-        for side, placements, vals in ((0, strategy.inputs, call.operands), (1, strategy.outputs, call.results)):
-            for i, (placement, v) in enumerate(zip(placements, vals, strict=True)):
+        for side, placements, values in ((0, strategy.inputs, call.operands), (1, strategy.outputs, call.results)):
+            for i, (placement, v) in enumerate(zip(placements, values, strict=True)):
                 if isinstance(placement, Shard):
-                    beside = {
+                    same_dim = {
                         a: p
                         for a, s in others.items()
                         if isinstance(p := (s.inputs, s.outputs)[side][i], Shard) and p.dim == placement.dim
                     }
-                    if beside and Layout.of({**beside, self.name: placement}, self.mesh).problem(v.shape, self.mesh):
+                    layout = Layout.of({**same_dim, self.name: placement}, self.mesh)
+                    if same_dim and layout.problem(v.shape, self.mesh):
                         return False
         return True
+
+    # --- the sweep back to front
+
+    def _collect_demands(self) -> None:
+        """Collect what users need of every value. Ops pass demands on unless a conversion is cheaper."""
+        self.demands, self.known_costs = {}, {}
+        output = self.program.graph.output_node()
+        loss = [] if self.program.forward_only else self.operands[output][:1]
+        # no demand for new values of buffers, nor for outputs on the batch's axes: they may stay as produced
+        demanded: list[tuple[Key, Placement]] = [(value, REPLICATE) for value in loss]
+        for o, value in zip(self.program.outputs, self._outputs(), strict=True):
+            by_spec = dict(o.wanted.items) if o.wanted is not None and not self.is_microbatch else {}
+            if self.name in by_spec or not (self.splits_batch or o.as_made):
+                demanded.append((value, by_spec.get(self.name, REPLICATE)))
+        for value, need in demanded:
+            self.demands.setdefault(value, {}).setdefault(need, set()).add(output)
+        for node in reversed(list(calls(self.program.graph))):
+            strategy = self.chosen[node]
+            demands = self.demands.get((node, 0), {})
+            if len(strategy.outputs) == 1 and len(demands) == 1:
+                strategy = self._serving(node, strategy, next(iter(demands)))
+            for operand, need in zip(self.operands[node], strategy.inputs, strict=True):
+                self.demands.setdefault(operand, {}).setdefault(need, set()).add(node)
+
+    def _outputs(self) -> list[Key]:
+        """Return the values of `program.outputs`, which the graph returns last."""
+        returned = self.operands[self.program.graph.output_node()]
+        return returned[len(returned) - len(self.program.outputs) :]
+
+    def _serving(self, node: fx.Node, chosen: Strategy, wanted: Placement) -> Strategy:
+        """Return the strategy that makes what users need if it costs no more than a conversion, else `chosen`."""
+        if wanted == chosen.outputs[0] or (other := self._alternative(node, wanted)) is None:
+            return chosen
+        key = node, 0
+        size, packed = self.size(key), self._packed(key)
+        now = self.prices.transfer(values_of(node)[0], chosen.outputs[0], wanted, size, packed)
+        return other if self._extra_cost(node, other, chosen, depth=8) <= now * (1 + 1e-9) else chosen
+
+    def _alternative(self, node: fx.Node, wanted: Placement) -> Strategy | None:
+        """Return a strategy that makes the wanted result, for ops that may change; None if there is none."""
+        if node in self.decided:
+            return None
+        choices, chosen = self.choices[node], self.chosen[node]
+        is_product = choices.rule.flops is not None
+        # a replicated op may become split; a split one may change if it is no product, so that repeating it is cheap
+        if chosen.kind != "replicate" and (is_product or chosen.kind != "split"):
+            return None
+        if wanted == PARTIAL_GRAD:
+            other = None if is_product else choices.partial_grad
+        else:
+            other = choices.from_result(0, wanted, self.n)
+        return other if other is not None and self.fits(node, other) else None
+
+    # --- the price of a strategy
+
+    def _strategy_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
+        """Return the price of a strategy: of conversions of operands and results, messages, and repeated work."""
+        # In `a @ b + c @ d` both products are partial, and one sum serves both. So a result that only joins a sum has
+        # no price; nor have conversions of its operands to Partial, whose price (`Conversion.deferred`) is a sum's.
+        joins = PARTIAL in strategy.outputs and self._joins_a_sum(node)
+        pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
+        cost = sum(self._operand_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
+        cost += self._own_cost(node, operands, strategy)
+        if strategy.kind == "pin":
+            return cost
+        for i, (v, out) in enumerate(zip(self.choices[node].call.results, strategy.outputs, strict=True)):
+            if joins:
+                continue
+            later = [need for need in self.demands.get((node, i), ()) if need != out]
+            nbytes = self.size((node, i))
+            forms: list[Placement] = [out]
+            for need in sorted(later, key=lambda p: p != REPLICATE):  # a conversion for one user serves the next
+                cost += min(self.prices.transfer(v, p, need, nbytes, self._packed((node, i))) for p in forms)
+                forms.append(need)
+            # A partial value that nobody demands in another form is summed later, where it is smallest. Outputs are
+            # summed after the step, all together: for free.
+            if isinstance(out, Partial) and not later and node not in self.summed_after:
+                cost += self.prices.transfer(v, out, REPLICATE, self._smallest_sum(node))
+        return cost
+
+    def _operand_cost(self, operand: Key, need: Placement, user: fx.Node) -> float:
+        """Return the price of converting a value for a user; for its only user, its maker may change instead."""
+        cost = self._conversion_cost(operand, need, user)
+        if cost == 0 or isinstance(need, Partial) or len(operand[0].users) > 1:
+            return cost
+        return min(cost, self._cheapest_cost(operand, need, depth=2))
+
+    def _conversion_cost(
+        self, operand: Key, need: Placement, user: fx.Node | None = None, *, fresh: bool = False
+    ) -> float:
+        """Return the price of converting a value to what `user` needs, from its nearest available placement.
+
+        fresh: from the placement in which it is produced.
+        """
+        forms = self.available[operand][: 1 if fresh else None]
+        if need in forms:
+            return 0.0
+        cost = self._cost_from_nearest(operand, forms, need)
+        if isinstance(forms[0], Partial) and not isinstance(need, Partial):
+            others = self.demands.get(operand, {}).get(need, set()) - {user}
+            # users share one sum: it is free if others demanded it in the last sweep; else each pays an equal part
+            cost = 0.0 if others and not fresh else cost / len(operand[0].users)
+        return cost
+
+    def _cost_from_nearest(self, operand: Key, forms: list[Placement], need: Placement) -> float:
+        """Return the price of converting a value from the nearest of its forms; the first is the produced one."""
+        node, i = operand
+        free = need == PARTIAL_GRAD or (isinstance(need, Shard) and not need.mirrored and node in self.splittable)
+        if node in self.from_parameters and forms[0] in (REPLICATE, PARTIAL_GRAD) and free:
+            return 0.0  # its gradient is reduced anyway, and a weight that is only used split is stored split
+        v, nbytes = values_of(node)[i], self.size(operand)
+        cost = min(self.prices.transfer(v, p, need, nbytes, self._packed(operand)) for p in forms)
+        if not isinstance(forms[0], Shard):
+            return cost
+        kept = node in self.annotated or self.is_microbatch
+        return cost * (UNDO if kept else REPEATED if need == REPLICATE else 1.0)
+
+    def _cheapest_cost(self, operand: Key, need: Placement, depth: int) -> float:
+        """Return the price of a value as an op needs it: by a conversion, or by another strategy of its maker.
+
+        depth: how many makers in a row may change.
+        """
+        deep, known = self.known_costs.get((operand, need), (-1, 0.0))
+        if deep >= depth:
+            return known
+        node, _ = operand
+        cost = self._conversion_cost(operand, need, fresh=True)
+        if cost > 0 and depth > 0 and node in self.chosen and len(self.chosen[node].outputs) == 1:
+            other = self._alternative(node, need)
+            if other is not None:
+                cost = min(cost, max(0.0, self._extra_cost(node, other, self.chosen[node], depth - 1)))
+        self.known_costs[operand, need] = depth, cost
+        return cost
+
+    def _extra_cost(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:
+        """Return how much more an op's operands cost with another strategy; their makers may change too."""
+        operands = self.operands[node]
+        before = sum(self._conversion_cost(o, p, fresh=True) for o, p in zip(operands, chosen.inputs, strict=True))
+        return sum(self._cheapest_cost(o, need, depth) for o, need in zip(operands, other.inputs, strict=True)) - before
+
+    def _own_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
+        """Return the price of what an op itself sends, plus that of the work that every rank repeats."""
+        if strategy.kind == RING:
+            rows, keys, *_ = strategy.inputs
+            assert isinstance(rows, Shard)
+            assert isinstance(keys, Shard)
+            share = sent_by_ring(self.choices[node].call, rows, keys, self.n) / self.n
+            # keys and values are sent in forward and again in backward, and their gradients come back
+            return sum(3 * share * self.size(o) for o in operands[1:3])
+        choices = self.choices[node]
+        if strategy.kind == softmax.PARTS:  # the largest element and the sum, of each softmax
+            v = choices.call.operands[0]
+            nbytes = self.size(operands[0]) / softmax.elements(choices.call)
+            return 2 * self.prices.transfer(v, PARTIAL, REPLICATE, nbytes)
+        if strategy.kind == reduce_parts.PARTS:  # one number of each rank, or two, per number of the result
+            return 2 * self.prices.transfer(choices.call.results[0], PARTIAL, REPLICATE, self.size((node, 0)))
+        if strategy.kind in ("replicate", "partial_grad", "partial"):
+            return self.prices.work(3 * choices.flops, choices.touched) * (self.n - 1) / self.n
+        return 0.0
+
+    def _joins_a_sum(self, node: fx.Node) -> bool:
+        """Return whether each user adds a result to a partial value that no other op needs whole."""
+
+        def only_summed(o: Key, user: fx.Node) -> bool:
+            others = {p for p, users in self.demands.get(o, {}).items() if users - {user}}
+            return PARTIAL in self.available.get(o, self.available_before.get(o, ())) and others <= {PARTIAL}
+
+        def adds(user: fx.Node) -> bool:
+            if user.op != "call_function" or user not in self.choices:
+                return False
+            operands = self.operands[user]
+            reads = {i for i, (op, _) in enumerate(operands) if op is node}
+            groups = map(set, self.choices[user].rule.groups(self.choices[user].call))
+            return any(reads < group and any(only_summed(operands[i], user) for i in group - reads) for group in groups)
+
+        return all(adds(user) for user in node.users)
+
+    def _smallest_sum(self, node: fx.Node) -> float:
+        """Return a partial value's bytes at the smallest point of the chain of linear ops that use it."""
+        smallest = self.size((node, 0))
+        while len(node.users) == 1:
+            (user,) = node.users
+            if user not in self.choices or (0,) not in self.choices[user].rule.groups(self.choices[user].call):
+                break
+            if self.operands[user][0][0] is not node or len(values_of(user)) > 1:
+                break
+            node, smallest = user, min(smallest, self.size((user, 0)))
+        return smallest
 
     def size(self, operand: Key) -> float:
         """Return the bytes of a value as cut by the axes that were placed before.
@@ -312,97 +495,7 @@ class Axis:
         node, i = operand
         return 1 / min(values_of(node)[i].dtype.itemsize, 4) if node.target is ops.fp8_round else 1.0
 
-    def _conversion_cost(
-        self, operand: Key, need: Placement, user: fx.Node | None = None, *, fresh: bool = False
-    ) -> float:
-        """Return the price of converting a value to what `user` needs, from its nearest available placement.
-
-        fresh: from the placement in which it is produced.
-        """
-        forms = self.available[operand][: 1 if fresh else None]
-        if need in forms:
-            return 0.0
-        cost = self._nearest(operand, forms, need)
-        if isinstance(forms[0], Partial) and not isinstance(need, Partial):
-            others = self.demands.get(operand, {}).get(need, set()) - {user}
-            # users share one sum: it is free if others demanded it in the last sweep; else each pays an equal part
-            cost = 0.0 if others and not fresh else cost / len(operand[0].users)
-        return cost
-
-    def _nearest(self, operand: Key, forms: list[Placement], need: Placement) -> float:
-        """Return the price of converting a value from the nearest of its forms; the first is the produced one."""
-        node, i = operand
-        free = need == PARTIAL_GRAD or (isinstance(need, Shard) and not need.mirrored and node in self.splittable)
-        if node in self.from_parameters and forms[0] in (REPLICATE, PARTIAL_GRAD) and free:
-            return 0.0  # its gradient is reduced anyway, and a weight that is only used split is stored split
-        v, nbytes = values_of(node)[i], self.size(operand)
-        cost = min(self.prices.transfer(v, p, need, nbytes, self._packed(operand)) for p in forms)
-        if not isinstance(forms[0], Shard):
-            return cost
-        kept = node in self.annotated or self.in_turn
-        return cost * (UNDO if kept else REPEATED if need == REPLICATE else 1.0)
-
-    def _strategy_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
-        """Return the price of a strategy: of conversions of operands and results, messages, and repeated work."""
-        # `a @ b + c @ d`, both partial: one sum for both, so a result that only joins a sum is not priced
-        joins = PARTIAL in strategy.outputs and self._joins_a_sum(node)
-        pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
-        # nor are conversions of its operands to Partial: these send nothing; `deferred`, their price, is for that sum
-        cost = sum(self._operand_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
-        cost += self._own_cost(node, operands, strategy)
-        if strategy.kind == "pin":
-            return cost
-        for i, (v, out) in enumerate(zip(self.choices[node].call.results, strategy.outputs, strict=True)):
-            if joins:
-                continue
-            later = [need for need in self.demands.get((node, i), ()) if need != out]
-            nbytes = self.size((node, i))
-            forms: list[Placement] = [out]
-            for need in sorted(later, key=lambda p: p != REPLICATE):  # a conversion for one user serves the next
-                cost += min(self.prices.transfer(v, p, need, nbytes, self._packed((node, i))) for p in forms)
-                forms.append(need)
-            # nobody demands the partial value yet: it is summed later, at its smallest. Outputs: all together, for free
-            if isinstance(out, Partial) and not later and node not in self.summed_after:
-                cost += self.prices.transfer(v, out, REPLICATE, self._smallest_sum(node))
-        return cost
-
-    def _operand_cost(self, operand: Key, need: Placement, user: fx.Node) -> float:
-        """Return the price of converting a value for a user; for its only user, its maker may change instead."""
-        cost = self._conversion_cost(operand, need, user)
-        if cost == 0 or isinstance(need, Partial) or len(operand[0].users) > 1:
-            return cost
-        return min(cost, self._cheapest(operand, need, depth=2))
-
-    def _smallest_sum(self, node: fx.Node) -> float:
-        """Return a partial value's bytes at the smallest point of the chain of linear ops that use it."""
-        smallest = self.size((node, 0))
-        while len(node.users) == 1:
-            (user,) = node.users
-            if user not in self.choices or (0,) not in self.choices[user].rule.groups(self.choices[user].call):
-                break
-            if self.operands[user][0][0] is not node or len(values_of(user)) > 1:
-                break
-            node, smallest = user, min(smallest, self.size((user, 0)))
-        return smallest
-
-    def _own_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
-        """Return the price of what an op itself sends, plus that of the work that every rank repeats."""
-        if strategy.kind == RING:
-            rows, keys, *_ = strategy.inputs
-            assert isinstance(rows, Shard)
-            assert isinstance(keys, Shard)
-            share = sent_by_ring(self.choices[node].call, rows, keys, self.n) / self.n
-            return sum(3 * share * self.size(o) for o in operands[1:3])  # keys, values; again in backward; gradients
-        choices = self.choices[node]
-        if strategy.kind == softmax.PARTS:  # the largest element and the sum, of each softmax
-            v = choices.call.operands[0]
-            nbytes = self.size(operands[0]) / softmax.elements(choices.call)
-            return 2 * self.prices.transfer(v, PARTIAL, REPLICATE, nbytes)
-        if strategy.kind == reduce_parts.PARTS:  # one number of each rank, or two, per number of the result
-            return 2 * self.prices.transfer(choices.call.results[0], PARTIAL, REPLICATE, self.size((node, 0)))
-        if strategy.kind in ("replicate", "partial_grad", "partial"):
-            return self.prices.work(3 * choices.flops, choices.touched) * (self.n - 1) / self.n
-        return 0.0
+    # --- the price of all choices
 
     def price(self, nodes: Collection[fx.Node] | None = None) -> float:
         """Return the price of the choices: of conversions, messages and repeated work; of all ops, or of some.
@@ -419,94 +512,7 @@ class Axis:
             forms = self.available[operand][:1]
             for need in sorted(placements, key=lambda p: p != REPLICATE):
                 if need not in forms:
-                    sent = self._nearest(operand, forms, need)
+                    sent = self._cost_from_nearest(operand, forms, need)
                     total += sent + (MESSAGE if sent else 0.0)
                     forms.append(need)
         return total
-
-    def _joins_a_sum(self, node: fx.Node) -> bool:
-        """Return whether each user adds a result to a partial value that no other op needs whole."""
-
-        def only_summed(o: Key, user: fx.Node) -> bool:
-            others = {p for p, users in self.demands.get(o, {}).items() if users - {user}}
-            return PARTIAL in self.available.get(o, self.available_before.get(o, ())) and others <= {PARTIAL}
-
-        def adds(user: fx.Node) -> bool:
-            if user.op != "call_function" or user not in self.choices:
-                return False
-            operands = self.operands[user]
-            reads = {i for i, (op, _) in enumerate(operands) if op is node}
-            groups = map(set, self.choices[user].rule.groups(self.choices[user].call))
-            return any(reads < group and any(only_summed(operands[i], user) for i in group - reads) for group in groups)
-
-        return all(adds(user) for user in node.users)
-
-    def _collect_demands(self) -> None:
-        """Collect what users need of every value. Ops pass demands on unless a conversion is cheaper."""
-        self.demands, self.known_costs = {}, {}
-        output = self.program.graph.output_node()
-        loss = [] if self.program.forward_only else self.operands[output][:1]
-        # no demand for new values of buffers, nor for outputs on the batch's axes: they may stay as produced
-        demanded: list[tuple[Key, Placement]] = [(value, REPLICATE) for value in loss]
-        for o, value in zip(self.program.outputs, self._outputs(), strict=True):
-            asked = dict(o.wanted.items) if o.wanted is not None and not self.in_turn else {}
-            if self.name in asked or not (self.splits_batch or o.as_made):
-                demanded.append((value, asked.get(self.name, REPLICATE)))
-        for value, need in demanded:
-            self.demands.setdefault(value, {}).setdefault(need, set()).add(output)
-        for node in reversed(list(self.nodes())):
-            strategy = self.chosen[node]
-            demands = self.demands.get((node, 0), {})
-            if len(strategy.outputs) == 1 and len(demands) == 1:
-                strategy = self._serving(node, strategy, next(iter(demands)))
-            for operand, need in zip(self.operands[node], strategy.inputs, strict=True):
-                self.demands.setdefault(operand, {}).setdefault(need, set()).add(node)
-
-    def _outputs(self) -> list[Key]:
-        returned = self.operands[self.program.graph.output_node()]
-        return returned[len(returned) - len(self.program.outputs) :]
-
-    def _serving(self, node: fx.Node, chosen: Strategy, wanted: Placement) -> Strategy:
-        """Return the strategy that makes what users need if it costs no more than a conversion, else `chosen`."""
-        if wanted == chosen.outputs[0] or (other := self._alternative(node, wanted)) is None:
-            return chosen
-        key = node, 0
-        size, packed = self.size(key), self._packed(key)
-        now = self.prices.transfer(values_of(node)[0], chosen.outputs[0], wanted, size, packed)
-        return other if self._extra_cost(node, other, chosen, depth=8) <= now * (1 + 1e-9) else chosen
-
-    def _extra_cost(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:
-        """Return how much more an op's operands cost with another strategy; their makers may change too."""
-        operands = self.operands[node]
-        needs = zip(operands, chosen.inputs, strict=True)
-        before = sum(self._conversion_cost(o, need, fresh=True) for o, need in needs)
-        return sum(self._cheapest(o, need, depth) for o, need in zip(operands, other.inputs, strict=True)) - before
-
-    def _cheapest(self, operand: Key, need: Placement, depth: int) -> float:
-        """Return the price of a value as an op needs it: by a conversion, or by another strategy of its maker."""
-        deep, known = self.known_costs.get((operand, need), (-1, 0.0))
-        if deep >= depth:
-            return known
-        node, _ = operand
-        cost = self._conversion_cost(operand, need, fresh=True)
-        if cost > 0 and depth > 0 and node in self.chosen and len(self.chosen[node].outputs) == 1:
-            other = self._alternative(node, need)
-            if other is not None:
-                cost = min(cost, max(0.0, self._extra_cost(node, other, self.chosen[node], depth - 1)))
-        self.known_costs[operand, need] = depth, cost
-        return cost
-
-    def _alternative(self, node: fx.Node, wanted: Placement) -> Strategy | None:
-        """Return a strategy that makes the wanted result, for ops that may change; None if there is none."""
-        if node in self.decided:
-            return None
-        choices, chosen = self.choices[node], self.chosen[node]
-        works = choices.rule.flops is not None
-        # a replicated op may become split; a split one may change if it is no product, so that repeating it is cheap
-        if chosen.kind != "replicate" and (works or chosen.kind != "split"):
-            return None
-        if wanted == PARTIAL_GRAD:
-            other = None if works else choices.partial_grad
-        else:
-            other = choices.from_result(0, wanted, self.n)
-        return other if other is not None and self.fits(node, other) else None

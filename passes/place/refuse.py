@@ -13,13 +13,14 @@ from shardc.ir.graph import operands_of, producer_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
-from shardc.passes.annotate import fused_weights
+from shardc.passes.annotate import to_spec
 from shardc.passes.annotate.indivisible import rank_counts
 from shardc.rules import attention
 from shardc.rules.core.choices import Choices
 from shardc.rules.views import reshape
 
-_TURNS = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.alias.default}
+#: Ops that only reorder dims, or do nothing, between a view and attention.
+_REORDERS = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.alias.default}
 
 
 def refuse_pins(program: Program, mesh: Mesh) -> None:
@@ -66,21 +67,20 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices],
                 if (why, size) in reported:
                     continue
                 reported.add((why, size))
-                better = fused_weights.suggest_split(program, axis)
-                rest = (
-                    f"or split the fused weight by its parts: write {better} before its entry"
-                    if better
-                    else "or keep the batch's rows a dim of their own there"
-                    if "batch dim" in why
-                    else "or leave that weight whole"
-                )
-                seen = f"of {list(c.call.operands[0].shape)} seen as {list(c.call.results[0].shape)}"
+                shapes = f"of {list(c.call.operands[0].shape)} seen as {list(c.call.results[0].shape)}"
                 errors.add(
-                    f"{size}{_noun(node)} ({seen}) is not divisible by {axis}={n}",
+                    f"{size}{_noun(node)} ({shapes}) is not divisible by {axis}={n}",
                     where=f"{why}, {node.meta['source']}",
-                    fix=f"{rank_counts(axis, size, n)}; {rest}",
+                    fix=f"{rank_counts(axis, size, n)}; or {_other_fix(program, axis, why)}",
                 )
     errors.raise_any()
+
+
+def _other_fix(program: Program, axis: str, why: str) -> str:
+    """Return what to do with the value if the number of ranks is to stay. why: the annotation that split it."""
+    if entries := to_spec.suggest_split(program, axis):
+        return f"split the fused weight by its parts: write {entries} before its entry"
+    return "keep the batch's rows a dim of their own there" if "batch dim" in why else "leave that weight whole"
 
 
 def _indivisible_factors(c: Choices, shard: Shard, n: int) -> Iterator[int]:
@@ -100,6 +100,6 @@ def _noun(node: fx.Node) -> str:
         for user in todo.pop().users:
             if user.target in attention.OPS:
                 return " heads"
-            if user.target in _TURNS:
+            if user.target in _REORDERS:
                 todo.append(user)
     return ""

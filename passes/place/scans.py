@@ -1,4 +1,4 @@
-"""Split by another dim those ops that need all tokens of a split sequence, if a gather costs more.
+"""Split ops that need all tokens of a split sequence by another dim, where gathers cost more.
 
 The scan of a state space, a loop over tokens or over chunks, a sort, a roll: no rule splits these ops by their tokens.
 For one such op alone, gathering its operand is cheaper than changing the split. Together they may be independent over
@@ -11,11 +11,12 @@ its share, and an all_to_all leads back. For attention, `method: ulysses` does t
 
 1. Placement runs as usual. Ops that it left whole, though they come from a value with split tokens, are grouped into
    connected *regions* (`_regions`).
-2. Of the two largest values that a region reads each other dim is tried, if that is not too expensive: some ops keep
-   the split (`_follow`). Values that it does not reach (inputs of all channels) are whole, and gathered once.
-3. Placement runs again with these strategies decided, and the cheapest is taken, by bytes and by repeated work. Another
-   choice is to gather once what the ops would read token by token. Equal regions, as of equal layers, are decided
-   together.
+2. The *ways* to run a region are listed (`_ways`). A way takes one of the two largest values that the region reads,
+   splits it by one of its other dims, and follows this split through the region (`_follow`). Ops that cannot keep it
+   are left to placement; values that it does not reach (inputs of all channels) are whole, and gathered once. The last
+   way is to gather once what the ops would read token by token.
+3. Placement runs again with the strategies of each way decided, and the cheapest is taken, by bytes and by repeated
+   work. Equal regions, as of equal layers, are decided together.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ _SEEDS = 2
 
 
 @dataclass(frozen=True)
-class Region:
-    """Ops, in the graph's order, that placement left whole on every rank.
+class ScanRegion:
+    """Connected ops, in the graph's order, that placement left whole on every rank.
 
-    reads: the values that they begin with, the largest first, each with its split or possible split.
+    reads: the values that the region reads, the largest first, each with the split of its tokens.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -56,14 +57,17 @@ class Region:
         return tuple((n.target, values_of(n)) for n in self.nodes)
 
 
-#: A way to run a region: the number of a value that it reads, and the shard of that value. None: whole.
-OtherSplit = tuple[int, Shard] | None
+#: A way to run a region: an index in its `reads`, and the shard of that value. None: all its ops are whole.
+Way = tuple[int, Shard] | None
 
 
-def split_otherwise(axis: Axis, tokens: set[str]) -> tuple[Axis, list[str]]:
-    """Decide an axis's regions. Return the axis placed again, and notes. tokens: all axes of the sequence."""
-    inner = _inner_splits(axis, tokens)
-    kinds: dict[tuple[object, ...], list[Region]] = {}
+def split_by_other_dims(axis: Axis, token_axes: set[str]) -> tuple[Axis, list[str]]:
+    """Find the cheapest way to run each region. Return the axis placed with these, and notes.
+
+    token_axes: all axes of the sequence.
+    """
+    free_splits = _free_splits(axis, token_axes)
+    kinds: dict[tuple[object, ...], list[ScanRegion]] = {}
     for region in _regions(axis):
         kinds.setdefault(region.kind, []).append(region)
     notes: list[str] = []
@@ -71,7 +75,7 @@ def split_otherwise(axis: Axis, tokens: set[str]) -> tuple[Axis, list[str]]:
         best, lowest, taken = axis, axis.price(), None
         if sum(axis.price(set(region.nodes)) for region in regions) < _LEAST * lowest:
             continue
-        per_region = [dict(_ways(axis, region, inner)) for region in regions]
+        per_region = [dict(_ways(axis, region, free_splits)) for region in regions]
         for way in per_region[0]:
             if all(way in ways for ways in per_region):
                 ops = {node: s for ways in per_region for node, s in ways[way].items()}
@@ -84,9 +88,9 @@ def split_otherwise(axis: Axis, tokens: set[str]) -> tuple[Axis, list[str]]:
     return axis, notes
 
 
-def _note(axis: Axis, region: Region, way: tuple[int, Shard]) -> str:
-    number, shard = way
-    (node, i), _ = region.reads[number]
+def _note(axis: Axis, region: ScanRegion, way: tuple[int, Shard]) -> str:
+    read, shard = way
+    (node, i), _ = region.reads[read]
     v = values_of(node)[i]
     return (
         f"{source_of(region.nodes[0])}: {len(region.nodes)} ops read tokens of other ranks; over {axis.name} they are"
@@ -94,9 +98,9 @@ def _note(axis: Axis, region: Region, way: tuple[int, Shard]) -> str:
     )
 
 
-def _regions(axis: Axis) -> list[Region]:
-    """Return the connected parts that placement left whole though they come from values with split tokens."""
-    split: dict[Key, Shard] = {}  # values that are split, or can be
+def _regions(axis: Axis) -> list[ScanRegion]:
+    """Return the connected ops that placement left whole though they come from values with split tokens."""
+    split: dict[Key, Shard] = {}  # values whose tokens are split, or can be
     group: dict[fx.Node, fx.Node] = {}  # a forest: another op of the same region for each op
     reads: dict[fx.Node, list[Key]] = {}
 
@@ -128,7 +132,7 @@ def _regions(axis: Axis) -> list[Region]:
     for nodes in by_root.values():
         first = {o: split[o] for node in nodes for o in reads[node]}
         ordered = sorted(first.items(), key=lambda read: -axis.size(read[0]))
-        regions.append(Region(tuple(nodes), tuple(ordered)))
+        regions.append(ScanRegion(tuple(nodes), tuple(ordered)))
     return regions
 
 
@@ -154,27 +158,29 @@ def _keeps(axis: Axis, node: fx.Node, split: dict[Key, Shard]) -> Strategy | Non
     return None
 
 
-def _ways(axis: Axis, region: Region, inner: tuple[int, ...]) -> Iterator[tuple[OtherSplit, dict[fx.Node, Strategy]]]:
-    """Yield the other ways to run a region, each with the strategies of its ops."""
+def _ways(
+    axis: Axis, region: ScanRegion, free_splits: tuple[int, ...]
+) -> Iterator[tuple[Way, dict[fx.Node, Strategy]]]:
+    """Yield the other ways to run a region, each with the strategies of its ops. free_splits: see `_free_splits`."""
     now = axis.price(set(region.nodes))
     known: list[dict[fx.Node, Strategy]] = []
-    for number, (seed, seed_shard) in enumerate(region.reads[:_SEEDS]):
+    for read, (seed, seed_shard) in enumerate(region.reads[:_SEEDS]):
         v = values_of(seed[0])[seed[1]]
         dims = [d for d in range(len(v.shape)) if d != seed_shard.dim]
-        for shard in (Shard(d, split) for d in dims for split in _possible_splits(axis, seed, d, inner)):
+        for shard in (Shard(d, split) for d in dims for split in _possible_splits(axis, seed, d, free_splits)):
             # not worth trying: the all_to_all of this value alone costs twice the region as it is now
             if axis.prices.transfer(v, seed_shard, shard, axis.size(seed)) > 2 * now:
                 continue
             ops = _follow(axis, region, seed, shard)
             if ops and ops not in known:
                 known.append(ops)
-                yield (number, shard), ops
+                yield (read, shard), ops
     # partition adds the note about the gather
     yield None, {n: axis.choices[n].replicate for n in region.nodes}
 
 
-def _possible_splits(axis: Axis, operand: Key, dim: int, inner: tuple[int, ...]) -> list[int]:
-    """Return the possible `split`s in a dim: inside those of axes that split it; if none does, `inner`."""
+def _possible_splits(axis: Axis, operand: Key, dim: int, free_splits: tuple[int, ...]) -> list[int]:
+    """Return the possible `Shard.split`s in a dim: the digit below those of other axes, or `free_splits`."""
     node, i = operand
     size = values_of(node)[i].shape[dim]
     placed = node.meta["strategies"].items()
@@ -183,23 +189,23 @@ def _possible_splits(axis: Axis, operand: Key, dim: int, inner: tuple[int, ...])
         for a, s in placed
         if a != axis.name and isinstance(p := s.outputs[i], Shard) and p.dim == dim
     ]
-    candidates = (max(taken),) if taken else inner
+    candidates = (max(taken),) if taken else free_splits
     return [split for split in candidates if size % (split * axis.n) == 0]
 
 
-def _inner_splits(axis: Axis, tokens: set[str]) -> tuple[int, ...]:
-    """Return the `split`s to try in a dim that no axis splits yet.
+def _free_splits(axis: Axis, token_axes: set[str]) -> tuple[int, ...]:
+    """Return the `Shard.split`s to try in a dim that no axis splits yet.
 
     They leave room for axes that may split it too: those of weights and of the sequence; those of weights; none.
     """
     params = axis.program.params
-    weights = {a for p in params for a, s in p.layout.items if isinstance(s, Shard) and a not in tokens}
+    weights = {a for p in params for a, s in p.layout.items if isinstance(s, Shard) and a not in token_axes}
     ranks = math.prod(axis.mesh.size(a) for a in weights)
-    others = math.prod(axis.mesh.size(a) for a in tokens if a != axis.name)
+    others = math.prod(axis.mesh.size(a) for a in token_axes if a != axis.name)
     return tuple(dict.fromkeys((ranks * others, ranks, 1)))
 
 
-def _follow(axis: Axis, region: Region, seed: Key, shard: Shard) -> dict[fx.Node, Strategy]:
+def _follow(axis: Axis, region: ScanRegion, seed: Key, shard: Shard) -> dict[fx.Node, Strategy]:
     """Return the strategies that ops get if one value's split is followed to its users and producers.
 
     What the split does not reach is whole. Ops that cannot keep it, and those after them, are left to placement.
@@ -225,9 +231,9 @@ def _follow(axis: Axis, region: Region, seed: Key, shard: Shard) -> dict[fx.Node
             if strategy is None:
                 continue
             for o, need in zip(operands, strategy.inputs, strict=True):
-                if isinstance(need, Shard):
-                    known = o[0] in split or o in reads or o[0] not in within
-                    (placed if known else wanted)[o] = need
+                if isinstance(need, Shard):  # an op of the region that has no strategy yet may make it so
+                    undecided = o[0] in within and o[0] not in split and o not in reads
+                    (wanted if undecided else placed)[o] = need
             placed |= {(node, i): p for i, p in enumerate(strategy.outputs)}
             split[node] = strategy
     rest = {n: axis.choices[n].partial_grad for n in region.nodes if n not in split and n not in left}

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from torch import fx
 
-from shardc.ir.graph import values_of
+from shardc.ir.graph import calls, values_of
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Partial, Placement, Shard
 from shardc.passes.place.one_axis import Axis
 from shardc.rules.core.strategy import needs_sum_grad
@@ -21,39 +22,53 @@ from shardc.rules.core.strategy import needs_sum_grad
 
 def write(axis: Axis) -> None:
     """Set the stored placements (`axis.stored`), and the nodes' `strategies` and `why` on this axis."""
-    _hoist(axis)
+    _move_gradient_sums(axis)
+    _store_parameters(axis)
+    _store_buffers(axis)
     for node, strategy in axis.chosen.items():
         node.meta["strategies"][axis.name] = strategy
     _explain(axis)
 
 
-def _hoist(axis: Axis) -> None:
-    """Store parameters and buffers as their uses need them: split, or with `sum_grad` moved up to them."""
-    for node in reversed(list(axis.nodes())):
-        plain = node in axis.from_parameters and axis.chosen[node].kind == "replicate"
-        if plain and any(PARTIAL_GRAD in _needs(axis, node, i) for i in range(len(values_of(node)))):
+def _move_gradient_sums(axis: Axis) -> None:
+    """Let replicated ops on parameters alone have partial gradients if users need that; the parameters then sum."""
+    for node in reversed(list(calls(axis.program.graph))):
+        replicated = node in axis.from_parameters and axis.chosen[node].kind == "replicate"
+        if replicated and any(PARTIAL_GRAD in _needs(axis, node, i) for i in range(len(values_of(node)))):
             axis.chosen[node] = axis.choices[node].partial_grad
+
+
+def _store_parameters(axis: Axis) -> None:
+    """Store a parameter split if all its uses need the same split; with a partial gradient if a use needs that.
+
+    A parameter of a running program (`Axis.running`) is only split as it is there.
+    """
     for node, placement in axis.stored.items():
-        if node in axis.from_parameters and placement == REPLICATE:
-            needs = _needs(axis, node)
-            v = values_of(node)[0]
-            only = next(iter(needs)) if len(needs) == 1 else None
-            moved = axis.running.get(node.name, only) != only  # a running program stores it differently
-            if isinstance(only, Shard) and not (only.mirrored or axis.in_turn or moved or _collides(axis, node, only)):
-                axis.stored[node] = only
-            elif needs_sum_grad(v) and (PARTIAL_GRAD in needs or (isinstance(only, Shard) and only.mirrored)):
-                axis.stored[node] = PARTIAL_GRAD
-    # a buffer is stored split if its uses need that, and its new value (if any) is produced so: channels' statistics
-    for node, p in (*_updated_buffers(axis), *_read_caches(axis)):
-        if (
-            axis.stored[node] == REPLICATE
-            and not axis.in_turn
-            and isinstance(p, Shard)
-            and not p.mirrored
-            and _needs(axis, node) == {p}
-            and not _collides(axis, node, p)
+        if node not in axis.from_parameters or placement != REPLICATE:
+            continue
+        needs = _needs(axis, node)
+        only = next(iter(needs)) if len(needs) == 1 else None
+        if _can_store(only, axis, node) and axis.running.get(node.name, only) == only:
+            axis.stored[node] = only
+        elif needs_sum_grad(values_of(node)[0]) and (
+            PARTIAL_GRAD in needs or (isinstance(only, Shard) and only.mirrored)
         ):
+            axis.stored[node] = PARTIAL_GRAD
+
+
+def _store_buffers(axis: Axis) -> None:
+    """Store a buffer split if its uses need that, and its new value (if any) is produced so: channels' statistics."""
+    for node, p in _buffers(axis):
+        if axis.stored[node] == REPLICATE and _can_store(p, axis, node) and _needs(axis, node) == {p}:
             axis.stored[node] = p
+
+
+def _can_store(placement: Placement | None, axis: Axis, node: fx.Node) -> TypeGuard[Shard]:
+    """Return whether a stored tensor can have this placement: a shard, not mirrored, that fits those of other axes."""
+    if not isinstance(placement, Shard) or placement.mirrored or axis.is_microbatch:
+        return False
+    layout = next(p.layout for p in axis.program.stored if p.name == node.name)
+    return not layout.replace(axis.name, placement, axis.mesh).problem(values_of(node)[0].shape, axis.mesh)
 
 
 def _needs(axis: Axis, node: fx.Node, i: int = 0) -> set[Placement]:
@@ -72,25 +87,19 @@ def _inputs(axis: Axis, user: fx.Node) -> tuple[Placement, ...]:
     return (REPLICATE,) * len(axis.operands[user]) if user.op == "output" else axis.chosen[user].inputs
 
 
-def _updated_buffers(axis: Axis) -> Iterator[tuple[fx.Node, Placement]]:
-    """Yield each buffer that the step updates, with the placement in which its new value is produced."""
-    nodes = {n.name: n for n in axis.stored}
-    news = axis.operands[axis.program.graph.output_node()][0 if axis.program.forward_only else 1 :]
-    for b, new in zip((b for b in axis.program.buffers if b.updated), news, strict=False):
-        yield nodes[b.name], axis.available[new][0]
+def _buffers(axis: Axis) -> Iterator[tuple[fx.Node, Placement]]:
+    """Yield each buffer that the step updates, with the placement in which its new value is produced.
 
-
-def _read_caches(axis: Axis) -> Iterator[tuple[fx.Node, Placement]]:
-    """Yield each cache of a generating model that no token changes, with each placement that users need."""
+    Also each cache that a generating program only reads, with each placement that users need.
+    """
     nodes = {n.name: n for n in axis.stored}
+    returned = axis.operands[axis.program.graph.output_node()]  # loss, new values of buffers, outputs
+    new_values = iter(returned[0 if axis.program.forward_only else 1 :])
     for b in axis.program.buffers:
-        if b.cache and not b.updated:
+        if b.updated:
+            yield nodes[b.name], axis.available[next(new_values)][0]
+        elif b.cache:
             yield from ((nodes[b.name], p) for p in _needs(axis, nodes[b.name]))
-
-
-def _collides(axis: Axis, node: fx.Node, placement: Shard) -> bool:
-    layout = next(p.layout for p in axis.program.stored if p.name == node.name)
-    return bool(layout.replace(axis.name, placement, axis.mesh).problem(values_of(node)[0].shape, axis.mesh))
 
 
 def _explain(axis: Axis) -> None:

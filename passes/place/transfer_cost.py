@@ -30,18 +30,22 @@ UNDO = 1000.0
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices on one axis. each: of a collective, per byte of the whole tensor. byte: seconds of one unit."""
+    """Prices on one axis.
 
-    each: Mapping[str, float]
-    byte: float
+    per_byte: of each collective, per byte of the whole tensor. unit_seconds: how long a unit of price takes.
+    """
+
+    per_byte: Mapping[str, float]
+    unit_seconds: float
 
     @staticmethod
     @lru_cache
     def among(ranks: tuple[int, ...]) -> Prices:
+        """Return the prices of collectives among these ranks."""
         n = len(ranks)
-        byte = byte_seconds("all_gather", ranks) * n / (n - 1)
-        by_kind = {kind: byte_seconds(kind, ranks) / byte for kind in COLLECTIVES}
-        return Prices(by_kind | {"all_to_all": by_kind["all_to_all"] / n}, byte)  # a rank exchanges its part, 1/n
+        unit = byte_seconds("all_gather", ranks) * n / (n - 1)
+        per_byte = {kind: byte_seconds(kind, ranks) / unit for kind in COLLECTIVES}
+        return Prices(per_byte | {"all_to_all": per_byte["all_to_all"] / n}, unit)  # a rank exchanges its part, 1/n
 
     def transfer(self, v: Value, old: Placement, new: Placement, nbytes: float, packed: float = 1.0) -> float:
         """Return the price of a conversion, forward and backward. packed: see `Conversion.price`."""
@@ -49,8 +53,8 @@ class Prices:
             return 0.0
         gradient = needs_sum_grad(v)
         rows = between(type(old), type(new))  # two digits of one dim: an all_to_all, not `conversions.path`
-        return nbytes * sum(row.price(self.each, gradient=gradient, packed=packed) for row in rows)
+        return nbytes * sum(row.price(self.per_byte, gradient=gradient, packed=packed) for row in rows)
 
     def work(self, flops: float, touched: float) -> float:
         """Return the price of an op's products and of the bytes that it touches."""
-        return (work_seconds(flops, 0.0) + TOUCH * work_seconds(0.0, touched)) / self.byte
+        return (work_seconds(flops, 0.0) + TOUCH * work_seconds(0.0, touched)) / self.unit_seconds

@@ -33,7 +33,7 @@ class Flat:
 
     @classmethod
     def of(cls, program: Program, bucket: Bucket) -> Flat:
-        params = [program.placed_params[n] for n in bucket.params]
+        params = [program.params_by_name[n] for n in bucket.params]
         shapes = tuple(p.value.local_shape(program.mesh) for p in params)
         # parameters as stored, as ops take them, and their gradients have one layout
         dtypes = (

@@ -1,4 +1,4 @@
-"""Define what a program is: values that need no weights, devices or process group, and tools on them.
+"""Define what a program is: data that needs no weights, devices or process group, and functions on it.
 
 program         Program: holds all of the following; it can be printed, saved and loaded
 stage           the graphs that ranks run, and the values that stages send each other; metadata: the keys of node.meta

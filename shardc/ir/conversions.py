@@ -43,10 +43,11 @@ class Conversion:
     """A row: the op that turns one kind of placement into another on an axis, and what it runs.
 
     forward, backward: the move of the value, and of its gradient. suffix: ends the name of the result (`proj_sum`).
-    distance: if a value exists in several forms, the nearest is converted: with the smallest sum over the axes. 1 or 2
-    sends nothing (shard: in backward), 20 only in backward, 30 to 50 in forward (unshard_partial: later).
-    deferred: added to the price, in all_gathers, for a sum that unshard_partial puts off: 3, above an all_reduce's 2.
-    reason: why a program needs it. merged: one call converts several axes, in one collective.
+    distance: if a value exists in several layouts, the one with the smallest sum of distances over the axes is
+    converted. Conversions without a message count 1 or 2 (so does shard, which sends in backward), sum_grad 20, those
+    that send in forward 30 to 50, and unshard_partial 40, as its sum follows.
+    deferred: the price of a sum that follows later, in all_gathers. Only unshard_partial has one: 3, more than the 2 of
+    an all_reduce. reason: why a program needs it. merged: one call converts several axes, in one collective.
     """
 
     source: type[Placement]
@@ -81,7 +82,7 @@ class Conversion:
 # The table keeps its columns, hence no formatter.
 # fmt: off
 #: The order of rows is the order of steps for a value that is converted on several axes: cut first, so that less is
-#: sent; then exchange, sum, gather. Only rows from reduce_scatter to all_gather_partial_grad send in forward.
+#: sent; then exchange, sum, gather; last what sends nothing in forward. (first_grad sends nothing either.)
 CONVERSIONS = (
     #          from         to           op                         forward           backward          suffix distance
     Conversion(Replicate,   Shard,       "shard",                   "slice",          "all_gather",     "cut",    1,
@@ -116,12 +117,16 @@ _BY_PLACEMENTS = {(row.source, row.target): row for row in CONVERSIONS}
 
 
 def between(source: type[Placement], target: type[Placement]) -> tuple[Conversion, ...]:
-    """Return the conversions from one kind of placement to another: one row, or two by way of Replicate."""
+    """Return the conversions from one kind of placement to another: its row, or two by way of Replicate.
+
+    Only Partial to PartialGrad has no row: all_reduce, then sum_grad.
+    """
     row = _BY_PLACEMENTS.get((source, target))
     return (row,) if row else by_way_of_replicate(source, target)
 
 
 def by_way_of_replicate(source: type[Placement], target: type[Placement]) -> tuple[Conversion, Conversion]:
+    """Return the conversions to Replicate, and from there to the target."""
     return _BY_PLACEMENTS[source, Replicate], _BY_PLACEMENTS[Replicate, target]
 
 
@@ -135,7 +140,7 @@ def path(old: Placement, new: Placement) -> tuple[Conversion, ...]:
 
 
 def distance(old: Placement, new: Placement) -> int:
-    """Return the distance between two placements of a value on one axis."""
+    """Return the distance between two placements of a value on one axis: `Conversion.distance`, 10 for a second row."""
     if old == new:
         return 0
     first, *more = between(type(old), type(new))
@@ -145,15 +150,15 @@ def distance(old: Placement, new: Placement) -> int:
 def steps(paths: Mapping[str, tuple[Conversion, ...]]) -> list[tuple[Conversion, list[str]]]:
     """Return the conversions of one value on several axes in order, each with its axes. paths: by axis.
 
-    The order is the table's, but the second conversion of an axis comes after the first.
+    The order is the table's, but the second conversion of an axis comes after the first. If its row is earlier in the
+    table (all_gather, then shard), it takes the place of the first, and comes last there.
     """
     order = {row.op: i for i, row in enumerate(CONVERSIONS)}
     axes: dict[tuple[int, int], list[str]] = {}
     for axis, path in paths.items():
         for k, row in enumerate(path):
             place = max(order[before.op] for before in path[: k + 1])
-            # in one place the second conversion, whose row is earlier in the table, must come last: hence the minus
-            axes.setdefault((place, -order[row.op]), []).append(axis)
+            axes.setdefault((place, -order[row.op]), []).append(axis)  # the minus: earlier rows come last in a place
     return [(CONVERSIONS[-row], axes[place, row]) for place, row in sorted(axes)]
 
 

@@ -70,6 +70,12 @@ def _alternatives(pattern: str) -> int:
     return math.prod(choices.count(",") + 1 for choices in _GROUP.findall(pattern))
 
 
+def siblings(parent: str, names: Sequence[str]) -> str:
+    """Return the pattern of names in one module, such as `attn.{q,k,v}`."""
+    last = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
+    return f"{parent}.{last}" if parent else last
+
+
 def expand(pattern: str) -> list[str]:
     """Return the pattern once per choice of alternatives: `{q,k}_proj` becomes `q_proj` and `k_proj`.
 

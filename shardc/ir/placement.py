@@ -5,13 +5,15 @@ A shard takes one *digit* of a dim: the global dim is viewed as [split, axis siz
 over the axis. Axes that share a dim take different digits, and can cut and gather it in any order.
 
     dim of 12, tp=2, split=3    viewed as [3, 2, 2]: rank 0 has 0 1, 4 5, 8 9; rank 1 has 2 3, 6 7, 10 11
-    dim of 12, dp=2, split=1    viewed as [2, 6]: rank 0 has 0 .. 5. With tp=2, split=2 ([2, 2, 3]): 0 1 2 or 3 4 5
+    dim of 12, dp=2, split=1    viewed as [1, 2, 6]: rank 0 of dp has 0 .. 5
+      and also tp=2, split=2    viewed as [2, 2, 3], the first 2 is dp: of 0 .. 5, rank 0 of tp has 0 1 2, rank 1 3 4 5
 
 Related files: shard_chunks.py cuts tensors by a shard and joins them; type_text.py prints layouts for programs.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +34,8 @@ class Shard:
     """A dim is viewed as [split, axis size, rest], and the middle index is spread over the axis.
 
     dim: dimension of the global tensor, >= 0.
-    split: number of parts of the dim that are each spread; 1 is the plain case, 3 a fused q|k|v weight.
+    split: number of equal parts of the dim, each of which is split over the ranks: 1 is the plain case, 3 a fused
+    q|k|v weight. A rank has a piece of every part.
     sections: sizes of concatenated parts of the dim, each of which is split separately (then split is 1).
     padding, blocks: for sizes that are not divisible. The dim is viewed as [blocks, size/blocks], and each block gets
     `padding` more elements at its end; `split` divides the padded size. Parameters are padded with zeros, inputs with
@@ -62,8 +65,8 @@ class Shard:
         return cls(dim, abs(split), tuple(sections), padding, blocks, split < 0)
 
     @property
-    def in_order(self) -> bool:
-        """Whether `signed` alone defines an index's rank and place: no sections, no padding between blocks."""
+    def by_digits_alone(self) -> bool:
+        """Whether `signed` and the dim's size define which rank has an index: no sections, no padding inside."""
         return not self.sections and (self.blocks == 1 or not self.padding)
 
     def padded(self, size: int) -> int:
@@ -95,14 +98,14 @@ REPLICATE, PARTIAL_GRAD, PARTIAL = Replicate(), PartialGrad(), Partial()
 
 @dataclass(frozen=True)
 class Layout:
-    """Placement per axis; axes that are not named replicate. Pairs are kept in the mesh's order of axes."""
+    """A placement for each axis, in the mesh's order of axes. On an axis that is missing, the value is replicated."""
 
     items: tuple[tuple[str, Placement], ...] = ()
 
     @classmethod
     def of(cls, placements: Mapping[str, Placement], mesh: Mesh) -> Layout:
-        """Return the layout with these placements. An axis seen as several (Mesh.refine) gets one for each."""
-        by_part = {part: p for a, placed in placements.items() for part, p in _digits(a, placed, mesh)}
+        """Return the layout with these placements. An axis of several digits (Mesh.refine) gets one for each."""
+        by_part = {part: p for a, placed in placements.items() for part, p in _by_digit(a, placed, mesh)}
         return cls(tuple((a, by_part[a]) for a in mesh.names if a in by_part and by_part[a] != REPLICATE))
 
     def __getitem__(self, axis: str) -> Placement:
@@ -128,16 +131,12 @@ class Layout:
         return list({s.dim: s for _, s in self.shards() if s.padding}.values())
 
     def local_split(self, axis: str, mesh: Mesh) -> int:
-        """Return `split` of this axis's shard after the cuts of outer axes; negative if it is mirrored."""
-        shard = self[axis]
-        assert isinstance(shard, Shard)
-        return -self._free(axis, mesh) if shard.mirrored else self._free(axis, mesh)
-
-    def _free(self, axis: str, mesh: Mesh) -> int:
+        """Return `signed` of this axis's shard as seen in a tensor that the axes of outer digits have cut already."""
         shard = self[axis]
         assert isinstance(shard, Shard)
         outer = [mesh.size(a) for a, s in self.shards(shard.dim) if a != axis and s.split < shard.split]
-        return shard.split // math.prod(outer)
+        parts = shard.split // math.prod(outer)
+        return -parts if shard.mirrored else parts
 
     def problem(self, shape: Sequence[int], mesh: Mesh) -> str:
         """Return why a tensor cannot have the layout; "" if shards divide their dims, and digits are disjoint."""
@@ -145,7 +144,9 @@ class Layout:
             n = mesh.size(axis)
             if s.dim >= len(shape):
                 return f"dim {s.dim} does not exist in a tensor of {len(shape)} dims"
-            if s.mirrored and (s.sections or self._free(axis, mesh) % 2 or (s.padding and s.split % (2 * s.blocks))):
+            if s.mirrored and (
+                s.sections or self.local_split(axis, mesh) % 2 or (s.padding and s.split % (2 * s.blocks))
+            ):
                 return f"{axis} deals dim {s.dim} out in a zigzag, which no other axis may cut through"
             if s.padding and (s.sections or s.split % s.blocks or shape[s.dim] % s.blocks):
                 return f"dim {s.dim} of {shape[s.dim]}, split over {axis}, cannot be padded in {s.blocks} blocks"
@@ -189,7 +190,7 @@ class Layout:
             done = [build(todo[1:], {**coords, axis: i}) for i in range(mesh.size(axis))]
             return unchunk(done, s)
 
-        # the first entry is joined last: inner digits, which `local` cuts first
+        # as in `local`, inner digits first; the recursion joins the outermost digit first, and these last
         order = sorted(self.shards(), key=lambda item: -item[1].split)
         whole = build(order, dict.fromkeys(mesh.names, 0))
         for s in self.paddings():
@@ -204,14 +205,14 @@ class Layout:
         for dim, size in enumerate(shape):
             digits = [(s, mesh.size(axis), coords[axis]) for axis, s in self.shards(dim) if mesh.size(axis) > 1]
             per_dim.append(runs(size, digits))
-        yield from _product(per_dim)
+        yield from itertools.product(*per_dim)
 
     def __str__(self) -> str:
         return " ".join(f"{a}:{p}" for a, p in self.items)
 
 
-def _digits(axis: str, placement: Placement, mesh: Mesh) -> Iterator[tuple[str, Placement]]:
-    """Yield the mesh axes that an axis is seen as, outermost first, each with its part of the placement."""
+def _by_digit(axis: str, placement: Placement, mesh: Mesh) -> Iterator[tuple[str, Placement]]:
+    """Yield the digits of an axis, outermost first, each with the placement on it."""
     outer = 1
     for part in mesh.parts(axis):
         if isinstance(placement, Shard) and outer > 1:
@@ -229,43 +230,34 @@ def runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int
     """
     if size == 0:
         return []
-    pad = digits[0][0] if digits else Shard(0)
-    block = size // pad.blocks + pad.padding
-    stretches = [(0, pad.padded(size))]
-    before = 1  # product of the digits above the current one
+    padded = digits[0][0] if digits else Shard(0)  # all shards of a dim have the same padding
+    block = size // padded.blocks + padded.padding
+    stretches = [(0, padded.padded(size))]  # (start, length) of runs in the padded dim
+    cut = 1  # into how many pieces the digits so far cut the padded dim
     for s, n, i in sorted(digits, key=lambda d: d[0].split):
         if s.sections:
             starts = [sum(s.sections[:k]) for k in range(len(s.sections))]
             stretches = [(start + i * (part // n), part // n) for start, part in zip(starts, s.sections, strict=True)]
         else:
-            free = s.split // before  # parts of a run, between the previous axis and this one: a rank has some of each
+            parts = s.split // cut  # each run has so many parts, and of each part this rank has the i-th of n pieces
             stretches = [
                 (
-                    start + f * (length // free) + (n - 1 - i if s.mirrored and f % 2 else i) * (length // free // n),
-                    length // free // n,
+                    start + k * (length // parts) + (n - 1 - i if s.mirrored and k % 2 else i) * (length // parts // n),
+                    length // parts // n,
                 )
                 for start, length in stretches
-                for f in range(free)
+                for k in range(parts)
             ]
-            before = s.split * n
+            cut = s.split * n
     merged: list[tuple[int, int, int]] = []
     local = 0
     for padded_start, padded_length in stretches:
         inside = padded_start % block  # its place in its block; a run is within one block
-        start = padded_start - padded_start // block * pad.padding
-        length = max(0, min(padded_length, block - pad.padding - inside))
+        start = padded_start - padded_start // block * padded.padding
+        length = max(0, min(padded_length, block - padded.padding - inside))
         if merged and merged[-1][1] + merged[-1][2] == start and merged[-1][0] + merged[-1][2] == local:
             merged[-1] = (merged[-1][0], merged[-1][1], merged[-1][2] + length)
         elif length:
             merged.append((local, start, length))
         local += padded_length
     return merged
-
-
-def _product(runs: list[list[tuple[int, int, int]]]) -> Iterator[tuple[tuple[int, int, int], ...]]:
-    if not runs:
-        yield ()
-        return
-    for head in runs[0]:
-        for tail in _product(runs[1:]):
-            yield (head, *tail)

@@ -63,12 +63,12 @@ class Program:
 
     microbatches: how many times a step runs the stages, each time on its part of every input; losses and gradients
     are added up.
-    prologue: runs on all microbatches first; output `(summands, ())`, whose sums over microbatches are
-    `ops.total(mesh, i)`.
+    prologue: a graph that a step first runs for each microbatch (shardc.passes.accumulate). Its output is
+    `(summands, ())`; `ops.total(mesh, i)` in a stage is the sum of summand i over all microbatches.
     outputs: values that a step returns beside the loss (shardc.ir.outputs). features: what optional features store, by
     name.
-    axis: mesh axis over which the stages are spread; "" = one stage, on every rank. schedule: who runs which stage
-    when.
+    axis: the pipeline's mesh axis, over which stages are spread; "" = one stage, on every rank. schedule: which rank
+    runs which stage, and when.
     """
 
     mesh: Mesh
@@ -108,7 +108,8 @@ class Program:
     #: returns notes, by name, on attributes that may differ; not saved.
     check_attributes: Callable[..., dict[str, str]] | None = field(default=None, compare=False, repr=False)
 
-    recorded: Callable[[], ForwardRecord | None] = field(default=lambda: None, compare=False, repr=False)  # `record`
+    #: Makes `record`, which is needed only for a checkpoint.
+    recorded: Callable[[], ForwardRecord | None] = field(default=lambda: None, compare=False, repr=False)
     #: The user's files, and top-level names in them, that define forward and loss; a saved program has digests of them
     #: instead (shardc.artifact.model_source).
     origins: tuple[tuple[Path, str], ...] = field(default=(), compare=False, repr=False)
@@ -156,7 +157,7 @@ class Program:
         return {name: names for names in self.shared_modules for name in names}
 
     @cached_property
-    def placed_params(self) -> Mapping[str, Param]:
+    def params_by_name(self) -> Mapping[str, Param]:
         """The parameters by placeholder name."""
         return {p.name: p for p in self.params}
 
@@ -168,7 +169,7 @@ class Program:
         raise UnknownParameterError.of(name, (n for p in self.params for n in p.names), f"program.param({name!r})")
 
     def parameter_bytes(self) -> int:
-        """Return the bytes of parameters that a rank stores (at ZeRO 3 its parts); in a pipeline, the largest."""
+        """Return the bytes of parameters that a rank stores (at ZeRO 3: its shards); the most of a pipeline's ranks."""
 
         def part(p: Param) -> float:
             b = self.bucket(p)

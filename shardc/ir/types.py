@@ -32,6 +32,11 @@ def op_name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
+def full_op_name(target: Any) -> str:
+    """Return an op's name for messages: `aten.add.Tensor`, or `nll` for shardc.runtime.ops.nll."""
+    return str(target) if isinstance(target, OpOverload) else str(getattr(target, "__name__", target))
+
+
 def cuts(target: Any) -> bool:
     """Return whether an op's result never carries a gradient. Dtypes are not considered."""
     name = op_name(target)

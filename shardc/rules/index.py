@@ -25,7 +25,7 @@ aten = torch.ops.aten
 def by_vocabulary(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Yield strategies that split the table's rows: absent rows are zeros, the ranks' sum is the result."""
     for rows in sorted(available[0], key=repr):
-        if not isinstance(rows, Shard) or rows.dim != 0 or not rows.in_order or _by_frequency(call):
+        if not isinstance(rows, Shard) or rows.dim != 0 or not rows.by_digits_alone or _by_frequency(call):
             continue
         if rows.padded(call.operands[0].shape[0]) % (rows.split * n) == 0:
             yield Strategy("vocabulary", (rows, REPLICATE), (PARTIAL,))
@@ -71,7 +71,7 @@ def by_entries(call: Call, n: int, available: Sequence[frozenset[Placement]]) ->
     """Yield strategies that split the dim that indices point into, as `by_vocabulary` does."""
     x, d = call.operands[0].shape, call.dim(call.arg(1, "dim"))
     for p in sorted(available[0], key=repr):
-        if isinstance(p, Shard) and p.dim == d and p.in_order and p.padded(x[d]) % (p.split * n) == 0:
+        if isinstance(p, Shard) and p.dim == d and p.by_digits_alone and p.padded(x[d]) % (p.split * n) == 0:
             yield Strategy("entries", (p, REPLICATE), (PARTIAL,))
 
 

@@ -42,7 +42,7 @@ def by_classes(call: Call, n: int, available: Sequence[frozenset[Placement]]) ->
         if (
             isinstance(c, Shard)
             and c.dim == d
-            and c.in_order
+            and c.by_digits_alone
             and c.padded(call.operands[0].shape[d]) % (c.split * n) == 0
         ):
             yield Strategy("classes", (c, REPLICATE), (REPLICATE,))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from docs import generate
 from shardc.cli import app
-from shardc.passes import PIPELINE, Stage
+from shardc.passes import PIPELINE, Entry
 from shardc.rules import RULES
 from shardc.rules.core.registry import find, rule
 from shardc.rules.core.sample_calls import call, sample
@@ -65,10 +65,10 @@ def test_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On README's example: it changes what is shown, and the program is still equal to one device."""
     generate.example(tmp_path)
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"Stage": Stage}
+    names: dict[str, Any] = {"Entry": Entry}
     exec(noted("pass"), names)
-    at = 1 + next(i for i, stage in enumerate(PIPELINE) if stage.name == "canonical")
-    lines = (*PIPELINE[:at], *eval(f"({noted('stage')})", names), *PIPELINE[at:])
+    at = 1 + next(i for i, entry in enumerate(PIPELINE) if entry.name == "canonical")
+    lines = (*PIPELINE[:at], *eval(f"({noted('entry')})", names), *PIPELINE[at:])
     monkeypatch.setattr(importlib.import_module("shardc.compile"), "PIPELINE", lines)
     command, _, output = noted("diff").removeprefix("$ shardc ").partition("\n")
     done = CliRunner().invoke(app, command.split())

@@ -745,6 +745,12 @@ def test_wrong_specs(case: str) -> None:
     assert fix in e.value.errors[0].fix
 
 
+def test_a_style_without_meaning_names_the_op() -> None:
+    with pytest.raises(shardc.ShardcError) as e:
+        one("switch").compile({"shardc": 1, "mesh": {"tp": 2}, "shard": {"down": "column"}})
+    assert e.value.what == "down is not a weight that 'column' can split: it is used by experts"
+
+
 @pytest.mark.parametrize(
     ("how", "what", "fix"),
     [

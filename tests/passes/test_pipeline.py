@@ -13,7 +13,7 @@ import shardc
 from shardc import passes
 from shardc.artifact import emit
 from shardc.ir.program import Program
-from shardc.passes import PIPELINE, Pass, Stage, with_features
+from shardc.passes import PIPELINE, Entry, Pass, with_features
 from tests import zoo
 from tests.zoo import expert_loops
 
@@ -45,18 +45,18 @@ def _state(program: Program) -> object:
 def test_no_pass_changes_the_program_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: set[str] = set()
 
-    def watched(stage: Stage) -> Stage:
-        class Watched(stage.make):  # type: ignore[name-defined, misc]
+    def watched(entry: Entry) -> Entry:
+        class Watched(entry.make):  # type: ignore[name-defined, misc]
             def run(self, program: Program) -> Program:
                 before = _state(program)
                 result: Program = super().run(program)
-                assert _state(program) == before, f"{stage.name} changed its input"
-                ran.add(stage.name)
+                assert _state(program) == before, f"{entry.name} changed its input"
+                ran.add(entry.name)
                 return result
 
-        return stage._replace(make=Watched)
+        return entry._replace(make=Watched)
 
-    monkeypatch.setattr(COMPILE, "with_features", lambda stages: map(watched, with_features(stages)))
+    monkeypatch.setattr(COMPILE, "with_features", lambda entries: map(watched, with_features(entries)))
     model, batch = zoo.gpt()
     program = shardc.compile(model, batch, FULL, prove=False)
     shardc.compile(model, batch, program.spec, compatible_with=program, prove=False)
@@ -70,7 +70,7 @@ def test_no_pass_changes_the_program_that_it_is_given(monkeypatch: pytest.Monkey
     shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}, forward=True, prove=False)
     tuned = {"adapters": [{"match": "*.fc", "rank": 2}], "optimizer": {"matrices": "whole"}}
     shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, **tuned}, prove=False)
-    untried = {stage.name for stage in with_features(PIPELINE)} - ran
+    untried = {entry.name for entry in with_features(PIPELINE)} - ran
     assert untried == {"grouped_mm"}, "it needs a model with grouped products"
 
 
@@ -83,7 +83,7 @@ def test_a_pass_is_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch, tmp_p
             ops = sum(n.op == "call_function" for n in program.graph.nodes)
             return replace(program, notes=(*program.notes, f"{ops} ops on {self.spec.mesh}"))
 
-    line = Stage("count_ops", CountOps, "of the graph that the rules see")
+    line = Entry("count_ops", CountOps, "of the graph that the rules see")
     monkeypatch.setattr(COMPILE, "PIPELINE", (*PIPELINE[:3], line, *PIPELINE[3:]))
     program = shardc.compile(*zoo.mlp(), {"shardc": 1, "mesh": {"dp": 2}}, dump=tmp_path)
     assert any(note.endswith("ops on dp=2") for note in program.notes)
@@ -91,9 +91,9 @@ def test_a_pass_is_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert (tmp_path / "02-count_ops.txt").exists()
 
 
-def test_every_stage_has_a_name_and_a_reason() -> None:
-    stages = list(with_features(PIPELINE))
-    names = [stage.name for stage in stages]
+def test_every_pass_has_a_name_and_a_reason() -> None:
+    entries = list(with_features(PIPELINE))
+    names = [entry.name for entry in entries]
     assert len(set(names)) == len(names)
     assert passes.CAPTURE not in names
-    assert all(stage.why and stage.make.__doc__ for stage in stages)
+    assert all(entry.why and entry.make.__doc__ for entry in entries)

@@ -31,7 +31,7 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.ir.types import carries_gradient, requires_grad
 from shardc.optional import registered
-from shardc.passes import Stage
+from shardc.passes import Entry
 from shardc.passes.base import Pass
 from shardc.spec.names import Names
 
@@ -82,8 +82,8 @@ def _frozen(patterns: Sequence[str], names: Sequence[str]) -> bool:
     return False
 
 
-#: The stage that each pass follows.
-PASSES = (("annotate", Stage("adapt", Adapt, "plans are of models without adapters; these are split like weights")),)
+#: Each with the pass that it follows.
+PASSES = (("annotate", Entry("adapt", Adapt, "plans are of models without adapters; these are split like weights")),)
 
 
 @dataclass(frozen=True)

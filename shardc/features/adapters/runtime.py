@@ -53,9 +53,9 @@ def parts(program: Program) -> dict[str, AdapterTensor]:
     """Return the tensors of a program's adapters, by name."""
     result: dict[str, AdapterTensor] = {}
     for adapter in adapters(program):
-        base = program.placed_params[adapter.base]
+        base = program.params_by_name[adapter.base]
         for name, kind in zip(adapter.names, (A, B, MAGNITUDE), strict=False):
-            p = program.placed_params[name]
+            p = program.params_by_name[name]
             shape = p.shape[1:] if p.members else p.shape
             for of in base.members or (base.fqn,):
                 part = AdapterTensor(adapter, whole_name(of), kind, shape)
@@ -229,7 +229,7 @@ def _check_config(files: WeightFiles, program: Program) -> None:
         raise ShardcError(f"the configuration of the adapters cannot be read: {e}", where=str(file), fix=fix) from None
     errors = Errors()
     for adapter in adapters(program):
-        p = program.placed_params[adapter.base]
+        p = program.params_by_name[adapter.base]
         module = whole_name(p.names[0]).removesuffix(".weight")
         other = next((x for key, x in alphas.items() if re.match(rf"(.*\.)?({key})$", module)), alpha)
         if (peft, kind, float(other)) != ("LORA", adapter.kind, adapter.alpha):
@@ -279,7 +279,7 @@ class _Export:
         of_adapters = parts(self.program)
         result = {n: x for n, x in tensors.items() if n not in of_adapters}
         for adapter in adapters(self.program):
-            base = self.program.placed_params[adapter.base]
+            base = self.program.params_by_name[adapter.base]
             if whole_name(base.fqn) != base.fqn:
                 fault = f"{whole_name(base.fqn)} is quantised: the added adapter would be rounded"
                 fix = "export the adapters (without merge)"
@@ -297,7 +297,7 @@ class _Export:
     def write_config(self, folder: Path, base: Path | None) -> None:
         """Write adapter_config.json. base: the folder that the model's weights came from."""
         every = adapters(self.program)
-        modules = {a: self.program.placed_params[a.base] for a in every}
+        modules = {a: self.program.params_by_name[a.base] for a in every}
         # peft's patterns name modules: single parameters get the settings for all
         unnamed = [a for a, p in modules.items() if not whole_name(p.names[0]).endswith(".weight")] or every
         rank = Counter(a.rank for a in unnamed).most_common(1)[0][0]

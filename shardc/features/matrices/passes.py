@@ -21,7 +21,7 @@ from shardc.features.matrices.section import rules
 from shardc.ir.graph import operands_of
 from shardc.ir.patterns import names_weight
 from shardc.ir.program import Program
-from shardc.passes import Stage
+from shardc.passes import Entry
 from shardc.passes.annotate.kv_heads import shape_of, source_params
 from shardc.passes.base import Pass
 from shardc.rules import attention
@@ -46,8 +46,8 @@ class Matrices(Pass):
         return replace(with_cuts(program, cuts_of(self.spec, program)), notes=(*program.notes, note))
 
 
-#: The stage that each pass follows.
-PASSES = (("stack_experts", Stage("matrices", Matrices, "experts are matrices now, and attention ops show heads")),)
+#: Each with the pass that it follows.
+PASSES = (("stack_experts", Entry("matrices", Matrices, "experts are matrices now, and attention ops show heads")),)
 
 
 def cuts_of(spec: Spec, program: Program) -> Cuts:

@@ -30,7 +30,7 @@ def _splits(x: Value, dim: int, n: int, available: frozenset[Placement], least: 
     """Yield splits of a dim into contiguous parts of at least `least` entries, padded only at the end."""
     for p in sorted((p for p in available if isinstance(p, Shard) and p.dim == dim), key=repr):
         size = p.padded(x.shape[dim])
-        if p.in_order and size % (p.split * n) == 0 and size // (p.split * n) >= max(least, 1):
+        if p.by_digits_alone and size % (p.split * n) == 0 and size // (p.split * n) >= max(least, 1):
             yield p
 
 

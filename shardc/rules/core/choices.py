@@ -24,7 +24,7 @@ from torch import fx
 from shardc.errors import ShardcError
 from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Placement, Shard
-from shardc.ir.types import typed_key
+from shardc.ir.types import full_op_name, typed_key
 from shardc.rules.core import finite_padding, notation, registry
 from shardc.rules.core.finite_padding import Fills, Group, Padded
 from shardc.rules.core.notation import Signature
@@ -156,7 +156,7 @@ class Choices:
         numbers = finite_padding.fills(self, Padded.of(node, strategies, self.signature, copies))
         if numbers is None:
             shown = " and ".join(str(s) for s in strategies)
-            fault = f"{self.call.target} has no finite gradient in the padding of {shown} at once"
+            fault = f"{full_op_name(self.call.target)} has no finite gradient in the padding of {shown} at once"
             raise ShardcError(fault, where=self.rule.where, fix="make one of the two sizes divide by its ranks")
         return numbers
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardc
 from shardc import report
 from shardc.errors import ShardcError
-from shardc.passes.annotate import fused_weights
+from shardc.passes.annotate import to_spec
 
 
 class Attention(nn.Module):
@@ -92,4 +92,4 @@ def test_groups_are_split_as_they_lie() -> None:
     for tp in (2, 6):
         program = compiled("grouped", 2, tp, {"qkv": "column"})
         assert len(program.notes) == (tp == 6)  # ranks that share a group compute its queries too
-        assert not fused_weights.suggest_split(program, "tp")
+        assert not to_spec.suggest_split(program, "tp")

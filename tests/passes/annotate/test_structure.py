@@ -382,8 +382,10 @@ def test_recurrent_layers_stay_whole_with_a_note() -> None:
     assert note in program.notes, program.notes
     assert [p.fqn for p in program.params if p.value.layout.shards()] == ["embed.weight", "head.weight", "head.bias"]
     spec = {**USE, "shard": {"rnn.weight_ih_l0": {0: "tp"}, "head": "column"}}
-    gathers = [n for n in shardc.compile(model, batch, spec, prove=False).notes if "is gathered over tp" in n]
+    program = shardc.compile(model, batch, spec, prove=False)
+    gathers = [n for n in program.notes if "is gathered over tp" in n]
     assert any(": rnn.weight_ih_l0 f32[32, 8] is gathered over tp, because aten.lstm.input" in n for n in gathers)
+    assert "    rnn_weight_ih_l0_whole = ops.all_gather(rnn_weight_ih_l0, " in str(program)
 
 
 def test_causes_name_the_modules_between_which_a_split_goes() -> None:
