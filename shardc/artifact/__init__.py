@@ -173,8 +173,7 @@ def _with_constants(program: Program, files: FolderFiles) -> tuple[Buffer, ...]:
     for b in program.buffers:
         x = _as(constants[b.name], b.dtype) if b.constant and b.name in constants else None
         if b.constant and (x is None or tuple(x.shape) != b.shape or x.dtype != b.dtype):
-            fault = f"the constant {b.name} is {'missing' if x is None else f'not {b.value}'}"
-            raise ShardcError(fault, where=files.path(CONSTANTS), fix="compile again")
+            raise files.wrong(CONSTANTS, f"the constant {b.name} is {'missing' if x is None else f'not {b.value}'}")
         buffers.append(replace(b, constant=x))
     return tuple(buffers)
 
@@ -200,8 +199,7 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
             unknown_ops=unknown,
         )
         if not _has_form(parsed.output_node().args[0], form):
-            fault = "it does not return the loss, and what the tables list beside it"
-            raise ShardcError(fault, where=files.path(name), fix="compile again")
+            raise files.wrong(name, "it does not return the loss, and what the tables list beside it")
         return parsed
 
     def joint_of(stage: str, forward: Any) -> Joint | None:
@@ -230,17 +228,15 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
     giving = [s.name for s in stages if s.graph.output_node().args[0][0] is not None]  # type: ignore[index]
     if len(giving) != (not program.forward_only):
         expected = "no stage does: the model has none" if program.forward_only else "one stage does"
-        fault = f"the loss is returned by {', '.join(giving) or 'no stage'}, and {expected}"
-        raise ShardcError(fault, where=files.path(MANIFEST), fix="compile again")
+        raise files.wrong(MANIFEST, f"the loss is returned by {', '.join(giving) or 'no stage'}, and {expected}")
     if program.axis:
         text, most = files.text(SCHEDULE), 100 * (8 * len(stages) * program.microbatches + 100)
         if len(text) > most:  # an action has some ten characters, and each stage up to eight of a microbatch
             fault = f"it is longer than any of {len(stages)} stages and {program.microbatches} microbatches"
-            raise ShardcError(fault, where=files.path(SCHEDULE), fix="compile again")
+            raise files.wrong(SCHEDULE, fault)
         order = schedule.parse(text, files.path(SCHEDULE))
         if order.stages != len(stages) or order.microbatches != program.microbatches:
-            fault = f"it is for {order.stages} stages and {order.microbatches} microbatches"
-            raise ShardcError(fault, where=files.path(SCHEDULE), fix="compile again")
+            raise files.wrong(SCHEDULE, f"it is for {order.stages} stages and {order.microbatches} microbatches")
         program = replace(program, schedule=order)
     alone: tuple[tuple[str, int, int], ...] = (("FB", 0, 0), ("FF", 0, 0))
     beside_each_other = program.schedule.pairs() if program.schedule is not None else alone
@@ -248,7 +244,7 @@ def _with_texts(program: Program, files: FolderFiles) -> Program:
     for p in (Pair(*each, fx.Graph()) for each in beside_each_other):
         if (file := f"{emit.pair_name(p)}.py") in files:
             if any(stages[s].joint is None for s in (p.first, p.then)):
-                raise ShardcError("its stages have no backward graph", where=files.path(file), fix="compile again")
+                raise files.wrong(file, "its stages have no backward graph")
             both = forwards[p.first], forwards[p.then] if p.kind == "FF" else ()
             pairs.append(replace(p, graph=graph(file, local, both, joint=True)))
     program = replace(program, pairs=tuple(pairs))

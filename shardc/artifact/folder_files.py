@@ -98,20 +98,23 @@ class FolderFiles:
     def path(self, name: str) -> str:
         return str(self.folder / name)
 
+    def wrong(self, name: str, fault: str, place: str = "") -> ShardcError:
+        """Return the error of a file that compile would not write so. place: in it, ":12"."""
+        return ShardcError(fault, where=self.path(name) + place, fix=AGAIN)
+
     def text(self, name: str) -> str:
         """Return a text of the folder. Raises ShardcError with the place of a character that no shardc writes."""
         if name not in self._held:
-            raise ShardcError(f"{name} is missing from the manifest", where=self.path(MANIFEST), fix=AGAIN)
+            raise self.wrong(MANIFEST, f"{name} is missing from the manifest")
         try:
             text = self._held[name].decode()
         except UnicodeDecodeError as e:
-            raise ShardcError(
-                f"{name} is not UTF-8 text", where=f"{self.path(name)}:{self._line(name, e.start)}", fix=AGAIN
-            ) from None
+            line = self._held[name].count(b"\n", 0, e.start) + 1
+            raise self.wrong(name, f"{name} is not UTF-8 text", f":{line}") from None
         if odd := _CONTROL.search(text):
             fault = f"a character U+{ord(odd[0]):04X}, which no program has"
             line = text.count("\n", 0, odd.start()) + 1
-            raise ShardcError(fault, where=f"{self.path(name)}:{line}", fix=AGAIN)
+            raise self.wrong(name, fault, f":{line}")
         return text
 
     def table(self, name: str) -> Any:
@@ -120,8 +123,7 @@ class FolderFiles:
         Raises ShardcError for invalid JSON, duplicate keys, and, before it is parsed, more values than any program has.
         """
         if (count := sum(map(self._held.get(name, b"").count, (b",", b"[", b"{")))) > VALUES:
-            fault = f"{name} has {count:,} values, more than the {VALUES:,} of any program"
-            raise ShardcError(fault, where=self.path(name), fix=AGAIN)
+            raise self.wrong(name, f"{name} has {count:,} values, more than the {VALUES:,} of any program")
         text = self.text(name)
         try:
             values = json.loads(text, object_pairs_hook=text_file.unique)
@@ -129,12 +131,11 @@ class FolderFiles:
                 self._check_texts(name, values)
             return values
         except json.JSONDecodeError as e:
-            where = f"{self.path(name)}:{e.lineno}:{e.colno}"
-            raise ShardcError(f"{name} is not JSON: {e.msg}", where=where, fix=AGAIN) from None
+            raise self.wrong(name, f"{name} is not JSON: {e.msg}", f":{e.lineno}:{e.colno}") from None
         except RecursionError:
-            raise ShardcError(f"{name} is nested too deeply", where=self.path(name), fix=AGAIN) from None
+            raise self.wrong(name, f"{name} is nested too deeply") from None
         except ValueError as e:  # a duplicate key, a number of thousands of digits
-            raise ShardcError(f"{name} cannot be read: {e}", where=self.path(name), fix=AGAIN) from None
+            raise self.wrong(name, f"{name} cannot be read: {e}") from None
 
     def _check_texts(self, name: str, found: Any) -> None:
         inside = [found]
@@ -157,14 +158,11 @@ class FolderFiles:
         except OSError as e:
             raise self._unreadable(CONSTANTS, e) from None
 
-    def _line(self, name: str, place: int) -> int:
-        return self._held[name].count(b"\n", 0, place) + 1
-
     def _unreadable(self, name: str, e: Exception) -> ShardcError:
         why = getattr(e, "strerror", None) or str(e)
         if (self.folder / name).is_symlink():
             why = "it is a link, which may lead out of the folder"
-        return ShardcError(f"{name} cannot be read: {why}", where=self.path(name), fix=AGAIN)
+        return self.wrong(name, f"{name} cannot be read: {why}")
 
 
 def dtype(text: str) -> torch.dtype:

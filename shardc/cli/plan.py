@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,6 @@ from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
     from shardc.plan import Plan
-    from shardc.plan.few_layers import Subject
 
 #: Columns of a table that is written to a file.
 WIDE = 200
@@ -62,9 +60,8 @@ def command(
     ] = False,
     tokens: Annotated[float | None, typer.Option(help="also answer how long so many tokens take, e.g. 15e12")] = None,
     headroom: Annotated[
-        float | None,
-        typer.Option(help="share of a device's memory to leave (default: none), beside what libraries take"),
-    ] = None,
+        float, typer.Option(help="share of a device's memory to leave (default: none), beside what libraries take")
+    ] = 0.0,
     batch: BatchOption = None,
     seq: SeqOption = None,
     as_json: JsonOption = False,
@@ -84,20 +81,25 @@ def command(
             def on(subject: str, done: int, total: int) -> None:
                 report(subject if subject in PREPARING else f"pricing {subject}", done, total)
 
-            from shardc.plan import planned
-            from shardc.plan.planner import HEADROOM
+            import shardc
+            from shardc.cli import model_file
 
-            plan = planned(
-                _subject(model, batch, seq, on),
-                model,
+            on("loading the model", 0, 0)
+            file = model_file.load(model, batch=batch, seq=seq)
+            on("capturing", 0, 0)
+            plan = shardc.plan(
+                file.on_meta(),
+                file.batch,
+                loss=file.loss,
+                name=model,
                 devices=devices,
                 device=device[0] if device is not None and len(device) == 1 else device or None,
                 prices=_prices(price or []),
                 global_batch=global_batch,
                 precision=precision,
-                headroom=HEADROOM if headroom is None else headroom,
+                headroom=headroom,
                 given=given or None,
-                largest=largest,
+                largest=largest,  # type: ignore[arg-type]  # plan checks it
                 fewest=fewest,
                 what_if=what_if,
                 tokens=tokens,
@@ -122,18 +124,6 @@ def command(
             for text in failure.texts():
                 print_error(f"error {text}")
     raise typer.Exit(0 if fits else 1)
-
-
-def _subject(model: str, batch: int | None, seq: int | None, on: Callable[[str, int, int], None]) -> Subject:
-    """Load the model without weights, as a subject to plan for. on: as in `shardc.plan.planned`."""
-    on("loading the model", 0, 0)
-    from shardc.cli import model_file
-    from shardc.plan.few_layers import Subject
-
-    file = model_file.load(model, batch=batch, seq=seq)
-    subject = Subject.of(file.on_meta(), file.batch, file.loss)
-    on("capturing", 0, 0)
-    return subject
 
 
 def _prices(said: list[str]) -> dict[str, float]:

@@ -7,7 +7,7 @@ dry_run       one rank's step, run by the engine on tensors without data, on a f
 ledger        counts the storages and ops of a dry run; known_ops: results of ops that it has seen before;
               growth: the part of them that grows with the rows of a batch
 peak_memory   the peak memory of the whole schedule, from a dry run
-step          combines all of it: `program.cost(device)`; premises: describes the priced step in words
+step          combines all of it: `program.cost(device)`
 kept_activations
               the tensors that a forward keeps for its backward, and the ops that need them
 streams       when every collective runs on its communicator's stream, and the computation that hides it

@@ -6,16 +6,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from shardc.cost.dry_run import dry_run
 from shardc.cost.kept_activations import Kept, kept
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.peak_memory import Memory, memory, reserved
-from shardc.cost.premises import premises
 from shardc.cost.recorded import DryRun, parts
 from shardc.cost.streams import Span, Streams
 from shardc.ir.graph import source_of
+from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.units import seconds as duration
@@ -69,7 +70,7 @@ class Cost:
     memory, flops, comm: of the rank that has the most. memory is live bytes; a device has to hold reserved + outside.
     step_seconds: with overlap as in the program: buckets during backward, gathers ahead of their use. bubble: share of
     time in which ranks wait for other stages. timeline: when each action of each rank runs, in seconds. premises:
-    a description of the step (shardc.cost.premises).
+    what the step computes, in words.
     """
 
     device: Device
@@ -110,14 +111,11 @@ class Cost:
 
     def spans(self) -> list[list[Span]]:
         """Return when each collective runs, behind what, and how long it is waited for; per rank of `ranks`."""
-        return [streams.spans for streams in self.streams()]
-
-    def streams(self) -> list[Streams]:
-        """Return when each rank of `ranks` computes, and when its collectives run, by the clock of that rank."""
-        return self._streams
+        return [streams.spans for streams in self.streams]
 
     @cached_property
-    def _streams(self) -> list[Streams]:
+    def streams(self) -> list[Streams]:
+        """When each rank of `ranks` computes, and when its collectives run, by the clock of that rank."""
         schedule, streams = schedules.of(self.program), []
         for r in self.dry_runs:
             streams.append(Streams(started_by(self.device, self.program), self.program.mesh, r.rank))
@@ -209,14 +207,10 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
     if schedule.ranks == 1:
         alone = Timeline(schedule, (tuple(slots),), (live(schedule.actions[0]),))
         return Cost(device, tuple(ranks), ranks[0].seconds, 0.0, program, tuple(dry_runs), alone)
-    transfer = {}
-    for e in program.edges:
-        pair = tuple(_rank(program, schedule, s) for s in (e.source, e.target))
-        transfer[e.source, e.target] = collective_seconds(
-            device, "send_recv", float(sum(v.nbytes(program.mesh) for v in e.values)), pair
-        )
+    sent = {(e.source, e.target): float(sum(v.nbytes(program.mesh) for v in e.values)) for e in program.edges}
+    transfer = transfers(device, program.mesh, program.axis, schedule, sent)
     pairs = {stages: sorted(times)[len(times) // 2] for stages, times in of_pair.items()}
-    timeline = schedules.timeline(schedule, _costs(of_action, schedule, transfer, pairs, begin), program.edges)
+    timeline = schedules.timeline(schedule, costs(of_action, schedule, transfer, begin, pairs), program.edges)
     seconds = timeline.end + max(ends)
     return Cost(device, tuple(ranks), seconds, timeline.bubble(), program, tuple(dry_runs), timeline)
 
@@ -226,19 +220,30 @@ def _add(comm: Counter[tuple[str, str]], part: Part) -> None:
         comm[record.axis, record.kind] += record.bytes
 
 
-def _rank(program: Program, schedule: Schedule, stage: int) -> int:
-    coords = dict.fromkeys(program.mesh.names, 0)
-    return program.mesh.rank({**coords, program.axis: schedule.placement[stage]})
+def transfers(
+    device: Device, mesh: Mesh, axis: str, schedule: Schedule, sent: Mapping[tuple[int, int], float]
+) -> dict[tuple[int, int], float]:
+    """Return seconds of the sends between stages along an axis of a mesh. sent: bytes by (source, target) stage."""
+
+    def rank(stage: int) -> int:
+        return mesh.rank({**dict.fromkeys(mesh.names, 0), axis: schedule.placement[stage]})
+
+    return {
+        (a, b): collective_seconds(device, "send_recv", nbytes, (rank(a), rank(b))) for (a, b), nbytes in sent.items()
+    }
 
 
-def _costs(
+def costs(
     of_action: Mapping[tuple[str, int, int], float],
     schedule: Schedule,
     transfer: Mapping[tuple[int, int], float],
-    pairs: Mapping[tuple[str, int, int], float],
     begin: Sequence[float],
+    pairs: Mapping[tuple[str, int, int], float] = MappingProxyType({}),
 ) -> Costs:
-    """Build a schedule's costs. Whole backwards count as input gradients; middle microbatches as equal."""
+    """Build a schedule's costs. Whole backwards count as input gradients; middle microbatches as equal.
+
+    of_action: seconds by (kind, stage, microbatch): of the first, one like all between, the last.
+    """
     last = schedule.microbatches - 1
 
     def typical(*kinds: str) -> tuple[float, ...]:
@@ -247,3 +252,29 @@ def _costs(
 
     single = {key: seconds for key, seconds in of_action.items() if key[2] in (0, last)}
     return Costs(typical("F"), typical("I", "B"), typical("W"), transfer, pairs, single, begin)
+
+
+def premises(program: Program, optimizer: str, *, clip_norm: float | None = None, norm: bool = False, **_: Any) -> str:
+    """Describe what a predicted step computes: "in float32, AdamW, ...".
+
+    optimizer: its class name or ""; clip_norm, norm: options of Engine.
+    """
+    numbers = Counter(p.dtype for p in program.params)
+    stored = str(max(numbers, key=numbers.__getitem__, default="")).removeprefix("torch.")
+    computed = (program.spec.precision.compute if program.spec is not None else None) or stored
+    words = [f"in {computed}"] if computed else []
+    if computed != stored:
+        words.append(f"weights in {stored}")
+    if step_graph.requested(program) and not step_graph.why_not(program):
+        words.append("one CUDA graph on a GPU")
+    if optimizer:
+        words.append(optimizer)
+        words.append(gradients_norm(norm=norm, clipped=clip_norm is not None))
+    return ", ".join(words)
+
+
+def gradients_norm(*, norm: bool, clipped: bool) -> str:
+    """Return in words whether a step computes the norm of gradients. `shardc run` does, to show it."""
+    if clipped:
+        return "clipping by the norm of gradients"
+    return f"with{'' if norm else 'out'} the norm of gradients"

@@ -26,6 +26,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import torch
 from torch import fx
 
 from shardc.errors import ShardcError
@@ -132,6 +133,18 @@ class Program:
         """Whether the program has no loss and returns only outputs. No value has a gradient then."""
         output: Any = next(iter(self.graph.find_nodes(op="output")), None)
         return output is not None and output.args[0][0] is None
+
+    @property
+    def tokens(self) -> int | None:
+        """The tokens in a batch: rows x positions of ids that an embedding looks up; None without any."""
+        for node in self.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
+            ids: Any = node.args[1]
+            while ids.op == "call_function" and len(ids.all_input_nodes) == 1:
+                ids = ids.all_input_nodes[0]  # reshaped, sliced, cast
+            read = next((x for x in self.inputs if x.name == ids.name and len(x.shape) > 1), None)
+            if read is not None:
+                return read.shape[0] * read.shape[1]
+        return None
 
     @property
     def scores(self) -> bool:

@@ -25,7 +25,7 @@ from shardc.cost.measured.device_file import chosen
 from shardc.errors import ShardcError
 from shardc.machine.device import Device
 from shardc.plan.few_layers import Subject
-from shardc.plan.planner import HEADROOM, Planner, usable
+from shardc.plan.planner import Planner
 from shardc.plan.questions import best_cluster, check_prices
 from shardc.plan.result import Candidate, Plan
 from shardc.spec import Spec
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Candidate", "Plan", "plan"]
 
-Devices = str | Path | Device | Sequence[str | Path | Device] | None
-Given = str | Path | Mapping[str, Any] | Spec | Sequence[str | Path | Mapping[str, Any] | Spec] | None
+OneDevice = str | Path | Device | None
+OneSpec = str | Path | Mapping[str, Any] | Spec | None
 
 
 @checked("shardc.plan", elsewhere={})
@@ -46,11 +46,11 @@ def plan(
     batch: Any,
     *,
     devices: int | None = None,
-    device: Devices = None,
+    device: OneDevice | Sequence[OneDevice] = None,
     global_batch: int | None = None,
     precision: str = "bfloat16",
-    headroom: float = HEADROOM,
-    given: Given = None,
+    headroom: float = 0.0,
+    given: OneSpec | Sequence[OneSpec] = None,
     largest: Literal["batch", "sequence", "model"] | None = None,
     fewest: bool = False,
     what_if: bool = False,
@@ -74,95 +74,63 @@ def plan(
     fewest: also find the smallest number of devices on which anything fits.
     what_if: also price the best spec (or the given one) on better devices, on other devices, without recomputation,
         and with compiled element-wise work.
-    tokens: also return how long this many tokens take. The model's rows must be sequences.
+    tokens: also return how long this many tokens take: positions of ids that an embedding looks up.
     on: called with the progress of pricing: (subject, done, total).
     Raises ShardcError for invalid input; if nothing fits, `.best` of the result raises it.
     """
-    return planned(
-        Subject.of(model, batch, loss),
-        name or type(model).__name__,
-        devices=devices,
-        device=device,
-        global_batch=global_batch,
-        precision=precision,
-        headroom=headroom,
-        given=given,
-        largest=largest,
-        fewest=fewest,
-        what_if=what_if,
-        tokens=tokens,
-        prices=prices,
-        on=on,
-    )
-
-
-def planned(
-    subject: Subject,
-    name: str,
-    *,
-    devices: int | None,
-    device: Devices,
-    global_batch: int | None,
-    precision: str,
-    headroom: float,
-    given: Given,
-    largest: str | None,
-    fewest: bool,
-    what_if: bool,
-    tokens: float | None,
-    prices: Mapping[str, float] | None,
-    on: Callable[[str, int, int], None],
-) -> Plan:
-    """Plan for a subject, which is a model with its batch. See `plan`."""
     started = time.perf_counter()
-    if isinstance(device, Sequence) and not isinstance(device, str):
-        each = [chosen(one, None) for one in device]
-        check_prices(prices or {}, [one.name for one in each])
-        same: dict[str, Any] = {"devices": devices, "global_batch": global_batch, "precision": precision}
-        same |= {"headroom": headroom, "given": given, "largest": largest, "fewest": fewest, "what_if": what_if}
-        same |= {"tokens": tokens, "prices": prices, "on": on}
-        found = best_cluster([planned(subject, name, device=one, **same) for one in each], prices or {})
-        return replace(found, seconds=time.perf_counter() - started)
+    subject = Subject(model, batch, loss)
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     specs = [Spec.load(one, world=devices) for one in several if one is not None]
-    usable(on_device := chosen(device, specs[0] if specs else None), headroom)
+    _check_numbers(global_batch, largest, tokens)
+
+    def on_one(one: OneDevice) -> Plan:
+        machine = chosen(one, specs[0] if specs else None)
+        number = _number(devices, machine, specs)
+        planner = Planner(subject, machine, precision, headroom, name or type(model).__name__, on)
+        result = planner.given(specs, global_batch) if specs else planner.search(number, global_batch)
+        if largest is not None:
+            result = planner.largest(result, largest, given=bool(specs))
+        result = planner.fewest(result) if fewest else result
+        result = planner.what_if(result) if what_if else result
+        return planner.duration(result, tokens) if tokens is not None else result
+
+    if isinstance(device, Sequence) and not isinstance(device, str):
+        check_prices(prices or {}, [chosen(one, None).name for one in device])
+        result = best_cluster([on_one(one) for one in device], prices or {})
+    else:
+        result = on_one(device)
+    return replace(result, seconds=time.perf_counter() - started)
+
+
+def _number(devices: int | None, machine: Device, specs: Sequence[Spec]) -> int:
+    """Return the number of devices: the named one, that of the last given spec, or all of the machine."""
     for one in specs:
-        on_device.check_room(one.mesh.world)
-    if devices is None and on_device.nodes is not None:
-        devices = on_device.nodes * on_device.node
-    if not specs and devices is None:
+        machine.check_room(one.mesh.world)
+    if devices is None and specs:
+        return specs[-1].mesh.world
+    if devices is None and machine.nodes is not None:
+        devices = machine.nodes * machine.node
+    if devices is None:
         raise ShardcError(
             "the number of devices is missing",
             where="--devices",
             fix="add e.g. --devices 64, or price a spec with --given spec.yaml; in Python devices=64, given=...",
         )
-    if devices is not None and (isinstance(devices, bool) or not isinstance(devices, int)):
+    if isinstance(devices, bool) or not isinstance(devices, int):
         raise ShardcError(f"{devices!r} is no number of devices", where="--devices", fix="a whole number, such as 8")
-    if devices is not None and devices < 1:
+    if devices < 1:
         raise ShardcError(f"{devices} devices are too few", where="--devices", fix="name at least 1")
-    if devices is not None:
-        on_device.check_room(devices)
+    machine.check_room(devices)
+    return devices
+
+
+def _check_numbers(global_batch: int | None, largest: str | None, tokens: float | None) -> None:
     if global_batch is not None and global_batch < 1:
-        raise ShardcError(
-            f"a global batch of {global_batch} rows is too small", where="--global-batch", fix="name at least 1"
-        )
+        fix = "name at least 1"
+        raise ShardcError(f"a global batch of {global_batch} rows is too small", where="--global-batch", fix=fix)
     if largest not in (None, "batch", "sequence", "model"):
         fix = "name batch, sequence or model"
         raise ShardcError(f"cannot search for the largest {largest!r}", where="--largest", fix=fix)
     if tokens is not None and not tokens > 0:
         raise ShardcError(f"{tokens} tokens are too few", where="--tokens", fix="name a number, such as 1e12")
-    planner = Planner(subject, on_device, precision, headroom, name, on)
-    if specs:
-        result = planner.given(specs, global_batch)
-    else:
-        assert devices is not None
-        result = planner.search(devices, global_batch)
-    if largest is not None:
-        result = planner.largest(result, largest, given=bool(specs))
-    if fewest:
-        result = planner.fewest(result)
-    if what_if:
-        result = planner.what_if(result)
-    if tokens is not None:
-        result = planner.duration(result, tokens)
-    return replace(result, seconds=time.perf_counter() - started)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,39 +24,12 @@ from shardc.ir.program import Program
 from shardc.ir.types import op_name
 from shardc.layer_names import layer_of, of_every_layer
 from shardc.passes.annotate import model_plan
-from shardc.plan.space import Layers
+from shardc.plan.space import Facts, Layers
 from shardc.runtime.data import inputs
 from shardc.torch_private import pytree
 
 #: Units of layers that show what each adds: stages of one (the first), one, two, and one (the last).
 UNITS = 5
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts of the model and the example batch that the choices and their specs need.
-
-    Batch: rows; sequence: tokens of each row (None: its inputs have no common sequence dim).
-
-    Model: layers: its list of repeated layers, if long enough to shorten; dtype: of its weights, "float32"; carried:
-    whether the model brings a plan for tensor parallelism.
-
-    Graph: regions, sequences, experts: patterns of modules; number: of experts; cuts: most stages of a pipeline;
-    inputs: `batch: {dims: ...}`; encoders: modules whose layers run before the last list of layers.
-    """
-
-    rows: int
-    sequence: int | None
-    layers: Layers | None
-    dtype: str
-    carried: bool
-    regions: Sequence[str]
-    sequences: Sequence[str]
-    experts: Sequence[str]
-    number: int
-    cuts: int
-    inputs: Mapping[str, int | None]
-    encoders: Sequence[str] = ()
 
 
 #: Attributes in which the layers of transformers keep their number.
@@ -65,27 +39,19 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass
 class Subject:
-    """A model and an example batch.
-
-    layers: the model's list of repeated layers; None if there is no list that is long enough to shorten.
-    """
+    """A model and an example batch."""
 
     model: nn.Module
     batch: Any
     loss: Loss | None = None
-    layers: Layers | None = None
     _short: dict[int, nn.Module] = field(default_factory=dict)
     _counts: bool = False
     _captured: dict[tuple[int, int | None, int | None], Program] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, model: nn.Module, batch: Any, loss: Loss | None = None) -> Subject:
-        layers = _repeated(model)
-        subject = cls(model, batch, loss)
-        if layers is not None:
-            name, first, period, number = layers
-            subject.layers = Layers(name, number, first, period)
-        return subject
+    @cached_property
+    def layers(self) -> Layers | None:
+        """The model's list of repeated layers; None if there is no list that is long enough to shorten."""
+        return _repeated(self.model)
 
     def match_layers_alike(self, patterns: Set[str]) -> bool:
         """Return whether each pattern matches the same names in every layer: none selects single layers."""
@@ -157,22 +123,25 @@ class Subject:
 
 def facts(subject: Subject) -> Facts:
     """Collect facts from the captured few-layer model for two rows. Raises ShardcError as capture does."""
-    program = subject.captured(2, UNITS if subject.layers else None)
+    rows = 2
+    program = subject.captured(rows, UNITS if subject.layers else None)
+    lists = layer_lists(program)
     modules, number = experts(program)
     first = next((p for p in subject.model.parameters() if p.is_floating_point()), None)
     return Facts(
         rows=subject.rows,
         sequence=subject.sequence,
+        tokens=program.tokens and program.tokens // rows,
+        inputs=whole_inputs(program, rows),
         layers=subject.layers,
         dtype=str(first.dtype).removeprefix("torch.") if first is not None else "float32",
-        carried=bool(model_plan.read(subject.model)),
-        regions=regions(program),
-        sequences=sequences(program),
-        experts=modules,
         number=number,
-        cuts=cuts(program),
-        inputs=whole_inputs(program, 2),
-        encoders=encoders(list(layer_lists(program))),
+        cuts=max(sum(map(len, lists.values())), 1),
+        shard={"use": "model" if model_plan.read(subject.model) else "structure"},
+        regions=tuple(f"{name}.*" if name else "*" for name in lists),
+        sequences=tuple(f"{name}.*" for name in lists if name and _hands_on(program, name)),
+        experts=modules,
+        encoders=encoders(list(lists)),
     )
 
 
@@ -180,16 +149,6 @@ def whole_inputs(program: Program, rows: int) -> dict[str, int | None]:
     """Return `batch: {dims: ...}` for the inputs without rows; {} if all inputs have rows."""
     odd = [inputs.name_of(x.path) if x.path else x.name for x in program.inputs if not x.shape or x.shape[0] != rows]
     return {**dict.fromkeys(odd), "*": 0} if odd else {}
-
-
-def cuts(program: Program) -> int:
-    """Return the most stages that a pipeline may have: the number of layers in all lists."""
-    return max(sum(len(each) for each in layer_lists(program).values()), 1)
-
-
-def regions(program: Program) -> tuple[str, ...]:
-    """Return patterns of the repeated layers, which are the regions of recomputation."""
-    return tuple(f"{name}.*" if name else "*" for name in layer_lists(program))
 
 
 def experts(program: Program) -> tuple[tuple[str, ...], int]:
@@ -224,12 +183,8 @@ def encoders(lists: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def sequences(program: Program) -> tuple[str, ...]:
-    """Return patterns of the layers that return [batch, sequence, hidden]: dim 1 can be split there."""
-    return tuple(f"{name}.*" for name in layer_lists(program) if name and _hands_on(program, name))
-
-
 def _hands_on(program: Program, name: str) -> bool:
+    """Return whether the layers of a list return [batch, sequence, hidden]: dim 1 can be split between them."""
     long = {n for x in program.inputs for n in x.shape[1:2]}
     last: dict[str, fx.Node] = {}
     for n in program.graph.nodes:
@@ -243,8 +198,8 @@ def _hands_on(program: Program, name: str) -> bool:
 # --- equal layers, recognized by their modules before anything is captured
 
 
-def _repeated(model: nn.Module) -> tuple[str, int, int, int] | None:
-    """Find the model's list of repeated layers: (name, layers before the pattern, period, number).
+def _repeated(model: nn.Module) -> Layers | None:
+    """Find the model's list of repeated layers.
 
     None unless there is one outermost list with more than UNITS periods. Takes the pattern that keeps fewest layers.
     """
@@ -261,7 +216,7 @@ def _repeated(model: nn.Module) -> tuple[str, int, int, int] | None:
     )
     for _, first, period in short:
         if all(signs[i] == signs[i + period] for i in range(first, n - period)):
-            return name, first, period, n
+            return Layers(name, n, first, period)
     return None
 
 

@@ -31,11 +31,11 @@ def data(plan: Plan) -> dict[str, Any]:
         "lacking": [] if fits else plan.lacking().texts(),
         "device": a.device.name,
         "limit": a.usable,
-        "rate": "tokens" if a.sequence else "samples",
+        "rate": a.rate,
         "kinds": [*KINDS, "gaps", "outside"],
         "causes": list(table.CAUSES),
         "words": {name: table.cause(name) for name in table.CAUSES},
-        "rows": [_row(c) for c, _ in table.distinct(plan.candidates)],
+        "rows": [_row(c) for c in plan.candidates],
         "waterfall": [
             (table.WATERFALL.get(k, table.cause(k)), k if k in table.CAUSES else "compute", n) for k, n in falls
         ],
@@ -47,14 +47,11 @@ def data(plan: Plan) -> dict[str, Any]:
 
 
 def _row(c: Candidate) -> dict[str, Any]:
-    mesh = " ".join(f"{axis}={n}" for axis, n in c.spec.mesh.axes) + (", sp" if c.spec.activations else "")
+    settings = table.settings(c)
     return {
         "name": table.named(c),
-        "mesh": mesh,
-        "zero": table.zero(c),
-        "schedule": table.running(c),
-        "recompute": table.recompute(c),
-        "microbatches": table.microbatches(c),
+        **settings,
+        "mesh": settings["mesh"] + (", sp" if c.spec.activations else ""),
         "peak": c.peak,
         "needs": c.needs,
         "memory": table.parts(c),

@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from shardc.cost.premises import gradients_norm
+from shardc.cost.step import gradients_norm
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 from shardc.machine.device import Device
-from shardc.plan.few_layers import Facts, Subject
+from shardc.plan.few_layers import Subject
 from shardc.plan.price import Priced, price
 from shardc.plan.questions import Largest, what_if
 from shardc.plan.rank import Rough
 from shardc.plan.result import Candidate, Plan, Target
 from shardc.plan.runs import Library, Runs
 from shardc.plan.search import FAR, Search
-from shardc.plan.space import Choice, Core, Keep, SpecTemplate, spec
+from shardc.plan.space import Choice, Core, Facts, Keep, spec
 from shardc.spec import Spec
 
 #: `--precision`, as the section of a spec.
@@ -38,19 +38,6 @@ UNSURE = 1.15
 TIGHT = (1.0, 0.9, 0.75, 0.6)
 
 
-#: The default share of a device's memory to leave free.
-HEADROOM = 0.0
-
-
-def usable(device: Device, headroom: float) -> float:
-    """Return bytes of a device's memory that a step may use. Raises ShardcError unless 0 <= headroom < 1."""
-    if not 0 <= headroom < 1:
-        raise ShardcError(
-            f"headroom {headroom} is not a share", where="--headroom", fix="a number from 0 to 1, such as 0.05"
-        )
-    return device.memory * (1 - headroom)
-
-
 @dataclass
 class Planner:
     """A planner for one model on one kind of device. See shardc.plan.plan."""
@@ -67,53 +54,39 @@ class Planner:
             close = nearest(self.precision, PRECISIONS)
             fix = (f"did you mean {close}? " if close else "") + f"one of {', '.join(PRECISIONS)}"
             raise ShardcError(f"unknown precision {self.precision!r}", where="--precision", fix=fix)
-
-    @property
-    def usable(self) -> float:
-        return usable(self.device, self.headroom)
+        if not 0 <= self.headroom < 1:
+            fix = "a number from 0 to 1, such as 0.05"
+            raise ShardcError(f"headroom {self.headroom} is not a share", where="--headroom", fix=fix)
 
     @cached_property
     def runs(self) -> Runs:
         return Runs(self.subject, self.device.kind == "cpu")
 
-    @property
-    def facts(self) -> Facts:
-        return self.runs.facts
-
     @cached_property
-    def template(self) -> SpecTemplate:
-        f = self.facts
-        shard = {"use": "model" if f.carried else "structure"}
-        words = tuple(f.regions), tuple(f.sequences), tuple(f.experts), tuple(f.encoders)
-        return SpecTemplate(shard, PRECISIONS[self.precision], *words, f.inputs)
+    def facts(self) -> Facts:
+        return replace(self.runs.facts, precision=PRECISIONS[self.precision])
 
     @cached_property
     def library(self) -> Library:
-        return Library(self.runs, self.template, self.device)
+        return Library(self.runs, self.facts, self.device, self.headroom)
 
     @cached_property
     def finder(self) -> Search:
-        return Search(self.library, self.usable, self.on)
+        return Search(self.library, self.on)
 
     def target(self, devices: int, batch: int, assumed: tuple[str, ...] = (), given: Spec | None = None) -> Target:
         """Return what a plan is for. given: the spec that names the precision, in place of `--precision`."""
-        precision = PRECISIONS[self.precision] if given is None else given.to_dict().get("precision", {})
+        precision = self.facts.precision if given is None else given.to_dict().get("precision", {})
         params = precision.get("params", self.facts.dtype)
         dtype = str(precision.get("compute", params))
         state = f"products in {dtype}, weights and the optimizer's state in {params}"
         step = f"a step {gradients_norm(norm=False, clipped=False)} (`shardc run` and `shardc cost` include it)"
         left = "memory: what torch's allocator reserves, and what the process and its libraries take outside of it"
         left += f"; {self.headroom:.0%} is left (--headroom)" if self.headroom else ""
+        library = self.library
+        words = (*assumed, state, step, left)
         return Target(
-            self.name,
-            self.device,
-            devices,
-            batch,
-            self.library.sequence or self.facts.sequence,
-            self.library.flops,
-            dtype,
-            self.usable,
-            (*assumed, state, step, left),
+            self.name, self.device, devices, batch, self.facts.tokens, library.flops, dtype, library.usable, words
         )
 
     # --- the best spec
@@ -126,9 +99,11 @@ class Planner:
         rows, note = self._batch(devices, batch, cores)
         exact = self._refined(devices, rows, cores)
         target = self.target(devices, rows, (note,))
-        candidates = [self._candidate(c, p, target) for c, p in exact.items()]
-        candidates.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.needs))
-        return Plan(target, tuple(candidates), finder.considered, {k: e.what for k, e in finder.refused.items()})
+        priced = sorted((self._candidate(c, p, target) for c, p in exact.items()), key=_order)
+        # of schedules with the same result, and of settings that nothing uses, the first
+        first = {_result(c): c for c in reversed(priced)}
+        candidates = tuple(c for c in priced if first[_result(c)] is c)
+        return Plan(target, candidates, finder.considered, {k: e.what for k, e in finder.refused.items()})
 
     def _refined(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
         """Price the best choices exactly, also on 1/2, 1/4, ... of the devices if that may be faster."""
@@ -136,7 +111,7 @@ class Planner:
         exact = dict[Choice, Priced]()
 
         def best() -> float:
-            return min((p.seconds for p in exact.values() if p.needs <= self.usable), default=math.inf)
+            return min((p.step_seconds for p in exact.values() if p.fits), default=math.inf)
 
         for tight in TIGHT:  # reserved memory exceeds live memory: if nothing fits, leave room
             finder.tight = tight
@@ -167,7 +142,8 @@ class Planner:
         return found
 
     def _candidate(self, c: Choice, p: Priced, target: Target) -> Candidate:
-        return Candidate(Spec.load(spec(c, self.template, p.counts if c.pp > 1 else ())), p, target)
+        one = Spec.load(spec(c, self.facts, p.counts if c.pp > 1 else ()))
+        return Candidate(**vars(p), spec=one, target=target)
 
     def _batch(self, devices: int, batch: int | None, cores: list[Core]) -> tuple[int, str]:
         """Return the rows of the global batch, and a note on their source. cores: splits of so many devices."""
@@ -208,146 +184,132 @@ class Planner:
         for one in specs:
             self.on("the given spec", 0, 0)
             target = self.target(one.mesh.world, rows, (note,), given=one)
-            found.append(Candidate(one, price(self.library, one, rows), target))
-        found.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.needs))
+            found.append(Candidate(**vars(price(self.library, one, rows)), spec=one, target=target))
+        found.sort(key=_order)
         return Plan(found[0].target, tuple(found), len(found))
 
     # --- largest batch, sequence and model; fewest devices
 
-    def largest(self, plan: Plan, what: str, *, given: bool = False) -> Plan:
+    def largest(self, plan: Plan, kind: str, *, given: bool = False) -> Plan:
         """Add the largest batch, model or sequence that the best candidate can take to the answers.
 
-        what: "batch" (rows), "model" (layers) or "sequence" (tokens); without `given`, also on meshes for long rows.
+        kind: "batch" (rows), "model" (layers) or "sequence" (tokens); without `given`, also on meshes for long rows.
         """
-        best = plan.candidates[0] if plan.candidates else None
-        if best is None:
-            raise plan.lacking()
-        if what == "batch":
-            data = best.spec.data_ranks * best.spec.batch.microbatches
+        best = _first(plan)
+        one, rows = best.spec, best.batch
+        if kind == "batch":
+            unit = one.data_ranks * one.batch.microbatches
+            words = "a global batch of {} rows"
+            answer = self._most(one, unit, rows, words, lambda n: price(self.library, one, n).needs)
+        elif kind == "model":
+            answer = self._deepest(one, rows)
+        else:
+            answer = self._longest(one, rows)
+            for other in () if given else self._for_long_rows(best, plan.target.devices):
+                longer = self._longest(other, rows, above=answer["value"])
+                if longer["value"] > answer["value"]:
+                    answer = {**longer, "priced": answer["priced"] + longer["priced"]}
+        units = {"batch": "rows of the global batch", "model": "layers", "sequence": "tokens of a row"}
+        return replace(plan, answers={**plan.answers, f"largest {kind}": {**answer, "what": units[kind]}})
 
-            def needs(n: int) -> float:
-                self.on(f"a global batch of {n * data} rows", 0, 0)
-                return price(self.library, best.spec, n * data).needs
+    def _most(
+        self, one: Spec, unit: int, start: int, words: str, needs: Callable[[int], float], first: int = 0
+    ) -> dict[str, Any]:
+        """Find the largest number that fits: `first`, and a multiple of `unit`. start: the first to price."""
 
-            solver = Largest(needs, self.usable)
-            answer = _answer(solver, solver.solve(max(best.priced.batch // data, 1)), data, best.spec)
-            answer["what"] = "rows of the global batch"
-            return replace(plan, answers={**plan.answers, "largest batch": answer})
-        if what == "model":
-            answer = {**self._deepest(best.spec, best.priced.batch), "what": "layers"}
-            return replace(plan, answers={**plan.answers, "largest model": answer})
-        if self.facts.sequence is None:
-            raise ShardcError(
-                "the inputs have no sequence dim in common", where="--largest sequence", fix="use --largest batch"
-            )
-        answer = self._longest(best.spec, best.priced.batch, self.facts.sequence)
-        for one in () if given else self._for_long_rows(best, plan.target.devices):
-            longer = self._longest(one, best.priced.batch, 2 * answer["value"], above=answer["value"])
-            if longer["value"] > answer["value"]:
-                answer = {**longer, "priced": answer["priced"] + longer["priced"]}
-        answer["what"] = "tokens of a row"
-        return replace(plan, answers={**plan.answers, "largest sequence": answer})
+        def of(n: int) -> float:
+            self.on(words.format(first + n * unit), 0, 0)
+            return needs(first + n * unit)
+
+        solver = Largest(of, self.library.usable)
+        n = solver.solve(max((start - first) // unit, 1))
+        following = solver.peaks.get(n + 1, math.inf)
+        return {
+            "value": n and first + n * unit,
+            "step": unit,
+            "needs_bytes": solver.peaks.get(n),
+            "next": first + (n + 1) * unit,
+            "next_needs_bytes": following if math.isfinite(following) else None,
+            "spec": one.to_dict(),
+            "priced": len(solver.peaks),
+        }
 
     def _for_long_rows(self, best: Candidate, devices: int) -> list[Spec]:
         """Return specs for the longest rows: one row at a time, cut over all ranks, all recomputed, ZeRO 3."""
-        rows, found = best.priced.batch, []
+        rows, found = best.batch, []
         ep = dict(best.spec.mesh.axes).get("ep", 1)
         for core in filter(None, map(self.finder.accepted, self.finder.splits(devices))):
             cp = devices // (core.tp * ep)
             if cp > 1 and core.ep == ep and devices % (core.tp * ep) == 0:
-                keep: Keep = "full" if self.template.regions else "none"
+                keep: Keep = "full" if self.facts.regions else "none"
                 each = self.library.microbatches > 1
                 choice = Choice(cp=cp, ep=ep, tp=core.tp, sequence_parallel=core.sequence_parallel, checkpoint=keep)
                 choice = replace(choice, zero=3, rows=1 if each else rows, microbatches=rows if each else 1)
-                found.append(Spec.load(spec(choice, self.template)))
+                found.append(Spec.load(spec(choice, self.facts)))
         return sorted(found, key=lambda s: -s.sequence_ranks)
 
-    def _longest(self, one: Spec, rows: int, start: int, above: int = 0) -> dict[str, Any]:
+    def _longest(self, one: Spec, rows: int, above: int = 0) -> dict[str, Any]:
         """Find the longest rows that a spec can take; an answer that is not longer than `above` is 0."""
-        split = one.mesh.world // one.data_ranks
+        if self.facts.sequence is None:
+            fault = "the inputs have no sequence dim in common"
+            raise ShardcError(fault, where="--largest sequence", fix="use --largest batch")
+        start = 2 * above or self.facts.sequence
         zigzag = 2 * one.sequence_ranks if one.sequence else 1
-        unit = math.lcm(128 if start >= 128 else 1, split, zigzag)
+        unit = math.lcm(128 if start >= 128 else 1, one.mesh.world // one.data_ranks, zigzag)
 
         def needs(n: int) -> float:
-            self.on(f"a sequence of {n * unit} tokens", 0, 0)
             try:
-                return price(self.library.of_length(n * unit), one, rows).needs
+                return price(replace(self.library, sequence=n), one, rows).needs
             except ShardcError:
                 return math.inf  # too long for the model
 
-        solver = Largest(needs, self.usable)
-        if above and solver.at(above // unit + 1) > self.usable:
-            return {"value": 0, "priced": 1}
-        return _answer(solver, solver.solve(max(start // unit, 1)), unit, one)
+        if above and needs((above // unit + 1) * unit) > self.library.usable:
+            return {"value": 0}
+        return self._most(one, unit, start, "a sequence of {} tokens", needs)
 
     def _deepest(self, one: Spec, rows: int) -> dict[str, Any]:
         """Find how many layers a spec can take. A pipeline keeps its number of stages."""
         layers = self.facts.layers
         if layers is None or not self.runs.treats_layers_alike(one):
-            raise ShardcError(
-                "the model has no long list of equal layers, or the spec tells them apart",
-                where="--largest model",
-                fix="use --largest batch",
-            )
+            fault = "the model has no long list of equal layers, or the spec tells them apart"
+            raise ShardcError(fault, where="--largest model", fix="use --largest batch")
         document = one.to_dict()
         if balance := document.get("pipeline", {}).pop("balance", None):
             document["pipeline"]["stages"] = len(balance)
         spec, stages = Spec.load(document), len(balance or [0])
 
         def needs(n: int) -> float:
-            number = layers.first + n * layers.period
-            self.on(f"{number} layers", 0, 0)
-            return price(self.library.of_layers(number), spec, rows).needs if number >= stages else 0.0
+            return price(replace(self.library, number=n), spec, rows).needs if n >= stages else 0.0
 
-        solver = Largest(needs, self.usable)
-        n = solver.solve(max((layers.number - layers.first) // layers.period, 1))
-        answer = _answer(solver, n, layers.period, spec)
-        return answer | {
-            "value": answer["value"] and answer["value"] + layers.first,
-            "next": answer["next"] + layers.first,
-        }
+        return self._most(spec, layers.period, layers.number, "{} layers", needs, layers.first)
 
     def fewest(self, plan: Plan) -> Plan:
         """Add the fewest devices for the same global batch: double until something fits, then halve."""
-        batch = plan.target.batch
-        answer: dict[str, Any] = {"what": "devices", "value": None}
-        n = plan.target.devices
-        fits = self._smallest(n, batch)
-        while fits is None and n < 1 << 20:
+        n, batch = plan.target.devices, plan.target.batch
+        while (fits := self._smallest(n, batch)) is None and n < 1 << 20:
             n *= 2
-            fits = self._smallest(n, batch)
-        while fits is not None:
-            answer |= {
-                "value": n,
-                "spec": fits.spec.to_dict(),
-                "needs_bytes": fits.needs,
-                "step_seconds": fits.step_seconds,
-            }
-            if n == 1:
-                break
-            n //= 2
-            fits = self._smallest(n, batch)
+        while fits is not None and n > 1 and (fewer := self._smallest(n // 2, batch)) is not None:
+            n, fits = n // 2, fewer
+        answer: dict[str, Any] = {"what": "devices", "value": None}
+        if fits is not None:
+            spec = fits.spec.to_dict()
+            answer |= {"value": n, "spec": spec, "needs_bytes": fits.needs, "step_seconds": fits.step_seconds}
         return replace(plan, answers={**plan.answers, "fewest devices": answer})
 
     # --- what would help, how long training takes
 
     def what_if(self, plan: Plan) -> Plan:
         """Add what would make the best candidate faster."""
-        if not plan.candidates:
-            raise plan.lacking()
-        best = plan.candidates[0]
+        best = _first(plan)
         self.on("what would help", 0, 0)
-        return replace(plan, what_if=tuple(what_if(self.library, best.spec, best.priced.batch, self.usable)))
+        return replace(plan, what_if=tuple(what_if(self.library, best.spec, best.batch)))
 
     def duration(self, plan: Plan, tokens: float) -> Plan:
         """Add how long the best candidate takes for so many tokens."""
-        best = plan.candidates[0] if plan.candidates else None
-        if best is None:
-            raise plan.lacking()
+        best = _first(plan)
         if best.tokens_per_second is None:
-            raise ShardcError(
-                "the rows of this model are not sequences of tokens", where="--tokens", fix="leave it out"
-            )
+            fault = "the rows of this model have no tokens: no embedding looks ids up"
+            raise ShardcError(fault, where="--tokens", fix="leave it out")
         hours = tokens / best.tokens_per_second / 3600
         answer = {"what": "hours", "value": hours, "device_hours": hours * best.devices, "tokens": tokens}
         return replace(plan, answers={**plan.answers, "duration": answer})
@@ -355,27 +317,24 @@ class Planner:
     def _smallest(self, devices: int, batch: int) -> Candidate | None:
         """Return a candidate that fits, or None. Tries the three choices with the least estimated memory."""
         self.on(f"{devices} devices", 0, 0)
-        finder = self.finder
-        estimates = sorted(finder.ranked(devices, batch, finder.splits(devices)), key=lambda x: x[1].peak)
-        target = self.target(devices, batch)
-        for c, p in estimates[:3]:
-            if p.peak > FAR * finder.room:
-                break
-            one = self._candidate(c, finder.exact(c), target)
-            if one.fits:
-                return one
-        return None
+        finder, target = self.finder, self.target(devices, batch)
+        estimates = sorted(finder.ranked(devices, batch, finder.splits(devices)), key=lambda x: x[1].peak)[:3]
+        some = ((c, finder.exact(c)) for c, rough in estimates if rough.peak <= FAR * finder.room)
+        return next((self._candidate(c, p, target) for c, p in some if p is not None and p.fits), None)
 
 
-def _answer(solver: Largest, n: int, unit: int, one: Spec) -> dict[str, Any]:
-    """Return the answer of a solver, whose numbers are multiples of `unit`."""
-    following = solver.peaks.get(n + 1, math.inf)
-    return {
-        "value": n * unit,
-        "step": unit,
-        "needs_bytes": solver.peaks.get(n),
-        "next": (n + 1) * unit,
-        "next_needs_bytes": following if math.isfinite(following) else None,
-        "spec": one.to_dict(),
-        "priced": len(solver.peaks),
-    }
+def _first(plan: Plan) -> Candidate:
+    """Return the best candidate, whether it fits or not. Raises ShardcError if there is none."""
+    if not plan.candidates:
+        raise plan.lacking()
+    return plan.candidates[0]
+
+
+def _result(c: Candidate) -> object:
+    """Return what a candidate comes to: its mesh, time and memory."""
+    return c.spec.mesh.axes, f"{c.step_seconds:.4g}", f"{c.peak:.4g}", f"{c.needs:.4g}"
+
+
+def _order(c: Candidate) -> tuple[bool, float]:
+    """Return a key that puts the fastest candidate that fits first."""
+    return not c.fits, c.step_seconds if c.fits else c.needs

@@ -11,18 +11,16 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
 
 import numpy as np
 
-from shardc.cost.peak_memory import reserve
-from shardc.cost.recorded import HOST, DryRun, parts
-from shardc.cost.step import assemble
+from shardc.cost.peak_memory import allocations, reserve
+from shardc.cost.recorded import DryRun, parts
+from shardc.cost.step import assemble, costs, transfers
 from shardc.layer_names import layer_of
-from shardc.machine.collectives import collective_seconds
 from shardc.machine.work import Part, Storage
-from shardc.plan.runs import Library, Stages, fill
+from shardc.plan.runs import Library, Stages
 from shardc.plan.stage import (
     BYTES,
     CAUSES,
@@ -44,7 +42,7 @@ from shardc.plan.stage import (
     typical,
 )
 from shardc.runtime import schedule as schedules
-from shardc.runtime.schedule import SCHEDULES, Costs, Schedule
+from shardc.runtime.schedule import SCHEDULES, Action, Schedule
 from shardc.spec import Spec
 
 #: The cause of time in WHAT that is waiting for other stages.
@@ -55,34 +53,39 @@ ENDS = ("before", "REDUCE", "STEP", "after", "update")
 
 @dataclass(frozen=True)
 class Priced:
-    """The price of one training step. batch: rows of the global batch. seconds: of a step.
+    """The price of one training step. batch: rows of the global batch.
 
-    kinds: bytes at the peak by kind, of the rank with the highest; at: its coordinate on the pipeline's axis.
-    reserved: bytes that torch's allocator reserves for these tensors, of the rank with the most. outside: bytes of a
-    device that do not belong to the allocator (see shardc.cost.step.Cost).
+    memory: bytes at the peak by kind, of the rank with the highest. reserved: bytes that torch's allocator reserves for
+    these tensors, of the rank with the most. outside: bytes of a device that do not belong to the allocator (see
+    shardc.cost.step.Cost). usable: bytes of a device that a step may use.
     spent: seconds of the busiest rank, by cause (stage.WHAT) and "bubble"; flops: of that rank. counts: layers of each
     stage of a pipeline.
     """
 
     batch: int
-    seconds: float
-    kinds: Mapping[str, float]
+    step_seconds: float
+    memory: Mapping[str, float]
     spent: Mapping[str, float]
-    reserved: float = 0.0
-    outside: float = 0.0
-    at: int = 0
-    counts: tuple[int, ...] = ()
-    flops: float = 0.0
+    reserved: float
+    outside: float
+    usable: float
+    counts: tuple[int, ...]
+    flops: float
 
     @property
     def peak(self) -> float:
         """Live bytes at the peak."""
-        return sum(self.kinds.values())
+        return sum(self.memory.values())
 
     @property
     def needs(self) -> float:
         """Bytes that a device needs: reserved and outside."""
         return self.reserved + self.outside
+
+    @property
+    def fits(self) -> bool:
+        """Whether the needed bytes fit in the memory that a step may use."""
+        return self.needs <= self.usable
 
     @property
     def limit(self) -> str:
@@ -103,8 +106,9 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
     side_by_side = spec.execution.overlap != "none"  # a pair is priced from its own program
     if side_by_side or not library.runs.treats_layers_alike(spec):
         return _whole(library, spec, batch)
-    summing = _summing(spec)  # a bucket of gradients in one collective
-    p, bucket = spec.pipeline, spec.data.bucket_bytes(summing) if summing > 1 else 0.0
+    of = roles(spec)
+    summing = math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))  # ranks that sum gradients
+    p, bucket = spec.pipeline, spec.data.bucket_bytes(summing) if summing > 1 else 0.0  # of gradients, in one sum
     if p is None or spec.mesh.size(p.axis) == 1:
         less.pop("pipeline", None)
         stage, only = library.alone(less, rows, bucket)
@@ -115,23 +119,16 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
     stages = library.pipelined(less, rows, p.axis)
     counts = counted(spec, stages, layers.number)
     middle, two = stages.ranks["one"].weights.trained, stages.ranks["two"].weights.trained
-    times = fill(bucket, two - middle)
-    if 1 < times < max(counts) / layers.period:  # otherwise no bucket is full
-        if library.number is None and library.short(times):
-            return _whole(library, spec, batch, counts)
-        if not library.short(times):
-            stages = library.pipelined(less, rows, p.axis, times)
+    times = library.periods(bucket, two - middle, max(counts) / layers.period)
+    if not times:
+        return _whole(library, spec, batch, counts)
+    if times > 1:
+        stages = library.pipelined(less, rows, p.axis, times)
     schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=each)
     costs = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
     first, one, last = (stages.ranks[name].run for name in ("first", "one", "last"))
     few = [first, *[one] * (len(counts) - 2), last]
     return _composed(library, spec, batch, costs, few, schedule, counts)
-
-
-def _summing(spec: Spec) -> int:
-    """Return the number of ranks that sum gradients."""
-    of = roles(spec)
-    return math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))
 
 
 def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
@@ -213,30 +210,20 @@ def _composed(
     counts: tuple[int, ...],
 ) -> Priced:
     """Assemble the price of a step from its stages. few: their dry runs with few layers."""
-    peaks, ends = [], []
-    for rank in range(schedule.ranks):
-        mine = schedule.stages_of(rank)
-        peaks.append(_memory([stages[s] for s in mine], {s: stages[s] for s in mine}, schedule, rank))
-        ends.append(once_a_step([np.sum([part_of(stages[s], k, "")[CAUSES] for k in ENDS], 0) for s in mine]))
+    own = [{s: stages[s] for s in schedule.stages_of(rank)} for rank in range(schedule.ranks)]
+    peaks = [_memory(mine, schedule, rank) for rank, mine in enumerate(own)]
+    ends = [once_a_step([np.sum([part_of(s, k, "")[CAUSES] for k in ENDS], 0) for s in mine.values()]) for mine in own]
     fullest = max(range(len(peaks)), key=lambda r: peaks[r].sum())
-    each = [
-        np.sum([_all(stages[s], schedule.microbatches) for s in schedule.stages_of(r)], 0)
-        for r in range(schedule.ranks)
-    ]
+    each = [np.sum([_all(s, schedule.microbatches) for s in mine.values()], 0) for mine in own]
     whole = [v[CAUSES] + end for v, end in zip(each, ends, strict=True)]
     slow = max(range(schedule.ranks), key=lambda r: float(whole[r].sum()))
-    if schedule.ranks == 1:
-        step = float(whole[0].sum())
-    else:
-        transfer, mesh = {}, spec.mesh
-        axis = spec.pipeline.axis if spec.pipeline is not None else ""
-        for s in range(schedule.stages - 1):
-            pair = [mesh.rank({**dict.fromkeys(mesh.names, 0), axis: schedule.placement[i]}) for i in (s, s + 1)]
-            transfer[s, s + 1] = collective_seconds(
-                library.device, "send_recv", float(part_of(stages[s], "SEND_F", "middle")[SENT]), (pair[0], pair[1])
-            )
-        each_costs = costs(stages, transfer, schedule)
-        step = schedules.timeline(schedule, each_costs).end + max(float(e.sum()) for e in ends)
+    step = float(whole[0].sum())
+    if spec.pipeline is not None and schedule.ranks > 1:
+        sent = {(s, s + 1): float(part_of(stages[s], "SEND_F", "middle")[SENT]) for s in range(schedule.stages - 1)}
+        transfer = transfers(library.device, spec.mesh, spec.pipeline.axis, schedule, sent)
+        of_action, begin = _actions(stages, schedule)
+        timeline = schedules.timeline(schedule, costs(of_action, schedule, transfer, begin))
+        step = timeline.end + max(float(e.sum()) for e in ends)
     spent = dict(zip(WHAT, map(float, whole[slow]), strict=True))
     spent["bubble"] = max(step - sum(spent.values()), 0.0)
     by = dict(zip(BYTES, map(float, peaks[fullest]), strict=True))
@@ -245,7 +232,7 @@ def _composed(
     beside = library.device.outside_bytes(max(len(_communicators(run)) for run in few))
     live = [float(v.sum()) for v in peaks]
     taken = reserved(library, few, schedule, live, library.device.memory - beside)
-    return Priced(batch, step, kinds, spent, taken, beside, fullest, counts, flops=float(each[slow][FLOPS]))
+    return Priced(batch, step, kinds, spent, taken, beside, library.usable, counts, float(each[slow][FLOPS]))
 
 
 def once_a_step(ends: Sequence[Vector]) -> Vector:
@@ -264,53 +251,45 @@ def _all(s: Stage, microbatches: int) -> Vector:
     return np.sum([n * part_of(s, kind, which) for kind in computing(s) for which, n in some.items()], 0)  # type: ignore[no-any-return]
 
 
-def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float], schedule: Schedule) -> Costs:
-    """Return the costs of a schedule's actions (middle, first, last microbatch), and when ranks begin.
+def _actions(stages: Sequence[Stage], schedule: Schedule) -> tuple[dict[tuple[str, int, int], float], list[float]]:
+    """Return seconds of the actions as `costs` takes them, and when ranks begin.
 
     All ranks run what the last update began. A rank's first stage waits for it; its other stages find it done.
     """
-
-    def seconds(s: Stage, kind: str, which: str) -> float:
-        return float(part_of(s, kind, which)[CAUSES].sum())
-
-    def of(*kinds: str) -> tuple[float, ...]:
-        return tuple(sum(seconds(s, k, "middle") for k in kinds if k in computing(s)) for s in stages)
-
-    single = {}
+    of_action, begin = dict[tuple[str, int, int], float](), [0.0] * schedule.ranks
     for i, s in enumerate(stages):
-        for kind in ("F", "B", "I", "W"):
-            whole = kind in computing(s) or kind == "B"
-            for which, m in (("last", schedule.microbatches - 1), ("first", 0)) if whole else ():
-                single[kind, i, m] = seconds(s, kind, which)
-    begin = [0.0] * schedule.ranks
-    for i, s in enumerate(stages):
+        for kind in {*computing(s), "B"}:
+            for which, m in (("middle", 1), ("last", schedule.microbatches - 1), ("first", 0)):
+                of_action[kind, i, m] = float(part_of(s, kind, which)[CAUSES].sum())
         late, rank = max(float(part_of(s, "F", "first")[OF_UPDATE]), 0.0), schedule.placement[i]
-        single["F", i, 0] -= late
+        of_action["F", i, 0] -= late
         begin[rank] = begin[rank] or late
-    return Costs(of("F"), of("B", "I"), of("W"), transfer, single=single, begin=begin)
+    return of_action, begin
 
 
-def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, rank: int) -> Any:
+def _memory(mine: Mapping[int, Stage], schedule: Schedule, rank: int) -> Vector:
     """Return bytes by kind at the highest moment of a rank's step.
 
     A part may leave more than its own peak: with fewer layers, the peak was at another moment.
     """
-    live: Vector = np.sum([s["resident", ""][NET] for s in mine], 0)
+    each = [s["before", ""] for s in mine.values()]
+    each += [part_of(mine[a.stage], a.kind, which) for a, which in _computed(schedule, rank)]
+    each += [s[kind, ""] for kind in ("after", "update") for s in mine.values()]
+    live: Vector = np.sum([s["resident", ""][NET] for s in mine.values()], 0)
     best = live
-    for s in mine:
-        live = live + s["before", ""][NET]
-    for a in schedules.computed(schedule.actions[rank]):
-        if a.stage < 0:
-            continue
-        which = "first" if a.microbatch == 0 else "last" if a.microbatch == schedule.microbatches - 1 else "middle"
-        v = part_of(by[a.stage], a.kind, which if a.microbatch >= 0 else "")
-        best = max(best, live + v[HIGH], live + v[NET], key=np.sum)
-        live = live + v[NET]
-    for kind in ("after", "update"):
-        for s in mine:
-            best = max(best, live + s[kind, ""][HIGH], live + s[kind, ""][NET], key=np.sum)
-            live = live + s[kind, ""][NET]
+    for part in each:
+        best = max(best, live + part[HIGH], live + part[NET], key=np.sum)
+        live = live + part[NET]
     return np.maximum(best, 0)
+
+
+def _computed(schedule: Schedule, rank: int) -> Iterator[tuple[Action, str]]:
+    """Yield a rank's actions of stages, with the kind of their microbatch: "first", "middle", "last", or "" (none)."""
+    last = schedule.microbatches - 1
+    for a in schedules.computed(schedule.actions[rank]):
+        m = a.microbatch
+        if a.stage >= 0:
+            yield a, "" if m < 0 else "first" if m == 0 else "last" if m == last else "middle"
 
 
 def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = ()) -> Priced:
@@ -331,8 +310,8 @@ def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = (
     shown = {w: most[w] for w in WHAT} | {"bubble": max(cost.step_seconds - sum(most.values()), 0.0)}
     peak = max(cost.ranks, key=lambda r: r.memory.peak)
     flops = cost.ranks[spent.index(most)].flops
-    kinds, taken = dict(peak.memory.kinds), (float(cost.reserved), float(cost.outside))
-    return Priced(batch, cost.step_seconds, kinds, shown, *taken, peak.at, counts, flops=float(flops))
+    kinds, taken = dict(peak.memory.kinds), (float(cost.reserved), float(cost.outside), library.usable)
+    return Priced(batch, cost.step_seconds, kinds, shown, *taken, counts, float(flops))
 
 
 # --- the allocator's memory
@@ -367,14 +346,7 @@ def _reserved(few: Sequence[DryRun], schedule: Schedule, rank: int, live: float,
     for s in schedule.stages_of(rank):
         own[s] = _copied(few[s]) if any(few[s] is run for run in own.values()) else few[s]
     step, resident = list(_step(own, schedule, rank)), [s for run in own.values() for s in run.resident]
-    there = high = sum(s.nbytes for s in resident if s.kind != HOST)
-    held = dict.fromkeys(resident, 1)
-    for part, _ in step:
-        for sign, x in part.changes:
-            if x.kind != HOST and held.get(x, 0) + sign >= 0:
-                held[x] = held.get(x, 0) + sign
-                there += sign * x.nbytes
-                high = max(high, there)
+    high = max(accumulate(sign * s.nbytes for sign, s, *_ in allocations(resident, step)))
     others = max(live - high, 0.0)
     return reserve(resident, step, max(room - others, high)) + others
 
@@ -411,13 +383,9 @@ def _shortened(schedule: Schedule) -> Schedule:
 def _step(runs: Mapping[int, DryRun], schedule: Schedule, rank: int) -> Iterator[tuple[Part, bool]]:
     """Yield the parts of a step, as shardc.cost.peak_memory.reserve takes them."""
     named = {stage: _microbatches(run) for stage, run in runs.items()}
-    last = schedule.microbatches - 1
     yield from ((run.before, False) for run in runs.values())
-    for a in schedules.computed(schedule.actions[rank]):
-        if a.stage < 0:
-            continue
-        which = "first" if a.microbatch == 0 else "last" if a.microbatch == last else "middle"
-        yield from ((part, False) for part in _same(named[a.stage], a.kind, which if a.microbatch >= 0 else ""))
+    for a, which in _computed(schedule, rank):
+        yield from ((part, False) for part in _same(named[a.stage], a.kind, which))
     yield from ((run.after, i == 0) for i, run in enumerate(runs.values()))
     yield from ((run.update, False) for run in runs.values())
 

@@ -80,22 +80,20 @@ class Largest:
 ALIGNED = "sizes of products that are multiples of 8 (a padded vocabulary)"
 
 
-def what_if(library: Library, spec: Spec, batch: int, usable: float) -> list[dict[str, Any]]:
-    """Return [{"what", "step_seconds", "ratio", "fits"}], best first; ratio: new to old step time.
-
-    usable: bytes of the device's memory that a step may use. On another device, a step may use the same share.
-    """
+def what_if(library: Library, spec: Spec, batch: int) -> list[dict[str, Any]]:
+    """Return [{"what", "step_seconds", "ratio", "fits"}], best first; ratio: new to old step time."""
     now = price(library, spec, batch)
-    share = usable / library.device.memory
 
-    def answer(what: str, other: Device, priced: Priced) -> dict[str, Any]:
-        fits = priced.needs <= share * other.memory
-        return {"what": what, "step_seconds": priced.seconds, "ratio": priced.seconds / now.seconds, "fits": fits}
+    def answer(what: str, priced: Priced) -> dict[str, Any]:
+        seconds = priced.step_seconds
+        return {"what": what, "step_seconds": seconds, "ratio": seconds / now.step_seconds, "fits": priced.fits}
 
-    found = [answer(what, other, price(library.on(other), spec, batch)) for what, other in _others(library.device)]
+    found = [
+        answer(what, price(replace(library, device=other), spec, batch)) for what, other in _others(library.device)
+    ]
     for what, one in _specs(spec):
         with contextlib.suppress(ShardcError):  # compile may refuse a variant
-            found.append(answer(what, library.device, price(library, one, batch)))
+            found.append(answer(what, price(library, one, batch)))
     found = [x for x in found if x["what"] != ALIGNED or x["ratio"] < 1]  # only if some sizes are not multiples
     return sorted(found, key=lambda x: x["ratio"])
 

@@ -244,35 +244,26 @@ def _line(
 def priced(t: Table, block: Block, core: Core, library: Library) -> tuple[Vector, Vector]:
     """Return (seconds, live bytes at the peak) of all choices of a table."""
     layers = library.layers
-    ranks = np.array([_ranks(block, *key, layers.number if layers else 1) for key in t.groups])[t.group]
-    uneven = np.array([_uneven(block, *key[:2], layers.number if layers else 1) for key in t.groups])[t.group]
+    each = [_ranks(block, *key, layers.number if layers else 1) for key in t.groups]
+    ranks, uneven = np.array([vectors for vectors, _ in each])[t.group], np.array([n for _, n in each])[t.group]
     peaks = _peaks(t, ranks, core, library.microbatches == 1)
     return _step(t, ranks, uneven, core, library.device), peaks.max(1)
 
 
-def _uneven(block: Block, pp: int, per_rank: int, layers: int) -> float:
-    """Return the layers of the longest stage after the first, relative to the mean.
+def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> tuple[list[Vector], float]:
+    """Return the vectors of the first rank, of the fullest rank in the middle, and of the last rank.
 
-    A pipeline fills and drains at the pace of its longest stage; other stages of the rank are shorter.
+    Also the layers of the longest stage after the first, relative to the mean: a pipeline fills and drains at its pace,
+    and the rank's other stages are shorter.
     """
-    if block.whole or pp == 1:
-        return 1.0
-    counts = balanced(block.beside, pp * per_rank, layers, block.before)
-    return max(counts[1:]) * len(counts) / layers
-
-
-def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> list[Vector]:
-    """Return the vectors of the first rank, of the fullest rank in the middle, and of the last rank."""
     if block.whole:
-        return [block.one / pp] * 3
+        return [block.one / pp] * 3, 1.0
     if pp == 1:
         units = (layers - block.before) / block.period
-        return [block.first + block.last + (units - 2) * block.unit] * 3
+        return [block.first + block.last + (units - 2) * block.unit] * 3, 1.0
     count = pp * per_rank
-    units_of = [
-        (n - (block.before if i == 0 else 0)) / block.period
-        for i, n in enumerate(balanced(block.beside, count, layers, block.before))
-    ]
+    counts = balanced(block.beside, count, layers, block.before)
+    units_of = [(n - (block.before if i == 0 else 0)) / block.period for i, n in enumerate(counts)]
     own = [[r, count - 1 - r] if folds else list(range(r, count, pp)) for r in range(pp)]
     middle = max(own[1:-1], key=lambda mine: sum(units_of[i] for i in mine), default=own[-1])
 
@@ -286,7 +277,7 @@ def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> li
         total[SEND] = each[-1][SEND]
         return total
 
-    return [rank(own[0]), rank(middle), rank(own[-1])]
+    return [rank(own[0]), rank(middle), rank(own[-1])], max(counts[1:]) * count / layers
 
 
 def _weights(ranks: Vector) -> tuple[Vector, Vector, Vector, Vector]:

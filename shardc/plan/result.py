@@ -16,7 +16,7 @@ from shardc.spec import Spec
 
 @dataclass(frozen=True)
 class Target:
-    """The model, devices and batch of a plan. sequence: tokens of a row; None: rows are not sequences.
+    """The model, devices and batch of a plan. sequence: tokens of a row (Program.tokens), None without any.
 
     batch: rows of the global batch. flops: of one row, forward and backward, nothing recomputed. dtype: of products.
     usable: bytes of a device's memory that a step may use. assumed: sentences on what the user left open.
@@ -32,59 +32,28 @@ class Target:
     usable: float
     assumed: tuple[str, ...] = ()
 
+    @property
+    def rate(self) -> str:
+        """What throughput counts: tokens if rows have any, else samples."""
+        return "tokens" if self.sequence else "samples"
+
     def __repr__(self) -> str:
         rows = f"{self.batch} rows" + (f" of {self.sequence} tokens" if self.sequence else "")
         return f"<Target: {self.model} on {self.devices} x {self.device.name}, {rows}>"
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A spec and its price. why: {section of the spec: the reason for it}."""
+@dataclass(frozen=True, repr=False)
+class Candidate(Priced):
+    """A spec and its price."""
 
     spec: Spec
-    priced: Priced
     target: Target
-    why: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         from shardc.plan.table import named
 
-        fits = "fits" if self.fits else f"does not fit into {size(self.target.usable)}"
+        fits = "fits" if self.fits else f"does not fit into {size(self.usable)}"
         return f"<Candidate {named(self)}: step {seconds(self.step_seconds)}, needs {size(self.needs)}, {fits}>"
-
-    @property
-    def fits(self) -> bool:
-        """Whether the needed bytes (reserved and outside) fit in the memory that a step may use."""
-        return self.needs <= self.target.usable
-
-    @property
-    def step_seconds(self) -> float:
-        return self.priced.seconds
-
-    @property
-    def memory(self) -> Mapping[str, float]:
-        """Bytes at the peak by kind, of the rank that needs most."""
-        return self.priced.kinds
-
-    @property
-    def peak(self) -> float:
-        """Live bytes at the peak."""
-        return self.priced.peak
-
-    @property
-    def reserved(self) -> float:
-        """Bytes that torch's allocator reserves for the live bytes."""
-        return self.priced.reserved
-
-    @property
-    def outside(self) -> float:
-        """Bytes of a device that belong neither to tensors nor to the allocator."""
-        return self.priced.outside
-
-    @property
-    def needs(self) -> float:
-        """Bytes that a device needs: reserved and outside."""
-        return self.priced.needs
 
     @property
     def devices(self) -> int:
@@ -94,27 +63,22 @@ class Candidate:
     def mfu(self) -> float:
         """Model FLOPs utilization (Chowdhery et al. 2022): share of the devices' peak, nothing recomputed."""
         peak = self.target.device.flops_per_second(self.target.dtype) * self.devices
-        return self.target.flops * self.priced.batch / (self.priced.seconds * peak)
+        return self.target.flops * self.batch / (self.step_seconds * peak)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of all devices; None if rows are not sequences."""
+        """Tokens per second of all devices; None if rows have none."""
         return self.rows_per_second * self.target.sequence if self.target.sequence else None
 
     @property
     def rows_per_second(self) -> float:
-        return self.priced.batch / self.priced.seconds
-
-    @property
-    def limit(self) -> str:
-        """The largest cause of step time: compute, memory, launch, bubble, or the axis of collectives."""
-        return self.priced.limit
+        return self.batch / self.step_seconds
 
     @property
     def shares(self) -> dict[str, float]:
         """Shares of a step's time, by cause."""
-        total = sum(self.priced.spent.values()) or 1.0
-        return {k: v / total for k, v in self.priced.spent.items() if v > 0}
+        total = sum(self.spent.values()) or 1.0
+        return {k: v / total for k, v in self.spent.items() if v > 0}
 
     @property
     def waterfall(self) -> dict[str, float]:
@@ -124,9 +88,9 @@ class Candidate:
         below the peak; and the other causes of `shares`.
         """
         peak = self.target.device.flops_per_second(self.target.dtype)
-        ideal = self.target.flops * self.priced.batch / self.devices / peak
-        spent = dict(self.priced.spent)
-        computed = self.priced.flops / peak
+        ideal = self.target.flops * self.batch / self.devices / peak
+        spent = dict(self.spent)
+        computed = self.flops / peak
         below = spent.pop("compute", 0.0) - computed
         if below < 0 and "launch" in spent:  # small products take the time of their launch
             spent["launch"], below = max(spent["launch"] + below, 0.0), min(spent["launch"] + below, 0.0)
@@ -149,8 +113,7 @@ class Candidate:
             "limit": self.limit,
             "shares": self.shares,
             "waterfall": self.waterfall,
-            "layers": list(self.priced.counts),
-            "why": dict(self.why),
+            "layers": list(self.counts),
         }
 
 

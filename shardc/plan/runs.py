@@ -30,8 +30,8 @@ from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.machine.device import Device
 from shardc.optional import registered
-from shardc.plan.few_layers import Facts, Subject, facts
-from shardc.plan.space import Choice, Core, Layers, SpecTemplate, spec
+from shardc.plan.few_layers import Subject, facts
+from shardc.plan.space import Choice, Core, Facts, Layers, spec
 from shardc.plan.stage import CAUSES, FLOPS, Meter, Stage, joined, lines, part_of, roles, stage
 from shardc.runtime import ops
 from shardc.runtime.schedule import SCHEDULES
@@ -195,38 +195,29 @@ def _weights(program: Program, coordinate: int) -> Weights:
 
 @dataclass
 class Library:
-    """Stages of every way to split and recompute, on one device. template: the common part of all specs.
+    """Stages of every way to split and recompute, on one device. facts: of the model, with the precision of its specs.
 
-    microbatches: of the runs of blocks: a first and a last one, or 1 if the model cannot run in microbatches, as with
-    statistics of the batch. number: of layers, if it differs from the model's.
+    headroom: the share of the device's memory to leave free. sequence, number: of tokens and layers, if not the
+    model's. microbatches: of the runs of blocks: a first and a last one, or 1 if the model cannot run in microbatches,
+    as with statistics of the batch. `dataclasses.replace` makes one for another device of this kind, sequence or number
+    of layers, with the same dry runs.
     """
 
     runs: Runs
-    template: SpecTemplate
+    facts: Facts
     device: Device
+    headroom: float = 0.0
     sequence: int | None = None
     microbatches: int = 2
     number: int | None = None
-    _blocks: dict[tuple[Core, int], Stages] = field(default_factory=dict)
-    _pipelined: dict[str, Stages] = field(default_factory=dict)
-    _alone: dict[str, tuple[Stage, DryRun]] = field(default_factory=dict)
-    _priced: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _pipelined: dict[str, Stages] = field(default_factory=dict, init=False)
+    _alone: dict[str, tuple[Stage, DryRun]] = field(default_factory=dict, init=False)
+    _priced: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
-    def facts(self) -> Facts:
-        return self.runs.facts
-
-    def on(self, device: Device) -> Library:
-        """Return the library for another device of this kind, with the same dry runs."""
-        return Library(self.runs, self.template, device, self.sequence, self.microbatches, self.number)
-
-    def of_length(self, sequence: int) -> Library:
-        """Return the library for rows of so many tokens."""
-        return Library(self.runs, self.template, self.device, sequence, self.microbatches)
-
-    def of_layers(self, number: int) -> Library:
-        """Return the library for a model with so many layers."""
-        return replace(self, number=number, _alone={})
+    def usable(self) -> float:
+        """Bytes of the device's memory that a step may use."""
+        return self.device.memory * (1 - self.headroom)
 
     @property
     def layers(self) -> Layers | None:
@@ -239,15 +230,12 @@ class Library:
 
         Raises ShardcError if compile refuses it.
         """
-        if (core, rows) not in self._blocks:
-            choice = Choice(**core._asdict(), microbatches=self.microbatches)
-            entries = spec(choice, self.template)
-            if self.layers is None:
-                ranks = {"whole": self._only(entries, choice.batch, None)}
-                self._blocks[core, rows] = Stages(ranks, self._stage(ranks["whole"], rows=rows))
-            else:
-                self._blocks[core, rows] = self.pipelined(entries, choice.batch, more_rows=rows)
-        return self._blocks[core, rows]
+        choice = Choice(**core._asdict(), microbatches=self.microbatches)
+        entries = spec(choice, self.facts)
+        if self.layers is not None:
+            return self.pipelined(entries, choice.batch, more_rows=rows)
+        whole = self._only(entries, choice.batch, None)
+        return Stages({"whole": whole}, self._stage(whole, rows=rows))
 
     def pipelined(
         self, spec: Mapping[str, Any], rows: int, axis: str = "pp", times: int = 1, more_rows: int = 1
@@ -296,11 +284,11 @@ class Library:
         if layers is not None:
             units = (layers.number - layers.first) / layers.period
             two, three = (self._only(spec, rows, n) for n in (2, 3))
-            times = fill(bucket, three.weights.trained - two.weights.trained)
-            if times > 1 and not self.short(times):
+            times = self.periods(bucket, three.weights.trained - two.weights.trained, units)
+            if times > 1:
                 two, three = (self._only(spec, rows, n * times) for n in (2, 3))
                 units /= times
-            elif 1 < times < units and self.number is None:
+            elif not times:
                 layers = None
         if layers is None:
             only = self._only(spec, rows, None)
@@ -310,10 +298,17 @@ class Library:
             self._alone[key] = lines(few, self._stage(three), few, units - 2), three.run
         return self._alone[key]
 
-    def short(self, times: int) -> bool:
-        """Return whether the whole model's dry run takes no longer than those of few units of `times` periods."""
-        layers = self.layers
-        return layers is None or layers.number - layers.first <= _SHORT * times * layers.period
+    def periods(self, bucket: float, trained: float, most: float) -> int:
+        """Return the periods of layers in a unit: 1, or as many as fill a bucket, if that is less than `most`.
+
+        0: the whole model's dry run takes no longer than those of few such units.
+        """
+        times, layers = fill(bucket, trained), self.layers
+        if not 1 < times < most or layers is None:
+            return 1
+        if layers.number - layers.first > _SHORT * times * layers.period:
+            return times
+        return 0 if self.number is None else 1
 
     def _only(self, spec: Mapping[str, Any], rows: int, units: int | None) -> Rank:
         return self.runs.ranks(spec, rows, units, self.sequence, (0,))[0]

@@ -65,14 +65,13 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass
 class Search:
-    """The search for one model on one kind of device. memory: bytes of a device that a step may use.
+    """The search for one model on one kind of device.
 
     on: called with progress (subject, done, total). refused: compile's error for each refused split, by name.
     considered: number of ranked choices. tight: the share of the room that live bytes may take in an estimate.
     """
 
     library: Library
-    memory: float
     on: OnProgress = lambda subject, done, total: None
     refused: dict[str, ShardcError] = field(default_factory=dict)
     considered: int = 0
@@ -80,12 +79,12 @@ class Search:
     _blocks: dict[Core, Block | None] = field(default_factory=dict)
     _tables: dict[object, Table | None] = field(default_factory=dict)
     _lines: dict[object, tuple[float, float]] = field(default_factory=dict)
-    _exact: dict[Choice, Priced | ShardcError] = field(default_factory=dict)
+    _exact: dict[Choice, Priced | None] = field(default_factory=dict)
 
     @property
     def room(self) -> float:
         """Bytes for tensors in an estimate: `tight` of the memory, without the least that libraries take."""
-        return max(self.tight * (self.memory - self.library.device.outside_bytes(0)), 1.0)
+        return max(self.tight * (self.library.usable - self.library.device.outside_bytes(0)), 1.0)
 
     @property
     def cuts(self) -> int:
@@ -109,7 +108,7 @@ class Search:
 
     def longer(self, core: Core, devices: int) -> list[Core]:
         """Return the split with each number of ranks that can cut the sequence."""
-        widths = sequence_widths(devices // (core.tp * core.ep), self.library.sequence or self.library.facts.sequence)
+        widths = sequence_widths(devices // (core.tp * core.ep), self.library.facts.sequence)
         return [core._replace(cp=cp) for cp in widths]
 
     def block(self, core: Core) -> Block | None:
@@ -194,7 +193,7 @@ class Search:
     def _ways(self, core: Core, devices: int, batch: int, on_host: bool, keeps: Sequence[Keep]) -> Iterator[Core]:
         """Yield a split, and the same with recomputation if one of its choices does not fit."""
         yield core
-        if self.library.template.regions and (self._found(core, devices, batch, on_host).peaks > self.room).any():
+        if self.library.facts.regions and (self._found(core, devices, batch, on_host).peaks > self.room).any():
             yield from (core._replace(checkpoint=k) for k in keeps)
 
     def _needed(self, core: Core) -> list[Core]:
@@ -280,24 +279,21 @@ class Search:
 
     # --- tier two
 
-    def exact(self, c: Choice) -> Priced:
-        """Return the exact price of a choice. Raises ShardcError if compile refuses it."""
+    def exact(self, c: Choice) -> Priced | None:
+        """Return the exact price of a choice; None if compile refuses it."""
         if c not in self._exact:
             try:
-                self._exact[c] = price(self.library, Spec.load(spec(c, self.library.template)), c.batch)
+                self._exact[c] = price(self.library, Spec.load(spec(c, self.library.facts)), c.batch)
             except ShardcError as e:
-                self._exact[c] = e
-        found = self._exact[c]
-        if isinstance(found, ShardcError):
-            raise found
-        return found
+                self._exact[c], self.refused[str(c)] = None, e
+        return self._exact[c]
 
     def refine(self, ranked: Sequence[tuple[Choice, Rough]]) -> dict[Choice, Priced]:
         """Return exact prices of the best; each corrects the estimates of similar choices. More if none fits."""
         prices: dict[Choice, Priced] = {}
         dry_runs, families = set[object](), Counter[object]()
         alike = ALIKE if self.library.facts.layers else ALIKE // 2  # each needs its own dry run
-        off = _Off(self.memory, self.library.device.outside_bytes(0))
+        off = _Off(self.library.usable, self.library.device.outside_bytes(0))
         rest = list(ranked)
         while rest and len(prices) < PRICED:
             c, rough = min(rest, key=lambda x: off.key(*x))
@@ -306,18 +302,16 @@ class Search:
             most = DRY_RUNS if off.best < math.inf else 2 * DRY_RUNS
             if families[family] >= alike or (run not in dry_runs and len(dry_runs) >= most):
                 continue
-            if off.behind(c, rough) or (prices and rough.peak > FAR * self.memory):
+            if off.behind(c, rough) or (prices and rough.peak > FAR * self.library.usable):
                 continue
             families[family] += 1
             dry_runs.add(run)
             self.on(str(c), len(prices), PRICED)
-            try:
-                prices[c] = self.exact(c)
-            except ShardcError as e:
-                self.refused[str(c)] = e
+            if (exact := self.exact(c)) is None:
                 dry_runs.discard(run)
             else:
-                off.priced(c, rough, prices[c])
+                prices[c] = exact
+                off.priced(c, rough, exact)
         self._vary(prices)
         return prices
 
@@ -328,23 +322,21 @@ class Search:
         """
 
         def best() -> Choice | None:
-            fits = {c: p.seconds for c, p in prices.items() if p.needs <= self.memory}
+            fits = {c: p.step_seconds for c, p in prices.items() if p.fits}
             return min(fits, key=lambda c: fits[c], default=None)
 
-        template = self.library.template
+        facts = self.library.facts
         changes: tuple[dict[str, Any], ...] = {"sequence_parallel": False}, {"encoder_rows": True}, {"compiled": True}
         for change in changes:
             if (c := best()) is None:
                 return
             other = replace(c, **change)
             on_cpu = self.library.device.kind == "cpu"
-            if spec(c, template) == spec(other, template) or (on_cpu and other.compiled):
+            if spec(c, facts) == spec(other, facts) or (on_cpu and other.compiled):
                 continue
             self.on(str(other), len(prices), len(prices))
-            try:
-                prices[other] = self.exact(other)
-            except ShardcError as e:
-                self.refused[str(other)] = e
+            if (exact := self.exact(other)) is not None:
+                prices[other] = exact
 
     def _dry_run(self, c: Choice) -> object:
         """Return a key that is equal for choices priced from the same dry run.
@@ -406,12 +398,12 @@ class _Off:
         return (kind, c.core), ("core", c.core), kind
 
     def priced(self, c: Choice, rough: Rough, exact: Priced) -> None:
-        self._seconds |= dict.fromkeys(self._kinds(c), exact.seconds / rough.seconds)
+        self._seconds |= dict.fromkeys(self._kinds(c), exact.step_seconds / rough.seconds)
         self._bytes |= dict.fromkeys(self._kinds(c), exact.reserved / max(rough.peak, 1.0))
         self.outside = max(self.outside, exact.outside)
-        self.least = min(self.least, exact.seconds / rough.seconds)
-        if exact.needs <= self.memory:
-            self.best = min(self.best, exact.seconds)
+        self.least = min(self.least, exact.step_seconds / rough.seconds)
+        if exact.fits:
+            self.best = min(self.best, exact.step_seconds)
 
     def _of(self, c: Choice, known: dict[object, float]) -> float:
         return next((known[k] for k in self._kinds(c) if k in known), 1.0)

@@ -159,39 +159,48 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class SpecTemplate:
-    """The common part of all specs of one model. shard: the section, if tp > 1.
+class Facts:
+    """Facts of the model and the example batch that the choices and their specs need.
 
-    regions: of recomputation, as patterns of modules; sequences: modules whose results may be split by sequence;
-    experts: modules with experts; encoders: modules that run before the model's last layers; dims: of inputs without
-    rows; base: other sections of all specs, such as `adapters`.
+    Batch: rows; sequence: the size of its inputs' common sequence dim, None without one; tokens: of a row
+    (Program.tokens); inputs: `batch: {dims: ...}`.
+    Model: layers: its list of repeated layers, if long enough to shorten; dtype: of its weights, "float32"; number: of
+    experts; cuts: most stages of a pipeline.
+    Sections of specs: shard, if tp > 1; precision. Patterns of modules: regions, of recomputation; sequences, whose
+    results may be split by sequence; experts; encoders, whose layers run before the last list of layers.
     """
 
+    rows: int
+    sequence: int | None
+    tokens: int | None
+    inputs: Mapping[str, int | None]
+    layers: Layers | None
+    dtype: str
+    number: int
+    cuts: int
     shard: Mapping[str, Any]
-    precision: Mapping[str, Any]
     regions: tuple[str, ...] = ()
     sequences: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     encoders: tuple[str, ...] = ()
-    dims: Mapping[str, int | None] | None = None
-    base: Mapping[str, Any] = field(default_factory=dict)
+    precision: Mapping[str, Any] = field(default_factory=dict)
 
 
-def spec(choice: Choice, template: SpecTemplate, counts: tuple[int, ...] = ()) -> dict[str, Any]:
+def spec(choice: Choice, facts: Facts, counts: tuple[int, ...] = ()) -> dict[str, Any]:
     """Return a choice as a spec. counts: layers of each stage."""
-    document: dict[str, Any] = {**template.base, "shardc": 1, "mesh": choice.mesh}
-    batch: dict[str, Any] = {"dims": dict(template.dims)} if template.dims else {}
+    document: dict[str, Any] = {"shardc": 1, "mesh": choice.mesh}
+    batch: dict[str, Any] = {"dims": dict(facts.inputs)} if facts.inputs else {}
     if choice.microbatches > 1:
         batch["microbatches"] = choice.microbatches
     document |= {"batch": batch} if batch else {}
     if choice.cp > 1:
         document["sequence"] = {"axis": "cp"}
     if choice.tp > 1:
-        document["shard"] = dict(template.shard)
+        document["shard"] = dict(facts.shard)
     if choice.sequence_parallel:
-        document["activations"] = {name: {1: "tp"} for name in template.sequences}
-    if choice.encoder_rows and choice.tp > 1 and template.encoders:
-        document["activations"] = {**document.get("activations", {}), **{name: {0: "tp"} for name in template.encoders}}
+        document["activations"] = {name: {1: "tp"} for name in facts.sequences}
+    if choice.encoder_rows and choice.tp > 1 and facts.encoders:
+        document["activations"] = {**document.get("activations", {}), **{name: {0: "tp"} for name in facts.encoders}}
     if choice.compiled:
         document["execution"] = {"compile": "layers"}
     if choice.pp > 1:
@@ -203,10 +212,10 @@ def spec(choice: Choice, template: SpecTemplate, counts: tuple[int, ...] = ()) -
     if choice.data:
         document["data"] = choice.data
     if choice.ep > 1:
-        document["experts"] = [{"match": name, "axis": "ep"} for name in template.experts]
+        document["experts"] = [{"match": name, "axis": "ep"} for name in facts.experts]
     if (how := CHECKPOINTS[choice.checkpoint]) is not None:
-        document["checkpoint"] = [{"match": name, **how} for name in template.regions]
-    document |= {"precision": dict(template.precision)} if template.precision else {}
+        document["checkpoint"] = [{"match": name, **how} for name in facts.regions]
+    document |= {"precision": dict(facts.precision)} if facts.precision else {}
     return document
 
 

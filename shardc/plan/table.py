@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -39,28 +40,7 @@ WATERFALL = {
 }
 WIDTH = 12
 #: The letters of a bar without colours.
-LETTERS = {
-    "parameters": "P",
-    "optimizer": "O",
-    "gradients": "G",
-    "buffers": "B",
-    "inputs": "I",
-    "activations": "A",
-    "gathered": "W",
-    "communication": "C",
-    "temporaries": "T",
-    "gaps": "g",
-    "outside": "x",
-    "compute": "c",
-    "memory": "m",
-    "launch": "s",
-    "tp": "t",
-    "cp": "q",
-    "ep": "e",
-    "dp": "d",
-    "pp": "p",
-    "bubble": "-",
-}
+LETTERS = dict(zip((*COLORS, *CAUSES), "POGBIAWCTgxcmstqedp-", strict=True))
 
 
 def parts(c: Candidate) -> dict[str, float]:
@@ -70,13 +50,12 @@ def parts(c: Candidate) -> dict[str, float]:
 
 def needed(c: Candidate) -> str:
     """Return the reserved and the outside bytes in words."""
-    return f"{size(c.reserved)} reserved and {size(c.outside)} outside of it, of {size(c.target.usable)}"
+    return f"{size(c.reserved)} reserved and {size(c.outside)} outside of it, of {size(c.usable)}"
 
 
 def rate(c: Candidate) -> str:
     """Return the throughput of all devices as text."""
-    per_token = c.tokens_per_second
-    return per_second(per_token, "tokens") if per_token else per_second(c.rows_per_second, "samples")
+    return per_second(c.tokens_per_second or c.rows_per_second, c.target.rate)
 
 
 def limit(c: Candidate) -> str:
@@ -124,7 +103,7 @@ def schedule(c: Candidate) -> str:
     p = c.spec.pipeline
     if p is None:
         return "-"
-    per = len(c.priced.counts) // c.spec.mesh.size(p.axis) if c.priced.counts else 1
+    per = len(c.counts) // c.spec.mesh.size(p.axis) if c.counts else 1
     return p.schedule + (f" ×{per}" if per > 1 else "")
 
 
@@ -141,7 +120,18 @@ def recompute(c: Candidate) -> str:
 
 def microbatches(c: Candidate) -> str:
     m = c.spec.batch.microbatches
-    return f"{m} × {c.priced.batch // (c.spec.data_ranks * m)}"
+    return f"{m} × {c.batch // (c.spec.data_ranks * m)}"
+
+
+def settings(c: Candidate) -> dict[str, str]:
+    """Return the columns of a candidate's settings, as text."""
+    return {
+        "mesh": " ".join(f"{axis}={n}" for axis, n in c.spec.mesh.axes),
+        "zero": zero(c),
+        "schedule": running(c),
+        "recompute": recompute(c),
+        "microbatches": microbatches(c),
+    }
 
 
 def bar(
@@ -160,39 +150,18 @@ def bar(
 def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
     a = plan.target
     rows = Table(header_style="bold", pad_edge=False, box=None)
-    for name, where in (
-        ("", "right"),
-        ("mesh", "left"),
-        ("sp", "left"),
-        ("zero", "right"),
-        ("schedule", "left"),
-        ("recompute", "left"),
-        ("microbatches", "right"),
-        ("live", "right"),
-        ("needs", "right"),
-        (f"of {size(a.usable)}", "left"),
-        ("fits", "left"),
-        ("step", "right"),
-        ("MFU", "right"),
-        ("tokens/s" if a.sequence else "samples/s", "right"),
-        ("time", "left"),
-        ("limited by", "left"),
-    ):
-        rows.add_column(
-            name, justify="right" if where == "right" else "left", no_wrap=name not in ("recompute", "limited by")
-        )
-    rows_shown = distinct(plan.candidates)
-    for i, (c, _) in enumerate(rows_shown[:most], 1):
-        s = c.spec
-        mesh = " ".join(f"{axis}={n}" for axis, n in s.mesh.axes)
+    right = ("", "zero", "microbatches", "live", "needs", "step", "MFU", rate_name := f"{a.rate}/s")
+    names = ("", "mesh", "sp", "zero", "schedule", "recompute", "microbatches", "live", "needs")
+    for name in (*names, f"of {size(a.usable)}", "fits", "step", "MFU", rate_name, "time", "limited by"):
+        wrapped = name in ("recompute", "limited by")
+        rows.add_column(name, justify="right" if name in right else "left", no_wrap=not wrapped)
+    for i, c in enumerate(plan.candidates[:most], 1):
+        mesh, *others = settings(c).values()
         rows.add_row(
             str(i),
             mesh,
-            "yes" if s.activations else "-",
-            zero(c),
-            running(c),
-            recompute(c),
-            microbatches(c),
+            "yes" if c.spec.activations else "-",
+            *others,
             size(c.peak),
             size(c.needs),
             bar(parts(c), max(a.usable, c.needs), COLORS, plain=plain),
@@ -203,7 +172,7 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
             bar(c.shares, 1.0, CAUSES, plain=plain),
             limit(c),
         )
-    return Group(heading(plan), rows, alike(rows_shown[:most]), keys(plan, plain=plain))
+    return Group(heading(plan), rows, keys(plan, plain=plain))
 
 
 def plain_table(plan: Plan, width: int = 200) -> str:
@@ -212,24 +181,6 @@ def plain_table(plan: Plan, width: int = 200) -> str:
     with console.capture() as captured:
         console.print(table(plan, plain=True))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def distinct(candidates: Sequence[Candidate]) -> list[tuple[Candidate, list[Candidate]]]:
-    """Return (candidate, others with the same time and memory on the same mesh), in order.
-
-    The others are schedules with the same result, or settings that nothing uses.
-    """
-    groups: dict[object, list[Candidate]] = {}
-    for c in candidates:
-        key = c.spec.mesh.axes, f"{c.step_seconds:.4g}", f"{c.peak:.4g}", f"{c.needs:.4g}"
-        groups.setdefault(key, []).append(c)
-    return [(group[0], group[1:]) for group in groups.values()]
-
-
-def alike(rows: Sequence[tuple[Candidate, Sequence[Candidate]]]) -> Text:
-    """Return a line for each row that represents several candidates."""
-    lines = [f"{i} also as: {'; '.join(map(named, others))}" for i, (_, others) in enumerate(rows, 1) if others]
-    return Text("\n" + "\n".join(lines) if lines else "", style="bright_black")
 
 
 def cause(name: str) -> str:
@@ -267,25 +218,24 @@ def keys(plan: Plan, *, plain: bool) -> Text:
     return text
 
 
+def _columns(*names: str, right: Sequence[int] = ()) -> Table:
+    """Return a table without lines. right: the numbers of columns of numbers."""
+    rows = Table(box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(names):
+        rows.add_column(name, justify="right" if i in right else "left", no_wrap=True)
+    return rows
+
+
 def breakdown(c: Candidate, *, plain: bool = False) -> RenderableType:
     """Return a table of one candidate: memory by kind, time by cause."""
-    rows = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("memory of a device", "", "", "time of a step", "", ""):
-        rows.add_column(name, justify="left", no_wrap=True)
-    memory = [(k, n) for k, n in sorted(parts(c).items(), key=lambda x: -x[1]) if n > 0]
-    time = [(k, n) for k, n in sorted(c.priced.spent.items(), key=lambda x: -x[1]) if n > 0]
-    for i in range(max(len(memory), len(time))):
-        row: list[RenderableType] = []
-        for entries, whole, shown, colors in (
-            (memory, c.needs, size, COLORS),
-            (time, sum(c.priced.spent.values()), seconds, CAUSES),
-        ):
-            if i < len(entries):
-                name, n = entries[i]
-                row += [cause(name), shown(n), bar({name: n}, whole, {name: colors[name]}, plain=plain)]
-            else:
-                row += ["", "", ""]
-        rows.add_row(*row)
+    rows = _columns("memory of a device", "", "", "time of a step", "", "")
+    total = sum(c.spent.values())
+    sides: list[list[tuple[RenderableType, ...]]] = []
+    for of, whole, shown, colors in ((parts(c), c.needs, size, COLORS), (c.spent, total, seconds, CAUSES)):
+        most = [(k, n) for k, n in sorted(of.items(), key=lambda x: -x[1]) if n > 0]
+        sides.append([(cause(k), shown(n), bar({k: n}, whole, {k: colors[k]}, plain=plain)) for k, n in most])
+    for memory, time in zip_longest(*sides, fillvalue=("", "", "")):
+        rows.add_row(*memory, *time)
     fits = Text("fits", "green") if c.fits else Text("does not fit", "red")
     line = Text(f"{named(c)}\n{size(c.peak)} live at the peak; {needed(c)}: ").append(fits)
     line.append(f"; step {seconds(c.step_seconds)}, MFU {c.mfu:.1%}, {rate(c)}, limited by {limit(c)}")
@@ -294,9 +244,7 @@ def breakdown(c: Candidate, *, plain: bool = False) -> RenderableType:
 
 def waterfall(c: Candidate, *, plain: bool = False) -> RenderableType:
     """Return a table from the model's products at the device's peak to the whole step, cause by cause."""
-    rows = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in (("from the device's peak to a step", "left"), ("", "right"), ("", "right"), ("", "left")):
-        rows.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    rows = _columns("from the device's peak to a step", "", "", "", right=(1, 2))
     total, sofar = c.step_seconds, 0.0
     for name, n in c.waterfall.items():
         sofar += n
@@ -313,9 +261,7 @@ def waterfall(c: Candidate, *, plain: bool = False) -> RenderableType:
 
 def helpful(plan: Plan) -> RenderableType:
     """Return a table of what would make the best candidate faster."""
-    rows = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("what would help", "step", "of today's"):
-        rows.add_column(name, justify="left" if name.startswith("what") else "right", no_wrap=True)
+    rows = _columns("what would help", "step", "of today's", right=(1, 2))
     for x in plan.what_if:
         fits = "" if x["fits"] else ", does not fit"
         rows.add_row(f"{x['what']}{fits}", seconds(x["step_seconds"]), f"{x['ratio']:.2f}x")
@@ -324,10 +270,8 @@ def helpful(plan: Plan) -> RenderableType:
 
 def of_clusters(answer: Mapping[str, Any]) -> RenderableType:
     """Return a table of the compared clusters, the best first."""
-    rows = Table(box=None, pad_edge=False, header_style="bold")
     names = ("clusters, " + answer["what"] + " first", "step", "MFU", "an hour", "a million tokens")
-    for i, name in enumerate(names):
-        rows.add_column(name, justify="right" if i else "left", no_wrap=True)
+    rows = _columns(*names, right=range(1, 5))
     for x in answer["clusters"]:
         prices = [x.get("price_per_hour"), x.get("price_per_million_tokens")]
         shown = [seconds(x["step_seconds"]), f"{x['mfu']:.1%}"] if x["fits"] else ["does not fit", "-"]

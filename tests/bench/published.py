@@ -367,7 +367,7 @@ def row(run: Published, op_by_op: Candidate | None, compiled: Candidate | None) 
     found = compiled if run.compiled else op_by_op
     reserved = " | "
     if run.bytes is not None and found is not None:
-        theirs, ours = run.bytes / GIB, found.priced.reserved / GIB
+        theirs, ours = run.bytes / GIB, found.reserved / GIB
         reserved = f"{theirs:.1f} | {ours:.1f} GiB"
     cells = run.source, run.name, f"{run.seconds:.2f} s", seconds(op_by_op, run), seconds(compiled, run), reserved
     return "| " + " | ".join(cells) + " |"
@@ -397,10 +397,9 @@ def main() -> None:
         OUT.write_text(HEAD.format(date=date, notes=NOTES) + "\n".join(rows) + "\n")
 
 
-def parts(found: Candidate) -> str:
-    p = found.priced
+def parts(p: Candidate) -> str:
     spent = {k: round(v, 3) for k, v in p.spent.items() if v}
-    held = {k: round(v / GIB, 1) for k, v in p.kinds.items() if v}
+    held = {k: round(v / GIB, 1) for k, v in p.memory.items() if v}
     return f"    {spent}\n    needs {p.needs / GIB:.1f}, live {p.peak / GIB:.1f} GiB: {held}"
 
 

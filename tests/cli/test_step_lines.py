@@ -9,7 +9,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import shardc
 from shardc.cli.ranks.step_lines import StepLines, speed
-from shardc.cli.ranks.step_metrics import tokens_of
 from tests import zoo
 
 ONE = {"shardc": 1, "mesh": {"dp": 1}}
@@ -29,7 +28,7 @@ def test_what_lines_say_is_there_for_tensorboard(tmp_path: Path) -> None:
 def test_ids_that_an_embedding_looks_up_are_tokens() -> None:
     model, batch = zoo.gpt()
     rows, positions = batch["ids"].shape
-    assert tokens_of(shardc.compile(model, batch, ONE)) == rows * positions
+    assert shardc.compile(model, batch, ONE).tokens == rows * positions
 
 
 def test_images_and_labels_are_not() -> None:
@@ -38,7 +37,7 @@ def test_images_and_labels_are_not() -> None:
     program = shardc.compile(
         model, batch, ONE, loss=lambda output, batch: torch.nn.functional.cross_entropy(output, batch["target"])
     )
-    assert tokens_of(program) is None
+    assert program.tokens is None
 
 
 def test_speed() -> None:

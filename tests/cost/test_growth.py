@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from shardc.machine.work import Op
 from shardc.plan.few_layers import Subject
 from shardc.plan.runs import Rank, Runs
-from shardc.plan.space import CHECKPOINTS, Choice, SpecTemplate, spec
+from shardc.plan.space import CHECKPOINTS, Choice, spec
 from tests.plan.test_monotone import Stack
 
 
@@ -25,11 +27,11 @@ def test_ops_of_more_rows_follow_from_those_of_few(choice: Choice) -> None:
     assert CHECKPOINTS["full"] is not None
     with torch.device("meta"):
         model = Stack(6, hidden=32, wide=64, vocab=32)
-    runs = Runs(Subject.of(model, {"ids": torch.empty(4, 32, dtype=torch.long)}))
-    template = SpecTemplate({"use": "structure"}, {"params": "float32", "compute": "bfloat16"}, ("h.*",))
+    runs = Runs(Subject(model, {"ids": torch.empty(4, 32, dtype=torch.long)}))
+    facts = replace(runs.facts, precision={"params": "float32", "compute": "bfloat16"})
     few, many = (
         sorted(
-            ops(runs.ranks(spec(choice, template), rows * choice.dp, 3, None, (0,))),
+            ops(runs.ranks(spec(choice, facts), rows * choice.dp, 3, None, (0,))),
             key=lambda op: (op.name, op.dtype, op.still, op.traffic, op.grows is None),
         )
         for rows in (2, 6)

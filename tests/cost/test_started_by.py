@@ -25,7 +25,7 @@ def test_the_host_starts_nothing() -> None:
     assert recorded.step_seconds < 1e-3 < 10e-3 < op_by_op.step_seconds
     assert recorded.device == slow
     assert recorded.memory.peak == op_by_op.memory.peak
-    assert recorded.streams()[0].now == recorded.ranks[0].seconds
+    assert recorded.streams[0].now == recorded.ranks[0].seconds
 
 
 def test_a_cpu_has_none() -> None:

@@ -50,7 +50,7 @@ def runs(model: int) -> Runs:
     """Of one model: its dry runs serve all cases."""
     with torch.device("meta"):
         made = Stack(*MODELS[model])
-    return Runs(Subject.of(made, {"ids": torch.empty(16, 64, dtype=torch.long)}))
+    return Runs(Subject(made, {"ids": torch.empty(16, 64, dtype=torch.long)}))
 
 
 def planner(model: int, on: Device) -> Planner:
@@ -87,7 +87,7 @@ def test_a_models_flops_are_those_that_its_trained_weights_need() -> None:
             made = Stack(*MODELS[0])
         for name, p in made.named_parameters():
             p.requires_grad_(name.startswith(trained))
-        subject = Subject.of(made, {"ids": torch.empty(16, 64, dtype=torch.long)})
+        subject = Subject(made, {"ids": torch.empty(16, 64, dtype=torch.long)})
         return Planner(subject, device("h100-80g"), "bfloat16", 0.05, "it", lambda what, done, of: None).library.flops
 
     layers, hidden, wide, vocab = MODELS[0]

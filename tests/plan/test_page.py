@@ -13,7 +13,7 @@ from docs.drawing import Drawing
 from shardc.ir.units import size
 from shardc.plan import Plan
 from shardc.plan.page import data
-from shardc.plan.table import distinct, recompute, zero
+from shardc.plan.table import recompute, zero
 from tests.plan.test_plan import blocks, priced_as
 
 SCRIPTS = ("draw.js", "plan.js")
@@ -77,7 +77,7 @@ def test_a_page_has_the_spec_the_plot_and_why() -> None:
     titles = [text for tag, text in page if tag == "h2"]
     assert titles[:3] == ["The best spec", "Time and memory", "Specs that were priced"]
     assert {"What would help", "Answers", "Not possible"} < set(titles)
-    rows = [c for c, _ in distinct(one.candidates)]
+    rows = one.candidates
     assert f"{sum(c.fits for c in rows)} of {len(rows)} priced choices fit" in said
     assert one.spec().strip() in said
     assert "twice the <links>" in said

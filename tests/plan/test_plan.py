@@ -29,7 +29,7 @@ from shardc.plan.questions import ALIGNED, Largest
 from shardc.plan.rank import Rough, Table, priced
 from shardc.plan.space import Choice, Core, choices, sequence_widths, spec
 from shardc.plan.stage import NET, part_of
-from shardc.plan.table import distinct, named, zero
+from shardc.plan.table import zero
 from shardc.spec import Spec
 from tests import zoo
 
@@ -100,8 +100,7 @@ def stack(layers: int = 6) -> tuple[nn.Module, Any]:
 
 
 def planner(model: nn.Module, batch: Any, on: Device = H100, **more: Any) -> Planner:
-    subject = Subject.of(model, batch, more.get("loss"))
-    return Planner(subject, on, "bfloat16", 0.05, "it", lambda what, done, of: None)
+    return Planner(Subject(model, batch, more.get("loss")), on, "bfloat16", 0.05, "it", lambda what, done, of: None)
 
 
 def elsewhere(q: Planner, on: Device, headroom: float = 0.0) -> Planner:
@@ -151,16 +150,16 @@ def test_a_price_from_few_layers_is_that_of_the_whole_program(c: Choice) -> None
     q = stacked()
     assert q.subject.layers is not None
     assert q.subject.layers.number == 6
-    found = price(q.library, Spec.load(spec(c, q.template)), c.batch)
-    asked = spec(c, q.template, found.counts if c.pp > 1 else ())
+    found = price(q.library, Spec.load(spec(c, q.facts)), c.batch)
+    asked = spec(c, q.facts, found.counts if c.pp > 1 else ())
     model, _ = stack()
     whole = shardc.compile(model, q.subject.example(c.batch), asked, prove=False).cost(H100)
     # `keep` over replicas in a pipeline: 6 % too fast here, not explained yet. Interleaved: 4 % too slow where the host
     # takes no time, and 7 % here, where what is computed again waits for it
     near = 0.08 if c.kept or c.schedule == "interleaved" else 0.05
-    assert found.seconds == pytest.approx(whole.step_seconds, rel=near)
+    assert found.step_seconds == pytest.approx(whole.step_seconds, rel=near)
     assert found.peak == pytest.approx(whole.memory.peak, rel=0.05)
-    assert sum(found.spent.values()) == pytest.approx(found.seconds, rel=1e-6)
+    assert sum(found.spent.values()) == pytest.approx(found.step_seconds, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -182,10 +181,10 @@ def test_a_price_knows_what_is_waited_for_once_a_step(c: Choice) -> None:
         update={"within": H100.within.model_copy(update={"latency": 1e-4, "start": 3e-4}), "host": 0.0}
     )
     q = elsewhere(stacked(), slow)
-    found = price(q.library, Spec.load(spec(c, q.template)), c.batch)
-    asked = spec(c, q.template, found.counts)
+    found = price(q.library, Spec.load(spec(c, q.facts)), c.batch)
+    asked = spec(c, q.facts, found.counts)
     whole = shardc.compile(stack()[0], q.subject.example(c.batch), asked, prove=False).cost(slow)
-    assert found.seconds == pytest.approx(whole.step_seconds, rel=0.15)
+    assert found.step_seconds == pytest.approx(whole.step_seconds, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -202,14 +201,14 @@ def test_a_price_where_a_bucket_holds_several_layers(layers: int, c: Choice) -> 
     """Two layers and three lie in one bucket, whose collective nothing hides: many are many buckets."""
     model, batch = stack(layers)
     q = planner(model, batch, H100.model_copy(update={"host": 0.0, "launch": 0.0}))
-    given = spec(c, q.template)
+    given = spec(c, q.facts)
     given["data"]["bucket_mb"] = 0.4  # a layer has 0.13 MB
     found = price(q.library, Spec.load(given), c.batch)
     if found.counts:
         given["pipeline"] = {**{k: v for k, v in given["pipeline"].items() if k != "stages"}, "balance": found.counts}
     whole = shardc.compile(model, q.subject.example(c.batch), given, prove=False).cost(q.device)
     near = 1e-6 if layers < 24 else 0.1  # buckets are not quite three layers
-    assert found.seconds == pytest.approx(whole.step_seconds, rel=near)
+    assert found.step_seconds == pytest.approx(whole.step_seconds, rel=near)
     assert found.peak == pytest.approx(whole.memory.peak, rel=near)
 
 
@@ -234,8 +233,8 @@ def large() -> Planner:
 def test_what_is_reserved_follows_from_few_layers(c: Choice) -> None:
     """Of nine layers, from two and three, or one and two on each stage: as the whole program's."""
     q = large()
-    found = price(q.library, Spec.load(spec(c, q.template)), c.batch)
-    asked = spec(c, q.template, found.counts if c.pp > 1 else ())
+    found = price(q.library, Spec.load(spec(c, q.facts)), c.batch)
+    asked = spec(c, q.facts, found.counts if c.pp > 1 else ())
     whole = shardc.compile(q.subject.model, q.subject.example(c.batch), asked, prove=False).cost(H100)
     assert found.reserved == pytest.approx(whole.reserved, rel=0.06)
     assert found.outside == whole.outside
@@ -260,18 +259,19 @@ def test_what_is_reserved_decides_whether_a_spec_fits() -> None:
 def test_a_pipeline_inside_of_nodes_sends_gradients_between_them() -> None:
     """As of the whole program: the order of the mesh's axes says who shares a node."""
     q, pairs = stacked(), H100.model_copy(update={"node": 2})
-    library = q.library.on(pairs)
+    library = replace(q.library, device=pairs)
     c = Choice(pp=2, dp=2, rows=2, microbatches=4)
     for inside in (False, True):
-        found = price(library, Spec.load(spec(replace(c, inside=inside), q.template)), c.batch)
-        asked = spec(replace(c, inside=inside), q.template, found.counts)
+        found = price(library, Spec.load(spec(replace(c, inside=inside), q.facts)), c.batch)
+        asked = spec(replace(c, inside=inside), q.facts, found.counts)
         assert list(asked["mesh"]) == (["dp", "pp"] if inside else ["pp", "dp"])
         model, _ = stack()
         whole = shardc.compile(model, q.subject.example(c.batch), asked, prove=False).cost(pairs)
-        assert found.seconds == pytest.approx(whole.step_seconds, rel=0.05)
+        assert found.step_seconds == pytest.approx(whole.step_seconds, rel=0.05)
     slow = pairs.model_copy(update={"between": Link(bandwidth=1e7, latency=1e-5)})
     apart, inside = (
-        price(q.library.on(slow), Spec.load(spec(replace(c, inside=x), q.template)), c.batch) for x in (False, True)
+        price(replace(q.library, device=slow), Spec.load(spec(replace(c, inside=x), q.facts)), c.batch)
+        for x in (False, True)
     )
     assert inside.spent["dp"] > 2 * apart.spent["dp"]
     assert inside.spent["pp"] + inside.spent["bubble"] < apart.spent["pp"] + apart.spent["bubble"]
@@ -316,6 +316,17 @@ def test_model_flops_are_those_of_its_products() -> None:
     assert q.library.flops == pytest.approx(6 * 32 * products, rel=0.01)
 
 
+@pytest.mark.parametrize("family", ["gpt", "t5", "numbers"])
+def test_a_plan_counts_the_tokens_that_a_run_counts(family: str) -> None:
+    """Positions of ids that an embedding looks up: not of targets, and not of numbers [row, position, feature]."""
+    numbers = nn.Linear(4, 3), {"input": torch.ones(8, 5, 4)}
+    model, batch = {"gpt": zoo.gpt, "t5": zoo.t5, "numbers": lambda: numbers}[family]()
+    loss = (lambda y, _: y.sum()) if family == "numbers" else None
+    tokens = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, loss=loss, prove=False).tokens
+    facts = planner(model, batch, loss=loss).facts
+    assert (tokens is None, (facts.tokens or 0) * facts.rows) == (family == "numbers", tokens or 0)
+
+
 def test_candidates_are_ranked() -> None:
     found = blocks()
     assert all(c.fits for c in found.candidates)
@@ -330,9 +341,7 @@ def test_candidates_are_ranked() -> None:
 
 def priced_as(c: Candidate, seconds: float, peak: float) -> Candidate:
     """A candidate with another price."""
-    return replace(
-        c, priced=replace(c.priced, seconds=seconds, kinds={"activations": peak}, reserved=peak, outside=0.0)
-    )
+    return replace(c, step_seconds=seconds, memory={"activations": peak}, reserved=peak, outside=0.0)
 
 
 def test_nothing_is_recommended_that_does_not_fit() -> None:
@@ -346,13 +355,11 @@ def test_nothing_is_recommended_that_does_not_fit() -> None:
     assert "1.00 s" not in text
 
 
-def test_twins_are_one_row() -> None:
-    one = blocks().candidates[0]
-    twin = replace(one, spec=Spec.load({**one.spec.to_dict(), "data": {"zero": 1}}))
-    assert distinct((one, twin, *blocks().candidates[1:]))[0] == (one, [twin])
-    text = str(replace(blocks(), candidates=(one, twin)))
-    assert f"1 also as: {named(twin)}" in text
-    assert len([line for line in text.splitlines() if "  yes  " in line]) == 1
+def test_every_row_comes_to_something_else() -> None:
+    found = [
+        (c.spec.mesh.axes, f"{c.step_seconds:.4g}", f"{c.needs:.4g}", f"{c.peak:.4g}") for c in blocks().candidates
+    ]
+    assert len({*found}) == len(found) > 2
 
 
 def test_a_second_choice_that_fits_is_priced() -> None:
@@ -471,7 +478,7 @@ def test_a_spec_that_tells_layers_apart_is_priced_whole(entry: dict[str, Any]) -
     model, _ = stack()
     whole = shardc.compile(model, q.subject.example(8), asked, prove=False).cost(H100)
     assert found.peak == whole.memory.peak
-    assert found.seconds == pytest.approx(whole.step_seconds, rel=1e-9)
+    assert found.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
 
 
 def test_estimates_lie_near_exact_prices() -> None:
@@ -480,8 +487,8 @@ def test_estimates_lie_near_exact_prices() -> None:
         Choice(dp=4, tp=2, sequence_parallel=True, rows=4, microbatches=4),
         Choice(pp=2, dp=4, rows=2, microbatches=8),
     ):
-        rough, exact = first_price(q, c), price(q.library, Spec.load(spec(c, q.template)), c.batch)
-        assert rough.seconds == pytest.approx(exact.seconds, rel=0.3)
+        rough, exact = first_price(q, c), price(q.library, Spec.load(spec(c, q.facts)), c.batch)
+        assert rough.seconds == pytest.approx(exact.step_seconds, rel=0.3)
         assert rough.peak == pytest.approx(exact.peak, rel=0.3)
 
 
@@ -504,8 +511,8 @@ def test_estimates_over_slow_links_lie_near_exact_prices(c: Choice) -> None:
     slow = H100.within.model_copy(update={"bandwidth": H100.within.bandwidth / 500, "latency": 1e-4})
     host = 0.0 if c.dp > 1 else H100.host
     q = elsewhere(stacked(), H100.model_copy(update={"within": slow, "launch": 0.0, "host": host}))
-    rough, exact = first_price(q, c), price(q.library, Spec.load(spec(c, q.template)), c.batch)
-    assert rough.seconds == pytest.approx(exact.seconds, rel=0.4)
+    rough, exact = first_price(q, c), price(q.library, Spec.load(spec(c, q.facts)), c.batch)
+    assert rough.seconds == pytest.approx(exact.step_seconds, rel=0.4)
     assert rough.peak == pytest.approx(exact.peak, rel=0.3)
 
 
@@ -564,7 +571,7 @@ def test_slow_links_keep_tensor_parallel_in_a_node() -> None:
     q = planner(*stack(2), on=slow)
     assert max(core.tp for core in q.finder.splits(8)) == 2
     inside, across = (
-        price(q.library, Spec.load(spec(Choice(dp=8 // t, tp=t, rows=2 * t), q.template)), 16) for t in (2, 4)
+        price(q.library, Spec.load(spec(Choice(dp=8 // t, tp=t, rows=2 * t), q.facts)), 16) for t in (2, 4)
     )
     assert across.spent["tp"] > 5 * inside.spent["tp"]
 
@@ -603,11 +610,11 @@ class Sparse(nn.Module):
 def test_experts_are_offered() -> None:
     q = planner(Sparse(), {"x": torch.zeros(8, 4, 16)})
     assert q.facts.number == 4
-    assert q.template.experts == ("mixture",)
+    assert q.facts.experts == ("mixture",)
     cores = [core for core in q.finder.splits(2) if core.ep == 2]
     found = [c for c, _ in q.finder.ranked(2, 8, cores) if c.ep == 2]
     assert found
-    assert spec(found[0], q.template)["experts"] == [{"match": "mixture", "axis": "ep"}]
+    assert spec(found[0], q.facts)["experts"] == [{"match": "mixture", "axis": "ep"}]
 
 
 class SparseStack(Stack):
@@ -632,17 +639,17 @@ def test_zero_over_the_ranks_of_experts_shards_what_is_not_theirs_there_and_thei
     c = replace(plain, zero=1, over_experts=True)
     assert c.data == {"axis": ["dp", "ep"] if dp > 1 else "ep", "zero": 1}
     if dp > 1:
-        shown: Any = SimpleNamespace(spec=Spec.load(spec(c, q.template)))
+        shown: Any = SimpleNamespace(spec=Spec.load(spec(c, q.facts)))
         assert zero(shown) == "1, over ep, experts dp"
     core = q.library.block(c.core)
     unit = 2 * 2 * 64 * 256 * 4  # of eight experts of two matrices, a rank has two, in float32
     assert [core.ranks[x].weights.experts for x in ("first", "one", "last")] == [unit, unit, unit]
-    exact, whole = (price(q.library, Spec.load(spec(x, q.template)), c.batch) for x in (c, plain))
-    moments, experts = whole.kinds["optimizer"], 6 * 2 * unit  # two numbers of each parameter
-    assert exact.kinds["optimizer"] == pytest.approx(experts / dp + (moments - experts) / 4, rel=1e-3)
+    exact, whole = (price(q.library, Spec.load(spec(x, q.facts)), c.batch) for x in (c, plain))
+    moments, experts = whole.memory["optimizer"], 6 * 2 * unit  # two numbers of each parameter
+    assert exact.memory["optimizer"] == pytest.approx(experts / dp + (moments - experts) / 4, rel=1e-3)
     rough, without = first_price(q, c), first_price(q, plain)
     assert rough.peak / without.peak == pytest.approx(exact.peak / whole.peak, rel=0.02)
-    assert rough.seconds == pytest.approx(exact.seconds, rel=0.15)
+    assert rough.seconds == pytest.approx(exact.step_seconds, rel=0.15)
 
 
 def test_layers_of_another_kind_that_come_first_are_recomputed_too() -> None:
@@ -676,10 +683,10 @@ def test_what_is_summed_and_gathered_of_experts_takes_as_long_as_it_is_priced(c:
     """Each rank of a node has other experts: its links carry those of all. Between slow nodes that is all of a step."""
     slow = H100.model_copy(update={"node": 2, "between": Link(bandwidth=2e7, latency=1e-5)})
     q = sparse_stacked()
-    library = q.library.on(slow)
-    exact = price(library, Spec.load(spec(c, q.template)), c.batch)
-    assert exact.spent["dp"] > 0.4 * exact.seconds
-    assert first_price(elsewhere(q, slow), c).seconds == pytest.approx(exact.seconds, rel=0.25)
+    library = replace(q.library, device=slow)
+    exact = price(library, Spec.load(spec(c, q.facts)), c.batch)
+    assert exact.spent["dp"] > 0.4 * exact.step_seconds
+    assert first_price(elsewhere(q, slow), c).seconds == pytest.approx(exact.step_seconds, rel=0.25)
 
 
 @pytest.mark.parametrize(
@@ -698,8 +705,9 @@ def test_estimates_of_every_zero_lie_near_exact_prices_with_experts_and_without(
     assert some
     for c in some:
         rough, exact = first_price(q, c), q.finder.exact(c)
-        assert exact.spent["dp"] + exact.spent["ep"] > 0.4 * exact.seconds
-        assert rough.seconds == pytest.approx(exact.seconds, rel=0.2), str(c)
+        assert exact is not None
+        assert exact.spent["dp"] + exact.spent["ep"] > 0.4 * exact.step_seconds
+        assert rough.seconds == pytest.approx(exact.step_seconds, rel=0.2), str(c)
         # the head's gradient is whole for a moment
         assert rough.peak == pytest.approx(exact.peak, rel=0.25), str(c)
 
@@ -737,12 +745,12 @@ def test_no_given_spec_with_experts_over_several_nodes_is_better_than_the_best()
     pairs = H100.model_copy(update={"node": 2})
     four = Choice(dp=2, ep=4, rows=1, microbatches=2, zero=1, over_experts=True)
     q = elsewhere(sparse_stacked(), pairs)
-    given = price(q.library, Spec.load(spec(four, q.template)), 16)
+    given = price(q.library, Spec.load(spec(four, q.facts)), 16)
     q = elsewhere(q, pairs.model_copy(update={"memory": given.needs}))
     splits = [c for c in q.finder.splits(8) if c.ep == 4]
     assert {(c.tp, c.ep) for c in splits} == {(1, 4), (2, 4)}
     found = [p for p in q.finder.refine(q.ranked(8, 16, splits)).values() if p.needs <= given.needs]
-    assert min(p.seconds for p in found) <= given.seconds
+    assert min(p.step_seconds for p in found) <= given.step_seconds
 
 
 class Convolutions(nn.Module):
@@ -766,7 +774,6 @@ def test_a_convolutional_net_gets_plans() -> None:
     )
     assert {c.devices for c in found.candidates} == {1, 2}  # so few ops are quicker on one
     assert found.best.step_seconds == min(c.step_seconds for c in found.candidates if c.fits)
-    assert found.best.tokens_per_second is not None or found.target.sequence is None
     assert any(c.spec.data.zero for c in found.candidates)
 
 
@@ -1028,7 +1035,7 @@ def test_layers_that_alternate_are_kept_in_pairs() -> None:
             return x.square().mean()
 
     with torch.device("meta"):
-        subject = Subject.of(Alternating(), torch.empty(4, 8))
+        subject = Subject(Alternating(), torch.empty(4, 8))
     assert subject.layers is not None
     assert (subject.layers.name, subject.layers.first, subject.layers.period, subject.layers.number) == ("h", 1, 2, 14)
     assert len({p.fqn for p in subject.captured(2, 5).params}) < len(list(subject.model.parameters()))
@@ -1050,11 +1057,10 @@ def test_a_model_that_counts_its_layers_is_captured_whole() -> None:
 
 
 def test_a_choice_is_a_spec() -> None:
-    words = stacked().template
     c = Choice(
         pp=2, dp=2, tp=2, sequence_parallel=True, zero=1, rows=1, microbatches=4, checkpoint="half", schedule="zb-h1"
     )
-    made = Spec.load(spec(c, words, (3, 3)))
+    made = Spec.load(spec(c, stacked().facts, (3, 3)))
     assert made.mesh.world == 8
     assert c.batch == 8
     assert made.checkpoint[0].budget == 0.5

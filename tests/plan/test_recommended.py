@@ -45,8 +45,8 @@ def some(plans: Planner, r: random.Random, devices: int, batch: int) -> Iterator
 def exact(plans: Planner, c: Choice, sequence: int | None = None, counts: tuple[int, ...] = ()) -> Priced | None:
     """None: compile refuses it. counts: of layers on each stage, where they are given."""
     try:
-        library = plans.library if sequence is None else plans.library.of_length(sequence)
-        return price(library, Spec.load(spec(c, plans.template, counts)), c.batch)
+        library = plans.library if sequence is None else replace(plans.library, sequence=sequence)
+        return price(library, Spec.load(spec(c, plans.facts, counts)), c.batch)
     except ShardcError:
         return None
 
@@ -64,8 +64,8 @@ def test_nothing_given_that_fits_is_faster(pytestconfig: pytest.Config) -> None:
         best = fastest(plans, devices, batch)
         for _, c in zip(range(8), some(plans, r, devices, batch), strict=False):
             given = exact(plans, c)
-            if given is not None and given.needs <= plans.usable:
-                assert best <= given.seconds * (1 + 1e-9), (number, str(c), given.seconds / best)
+            if given is not None and given.fits:
+                assert best <= given.step_seconds * (1 + 1e-9), (number, str(c), given.step_seconds / best)
 
 
 def test_more_devices_and_more_memory_are_no_slower(pytestconfig: pytest.Config) -> None:
@@ -105,9 +105,9 @@ def test_a_higher_zero_takes_no_more_memory(pytestconfig: pytest.Config) -> None
         higher_ones = (exact(plans, replace(c, zero=zero, outer=1), counts=counts) for zero in (1, 2, 3))
         prices = [p for p in (plain, *higher_ones) if p is not None]
         # each of these models is one bucket, which a rank has whole for a moment beside its shares
-        bucket = sum(prices[0].kinds.get(kind, 0.0) for kind in ("gradients", "parameters")) if prices else 0.0
+        bucket = sum(prices[0].memory.get(kind, 0.0) for kind in ("gradients", "parameters")) if prices else 0.0
         for lower, higher in itertools.pairwise(prices):
-            assert higher.peak <= lower.peak + bucket, (number, str(c), higher.kinds, lower.kinds)
+            assert higher.peak <= lower.peak + bucket, (number, str(c), higher.memory, lower.memory)
 
 
 def test_layers_of_stages_that_wait_for_gathers() -> None:
@@ -121,4 +121,4 @@ def test_layers_of_stages_that_wait_for_gathers() -> None:
     own, even = exact(plans, c), exact(plans, c, counts=(4, 4))
     assert own is not None
     assert even is not None
-    assert own.seconds <= even.seconds
+    assert own.step_seconds <= even.step_seconds

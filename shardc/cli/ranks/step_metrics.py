@@ -58,7 +58,7 @@ class Meter:
     flops = 0
 
     def __init__(self, program: Program, mesh: RankMesh, moved: Sequence[int]) -> None:
-        self.samples, self.tokens = max((x.shape[0] for x in program.inputs if x.shape), default=1), tokens_of(program)
+        self.samples, self.tokens = max((x.shape[0] for x in program.inputs if x.shape), default=1), program.tokens
         self._peak = peak_flops(program, mesh.device)
         total: Counter[str] = Counter()
         for row in comm_rows(program, mesh.coordinate(program.axis) if program.axis else None, moved):
@@ -74,20 +74,6 @@ class Meter:
         """Return TFLOP/s of the model on this rank, and the share of the device's peak if known, as `mfu`."""
         rate = self.flops * steps
         return {"tflops": round(rate / 1e12, 4)} | ({"mfu": round(rate / self._peak, 4)} if self._peak else {})
-
-
-def tokens_of(program: Program) -> int | None:
-    """Return the tokens in a batch: rows x positions of ids that an embedding looks up; None without any."""
-    for node in program.graph.nodes:
-        if node.target is not torch.ops.aten.embedding.default:
-            continue
-        ids = node.args[1]
-        while ids.op == "call_function" and len(ids.all_input_nodes) == 1:
-            ids = ids.all_input_nodes[0]  # reshaped, sliced, cast
-        read = next((x for x in program.inputs if x.name == ids.name and len(x.shape) > 1), None)
-        if read is not None:
-            return read.shape[0] * read.shape[1]
-    return None
 
 
 def peak_flops(program: Program, where: torch.device) -> float | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -63,32 +64,13 @@ class MeasuredStep:
     waits: list[Wait] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        times = ("part", "count", "seconds", "least")
-        ops = [{**{name: getattr(x, name) for name in times}, **_op_json(x.op)} for x in self.ops]
-        head = {name: getattr(self, name) for name in _HEAD}
-        return {**head, "ops": ops, "waits": [asdict(x) for x in self.waits]}
+        ops = [{**vars(x), "op": x.op._asdict()} for x in self.ops]
+        return {**vars(self), "ops": ops, "waits": [asdict(x) for x in self.waits]}
 
     @staticmethod
     def of_json(value: dict[str, Any]) -> MeasuredStep:
-        ops = [OpTime(x["part"], _op(x), x["count"], x["seconds"], x["least"]) for x in value["ops"]]
-        waits = [Wait(**{**x, "axes": tuple(x["axes"])}) for x in value["waits"]]
-        return MeasuredStep(**{name: value[name] for name in _HEAD}, ops=ops, waits=waits)
-
-
-_HEAD = ("step", "rank", "mesh", "kind", "device", "made", "seconds")
-
-
-def _op_json(op: Op) -> dict[str, Any]:
-    """Return the op's fields that are not empty."""
-    return {k: x for k, x in op._asdict().items() if x or k in ("flops", "traffic")}
-
-
-def _op(value: dict[str, Any]) -> Op:
-    fields = {k: x for k, x in value.items() if k in Op._fields}
-    for name in ("shape", "matrices"):
-        if name in fields:
-            fields[name] = tuple(fields[name])
-    return Op(**fields)
+        """Return the step of `to_json`. Raises ValueError (pydantic's) for anything else."""
+        return TypeAdapter(MeasuredStep).validate_python(value)
 
 
 class OpTimes(Ledger):

@@ -30,7 +30,7 @@ def timeline(cost: Cost, number: Number) -> dict[str, Any]:
     """
     program, schedule = cost.program, cost.timeline.schedule
     rows = []
-    for i, (r, clock) in enumerate(zip(cost.dry_runs, cost.streams(), strict=True)):
+    for i, (r, clock) in enumerate(zip(cost.dry_runs, cost.streams, strict=True)):
         actions = (action for action, _ in parts(r, schedule.actions[r.at]))
         ran = [(action, *part) for action, part in zip(actions, clock.parts, strict=True)]
         at = _Wall(ran, cost.timeline.slots[i])
