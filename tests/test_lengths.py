@@ -95,7 +95,7 @@ def check(program: Program, batches: list[Batch], expected: list[Batch], compila
             seen = float(engine.evaluate(b))
             values.append(float(engine.step(b)))
             assert seen == pytest.approx(values[-1], rel=1e-12)
-        assert len(engine._model.others) == compilations
+        assert len(engine._model._recompiled) == compilations
         return values, engine.full_state_dict()
 
     for values, state in loopback(program.mesh, work):

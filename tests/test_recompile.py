@@ -56,7 +56,7 @@ def test_fewer_rows(mesh: str, zero: int, microbatches: int) -> None:
             seen = engine.evaluate(fewer(step))
             losses.append(float(engine.step(fewer(step))))
             assert float(seen) == pytest.approx(losses[-1], rel=1e-12)
-        assert len(engine._model.others) == 2
+        assert len(engine._model._recompiled) == 2
         return losses, engine.full_state_dict()
 
     losses, want = reference()

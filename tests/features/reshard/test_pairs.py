@@ -137,7 +137,7 @@ def held(engine: Any) -> Rank:
             continue
         own, run = engine.params[p.name], runs.get(p.name)
         forms = found.setdefault(p.fqn, [Local(p, own.detach().clone(), run)])
-        whole = engine.buckets.whole(p.name)
+        whole = engine.buckets.kept_whole(p.name)
         if whole is not None and run is not None:
             forms.append(Local(p, whole.clone(), narrow=whole.dtype != own.dtype))
         for name, x in engine.optimizer.state.get(own, {}).items() if engine.optimizer is not None else ():

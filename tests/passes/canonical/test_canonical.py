@@ -376,7 +376,7 @@ def test_a_float32_program_can_be_run_in_float64() -> None:
 def test_factories_run_on_any_device() -> None:
     _, program = compiled(lambda w: (w * torch.arange(6)).sum() + torch.zeros(2).sum() + torch.zeros_like(w).sum())
     assert all("device" not in n.kwargs for n in program.graph.nodes)
-    moved = on_device(program.graph, "meta")
+    moved = on_device(program.graph, torch.device("meta"))
     assert {op_name(n.target) for n in moved.nodes if "device" in n.kwargs} == {"arange", "zeros", "full"}
     assert [n.meta.get("value") for n in moved.nodes] == [n.meta.get("value") for n in program.graph.nodes]
 
