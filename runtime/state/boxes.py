@@ -275,7 +275,7 @@ def replicas(program: Program, layout: Layout, cut: Iterable[str] = ()) -> tuple
 def cut_axes(program: Program, p: Param) -> tuple[str, ...]:
     """Return the axes over which ZeRO splits a parameter into flat shards."""
     bucket = program.bucket(p)
-    return program.mesh.parts(bucket.shard) if bucket is not None and bucket.zero else ()
+    return program.mesh.digits(bucket.shard) if bucket is not None and bucket.zero else ()
 
 
 def copied(program: Program, x: Param | Buffer, mesh: Any) -> bool:
