@@ -26,7 +26,7 @@ from shardc.runtime import ops
 CONVERTERS = {getattr(ops, row.op) for row in CONVERSIONS}
 
 
-def _mark_partial(node: fx.Node, axes: list[str]) -> None:
+def _mark_partial(node: fx.Node, axes: tuple[str, ...]) -> None:
     """Set a node's type: ranks of these axes have a summand of it."""
     value: Value = node.meta["value"]
     items = tuple((a, p) for a, p in value.layout.items if a not in axes)
@@ -72,7 +72,7 @@ def sum_after_step(graph: fx.Graph, summands: set[fx.Node], mesh_node: fx.Node, 
             with graph.inserting_after(once):
                 once = graph.create_node("call_function", op, (once, mesh_node, a), {}, name=f"{x.name}_once")
             once.meta = {"value": value, "source": source_of(x)}
-            _mark_partial(once, [a])
+            _mark_partial(once, (a,))
         for n in (n for n in linear if x in n.all_input_nodes):
             n.replace_input_with(x, once)
     for n in linear:

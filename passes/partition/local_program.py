@@ -334,8 +334,8 @@ class LocalProgram:
             self.notes.append(gather_note(f"{param.fqn} {v}" if param is not None else str(v), axes[0], user))
         kwargs: dict[str, Any] = {}
         if producer.target is ops.fp8_round and collective is not None and row.forward == "all_gather":
-            number_format, granule = producer.args[2:4]  # granule: the block of each dim that has one scale
-            kwargs["fp8"] = number_format, granule
-            message = message_bytes(old.local_shape(v.shape, self.mesh), granule)
+            fp8: Any = producer.args[2:4]  # the number format, and the granule: of each dim the block with one scale
+            kwargs["fp8"] = fp8
+            message = message_bytes(old.local_shape(v.shape, self.mesh), fp8[1])
             collective = replace(collective, packed=self.mesh.size(axes[0]) * message)
         return new, self._emit(getattr(ops, row.op), args, kwargs, replace(v, layout=new), line, collective, name)

@@ -18,8 +18,7 @@ When a sum starts, and when a rank waits for it (`Bucket.launch`, `advance_sum`)
     * when the bucket is full and those before it have started; buckets that did not fill, after the (stage's) backward.
     ZeRO 1 to 3: once a step an all_reduce over the other data axes follows. `late` buckets (of parameters that stages
     on other ranks use too): `finish` starts their sum (ZeRO 0, 1), or only that all_reduce (2, 3). `keep`: gathered
-    parameters and whole gradients stay until the last backward. `early`: a bucket whose last sum runs is finished when
-    the next one has started.
+    parameters and whole gradients stay until the last backward. `early`: a bucket is finished when the next one starts.
 
 A step at ZeRO 2 with two microbatches and buckets a, b (the backward graph calls `ops.accumulate` for each gradient and
 `ops.launch` where a bucket is full):
