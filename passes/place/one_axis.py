@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 from torch import fx
 
@@ -210,7 +210,8 @@ class Axis:
         if (method := node.meta.get("method", {}).get(self.name)) is not None:
             available = [self.available[o] for o in operands]
             if attention_methods.over_sequence(choices, available):
-                yield from attention_methods.candidates(method, choices, self.n, available)
+                room = attention_methods.Room(partial(self.taken, (node, 0)), partial(self.fits, node))
+                yield from attention_methods.candidates(method, choices, self.n, available, room)
                 return
         if any(o[0] in self.shared_heads for o in operands) and node not in self.shared_heads:
             # ranks that share key-value heads each compute them whole: a split would have to be gathered
@@ -266,6 +267,13 @@ class Axis:
             if isinstance(p := s.outputs[0], Shard) and p.dim == pin.dim and a not in axes
         ]
         return replace(pin, split=pin.split * max(others, default=1))
+
+    def taken(self, value: Key, dim: int) -> int:
+        """Return the `Shard.split` of the digit below those that other axes took of a dim; 1 if they took none."""
+        node, i = value
+        placed = ((a, s.outputs[i]) for a, s in node.meta["strategies"].items() if a != self.name)
+        digits = (p.split * self.mesh.size(a) for a, p in placed if isinstance(p, Shard) and p.dim == dim)
+        return max(digits, default=1)
 
     def fits(self, node: fx.Node, strategy: Strategy) -> bool:
         """Return whether the digits that other axes took leave room, on every operand and result."""

@@ -181,15 +181,8 @@ def _ways(
 
 def _possible_splits(axis: Axis, operand: Key, dim: int, free_splits: tuple[int, ...]) -> list[int]:
     """Return the possible `Shard.split`s in a dim: the digit below those of other axes, or `free_splits`."""
-    node, i = operand
-    size = values_of(node)[i].shape[dim]
-    placed = node.meta["strategies"].items()
-    taken = [
-        p.split * axis.mesh.size(a)
-        for a, s in placed
-        if a != axis.name and isinstance(p := s.outputs[i], Shard) and p.dim == dim
-    ]
-    candidates = (max(taken),) if taken else free_splits
+    size, taken = values_of(operand[0])[operand[1]].shape[dim], axis.taken(operand, dim)
+    candidates = (taken,) if taken > 1 else free_splits
     return [split for split in candidates if size % (split * axis.n) == 0]
 
 

@@ -11,8 +11,9 @@ Attention that a model writes out (products and a softmax) has its method on the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardc.errors import ShardcError
 from shardc.ir.placement import Placement, Shard
@@ -42,8 +43,18 @@ def over_sequence(choices: Choices, available: Sequence[Sequence[Placement]]) ->
     return any(isinstance(p, Shard) and p.dim == rows for p in available[0])
 
 
+class Room(NamedTuple):
+    """What other axes leave of an op.
+
+    taken: the digit below theirs in a dim of the result. fits: whether a strategy takes no digit of theirs.
+    """
+
+    taken: Callable[[int], int]
+    fits: Callable[[Strategy], bool]
+
+
 def candidates(
-    method: Method, choices: Choices, n: int, available: Sequence[Sequence[Placement]]
+    method: Method, choices: Choices, n: int, available: Sequence[Sequence[Placement]], room: Room
 ) -> Iterator[Strategy]:
     """Yield the strategies that a method allows. Raises ShardcError if there are none."""
     whole, yielded = choices.call.target in OPS, False
@@ -51,8 +62,8 @@ def candidates(
     if method.name == "gather" or (method.name == "auto" and not ring):
         split = (choices.from_operand(0, p, n) for p in available[0])
         ring = [s for s in split if s is not None]
-    heads = _by_heads(method, choices, n) if method.name in ("ulysses", "auto") else []
-    for s in (*ring, *heads):
+    heads = _by_heads(method, choices, n, room) if method.name in ("ulysses", "auto") else []
+    for s in filter(room.fits, (*ring, *heads)):
         yielded = True
         yield s
     if not yielded:
@@ -66,8 +77,11 @@ def _ring(choices: Choices, n: int, available: Sequence[Sequence[Placement]]) ->
     return [s for s in strategies if s.kind == RING]
 
 
-def _by_heads(method: Method, choices: Choices, n: int) -> list[Strategy]:
-    """Split heads at the digit inside the axes that may already split them."""
+def _by_heads(method: Method, choices: Choices, n: int, room: Room) -> list[Strategy]:
+    """Split heads at the digit inside the axes that may already split them.
+
+    Heads that a view merged with rows are split inside the axes that split the rows.
+    """
     call, sizes = choices.call, choices.signature.sizes
     out = call.results[0].shape
     if len(out) < 3:
@@ -76,8 +90,9 @@ def _by_heads(method: Method, choices: Choices, n: int) -> list[Strategy]:
     factors = [f for f in choices.signature.outputs[0][dim] if f in choices.places]
     for factor in factors:  # the outer group first: then keys and values are split too
         digit = method.inner if sizes[factor] % (method.inner * n) == 0 else 1
-        if (method.inner == 1 or digit > 1) and (s := choices.split(factor, digit, n)) is not None:
-            return [s]
+        for split in (digit, digit * room.taken(dim)) if method.inner == 1 or digit > 1 else ():
+            if (s := choices.split(factor, split, n)) is not None and room.fits(s):
+                return [s]
     return []
 
 

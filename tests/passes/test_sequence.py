@@ -75,6 +75,12 @@ def test_models(name: str, method: str, cp: int) -> None:
         assert "all_to_all" in kinds
 
 
+def test_heads_that_a_view_merges_with_rows() -> None:
+    """Attention written out over [rows * heads, ...]: ranks of dp split the outer digit, those of cp the one inside."""
+    program = check(reference("xglm"), {"dp": 2, "cp": 2}, "ulysses")
+    assert any(c.kind == "all_to_all" for n in program.stages[0].graph.nodes if (c := n.meta.get("collective")))
+
+
 AGAIN = {"checkpoint": [{"match": "model.layers.*", "save": []}]}
 TOGETHER: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp": ({"cp": 2, "tp": 2}, TP),

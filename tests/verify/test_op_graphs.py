@@ -211,6 +211,20 @@ class Divergence(nn.Module):
         return (rows * 1e-3).square().sum() + x.sum()
 
 
+class Squares(nn.Module):
+    """A long product of exponentials that are below 1 in all rows: in padding it may not overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.linspace(0.1, 1, 12, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        decay = torch.exp(-self.rate * x.abs() / 4096)
+        for _ in range(12):
+            decay = decay * decay
+        return (decay * self.rate * x).mean()
+
+
 class Twice(nn.Module):
     """One value, made twice, in two layouts."""
 
@@ -322,6 +336,11 @@ X = {"x": torch.arange(48.0, dtype=torch.float64).view(4, 12) - 20}
             Heads,
             {"mesh": {"dp": 1}, "batch": {"dims": {"x": 0}, "microbatches": 3}, "uneven": "pad"},
             id="padding of rows times heads was not known",
+        ),
+        pytest.param(
+            Squares,
+            {"mesh": {"dp": 1}, "batch": {"dims": {"x": 0}, "microbatches": 3}, "uneven": "pad"},
+            id="padding of an exponential grew until it overflowed",
         ),
         pytest.param(
             Repeated,

@@ -4,8 +4,9 @@ Padding is finite, and its gradient is zero. An op keeps that if its result and 
 padding's numbers: zero times an infinite derivative is nan, and a sum over padding carries it to the weights before.
 These numbers are found by trial: the op and its backward run on tiny tensors that contain each of `GRID`, once for
 each op and arguments. An op that is finite wherever its padding is needs nothing; for others `fills` searches the
-operands and numbers that padding must be filled with. If no number is suitable, the dim is not padded
-(shardc.rules.core.choices), but gathered.
+operands and numbers that padding must be filled with. Of several numbers it takes the one with the smallest result
+and derivatives: a scan multiplies its state by `exp` of the padding at every step, and would overflow. If no number is
+suitable, the dim is not padded (shardc.rules.core.choices), but gathered.
 
 Ops that are linear in each operand are finite wherever their operands are, and are not tried.
 """
@@ -36,7 +37,7 @@ from shardc.torch_private import OpOverload, unintercepted
 if TYPE_CHECKING:
     from shardc.rules.core.choices import Choices
 
-#: Numbers that padding may be filled with, in the order in which they are tried.
+#: Numbers that padding may be filled with. Of those with equally large results the first is taken.
 NUMBERS = (1.0, 0.5, 2.0, 0.0, -0.5, -1.0, -2.0, 3.0)
 #: More numbers, to try padding that is not filled: exponentials overflow at the last two.
 GRID = (*NUMBERS, 0.25, -3.0, 1000.0, -1000.0)
@@ -122,24 +123,28 @@ def finite(choices: Choices, padded: Padded, holds: Fills) -> bool:
 
 @dataclass
 class _Table:
-    """Where an op is finite. good: bool, a dim for each operand.
+    """Where an op is finite. largest: absolute number in results and derivatives, or inf; a dim for each operand.
 
     domains: for each operand, what it was tried with: a number, or None for different numbers.
     """
 
     domains: tuple[tuple[float | None, ...], ...]
-    good: Tensor
+    largest: Tensor
 
     @classmethod
     def of(cls, domains: tuple[tuple[float | None, ...], ...], each: list[Tensor | None]) -> _Table | None:
         """Build the table from the result at every point (None: the op raised), or None if it always raised."""
         if all(result is None for result in each):
             return None
-        good = torch.tensor([result is not None and bool(result.all()) for result in each])
-        return cls(domains, good.view([len(d) for d in domains]))
+        largest = torch.tensor([math.inf if result is None else float(result.max()) for result in each])
+        return cls(domains, largest.view([len(d) for d in domains]))
 
     def numbers(self, operand: int) -> list[float]:
-        return [x for x in self.domains[operand] if x is not None and x in NUMBERS]
+        """Return the numbers to fill an operand with, those with the smallest results first."""
+        domain = self.domains[operand]
+        by_number = self.largest.nan_to_num(posinf=0.0).movedim(operand, 0).reshape(len(domain), -1).amax(1)
+        order = sorted(range(len(domain)), key=lambda i: float(by_number[i]))
+        return [x for x in map(domain.__getitem__, order) if x is not None and x in NUMBERS]
 
     def finite(self, group: Group, holds: Fills) -> bool:
         """Return whether the op is finite where a group of operands is padding that has these numbers.
@@ -147,7 +152,7 @@ class _Table:
         Numbers of other operands count only if some padding would do: one device also divides by their zeros.
         """
         dims = sorted(group)
-        possible, filled = self.good, self.good
+        possible = filled = self.largest.isfinite()
         for i in dims:
             possible = possible.any(i, keepdim=True)
             if (number := holds[i]) is None:
@@ -215,10 +220,10 @@ def _of_elements(call: Call, known: dict[int, float]) -> _Table | None:
     points = list(itertools.product(*domains))
     columns = [torch.tensor(x, dtype=v.dtype) for x, v in zip(zip(*points, strict=True), call.operands, strict=True)]
     run = _called(call)
-    good = _is_finite(run, call, columns)
-    if good is None or good.shape != (len(points),):
-        return _Table.of(domains, [_is_finite(run, call, [c[k] for c in columns]) for k in range(len(points))])
-    return _Table(domains, good.view([len(d) for d in domains]))
+    largest = _largest_of(run, call, columns)
+    if largest is None or largest.shape != (len(points),):
+        return _Table.of(domains, [_largest_of(run, call, [c[k] for c in columns]) for k in range(len(points))])
+    return _Table(domains, largest.view([len(d) for d in domains]))
 
 
 def _numbers_of(v: Value, grid: tuple[float, ...]) -> tuple[float, ...]:
@@ -250,7 +255,7 @@ def _of_rows(choices: Choices, padded: Group) -> _Table | None:
             results.append(None)  # not run: kernels do not check indices
         else:
             tensors = [_filled(v, s, x) for v, s, x in zip(call.operands, shapes, point, strict=True)]
-            results.append(_is_finite(run, call, tensors))
+            results.append(_largest_of(run, call, tensors))
     return _Table.of(domains, results)
 
 
@@ -308,8 +313,11 @@ def _filled(v: Value, shape: tuple[int, ...], number: float | None) -> Tensor:
     return ((torch.arange(1, n + 1, dtype=torch.float64) * 0.618034) % 1).view(shape).to(v.dtype)
 
 
-def _is_finite(run: Run, call: Call, tensors: list[Tensor]) -> Tensor | None:
-    """Return whether results and gradients are finite (per element if elementwise); None if it raises."""
+def _largest_of(run: Run, call: Call, tensors: list[Tensor]) -> Tensor | None:
+    """Return the largest absolute number in results and gradients, inf if one is not finite; None if the op raises.
+
+    Per element if all have the same shape.
+    """
     leaves = [x.clone().requires_grad_(v.requires_grad) for x, v in zip(tensors, call.operands, strict=True)]
     try:
         output = run(leaves)
@@ -322,8 +330,12 @@ def _is_finite(run: Run, call: Call, tensors: list[Tensor]) -> Tensor | None:
         with suppress(*_RAISED):  # it has no backward for one of them
             grads = torch.autograd.grad(ends, inputs, [torch.ones_like(y) for y in ends], allow_unused=True)
             values += [g for g in grads if g is not None]
-    flags = [torch.isfinite(x) for x in values if x.dtype.is_floating_point or x.dtype.is_complex]
-    if not flags:
-        return torch.ones(values[0].shape if values else (), dtype=torch.bool)
-    same_shape = len({f.shape for f in flags}) == 1
-    return torch.stack(flags).all(0) if same_shape else torch.stack([f.all() for f in flags]).all()
+    sizes = [
+        x.abs().double().nan_to_num(math.inf, posinf=math.inf)
+        for x in values
+        if x.dtype.is_floating_point or x.dtype.is_complex
+    ]
+    if not sizes:
+        return torch.zeros(values[0].shape if values else ())
+    same_shape = len({x.shape for x in sizes}) == 1
+    return torch.stack(sizes if same_shape else [x.max() for x in sizes]).amax(0)
