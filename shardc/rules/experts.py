@@ -19,7 +19,7 @@ from torch import fx
 
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial, Placement, Shard
-from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call, Operand
 from shardc.rules.core.registry import LocalCall, rule
 from shardc.rules.core.strategy import Strategy, needs_sum_grad
@@ -30,21 +30,19 @@ from shardc.runtime.ops.experts.activation import read
 X, INDEX, WEIGHTS, UP, DOWN, UP_BIAS, DOWN_BIAS, ACTIVATION, TRANSPOSED = range(9)
 
 
-def experts(call: Call) -> Signature:
-    """Split tokens, experts and i. The activation decides where i is in the first product's columns."""
-    x, index, up, down = (call.operands[i].shape for i in (X, INDEX, UP, DOWN))
-    activation = read(call.arg(ACTIVATION, "activation"))
+def _dims(call: Call) -> list[list[str]]:
+    """Return the dims of all operands. The activation decides where i is in the first product's columns."""
+    columns = {"": "i+", "halves": "p! i+", "stripes": "i+ p!"}[read(call.arg(ACTIVATION, "activation")).word]
     transposed = bool(call.arg(TRANSPOSED, "transposed", False))
-    i = down[1] if transposed else down[2]
-    sizes = {"t": x[0], "h": x[1], "k": index[1], "e": up[0], "p": activation.parts, "i": i, "o": x[1]}
-    columns: Dim = {"": ("i",), "halves": ("p", "i"), "stripes": ("i", "p")}[activation.word]
-    first: tuple[Dim, ...] = (("e",), ("h",), columns) if transposed else (("e",), columns, ("h",))
-    second: tuple[Dim, ...] = (("e",), ("i",), ("o",)) if transposed else (("e",), ("o",), ("i",))
-    ins: list[tuple[Dim, ...]] = [(("t",), ("h",)), (("t",), ("k",)), (("t",), ("k",)), first, second]
-    ins += [(("e",), columns)] * (_bias(call, UP_BIAS) is not None) + [(("e",), ("o",))] * (
-        _bias(call, DOWN_BIAS) is not None
-    )
-    return Signature(tuple(ins), ((("t",), ("o",)),), sizes, frozenset("ei"), frozenset("hkp"))
+    up, down = ["e+", columns, "h!"], ["e+", "o", "i+"]
+    weights = [[e, b, a] if transposed else [e, a, b] for e, a, b in (up, down)]
+    biases = [dims[:2] for dims, at in ((up, UP_BIAS), (down, DOWN_BIAS)) if _bias(call, at) is not None]
+    return [["t", "h!"], ["t", "k!"], ["t", "k!"], *weights, *biases]
+
+
+def experts(call: Call) -> Signature:
+    """Split tokens, experts and i."""
+    return call.fit(_dims(call), [["t", "o"]], p=read(call.arg(ACTIVATION, "activation")).parts)
 
 
 def rounded(call: Call) -> Signature:
@@ -52,13 +50,10 @@ def rounded(call: Call) -> Signature:
 
     An activation may turn padding in `i` into a nonzero, which could be the largest value of a row.
     """
-    plain = experts(call)
-    rows, columns = plain.inputs[DOWN], plain.inputs[UP]
-    ups = tuple(() if d == ("h",) else d for d in columns)
-    downs = tuple(() if d == ("i",) else d for d in rows)
-    return replace(
-        plain, inputs=(*plain.inputs, ups, downs), whole=plain.whole | {"o"}, unpadded=plain.unpadded | {"i"}
-    )
+    dims = _dims(call)
+    ups, downs = (["" if d == left_out else d for d in dims[at]] for at, left_out in ((UP, "h!"), (DOWN, "i+")))
+    parts = read(call.arg(ACTIVATION, "activation")).parts
+    return replace(call.fit([*dims, ups, downs], [["t", "o!"]], p=parts), unpadded=frozenset("i"))
 
 
 def _bias(call: Call, position: int) -> int | None:

@@ -12,10 +12,10 @@ from torch import fx
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
-from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import LocalCall, rule
-from shardc.rules.core.shared_signatures import all_whole
+from shardc.rules.core.shared_signatures import all_whole, names_of
 from shardc.rules.core.strategy import Strategy
 from shardc.runtime import ops
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::ctc_loss)
@@ -27,12 +27,9 @@ def _class_dim(call: Call) -> int:
 
 def nll(call: Call) -> Signature:
     """Split all but the classes c: logits[n, c, ...], target[n, ...] -> loss[n, ...]."""
-    x, c = call.operands[0].shape, _class_dim(call)
-    names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
-    rest = tuple(names[:c] + names[c + 1 :])
-    return Signature(
-        (tuple(names), rest), (rest,), {f"d{i}": s for i, s in enumerate(x)}, frozenset(), frozenset({f"d{c}"})
-    )
+    names, c = names_of(len(call.operands[0].shape)), _class_dim(call)
+    rest = names[:c] + names[c + 1 :]
+    return call.fit([[*names[:c], f"d{c}!", *names[c + 1 :]], rest], [rest])
 
 
 def by_classes(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
@@ -105,10 +102,7 @@ def by_row(call: Call) -> Signature:
     """Split rows of x[n, c], targets[n, c] -> loss[n], if the canonical pass left the loss unreduced."""
     if call.arg(2, "reduction", 1):
         return all_whole(call)
-    x = call.operands[0].shape
-    rows: tuple[Dim, ...] = (("n",),) if len(x) == 2 else ()
-    dims = (*rows, ("c",))
-    return Signature((dims, dims), (rows,), {"c": x[-1]} | ({"n": x[0]} if rows else {}), frozenset(), frozenset("c"))
+    return call.fit("n c!, n c! -> n" if len(call.operands[0].shape) == 2 else "c!, c! -> ")
 
 
 rule(torch.ops.aten.multilabel_margin_loss.default, by_row)
@@ -116,18 +110,8 @@ rule(torch.ops.aten.multilabel_margin_loss.default, by_row)
 
 def ctc(call: Call) -> Signature:
     """Split n: log_probs[t, n, c], targets[n, s] (not concatenated), lengths[n] twice -> loss[n]."""
-    x, targets = (v.shape for v in call.operands[:2])
-    sizes = {"t": x[0], "n": x[1], "c": x[2]} | {f"s{i}": s for i, s in enumerate(targets)}
-    batched = len(targets) == 2
-    ins = (
-        (("t",), ("n",), ("c",)),
-        (("n",) if batched else ("s0",), *[("s1",)] * batched),
-        (("n",),),
-        (("n",),),
-    )
-    if batched:
-        del sizes["s0"]
-    return Signature(ins, ((("n",),),), sizes, frozenset(), frozenset(sizes) - ({"n"} if batched else set()))
+    batched = len(call.operands[1].shape) == 2
+    return call.fit("t! n c!, n s!, n, n -> n" if batched else "t! n! c!, s!, n, n -> n")
 
 
 rule(torch.ops.shardc.ctc_loss.default, ctc)

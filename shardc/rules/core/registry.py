@@ -132,7 +132,7 @@ class Rule:
         if not isinstance(self.notation, str):
             return self.notation(call)
         try:
-            return parse(self.notation).bind([v.shape for v in call.operands], [v.shape for v in call.results])
+            return call.fit(self.notation)
         except ValueError as e:
             types = f"{', '.join(map(str, call.operands))} -> {', '.join(map(str, call.results))}"
             fault = f"the rule {self.text!r} of {self.op} does not fit a call ({types}): {e}"
