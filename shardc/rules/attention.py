@@ -18,7 +18,7 @@ from shardc.machine.flops import attention_flops
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import LocalCall, rule
-from shardc.rules.core.strategy import Strategy, needs_sum_grad
+from shardc.rules.core.strategy import Strategy, needs_sum_grad, splits_of
 from shardc.rules.random import local_part
 from shardc.runtime import ops
 from shardc.runtime.ops.attention.held import Held
@@ -76,13 +76,8 @@ def by_ring(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> It
     def at(x: Value, p: Shard) -> Shard:
         return replace(p, dim=len(x.shape) - 2)
 
-    def fits(x: Value, placements: frozenset[Placement]) -> list[Shard]:
-        plain = Shard(len(x.shape) - 2)
-        shards = (p for p in placements if isinstance(p, Shard) and p.dim == plain.dim and not p.sections)
-        return sorted((p for p in shards if p.padded(x.shape[p.dim]) % (p.split * n) == 0), key=repr)
-
-    for rows in fits(q, available[0]):
-        for keys in fits(k, available[1]):
+    for rows in splits_of(q, {len(q.shape) - 2}, n, available[0]):
+        for keys in splits_of(k, {len(k.shape) - 2}, n, available[1]):
             ins: list[Placement] = [rows, keys, at(v, keys)]
             if mask is not None:
                 split = len(mask.shape) > 1 and mask.shape[-2] == q.shape[-2] and mask.shape[-2] > 1

@@ -22,7 +22,7 @@ from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial, Placemen
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call, Operand
 from shardc.rules.core.registry import LocalCall, rule
-from shardc.rules.core.strategy import Strategy, needs_sum_grad
+from shardc.rules.core.strategy import Strategy, needs_sum_grad, splits_of
 from shardc.runtime import ops
 from shardc.runtime.ops.experts.activation import read
 
@@ -70,13 +70,10 @@ def linear(call: Call) -> str:
 
 def exchange(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Yield strategies that split tokens and experts over the same ranks."""
-    tokens = {p for p in available[X] | {Shard(0)} if isinstance(p, Shard) and p.dim == 0 and not p.sections}
-    splits = {p for p in available[UP] if isinstance(p, Shard) and p.dim == 0}
-    t, e = call.operands[X].shape[0], call.operands[UP].shape[0]
-    for x in sorted(tokens, key=repr):
-        for w in sorted(splits, key=repr):
-            if x.padded(t) % (x.split * n) == 0 == w.padded(e) % (w.split * n) and not w.sections:
-                yield Strategy("exchange", (x, x, x, *[w] * (len(call.operands) - 3)), (x,))
+    x, up = call.operands[X], call.operands[UP]
+    for rows in splits_of(x, {0}, n, available[X] | {Shard(0)}):
+        for e in splits_of(up, {0}, n, available[UP]):
+            yield Strategy("exchange", (rows, rows, rows, *[e] * (len(call.operands) - 3)), (rows,))
 
 
 def flops(call: Call) -> int:

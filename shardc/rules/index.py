@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from shardc.ir.placement import PARTIAL, REPLICATE, Placement, Shard
+from shardc.ir.placement import PARTIAL, REPLICATE, Placement
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call, Operand
 from shardc.rules.core.registry import LocalCall, rule
 from shardc.rules.core.shared_signatures import all_whole, names_of, whole_names
-from shardc.rules.core.strategy import Strategy
+from shardc.rules.core.strategy import Strategy, splits_of
 from shardc.runtime import ops
 
 aten = torch.ops.aten
@@ -24,22 +24,17 @@ aten = torch.ops.aten
 
 def by_vocabulary(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Yield strategies that split the table's rows: absent rows are zeros, the ranks' sum is the result."""
-    for rows in sorted(available[0], key=repr):
-        if not isinstance(rows, Shard) or rows.dim != 0 or not rows.by_digits_alone or _by_frequency(call):
-            continue
-        if rows.padded(call.operands[0].shape[0]) % (rows.split * n) == 0:
+    for rows in () if _by_frequency(call) else splits_of(call.operands[0], {0}, n, available[0]):
+        if rows.by_digits_alone:
             yield Strategy("vocabulary", (rows, REPLICATE), (PARTIAL,))
 
 
 def local_embedding(call: LocalCall) -> fx.Node:
-    axes = call.axes("vocabulary")
-    if not axes:
+    if not call.axes("vocabulary"):
         return call.same()
-    shards = call.inputs[0].shards(0)
-    digits, rows = tuple((a, s.signed) for a, s in shards), shards[0][1].padded(call.call.operands[0].shape[0])
-    return call.emit(
-        ops.embedding_partial, (*call.args[:2], call.mesh_node, digits, rows, call.call.arg(2, "padding_idx", -1)), {}
-    )
+    digits, rows = call.digits(0, 0)
+    args = (*call.args[:2], call.mesh_node, digits, rows, call.call.arg(2, "padding_idx", -1))
+    return call.emit(ops.embedding_partial, args, {})
 
 
 def embedding(call: Call) -> Signature:
@@ -67,9 +62,8 @@ def gather(call: Call) -> Signature:
 
 def by_entries(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Yield strategies that split the dim that indices point into, as `by_vocabulary` does."""
-    x, d = call.operands[0].shape, call.dim(call.arg(1, "dim"))
-    for p in sorted(available[0], key=repr):
-        if isinstance(p, Shard) and p.dim == d and p.by_digits_alone and p.padded(x[d]) % (p.split * n) == 0:
+    for p in splits_of(call.operands[0], {call.dim(call.arg(1, "dim"))}, n, available[0]):
+        if p.by_digits_alone:
             yield Strategy("entries", (p, REPLICATE), (PARTIAL,))
 
 
@@ -77,8 +71,7 @@ def local_gather(call: LocalCall) -> fx.Node:
     if not call.axes("entries"):
         return call.same()
     d = call.call.dim(call.call.arg(1, "dim"))
-    shards = call.inputs[0].shards(d)
-    digits, size = tuple((a, s.signed) for a, s in shards), shards[0][1].padded(call.call.operands[0].shape[d])
+    digits, size = call.digits(0, d)
     return call.emit(ops.gather_partial, (call.args[0], call.args[2], call.mesh_node, d, digits, size), {})
 
 

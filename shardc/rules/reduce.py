@@ -135,8 +135,7 @@ def local_histc(call: LocalCall) -> fx.Node:
     """Fill padding with a number outside of the range."""
     x, above = call.args[0], float(call.call.arg(3, "max", 0)) + 1
     for d in range(len(call.call.operands[0].shape)):
-        if call.split(f"d{d}") and any(s.dim == d for s in call.inputs[0].paddings()):
-            x = call.without_padding(x, 0, d, above)
+        x = call.without_padding(x, 0, d, above)
     return call.same(_0=x)
 
 

@@ -13,7 +13,7 @@ from shardc.rules.core.notation import Dim, Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import LocalCall, rule
 from shardc.rules.core.shared_signatures import every_operand, names_of, whole_dims
-from shardc.rules.core.strategy import Strategy
+from shardc.rules.core.strategy import Strategy, splits_of
 from shardc.rules.pointwise import local_size
 from shardc.runtime import ops
 
@@ -260,25 +260,16 @@ def select(call: Call) -> Signature:
 
 def by_owner(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Yield strategies to select an entry of a split dim: others add zeros, cheaper than a gather."""
-    d = call.dim(call.arg(1, "dim"))
-    for p in sorted(available[0], key=repr):
-        if (
-            isinstance(p, Shard)
-            and p.dim == d
-            and not p.sections
-            and p.padded(call.operands[0].shape[d]) % (p.split * n) == 0
-        ):
-            yield Strategy("owner", (p,), (PARTIAL,))
+    for p in splits_of(call.operands[0], {call.dim(call.arg(1, "dim"))}, n, available[0]):
+        yield Strategy("owner", (p,), (PARTIAL,))
 
 
 def local_select(call: LocalCall) -> fx.Node:
     d = call.call.dim(call.call.arg(1, "dim"))
     if not call.axes("owner"):
         return call.same()
-    shards, size = call.inputs[0].shards(d), call.call.operands[0].shape[d]
-    digits, wide = tuple((a, s.signed) for a, s in shards), shards[0][1].padded(size)
-    index = call.call.arg(2, "index") % size
-    s = shards[0][1]
+    size, (digits, wide) = call.call.operands[0].shape[d], call.digits(0, d)
+    index, (_, s) = call.call.arg(2, "index") % size, call.inputs[0].shards(d)[0]
     index += index // (size // s.blocks) * s.padding  # its index in the padded dim
     return call.emit(ops.select_partial, (call.args[0], call.mesh_node, d, digits, wide, index), {})
 

@@ -27,7 +27,7 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.ir.metadata import Value
+from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import Layout, Placement
 from shardc.machine.assumed import work_seconds
 from shardc.rules.core.notation import Signature, parse
@@ -74,11 +74,24 @@ class LocalCall:
             raise ShardcError(fault, where=rule.where, fix=f"one of {', '.join(sorted(known))}")
         return [a for a, s in self.strategies.items() if s.kind == "split" and s.base == factor]
 
+    def digits(self, operand: int, dim: int) -> tuple[tuple[tuple[str, int], ...], int]:
+        """Return how a dim of an operand is split, each axis with its signed split, and the dim's padded size."""
+        shards, size = self.inputs[operand].shards(dim), self.call.operands[operand].shape[dim]
+        return tuple((a, s.signed) for a, s in shards), shards[0][1].padded(size) if shards else size
+
     def without_padding(self, x: fx.Node, operand: int, dim: int, fill: float) -> fx.Node:
-        """Fill the padding of a dim of x, this rank's part of the operand, with `fill`."""
-        return fill_padding(
-            self.emit, x, replace(self.call.operands[operand], layout=self.inputs[operand]), dim, self.mesh_node, fill
-        )
+        """Fill the padding of a dim of x, this rank's part of the operand, with `fill`, if it has any."""
+        value = replace(self.call.operands[operand], layout=self.inputs[operand])
+        if all(s.dim != dim for s in value.layout.paddings()):
+            return x
+        return fill_padding(self.emit, x, value, dim, self.mesh_node, fill)
+
+    def all_reduce(
+        self, op: Any, x: fx.Node, axes: tuple[str, ...], value: Value, cause: str, **kwargs: Any
+    ) -> fx.Node:
+        """Emit a sum or maximum of x over axes that has no collective in backward. value: its type."""
+        collective = Collective("all_reduce", "none", axes, value.nbytes(self.mesh), cause)
+        return self.emit(op, (x, self.mesh_node, axes), kwargs, value=value, collective=collective)
 
     def same(self, **other: Any) -> fx.Node:
         """Emit the same call, with some positional (`_0=`, `_1=`, ...) or named arguments replaced."""
