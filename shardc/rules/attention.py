@@ -17,7 +17,7 @@ from shardc.ir.placement import REPLICATE, Layout, Placement, Shard, runs
 from shardc.machine.flops import attention_flops
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
-from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.registry import LocalCall, NoSuchCallError, rule
 from shardc.rules.core.strategy import Strategy, needs_sum_grad, splits_of
 from shardc.rules.random import local_part
 from shardc.runtime import ops
@@ -121,7 +121,7 @@ def local_attention(call: LocalCall) -> fx.Node:
     paddings = (*paddings, *((last, s.padding, s.blocks) for s in keys.paddings() if s.dim == t))
     axis, *others = call.mesh.merge(ring)
     if others:
-        raise LookupError("keys travel over one axis: there is no such call")
+        raise NoSuchCallError("keys travel over one axis")
     args = (*call.args[:10], call.mesh_node, weights, digits, paddings, axis)
     size = sum(
         replace(v, layout=p).nbytes(call.mesh) for v, p in zip(call.call.operands[1:3], call.inputs[1:], strict=False)

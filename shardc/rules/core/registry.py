@@ -36,6 +36,10 @@ from shardc.rules.core.strategy import Strategy
 from shardc.runtime import ops
 
 
+class NoSuchCallError(LookupError):
+    """A rank cannot run an op by these strategies at once. Placement does not choose them."""
+
+
 @dataclass
 class LocalCall:
     """The argument of a rule's `local`: the call to rewrite, in the graph of one rank.

@@ -23,7 +23,7 @@ from shardc.ir.types import of_tensor, typed
 from shardc.passes.partition.local_program import LocalProgram
 from shardc.rules.core.choices import Choices
 from shardc.rules.core.op_call import Call, Operand, call_of
-from shardc.rules.core.registry import Rule, find
+from shardc.rules.core.registry import NoSuchCallError, Rule, find
 from shardc.rules.core.sample_calls import RNG, Sample, Tensors
 from shardc.rules.core.strategy import Strategy
 from shardc.runtime.rng import Rng
@@ -223,6 +223,8 @@ class Case:
         try:
             graph = _OneOp(Program(mesh, self.node.graph, (), (), ()), mesh).write(self.node, ins)
             ranks = on_ranks(mesh, graph, one_rank)
+        except NoSuchCallError:
+            return ""
         except MISFIT as e:
             return message_of(e)
         for i, (want, layout) in enumerate(zip(self.outputs, outs, strict=True)):

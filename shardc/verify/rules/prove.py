@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL, Layout, Placement, Shard
 from shardc.rules.core.choices import Choices
 from shardc.rules.core.registry import Rule
@@ -20,11 +21,14 @@ from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, cal
 PARTS = (2, 3, 4, 6)
 
 
-class Anything(frozenset[Placement]):
-    """A set that holds every placement, so that a rule offers all of its `extra` strategies."""
-
-    def __contains__(self, _: object) -> bool:
-        return True
+def splits(v: Value, n: int, *, deep: bool) -> frozenset[Placement]:
+    """Return the splits of a value that the `extra` strategies of a rule are tried with. deep: see `strategies`."""
+    found: set[Placement] = set()
+    for d, size in enumerate(v.shape):
+        found |= {Shard(d, k) for k in (range(1, size + 1) if deep else (1,)) if size % (k * n) == 0}
+        if deep and size > n:
+            found |= {Shard(d, 1, (n, size - n)), Shard(d, 1, (), -size % n), Shard(d, 2, mirrored=True)}
+    return frozenset(p for p in found if not Layout((("a", p),)).problem(v.shape, Mesh((("a", n),))))
 
 
 def summable(strategy: Strategy, choices: Choices) -> bool:
@@ -60,7 +64,7 @@ def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strat
                 tried.append(choices.split(factor, 2, n, (), -size % (2 * n), mirrored=True))
         yield from (s for s in tried if s is not None)
     if choices.rule.extra:
-        yield from choices.rule.extra(choices.call, n, [Anything()] * len(choices.call.operands))
+        yield from choices.rule.extra(choices.call, n, [splits(v, n, deep=deep) for v in choices.call.operands])
 
 
 def prove(
@@ -133,10 +137,15 @@ def prove_pairs(
 
 
 def later_digits(each: Sequence[Strategy]) -> list[Strategy]:
-    """Return the splits of factors at plain inner digits, without the first of each factor."""
+    """Return splits of factors at plain inner digits, and extra strategies, without the first of each factor or dim."""
+    extra = [s for s in each if s.kind not in ("replicate", "partial_grad", "partial", "split")]
     plain = [s for s in each if "/" in s.factor and " " not in s.factor]
-    firsts = {s.base: s for s in reversed(plain)}
-    return [s for s in plain if s is not firsts[s.base]]
+
+    def subject(s: Strategy) -> Any:
+        return s.base or (s.kind, *(p.dim for p in s.inputs if isinstance(p, Shard)))
+
+    firsts = {subject(s): s for s in reversed([*plain, *extra])}
+    return [s for s in (*plain, *extra) if s is not firsts[subject(s)]]
 
 
 def share_a_dim(first: Strategy, second: Strategy) -> bool:
