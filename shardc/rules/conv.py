@@ -13,25 +13,33 @@ from torch import fx
 from shardc.rules.core import along_split_dim
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
-from shardc.rules.core.registry import LocalCall, LocalOf, rule
+from shardc.rules.core.registry import LocalCall, rule
 from shardc.rules.core.shared_signatures import bias_or_not, names_of, whole_names
 from shardc.runtime import ops
 
 aten = torch.ops.aten
 
 
-def convolution(call: Call, groups: int, transposed: bool = False) -> Signature:
-    """Split batch and channels: x[b, (g i), ...], w[(g o), i, ...] -> y[b, (g o), ...].
+#: The position of `groups`, where it is not 6.
+_GROUPS = {ops.conv1d: 5, aten.convolution.default: 8}
 
-    transposed: w[(g i), o, ...].
-    """
+
+def _transposed(call: Call) -> bool:
+    return (
+        bool(call.arg(6, "transposed")) if call.target is aten.convolution.default else "transpose" in str(call.target)
+    )
+
+
+def convolution(call: Call) -> Signature:
+    """Split batch and channels: x[b, (g i), ...], w[(g o), i, ...] (transposed [(g i), o, ...]) -> y[b, (g o), ...]."""
     x, w, y = call.operands[0].shape, call.operands[1].shape, call.results[0].shape
+    groups = call.arg(_GROUPS.get(call.target, 6), "groups", 1)
     space, batched = len(w) - 2, int(len(x) == len(w))
     lead, into, out = ["b"] * batched, "i+", "o"
     if groups > 1:  # depthwise: the dim is one factor, which may be split in sections
         depthwise = groups == x[batched] == y[batched]
         into, out = ("g", "g") if depthwise else ("g i+", "g o")
-    weight = [into, "o"] if transposed else [out, "i+"]
+    weight = [into, "o"] if _transposed(call) else [out, "i+"]
 
     def at(prefix: str) -> list[str]:
         return [f"{prefix}{d}!" for d in range(space)]
@@ -40,38 +48,13 @@ def convolution(call: Call, groups: int, transposed: bool = False) -> Signature:
     return call.fit(ins, [[*lead, out, *at("y")]], **({"g": groups} if groups > 1 else {}))
 
 
-def conv(call: Call) -> Signature:
-    return convolution(call, call.arg(6, "groups", 1))
-
-
-def conv_ends(call: Call) -> Signature:
-    return convolution(call, call.arg(5, "groups", 1))
-
-
-def conv_general(call: Call) -> Signature:
-    return convolution(call, call.arg(8, "groups", 1), bool(call.arg(6, "transposed", False)))
-
-
-def conv_transpose(call: Call) -> Signature:
-    return convolution(call, call.arg(6, "groups", 1), transposed=True)
-
-
-def local_groups(position: int, transposed: int | None = None) -> LocalOf:
-    """Return a `local` that sets the op's groups to those of a rank, padding included.
-
-    transposed: position of that argument, if the op has it.
-    """
-
-    def local(call: LocalCall) -> fx.Node:
-        x, w, y = call.call.operands[0].shape, call.call.operands[1].shape, call.call.results[0].shape
-        backwards = (
-            call.call.arg(transposed, "transposed") if transposed is not None else "transpose" in str(call.call.target)
-        )
-        wide = call.outputs[0].local_shape(y, call.mesh) if backwards else call.inputs[0].local_shape(x, call.mesh)
-        groups = wide[len(x) - len(w) + 1] // call.inputs[1].local_shape(w, call.mesh)[1]
-        return call.same(**{f"_{position}": groups} if len(call.args) > position else {"groups": groups})
-
-    return local
+def local_groups(call: LocalCall) -> fx.Node:
+    """Set the op's groups to those of a rank, padding included."""
+    x, w, y = call.call.operands[0].shape, call.call.operands[1].shape, call.call.results[0].shape
+    layout, shape = (call.outputs[0], y) if _transposed(call.call) else (call.inputs[0], x)
+    local_channels = layout.local_shape(shape, call.mesh)[len(x) - len(w) + 1]
+    groups, position = local_channels // call.inputs[1].local_shape(w, call.mesh)[1], _GROUPS.get(call.call.target, 6)
+    return call.same(**{f"_{position}": groups} if len(call.args) > position else {"groups": groups})
 
 
 def _flops(call: Call) -> int:
@@ -85,20 +68,21 @@ for _op in (
     aten.conv1d.padding,
     aten.conv2d.padding,
     aten.conv3d.padding,
+    aten.convolution.default,
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
 ):
-    rule(_op, conv, linear=bias_or_not, added=(2,), flops=_flops, local=local_groups(6))
+    rule(_op, convolution, linear=bias_or_not, added=(2,), flops=_flops, local=local_groups)
 rule(
     ops.conv1d,
-    conv_ends,
+    convolution,
     linear=bias_or_not,
     added=(2,),
     flops=_flops,
     local=along_split_dim.local_conv1d,
     extra=along_split_dim.of_conv1d,
 )
-rule(aten.convolution.default, conv_general, linear=bias_or_not, added=(2,), flops=_flops, local=local_groups(8, 6))
-for _op in (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input):
-    rule(_op, conv_transpose, linear=bias_or_not, added=(2,), flops=_flops, local=local_groups(6))
 
 
 def pooled(call: Call) -> Signature:

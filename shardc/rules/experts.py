@@ -97,11 +97,7 @@ def local(call: LocalCall) -> fx.Node:
     x, index, weights, up, down, up_bias, down_bias, activation, *rest = call.args
     types = call.call.operands
     experts, (t, k), h = types[UP].shape[0], types[INDEX].shape, types[X].shape[1]
-    digits, padding, blocks = (
-        tuple((a, s.signed, *s.sections) for a, s in shards),
-        shards[0][1].padding,
-        shards[0][1].blocks,
-    )
+    digits, first = tuple((a, s.signed, *s.sections) for a, s in shards), shards[0][1]
     local_count = call.inputs[UP].local_shape(types[UP].shape, call.mesh)[0]
     ranks = math.prod(call.mesh.size(a) for a in axes)
 
@@ -125,7 +121,7 @@ def local(call: LocalCall) -> fx.Node:
         return call.emit(operator.getitem, (node, i), {}, value=value)
 
     mesh: Any = call.mesh_node
-    where = (index, mesh, axes, experts, digits, *((padding, blocks) if padding else ()))
+    where = (index, mesh, axes, experts, digits, *((first.padding, first.blocks) if first.padding else ()))
     route = call.emit(ops.experts_route, where, {"tag": ""}, value=(pairs, counts), collective=sends(counts))
     order, numbers = part(route, 0, pairs), part(route, 1, counts)
     sent = call.emit(ops.experts_send, (x, order, numbers, mesh, axes, k), {}, value=rows, collective=sends(rows))

@@ -190,11 +190,7 @@ def scatter(call: Call) -> Signature:
     return call.fit(ins := _scattered(call), ins[:1])
 
 
-def _scatter_linear(call: Call) -> str:
-    return "0 2" if len(call.operands) > 2 else ""
-
-
-rule(aten.scatter.src, scatter, linear=_scatter_linear)
+rule(aten.scatter.src, scatter, linear="0 2")
 rule(aten.scatter.value, scatter, linear=lambda c: "0" if c.arg(3, "value") == 0 else "")
 rule(aten.scatter_reduce.two, scatter, linear=lambda c: "0 2" if c.arg(4, "reduce") in ("sum", "mean") else "")
 
@@ -208,7 +204,7 @@ def scatter_add(call: Call) -> Signature:
     return call.fit(ins, ins[:1])
 
 
-rule(aten.scatter_add.default, scatter_add, linear=_scatter_linear, added=(0,))
+rule(aten.scatter_add.default, scatter_add, linear="0 2", added=(0,))
 
 
 def searchsorted(call: Call) -> Signature:

@@ -9,7 +9,7 @@ import torch
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import rule
-from shardc.rules.core.shared_signatures import bias_or_not
+from shardc.rules.core.shared_signatures import bias_or_not, each_operand
 
 aten = torch.ops.aten
 
@@ -73,12 +73,8 @@ def einsum(call: Call) -> Signature:
     return call.fit([[f + marks.get(f, "") for f in o] for o in ins], [out])
 
 
-def _einsum_linear(call: Call) -> str:
-    return " | ".join(str(i) for i in range(len(call.operands)))
-
-
 def _einsum_flops(call: Call) -> int:
     return 2 * math.prod(einsum(call).sizes.values())
 
 
-rule(aten.einsum.default, einsum, linear=_einsum_linear, flops=_einsum_flops)
+rule(aten.einsum.default, einsum, linear=each_operand, flops=_einsum_flops)

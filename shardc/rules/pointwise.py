@@ -9,7 +9,7 @@ import torch
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call, Operand
 from shardc.rules.core.registry import LocalCall, Rule, fallback, rule
-from shardc.rules.core.shared_signatures import all_whole, names_of, whole_names
+from shardc.rules.core.shared_signatures import all_whole, each_operand, names_of, whole_names
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::with_gradient_of)
 from shardc.torch_private import OpOverload
 
@@ -23,23 +23,9 @@ def broadcast(call: Call) -> Signature:
     return call.fit(ins, outs)
 
 
-def all_operands(call: Call) -> str:
-    """Return the linear operands of a + b: both tensors together; none if b is a number."""
-    return "0 1" if len(call.operands) == 2 else ""
-
-
-def each_operand(call: Call) -> str:
-    return " | ".join(str(i) for i in range(len(call.operands)))
-
-
 def to_float(call: Call) -> str:
     """Return the linear operands of a cast: x, between floating dtypes; others cut off digits of the sum."""
     return "0" if call.results[0].dtype.is_floating_point and call.operands[0].dtype.is_floating_point else ""
-
-
-def branches(call: Call) -> str:
-    """Return the linear operands of where(condition, a, b): a and b together."""
-    return "1 2" if len(call.operands) == 3 else ""
 
 
 def fill_zero(call: Call) -> str:
@@ -48,12 +34,12 @@ def fill_zero(call: Call) -> str:
 
 
 for _op in (aten.add.Tensor, aten.sub.Tensor):
-    rule(_op, broadcast, linear=all_operands)
+    rule(_op, broadcast, linear="0 1")
 rule(aten.mul.Tensor, broadcast, linear=each_operand)
 rule(aten.mul.Scalar, broadcast, linear="0")
 rule(aten.div.Tensor, broadcast, linear="0")
 rule(aten.div.Scalar, broadcast, linear="0")
-rule(aten.where.self, broadcast, linear=branches)
+rule(aten.where.self, broadcast, linear="1 2")
 rule(aten.masked_fill.Scalar, broadcast, linear=fill_zero)
 for _op in (
     aten.neg.default,

@@ -44,9 +44,5 @@ def local_random(call: LocalCall) -> fx.Node:
 rule(ops.random, drawn, local=local_random)
 
 
-def _stat(call: Call) -> str:
-    """Return no linear operands: batch_stat(batch, running) selects one of both as a whole."""
-    return ""
-
-
-rule(ops.batch_stat, broadcast, linear=_stat)
+# linear in nothing: batch_stat(batch, running) selects one of both as a whole
+rule(ops.batch_stat, broadcast)

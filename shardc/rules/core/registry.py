@@ -160,7 +160,9 @@ class Rule:
             raise ShardcError(fault, where=self.where, fix=fix) from None
 
     def groups(self, call: Call) -> tuple[tuple[int, ...], ...]:
-        return parse_linear(self.linear_of(call)) if self.linear_of else self.linear
+        """Return the groups of operands in which a call is linear, without those that it has a number for."""
+        groups = parse_linear(self.linear_of(call)) if self.linear_of else self.linear
+        return tuple(g for g in groups if max(g) < len(call.operands))
 
 
 RULES: dict[Any, Rule] = {}

@@ -54,6 +54,10 @@ def every_operand(call: Call) -> str:
     return " ".join(str(i) for i in range(len(call.operands)))
 
 
+def each_operand(call: Call) -> str:
+    return " | ".join(str(i) for i in range(len(call.operands)))
+
+
 def bias_or_not(call: Call) -> str:
     """Return the linear operands: (input, bias) or (weight, bias) together; without a bias each alone."""
     return "0 2 | 1 2" if len(call.operands) == 3 else "0 | 1"

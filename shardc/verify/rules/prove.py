@@ -11,10 +11,8 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL, Layout, Placement, Shard
 from shardc.rules.core.choices import Choices
-from shardc.rules.core.registry import Rule
-from shardc.rules.core.sample_calls import Sample
 from shardc.rules.core.strategy import Strategy
-from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, call_text, name_of
+from shardc.verify.rules.case import Case, Finding, call_text
 
 #: Numbers of parts. Dims of samples have 12 elements, so that each number meets parts, inner digits and padding
 #: somewhere.
@@ -67,24 +65,11 @@ def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strat
         yield from choices.rule.extra(choices.call, n, [splits(v, n, deep=deep) for v in choices.call.operands])
 
 
-def prove(
-    op: Any, sample: Sample, *parts: int, seed: int = 0, rule: Rule | None = None, deep: bool = True
-) -> list[Finding]:
-    """Compare every strategy of an op's rule with the whole op, on so many ranks: results and gradients.
-
-    rule: replaces the registered one. deep: see `strategies`. If the op takes a call and the rule does not, that is a
-    finding.
-    """
-    try:
-        case = Case.of(op, sample, seed, rule)
-    except (NoCallError, UnfitError) as e:
-        fault = "the sample is not a call of the op" if isinstance(e, NoCallError) else "the rule does not fit the call"
-        return [Finding(name_of(op), "the call", 1, f"{fault}: {e}")]
-    return prove_case(case, *parts, deep=deep)
-
-
 def prove_case(case: Case, *parts: int, deep: bool = True) -> list[Finding]:
-    """Compare every strategy with the whole op, as `prove` does, for a case that is already run whole."""
+    """Compare every strategy of a call with the whole op, on so many ranks: results and gradients.
+
+    deep: see `strategies`.
+    """
     findings = []
     done: set[Strategy] = set()
     for n in parts:
@@ -97,21 +82,12 @@ def prove_case(case: Case, *parts: int, deep: bool = True) -> list[Finding]:
     return findings
 
 
-def prove_pairs(
-    op: Any,
-    sample: Sample,
-    sizes: tuple[int, int] = (2, 2),
-    seed: int = 0,
-    *,
-    deep: bool = True,
-    rule: Rule | None = None,
-) -> list[Finding]:
+def prove_pairs(case: Case, sizes: tuple[int, int], *, deep: bool = True) -> list[Finding]:
     """Compare two strategies at once, on two axes, with the whole op.
 
     This covers a rule's `local` and the digits of shared dims. For strategies of different factors that share no dim,
     one inner digit is enough, and one order if both axes have one size.
     """
-    case = Case.of(op, sample, seed, rule)
     mesh = Mesh((("a", sizes[0]), ("b", sizes[1])))
     findings = []
     firsts, seconds = (list(dict.fromkeys(strategies(case.choices, n, deep=deep))) for n in sizes)
