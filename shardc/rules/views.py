@@ -102,9 +102,6 @@ for _op in (
     aten._unsafe_view.default,
     aten.flatten.using_ints,
     aten.unflatten.int,
-):
-    rule(_op, reshape, linear="0", local=local_reshape)
-for _op in (
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,

@@ -27,7 +27,7 @@ from shardc.passes.joint.derivatives.transposed import CONVERTED
 from shardc.passes.joint.saved import types_of
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
-from shardc.verify.static.chain_rule import ChainRule, Results
+from shardc.verify.static.chain_rule import ChainRule
 from shardc.verify.static.pair_halves import MixedError, halves
 from shardc.verify.static.terms import Term, Terms
 
@@ -63,9 +63,7 @@ def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf)
     """Yield what is wrong in a stage's joint graph. rules: shared by stages. until: on time.perf_counter."""
     assert stage.joint is not None
     yield from _without_gradient(program, stage, rules)
-    terms = Terms()
-    expected = ChainRule(program, stage, rules, terms, until).results()
-    texts = _Texts(program, stage, terms, expected)
+    texts = _Texts(program, stage, rules, until)
     yield from texts.wrong()
     for name, graph in stage.joint.graphs.items():
         for node, fault in _overwritten(graph, texts.fresh(name)):
@@ -112,9 +110,7 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
     else:
         with_then, second = replace(other, joint=replace(other.joint, forward=then)), "second forward"
     for stage, half in ((with_first, "forward"), (with_then, second)):
-        terms = Terms()
-        expected = ChainRule(program, stage, rules, terms, until).results()
-        texts = _Texts(program, stage, terms, expected)
+        texts = _Texts(program, stage, rules, until)
         yield from (replace(w, text=f"pair, {half}") for w in texts.wrong())
     fresh = {f"{prefix}{name}" for name in texts.fresh("backward")}
     for node, fault in (*_overwritten(pair.graph, fresh), *_unfinished(pair.graph)):
@@ -124,9 +120,10 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
 class _Texts:
     """The graphs of one stage as terms, compared with the expected ones."""
 
-    def __init__(self, program: Program, stage: Stage, terms: Terms, expected: Results) -> None:
+    def __init__(self, program: Program, stage: Stage, rules: Rules, until: float) -> None:
         assert stage.joint is not None
-        self._program, self._stage, self._terms, self._expected = program, stage, terms, expected
+        self._program, self._stage, self._terms = program, stage, Terms()
+        self._expected = ChainRule(program, stage, rules, self._terms, until).results()
         self._texts = stage.joint.graphs
         self._env: dict[str, dict[fx.Node, Term]] = {name: {} for name in self._texts}
         #: By term: the first line, of any text, that computes it.
