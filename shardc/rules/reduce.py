@@ -12,8 +12,8 @@ from torch import fx
 from shardc.rules.core import along_split_dim
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
-from shardc.rules.core.reduce_parts import by_parts, local_parts
-from shardc.rules.core.registry import LocalCall, find, rule
+from shardc.rules.core.reduce_parts import by_parts, local_parts, reduced_dims
+from shardc.rules.core.registry import LocalCall, rule
 from shardc.rules.core.shared_signatures import all_whole, every_operand, names_of, whole_dims
 from shardc.runtime import ops
 
@@ -42,22 +42,13 @@ rule(aten.count_nonzero.dim_IntList, reduced(1, "dim", summed=True))
 rule(aten.sum.default, reduced(9, "", summed=True, keep=(9, "")), linear="0")
 
 
-def reduction_of(call: Call) -> frozenset[str]:
-    """Return the factors that a mean sums over."""
-    rule = find(call.target)
-    assert rule is not None
-    return rule.signature(call).summed
-
-
 def local_mean(call: LocalCall) -> fx.Node:
     """Divide the rank's sum by the *global* number of elements if a reduced dim is split."""
-    gone = reduction_of(call.call)
-    if not any(s.base in gone for s in call.strategies.values() if s.kind == "split"):
+    dims = reduced_dims(call.call)
+    if not any(call.split(f"d{d}") for d in dims):
         return call.same()
     value, dtype = call.call.operands[0], call.call.results[0].dtype
-    x = value.shape
-    count = math.prod(x[int(f[1:])] for f in gone)
-    dims = sorted(int(f[1:]) for f in gone)
+    count = math.prod(value.shape[d] for d in dims)
     keep = bool(call.call.arg(2, "keepdim", False))
     terms = call.args[0]
     if dtype != value.dtype:  # mean(x, dtype=...) casts before it adds

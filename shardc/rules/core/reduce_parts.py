@@ -61,11 +61,12 @@ def behind(layout: Layout, more: int) -> Layout:
     return Layout(tuple((a, replace(p, dim=p.dim + more) if isinstance(p, Shard) else p) for a, p in layout.items))
 
 
-def _dims(call: Call) -> list[int]:
-    """Return the dims that are reduced."""
+def reduced_dims(call: Call) -> list[int]:
+    """Return the dims that are reduced: by the rule they are summed or whole."""
     rule = find(call.target)
     assert rule is not None
-    return sorted(int(factor[1:]) for factor in rule.signature(call).whole)
+    signature = rule.signature(call)
+    return sorted(int(factor[1:]) for factor in signature.summed | signature.whole)
 
 
 def _order(call: Call) -> float:
@@ -82,7 +83,7 @@ def by_parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> I
     floats = x.dtype.is_floating_point
     if _order(call) == 0 or not (floats or (x.dtype.is_complex and not _is_extremum(call)) or x.dtype in _INTEGERS):
         return
-    for p in splits_of(x, _dims(call), n, available[0]):
+    for p in splits_of(x, reduced_dims(call), n, available[0]):
         if not p.mirrored and (floats or not p.padding):
             yield Strategy(PARTS, (p,), (REPLICATE,))
 
@@ -95,7 +96,7 @@ def local_parts(call: LocalCall) -> fx.Node:
 
 def _filled(call: LocalCall, x: fx.Node, fill: float) -> fx.Node:
     """Fill the padding of reduced dims with a neutral number."""
-    for d in _dims(call.call):
+    for d in reduced_dims(call.call):
         x = call.without_padding(x, 0, d, fill)
     return x
 
@@ -135,7 +136,7 @@ def _extremum(call: LocalCall, split: list[str]) -> fx.Node:
 
     The smallest is the largest of the negated numbers.
     """
-    x, out, dims = call.call.operands[0], call.call.results[0], _dims(call.call)
+    x, out, dims = call.call.operands[0], call.call.results[0], reduced_dims(call.call)
     negative = call.call.target in _SMALLEST or _order(call.call) == -math.inf
     grad, axes = out.requires_grad, call.mesh.merge(split)
     value, typed = per_row(call, dims, split, x.dtype), replace(x, layout=call.inputs[0])

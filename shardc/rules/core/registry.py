@@ -2,7 +2,7 @@
 
     rule(aten.linear, "... k+, n k+, n -> ... n", linear="0 2 | 1 2", added=(2,))
 
-A rule is data: a notation (or a function of the call that returns a `Signature`, for ops whose dims depend on
+A rule is data: a notation (or a function of the call that returns `call.fit(notation)`, for ops whose dims depend on
 arguments), and what the notation cannot say:
 
 linear  groups of operands in which the op is jointly linear, separated by `|`: partial sums of all operands of a group

@@ -43,7 +43,7 @@ def rule(
     op: what `torch.library.custom_op` or `triton_op` returned, `torch.ops.mylib.scale`, or one overload (`.default`).
     notation: tensor operands, an arrow, results; a name per dim, the same name where sizes are equal. `k+` is summed
     away (splitting it leaves partial sums), `k!` must stay whole, `...` is any leading dims, `(a b)` one dim of two
-    factors. Or a function of the `Call`.
+    factors. Or a function of the `Call` that returns `call.fit(notation)`, for dims that depend on arguments.
     linear: operands in which the op is linear, so that a partial sum may pass: "0 | 1" in each alone, "0 1" in both
     together.
     added: operands that are added once: they become partial when a summed factor is split (a bias).

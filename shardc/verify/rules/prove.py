@@ -21,12 +21,12 @@ PARTS = (2, 3, 4, 6)
 
 def splits(v: Value, n: int, *, deep: bool) -> frozenset[Placement]:
     """Return the splits of a value that the `extra` strategies of a rule are tried with. deep: see `strategies`."""
-    found: set[Placement] = set()
+    shards: set[Placement] = set()
     for d, size in enumerate(v.shape):
-        found |= {Shard(d, k) for k in (range(1, size + 1) if deep else (1,)) if size % (k * n) == 0}
+        shards |= {Shard(d, k) for k in (range(1, size + 1) if deep else (1,)) if size % (k * n) == 0}
         if deep and size > n:
-            found |= {Shard(d, 1, (n, size - n)), Shard(d, 1, (), -size % n), Shard(d, 2, mirrored=True)}
-    return frozenset(p for p in found if not Layout((("a", p),)).problem(v.shape, Mesh((("a", n),))))
+            shards |= {Shard(d, 1, (n, size - n)), Shard(d, 1, (), -size % n), Shard(d, 2, mirrored=True)}
+    return frozenset(p for p in shards if not Layout((("a", p),)).problem(v.shape, Mesh((("a", n),))))
 
 
 def summable(strategy: Strategy, choices: Choices) -> bool:
