@@ -22,6 +22,7 @@ from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial
 from shardc.passes.joint.derivatives.transposed import CONVERTED
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.ops.with_backward import with_backward
 
 #: Relative error allowed by the coarsest floating dtype of a call: ranks add in another order than the whole op, and
 #: round in between. A few roundings of a dozen summands: 2**-52, 2**-23, 2**-10, 2**-7 each.
@@ -147,18 +148,14 @@ def gradients(
     return [(torch.zeros_like(x) if (g := next(rest)) is None else g) if x.requires_grad else None for x in leaves]
 
 
-class _Conversion(torch.autograd.Function):
-    """A conversion inside a rank's call, with the backward that its row of the table names."""
+def _converted(x: Tensor, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...]]:
+    """Run a conversion inside a rank's call."""
+    return getattr(ops, op)(x, *args, **kwargs), (op, args, kwargs)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        ctx.op, ctx.args, ctx.kwargs = op, args, kwargs
-        return getattr(ops, op)(x, *args, **kwargs)
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        same = BY_OP[ctx.op].backward == "identity"
-        return g if same else ops.transpose(ctx.op, g, *ctx.args, **ctx.kwargs), None, None, None
+def _transposed(_: Any, g: Tensor, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor]:
+    """Run the backward that its row of the table names."""
+    return (g if BY_OP[op].backward == "identity" else ops.transpose(op, g, *args, **kwargs),)
 
 
 def run_nodes(graph: fx.Graph, arguments: Iterable[Any]) -> tuple[Tensor, ...]:
@@ -173,8 +170,10 @@ def run_nodes(graph: fx.Graph, arguments: Iterable[Any]) -> tuple[Tensor, ...]:
         else:
             args = fx.node.map_arg(node.args, values.__getitem__)
             kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
-            op = CONVERTED.get(node.target)
-            values[node] = _Conversion.apply(args[0], op, args[1:], kwargs) if op else node.target(*args, **kwargs)
+            if (op := CONVERTED.get(node.target)) is not None:
+                values[node] = with_backward(_converted, _transposed, args[0], op, args[1:], kwargs)
+            else:
+                values[node] = node.target(*args, **kwargs)
     return fx.node.map_arg(node.args[0], values.__getitem__)
 
 
