@@ -95,7 +95,7 @@ def _fill(text: Text, node: fx.Node, claim: Claim) -> None:
 
 def _maximum(text: Text, node: fx.Node, claim: Claim) -> None:
     axes: Any = node.args[2]
-    parts = [part for a in axes for part in text.mesh.parts(a)]
+    parts = text.mesh.digits(*axes)
     if all(claim.layout[p] == Partial("max") for p in parts):
         text.claim(node, _summed(text, claim, parts))
 
@@ -113,7 +113,7 @@ def _total(text: Text, node: fx.Node) -> None:
         text.wrong[node] = f"the prologue has no sum {number}"
         return
     for claim in text.totals[number]:
-        parts = (MICROBATCH, *(p for a in over for p in text.mesh.parts(a)))
+        parts = (MICROBATCH, *text.mesh.digits(*over))
         if late := [p for p in parts if claim.layout[p] != Partial()]:
             text.wrong[node] = f"over {', '.join(late)} it adds up what is no summand there"
         else:
