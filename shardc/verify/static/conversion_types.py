@@ -31,7 +31,8 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
     claim: of its operand; value: what the operand is a part of, with its global shape.
     """
     row, over = ROWS[node.target], node.args[2]
-    if (sent := node.kwargs.get("fp8")) is not None:
+    sent: Any = node.kwargs.get("fp8")
+    if sent is not None:
         of = claim.of
         how = sent[0], tuple(sent[1])  # format and granule as a call writes them
         if row.forward != "all_gather" or of.target is not ops.fp8_round or tuple(of.args[2:4]) != how:

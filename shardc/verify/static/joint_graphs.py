@@ -244,7 +244,8 @@ class _Texts:
                 empty.add(key)
 
     def _scattered(self, text: str, n: fx.Node) -> Iterator[Wrong]:
-        params, grads, name = n.args  # type: ignore[misc]
+        args: Any = n.args
+        params, grads, name = args
         bucket = next((b for i, b in enumerate(self._program.buckets) if f"bucket{i}" == name), None)
         if bucket is None or tuple(p.name for p in params) != tuple(bucket.params):
             yield Wrong(text, n, f"{name} has other parameters")
