@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -162,9 +163,11 @@ def algebra() -> Blocks:
 
 
 def proof() -> Blocks:
-    from shardc.verify.static import assumptions
+    from shardc.verify.static.assumptions import ASSUMPTIONS
 
-    return {"assumptions": assumptions.markdown()}
+    rows = (f"- **{a.name}**: {a.sentence} Test: `{a.test}`." for a in ASSUMPTIONS)
+    wrapped = (textwrap.fill(row, 150, subsequent_indent="  ", break_on_hyphens=False) for row in rows)
+    return {"assumptions": "\n".join(wrapped)}
 
 
 def mlp(spec: str) -> str:

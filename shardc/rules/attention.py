@@ -15,10 +15,10 @@ from torch import fx
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import REPLICATE, Layout, Placement, Shard, runs
 from shardc.machine.flops import attention_flops
-from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
-from shardc.rules.core.registry import LocalCall, rule
-from shardc.rules.core.strategy import Strategy, needs_sum_grad
+from shardc.rules.core.registry import LocalCall, NoSuchCallError, rule
+from shardc.rules.core.strategy import Strategy, needs_sum_grad, splits_of
 from shardc.rules.random import local_part
 from shardc.runtime import ops
 from shardc.runtime.ops.attention.held import Held
@@ -40,38 +40,22 @@ def attention(call: Call) -> Signature:
     """
     q, k, v = (o.shape for o in call.operands[:3])
     out = call.results[0].shape
-    lead = len(out) - 2
-    sizes = {"s": q[-2], "t": k[-2], "d": q[-1], "e": v[-1]} | {f"b{i}": s for i, s in enumerate(out[:-2])}
-
-    def leading(shape: tuple[int, ...]) -> list[Dim]:
-        """Return batch and head dims, aligned right: they may be missing or of size one, and broadcast then."""
-        own = shape[:-2]
-        return [
-            (f"b{lead - len(own) + i}",) if s == out[lead - len(own) + i] and s != 1 else () for i, s in enumerate(own)
-        ]
-
-    full_query: list[Dim] = leading(out)
-    query, key, value = leading(q), leading(k), leading(v)
-    whole = {"t", "d", "e"}
-    if lead and len(k) > 2 and len(q) > 2 and call.arg(7, "enable_gqa"):  # without enable_gqa heads broadcast
+    batch = [f"b{i}" for i in range(len(out) - 2)]
+    full, query, key, value = ([*batch[len(batch) + 2 - len(x) :]] for x in (out, q, k, v))  # they broadcast
+    sizes: dict[str, int] = {}
+    if batch and len(k) > 2 and len(q) > 2 and call.arg(7, "enable_gqa"):  # without enable_gqa heads broadcast
         few, many = sorted((k[-3], v[-3]))
-        sizes |= {"g": few, "m": many // few, "r": q[-3] // many}
-        full_query[-1] = query[-1] = ("g", "m", "r")
-        key[-1], value[-1] = (("g", "m") if x[-3] == many else ("g",) for x in (k, v))
         if many % few:  # groups that overlap
-            sizes |= {"gk": k[-3], "gv": v[-3], "h": q[-3]}
-            whole |= {"gk", "gv", "h"}
-            full_query[-1], query[-1], key[-1], value[-1] = ("h",), ("h",), ("gk",), ("gv",)
-    ins: list[tuple[Dim, ...]] = [(*query, ("s",), ("d",)), (*key, ("t",), ("d",)), (*value, ("t",), ("e",))]
+            full[-1], query[-1], key[-1], value[-1] = "h!", "h!", "gk!", "gv!"
+        else:
+            sizes = {"g": few, "m": many // few, "r": q[-3] // many}
+            full[-1] = query[-1] = "g m r"
+            key[-1], value[-1] = ("g m" if x[-3] == many else "g" for x in (k, v))
+    ins = [[*query, "s", "d!"], [*key, "t!", "d!"], [*value, "t!", "e!"]]
     if len(call.operands) > 3:
-        mask = call.operands[3].shape
-        full = [*full_query, ("s",), ("t",)]
-        skip = len(full) - len(mask)
-        shape = (*out[:-2], q[-2], k[-2])
-        ins.append(
-            tuple(n if s == f and s != 1 else () for n, s, f in zip(full[skip:], mask, shape[skip:], strict=True))
-        )
-    return Signature(tuple(ins), ((*full_query, ("s",), ("e",)),), sizes, frozenset(), frozenset(whole))
+        mask, dims = call.operands[3].shape, [*full, "s", "t!"]
+        ins.append(["" if n == 1 else d for d, n in zip(dims[len(dims) - len(mask) :], mask, strict=True)])
+    return call.fit(ins, [[*full, "s", "e!"]], **sizes)
 
 
 def _flops(call: Call) -> int:
@@ -92,13 +76,8 @@ def by_ring(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> It
     def at(x: Value, p: Shard) -> Shard:
         return replace(p, dim=len(x.shape) - 2)
 
-    def fits(x: Value, placements: frozenset[Placement]) -> list[Shard]:
-        plain = Shard(len(x.shape) - 2)
-        shards = (p for p in placements if isinstance(p, Shard) and p.dim == plain.dim and not p.sections)
-        return sorted((p for p in shards if p.padded(x.shape[p.dim]) % (p.split * n) == 0), key=repr)
-
-    for rows in fits(q, available[0]):
-        for keys in fits(k, available[1]):
+    for rows in splits_of(q, {len(q.shape) - 2}, n, available[0]):
+        for keys in splits_of(k, {len(k.shape) - 2}, n, available[1]):
             ins: list[Placement] = [rows, keys, at(v, keys)]
             if mask is not None:
                 split = len(mask.shape) > 1 and mask.shape[-2] == q.shape[-2] and mask.shape[-2] > 1
@@ -142,7 +121,7 @@ def local_attention(call: LocalCall) -> fx.Node:
     paddings = (*paddings, *((last, s.padding, s.blocks) for s in keys.paddings() if s.dim == t))
     axis, *others = call.mesh.merge(ring)
     if others:
-        raise LookupError("keys travel over one axis: there is no such call")
+        raise NoSuchCallError("keys travel over one axis")
     args = (*call.args[:10], call.mesh_node, weights, digits, paddings, axis)
     size = sum(
         replace(v, layout=p).nbytes(call.mesh) for v, p in zip(call.call.operands[1:3], call.inputs[1:], strict=False)

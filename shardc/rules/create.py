@@ -7,7 +7,7 @@ import torch
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import rule
-from shardc.rules.core.shared_signatures import all_whole
+from shardc.rules.core.shared_signatures import all_whole, names_of, whole_names
 from shardc.rules.pointwise import local_size
 
 aten = torch.ops.aten
@@ -15,12 +15,8 @@ aten = torch.ops.aten
 
 def filled(call: Call) -> Signature:
     """Split every dim of the result; keep the operand of `new_*` whole: only its dtype is used."""
-    out = call.results[0].shape
-    names = tuple((f"d{i}",) for i in range(len(out)))
-    sizes = {f"d{i}": s for i, s in enumerate(out)}
-    sizes |= {f"x{j}_{i}": s for j, v in enumerate(call.operands) for i, s in enumerate(v.shape)}
-    ins = tuple(tuple((f"x{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.operands))
-    return Signature(ins, (names,), sizes, frozenset(), frozenset(f for o in ins for d in o for f in d))
+    ins = [whole_names(v, f"x{j}_") for j, v in enumerate(call.operands)]
+    return call.fit(ins, [names_of(len(call.results[0].shape))])
 
 
 for _op in (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format):

@@ -19,10 +19,10 @@ from torch import fx
 
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial, Placement, Shard
-from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call, Operand
 from shardc.rules.core.registry import LocalCall, rule
-from shardc.rules.core.strategy import Strategy, needs_sum_grad
+from shardc.rules.core.strategy import Strategy, needs_sum_grad, splits_of
 from shardc.runtime import ops
 from shardc.runtime.ops.experts.activation import read
 
@@ -30,21 +30,19 @@ from shardc.runtime.ops.experts.activation import read
 X, INDEX, WEIGHTS, UP, DOWN, UP_BIAS, DOWN_BIAS, ACTIVATION, TRANSPOSED = range(9)
 
 
-def experts(call: Call) -> Signature:
-    """Split tokens, experts and i. The activation decides where i is in the first product's columns."""
-    x, index, up, down = (call.operands[i].shape for i in (X, INDEX, UP, DOWN))
-    activation = read(call.arg(ACTIVATION, "activation"))
+def _dims(call: Call) -> list[list[str]]:
+    """Return the dims of all operands. The activation decides where i is in the first product's columns."""
+    columns = {"": "i+", "halves": "p! i+", "stripes": "i+ p!"}[read(call.arg(ACTIVATION, "activation")).word]
     transposed = bool(call.arg(TRANSPOSED, "transposed", False))
-    i = down[1] if transposed else down[2]
-    sizes = {"t": x[0], "h": x[1], "k": index[1], "e": up[0], "p": activation.parts, "i": i, "o": x[1]}
-    columns: Dim = {"": ("i",), "halves": ("p", "i"), "stripes": ("i", "p")}[activation.word]
-    first: tuple[Dim, ...] = (("e",), ("h",), columns) if transposed else (("e",), columns, ("h",))
-    second: tuple[Dim, ...] = (("e",), ("i",), ("o",)) if transposed else (("e",), ("o",), ("i",))
-    ins: list[tuple[Dim, ...]] = [(("t",), ("h",)), (("t",), ("k",)), (("t",), ("k",)), first, second]
-    ins += [(("e",), columns)] * (_bias(call, UP_BIAS) is not None) + [(("e",), ("o",))] * (
-        _bias(call, DOWN_BIAS) is not None
-    )
-    return Signature(tuple(ins), ((("t",), ("o",)),), sizes, frozenset("ei"), frozenset("hkp"))
+    up, down = ["e+", columns, "h!"], ["e+", "o", "i+"]
+    weights = [[e, b, a] if transposed else [e, a, b] for e, a, b in (up, down)]
+    biases = [dims[:2] for dims, at in ((up, UP_BIAS), (down, DOWN_BIAS)) if _bias(call, at) is not None]
+    return [["t", "h!"], ["t", "k!"], ["t", "k!"], *weights, *biases]
+
+
+def experts(call: Call) -> Signature:
+    """Split tokens, experts and i."""
+    return call.fit(_dims(call), [["t", "o"]], p=read(call.arg(ACTIVATION, "activation")).parts)
 
 
 def rounded(call: Call) -> Signature:
@@ -52,13 +50,10 @@ def rounded(call: Call) -> Signature:
 
     An activation may turn padding in `i` into a nonzero, which could be the largest value of a row.
     """
-    plain = experts(call)
-    rows, columns = plain.inputs[DOWN], plain.inputs[UP]
-    ups = tuple(() if d == ("h",) else d for d in columns)
-    downs = tuple(() if d == ("i",) else d for d in rows)
-    return replace(
-        plain, inputs=(*plain.inputs, ups, downs), whole=plain.whole | {"o"}, unpadded=plain.unpadded | {"i"}
-    )
+    dims = _dims(call)
+    ups, downs = (["" if d == left_out else d for d in dims[at]] for at, left_out in ((UP, "h!"), (DOWN, "i+")))
+    parts = read(call.arg(ACTIVATION, "activation")).parts
+    return replace(call.fit([*dims, ups, downs], [["t", "o!"]], p=parts), unpadded=frozenset("i"))
 
 
 def _bias(call: Call, position: int) -> int | None:
@@ -75,13 +70,10 @@ def linear(call: Call) -> str:
 
 def exchange(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Yield strategies that split tokens and experts over the same ranks."""
-    tokens = {p for p in available[X] | {Shard(0)} if isinstance(p, Shard) and p.dim == 0 and not p.sections}
-    splits = {p for p in available[UP] if isinstance(p, Shard) and p.dim == 0}
-    t, e = call.operands[X].shape[0], call.operands[UP].shape[0]
-    for x in sorted(tokens, key=repr):
-        for w in sorted(splits, key=repr):
-            if x.padded(t) % (x.split * n) == 0 == w.padded(e) % (w.split * n) and not w.sections:
-                yield Strategy("exchange", (x, x, x, *[w] * (len(call.operands) - 3)), (x,))
+    x, up = call.operands[X], call.operands[UP]
+    for rows in splits_of(x, {0}, n, available[X] | {Shard(0)}):
+        for e in splits_of(up, {0}, n, available[UP]):
+            yield Strategy("exchange", (rows, rows, rows, *[e] * (len(call.operands) - 3)), (rows,))
 
 
 def flops(call: Call) -> int:
@@ -105,11 +97,7 @@ def local(call: LocalCall) -> fx.Node:
     x, index, weights, up, down, up_bias, down_bias, activation, *rest = call.args
     types = call.call.operands
     experts, (t, k), h = types[UP].shape[0], types[INDEX].shape, types[X].shape[1]
-    digits, padding, blocks = (
-        tuple((a, s.signed, *s.sections) for a, s in shards),
-        shards[0][1].padding,
-        shards[0][1].blocks,
-    )
+    digits, first = tuple((a, s.signed, *s.sections) for a, s in shards), shards[0][1]
     local_count = call.inputs[UP].local_shape(types[UP].shape, call.mesh)[0]
     ranks = math.prod(call.mesh.size(a) for a in axes)
 
@@ -133,7 +121,7 @@ def local(call: LocalCall) -> fx.Node:
         return call.emit(operator.getitem, (node, i), {}, value=value)
 
     mesh: Any = call.mesh_node
-    where = (index, mesh, axes, experts, digits, *((padding, blocks) if padding else ()))
+    where = (index, mesh, axes, experts, digits, *((first.padding, first.blocks) if first.padding else ()))
     route = call.emit(ops.experts_route, where, {"tag": ""}, value=(pairs, counts), collective=sends(counts))
     order, numbers = part(route, 0, pairs), part(route, 1, counts)
     sent = call.emit(ops.experts_send, (x, order, numbers, mesh, axes, k), {}, value=rows, collective=sends(rows))

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import fx
 
-from shardc.ir.mesh import Mesh
-from shardc.ir.metadata import Collective, Value
-from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
-from shardc.rules.core.notation import Dim, Signature
+from shardc.ir.metadata import Value
+from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement
+from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
+from shardc.rules.core.reduce_parts import behind
 from shardc.rules.core.registry import LocalCall, rule
-from shardc.rules.core.shared_signatures import all_whole
-from shardc.rules.core.strategy import Strategy
+from shardc.rules.core.shared_signatures import all_whole, names_of
+from shardc.rules.core.strategy import Strategy, splits_of
 from shardc.runtime import ops
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::ctc_loss)
 
@@ -27,24 +26,15 @@ def _class_dim(call: Call) -> int:
 
 def nll(call: Call) -> Signature:
     """Split all but the classes c: logits[n, c, ...], target[n, ...] -> loss[n, ...]."""
-    x, c = call.operands[0].shape, _class_dim(call)
-    names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
-    rest = tuple(names[:c] + names[c + 1 :])
-    return Signature(
-        (tuple(names), rest), (rest,), {f"d{i}": s for i, s in enumerate(x)}, frozenset(), frozenset({f"d{c}"})
-    )
+    names, c = names_of(len(call.operands[0].shape)), _class_dim(call)
+    rest = names[:c] + names[c + 1 :]
+    return call.fit([[*names[:c], f"d{c}!", *names[c + 1 :]], rest], [rest])
 
 
 def by_classes(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Yield strategies of vocabulary-parallel cross-entropy (Megatron-LM, Shoeybi et al. 2019, section 3)."""
-    d = _class_dim(call)
-    for c in sorted(available[0], key=repr):
-        if (
-            isinstance(c, Shard)
-            and c.dim == d
-            and c.by_digits_alone
-            and c.padded(call.operands[0].shape[d]) % (c.split * n) == 0
-        ):
+    for c in splits_of(call.operands[0], {_class_dim(call)}, n, available[0]):
+        if c.by_digits_alone:
             yield Strategy("classes", (c, REPLICATE), (REPLICATE,))
 
 
@@ -54,48 +44,23 @@ def local_nll(call: LocalCall) -> fx.Node:
     if not split:
         return call.same()
     axes, c = call.mesh.merge(split), _class_dim(call.call)
-    shards = call.inputs[0].shards(c)
-    digits, classes = tuple((a, s.signed) for a, s in shards), call.call.operands[0].shape[c]
     logits, target, ignore = call.args
-    if shards[0][1].padding:
-        logits = call.without_padding(logits, 0, c, -math.inf)
-        classes = shards[0][1].padded(classes)
-    out = call.call.results[0]
-    layout = call.outputs[0]
-    flat = Value(out.shape, out.dtype, False, _on(layout, split, Partial("max"), call.mesh))
-    pair = Value((2, *out.shape), out.dtype, out.requires_grad, _on(_shifted(layout), split, PARTIAL, call.mesh))
-    size = Value(out.shape, out.dtype, False, layout).nbytes(call.mesh)
-    top = call.emit(ops.nll_max, (logits,), {}, value=flat)
-    top = call.emit(
-        ops.all_reduce_max,
-        (top, call.mesh_node, axes),
-        {},
-        value=Value(out.shape, out.dtype, False, layout),
-        collective=Collective("all_reduce", "none", axes, size, "loss over split classes: the largest logit"),
-    )
-    parts = call.emit(ops.nll_parts, (logits, target, top, call.mesh_node, digits, classes, ignore), {}, value=pair)
-    whole = Value((2, *out.shape), out.dtype, out.requires_grad, _shifted(layout))
-    parts = call.emit(
-        ops.all_reduce,
-        (parts, call.mesh_node, axes),
-        {},
-        value=whole,
-        collective=Collective(
-            "all_reduce", "none", axes, 2 * size, "loss over split classes: normaliser and target logit"
-        ),
-    )
-    return call.emit(ops.nll_join, (parts, target, ignore), {})
+    logits = call.without_padding(logits, 0, c, -math.inf)
+    digits, classes = call.digits(0, c)
+    out, layout = call.call.results[0], call.outputs[0]
 
+    def typed(placement: Placement, before: tuple[int, ...] = (), *, grad: bool = False) -> Value:
+        placed = Layout.of(dict(behind(layout, len(before)).items) | dict.fromkeys(split, placement), call.mesh)
+        return Value((*before, *out.shape), out.dtype, grad, placed)
 
-def _on(layout: Layout, axes: Sequence[str], placement: Placement, mesh: Mesh) -> Layout:
-    for axis in axes:
-        layout = layout.replace(axis, placement, mesh)
-    return layout
-
-
-def _shifted(layout: Layout) -> Layout:
-    """Return the layout of a result that gets one more leading dim."""
-    return Layout(tuple((a, replace(p, dim=p.dim + 1) if isinstance(p, Shard) else p) for a, p in layout.items))
+    cause = "loss over split classes:"
+    top = call.emit(ops.nll_max, (logits,), {}, value=typed(Partial("max")))
+    top = call.all_reduce(ops.all_reduce_max, top, axes, typed(REPLICATE), f"{cause} the largest logit")
+    args = (logits, target, top, call.mesh_node, digits, classes, ignore)
+    parts, whole = (typed(p, (2,), grad=out.requires_grad) for p in (PARTIAL, REPLICATE))
+    sums = call.emit(ops.nll_parts, args, {}, value=parts)
+    sums = call.all_reduce(ops.all_reduce, sums, axes, whole, f"{cause} normaliser and target logit")
+    return call.emit(ops.nll_join, (sums, target, ignore), {})
 
 
 rule(ops.nll, nll, local=local_nll, extra=by_classes)
@@ -105,10 +70,7 @@ def by_row(call: Call) -> Signature:
     """Split rows of x[n, c], targets[n, c] -> loss[n], if the canonical pass left the loss unreduced."""
     if call.arg(2, "reduction", 1):
         return all_whole(call)
-    x = call.operands[0].shape
-    rows: tuple[Dim, ...] = (("n",),) if len(x) == 2 else ()
-    dims = (*rows, ("c",))
-    return Signature((dims, dims), (rows,), {"c": x[-1]} | ({"n": x[0]} if rows else {}), frozenset(), frozenset("c"))
+    return call.fit("n c!, n c! -> n" if len(call.operands[0].shape) == 2 else "c!, c! -> ")
 
 
 rule(torch.ops.aten.multilabel_margin_loss.default, by_row)
@@ -116,18 +78,8 @@ rule(torch.ops.aten.multilabel_margin_loss.default, by_row)
 
 def ctc(call: Call) -> Signature:
     """Split n: log_probs[t, n, c], targets[n, s] (not concatenated), lengths[n] twice -> loss[n]."""
-    x, targets = (v.shape for v in call.operands[:2])
-    sizes = {"t": x[0], "n": x[1], "c": x[2]} | {f"s{i}": s for i, s in enumerate(targets)}
-    batched = len(targets) == 2
-    ins = (
-        (("t",), ("n",), ("c",)),
-        (("n",) if batched else ("s0",), *[("s1",)] * batched),
-        (("n",),),
-        (("n",),),
-    )
-    if batched:
-        del sizes["s0"]
-    return Signature(ins, ((("n",),),), sizes, frozenset(), frozenset(sizes) - ({"n"} if batched else set()))
+    batched = len(call.operands[1].shape) == 2
+    return call.fit("t! n c!, n s!, n, n -> n" if batched else "t! n! c!, s!, n, n -> n")
 
 
 rule(torch.ops.shardc.ctc_loss.default, ctc)

@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import rule
-from shardc.rules.core.shared_signatures import bias_or_not
+from shardc.rules.core.shared_signatures import bias_or_not, each_operand
 
 aten = torch.ops.aten
 
@@ -32,16 +32,9 @@ rule(aten.outer.default, "m, n -> m n", linear="0 | 1")
 
 def addmm(call: Call) -> Signature:
     """Split bias + a @ b, with or without a batch dim. The bias broadcasts."""
-    bias, out, k = call.operands[0].shape, call.results[0].shape, call.operands[1].shape[-1]
-    all_names: list[Dim] = [("b",), ("m",), ("n",)]
-    names = all_names[3 - len(out) :]
-    skip = len(out) - len(bias)
-    of_bias = tuple(name if s == size else () for name, s, size in zip(names[skip:], bias, out[skip:], strict=True))
-    *batch, m, n = names
-    sizes = {f: s for (f,), s in zip(names, out, strict=True)} | {"k": k}
-    return Signature(
-        (of_bias, (*batch, m, ("k",)), (*batch, ("k",), n)), (tuple(names),), sizes, frozenset({"k"}), frozenset()
-    )
+    names = ["b", "m", "n"][3 - len(call.results[0].shape) :]
+    bias = names[len(names) - len(call.operands[0].shape) :]
+    return call.fit([bias, [*names[:-1], "k+"], [*names[:-2], "k+", "n"]], [names])
 
 
 rule(aten.addmm.default, addmm, linear="0 1 | 0 2", added=(0,), flops=_flops_bias_first)
@@ -50,28 +43,9 @@ rule(aten.baddbmm.default, addmm, linear="0 1 | 0 2", added=(0,), flops=_flops_b
 
 def matmul(call: Call) -> Signature:
     """Split torch.matmul, whose leading dims broadcast; 1-d operands are vectors."""
-    a, b = (v.shape for v in call.operands)
-    out = call.results[0].shape
-    lead = max(len(a), len(b)) - 2
-    names = [f"e{i}" for i in range(lead)]
-    sizes = {"k": a[-1]}
-
-    def leading(shape: tuple[int, ...]) -> list[Dim]:
-        own = shape[:-2]
-        skip = lead - len(own)
-        return [(names[skip + i],) if s == out[skip + i] and s != 1 else () for i, s in enumerate(own)]
-
-    sizes.update(dict(zip(names, out, strict=False)))
-    left: list[Dim] = [("k",)] if len(a) == 1 else [*leading(a), ("m",), ("k",)]
-    right: list[Dim] = [("k",)] if len(b) == 1 else [*leading(b), ("k",), ("n",)]
-    result: list[Dim] = [(n,) if sizes[n] != 1 else () for n in names[:lead]] if lead > 0 else []
-    if len(a) > 1:
-        sizes["m"] = a[-2]
-        result.append(("m",))
-    if len(b) > 1:
-        sizes["n"] = b[-1]
-        result.append(("n",))
-    return Signature((tuple(left), tuple(right)), (tuple(result),), sizes, frozenset({"k"}), frozenset())
+    left, right = (len(v.shape) > 1 for v in call.operands)
+    a, b = "... m k+" if left else "k+", "... k+ n" if right else "k+"
+    return call.fit(f"{a}, {b} -> {'...' * (left or right)} {'m' * left} {'n' * right}")
 
 
 rule(aten.matmul.default, matmul, linear="0 | 1", flops=_flops)
@@ -85,31 +59,22 @@ def einsum(call: Call) -> Signature:
     if not arrow:
         letters = [c for c in left if c.isalpha()]
         right = "..." * ("..." in left) + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
-    sizes: dict[str, int] = {}
     unnamed = [len(v.shape) - len(t.replace("...", "")) for t, v in zip(terms, call.operands, strict=True)]
 
-    def dims(term: str, shape: tuple[int, ...]) -> tuple[Dim, ...]:
-        head, _, tail = term.partition("...")
-        count = len(shape) - len(head) - len(tail)
+    def dims(term: str, shape: tuple[int, ...]) -> list[str]:
+        head, dots, tail = term.partition("...")
+        count = len(shape) - len(head) - len(tail) if dots else 0
         # the dims of an ellipsis broadcast: they are counted from the right
-        names = [*head, *(f"e{i}" for i in range(max(unnamed) - count, max(unnamed))), *tail]
-        sizes.update({n: s for n, s in zip(names, shape, strict=True) if s != 1 or n not in sizes})
-        return tuple((n,) if s != 1 else () for n, s in zip(names, shape, strict=True))
+        return [*head, *(f"e{i}" for i in range(max(unnamed) - count, max(unnamed))), *tail]
 
-    ins = tuple(dims(t, v.shape) for t, v in zip(terms, call.operands, strict=True))
+    ins = [dims(t, v.shape) for t, v in zip(terms, call.operands, strict=True)]
     out = dims(right, call.results[0].shape)
-    kept = {f for d in out for f in d}
-    factors = {f for o in ins for d in o for f in d}
-    double = {f for o in ins for d in o for f in d if sum(f in e for e in o) > 1}
-    return Signature(ins, (out,), sizes, frozenset(factors - kept), frozenset(double))
-
-
-def _einsum_linear(call: Call) -> str:
-    return " | ".join(str(i) for i in range(len(call.operands)))
+    marks = {f: "+" for o in ins for f in o if f not in out} | {f: "!" for o in ins for f in o if o.count(f) > 1}
+    return call.fit([[f + marks.get(f, "") for f in o] for o in ins], [out])
 
 
 def _einsum_flops(call: Call) -> int:
     return 2 * math.prod(einsum(call).sizes.values())
 
 
-rule(aten.einsum.default, einsum, linear=_einsum_linear, flops=_einsum_flops)
+rule(aten.einsum.default, einsum, linear=each_operand, flops=_einsum_flops)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call, Operand
 from shardc.rules.core.registry import LocalCall, Rule, fallback, rule
+from shardc.rules.core.shared_signatures import all_whole, each_operand, names_of, whole_names
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::with_gradient_of)
 from shardc.torch_private import OpOverload
 
@@ -18,33 +18,14 @@ aten = torch.ops.aten
 
 def broadcast(call: Call) -> Signature:
     """Split every dim of the result; an operand lacks a factor where its dim is missing or of size one."""
-    out = call.results[0].shape
-    sizes = {f"d{i}": s for i, s in enumerate(out)}
-
-    def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
-        skip = len(out) - len(shape)
-        return tuple((f"d{skip + i}",) if s == out[skip + i] and s != 1 else () for i, s in enumerate(shape))
-
-    return Signature(tuple(dims(v.shape) for v in call.operands), tuple(dims(v.shape) for v in call.results), sizes)
-
-
-def all_operands(call: Call) -> str:
-    """Return the linear operands of a + b: both tensors together; none if b is a number."""
-    return "0 1" if len(call.operands) == 2 else ""
-
-
-def each_operand(call: Call) -> str:
-    return " | ".join(str(i) for i in range(len(call.operands)))
+    names = names_of(len(call.results[0].shape))
+    ins, outs = ([names[len(names) - len(v.shape) :] for v in side] for side in (call.operands, call.results))
+    return call.fit(ins, outs)
 
 
 def to_float(call: Call) -> str:
     """Return the linear operands of a cast: x, between floating dtypes; others cut off digits of the sum."""
     return "0" if call.results[0].dtype.is_floating_point and call.operands[0].dtype.is_floating_point else ""
-
-
-def branches(call: Call) -> str:
-    """Return the linear operands of where(condition, a, b): a and b together."""
-    return "1 2" if len(call.operands) == 3 else ""
 
 
 def fill_zero(call: Call) -> str:
@@ -53,12 +34,12 @@ def fill_zero(call: Call) -> str:
 
 
 for _op in (aten.add.Tensor, aten.sub.Tensor):
-    rule(_op, broadcast, linear=all_operands)
+    rule(_op, broadcast, linear="0 1")
 rule(aten.mul.Tensor, broadcast, linear=each_operand)
 rule(aten.mul.Scalar, broadcast, linear="0")
 rule(aten.div.Tensor, broadcast, linear="0")
 rule(aten.div.Scalar, broadcast, linear="0")
-rule(aten.where.self, broadcast, linear=branches)
+rule(aten.where.self, broadcast, linear="1 2")
 rule(aten.masked_fill.Scalar, broadcast, linear=fill_zero)
 for _op in (
     aten.neg.default,
@@ -81,20 +62,14 @@ rule(aten.masked_fill.Tensor, broadcast, linear="0 2")
 
 def first_only(call: Call) -> Signature:
     """Split dims of the first operand elementwise; keep the others whole (type_as, bucketize)."""
-    rest = tuple(tuple((f"x{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.operands) if j)
-    first = broadcast(replace(call, operands=call.operands[:1]))
-    sizes = {f"x{j}_{i}": s for j, v in enumerate(call.operands) if j for i, s in enumerate(v.shape)}
-    return Signature((*first.inputs, *rest), first.outputs, {**first.sizes, **sizes}, frozenset(), frozenset(sizes))
+    names = names_of(len(call.results[0].shape))
+    return call.fit([names, *(whole_names(v, f"x{j}_") for j, v in enumerate(call.operands) if j)], [names])
 
 
 def unreduced(call: Call) -> Signature:
     """Split elementwise losses, as the canonical pass leaves them; keep all whole if the loss reduces."""
     reduction = next((i for i, a in enumerate(call.target._schema.arguments) if a.name == "reduction"), -1)
-    if call.arg(reduction, "reduction", 1) == 0:
-        return broadcast(call)
-    names = [tuple((f"x{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.operands)]
-    sizes = {f"x{j}_{i}": s for j, v in enumerate(call.operands) for i, s in enumerate(v.shape)}
-    return Signature(tuple(names), ((),), sizes, frozenset(), frozenset(sizes))
+    return broadcast(call) if call.arg(reduction, "reduction", 1) == 0 else all_whole(call)
 
 
 for _op in (
@@ -112,9 +87,9 @@ for _op in (
 def prelu(call: Call) -> Signature:
     """Split x[n, c, ...], with one slope per channel or one for all."""
     x, w = (v.shape for v in call.operands)
-    names: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(x)))
-    slopes: tuple[Dim, ...] = () if not w else (names[1] if len(x) > 1 and w[0] == x[1] and w[0] > 1 else (),)
-    return Signature((names, slopes), (names,), {f"d{i}": s for i, s in enumerate(x)})
+    names = names_of(len(x))
+    slopes = [names[1] if len(x) > 1 and w[0] == x[1] else ""] if w else []
+    return call.fit([names, slopes], [names])
 
 
 rule(aten.prelu.default, prelu)
@@ -122,11 +97,9 @@ rule(aten.prelu.default, prelu)
 
 def per_channel(call: Call) -> Signature:
     """Split fake_quantize(x, scale[c], zero[c], dim): every channel has its own scale and zero."""
-    sig = first_only(call)
-    dim = sig.inputs[0][int(call.arg(3, "axis"))]
-    channel: tuple[Dim, ...] = (dim,)
-    sizes = {f: n for f, n in sig.sizes.items() if f[0] == "d"}
-    return replace(sig, inputs=(sig.inputs[0], channel, channel), sizes=sizes, whole=frozenset())
+    names = names_of(len(call.operands[0].shape))
+    channel = [names[int(call.arg(3, "axis"))]]
+    return call.fit([names, channel, channel], [names])
 
 
 for _op in (aten.fake_quantize_per_tensor_affine.default, aten.fake_quantize_per_tensor_affine.tensor_qparams):

@@ -7,6 +7,7 @@ from torch import fx
 from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.shared_signatures import names_of
 from shardc.rules.pointwise import broadcast
 from shardc.runtime import ops
 from shardc.runtime.rng import Digits, Paddings
@@ -30,15 +31,8 @@ rule(ops.dropout, broadcast, linear="0", local=local_dropout)
 
 def drawn(call: Call) -> Signature:
     """Split every dim of the result; a permutation is drawn whole."""
-    out = call.results[0].shape
-    sizes = {f"d{i}": s for i, s in enumerate(out)}
-    return Signature(
-        (),
-        (tuple((f,) for f in sizes),),
-        sizes,
-        frozenset(),
-        frozenset(sizes) if call.args[0] == "permutation" else frozenset(),
-    )
+    n = len(call.results[0].shape)
+    return call.fit([], [names_of(n, range(n) if call.args[0] == "permutation" else ())])
 
 
 def local_random(call: LocalCall) -> fx.Node:
@@ -50,9 +44,5 @@ def local_random(call: LocalCall) -> fx.Node:
 rule(ops.random, drawn, local=local_random)
 
 
-def _stat(call: Call) -> str:
-    """Return no linear operands: batch_stat(batch, running) selects one of both as a whole."""
-    return ""
-
-
-rule(ops.batch_stat, broadcast, linear=_stat)
+# linear in nothing: batch_stat(batch, running) selects one of both as a whole
+rule(ops.batch_stat, broadcast)

@@ -6,30 +6,31 @@ Time is sequential, and all hidden units depend on each other.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
-from shardc.rules.core.notation import Dim, Signature
+from shardc.ir.metadata import Value
+from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import rule
+from shardc.rules.core.shared_signatures import whole_names
 
 aten = torch.ops.aten
 
 
 def recurrent(call: Call) -> Signature:
     """Split b: x[t, b, i] (or [b, t, i]), states [layers, b, h], weights -> y[t, b, o], states."""
-    batch_first = bool(call.arg(8, "batch_first"))
-    sizes = {"b": call.operands[1].shape[1]}
     states = len(call.results)
+    batch_dims = [0 if call.arg(8, "batch_first") else 1, *[1] * (states - 1)]
 
-    def dims(shape: tuple[int, ...], b: int | None, mark: str) -> tuple[Dim, ...]:
-        sizes.update({f"{mark}{i}": s for i, s in enumerate(shape) if i != b})
-        return tuple(("b",) if i == b else (f"{mark}{i}",) for i in range(len(shape)))
+    def dims(values: Sequence[Value], mark: str) -> list[list[str]]:
+        each = [whole_names(v, f"{mark}{j}_") for j, v in enumerate(values)]
+        for names, d in zip(each, batch_dims, strict=False):
+            names[d] = "b"
+        return each
 
-    batch_dims = [0 if batch_first else 1, *[1] * (states - 1)]
-    ins = tuple(dims(v.shape, batch_dims[j] if j < states else None, f"x{j}_") for j, v in enumerate(call.operands))
-    outs = tuple(dims(v.shape, batch_dims[j], f"y{j}_") for j, v in enumerate(call.results))
-    return Signature(ins, outs, sizes, frozenset(), frozenset(sizes) - {"b"})
+    return call.fit(dims(call.operands, "x"), dims(call.results, "y"))
 
 
 def _flops(call: Call) -> int:

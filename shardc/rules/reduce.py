@@ -10,35 +10,28 @@ import torch
 from torch import fx
 
 from shardc.rules.core import along_split_dim
-from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
-from shardc.rules.core.reduce_parts import by_parts, local_parts
-from shardc.rules.core.registry import LocalCall, find, rule
-from shardc.rules.core.shared_signatures import all_whole, every_operand, whole_dims
+from shardc.rules.core.reduce_parts import by_parts, local_parts, reduced_dims
+from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.shared_signatures import all_whole, every_operand, names_of, whole_dims
 from shardc.runtime import ops
 
 aten = torch.ops.aten
 
 
-def reduced(position: int, name: str, *, summed: bool, keep: tuple[int, str] = (2, "keepdim")) -> Any:
+def reduced(
+    position: int, name: str, *, summed: bool, keep: tuple[int, str] = (2, "keepdim"), default: Any = None
+) -> Any:
     """Return the rule of a reduction over the dims of an argument (None, []: all): summed or kept whole."""
 
     def reduction(call: Call) -> Signature:
-        x = call.operands[0].shape
-        dims = call.arg(position, name)
-        gone = (
-            {call.dim(d) for d in ([dims] if isinstance(dims, int) else dims)}
-            if dims not in (None, [])
-            else set(range(len(x)))
-        )
-        names = [(f"d{i}",) for i in range(len(x))]
-        kept: list[Dim] = [n for i, n in enumerate(names) if i not in gone]
-        if call.arg(*keep, False) and x:
-            kept = [() if i in gone else n for i, n in enumerate(names)]
-        lost = frozenset(f"d{i}" for i in gone)
-        sizes = {f"d{i}": s for i, s in enumerate(x)}
-        outs = tuple(tuple(kept) for _ in call.results)
-        return Signature((tuple(names),), outs, sizes, lost if summed else frozenset(), frozenset() if summed else lost)
+        dims, ndim = call.arg(position, name, default), len(call.operands[0].shape)
+        gone = {call.dim(d) for d in ([dims] if isinstance(dims, int) else dims or range(ndim))}
+        names = [f"d{i}{'+' if summed else '!'}" if i in gone else f"d{i}" for i in range(ndim)]
+        shown = "" if call.arg(*keep, False) else None
+        kept = [shown if i in gone else n for i, n in enumerate(names)]
+        return call.fit([names], [[n for n in kept if n is not None] for _ in call.results])
 
     reduction.__name__ = "sum over dims" if summed else "reduce over whole dims"
     return reduction
@@ -49,22 +42,13 @@ rule(aten.count_nonzero.dim_IntList, reduced(1, "dim", summed=True))
 rule(aten.sum.default, reduced(9, "", summed=True, keep=(9, "")), linear="0")
 
 
-def reduction_of(call: Call) -> frozenset[str]:
-    """Return the factors that a mean sums over."""
-    rule = find(call.target)
-    assert rule is not None
-    return rule.signature(call).summed
-
-
 def local_mean(call: LocalCall) -> fx.Node:
     """Divide the rank's sum by the *global* number of elements if a reduced dim is split."""
-    gone = reduction_of(call.call)
-    if not any(s.base in gone for s in call.strategies.values() if s.kind == "split"):
+    dims = reduced_dims(call.call)
+    if not any(call.split(f"d{d}") for d in dims):
         return call.same()
     value, dtype = call.call.operands[0], call.call.results[0].dtype
-    x = value.shape
-    count = math.prod(x[int(f[1:])] for f in gone)
-    dims = sorted(int(f[1:]) for f in gone)
+    count = math.prod(value.shape[d] for d in dims)
     keep = bool(call.call.arg(2, "keepdim", False))
     terms = call.args[0]
     if dtype != value.dtype:  # mean(x, dtype=...) casts before it adds
@@ -134,25 +118,15 @@ rule(aten.topk.default, whole_dims((2, "dim", -1)))
 
 def histc(call: Call) -> Signature:
     """Split counts of elements, which are summed, if the range is given; otherwise keep x whole."""
-    names, x = tuple((f"d{i}",) for i in range(len(call.operands[0].shape))), call.operands[0].shape
-    sizes = {f"d{i}": s for i, s in enumerate(x)} | {"bins": call.results[0].shape[0]}
-    ranged = call.arg(2, "min", 0) != call.arg(3, "max", 0)
-    factors = frozenset(f for (f,) in names)
-    return Signature(
-        (names,),
-        ((("bins",),),),
-        sizes,
-        factors if ranged else frozenset(),
-        frozenset({"bins"}) | (frozenset() if ranged else factors),
-    )
+    mark = "+" if call.arg(2, "min", 0) != call.arg(3, "max", 0) else "!"
+    return call.fit([[f"{n}{mark}" for n in names_of(len(call.operands[0].shape))]], [["bins!"]])
 
 
 def local_histc(call: LocalCall) -> fx.Node:
     """Fill padding with a number outside of the range."""
     x, above = call.args[0], float(call.call.arg(3, "max", 0)) + 1
     for d in range(len(call.call.operands[0].shape)):
-        if call.split(f"d{d}") and any(s.dim == d for s in call.inputs[0].paddings()):
-            x = call.without_padding(x, 0, d, above)
+        x = call.without_padding(x, 0, d, above)
     return call.same(_0=x)
 
 
@@ -164,11 +138,8 @@ for _op in (aten.histogram.bin_ct, aten.histogram.bins_tensor):
 def diff(call: Call) -> Signature:
     """Keep dim whole in x and in what is put before and behind it; split the other dims."""
     d, ndim = call.dim(call.arg(2, "dim", -1)), len(call.results[0].shape)
-    sides = [[(f"x{j}" if i == d else f"d{i}",) for i in range(ndim)] for j in range(len(call.operands) + 1)]
-    values = (*call.operands, *call.results)
-    sizes = {f: s for side, v in zip(sides, values, strict=True) for (f,), s in zip(side, v.shape, strict=True)}
-    *ins, out = map(tuple, sides)
-    return Signature(tuple(ins), (out,), sizes, frozenset(), frozenset(f"x{j}" for j in range(len(values))))
+    sides = [[f"x{j}!" if i == d else f"d{i}" for i in range(ndim)] for j in range(len(call.operands) + 1)]
+    return call.fit(sides[:-1], sides[-1:])
 
 
 rule(aten.diff.default, diff, linear=every_operand)

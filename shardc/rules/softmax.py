@@ -12,12 +12,12 @@ import torch
 from torch import fx
 
 from shardc.ir.metadata import Collective, Value
-from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
+from shardc.ir.placement import PARTIAL, REPLICATE, Partial, Placement
 from shardc.rules.core.op_call import Call
-from shardc.rules.core.reduce_parts import splits_of, without_dims
+from shardc.rules.core.reduce_parts import per_row, squeezed
 from shardc.rules.core.registry import LocalCall, rule
 from shardc.rules.core.shared_signatures import whole_dims
-from shardc.rules.core.strategy import Strategy, needs_sum_grad
+from shardc.rules.core.strategy import Strategy, needs_sum_grad, splits_of
 from shardc.rules.reduce import reduced
 from shardc.runtime import ops
 from shardc.runtime.ops.softmax_parts import wide
@@ -45,7 +45,8 @@ def by_parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> I
     """
     x, result = call.operands[0], call.results[0].shape
     for p in splits_of(x, _dims(call), n, available[0]):
-        yield Strategy(PARTS, (p,), (p if result == x.shape else REPLICATE,))
+        if not p.mirrored:
+            yield Strategy(PARTS, (p,), (p if result == x.shape else REPLICATE,))
 
 
 def local_softmax(call: LocalCall) -> fx.Node:
@@ -55,53 +56,22 @@ def local_softmax(call: LocalCall) -> fx.Node:
         return call.same()
     x, out, dims = call.call.operands[0], call.call.results[0], _dims(call.call)
     axes, layout, dtype = call.mesh.merge(split), call.inputs[0], wide(call.call.operands[0].dtype)
-    shape = tuple(1 if i in dims else s for i, s in enumerate(x.shape))
-    kept = Layout(tuple((a, p) for a, p in layout.items if not isinstance(p, Shard) or p.dim not in dims))
-    grad = out.requires_grad
-
-    def value(p: Placement, *, grad: bool = grad) -> Value:
-        """Return the type of one number per softmax, with this placement on the split axes."""
-        placed = kept
-        for a in split:
-            placed = placed.replace(a, p, call.mesh)
-        return Value(shape, dtype, grad, placed)
-
+    value, grad = per_row(call, dims, split, dtype), out.requires_grad
     terms = call.args[0]
-    for s in layout.paddings():
-        if s.dim in dims:
-            terms = call.without_padding(terms, 0, s.dim, -math.inf)
-    whole = value(REPLICATE)
-    size = whole.nbytes(call.mesh)
-    top = call.emit(ops.largest, (terms, dims), {}, value=value(Partial("max"), grad=False))
-    top = call.emit(
-        ops.all_reduce_max,
-        (top, call.mesh_node, axes),
-        {},
-        value=value(REPLICATE, grad=False),
-        collective=Collective("all_reduce", "none", axes, size, "softmax over a split dim: the largest element"),
-    )
-    sums = call.emit(ops.sum_exp, (terms, top, dims), {}, value=value(PARTIAL))
-    sums = call.emit(
-        ops.all_reduce,
-        (sums, call.mesh_node, axes),
-        {},
-        value=whole,
-        collective=Collective("all_reduce", "none", axes, size, "softmax over a split dim: the normaliser"),
-    )
+    for d in dims:
+        terms = call.without_padding(terms, 0, d, -math.inf)
+    cause = "softmax over a split dim: the"
+    top = call.emit(ops.largest, (terms, dims), {}, value=value(Partial("max")))
+    top = call.all_reduce(ops.all_reduce_max, top, axes, value(REPLICATE), f"{cause} largest element")
+    sums = call.emit(ops.sum_exp, (terms, top, dims), {}, value=value(PARTIAL, grad=grad))
+    whole = value(REPLICATE, grad=grad)
+    sums = call.all_reduce(ops.all_reduce, sums, axes, whole, f"{cause} normaliser")
     lse = call.emit(ops.log_sum, (sums, top), {}, value=whole)
     if out.shape != x.shape or call.call.target is aten.logsumexp.default:
-        if out.shape != shape:
-            squeezed = without_dims(kept, dims)
-            lse = call.emit(aten.squeeze.dims, (lse, dims), {}, value=Value(out.shape, dtype, grad, squeezed))
-        return _cast(call, lse, dtype)
+        return _cast(call, squeezed(call, lse, whole, dims), dtype)
     if needs_sum_grad(whole):  # each rank uses it only for its part
-        lse = call.emit(
-            ops.sum_grad,
-            (lse, call.mesh_node, axes),
-            {},
-            value=whole,
-            collective=Collective("none", "all_reduce", axes, size, "softmax over a split dim: the normaliser"),
-        )
+        sent = Collective("none", "all_reduce", axes, whole.nbytes(call.mesh), f"{cause} normaliser")
+        lse = call.emit(ops.sum_grad, (lse, call.mesh_node, axes), {}, value=whole, collective=sent)
     typed = Value(x.shape, dtype, grad, layout)
     y = call.emit(aten.sub.Tensor, (call.args[0], lse), {}, value=typed)
     if "log" not in str(call.call.target):

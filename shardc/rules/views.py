@@ -12,8 +12,8 @@ from shardc.ir.placement import PARTIAL, Placement, Shard
 from shardc.rules.core.notation import Dim, Signature
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import LocalCall, rule
-from shardc.rules.core.shared_signatures import every_operand, names_of, signature_of, sizes_of, whole_dims
-from shardc.rules.core.strategy import Strategy
+from shardc.rules.core.shared_signatures import every_operand, names_of, whole_dims
+from shardc.rules.core.strategy import Strategy, splits_of
 from shardc.rules.pointwise import local_size
 from shardc.runtime import ops
 
@@ -88,7 +88,7 @@ def walk(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim], 
 
 def reshape(call: Call) -> Signature:
     old, new, sizes, whole = walk(call.operands[0].shape, call.results[0].shape)
-    return signature_of(call, [old], [new], sizes, whole)
+    return Signature((tuple(old),), (tuple(new),), sizes, frozenset(), frozenset(whole))
 
 
 def local_reshape(call: LocalCall) -> fx.Node:
@@ -102,9 +102,6 @@ for _op in (
     aten._unsafe_view.default,
     aten.flatten.using_ints,
     aten.unflatten.int,
-):
-    rule(_op, reshape, linear="0", local=local_reshape)
-for _op in (
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
@@ -117,9 +114,8 @@ for _op in (
 
 
 def _permuted(call: Call, order: Sequence[int]) -> Signature:
-    x = call.operands[0].shape
-    names = names_of(len(x))
-    return signature_of(call, [names], [[names[d] for d in order]], sizes_of(x))
+    names = names_of(len(order))
+    return call.fit([names], [[names[d] for d in order]])
 
 
 def permute(call: Call) -> Signature:
@@ -148,14 +144,8 @@ rule(aten.numpy_T.default, transpose_all, linear="0")
 
 def expand(call: Call) -> Signature:
     """Split every dim; new and stretched dims are factors that the operand lacks."""
-    x, out = call.operands[0].shape, call.results[0].shape
-    skip = len(out) - len(x)
-    return signature_of(
-        call,
-        [[(f"d{skip + i}",) if s == out[skip + i] else () for i, s in enumerate(x)]],
-        [names_of(len(out))],
-        sizes_of(out),
-    )
+    names = names_of(len(call.results[0].shape))
+    return call.fit([names[len(names) - len(call.operands[0].shape) :]], [names])
 
 
 rule(aten.expand.default, expand, linear="0", local=local_size(1))
@@ -165,12 +155,9 @@ rule(aten.broadcast_to.default, expand, linear="0", local=local_size(1))
 def repeat(call: Call) -> Signature:
     """Split every dim as (repeats, dim): major digits are copies, of which each rank may make some."""
     x, times = call.operands[0].shape, call.arg(1, "repeats")
-    skip = len(times) - len(x)
-    sizes = {f"d{skip + i}": s for i, s in enumerate(x)} | {f"r{i}": t for i, t in enumerate(times)}
-    out = [
-        tuple(f for f in ((f"r{i}",) if t > 1 else ()) + ((f"d{i}",) if i >= skip else ())) for i, t in enumerate(times)
-    ]
-    return signature_of(call, [names_of(len(times))[skip:]], [out], sizes)
+    names = [""] * (len(times) - len(x)) + names_of(len(x))
+    out = [f"r{i} {n}" if t != 1 else n for i, (t, n) in enumerate(zip(times, names, strict=True))]
+    return call.fit([names_of(len(x))], [out], **{f"r{i}": t for i, t in enumerate(times) if t != 1})
 
 
 def local_repeat(call: LocalCall) -> fx.Node:
@@ -184,14 +171,11 @@ rule(aten.repeat.default, repeat, linear="0", local=local_repeat)
 
 
 def repeat_interleave(call: Call) -> Signature:
-    x, dim = call.operands[0].shape, call.arg(2, "dim")
+    n, dim = len(call.operands[0].shape), call.arg(2, "dim")
     if dim is None or not isinstance(call.arg(1, "repeats"), int):
-        return signature_of(
-            call, [names_of(len(x))], [[("o",)]], {**sizes_of(x), "o": call.results[0].shape[0]}, {*sizes_of(x), "o"}
-        )
-    d, out = call.dim(dim), names_of(len(x))
-    out[d] = (f"d{d}", "r")
-    return signature_of(call, [names_of(len(x))], [out], {**sizes_of(x), "r": call.arg(1, "repeats")})
+        return call.fit([names_of(n, range(n))], [["o!"]])
+    d, names = call.dim(dim), names_of(n)
+    return call.fit([names], [[*names[:d], f"d{d} r", *names[d + 1 :]]])
 
 
 def local_repeat_interleave(call: LocalCall) -> fx.Node:
@@ -218,22 +202,14 @@ def cut(call: Call) -> Signature:
     of all entries is the tensor itself; for any other range the dim stays whole.
     """
     x, d = call.operands[0].shape, _cut_dim(call)
-    size = call.results[0].shape[d]
-    names, sizes = names_of(len(x)), sizes_of(x)
+    size, names = call.results[0].shape[d], names_of(len(x))
     start, _, step = _range(call)
     if size == x[d] and step == 1:
-        return signature_of(call, [names], [names], sizes)
-    inside, out, whole = names[d], ("o",), {f"d{d}", "o"}
+        return call.fit([names], [names])
+    inside, out = f"d{d}!", "o!"
     if size and x[d] % size == 0 and (step == x[d] // size or (step == 1 and start % size == 0)):
-        inside, out, whole = ("part", "o") if step == 1 else ("o", "part"), ("o",), {"part"}
-        sizes |= {"part": x[d] // size}
-    return signature_of(
-        call,
-        [[*names[:d], inside, *names[d + 1 :]]],
-        [[*names[:d], out, *names[d + 1 :]]],
-        sizes | {"o": size},
-        whole,
-    )
+        inside, out = "part! o" if step == 1 else "o part!", "o"
+    return call.fit(*([[*names[:d], dim, *names[d + 1 :]]] for dim in (inside, out)))
 
 
 def _cut_dim(call: Call) -> int:
@@ -273,54 +249,37 @@ rule(aten.roll.default, whole_dims((2, "dims", None)), linear="0")
 
 
 def select(call: Call) -> Signature:
-    x, d = call.operands[0].shape, call.dim(call.arg(1, "dim"))
-    names = names_of(len(x))
-    return signature_of(call, [names], [names[:d] + names[d + 1 :]], sizes_of(x), {f"d{d}"})
+    """Keep the dim of x.select(dim, i) or x.unbind(dim) whole; results lack it."""
+    n, d = len(call.operands[0].shape), call.dim(call.arg(1, "dim", 0))
+    names = names_of(n, {d})
+    return call.fit([names], [names[:d] + names[d + 1 :] for _ in call.results])
 
 
 def by_owner(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Yield strategies to select an entry of a split dim: others add zeros, cheaper than a gather."""
-    d = call.dim(call.arg(1, "dim"))
-    for p in sorted(available[0], key=repr):
-        if (
-            isinstance(p, Shard)
-            and p.dim == d
-            and not p.sections
-            and p.padded(call.operands[0].shape[d]) % (p.split * n) == 0
-        ):
-            yield Strategy("owner", (p,), (PARTIAL,))
+    for p in splits_of(call.operands[0], {call.dim(call.arg(1, "dim"))}, n, available[0]):
+        yield Strategy("owner", (p,), (PARTIAL,))
 
 
 def local_select(call: LocalCall) -> fx.Node:
     d = call.call.dim(call.call.arg(1, "dim"))
     if not call.axes("owner"):
         return call.same()
-    shards, size = call.inputs[0].shards(d), call.call.operands[0].shape[d]
-    digits, wide = tuple((a, s.signed) for a, s in shards), shards[0][1].padded(size)
-    index = call.call.arg(2, "index") % size
-    s = shards[0][1]
+    size, (digits, wide) = call.call.operands[0].shape[d], call.digits(0, d)
+    index, (_, s) = call.call.arg(2, "index") % size, call.inputs[0].shards(d)[0]
     index += index // (size // s.blocks) * s.padding  # its index in the padded dim
     return call.emit(ops.select_partial, (call.args[0], call.mesh_node, d, digits, wide, index), {})
 
 
-def unbind(call: Call) -> Signature:
-    x, d = call.operands[0].shape, call.dim(call.arg(1, "dim", 0))
-    names = names_of(len(x))
-    return signature_of(call, [names], [names[:d] + names[d + 1 :] for _ in call.results], sizes_of(x), {f"d{d}"})
-
-
 rule(aten.select.int, select, linear="0", local=local_select, extra=by_owner)
-rule(aten.unbind.int, unbind, linear="0")
+rule(aten.unbind.int, select, linear="0")
 
 
 def pad(call: Call) -> Signature:
-    x, amounts = call.operands[0].shape, call.arg(1, "pad")
-    last = len(x) - 1
-    touched = {last - i // 2 for i, a in enumerate(amounts) if a}
-    names = names_of(len(x))
-    out = [(f"o{i}",) if i in touched else n for i, n in enumerate(names)]
-    sizes = sizes_of(x) | {f"o{i}": call.results[0].shape[i] for i in touched}
-    return signature_of(call, [names], [out], sizes, {f"{k}{i}" for i in touched for k in "do"})
+    n, amounts = len(call.operands[0].shape), call.arg(1, "pad")
+    touched = {n - 1 - i // 2 for i, a in enumerate(amounts) if a}
+    names = names_of(n, touched)
+    return call.fit([names], [[f"o{i}!" if i in touched else n for i, n in enumerate(names)]])
 
 
 rule(aten.constant_pad_nd.default, pad, linear=lambda c: "0" if c.arg(2, "value", 0) == 0 else "")
@@ -329,16 +288,11 @@ rule(aten.pad.default, pad, linear=lambda c: "" if c.arg(3, "value") else "0")
 
 def split(call: Call) -> Signature:
     """Split a digit inside equal parts: the dim is (parts, part). Unequal parts: see `by_sections`."""
-    x, d = call.operands[0].shape, _split_dim(call)
-    names, parts = names_of(len(x)), [r.shape[d] for r in call.results]
-    sizes = sizes_of(x)
-    if len(set(parts)) == 1:
-        sizes |= {"k": len(parts), "c": parts[0]}
-        inside: list[Dim] = [*names[:d], ("k", "c"), *names[d + 1 :]]
-        return signature_of(call, [inside], [[*names[:d], ("c",), *names[d + 1 :]] for _ in parts], sizes, {"k"})
-    sizes |= {f"c{i}": p for i, p in enumerate(parts)}
-    outs = [[*names[:d], (f"c{i}",), *names[d + 1 :]] for i in range(len(parts))]
-    return signature_of(call, [names], outs, sizes, {f"d{d}", *(f"c{i}" for i in range(len(parts)))})
+    d, parts = _split_dim(call), [r.shape[_split_dim(call)] for r in call.results]
+    before, after = (names := names_of(len(call.operands[0].shape)))[:d], names[d + 1 :]
+    equal = len(set(parts)) == 1
+    outs = [[*before, "c" if equal else f"c{i}!", *after] for i in range(len(parts))]
+    return call.fit([[*before, "k! c" if equal else f"d{d}!", *after]], outs)
 
 
 def _split_dim(call: Call) -> int:
@@ -397,30 +351,19 @@ def cat(call: Call) -> Signature:
         if len(call.operands[0].shape) > 1
         else call.arg(1, "dim", 0) % len(call.results[0].shape)
     )
-    out = call.results[0].shape
-    names = names_of(len(out))
-    parts = [v.shape[d] if len(v.shape) == len(out) else 0 for v in call.operands]
-    full = [p for p in parts if p]
-    equal = len(set(full)) == 1
-    sizes = (
-        sizes_of(out)
-        | ({"k": len(full), "c": full[0]} if equal else {f"c{i}": p for i, p in enumerate(parts)})
-        | {"z": 0}
-    )
-    dim_names: list[Dim] = [("z",) if p == 0 else ("c",) if equal else (f"c{i}",) for i, p in enumerate(parts)]
-    ins = [
-        [*names[:d], o, *names[d + 1 :]] if len(v.shape) == len(out) else [o]
-        for o, v in zip(dim_names, call.operands, strict=True)
-    ]
-    result: list[Dim] = [*names[:d], ("k", "c") if equal else (f"d{d}",), *names[d + 1 :]]
-    return signature_of(call, ins, [result], sizes, {"k", "z"} if equal else {f"d{d}", *(f for (f,) in dim_names)})
+    n = len(call.results[0].shape)
+    before, after = (names := names_of(n))[:d], names[d + 1 :]
+    parts = [v.shape[d] if len(v.shape) == n else 0 for v in call.operands]
+    equal = len({p for p in parts if p}) == 1
+    dims = ["z!" if p == 0 else "c" if equal else f"c{i}!" for i, p in enumerate(parts)]
+    ins = [[*before, o, *after] if len(v.shape) == n else [o] for o, v in zip(dims, call.operands, strict=True)]
+    return call.fit(ins, [[*before, "k! c" if equal else f"d{d}!", *after]])
 
 
 def stack(call: Call) -> Signature:
-    out = call.results[0].shape
-    d = call.arg(1, "dim", 0) % len(out)
-    names = names_of(len(out))
-    return signature_of(call, [names[:d] + names[d + 1 :] for _ in call.operands], [names], sizes_of(out), {f"d{d}"})
+    n = len(call.results[0].shape)
+    names = names_of(n, {d := call.arg(1, "dim", 0) % n})
+    return call.fit([names[:d] + names[d + 1 :] for _ in call.operands], [names])
 
 
 rule(aten.cat.default, cat, linear=every_operand)
@@ -428,8 +371,8 @@ rule(aten.stack.default, stack, linear=every_operand)
 
 
 def last_two_whole(call: Call) -> Signature:
-    x = call.operands[0].shape
-    return signature_of(call, [names_of(len(x))], [names_of(len(x))], sizes_of(x), {f"d{len(x) - 1}", f"d{len(x) - 2}"})
+    names = names_of(n := len(call.operands[0].shape), {n - 1, n - 2})
+    return call.fit([names], [names])
 
 
 rule(aten.tril.default, last_two_whole, linear="0")
@@ -438,11 +381,9 @@ rule(aten.triu.default, last_two_whole, linear="0")
 
 def diagonal(call: Call) -> Signature:
     """Keep both dims of x.diagonal(offset, dim1, dim2) whole; they become one, the last."""
-    x, y = call.operands[0].shape, call.results[0].shape
     a, b = call.dim(call.arg(2, "dim1", 0)), call.dim(call.arg(3, "dim2", 1))
-    names = names_of(len(x))
-    out = [*(n for i, n in enumerate(names) if i not in (a, b)), ("o",)]
-    return signature_of(call, [names], [out], {**sizes_of(x), "o": y[-1]}, {f"d{a}", f"d{b}", "o"})
+    names = names_of(len(call.operands[0].shape), {a, b})
+    return call.fit([names], [[*(n for i, n in enumerate(names) if i not in (a, b)), "o!"]])
 
 
 rule(aten.diagonal.default, diagonal, linear="0")
@@ -450,12 +391,11 @@ rule(aten.diagonal.default, diagonal, linear="0")
 
 def diag_embed(call: Call) -> Signature:
     """Keep the last dim whole, and the two dims that it becomes."""
-    x, y = call.operands[0].shape, call.results[0].shape
-    a, b = (call.arg(i, n, d) % len(y) for i, n, d in ((2, "dim1", -2), (3, "dim2", -1)))
-    names, rest = names_of(len(x)), iter(names_of(len(x) - 1))
-    out: list[Dim] = [(f"o{i}",) if i in (a, b) else next(rest) for i in range(len(y))]
-    sizes = sizes_of(x) | {f"o{i}": y[i] for i in (a, b)}
-    return signature_of(call, [names], [out], sizes, {f"d{len(x) - 1}", f"o{a}", f"o{b}"})
+    x, y = len(call.operands[0].shape), len(call.results[0].shape)
+    pair = [call.arg(i, n, d) % y for i, n, d in ((2, "dim1", -2), (3, "dim2", -1))]
+    names = names_of(x, {x - 1})
+    rest = iter(names)
+    return call.fit([names], [[f"o{i}!" if i in pair else next(rest) for i in range(y)]])
 
 
 rule(aten.diag_embed.default, diag_embed, linear="0")
@@ -463,10 +403,9 @@ rule(aten.diag_embed.default, diag_embed, linear="0")
 
 def unfold(call: Call) -> Signature:
     """Keep dim whole in x.unfold(dim, size, step): windows along dim, their elements in a new last dim."""
-    x, y, d = call.operands[0].shape, call.results[0].shape, call.dim(call.arg(1, "dimension"))
-    names = names_of(len(x))
-    out = [*names[:d], ("o",), *names[d + 1 :], ("w",)]
-    return signature_of(call, [names], [out], {**sizes_of(x), "o": y[d], "w": y[-1]}, {f"d{d}", "o", "w"})
+    d = call.dim(call.arg(1, "dimension"))
+    names = names_of(len(call.operands[0].shape), {d})
+    return call.fit([names], [[*names[:d], "o!", *names[d + 1 :], "w!"]])
 
 
 rule(aten.unfold.default, unfold, linear="0")

@@ -92,16 +92,17 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
     Raises ShardcError for a program that trains no parameter.
     """
     start = time.perf_counter()
+
+    def not_compared(where: str, fault: str, fix: str) -> Report:
+        return Report((Finding(where, fault, fix),), 0, float("nan"), time.perf_counter() - start)
+
     if not program.forward_only:
         check_trains(program)
     need, free = _memory(program), _available()
     if need > free:
-        finding = Finding(
-            program.meta.get("model", "program"),
-            f"the check needs about {size(need)}, this machine has {size(free)} free",
-            "verify a smaller batch or fewer layers of the same model: rules and spec are the same",
-        )
-        return Report((finding,), 0, float("nan"), time.perf_counter() - start)
+        fault = f"the check needs about {size(need)}, this machine has {size(free)} free"
+        fix = "verify a smaller batch or fewer layers of the same model: rules and spec are the same"
+        return not_compared(program.meta.get("model", "program"), fault, fix)
     double = to_float64(program, compiled=compiled)
     why = ""
     filled = any(b.constant is None and not b.dtype.is_floating_point for b in double.buffers)
@@ -122,13 +123,12 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
         why = f"the model's loss is {float(loss.detach())} on one device"
     else:
         fault = f"on random weights and inputs {why}: nothing can be compared"
-        finding = Finding("loss", fault, "compare with real weights: shardc.verify.simulate(program, model, batch)")
-        return Report((finding,), 0, float("nan"), time.perf_counter() - start)
+        return not_compared("loss", fault, "compare with real weights: shardc.verify.simulate(program, model, batch)")
     pairs: list[tuple[str, Tensor | None, Tensor | None]] = []
     try:
         sim = simulate(double, weights, batch, seed=seed)
     except ReplicasDifferError as e:
-        return Report((Finding(e.where, e.what, e.fix),), 0, float("nan"), time.perf_counter() - start)
+        return not_compared(e.where, e.what, e.fix)
     if not program.forward_only:
         loss.backward()  # type: ignore[no-untyped-call]
         pairs = [("loss", loss.detach(), sim.loss)]

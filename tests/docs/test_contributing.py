@@ -16,10 +16,10 @@ from shardc.cli import app
 from shardc.passes import PIPELINE, Entry
 from shardc.rules import RULES
 from shardc.rules.core.registry import find, rule
-from shardc.rules.core.sample_calls import call, sample
 from shardc.runtime import schedule
 from shardc.verify.rules.check import check_op
 from tests.docs.pages import CONTRIBUTING, ROOT, Page
+from tests.rules.making import call, sample
 from tests.rules.samples import SAMPLES
 
 OP = torch.ops.aten.vdot.default

@@ -18,8 +18,8 @@ from shardc.rules import RULES, Rule, Strategy, find, rule
 from shardc.rules.views import walk
 from shardc.verify.rules.case import Case, name_of
 from shardc.verify.rules.compare import differs, dual, spread
-from shardc.verify.rules.prove import prove
 from shardc.verify.rules.too_strict import too_strict
+from tests.rules.making import prove
 from tests.rules.samples import SAMPLES, Tensors, call
 from tests.rules.torch_ops import KNOWN, checked
 
@@ -89,6 +89,18 @@ def test_finds_a_gradient_that_is_not_reduced() -> None:
     bad = Rule(aten.mul.Tensor, "a b, b -> a b", extra=lambda call, n, available: [forgets])
     (found,) = prove(aten.mul.Tensor, lambda t: call(t.real(4, 12), t.real(12)), 2, rule=bad)
     assert str(found).startswith("aten.mul.Tensor, forgets sum_grad, 2 ranks: gradient of operand 1: rank 0 differs by")
+
+
+def test_finds_an_extra_strategy_that_is_wrong() -> None:
+    """`extra` is given splits to choose from."""
+
+    def kept(_: Any, n: int, available: Any) -> list[Strategy]:
+        return [Strategy("kept", (p,), (REPLICATE,)) for p in sorted(available[0], key=repr)]
+
+    bad = Rule(aten.neg.default, "a! b! -> a! b!", extra=kept)
+    found = prove(aten.neg.default, lambda t: call(t.real(4, 12)), 2, rule=bad)
+    assert {f.strategy for f in found} == {"kept"}
+    assert len(found) > 8, "each dim at each digit, in sections, mirrored"
 
 
 def test_finds_partial_sums_through_what_is_not_linear() -> None:

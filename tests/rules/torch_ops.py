@@ -80,7 +80,7 @@ KNOWN = {
     ): "boundaries are few: counting below a part of them and adding up saves nothing",
     ("aten.cat.default", "linear in 0"): _EMPTY,
     ("aten.cat.default", "linear in 0 2"): _EMPTY,
-    ("aten.index.Tensor", "split d0 = o0"): "a mask makes sizes that depend on data: such graphs are not captured",
+    ("aten.index.Tensor", "split i0_0 = o0_0"): "a mask makes sizes that depend on data: such graphs are not captured",
     ("aten.index_put.default", "split i0, sum"): "one value for all entries would be added for padding too",
     ("aten.searchsorted.Tensor", "split n, sum"): "padding would stand among the sorted numbers",
     ("fp8_experts", "split k, sum"): "a token's choices are few, and its row would be sent to all ranks",

@@ -50,18 +50,21 @@ class Held(NamedTuple):
         places = [Span(start, local, length) for local, start, length in runs(self.shape[dim], shards)]
         return places if shards else None
 
+    def places(self, dim: int, coords: Mapping[str, int] | None = None) -> list[Span]:
+        """Return `spans`, and one span for all; none for a rank that has only padding."""
+        spans = self.spans(dim, coords)
+        return [Span(0, 0, self.shape[dim])] if spans is None else spans
+
     def every(self, dim: int, axis: str) -> tuple[tuple[Span, ...], ...]:
         """Return the places for each rank of an axis."""
-        whole = [Span(0, 0, self.shape[dim])]
-        return tuple(tuple(self.spans(dim, {axis: i}) or whole) for i in range(self.mesh.size(axis)))
+        return tuple(tuple(self.places(dim, {axis: i})) for i in range(self.mesh.size(axis)))
 
     def stretches(self) -> int:
         """Return the largest number of stretches of QUERIES rows on any rank, also for a mesh without ranks."""
         dim = len(self.shape) - 2
         axes = [a for d, a, *_ in self.digits if d == dim]
-        whole = [Span(0, 0, self.shape[dim])]
-        places = itertools.product(*(range(self.mesh.size(a)) for a in axes))
-        every = (self.spans(dim, dict(zip(axes, each, strict=True))) or whole for each in places)
+        ranks = itertools.product(*(range(self.mesh.size(a)) for a in axes))
+        every = (self.places(dim, dict(zip(axes, each, strict=True))) for each in ranks)
         return max(sum(1 for _ in stretches(rows)) for rows in every)
 
 
@@ -87,7 +90,7 @@ def attention_reach(
         mesh.all_gather(reach, axis, tag=tag)
         return torch.empty(mesh.size(axis), *reach.shape, dtype=torch.int64)
     keys, same = mask.shape[-1], mask.dim() < 2 or mask.shape[-2] == 1
-    for i, span in enumerate(stretches(part.spans(len(shape) - 2) or [Span(0, 0, shape[-2])])):
+    for i, span in enumerate(stretches(part.places(len(shape) - 2))):
         if i and same:
             reach[i] = reach[0]
             continue

@@ -9,7 +9,7 @@ Both are extra strategies (ops: shardc.runtime.ops.along_split_dim); in the op's
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -18,7 +18,7 @@ from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Placement, Shard
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import LocalCall
-from shardc.rules.core.strategy import Strategy, needs_sum_grad
+from shardc.rules.core.strategy import Strategy, needs_sum_grad, splits_of
 from shardc.runtime import ops
 from shardc.runtime.ops.along_split_dim import count
 
@@ -26,23 +26,18 @@ from shardc.runtime.ops.along_split_dim import count
 ALONG_SPLIT_DIM = "along split dim"
 
 
-def _splits(x: Value, dim: int, n: int, available: frozenset[Placement], least: int) -> Iterable[Shard]:
+def _stretches(x: Value, dim: int, n: int, available: frozenset[Placement], least: int) -> Iterator[Shard]:
     """Yield splits of a dim into contiguous parts of at least `least` entries, padded only at the end."""
-    for p in sorted((p for p in available if isinstance(p, Shard) and p.dim == dim), key=repr):
-        size = p.padded(x.shape[dim])
-        if p.by_digits_alone and size % (p.split * n) == 0 and size // (p.split * n) >= max(least, 1):
+    for p in splits_of(x, {dim}, n, available):
+        if p.by_digits_alone and p.padded(x.shape[dim]) // (p.split * n) >= max(least, 1):
             yield p
 
 
 def of_cumsum(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     x = call.operands[0]
     if x.shape:
-        for p in _splits(x, call.dim(call.arg(1, "dim", -1)), n, available[0], 1):
+        for p in _stretches(x, call.dim(call.arg(1, "dim", -1)), n, available[0], 1):
             yield Strategy(ALONG_SPLIT_DIM, (p,), (p,))
-
-
-def _digits(call: LocalCall, dim: int) -> tuple[tuple[str, int], ...]:
-    return tuple((axis, s.signed) for axis, s in call.inputs[0].shards(dim))
 
 
 def local_cumsum(call: LocalCall) -> fx.Node:
@@ -50,7 +45,7 @@ def local_cumsum(call: LocalCall) -> fx.Node:
         return call.same()
     out = call.call.results[0]
     dim = call.call.dim(call.call.arg(1, "dim", -1))
-    digits, dtype = _digits(call, dim), call.kwargs.get("dtype")
+    (digits, _), dtype = call.digits(0, dim), call.kwargs.get("dtype")
     shape = call.outputs[0].local_shape(out.shape, call.mesh)
     rows = count(digits, call.mesh) * math.prod(shape) // shape[dim] * out.dtype.itemsize
     kwargs: dict[str, Any] = {"tag": ""} | ({"dtype": dtype} if dtype is not None else {})
@@ -61,7 +56,7 @@ def local_cumsum(call: LocalCall) -> fx.Node:
 def of_conv1d(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     x = call.operands[0]
     left, right = edges(call)
-    for p in _splits(x, 2, n, available[0], max(left, right)):
+    for p in _stretches(x, 2, n, available[0], max(left, right)):
         others = [PARTIAL_GRAD if needs_sum_grad(v) else REPLICATE for v in call.operands[1:]]
         yield Strategy(ALONG_SPLIT_DIM, (p, *others), (p,))
 
@@ -78,11 +73,11 @@ def local_conv1d(call: LocalCall) -> fx.Node:
     shape = call.inputs[0].local_shape(x.shape, call.mesh)
     groups = shape[1] // call.inputs[1].local_shape(weight.shape, call.mesh)[1]
     args = (*call.args[:3], call.call.arg(3, "left"), call.call.arg(4, "dilation", 1), groups)
-    digits = _digits(call, 2)
+    digits, _ = call.digits(0, 2)
     if not call.axes(ALONG_SPLIT_DIM) or not digits:
         return call.emit(ops.conv1d, args, {})
     left, right = edges(call.call)
-    if right and any(s.dim == 2 for s in call.inputs[0].paddings()):
+    if right:
         args = (call.without_padding(call.args[0], 0, 2, 0.0), *args[1:])
     rows = count(digits, call.mesh) * shape[0] * shape[1] * (left + right) * x.dtype.itemsize
     collective = _sum(call, rows, grad=x.requires_grad)

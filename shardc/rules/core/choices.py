@@ -82,8 +82,7 @@ class Choices:
                 PARTIAL if i in group else PARTIAL_GRAD if needs_sum_grad(v) else REPLICATE
                 for i, v in enumerate(self.call.operands)
             )
-            if all(i < len(self.call.operands) for i in group):
-                strategies.append(Strategy("partial", ins, (PARTIAL,) * len(self.call.results)))
+            strategies.append(Strategy("partial", ins, (PARTIAL,) * len(self.call.results)))
         return strategies
 
     def split(
@@ -121,31 +120,26 @@ class Choices:
             inner = v.shape[dim] // (major * sig.sizes[factor])
             return Shard(dim, major * digit, (), padding * inner, major * blocks, mirrored)
 
-        ins: list[Placement] = []
-        for i, (v, operand, place) in enumerate(
-            zip(self.call.operands, sig.inputs, self.places[factor][0], strict=True)
-        ):
-            if place is not None:
-                if (placed := shard(v, operand, place)) is None:
-                    return None
-                ins.append(placed)
-            elif i in self.rule.added and factor in sig.summed:
-                ins.append(PARTIAL)
-            else:
-                ins.append(PARTIAL_GRAD if needs_sum_grad(v) else REPLICATE)
-        outs: list[Placement] = []
-        for v, operand, place in zip(self.call.results, sig.outputs, self.places[factor][1], strict=True):
-            if place is not None:
-                if (placed := shard(v, operand, place)) is None:
-                    return None
-                outs.append(placed)
-            elif factor not in sig.summed:
-                return None
-            else:
-                outs.append(PARTIAL)
+        def without(i: int, v: Value) -> Placement:
+            added = i in self.rule.added and factor in sig.summed
+            return PARTIAL if added else PARTIAL_GRAD if needs_sum_grad(v) else REPLICATE
+
+        before, after = self.places[factor]
+        ins: list[Placement | None] = [
+            without(i, v) if place is None else shard(v, operand, place)
+            for i, (v, operand, place) in enumerate(zip(self.call.operands, sig.inputs, before, strict=True))
+        ]
+        partial = PARTIAL if factor in sig.summed else None
+        outs: list[Placement | None] = [
+            partial if place is None else shard(v, operand, place)
+            for v, operand, place in zip(self.call.results, sig.outputs, after, strict=True)
+        ]
+        inputs, outputs = (tuple(p for p in each if p is not None) for each in (ins, outs))
+        if len(inputs) < len(ins) or len(outputs) < len(outs):
+            return None
         name = f"{factor} by sections" if sections else factor if digit == 1 else f"{factor}/{digit}"
         name += " mirrored" if mirrored else ""
-        return Strategy("split", tuple(ins), tuple(outs), name)
+        return Strategy("split", inputs, outputs, name)
 
     def fills(self, node: fx.Node, strategies: Iterable[Strategy], copies: Group) -> Fills:
         """Return for each operand the number that its padding must be filled with; None: no fill is needed.

@@ -75,7 +75,28 @@ class Notation:
     outputs: tuple[Operand, ...]
     summed: frozenset[str]
     whole: frozenset[str]
-    literal: Mapping[str, int]  # numbers in the rule, each a separate factor: "#place#size", as 3 in (3 n) is "#1#3"
+    literal: Mapping[str, int]  # numbers in the rule, each a separate factor: "#place#size", as 3 in (3 n) is "#0#3"
+
+    @classmethod
+    def of(cls, inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]]) -> Notation:
+        """Read operands and results, each dim as in a rule: `["n", "g c!", "k+", ""]`; "" is a dim of size one."""
+        marked: dict[str, set[str]] = {"+": set(), "!": set()}
+        literal: dict[str, int] = {}
+
+        def factor(token: str) -> str:
+            name = token.rstrip("+!")
+            if token.isdigit():
+                name = f"#{len(literal)}#{token}"
+                literal[name] = int(token)
+            elif token != name:
+                marked[token[-1]].add(name)
+            return name
+
+        ins, outs = (
+            tuple(tuple(tuple(map(factor, dim.split())) for dim in operand) for operand in side)
+            for side in (inputs, outputs)
+        )
+        return cls(ins, outs, frozenset(marked["+"]), frozenset(marked["!"]), literal)
 
     def factors(self) -> set[str]:
         """Return the names of all factors that may be split or are whole."""
@@ -96,7 +117,7 @@ class Notation:
             d
             for o, (_, s) in zip(ops, pairs, strict=True)
             for d, size in zip(o, s, strict=True)
-            if len(d) == 1 and size > 1
+            if len(d) == 1 and size != 1
         }
         ops = [  # where others have more, a dim of size one broadcasts: it has no factor
             tuple(() if size == 1 and d in large else d for d, size in zip(o, s, strict=True))
@@ -108,8 +129,8 @@ class Notation:
             for dim, size in todo:
                 unknown = [f for f in dim if f not in bound]
                 known = math.prod(bound[f] for f in dim if f in bound)
-                if len(unknown) == 1 and size % known == 0:
-                    bound[unknown[0]] = size // known
+                if len(unknown) == 1 and size % max(known, 1) == 0:
+                    bound[unknown[0]] = size // max(known, 1)
                 elif not unknown and known != size:
                     raise ValueError(f"dim {dim} has size {size}, not {known}")
                 elif unknown:
@@ -147,51 +168,35 @@ def parse(text: str) -> Notation:
         position = m.end()
     if tokens.count("->") != 1:
         raise ValueError(f"rule {text!r}: needs exactly one '->'")
-    summed: set[str] = set()
-    whole: set[str] = set()
-    literal: dict[str, int] = {}
-
-    def factor(token: str, place: int) -> str:
-        name = token.rstrip("+!")
-        if token.isdigit():
-            name = f"#{place}#{token}"
-            literal[name] = int(token)
-        elif token.endswith("+"):
-            summed.add(name)
-        elif token.endswith("!"):
-            whole.add(name)
-        return name
-
-    sides: list[list[Operand]] = [[], []]
+    sides: list[list[list[str]]] = [[], []]
     arrow = tokens.index("->")
     for side, part in ((0, tokens[:arrow]), (1, tokens[arrow + 1 :])):
-        dims: list[Dim] = []
+        dims: list[str] = []
         group: list[str] | None = None
-        for i, token in enumerate(part):
+        for token in part:
             if token == ",":
-                sides[side].append(tuple(dims))
+                sides[side].append(dims)
                 dims = []
             elif token == "(":
                 group = []
             elif token == ")":
                 if group is None:
                     raise ValueError(f"rule {text!r}: ')' without '('")
-                dims.append(tuple(group))
+                dims.append(" ".join(group))
                 group = None
             elif group is not None:
-                group.append(factor(token, i))
-            elif token == "...":
-                if dims:
-                    raise ValueError(f"rule {text!r}: '...' must lead")
-                dims.append(("...",))
+                group.append(token)
+            elif token == "..." and dims:
+                raise ValueError(f"rule {text!r}: '...' must lead")
             else:
-                dims.append(() if token == "1" else (factor(token, i),))
+                dims.append("" if token == "1" else token)
         if group is not None:
             raise ValueError(f"rule {text!r}: '(' is not closed")
         if part or side == 1:  # nothing after the arrow: a result without dims
-            sides[side].append(tuple(dims))
-    named_in = {f for o in sides[0] for d in o for f in d}
-    for f in named_in - {"..."} - whole - summed - set(literal):
-        if not all(any(f in d for d in o) for o in sides[1]):
+            sides[side].append(dims)
+    notation = Notation.of(*sides)
+    named_in = {f for o in notation.inputs for d in o for f in d}
+    for f in named_in - {"..."} - notation.whole - notation.summed - set(notation.literal):
+        if not all(any(f in d for d in o) for o in notation.outputs):
             raise ValueError(f"rule {text!r}: factor {f} is not in every result: mark it {f}+ (summed) or {f}! (whole)")
-    return Notation(tuple(sides[0]), tuple(sides[1]), frozenset(summed), frozenset(whole), literal)
+    return notation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import fx
 
 from shardc.ir.graph import operands_of, values_of
 from shardc.ir.metadata import Value
+from shardc.rules.core.notation import Notation, Signature, parse
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,16 @@ class Call:
     def dim(self, d: int, operand: int = 0) -> int:
         """Normalise a dim of an operand, which may be negative, to one >= 0."""
         return d % max(len(self.operands[operand].shape), 1)
+
+    def fit(
+        self, notation: str | Sequence[Sequence[str]], outputs: Sequence[Sequence[str]] = (), **sizes: int
+    ) -> Signature:
+        """Bind a rule's notation to the call: a text, or dims of operands and of results, as in `Notation.of`.
+
+        sizes: of factors, where shapes do not say them. Raises ValueError if they do not fit.
+        """
+        read = parse(notation) if isinstance(notation, str) else Notation.of(notation, outputs)
+        return read.bind([v.shape for v in self.operands], [v.shape for v in self.results], sizes)
 
 
 @dataclass(frozen=True)

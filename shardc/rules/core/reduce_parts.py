@@ -9,18 +9,18 @@ Both are extra strategies; in the op's notation a reduced dim is whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardc.ir.metadata import Collective, Value
+from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.rules.core.op_call import Call
 from shardc.rules.core.registry import LocalCall, find
-from shardc.rules.core.strategy import Strategy
+from shardc.rules.core.strategy import Strategy, splits_of
 from shardc.runtime import ops
 
 aten = torch.ops.aten
@@ -32,29 +32,41 @@ _EXTREMA = {*_LARGEST, *_SMALLEST}
 _INTEGERS = (torch.int64, torch.int32)
 
 
-def splits_of(x: Value, dims: Iterable[int], n: int, available: frozenset[Placement]) -> Iterator[Shard]:
-    """Yield the available splits of one of these dims into equal parts."""
-    for p in sorted(available, key=repr):
-        if not isinstance(p, Shard) or p.dim not in dims or p.sections or p.mirrored:
-            continue
-        if p.padded(x.shape[p.dim]) % (p.split * n) == 0:
-            yield p
+def per_row(call: LocalCall, dims: Collection[int], axes: Sequence[str], dtype: torch.dtype) -> Callable[..., Value]:
+    """Return a function that types one number for each row of x over `dims`, from its placement on these axes."""
+    shape = tuple(1 if d in dims else s for d, s in enumerate(call.call.operands[0].shape))
+    kept = {a: p for a, p in call.inputs[0].items if not isinstance(p, Shard) or p.dim not in dims}
+
+    def value(p: Placement, *, grad: bool = False) -> Value:
+        return Value(shape, dtype, grad, Layout.of(kept | dict.fromkeys(axes, p), call.mesh))
+
+    return value
 
 
-def without_dims(layout: Layout, dims: Sequence[int]) -> Layout:
-    """Return a layout without dims of size one."""
+def squeezed(call: LocalCall, x: fx.Node, value: Value, dims: Sequence[int]) -> fx.Node:
+    """Emit x, of this type, without dims of size one if the result lacks them."""
+    shape = call.call.results[0].shape
+    if shape == value.shape:
+        return x
 
     def moved(p: Placement) -> Placement:
         return replace(p, dim=p.dim - sum(d < p.dim for d in dims)) if isinstance(p, Shard) else p
 
-    return Layout(tuple((a, moved(p)) for a, p in layout.items))
+    layout = Layout(tuple((a, moved(p)) for a, p in value.layout.items))
+    return call.emit(aten.squeeze.dims, (x, dims), {}, value=replace(value, shape=shape, layout=layout))
 
 
-def _dims(call: Call) -> list[int]:
-    """Return the dims that are reduced."""
+def behind(layout: Layout, more: int) -> Layout:
+    """Return a layout behind so many more leading dims."""
+    return Layout(tuple((a, replace(p, dim=p.dim + more) if isinstance(p, Shard) else p) for a, p in layout.items))
+
+
+def reduced_dims(call: Call) -> list[int]:
+    """Return the dims that are reduced: by the rule they are summed or whole."""
     rule = find(call.target)
     assert rule is not None
-    return sorted(int(factor[1:]) for factor in rule.signature(call).whole)
+    signature = rule.signature(call)
+    return sorted(int(factor[1:]) for factor in signature.summed | signature.whole)
 
 
 def _order(call: Call) -> float:
@@ -71,8 +83,8 @@ def by_parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> I
     floats = x.dtype.is_floating_point
     if _order(call) == 0 or not (floats or (x.dtype.is_complex and not _is_extremum(call)) or x.dtype in _INTEGERS):
         return
-    for p in splits_of(x, _dims(call), n, available[0]):
-        if floats or not p.padding:
+    for p in splits_of(x, reduced_dims(call), n, available[0]):
+        if not p.mirrored and (floats or not p.padding):
             yield Strategy(PARTS, (p,), (REPLICATE,))
 
 
@@ -84,9 +96,8 @@ def local_parts(call: LocalCall) -> fx.Node:
 
 def _filled(call: LocalCall, x: fx.Node, fill: float) -> fx.Node:
     """Fill the padding of reduced dims with a neutral number."""
-    for s in call.inputs[0].paddings():
-        if s.dim in _dims(call.call):
-            x = call.without_padding(x, 0, s.dim, fill)
+    for d in reduced_dims(call.call):
+        x = call.without_padding(x, 0, d, fill)
     return x
 
 
@@ -97,12 +108,10 @@ def _reduced_again(call: LocalCall, split: list[str]) -> fx.Node:
     neutral = 1.0 if not norm else 0.0 if _order(call.call) > 0 else math.inf
     first = call.same(_0=_filled(call, call.args[0], neutral))
     ranks, kept = [call.mesh.size(a) for a in split], call.outputs[0]
-    shifted = Layout(tuple((a, _behind(p, len(split))) for a, p in kept.items))
+    shifted = behind(kept, len(split))
 
     def value(placements: Sequence[Placement]) -> Value:
-        layout = shifted
-        for axis, p in zip(split, placements, strict=True):
-            layout = layout.replace(axis, p, call.mesh)
+        layout = Layout.of(dict(shifted.items) | dict(zip(split, placements, strict=True)), call.mesh)
         return replace(out, shape=(*ranks, *out.shape), layout=layout)
 
     places: list[Placement] = [Shard(d) for d in range(len(split))]
@@ -112,8 +121,7 @@ def _reduced_again(call: LocalCall, split: list[str]) -> fx.Node:
         places[d] = PARTIAL
         parts = call.emit(ops.unshard_partial, (parts, call.mesh_node, axis, d, 1), {"tag": ""}, value=value(places))
     axes, whole = call.mesh.merge(split), value([REPLICATE] * len(split))
-    sent = Collective("all_reduce", "none", axes, whole.nbytes(call.mesh), "results of ranks, reduced again")
-    parts = call.emit(ops.all_reduce, (parts, call.mesh_node, axes), {"tag": ""}, value=whole, collective=sent)
+    parts = call.all_reduce(ops.all_reduce, parts, axes, whole, "results of ranks, reduced again", tag="")
     if norm:
         return call.emit(target, (parts, call.call.arg(1, "ord", 2), list(range(len(split)))), {})
     if len(split) > 1:
@@ -123,32 +131,18 @@ def _reduced_again(call: LocalCall, split: list[str]) -> fx.Node:
     return call.emit(aten.prod.dim_int, (parts, 0), {})
 
 
-def _behind(p: Placement, more: int) -> Placement:
-    """Return a placement behind so many more leading dims."""
-    return replace(p, dim=p.dim + more) if isinstance(p, Shard) else p
-
-
 def _extremum(call: LocalCall, split: list[str]) -> fx.Node:
     """Find the largest element of all ranks, count its ties, and send gradients to these.
 
     The smallest is the largest of the negated numbers.
     """
-    x, out, dims = call.call.operands[0], call.call.results[0], _dims(call.call)
+    x, out, dims = call.call.operands[0], call.call.results[0], reduced_dims(call.call)
     negative = call.call.target in _SMALLEST or _order(call.call) == -math.inf
     grad, axes = out.requires_grad, call.mesh.merge(split)
-    shape = tuple(1 if d in dims else s for d, s in enumerate(x.shape))
-    gone = Layout(tuple((a, p) for a, p in call.inputs[0].items if not isinstance(p, Shard) or p.dim not in dims))
-    typed = replace(x, layout=call.inputs[0])
-
-    def value(p: Placement, *, grad: bool = False) -> Value:
-        layout = gone
-        for axis in split:
-            layout = layout.replace(axis, p, call.mesh)
-        return Value(shape, x.dtype, grad, layout)
+    value, typed = per_row(call, dims, split, x.dtype), replace(x, layout=call.inputs[0])
 
     def over_ranks(op: Any, y: fx.Node, why: str) -> fx.Node:
-        sent = Collective("all_reduce", "none", axes, value(REPLICATE).nbytes(call.mesh), f"{why} over a split dim")
-        return call.emit(op, (y, call.mesh_node, axes), {"tag": ""}, value=value(REPLICATE), collective=sent)
+        return call.all_reduce(op, y, axes, value(REPLICATE), f"{why} over a split dim", tag="")
 
     terms = call.args[0]
     if math.isinf(_order(call.call)):
@@ -164,7 +158,4 @@ def _extremum(call: LocalCall, split: list[str]) -> fx.Node:
         top = call.emit(ops.extremum, (terms, top, ties), {}, value=value(REPLICATE, grad=True))
     if negative:
         top = call.emit(aten.neg.default, (top,), {}, value=value(REPLICATE, grad=grad))
-    if out.shape != shape:
-        fewer = replace(value(REPLICATE, grad=grad), shape=out.shape, layout=without_dims(gone, dims))
-        top = call.emit(aten.squeeze.dims, (top, dims), {}, value=fewer)
-    return top
+    return squeezed(call, top, value(REPLICATE, grad=grad), dims)

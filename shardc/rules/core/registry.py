@@ -2,7 +2,7 @@
 
     rule(aten.linear, "... k+, n k+, n -> ... n", linear="0 2 | 1 2", added=(2,))
 
-A rule is data: a notation (or a function of the call that returns a `Signature`, for ops whose dims depend on
+A rule is data: a notation (or a function of the call that returns `call.fit(notation)`, for ops whose dims depend on
 arguments), and what the notation cannot say:
 
 linear  groups of operands in which the op is jointly linear, separated by `|`: partial sums of all operands of a group
@@ -27,13 +27,17 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.ir.metadata import Value
+from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import Layout, Placement
 from shardc.machine.assumed import work_seconds
 from shardc.rules.core.notation import Signature, parse
 from shardc.rules.core.op_call import Call, call_of
 from shardc.rules.core.strategy import Strategy
 from shardc.runtime import ops
+
+
+class NoSuchCallError(LookupError):
+    """A rank cannot run an op by these strategies at once. Placement does not choose them."""
 
 
 @dataclass
@@ -74,11 +78,24 @@ class LocalCall:
             raise ShardcError(fault, where=rule.where, fix=f"one of {', '.join(sorted(known))}")
         return [a for a, s in self.strategies.items() if s.kind == "split" and s.base == factor]
 
+    def digits(self, operand: int, dim: int) -> tuple[tuple[tuple[str, int], ...], int]:
+        """Return how a dim of an operand is split, each axis with its signed split, and the dim's padded size."""
+        shards, size = self.inputs[operand].shards(dim), self.call.operands[operand].shape[dim]
+        return tuple((a, s.signed) for a, s in shards), shards[0][1].padded(size) if shards else size
+
     def without_padding(self, x: fx.Node, operand: int, dim: int, fill: float) -> fx.Node:
-        """Fill the padding of a dim of x, this rank's part of the operand, with `fill`."""
-        return fill_padding(
-            self.emit, x, replace(self.call.operands[operand], layout=self.inputs[operand]), dim, self.mesh_node, fill
-        )
+        """Fill the padding of a dim of x, this rank's part of the operand, with `fill`, if it has any."""
+        value = replace(self.call.operands[operand], layout=self.inputs[operand])
+        if all(s.dim != dim for s in value.layout.paddings()):
+            return x
+        return fill_padding(self.emit, x, value, dim, self.mesh_node, fill)
+
+    def all_reduce(
+        self, op: Any, x: fx.Node, axes: tuple[str, ...], value: Value, cause: str, **kwargs: Any
+    ) -> fx.Node:
+        """Emit a sum or maximum of x over axes that has no collective in backward. value: its type."""
+        collective = Collective("all_reduce", "none", axes, value.nbytes(self.mesh), cause)
+        return self.emit(op, (x, self.mesh_node, axes), kwargs, value=value, collective=collective)
 
     def same(self, **other: Any) -> fx.Node:
         """Emit the same call, with some positional (`_0=`, `_1=`, ...) or named arguments replaced."""
@@ -132,7 +149,7 @@ class Rule:
         if not isinstance(self.notation, str):
             return self.notation(call)
         try:
-            return parse(self.notation).bind([v.shape for v in call.operands], [v.shape for v in call.results])
+            return call.fit(self.notation)
         except ValueError as e:
             types = f"{', '.join(map(str, call.operands))} -> {', '.join(map(str, call.results))}"
             fault = f"the rule {self.text!r} of {self.op} does not fit a call ({types}): {e}"
@@ -143,7 +160,9 @@ class Rule:
             raise ShardcError(fault, where=self.where, fix=fix) from None
 
     def groups(self, call: Call) -> tuple[tuple[int, ...], ...]:
-        return parse_linear(self.linear_of(call)) if self.linear_of else self.linear
+        """Return the groups of operands in which a call is linear, without those that it has a number for."""
+        groups = parse_linear(self.linear_of(call)) if self.linear_of else self.linear
+        return tuple(g for g in groups if max(g) < len(call.operands))
 
 
 RULES: dict[Any, Rule] = {}

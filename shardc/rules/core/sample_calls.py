@@ -33,11 +33,6 @@ RNG = RngMark()
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def call(*args: Any, **kwargs: Any) -> Arguments:
-    """Return (args, kwargs) of one call."""
-    return args, kwargs
-
-
 @dataclass
 class Tensors:
     """Makes the tensors of samples, reproducibly from a seed."""
@@ -83,21 +78,6 @@ class Tensors:
 
 Sample = Callable[[Tensors], Arguments]
 SAMPLES: dict[Any, list[Sample]] = {}
-
-
-def sample(op: Any, *makers: Sample) -> None:
-    """Add sample calls of an op."""
-    SAMPLES.setdefault(op, []).extend(makers)
-
-
-def samples(*ops_: Any) -> Callable[..., None]:
-    """Add the same sample calls to several ops."""
-
-    def add(*makers: Sample) -> None:
-        for op in ops_:
-            sample(op, *makers)
-
-    return add
 
 
 #: `(x, w)`, `((x, w), {"eps": 1e-6})`, a function of nothing that returns either, or a function of `Tensors` as rules'

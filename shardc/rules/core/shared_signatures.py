@@ -7,38 +7,31 @@ rule(aten.cat.default, cat, linear=every_operand)        linear in all operands 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
 from typing import Any
 
-from shardc.rules.core.notation import Dim, Signature
+from shardc.ir.metadata import Value
+from shardc.rules.core.notation import Signature
 from shardc.rules.core.op_call import Call
 
 
-def names_of(ndim: int, prefix: str = "d") -> list[Dim]:
-    return [(f"{prefix}{i}",) for i in range(ndim)]
+def names_of(ndim: int, whole: Collection[int] = ()) -> list[str]:
+    """Return a factor for each dim, `d0`, `d1`, ...; marked where the dim is whole."""
+    return [f"d{i}!" if i in whole else f"d{i}" for i in range(ndim)]
 
 
-def signature_of(
-    call: Call,
-    inputs: Sequence[Sequence[Dim]],
-    outputs: Sequence[Sequence[Dim]],
-    sizes: dict[str, int],
-    whole: Iterable[str] = (),
-) -> Signature:
-    return Signature(tuple(map(tuple, inputs)), tuple(map(tuple, outputs)), sizes, frozenset(), frozenset(whole))
-
-
-def sizes_of(shape: Sequence[int]) -> dict[str, int]:
-    return {f"d{i}": s for i, s in enumerate(shape)}
+def whole_names(x: Value, mark: str) -> list[str]:
+    """Return a separate factor for each dim of a value, all whole. mark: begins their names."""
+    return [f"{mark}{i}!" for i in range(len(x.shape))]
 
 
 def all_whole(call: Call) -> Signature:
     """Split nothing: every dim is a separate factor that stays whole."""
-    ins = tuple(tuple((f"i{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.operands))
-    outs = tuple(tuple((f"o{j}_{i}",) for i in range(len(v.shape))) for j, v in enumerate(call.results))
-    sides = (("i", call.operands), ("o", call.results))
-    sizes = {f"{k}{j}_{i}": s for k, vs in sides for j, v in enumerate(vs) for i, s in enumerate(v.shape)}
-    return Signature(ins, outs, sizes, frozenset(), frozenset(sizes))
+    ins, outs = (
+        [whole_names(v, f"{mark}{j}_") for j, v in enumerate(values)]
+        for mark, values in (("i", call.operands), ("o", call.results))
+    )
+    return call.fit(ins, outs)
 
 
 def whole_dims(*dims_of: tuple[int, str, Any]) -> Any:
@@ -50,18 +43,19 @@ def whole_dims(*dims_of: tuple[int, str, Any]) -> Any:
         for position, name, default in dims_of if x else ():
             d = call.arg(position, name, default)
             whole |= {call.dim(i) for i in ([d] if isinstance(d, int) else d or range(len(x)))}
-        names = names_of(len(x))
-        out_dims = [(f"o{i}",) if i in whole else n for i, n in enumerate(names)]
-        sizes = sizes_of(x) | {f"o{i}": call.results[0].shape[i] for i in whole}
-        return signature_of(
-            call, [names], [out_dims for _ in call.results], sizes, {f"d{i}" for i in whole} | {f"o{i}" for i in whole}
-        )
+        names = names_of(len(x), whole)
+        out = [f"o{i}!" if i in whole else n for i, n in enumerate(names)]
+        return call.fit([names], [out for _ in call.results])
 
     return some_dims_whole
 
 
 def every_operand(call: Call) -> str:
     return " ".join(str(i) for i in range(len(call.operands)))
+
+
+def each_operand(call: Call) -> str:
+    return " | ".join(str(i) for i in range(len(call.operands)))
 
 
 def bias_or_not(call: Call) -> str:

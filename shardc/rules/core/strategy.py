@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardc.ir.metadata import Value
@@ -47,6 +47,13 @@ class Strategy:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.factor}".strip()
+
+
+def splits_of(x: Value, dims: Collection[int], n: int, available: Iterable[Placement]) -> Iterator[Shard]:
+    """Yield the available splits of one of these dims into n equal parts, without sections."""
+    for p in sorted(available, key=repr):
+        if isinstance(p, Shard) and p.dim in dims and not p.sections and p.padded(x.shape[p.dim]) % (p.split * n) == 0:
+            yield p
 
 
 def needs_sum_grad(v: Value) -> bool:

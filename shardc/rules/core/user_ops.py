@@ -43,7 +43,7 @@ def rule(
     op: what `torch.library.custom_op` or `triton_op` returned, `torch.ops.mylib.scale`, or one overload (`.default`).
     notation: tensor operands, an arrow, results; a name per dim, the same name where sizes are equal. `k+` is summed
     away (splitting it leaves partial sums), `k!` must stay whole, `...` is any leading dims, `(a b)` one dim of two
-    factors. Or a function of the `Call`.
+    factors. Or a function of the `Call` that returns `call.fit(notation)`, for dims that depend on arguments.
     linear: operands in which the op is linear, so that a partial sum may pass: "0 | 1" in each alone, "0 1" in both
     together.
     added: operands that are added once: they become partial when a summed factor is split (a bias).
@@ -109,39 +109,24 @@ def _check(
     ]
     count = len(parsed.inputs) if parsed else len(tensors)
     if parsed and not lists and not len(needed) <= len(parsed.inputs) <= len(tensors):
-        fault = (
-            f"{op} has {len(tensors)} tensor operands ({', '.join(a.name for a in tensors)}), the rule {notation!r} has"
-            f" {len(parsed.inputs)}"
-        )
-        errors.add(
-            fault,
-            where=where,
-            fix="one part per tensor operand, in the order of the op's arguments, separated by commas",
-        )
+        operands = f"{len(tensors)} tensor operands ({', '.join(a.name for a in tensors)})"
+        fix = "one part per tensor operand, in the order of the op's arguments, separated by commas"
+        errors.add(f"{op} has {operands}, the rule {notation!r} has {len(parsed.inputs)}", where=where, fix=fix)
     returns = [r for r in op._schema.returns if "Tensor" in str(r.type)]
     if parsed and not any("List" in str(r.type) for r in returns) and len(parsed.outputs) != len(returns):
         fault = f"{op} has {len(returns)} results, the rule {notation!r} has {len(parsed.outputs)}"
         errors.add(fault, where=where, fix="one part per result after the arrow")
+    groups: tuple[tuple[int, ...], ...] = ()
     if isinstance(linear, str):
         try:
             groups = registry.parse_linear(linear)
         except ValueError:
-            groups = ()
             fix = 'numbers of operands, groups separated by "|": "0 | 1", "0 2 | 1 2"'
             errors.add(f"{op}: linear={linear!r} cannot be read", where=where, fix=fix)
-        for i in sorted({i for g in groups for i in g if not 0 <= i < count and not lists}):
-            errors.add(
-                f"{op}: linear={linear!r} names operand {i}, there are {count}",
-                where=where,
-                fix="operands count from 0, tensors only",
-            )
-    for i in added:
-        if not 0 <= i < count and not lists:
-            errors.add(
-                f"{op}: added={added!r} names operand {i}, there are {count}",
-                where=where,
-                fix="operands count from 0, tensors only",
-            )
+    for named, numbers in ((f"linear={linear!r}", {i for g in groups for i in g}), (f"added={added!r}", set(added))):
+        for i in sorted(i for i in numbers if not 0 <= i < count and not lists):
+            fault = f"{op}: {named} names operand {i}, there are {count}"
+            errors.add(fault, where=where, fix="operands count from 0, tensors only")
     if added and parsed and not parsed.summed:
         fix = "mark the summed factor with +, or leave `added` out"
         errors.add(f"{op}: added={added!r}, but no factor of {notation!r} is summed", where=where, fix=fix)

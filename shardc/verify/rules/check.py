@@ -13,7 +13,7 @@ from shardc.rules.core.registry import Rule
 from shardc.rules.core.sample_calls import SAMPLES, Sample, as_sample
 from shardc.rules.core.user_ops import resolve_op
 from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, name_of
-from shardc.verify.rules.prove import PARTS, prove, prove_case, prove_pairs
+from shardc.verify.rules.prove import PARTS, prove_case, prove_pairs
 from shardc.verify.rules.too_strict import too_strict
 from shardc.verify.rules.variants import exact, variants
 
@@ -45,8 +45,8 @@ def check_op(op: Any, samples: Sequence[Sample], rule: Rule | None = None, varia
             sample = exact(op, example)
             try:
                 case = Case.of(op, sample, rule=rule)
-            except (NoCallError, UnfitError):
-                report.wrong += prove(op, sample, rule=rule)
+            except UnfitError as e:
+                report.wrong.append(Finding(report.op, "the call", 1, str(e)))
                 continue
             report.forward_only = report.forward_only or case.forward_only
             report.wrong += prove_case(case, *PARTS)
@@ -54,8 +54,8 @@ def check_op(op: Any, samples: Sequence[Sample], rule: Rule | None = None, varia
                 report.wrong += _variant(op, label, other, rule, report)
             if i < 2:  # every pair of factors; at all digits if the rule has code for digits, or the op is large
                 if case.choices.rule.local or case.choices.rule.extra or (case.choices.rule.flops and i == 0):
-                    report.wrong += prove_pairs(op, sample, (2, 2), rule=rule)
-                report.wrong += prove_pairs(op, sample, (2, 3), deep=False, rule=rule)
+                    report.wrong += prove_pairs(case, (2, 2))
+                report.wrong += prove_pairs(case, (2, 3), deep=False)
     return report
 
 
@@ -66,7 +66,7 @@ def _variant(op: Any, label: str, sample: Sample, rule: Rule | None, report: OpR
     except NoCallError:
         return []
     except UnfitError as e:
-        return [Finding(report.op, label, 1, f"the rule does not fit the call: {e}")]
+        return [Finding(report.op, label, 1, str(e))]
     report.calls += 1
     return [Finding(f.op, f"{f.strategy}, {label}", f.ranks, f.what, f.call) for f in prove_case(case, 2, deep=False)]
 

@@ -16,9 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardc.ir.conversions import BY_OP
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial
+from shardc.passes.joint.derivatives.transposed import CONVERTED
+from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.ops.with_backward import with_backward
 
 #: Relative error allowed by the coarsest floating dtype of a call: ranks add in another order than the whole op, and
 #: round in between. A few roundings of a dozen summands: 2**-52, 2**-23, 2**-10, 2**-7 each.
@@ -144,6 +148,16 @@ def gradients(
     return [(torch.zeros_like(x) if (g := next(rest)) is None else g) if x.requires_grad else None for x in leaves]
 
 
+def _converted(x: Tensor, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...]]:
+    """Run a conversion inside a rank's call."""
+    return getattr(ops, op)(x, *args, **kwargs), (op, args, kwargs)
+
+
+def _transposed(_: Any, g: Tensor, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor]:
+    """Run the backward that its row of the table names."""
+    return (g if BY_OP[op].backward == "identity" else ops.transpose(op, g, *args, **kwargs),)
+
+
 def run_nodes(graph: fx.Graph, arguments: Iterable[Any]) -> tuple[Tensor, ...]:
     """Run a graph node by node, as `fx.Interpreter` does, in a fifth of its time."""
     values: dict[fx.Node, Any] = {}
@@ -154,9 +168,12 @@ def run_nodes(graph: fx.Graph, arguments: Iterable[Any]) -> tuple[Tensor, ...]:
         elif node.op == "output":
             break
         else:
-            values[node] = node.target(
-                *fx.node.map_arg(node.args, values.__getitem__), **fx.node.map_arg(node.kwargs, values.__getitem__)
-            )
+            args = fx.node.map_arg(node.args, values.__getitem__)
+            kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
+            if (op := CONVERTED.get(node.target)) is not None:
+                values[node] = with_backward(_converted, _transposed, args[0], op, args[1:], kwargs)
+            else:
+                values[node] = node.target(*args, **kwargs)
     return fx.node.map_arg(node.args[0], values.__getitem__)
 
 

@@ -8,23 +8,25 @@ from typing import Any
 import torch
 
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL, Layout, Placement, Shard
 from shardc.rules.core.choices import Choices
-from shardc.rules.core.registry import Rule
-from shardc.rules.core.sample_calls import Sample
 from shardc.rules.core.strategy import Strategy
-from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, call_text, name_of
+from shardc.verify.rules.case import Case, Finding, call_text
 
 #: Numbers of parts. Dims of samples have 12 elements, so that each number meets parts, inner digits and padding
 #: somewhere.
 PARTS = (2, 3, 4, 6)
 
 
-class Anything(frozenset[Placement]):
-    """A set that holds every placement, so that a rule offers all of its `extra` strategies."""
-
-    def __contains__(self, _: object) -> bool:
-        return True
+def splits(v: Value, n: int, *, deep: bool) -> frozenset[Placement]:
+    """Return the splits of a value that the `extra` strategies of a rule are tried with. deep: see `strategies`."""
+    shards: set[Placement] = set()
+    for d, size in enumerate(v.shape):
+        shards |= {Shard(d, k) for k in (range(1, size + 1) if deep else (1,)) if size % (k * n) == 0}
+        if deep and size > n:
+            shards |= {Shard(d, 1, (n, size - n)), Shard(d, 1, (), -size % n), Shard(d, 2, mirrored=True)}
+    return frozenset(p for p in shards if not Layout((("a", p),)).problem(v.shape, Mesh((("a", n),))))
 
 
 def summable(strategy: Strategy, choices: Choices) -> bool:
@@ -60,27 +62,14 @@ def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strat
                 tried.append(choices.split(factor, 2, n, (), -size % (2 * n), mirrored=True))
         yield from (s for s in tried if s is not None)
     if choices.rule.extra:
-        yield from choices.rule.extra(choices.call, n, [Anything()] * len(choices.call.operands))
-
-
-def prove(
-    op: Any, sample: Sample, *parts: int, seed: int = 0, rule: Rule | None = None, deep: bool = True
-) -> list[Finding]:
-    """Compare every strategy of an op's rule with the whole op, on so many ranks: results and gradients.
-
-    rule: replaces the registered one. deep: see `strategies`. If the op takes a call and the rule does not, that is a
-    finding.
-    """
-    try:
-        case = Case.of(op, sample, seed, rule)
-    except (NoCallError, UnfitError) as e:
-        fault = "the sample is not a call of the op" if isinstance(e, NoCallError) else "the rule does not fit the call"
-        return [Finding(name_of(op), "the call", 1, f"{fault}: {e}")]
-    return prove_case(case, *parts, deep=deep)
+        yield from choices.rule.extra(choices.call, n, [splits(v, n, deep=deep) for v in choices.call.operands])
 
 
 def prove_case(case: Case, *parts: int, deep: bool = True) -> list[Finding]:
-    """Compare every strategy with the whole op, as `prove` does, for a case that is already run whole."""
+    """Compare every strategy of a call with the whole op, on so many ranks: results and gradients.
+
+    deep: see `strategies`.
+    """
     findings = []
     done: set[Strategy] = set()
     for n in parts:
@@ -93,21 +82,12 @@ def prove_case(case: Case, *parts: int, deep: bool = True) -> list[Finding]:
     return findings
 
 
-def prove_pairs(
-    op: Any,
-    sample: Sample,
-    sizes: tuple[int, int] = (2, 2),
-    seed: int = 0,
-    *,
-    deep: bool = True,
-    rule: Rule | None = None,
-) -> list[Finding]:
+def prove_pairs(case: Case, sizes: tuple[int, int], *, deep: bool = True) -> list[Finding]:
     """Compare two strategies at once, on two axes, with the whole op.
 
     This covers a rule's `local` and the digits of shared dims. For strategies of different factors that share no dim,
     one inner digit is enough, and one order if both axes have one size.
     """
-    case = Case.of(op, sample, seed, rule)
     mesh = Mesh((("a", sizes[0]), ("b", sizes[1])))
     findings = []
     firsts, seconds = (list(dict.fromkeys(strategies(case.choices, n, deep=deep))) for n in sizes)
@@ -133,10 +113,15 @@ def prove_pairs(
 
 
 def later_digits(each: Sequence[Strategy]) -> list[Strategy]:
-    """Return the splits of factors at plain inner digits, without the first of each factor."""
+    """Return splits of factors at plain inner digits, and extra strategies, without the first of each factor or dim."""
+    extra = [s for s in each if s.kind not in ("replicate", "partial_grad", "partial", "split")]
     plain = [s for s in each if "/" in s.factor and " " not in s.factor]
-    firsts = {s.base: s for s in reversed(plain)}
-    return [s for s in plain if s is not firsts[s.base]]
+
+    def subject(s: Strategy) -> Any:
+        return s.base or (s.kind, *(p.dim for p in s.inputs if isinstance(p, Shard)))
+
+    firsts = {subject(s): s for s in reversed([*plain, *extra])}
+    return [s for s in (*plain, *extra) if s is not firsts[subject(s)]]
 
 
 def share_a_dim(first: Strategy, second: Strategy) -> bool:

@@ -5,7 +5,7 @@ A variant is a sample too. It is run whole first, and left out where the op refu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,17 +45,6 @@ def strided(_: int, x: Tensor) -> Tensor:
     return x.permute(order).contiguous().permute(order)
 
 
-def narrowed(which: dict[int, list[int]], *, index: bool) -> Callable[[int, Tensor], Tensor]:
-    """Return a change that cuts dims (`which`: by tensor) to size one. index: int64 tensors become zeros."""
-
-    def change(i: int, x: Tensor) -> Tensor:
-        for d in which.get(i, ()):
-            x = x.narrow(d, 0, 1)
-        return torch.zeros_like(x) if index and x.dtype == torch.int64 else x.contiguous()
-
-    return change
-
-
 def cast(old: torch.dtype, new: torch.dtype) -> Callable[[int, Tensor], Tensor]:
     return lambda _, x: x.to(new) if x.dtype == old else x
 
@@ -73,15 +62,20 @@ def tensors_of(sample: Sample) -> list[Tensor]:
     return tensors
 
 
-def of_size_one(op: Any, case: Case, sample: Sample, places: Iterable[tuple[int, int]]) -> Sample:
-    """Return the sample with dims of operands, (operand, dim), cut to size one."""
-    which: dict[int, list[int]] = {}
-    for i, d in places:
-        which.setdefault(i, []).append(d)
-    narrower = changed(sample, narrowed(which, index=False))
-    if any(x.dtype == torch.int64 for x in case.tensors) and not runs(op, narrower):
-        return changed(sample, narrowed(which, index=True))
-    return narrower
+def of_size_one(op: Any, case: Case, sample: Sample, places: Sequence[tuple[int, int]]) -> Sample:
+    """Return the sample with dims of operands, (operand, dim), cut to size one; zeros for indices if it must be."""
+
+    def narrowed(*, zeros: bool) -> Callable[[int, Tensor], Tensor]:
+        def change(i: int, x: Tensor) -> Tensor:
+            for d in (d for operand, d in places if operand == i):
+                x = x.narrow(d, 0, 1)
+            return torch.zeros_like(x) if zeros and x.dtype == torch.int64 else x.contiguous()
+
+        return change
+
+    narrower = changed(sample, narrowed(zeros=False))
+    indices = any(x.dtype == torch.int64 for x in case.tensors)
+    return changed(sample, narrowed(zeros=True)) if indices and not runs(op, narrower) else narrower
 
 
 def runs(op: Any, sample: Sample) -> bool:

@@ -6,7 +6,6 @@ A test fails if an op of the runtime has no definition that it is checked agains
 from __future__ import annotations
 
 from dataclasses import dataclass
-from textwrap import fill
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,3 @@ ASSUMPTIONS = (
 def short() -> str:
     """Return the names of the assumptions, as one line."""
     return f"assumed, each with its test (docs/explanation/proof.md): {', '.join(a.name for a in ASSUMPTIONS)}"
-
-
-def markdown() -> str:
-    """Return the list that docs/explanation/proof.md shows."""
-    rows = (f"- **{a.name}**: {a.sentence} Test: `{a.test}`." for a in ASSUMPTIONS)
-    return "\n".join(fill(row, 150, subsequent_indent="  ", break_on_hyphens=False) for row in rows)
-
-
-if __name__ == "__main__":
-    print(markdown())

@@ -31,9 +31,11 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
     claim: of its operand; value: what the operand is a part of, with its global shape.
     """
     row, over = ROWS[node.target], node.args[2]
-    if (sent := node.kwargs.get("fp8")) is not None:
+    sent: Any = node.kwargs.get("fp8")
+    if sent is not None:
         of = claim.of
-        if row.forward != "all_gather" or of.target is not ops.fp8_round or tuple(of.args[2:4]) != _plain(sent):
+        how = sent[0], tuple(sent[1])  # format and granule as a call writes them
+        if row.forward != "all_gather" or of.target is not ops.fp8_round or tuple(of.args[2:4]) != how:
             raise WrongError(f"{row.op} sends 8 bits of what is not rounded to {sent}")
     axes: Any = over if isinstance(over, tuple | list) else (over,)
     digits = tuple(node.args[3:])
@@ -43,33 +45,21 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
         raise WrongError(f"the mesh has no axis {over!r}") from None
     for part in parts:
         p = claim.layout[part]
-        if not isinstance(p, row.source) and not (row.source is PartialGrad and p == REPLICATE == _less(value)):
+        no_gradient = row.source is PartialGrad and p == REPLICATE == on_axis(PARTIAL_GRAD, value)
+        if not isinstance(p, row.source) and not no_gradient:
             raise WrongError(f"{row.op} over {part} takes {NAMES[row.source]}, and its operand is {NAMES[type(p)]}")
         if isinstance(p, Partial) and p.op != "sum":
             raise WrongError(f"{row.op} over {part} adds up what is to be a maximum")
     if row.source is not Shard and row.target is not Shard:
         if digits:
             raise WrongError(f"{row.op} cuts nothing, and names the digits {digits}")
-        new = claim.layout
-        for part in parts:
-            new = new.replace(part, _PLAIN[row.target], mesh)
+        new = Layout.of(dict(claim.layout.items) | dict.fromkeys(parts, _PLAIN[row.target]), mesh)
         return replace(claim, layout=normal(new, value))
     (axis,) = axes
     for new in _candidates(row, axis, claim.layout, digits, value, mesh):
         if _digits(axis, claim.layout, new, mesh) == digits and not new.problem(value.shape, mesh):
             return Claim(claim.of, normal(new, value), _zeros(row, claim, new))
     raise WrongError(f"{row.op} names the digits {digits}: no part of a value that is {claim.layout or 'whole'}")
-
-
-def _plain(sent: Any) -> tuple[Any, ...]:
-    """Return an fp8 format and granule as a call writes them."""
-    format_, granule = sent
-    return format_, tuple(granule)
-
-
-def _less(value: Value) -> Placement:
-    """Return PARTIAL_GRAD as it is for this value: replicated if the value needs no gradient."""
-    return on_axis(PARTIAL_GRAD, value)
 
 
 def _zeros(row: Conversion, claim: Claim, new: Layout) -> frozenset[tuple[int, float]]:

@@ -9,12 +9,14 @@ So do casts, fills of padding, and sums over microbatches and ranks that the pro
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
+from shardc.ir.graph import value_of
 from shardc.ir.mesh import MICROBATCH
 from shardc.ir.metadata import Value
 from shardc.ir.placement import REPLICATE, Layout, Partial
@@ -49,7 +51,7 @@ def follow(text: Text, user: fx.Node, x: fx.Node, claim: Claim | None) -> None:
         return
     elif target in ROWS:
         try:
-            text.claim(user, converted(user, claim, text.model.value(claim.of), text.mesh))
+            text.claim(user, converted(user, claim, value_of(claim.of), text.mesh))
         except WrongError as e:
             text.unfit[user] = str(e)
     elif target in SAME:
@@ -69,7 +71,7 @@ def follow(text: Text, user: fx.Node, x: fx.Node, claim: Claim | None) -> None:
             text.claim(user, replace(claim, of=cast))
     elif target is ops.summed:
         if claim.layout[MICROBATCH] == Partial():
-            text.claim(user, replace(claim, layout=claim.layout.replace(MICROBATCH, REPLICATE, text.mesh)))
+            text.claim(user, _summed(text, claim, [MICROBATCH]))
         else:
             text.unfit[user] = "it adds up over microbatches what is no summand of them"
     elif target is aten._to_copy.default:
@@ -82,7 +84,7 @@ def _fill(text: Text, node: fx.Node, claim: Claim) -> None:
     number: Any = node.args[7] if len(node.args) > 7 else 0.0
     shards = claim.layout.shards(dim)
     if shards:
-        s, size = shards[0][1], text.model.value(claim.of).shape[dim]
+        s, size = shards[0][1], value_of(claim.of).shape[dim]
         right = (tuple((a, t.signed) for a, t in shards), size, s.padding, s.blocks)
         if frozen(node.args[3:7], {}) == frozen(right, {}):
             fills = {(d, x) for d, x in claim.fills if d != dim} | {(dim, float(number))}
@@ -95,10 +97,12 @@ def _maximum(text: Text, node: fx.Node, claim: Claim) -> None:
     axes: Any = node.args[2]
     parts = text.mesh.digits(*axes)
     if all(claim.layout[p] == Partial("max") for p in parts):
-        layout = claim.layout
-        for p in parts:
-            layout = layout.replace(p, REPLICATE, text.mesh)
-        text.claim(node, replace(claim, layout=layout))
+        text.claim(node, _summed(text, claim, parts))
+
+
+def _summed(text: Text, claim: Claim, axes: Sequence[str]) -> Claim:
+    """Return the claim of what ranks or microbatches hold after a sum or maximum over these axes."""
+    return replace(claim, layout=Layout.of(dict(claim.layout.items) | dict.fromkeys(axes, REPLICATE), text.mesh))
 
 
 def _total(text: Text, node: fx.Node) -> None:
@@ -109,19 +113,16 @@ def _total(text: Text, node: fx.Node) -> None:
         text.wrong[node] = f"the prologue has no sum {number}"
         return
     for claim in text.totals[number]:
-        layout = claim.layout
         parts = (MICROBATCH, *text.mesh.digits(*over))
-        if late := [p for p in parts if layout[p] != Partial()]:
+        if late := [p for p in parts if claim.layout[p] != Partial()]:
             text.wrong[node] = f"over {', '.join(late)} it adds up what is no summand there"
-            continue
-        for part in parts:
-            layout = layout.replace(part, REPLICATE, text.mesh)
-        text.claim(node, replace(claim, layout=layout))
+        else:
+            text.claim(node, _summed(text, claim, parts))
 
 
 def _counted(text: Text, node: fx.Node, claim: Claim) -> None:
     """Claim a cast of truth values to numbers (so that a sum can add them among zeros), and a cast back."""
-    value, dtype = text.model.value(claim.of), node.kwargs.get("dtype")
+    value, dtype = value_of(claim.of), node.kwargs.get("dtype")
     back = {of: key[1] for key, of in text.model.others.items() if key[0] == "counted"}
     if value.dtype == torch.bool and dtype == torch.uint8 and text.model.cast(claim.of, dtype) is None:
         counted = text.model.stand_in(("counted", claim.of), replace(value, dtype=torch.uint8))

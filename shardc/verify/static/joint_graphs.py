@@ -27,7 +27,7 @@ from shardc.passes.joint.derivatives.transposed import CONVERTED
 from shardc.passes.joint.saved import types_of
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
-from shardc.verify.static.chain_rule import ChainRule, Results
+from shardc.verify.static.chain_rule import ChainRule
 from shardc.verify.static.pair_halves import MixedError, halves
 from shardc.verify.static.terms import Term, Terms
 
@@ -63,9 +63,7 @@ def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf)
     """Yield what is wrong in a stage's joint graph. rules: shared by stages. until: on time.perf_counter."""
     assert stage.joint is not None
     yield from _without_gradient(program, stage, rules)
-    terms = Terms()
-    expected = ChainRule(program, stage, rules, terms, until).results()
-    texts = _Texts(program, stage, terms, expected)
+    texts = _Texts(program, stage, rules, until)
     yield from texts.wrong()
     for name, graph in stage.joint.graphs.items():
         for node, fault in _overwritten(graph, texts.fresh(name)):
@@ -112,9 +110,7 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
     else:
         with_then, second = replace(other, joint=replace(other.joint, forward=then)), "second forward"
     for stage, half in ((with_first, "forward"), (with_then, second)):
-        terms = Terms()
-        expected = ChainRule(program, stage, rules, terms, until).results()
-        texts = _Texts(program, stage, terms, expected)
+        texts = _Texts(program, stage, rules, until)
         yield from (replace(w, text=f"pair, {half}") for w in texts.wrong())
     fresh = {f"{prefix}{name}" for name in texts.fresh("backward")}
     for node, fault in (*_overwritten(pair.graph, fresh), *_unfinished(pair.graph)):
@@ -124,9 +120,10 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
 class _Texts:
     """The graphs of one stage as terms, compared with the expected ones."""
 
-    def __init__(self, program: Program, stage: Stage, terms: Terms, expected: Results) -> None:
+    def __init__(self, program: Program, stage: Stage, rules: Rules, until: float) -> None:
         assert stage.joint is not None
-        self._program, self._stage, self._terms, self._expected = program, stage, terms, expected
+        self._program, self._stage, self._terms = program, stage, Terms()
+        self._expected = ChainRule(program, stage, rules, self._terms, until).results()
         self._texts = stage.joint.graphs
         self._env: dict[str, dict[fx.Node, Term]] = {name: {} for name in self._texts}
         #: By term: the first line, of any text, that computes it.
@@ -178,23 +175,14 @@ class _Texts:
 
     def _returned(self, results: list[Any]) -> Iterator[Wrong]:
         expected = [*self._expected.returned, *[()] * (len(results) - len(self._expected.returned))]
-
-        def put(n: fx.Node) -> Any:
-            return self._env["forward"][n]
-
         named = ("the loss", "new values and outputs", "what is sent")
-        for label, nodes, right in zip(named, results, expected, strict=True):
-            terms: Any = fx.map_arg(nodes, put)
-            if isinstance(nodes, tuple | list):
-                rows = list(zip(nodes, terms, right, strict=True)) if len(terms) == len(right) else None
-            else:
-                rows = [(nodes, terms, right)]
-            if rows is None:
-                yield Wrong("forward", None, f"{label}: {len(terms)} values", f"{len(right)}")
+        for label, *sides in zip(named, results, expected, strict=True):
+            nodes, right = (x if isinstance(x, tuple | list) else (x,) for x in sides)
+            if len(nodes) != len(right):
+                yield Wrong("forward", None, f"{label}: {len(nodes)} values", f"{len(right)}")
                 continue
-            for node, have, want in rows:
-                if have != want:
-                    yield self._differs("forward", node, f"{label}: {node}", have, want)
+            for node, want in zip(nodes, right, strict=True):
+                yield from self._compared("forward", node, f"{label}: {node}", node, want)
 
     def _received(self, grads: Any) -> Iterator[Wrong]:
         """Compare the gradients that go to earlier stages."""
@@ -207,89 +195,84 @@ class _Texts:
             yield Wrong("backward", None, f"it returns {len(grads)} gradients", f"{len(named)}: {', '.join(named)}")
             return
         for name, node in zip(named, grads, strict=True):
-            number = self._expected.received.get(name)
-            have = None if node is None else self._env["backward"][node]
-            want = None if number is None else Term(number)
-            if have != want:
-                yield self._differs("backward", node, f"the gradient of {name}", have, want)
+            want = self._expected.received.get(name)
+            yield from self._compared("backward", node, f"the gradient of {name}", node, want)
 
     def _parameters(self) -> Iterator[Wrong]:
         """Check that each gradient is put once, and each bucket's sum starts once, after all its gradients."""
         begun: Counter[str] = Counter()
         puts: Counter[int] = Counter()
         bucket_of = {name: f"bucket{i}" for i, b in enumerate(self._program.buckets) for name in b.params}
-        for text in ("backward", "weights"):
-            for n in self._texts[text].nodes if text in self._texts else ():
-                args: Any = n.args
-                if n.target is ops.accumulate:
-                    term = self._env[text][args[0]].number
-                    name, number = self._expected.puts.get(term, (args[0].name, None))
-                    puts[term] += 1
-                    have = self._env[text][args[1]]
-                    if have != (want := None if number is None else Term(number)):
-                        yield self._differs(text, n, f"the gradient of {name}", have, want)
-                    if begun[bucket_of.get(name, "")]:
-                        yield Wrong(text, n, f"{name}'s bucket is being summed already", "put it before")
-                elif n.target is ops.launch:
-                    begun[args[1]] += 1
-                elif n.target is ops.scatter:
-                    begun[args[2]] += 1
-                    yield from self._scattered(text, n)
+        for text, n in self._backward_lines():
+            args: Any = n.args
+            if n.target is ops.accumulate:
+                term = self._env[text][args[0]].number
+                name, number = self._expected.puts.get(term, (args[0].name, None))
+                puts[term] += 1
+                yield from self._compared(text, n, f"the gradient of {name}", args[1], number)
+                if begun[bucket_of.get(name, "")]:
+                    yield Wrong(text, n, f"{name}'s bucket is being summed already", "put it before")
+            elif n.target is ops.launch:
+                begun[args[1]] += 1
+            elif n.target is ops.scatter:
+                begun[args[2]] += 1
+                yield from self._scattered(text, n)
         for term, (name, _) in self._expected.puts.items():
             if puts[term] != 1:
                 yield Wrong("backward", None, f"{name} gets its gradient {puts[term]} times", "once")
-        yield from self._begun(begun)
+        for name in dict.fromkeys((*self._expected.scatters, *begun)):
+            if begun[name] > 1 or (name in self._expected.scatters and not begun[name]):
+                yield Wrong("backward", None, f"the sum of {name} begins {begun[name]} times", "once")
+
+    def _backward_lines(self) -> Iterator[tuple[str, fx.Node]]:
+        """Yield the lines of backward, then those of the weights' gradients, each with the text's name."""
+        return ((text, n) for text, graph in self._texts.items() if text != "forward" for n in graph.nodes)
 
     def _tapes(self) -> Iterator[Wrong]:
         """Check that no line reads a tape after a line that does not keep it."""
         empty: set[tuple[str, str]] = set()
-        for text in ("backward", "weights"):
-            for n in self._texts[text].nodes if text in self._texts else ():
-                if n.target is not ops.opaque_backward:
-                    continue
-                tape: Any = n.args[0]
-                while tape.target in (ops.reload_wait, ops.reload_start):
-                    tape = tape.args[0]
-                key = (text if tape.op == "call_function" else "", tape.name)
-                if key in empty or (("backward", tape.name) in empty and tape.op == "placeholder"):
-                    yield Wrong(text, n, f"{tape} is empty", "`keep=True` in the line before")
-                if not n.kwargs.get("keep"):
-                    empty.add(key)
-
-    def _begun(self, begun: Counter[str]) -> Iterator[Wrong]:
-        """Check that each gathered bucket's sum begins once, and any other's at most once."""
-        for name in self._expected.scatters:
-            if begun[name] != 1:
-                yield Wrong("backward", None, f"the sum of {name} begins {begun[name]} times", "once")
-        for name, times in begun.items():
-            if times > 1 and name not in self._expected.scatters:
-                yield Wrong("backward", None, f"the sum of {name} begins {times} times", "once")
+        for text, n in self._backward_lines():
+            if n.target is not ops.opaque_backward:
+                continue
+            tape: Any = n.args[0]
+            while tape.target in (ops.reload_wait, ops.reload_start):
+                tape = tape.args[0]
+            key = (text if tape.op == "call_function" else "", tape.name)
+            if key in empty or (("backward", tape.name) in empty and tape.op == "placeholder"):
+                yield Wrong(text, n, f"{tape} is empty", "`keep=True` in the line before")
+            if not n.kwargs.get("keep"):
+                empty.add(key)
 
     def _scattered(self, text: str, n: fx.Node) -> Iterator[Wrong]:
-        params, grads, name = n.args
+        args: Any = n.args
+        params, grads, name = args
         bucket = next((b for i, b in enumerate(self._program.buckets) if f"bucket{i}" == name), None)
-        if bucket is None or tuple(p.name for p in params) != tuple(bucket.params):  # type: ignore[union-attr]
+        if bucket is None or tuple(p.name for p in params) != tuple(bucket.params):
             yield Wrong(text, n, f"{name} has other parameters")
-        numbers = self._expected.scatters.get(str(name), ())
-        have = tuple(None if g is None else self._env[text][g] for g in grads)  # type: ignore[union-attr, index]
-        want = tuple(None if g is None else Term(g) for g in numbers)
-        if have != want:
-            k = next((i for i, (a, b) in enumerate(zip(have, want, strict=False)) if a != b), 0)
-            param = params[k].name  # type: ignore[index, union-attr]
-            yield self._differs(
-                text, n, f"the gradient of {param}", have[k] if have else None, want[k] if want else None
-            )
+        numbers = self._expected.scatters.get(name, ())
+        if len(grads) != len(numbers):
+            yield Wrong(text, n, f"{name} gets {len(grads)} gradients", f"{len(numbers)}")
+        for p, g, want in zip(params, grads, numbers, strict=False):
+            yield from self._compared(text, n, f"the gradient of {p.name}", g, want)
 
     # --- messages
 
-    def _differs(self, text: str, node: Any, what: str, have: Term | None, want: Term | None) -> Wrong:
-        """Report two unequal terms by the first line, from the inputs on, in which they differ."""
+    def _compared(
+        self, text: str, at: fx.Node | None, label: str, value: fx.Node | None, want: Term | int | None
+    ) -> Iterator[Wrong]:
+        """Report a value that is another term, by the first line, from the inputs on, in which they differ.
+
+        at: the line to name if there is none.
+        """
+        have, want = None if value is None else self._env[text][value], Term(want) if isinstance(want, int) else want
         if have is None or want is None:
-            state = "it is there" if have is not None else "there is none"
-            return Wrong(text, node, f"{what}: {state}", "none" if want is None else "one")
-        a, b = self._deepest(have.number, want.number)
-        where, line = self._line_of.get(a, (text, node))
-        return Wrong(where, line, f"{what} is not what the chain rule gives: this line differs", self._shown(b))
+            if have is not want:
+                state = "it is there" if have is not None else "there is none"
+                yield Wrong(text, at, f"{label}: {state}", "none" if want is None else "one")
+        elif have != want:
+            a, b = self._deepest(have.number, want.number)
+            where, line = self._line_of.get(a, (text, at))
+            yield Wrong(where, line, f"{label} is not what the chain rule gives: this line differs", self._shown(b))
 
     def _deepest(self, have: int, want: int) -> tuple[int, int]:
         """Return the innermost unequal terms at the same place of both."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -225,15 +225,20 @@ class _Checker:
             right = "one does" if model_loss is not None else "none does: the program is forward-only"
             yield Gap("program", f"{losses} stages give the loss", right=right)
 
+    def _claims(
+        self, stage: Stage, text: Text, node: fx.Node, of: fx.Node, name: str
+    ) -> Generator[Gap, None, list[Claim]]:
+        """Return the claims of a returned line about a value of the model; report a line that is another value."""
+        claims = text.claims.get(node, [])
+        same = [c for c in claims if c.of is self.model.one[of]]
+        if claims and not same:
+            yield self._gap(stage, node, f"{name} is another value of the model", of.name)
+        return same
+
     def _loss(self, stage: Stage, text: Text, node: fx.Node, of: fx.Node) -> Iterator[Gap]:
-        claims = text.claims.get(node)
-        if claims is None:
-            return
-        claim = next((c for c in claims if c.of is self.model.one[of]), claims[0])
-        if claim.of is not self.model.one[of]:
-            yield self._gap(stage, node, "the loss that the stage returns is another value of the model", of.name)
-        for axis in self.mesh.names:
-            p = claim.layout[axis]
+        same = yield from self._claims(stage, text, node, of, "the loss that the stage returns")
+        for axis in self.mesh.names if same else ():
+            p = same[0].layout[axis]
             if axis == MICROBATCH and p != Partial():
                 yield self._gap(
                     stage,
@@ -242,23 +247,19 @@ class _Checker:
                     "a summand in each",
                 )
             elif p not in (REPLICATE, Partial()):
-                yield self._gap(stage, node, f"the loss is {claim.layout}", "whole, or a summand of each rank")
+                yield self._gap(stage, node, f"the loss is {same[0].layout}", "whole, or a summand of each rank")
 
     def _result(self, stage: Stage, text: Text, node: fx.Node, of: fx.Node, declared: Any) -> Iterator[Gap]:
         """Check the new value of a buffer or an output. declared: that buffer or output; of: the model's node."""
         name, expected, adds = declared.name, declared.layout, declared.adds
-        claims = text.claims.get(node)
-        if claims is None:
+        same = yield from self._claims(stage, text, node, of, name)
+        if not same:
             return
-        same = [c for c in claims if c.of is self.model.one[of]]
 
         def as_declared(c: Claim) -> bool:
             return shown(c.layout, self.mesh, own=True, padded=True) == shown(expected, self.mesh)
 
-        claim = next(filter(as_declared, same), (same or claims)[0])
-        if claim.of is not self.model.one[of]:
-            yield self._gap(stage, node, f"{name} is another value of the model", of.name)
-            return
+        claim = next(filter(as_declared, same), same[0])
         layout = claim.layout
         if MICROBATCH in self.mesh.names and adds != (layout[MICROBATCH] == Partial()):
             yield self._gap(stage, node, f"{name}: its microbatches {'are no summands' if adds else 'are summands'}")

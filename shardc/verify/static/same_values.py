@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ir.graph import calls, producer_of, values_of
+from shardc.ir.graph import calls, producer_of, value_of
 from shardc.ir.metadata import Value
 from shardc.ir.program import Program
 from shardc.rules.core.choices import Choices, choices_of
@@ -68,10 +68,6 @@ class Model:
     def choices_of(self, node: fx.Node) -> Choices:
         return choices_of(node, self.choices)
 
-    def value(self, of: fx.Node) -> Value:
-        (value,) = values_of(of)
-        return value
-
     def added(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Value) -> fx.Node:
         """Return a new call that the model does not have, equal to calls that it has."""
         node = fx.Node(self.stand_ins, f"added{len(self.one)}", "call_function", target, (), {})
@@ -89,14 +85,14 @@ class Model:
 
     def cast(self, of: fx.Node, dtype: Any) -> fx.Node | None:
         """Return a value in a dtype: itself, or the model's cast of it; None if the model has no cast."""
-        if self.value(of).dtype == dtype:
+        if value_of(of).dtype == dtype:
             return of
         key = call_key(aten._to_copy.default, (of,), {"dtype": dtype}, self.one)
         return self.by_call.get(key)
 
 
 def frozen(x: Any, one: Mapping[fx.Node, fx.Node]) -> Any:
-    """Return an argument as a key: equal for arguments that compute the same."""
+    """Return an argument as a key, equal for arguments that compute the same: 1, 1.0 and True differ, 0.0 and -0.0."""
     if isinstance(x, fx.Node):
         return one.get(x, x)
     if isinstance(x, tuple | list):

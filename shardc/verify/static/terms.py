@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import PRODUCTS, factors
 from shardc.torch_private import OpOverload
+from shardc.verify.static.same_values import frozen
 
 aten = torch.ops.aten
 
@@ -130,14 +132,14 @@ class Terms:
                 ((x, w), _) = inside[1:]
                 return self._kept((aten.mm.default, (Term(self._transposed(w)), Term(self._transposed(x))), ()))
         target = _AGAIN.get(target, _RESHAPES.get(target, target))
-        named = tuple(sorted((k, _key(v)) for k, v in kwargs.items() if k not in _ASIDE))
-        return self._kept((target, tuple(map(_key, args)), named))
+        named = {k: v for k, v in kwargs.items() if k not in _ASIDE}
+        return self._kept((target, frozen(args, {}), frozen(named, {})))
 
     def _gradient(self, opaque_backward: int, index: int) -> int:
         """Return one gradient of an opaque op's backward, which may run once for all of them or for some."""
         (tape, grads, before, operands), named = self._known[opaque_backward][1:]
         only = dict(named).get("only", ())
-        if only and _key(index) not in only:
+        if only and frozen(index, {}) not in only:
             return self._kept(("a gradient that is not asked for", opaque_backward))
         named = tuple((k, v) for k, v in named if k != "only")
         return self._kept((ops.opaque_backward, (tape, grads, before[index], operands), (*named, ("of", index))))
@@ -187,28 +189,8 @@ class Terms:
         return op if op != "given" else rest[0], numbers
 
 
+@dataclass(unsafe_hash=True, slots=True)
 class Term:
     """A term among arguments, where plain numbers occur too."""
 
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Term) and other.number == self.number
-
-    def __hash__(self) -> int:
-        return hash(("term", self.number))
-
-    def __lt__(self, other: Any) -> bool:
-        return self.number < other.number  # type: ignore[no-any-return]
-
-
-def _key(a: Any) -> Any:
-    """Return a key that is equal for equal arguments only: 1, 1.0 and True differ, as do 0.0 and -0.0."""
-    if isinstance(a, tuple | list):
-        return tuple(map(_key, a))
-    if isinstance(a, slice):
-        return ("slice", a.start, a.stop, a.step)
-    return a if isinstance(a, Term | str) or a is None else (type(a).__name__, repr(a))
+    number: int

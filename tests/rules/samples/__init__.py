@@ -5,7 +5,8 @@ shardc/rules/core/sample_calls.py says what makes a good one. An op without one 
 from importlib import import_module
 
 from shardc.rules import FAMILIES
-from shardc.rules.core.sample_calls import RNG, SAMPLES, Arguments, Sample, Tensors, call, sample, samples
+from shardc.rules.core.sample_calls import RNG, SAMPLES, Arguments, Sample, Tensors
+from tests.rules.making import call, sample, samples
 
 __all__ = ["RNG", "SAMPLES", "Arguments", "Sample", "Tensors", "call", "sample", "samples"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.core.sample_calls import RNG, call, sample
+from shardc.rules.core.sample_calls import RNG
 from shardc.runtime import ops
+from tests.rules.making import call, sample
 
 aten = torch.ops.aten
 

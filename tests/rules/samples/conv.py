@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.core.sample_calls import call, sample, samples
 from shardc.runtime import ops
+from tests.rules.making import call, sample, samples
 
 aten = torch.ops.aten
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardc.rules.core.sample_calls import Arguments, Tensors, call, sample
+from shardc.rules.core.sample_calls import Arguments, Tensors
 from shardc.runtime import ops
+from tests.rules.making import call, sample
 from tests.rules.samples.fp8 import with_amax
 
 GATED = "a, b = halves(x); c = silu(a); mul(c, b)"

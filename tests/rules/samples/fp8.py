@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardc.rules.core.sample_calls import Tensors, call, sample
+from shardc.rules.core.sample_calls import Tensors
 from shardc.runtime import ops
+from tests.rules.making import call, sample
 
 
 def _wide(t: Tensors, *shape: int) -> Tensor:

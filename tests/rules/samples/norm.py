@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.core.sample_calls import call, sample, samples
+from tests.rules.making import call, sample, samples
 
 aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from shardc.rules.core.sample_calls import call, sample, samples
+from tests.rules.making import call, sample, samples
 
 aten = torch.ops.aten
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.core.sample_calls import call, sample
+from tests.rules.making import call, sample
 
 aten = torch.ops.aten
 
