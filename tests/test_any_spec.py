@@ -119,7 +119,8 @@ def forward(name: str) -> tuple[Program, dict[str, Tensor]] | None:
             try:
                 captured = capture(model, batch, forward=True)
             except shardc.ShardcError as e:
-                assert "writes to the parameter" in str(e), str(e)
+                if "writes to the parameter" not in str(e):
+                    raise
                 return None
         alone = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, captured=captured, forward=True)
         return captured, shardc.verify.simulate(alone, model, batch).outputs
