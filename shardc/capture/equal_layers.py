@@ -27,7 +27,7 @@ from torch.export.graph_signature import InputKind
 from shardc.capture import layer_copies
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.constants import FRESH
-from shardc.capture.layer_copies import EQUAL_LAYER, Copied
+from shardc.capture.layer_copies import EQUAL_LAYER
 from shardc.capture.side_effects import Changes, identity
 from shardc.ir.graph import placeholders
 from shardc.torch_private import (
@@ -57,16 +57,12 @@ _DEEP = 6
 
 @dataclass
 class _Layer:
-    """A module of a list of layers.
-
-    kind: a number shared by layers that differ at most in `unlike`: (number of the module in the layer, attribute).
-    """
+    """A module of a list of layers. firsts: calls that were traced, shared by layers of one structure."""
 
     module: nn.Module
     path: str
     modules: list[nn.Module]
-    kind: tuple[int, int] = (0, 0)
-    unlike: set[tuple[int, str]] = field(default_factory=set)
+    firsts: list[_First] = field(default_factory=list)
     called: bool = False
 
     def tensors(self) -> list[Tensor]:
@@ -89,37 +85,31 @@ def _lists(model: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
             yield children
 
 
-def _unlike(a: _Layer, b: _Layer) -> set[tuple[int, str]] | None:
-    """Return the attributes in which two layers differ; None if more than unread values may differ."""
+def _alike(a: _Layer, b: _Layer) -> bool:
+    """Return whether two layers have the same structure: at most values of their attributes differ."""
     if len(a.modules) != len(b.modules):
-        return None
+        return False
     twins = {id(x): y for x, y in zip(a.modules, b.modules, strict=True)}
-    differing: set[tuple[int, str]] = set()
-    for i, (x, y) in enumerate(zip(a.modules, b.modules, strict=True)):
+    for x, y in zip(a.modules, b.modules, strict=True):
         one, other = _attributes(x), _attributes(y)
         if type(x) is not type(y) or one.keys() != other.keys() or one["training"] != other["training"]:
-            return None
-        for table in ("_parameters", "_buffers", "_modules"):
-            if list(one[table]) != list(other[table]):
-                return None
+            return False
+        if any(list(one[table]) != list(other[table]) for table in ("_parameters", "_buffers", "_modules")):
+            return False
         children = zip(one["_modules"].values(), other["_modules"].values(), strict=True)
         if any(twins.get(id(m)) is not n for m, n in children if m is not None):
-            return None
-        if not all(_equal(one[table][n], other[table][n]) for table in ("_parameters", "_buffers") for n in one[table]):
-            return None
+            return False
+        tensors = ((one[table][n], other[table][n]) for table in ("_parameters", "_buffers") for n in one[table])
+        if any(_type(x) != _type(y) for x, y in tensors):
+            return False
         if one["_non_persistent_buffers_set"] != other["_non_persistent_buffers_set"]:
-            return None
-        differing |= {(i, k) for k in one if k not in _OF_EVERY_MODULE and not _same(one[k], other[k], twins, _DEEP)}
-    return differing if _ties(a.tensors()) == _ties(b.tensors()) else None
+            return False
+    return _ties(a.tensors()) == _ties(b.tensors())
 
 
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return _type(a) == _type(b)
-
-
-def _type(x: Tensor) -> tuple[Any, ...]:
+def _type(x: Tensor | None) -> tuple[Any, ...]:
+    if x is None:
+        return ()
     device = fake_device(x) if isinstance(x, FakeTensor) else x.device
     return type(x), tuple(x.shape), x.stride(), x.dtype, device, x.requires_grad, x.is_leaf
 
@@ -192,14 +182,13 @@ class _First:
 
 
 class Folding:
-    """What was folded during a trace. callers: modules in progress; calls: by the number of the op."""
+    """What was folded during a trace. callers: modules in progress; calls: see layer_copies.unfold."""
 
     def __init__(
         self, callers: Sequence[nn.Module], reads: Reads, changes: Changes, effects: Callable[[str], object]
     ) -> None:
         self._callers, self._reads, self._changes, self._effects = callers, reads, changes, effects
-        self._firsts: dict[tuple[int, int], list[_First]] = {}
-        self.calls: list[Copied] = []
+        self.calls: list[tuple[str, str]] = []
 
     def forward_of(self, layer: _Layer) -> Callable[..., Any]:
         """Return the function that a layer runs instead of its forward."""
@@ -225,7 +214,7 @@ class Folding:
                 if plain:
                     known = [("tensor", *_type(x)) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
                     key = (structure, known, _ties(operands), _places(operands, layer.tensors()), modes)
-                    for first in self._firsts.get(layer.kind, ()):
+                    for first in layer.firsts:
                         if first.key == key and _reads_same(first, layer) and _is_as_then(first):
                             return self._copy(first, layer, operands)
             if not plain:
@@ -262,7 +251,7 @@ class Folding:
             and all(i < 0 for i in _places(tensors, layer.tensors()))
             and all(x.requires_grad == (grad and (x.is_floating_point() or x.is_complex())) for x in first.fresh)
         ):
-            self._firsts.setdefault(layer.kind, []).append(first)
+            layer.firsts.append(first)
         return result
 
     def _state(self, layer: _Layer, operands: list[Tensor]) -> Any:
@@ -275,7 +264,7 @@ class Folding:
         )
 
     def _copy(self, first: _First, layer: _Layer, operands: list[Tensor]) -> Any:
-        self.calls.append(Copied(first.layer.path, layer.path))
+        self.calls.append((first.layer.path, layer.path))
         others, first.copied = [] if first.copied else first.operands, True
         outputs = iter(traced_call(EQUAL_LAYER, (len(self.calls) - 1, operands, others, first.fresh), first.fresh))
         results = [
@@ -297,12 +286,13 @@ def _places(each: Sequence[Any], among: Sequence[Tensor]) -> list[int]:
 
 def _reads_same(first: _First, layer: _Layer) -> bool:
     """Return whether all attributes that were read of the first layer are the same in this one."""
-    perhaps = first.touched & (first.layer.unlike | layer.unlike)
-    twins = {id(x): y for x, y in zip(first.layer.modules, layer.modules, strict=True)} if perhaps else {}
-    return all(
-        _same(_attributes(first.layer.modules[i])[name], _attributes(layer.modules[i])[name], twins, _DEEP)
-        for i, name in perhaps
-    )
+    pairs = list(zip(first.layer.modules, layer.modules, strict=True))
+    twins = {id(x): y for x, y in pairs}
+    for i, name in first.touched - {(0, "forward")}:  # that one is replaced in every layer
+        one, other = map(_attributes, pairs[i])
+        if name in one and name not in _OF_EVERY_MODULE and not _same(one[name], other.get(name), twins, _DEEP):
+            return False
+    return True
 
 
 def _is_as_then(first: _First) -> bool:
@@ -369,23 +359,21 @@ def folded(model: nn.Module, reads: Reads, changes: Changes, effects: Callable[[
 
 
 def _layers(model: nn.Module) -> Iterator[_Layer]:
-    """Yield the layers that have at least one equal layer."""
+    """Yield the layers that have at least one of the same structure."""
     seen: set[int] = set()
-    for number, children in enumerate(_lists(model)):
+    for children in _lists(model):
         kinds: list[list[_Layer]] = []
         for path, module in children:
             if id(module) in seen:
                 continue
             seen.add(id(module))
             layer = _Layer(module, path, list(module.modules()))
-            for i, kind in enumerate(kinds):
-                if (unlike := _unlike(kind[0], layer)) is not None:
-                    layer.kind, layer.unlike = (number, i), unlike
-                    kind.append(layer)
-                    break
-            else:
-                layer.kind = number, len(kinds)
+            kind = next((k for k in kinds if _alike(k[0], layer)), None)
+            if kind is None:
                 kinds.append([layer])
+            else:
+                layer.firsts = kind[0].firsts
+                kind.append(layer)
         yield from (layer for kind in kinds if len(kind) > 1 for layer in kind)
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,7 +23,7 @@ from shardc.capture.constants import FRESH
 from shardc.capture.data_dependent_values import ValueReads, drop_checks, known_values
 from shardc.capture.foreign_parameters import ForeignParameters
 from shardc.capture.forward_arguments import arguments, check_call
-from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf
+from shardc.capture.loss import Forward, Loss, LossOf, values_of_batch
 from shardc.capture.rewrite import (
     attention_sinks,
     flex_attention,
@@ -34,11 +33,9 @@ from shardc.capture.rewrite import (
     inplace_ops,
 )
 from shardc.capture.side_effects import Changes
-from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
 from shardc.ir.graph import is_call, placeholders, producer_of
-from shardc.ir.outputs import OtherForward
 from shardc.ir.source import Source
 from shardc.torch_private import (
     FakeTensor,
@@ -50,13 +47,6 @@ from shardc.torch_private import (
     traced_with,
     without_code,
 )
-
-
-class Fold(NamedTuple):
-    """Request to trace equal layers once. reads, changes: what forward has read and set so far."""
-
-    reads: Reads
-    changes: Changes
 
 
 class Exported(NamedTuple):
@@ -81,13 +71,14 @@ def export(
     forward: Forward | None = None,
     *,
     rows: bool = False,
-    fold: Fold | None = None,
+    fold: tuple[Reads, Changes] | None = None,
 ) -> Exported:
     """Export the model without regions and in-place ops.
 
-    forward: replaces the loss. rows: see known_values. fold: raises UnlikeError if layers are not equal.
+    forward: replaces the loss. rows: see known_values. fold: what forward has read and set so far: trace equal layers
+    once. Raises UnlikeError if they are not equal.
     """
-    wrapper = _wrapper(model, leaves, loss, forward)
+    wrapper = values_of_batch(model, leaves, loss, forward)
     names = {id(p): name for name, p in model.named_parameters()}
     beside = loss is not None or forward is not None
     wrapper.training = model.training
@@ -105,7 +96,7 @@ def export(
         traced_with(source.trace_of_call),
         without_code(),
         silent(),
-        _folded(model, fold, partial(_records_of, wrapper, reads)) as folding,
+        equal_layers.folded(model, *fold, partial(_records_of, wrapper, reads)) if fold else nullcontext() as folding,
     ):
         warnings.simplefilter("ignore")  # warnings of export; the model's appear whenever it runs
         inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # separate ones: export merges identical inputs
@@ -172,25 +163,10 @@ def _fresh(exported: ExportedProgram) -> frozenset[str]:
     return frozenset(str(s.target) for s in constants if all(u.target in FRESH for u in nodes[s.arg.name].users))
 
 
-def _folded(
-    model: nn.Module, fold: Fold | None, effects: Callable[[str], object]
-) -> AbstractContextManager[equal_layers.Folding | None]:
-    if fold is None:
-        return nullcontext()
-    return equal_layers.folded(model, fold.reads, fold.changes, effects)
-
-
 def _records_of(wrapper: LossOf, reads: ValueReads, path: str) -> object:
     """Return capture's records that a layer of this name must not add to, if it represents others."""
     values = [n for n in reads.buffers if n.startswith(f"{path}.")]
     return len(wrapper.side), len(reads.sources), len(reads.inputs), values
-
-
-def _wrapper(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forward | None) -> LossOf:
-    """Return the module that is exported, whose inputs are the batch's tensors."""
-    if isinstance(forward, OtherForward):
-        return cast(LossOf, forward.module(model, leaves))
-    return LossOf(model, leaves, loss) if forward is None else ValuesOf(model, leaves, forward)
 
 
 def _unseen(place: Source) -> str:
@@ -209,11 +185,7 @@ def _mutated(exported: ExportedProgram) -> dict[str, fx.Node]:
         if spec.kind == OutputKind.BUFFER_MUTATION:
             mutated[str(spec.target)] = node
         elif spec.kind == OutputKind.PARAMETER_MUTATION:
-            raise ShardcError(
-                f"the forward pass writes to the parameter {str(spec.target).removeprefix('model.')!r}",
-                where=source.place(node),
-                fix="change parameters outside of forward, or make it a buffer",
-            )
+            raise inplace_ops.writes_to_parameter(str(spec.target), node)
     return mutated
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,13 +29,6 @@ class UnlikeError(Exception):
     """Layers that seemed equal are not: the whole model is traced."""
 
 
-class Copied(NamedTuple):
-    """The names of a layer that was traced, and of one that is equal to it."""
-
-    first: str
-    layer: str
-
-
 @dataclass
 class _First:
     """A layer that was traced. nodes: its ops.
@@ -51,16 +44,16 @@ class _First:
 
 def unfold(
     graph: fx.Graph,
-    calls: Sequence[Copied],
+    calls: Sequence[tuple[str, str]],
     stored: Mapping[str, fx.Node],
     constants: Collection[fx.Node],
     cut: set[fx.Node],
 ) -> None:
     """Write the copies into a graph. Raises UnlikeError if a layer bypassed its arguments or results.
 
-    calls: by the number of the `equal_layer`; stored: the placeholder of every parameter and buffer, by its names;
-    constants: placeholders that all copies of a layer share. cut: the nodes that were computed without gradients, to
-    which their copies are added.
+    calls: (name of a layer that was traced, name of an equal one), by the number of the `equal_layer`; stored: the
+    placeholder of every parameter and buffer, by its names; constants: placeholders that all copies of a layer share.
+    cut: the nodes that were computed without gradients, to which their copies are added.
     """
     if any(n.target is GRADIENT for n in graph.nodes):
         raise UnlikeError("a gradient inside of forward looks at the graph while it is made")

@@ -20,7 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardc.capture.refusals import PACKED, PADDED
 from shardc.capture.rewrite import autograd_function
-from shardc.errors import Errors, ShardcError
+from shardc.errors import Errors
 from shardc.ir import source
 from shardc.runtime.state.quantized import is_composite
 from shardc.torch_modes import untraced
@@ -111,7 +111,8 @@ def check_wrapped(model: nn.Module) -> None:
             errors.add(fault, where=where, fix=fix)
             break
     else:
-        cut = [name for name, p in model.named_parameters() if _is_dtensor(p)]
+        tensor = sys.modules.get("torch.distributed.tensor")
+        cut = [name for name, p in model.named_parameters() if tensor and isinstance(p, tensor.DTensor)]
         if cut:
             more = f" ({len(cut)} such)" if len(cut) > 1 else ""
             fault = f"the parameter is a DTensor: it is already sharded over the ranks{more}"
@@ -119,20 +120,13 @@ def check_wrapped(model: nn.Module) -> None:
     errors.raise_any()
 
 
-# If a model is wrapped, these are already imported; importing them here would slow down every start.
-
-
 def _sharded_by_fsdp(module: nn.Module) -> str:
+    """Return which function of FSDP sharded a module. It is then imported; importing it here would slow every start."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for name, text in (("FSDPModule", "fully_shard"), ("FullyShardedDataParallel", "FullyShardedDataParallel")):
         if (kind := getattr(fsdp, name, None)) is not None and isinstance(module, kind):
             return text
     return ""
-
-
-def _is_dtensor(p: object) -> bool:
-    tensor = sys.modules.get("torch.distributed.tensor")
-    return tensor is not None and isinstance(p, tensor.DTensor)
 
 
 def _name_with_line(name: str, hooks: list[Callable[..., Any]]) -> str:
@@ -158,38 +152,30 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
         return autograd_function.kept(cls, args, side, untraced)
 
     def hook(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        raise ShardcError(
+        raise source.of_call().error(
             "a tensor hook is registered in forward, which a captured graph cannot keep",
-            where=source.of_call().line,
-            fix="remove register_hook; a custom gradient can be written as x + (y - x).detach()",
+            "remove register_hook; a custom gradient can be written as x + (y - x).detach()",
         )
 
     def seed(number: int) -> Any:
         if not source.is_models(sys._getframe(1).f_code.co_filename):
             return seeded(number)
-        place = source.of_call()
-        raise ShardcError(
-            f"forward seeds torch's random numbers, which a program does not draw ({place.shown})",
-            where=place.line,
-            fix="draw them once in __init__, into a buffer: self.register_buffer('noise', torch.randn(...))",
+        raise source.of_call().error(
+            "forward seeds torch's random numbers, which a program does not draw",
+            "draw them once in __init__, into a buffer: self.register_buffer('noise', torch.randn(...))",
         )
 
     def packed(original: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         if not isinstance(x, FakeTensor):
             return original(x, *args)
-        place = source.of_call()  # not the place where the recurrent layer fails later
-        raise ShardcError(f"{PACKED} ({place.shown})", where=place.line, fix=PADDED)
+        raise source.of_call().error(PACKED, PADDED)  # not at the place where the recurrent layer fails later
 
     def switch(self: Tensor, requires_grad: bool = True) -> Tensor:
         if isinstance(self, FakeTensor) and not requires_grad and self.requires_grad and self.is_leaf:
-            place = source.of_call()
-            raise ShardcError(
-                f"the forward pass turns a parameter's gradient off, which tracing does not see ({place.shown})",
-                where=place.line,
-                fix=(
-                    "run the module with detached weights: "
-                    "torch.func.functional_call(m, {n: p.detach() for n, p in m.named_parameters()}, x)"
-                ),
+            raise source.of_call().error(
+                "the forward pass turns a parameter's gradient off, which tracing does not see",
+                "run the module with detached weights: "
+                "torch.func.functional_call(m, {n: p.detach() for n, p in m.named_parameters()}, x)",
             )
         return grad(self, requires_grad)
 
@@ -205,11 +191,9 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
             caller = caller.f_back
         by_user = not caller.f_code.co_filename.startswith(_TORCH)
         if by_user and torch.is_grad_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-            place = source.of_call()
-            raise ShardcError(
-                f"no_grad begins inside an autocast region, where torch.export loses it ({place.shown})",
-                where=place.line,
-                fix="let it begin outside: `with torch.no_grad(), torch.autocast(...):`; or detach the result",
+            raise source.of_call().error(
+                "no_grad begins inside an autocast region, where torch.export loses it",
+                "let it begin outside: `with torch.no_grad(), torch.autocast(...):`; or detach the result",
             )
         enter(self)
 
@@ -305,11 +289,9 @@ def _data(self: Tensor) -> Tensor:
 
 def _set_data(self: Tensor, value: Tensor) -> None:
     if _by_user(self):
-        place = source.of_call()
-        raise ShardcError(
-            f"the forward pass replaces a tensor's .data ({place.shown})",
-            where=place.line,
-            fix="change a buffer in place (self.x.copy_(new)); change parameters outside of forward",
+        raise source.of_call().error(
+            "the forward pass replaces a tensor's .data",
+            "change a buffer in place (self.x.copy_(new)); change parameters outside of forward",
         )
     _DATA.__set__(self, value)  # type: ignore[attr-defined]
 

@@ -101,13 +101,9 @@ def lean_transformers(model: nn.Module) -> Iterator[None]:
             stack.enter_context(mock.patch.object(masking, "prepare_padding_mask", prepare_padding_mask))
             if hasattr(masking, "is_torchdynamo_exporting"):  # earlier versions call only is_tracing
                 stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False))
-            stack.enter_context(mock.patch.object(masking, "is_tracing", isinstance_fake))
+            # true only for tensors whose values are unknown
+            stack.enter_context(mock.patch.object(masking, "is_tracing", lambda x=None: isinstance(x, FakeTensor)))
             stack.enter_context(
                 mock.patch.object(masking, "find_packed_sequence_indices", find_packed_sequence_indices)
             )
         yield
-
-
-def isinstance_fake(x: Any = None) -> bool:
-    """Replace transformers' `is_tracing`: true only for tensors whose values are unknown."""
-    return isinstance(x, FakeTensor)

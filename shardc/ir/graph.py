@@ -42,11 +42,16 @@ def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
 
 
 def call_like(
-    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], model: fx.Node, **meta: Any
+    model: fx.Node, target: Any, *args: Any, val: Any = None, graph: fx.Graph | None = None, **kwargs: Any
 ) -> fx.Node:
-    """Add a call at the insertion point, with the metadata of `model` updated by `meta`."""
-    node = graph.call_function(target, args, kwargs)
-    node.meta.update(model.meta, **meta)
+    """Add a call at the insertion point of a graph (default: the model's), with the metadata of `model`.
+
+    val: the result on fake tensors, if that is not the model's.
+    """
+    node = (graph or model.graph).call_function(target, args, kwargs)
+    node.meta.update(model.meta)
+    if val is not None:
+        node.meta["val"] = val
     return node
 
 

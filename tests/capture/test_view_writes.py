@@ -89,12 +89,6 @@ def masked(s: Net, y: Tensor) -> Tensor:
     return z.square().sum()
 
 
-def out(s: Net, y: Tensor) -> Tensor:
-    z = torch.empty(4, 6)
-    torch.mul(y.detach(), 2, out=z)
-    return (y * z).sum()
-
-
 def recurrent(s: Net, y: Tensor) -> Tensor:
     z = y * 1
     for t in range(1, 6):
@@ -118,7 +112,6 @@ FUNCTIONS = [
     seen_by_views,
     diagonal,
     masked,
-    out,
     recurrent,
     expanded,
 ]
@@ -133,11 +126,29 @@ def test_one_trace_is_enough(function: Callable[[Net, Tensor], Tensor], monkeypa
     assert [b.updated for b in program.buffers if b.fqn == "seen"] == [function is kept]
 
 
-def test_what_may_be_a_view_or_a_copy_is_traced_again() -> None:
-    def function(s: Net, y: Tensor) -> Tensor:
-        z = y * 1
-        flat = z.reshape(24)
-        flat.add_(1)
-        return (z * flat.view(4, 6)).sum()
+def view_or_copy(s: Net, y: Tensor) -> Tensor:
+    z = y * 1
+    flat = z.reshape(24)
+    flat.add_(1)
+    return (z * flat.view(4, 6)).sum()
 
-    capture(Net(function), X)
+
+def out(s: Net, y: Tensor) -> Tensor:
+    z, total = torch.empty(4, 6), torch.empty(6)
+    torch.mul(y.detach(), 2, out=z)
+    torch.sum(y.detach(), 0, out=total)
+    return (y * z * total).sum()
+
+
+def out_of_a_buffer(s: Net, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.add(s.seen, 1, out=s.seen)
+    return (y * s.seen).sum()
+
+
+@pytest.mark.parametrize("function", [view_or_copy, out, out_of_a_buffer])
+def test_what_torch_makes_functional(function: Callable[[Net, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    program = capture(Net(function), X)
+    assert not [n for n in program.graph.nodes if is_inplace(n)]
+    assert [b.updated for b in program.buffers if b.fqn == "seen"] == [function is out_of_a_buffer]

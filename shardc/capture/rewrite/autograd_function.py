@@ -23,7 +23,7 @@ A backward that is not linear in g, such as clipping, cannot be kept: it is refu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,7 +287,7 @@ class _Call:
         linear = linear and not any(t is not None and uses(t, gs) for t in paths)
         zero = Zeros(module, gs)
         constants = [g if g is not None and not zero(g) else None for g in grads]
-        heavy = any(map(works, only_for_paths(paths, ys)))
+        heavy = any(map(works, values.behind(n for n in paths if n is not None) - values.behind(ys)))
         missing = self.missing(paths, module.graph.find_nodes(op="placeholder")[n : 2 * n])
         if (not linear or heavy) and self.is_derivative():
             return Study(module, outputs, True, missing)
@@ -326,13 +326,8 @@ class _Call:
             self.differentiable = [g is not None and g.requires_grad for g in grads]
             pairs = [(g, dx.to(g.dtype)) for g, dx in zip(grads, dxs, strict=True) if g is not None and g.requires_grad]
             inputs = [g for g, s in zip(leaves, smooth, strict=True) if s]
-            paths_back = (
-                torch.autograd.grad([g for g, _ in pairs], inputs, [d for _, d in pairs], allow_unused=True)
-                if pairs
-                else ()
-            )
-        remaining = iter(paths_back)
-        paths = [next(remaining, None) if s else None for s in smooth]
+            back = _gradients(pairs, inputs)
+        paths = [next(back, None) if s else None for s in smooth]
         return ys, paths, [None if g is None else g.detach() for g in grads]
 
     def is_derivative(self) -> bool:
@@ -370,14 +365,16 @@ class _Call:
             leaves = [x.requires_grad_(need) for x, need in zip(xs, self.needs, strict=True)]
             again = _tensors(forward(self.cls, self.fresh(), self.with_tensors(leaves)))
         pairs = [(y, g) for y, g in zip(again, gs, strict=True) if y.requires_grad]
-        inputs = [x for x in leaves if x.requires_grad]
-        grads = (
-            torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
-            if pairs
-            else ()
-        )
-        remaining = iter(grads)
-        return written, [next(remaining, None) if x.requires_grad else None for x in leaves]
+        grads = _gradients(pairs, [x for x in leaves if x.requires_grad])
+        return written, [next(grads, None) if x.requires_grad else None for x in leaves]
+
+
+def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Iterator[Tensor | None]:
+    """Compute the gradient of each input. pairs: results, each with its gradient."""
+    if not pairs:
+        return iter(())
+    results, seeds = zip(*pairs, strict=True)
+    return iter(torch.autograd.grad(results, inputs, seeds, allow_unused=True))
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
@@ -463,8 +460,3 @@ def works(node: fx.Node) -> bool:
     """Return whether an op's work counts (matmuls, convolutions, attention)."""
     rule = registry.find(node.target) if node.op == "call_function" else None
     return rule is not None and rule.flops is not None
-
-
-def only_for_paths(paths: Sequence[fx.Node | None], ys: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that the paths need and the results do not."""
-    return values.behind(n for n in paths if n is not None) - values.behind(ys)

@@ -93,7 +93,7 @@ def _region(
     def crossing(x: Any, to_grad: bool) -> Any:
         """Detach a value made without gradients where gradients are recorded again."""
         if to_grad and isinstance(x, fx.Node) and x in cut:
-            return call_like(graph, aten.detach.default, (x,), {}, x)
+            return call_like(x, aten.detach.default, x)
         return x
 
     env: dict[fx.Node, Any] = {}
@@ -197,9 +197,8 @@ class AutocastRegion:
             key = env[n], dtype
             casted = self._cache.get(key)
             if casted is None:
-                casted = call_like(
-                    graph, aten._to_copy.default, (env[n],), {"dtype": dtype}, node, val=operands[n].to(dtype)
-                )
+                wide = operands[n].to(dtype)
+                casted = call_like(node, aten._to_copy.default, env[n], dtype=dtype, val=wide, graph=graph)
                 casts.append(casted)
                 if env[n].op == "placeholder" and grad and dtype is self._dtype:
                     self._cache[key] = casted

@@ -68,26 +68,22 @@ def _engine(
     """Return the gradient of every input, as autograd's engine does; None if nothing depends on it."""
     if not any(isinstance(x, FakeTensor) for x in outputs):
         return original(outputs, *args, **kwargs)  # type: ignore[no-any-return]
-    place = source.of_call()
     if kwargs.get("accumulate_grad"):
-        fault = f"backward() is called inside forward ({place.shown})"
-        raise ShardcError(
-            fault, where=place.line, fix="use torch.autograd.grad(y, x, create_graph=True), which returns a tensor"
-        )
+        fix = "use torch.autograd.grad(y, x, create_graph=True), which returns a tensor"
+        raise source.of_call().error("backward() is called inside forward", fix)
     weights, _retain, differentiable, inputs, allow_unused = args
     sources = [traced_node(x) for x in outputs]
     if any(n is None for n in sources):
-        raise ShardcError(
-            f"a gradient is computed inside a transform of torch.func ({place.shown}), where tracing does not see it",
-            where=place.line,
-            fix="use torch.autograd.grad(y, x, create_graph=True) outside of vmap and the like",
+        raise source.of_call().error(
+            "a gradient is computed inside a transform of torch.func, where tracing does not see it",
+            "use torch.autograd.grad(y, x, create_graph=True) outside of vmap and the like",
         )
     above = values.behind([n for n in sources if n is not None], _carries)
     used = [x for x in inputs if traced_node(x) in above]
     if len(used) < len(inputs) and not allow_unused:
-        fault = f"the result does not depend on the tensor with respect to which a gradient is taken ({place.shown})"
-        raise ShardcError(
-            fault, where=place.line, fix="differentiate a result of that very tensor, or pass allow_unused=True"
+        raise source.of_call().error(
+            "the result does not depend on the tensor with respect to which a gradient is taken",
+            "differentiate a result of that very tensor, or pass allow_unused=True",
         )
     seeds = [torch.ones_like(y) if w is None else w for y, w in zip(outputs, weights, strict=True)]
     grads = iter(GRADIENT(list(outputs), used, seeds, bool(differentiable)) if used else [])
