@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch import fx
 
 from shardc.capture.rewrite.inline_regions import unchanged
 from shardc.capture.rewrite.inner_autograd import GRADIENT
+from shardc.ir.graph import replace_results
 from shardc.torch_private import HigherOrderOperator, OpOverload
 
 torch.library.define(
@@ -76,11 +76,7 @@ def unfold(
                 env[n].meta["nn_module_stack"] = {renamed(k): (renamed(v[0]), *v[1:]) for k, v in stack.items()}
                 if n in cut:
                     cut.add(env[n])
-        for user in list(call.users):
-            assert user.target is operator.getitem
-            user.replace_all_uses_with(env[first.results[int(user.args[1])]])
-            graph.erase_node(user)
-        graph.erase_node(call)
+        replace_results(call, [env[n] for n in first.results])
 
 
 def _first(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -53,6 +53,15 @@ def call_like(
     if val is not None:
         node.meta["val"] = val
     return node
+
+
+def replace_results(call: fx.Node, results: Sequence[Any]) -> None:
+    """Put other values in the place of a call's results, which `getitem`s pick; erase the call."""
+    for user in list(call.users):
+        assert user.target is operator.getitem, f"{user.format_node()} uses several results as a whole"
+        user.replace_all_uses_with(results[int(user.args[1])])  # type: ignore[arg-type]
+        user.graph.erase_node(user)
+    call.graph.erase_node(call)
 
 
 def is_call(node: fx.Node) -> bool:

@@ -23,6 +23,7 @@ from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.graph import call_like
 from shardc.ir.types import op_name
+from shardc.passes.canonical.rewrite import Args
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::with_gradient_of)
 from shardc.torch_private import OpOverload
 
@@ -186,9 +187,7 @@ def _val(node: fx.Node) -> Any:
 
 def arguments_of(twin: OpOverload, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return an in-place call's arguments for its twin, with another order and fewer defaults if needed."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    values = {a.name: a.default_value for a in schema}
-    values |= {a.name: value for a, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    values = Args(node.target, node.args, node.kwargs).named  # type: ignore[arg-type]
     args, kwargs, parameters = list[Any](), dict[str, Any](), twin._schema.arguments
     for a in parameters:
         if not a.kwarg_only:

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.ir.graph import call_like
+from shardc.ir.graph import call_like, replace_results
 from shardc.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode, decompositions, pytree
 
 aten = torch.ops.aten
@@ -41,22 +41,13 @@ def inline_regions(gm: fx.GraphModule) -> set[fx.Node]:
         return cut
     for node in regions:
         with gm.graph.inserting_before(node):
-            _replace(node, _region(gm.graph, gm, node, node.args, True, cut))
+            replace_results(node, _region(gm.graph, gm, node, node.args, True, cut))
     for node in reversed(gm.graph.nodes):
         if node.op == "get_attr" and not node.users:
             gm.graph.erase_node(node)
     gm.graph.lint()
     gm.recompile()
     return cut
-
-
-def _replace(call: fx.Node, results: Sequence[Any]) -> None:
-    """Put the results of an inlined region in the place of its `getitem`s."""
-    for user in list(call.users):
-        assert user.target is operator.getitem, f"{user.format_node()} uses a region's results as a whole"
-        user.replace_all_uses_with(results[int(user.args[1])])  # type: ignore[arg-type]
-        user.graph.erase_node(user)
-    call.graph.erase_node(call)
 
 
 def _region(

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
-from shardc.ir.graph import is_call
+from shardc.ir.graph import is_call, replace_results
 from shardc.torch_private import (
     FakeTensor,
     OpOverload,
@@ -109,12 +109,8 @@ def expand(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         if node.target is GRADIENT:
             with graph.inserting_before(node):
                 grads = _Backward(graph, node).run()
-            for user in list(node.users):
-                assert user.target is operator.getitem
-                new_of[user] = grads[int(user.args[1])]
-                user.replace_all_uses_with(new_of[user])
-                graph.erase_node(user)
-            graph.erase_node(node)
+            new_of |= {user: grads[int(user.args[1])] for user in node.users}
+            replace_results(node, grads)
     return new_of
 
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from shardc.capture.rewrite.functional_twins import mutates
 from shardc.ir.graph import call_like
+from shardc.passes.canonical.rewrite import Args
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -118,13 +119,9 @@ def _replaced(view: fx.Node, whole: fx.Node, part: fx.Node, call: Callable[..., 
 def _replaced_complex(view: fx.Node, whole: fx.Node, part: fx.Node, call: Callable[..., fx.Node]) -> fx.Node:
     """Put back complex parts as pairs of reals: torch cannot differentiate those ops on complex numbers."""
     val = whole.meta["val"]
-    names = [a.name for a in view.target._schema.arguments]  # type: ignore[union-attr]
-    arguments = dict(zip(names, view.args, strict=False)) | view.kwargs
-    arguments |= {
-        n: int(arguments.get(n, default)) % val.dim()
-        for n, default in (("dim", 0), ("dim1", 0), ("dim2", 1))
-        if n in names
-    }
+    assert isinstance(view.target, OpOverload)
+    _, *arguments = Args(view.target, view.args, view.kwargs).named.items()
+    rest = [x % val.dim() if name.startswith("dim") else x for name, x in arguments]
 
     def paired(x: fx.Node) -> fx.Node:
         plain = call(aten.resolve_conj.default, x, val=x.meta["val"].resolve_conj())
@@ -133,7 +130,6 @@ def _replaced_complex(view: fx.Node, whole: fx.Node, part: fx.Node, call: Callab
     real, pairs = paired(whole), paired(part)
     if view.target is aten.diagonal.default:  # a diagonal is the last dim of its view
         pairs = call(aten.transpose.int, pairs, -2, -1, val=pairs.meta["val"].transpose(-2, -1))
-    rest = [arguments[n] for n in names[1:] if n in arguments]
     put = call(_PARTS[view.target], real, pairs, *rest, val=real.meta["val"])
     return call(aten.view_as_complex.default, put, val=val)
 
