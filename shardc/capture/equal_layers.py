@@ -21,15 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 
-from shardc.capture import layer_copies
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.constants import FRESH
 from shardc.capture.layer_copies import EQUAL_LAYER
 from shardc.capture.side_effects import Changes, identity
-from shardc.ir.graph import placeholders
 from shardc.torch_private import (
     FakeTensor,
     call_modes,
@@ -375,24 +371,3 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
                 layer.firsts = kind[0].firsts
                 kind.append(layer)
         yield from (layer for kind in kinds if len(kind) > 1 for layer in kind)
-
-
-# --- in the graph
-
-
-def unfold(model: nn.Module, exported: ExportedProgram, folding: Folding | None, cut: set[fx.Node]) -> None:
-    """Write the copies of equal layers. cut: nodes computed without gradients; their copies are added."""
-    graph, nodes = exported.graph, placeholders(exported.graph)
-    if folding is None or not folding.calls:
-        return
-    by_name = {str(s.target).removeprefix("model."): nodes[s.arg.name] for s in exported.graph_signature.input_specs}
-    tensors = {
-        name: x for named in (model.named_parameters, model.named_buffers) for name, x in named(remove_duplicate=False)
-    }
-    by_tensor: dict[int, fx.Node] = {}
-    for name, node in ((n, by_name[n]) for n in tensors if n in by_name):  # one of two names has two placeholders
-        if (first := by_tensor.setdefault(id(tensors[name]), node)) is not node:
-            node.replace_all_uses_with(first)
-    stored = {name: by_tensor[id(x)] for name, x in tensors.items() if id(x) in by_tensor}
-    constants = {nodes[s.arg.name] for s in exported.graph_signature.input_specs if s.kind == InputKind.CONSTANT_TENSOR}
-    layer_copies.unfold(graph, folding.calls, stored, constants, cut)

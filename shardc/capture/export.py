@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from shardc.capture import equal_layers, patches, refusals, side_effects, transformers
+from shardc.capture import equal_layers, layer_copies, patches, refusals, side_effects, transformers
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.constants import FRESH
@@ -121,7 +121,7 @@ def export(
         cut = inline_regions.inline_regions(gm)
         drop_checks(gm.graph)
         transformed = any(is_transform(n.target) for n in gm.graph.nodes)
-        equal_layers.unfold(model, exported, folding, cut)
+        layer_copies.unfold(model, exported, folding.calls if folding else (), cut)
         if not transformed:
             _check(gm.graph, leaves.named(reads.inputs))
         signature = exported.graph_signature

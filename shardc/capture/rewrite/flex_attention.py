@@ -19,8 +19,8 @@ are refused. The blocks of a BlockMask contain the same as its mask_mod, and are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,21 +39,17 @@ aten = torch.ops.aten
 Mod = Callable[..., Tensor]
 
 
-@contextmanager
-def as_ops() -> Iterator[None]:
+def as_ops() -> AbstractContextManager[None]:
     """Replace `flex_attention` by ops in the block, under any imported name, compiled or not.
 
     `create_block_mask` then computes no blocks.
     """
-    with replaced_flex_attention(partial(_written_out, {}), blocks=False):
-        yield
+    return replaced_flex_attention(partial(_written_out, {}), blocks=False)
 
 
-@contextmanager
-def in_eager() -> Iterator[None]:
+def in_eager() -> AbstractContextManager[None]:
     """Compute it by torch's own definition in the block, unfused: its kernels have no backward on a CPU."""
-    with replaced_flex_attention(None, blocks=True):
-        yield
+    return replaced_flex_attention(None, blocks=True)
 
 
 def _written_out(

@@ -196,7 +196,9 @@ class AutocastRegion:
             return casted
 
         copied = graph.node_copy(node, cast)
-        if self._result(node, dtypes) != _dtypes_of(node.meta["val"]):
+        with torch.no_grad():
+            results = _dtypes_of(_call(node, dtypes))
+        if results != _dtypes_of(node.meta["val"]):
             fault = f"the model turns autocast ({self._dtype}) on around {node.target}, which casts inside"
             raise ShardcError(fault, where=source.place(node), fix=FIX)
         return copied, casts
@@ -209,10 +211,6 @@ class AutocastRegion:
         with torch.no_grad(), without, suppress(RuntimeError):  # if operands have several dtypes
             _call(node, {})
         return {i: dtype for i, dtype in with_region.dtypes.items() if without.dtypes.get(i) != dtype}
-
-    def _result(self, node: fx.Node, dtypes: dict[int, torch.dtype]) -> list[torch.dtype]:
-        with torch.no_grad():
-            return _dtypes_of(_call(node, dtypes))
 
 
 def _call(node: fx.Node, dtypes: dict[int, torch.dtype]) -> Any:

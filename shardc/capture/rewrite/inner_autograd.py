@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -55,11 +55,9 @@ GRADIENT = torch.ops.shardc.gradient.default
 # --- while a model is traced
 
 
-@contextmanager
-def recorded() -> Iterator[None]:
+def recorded() -> AbstractContextManager[Any]:
     """Record torch.autograd.grad on traced tensors as one op in the graph, inside the block."""
-    with replaced_engine(_engine):
-        yield
+    return replaced_engine(_engine)
 
 
 def _engine(
