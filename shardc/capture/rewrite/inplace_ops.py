@@ -189,15 +189,14 @@ def _only_one_lives(x: fx.Node, write: fx.Node, family: Sequence[fx.Node], order
     def read_later(node: fx.Node) -> bool:
         return any(order[user] > order[write] for user in node.users)
 
-    def same(node: fx.Node) -> bool:
-        """Return whether `node` is the same whole tensor, also after earlier in-place ops on it."""
+    def before_writes(node: fx.Node) -> fx.Node:
+        """Return the same whole tensor before in-place ops on it."""
         while is_inplace(node) and not updates_statistics(node):
             node = node.args[0]  # type: ignore[assignment]
-        return node is base
+        return node
 
-    base = x
-    while is_inplace(base) and not updates_statistics(base):
-        base = base.args[0]  # type: ignore[assignment]
-    if _aliased(base) is not None and any(read_later(n) or n.op == "placeholder" for n in family if not same(n)):
+    base = before_writes(x)
+    others = [n for n in family if before_writes(n) is not base]
+    if _aliased(base) is not None and any(read_later(n) or n.op == "placeholder" for n in others):
         return False
-    return not any(read_later(n) for n in family if not same(n) and order[n] < order[write])
+    return not any(read_later(n) for n in others if order[n] < order[write])
