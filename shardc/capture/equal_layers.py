@@ -100,7 +100,8 @@ def _alike(a: _Layer, b: _Layer) -> bool:
             return False
         if one["_non_persistent_buffers_set"] != other["_non_persistent_buffers_set"]:
             return False
-    return _ties(a.tensors()) == _ties(b.tensors())
+    ties, others = (_places(x.tensors(), x.tensors()) for x in (a, b))
+    return ties == others
 
 
 def _type(x: Tensor | None) -> tuple[Any, ...]:
@@ -108,12 +109,6 @@ def _type(x: Tensor | None) -> tuple[Any, ...]:
         return ()
     device = fake_device(x) if isinstance(x, FakeTensor) else x.device
     return type(x), tuple(x.shape), x.stride(), x.dtype, device, x.requires_grad, x.is_leaf
-
-
-def _ties(tensors: Sequence[Tensor]) -> list[int]:
-    """Return for each tensor the index of its first occurrence."""
-    places: dict[int, int] = {}
-    return [places.setdefault(id(x), i) for i, x in enumerate(tensors)]
 
 
 def _same(a: Any, b: Any, twins: Mapping[int, nn.Module], deep: int) -> bool:
@@ -209,7 +204,8 @@ class Folding:
                 )
                 if plain:
                     known = [("tensor", *_type(x)) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
-                    key = (structure, known, _ties(operands), _places(operands, layer.tensors()), modes)
+                    at = _places(operands, operands), _places(operands, layer.tensors())
+                    key = (structure, known, at, modes)
                     for first in layer.firsts:
                         if first.key == key and _reads_same(first, layer) and _is_as_then(first):
                             return self._copy(first, layer, operands)
@@ -275,7 +271,7 @@ class Folding:
 
 
 def _places(each: Sequence[Any], among: Sequence[Tensor]) -> list[int]:
-    """Return for each item its index among some tensors, or -1."""
+    """Return for each item its first index among some tensors, or -1."""
     places = {id(x): i for i, x in reversed(list(enumerate(among)))}
     return [places.get(id(x), -1) for x in each]
 

@@ -12,9 +12,10 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from shardc.capture.rewrite import replace_results
 from shardc.capture.rewrite.inline_regions import unchanged
 from shardc.capture.rewrite.inner_autograd import GRADIENT
-from shardc.ir.graph import placeholders, replace_results
+from shardc.ir.graph import placeholders
 from shardc.torch_private import HigherOrderOperator, OpOverload
 
 torch.library.define(

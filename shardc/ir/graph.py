@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import fx
@@ -39,29 +39,6 @@ def copy_graph(graph: fx.Graph, env: dict[fx.Node, fx.Node] | None = None, into:
 def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
     """Return the placeholders by name, in order."""
     return {n.name: n for n in graph.find_nodes(op="placeholder")}
-
-
-def call_like(
-    model: fx.Node, target: Any, *args: Any, val: Any = None, graph: fx.Graph | None = None, **kwargs: Any
-) -> fx.Node:
-    """Add a call at the insertion point of a graph (default: the model's), with the metadata of `model`.
-
-    val: the result on fake tensors, if that is not the model's.
-    """
-    node = (graph or model.graph).call_function(target, args, kwargs)
-    node.meta.update(model.meta)
-    if val is not None:
-        node.meta["val"] = val
-    return node
-
-
-def replace_results(call: fx.Node, results: Sequence[Any]) -> None:
-    """Put other values in the place of a call's results, which `getitem`s pick; erase the call."""
-    for user in list(call.users):
-        assert user.target is operator.getitem, f"{user.format_node()} uses several results as a whole"
-        user.replace_all_uses_with(results[int(user.args[1])])  # type: ignore[arg-type]
-        user.graph.erase_node(user)
-    call.graph.erase_node(call)
 
 
 def is_call(node: fx.Node) -> bool:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.capture.rewrite import call_like
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.ir.graph import call_like
 from shardc.ir.types import op_name
 from shardc.passes.canonical.rewrite import Args
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::with_gradient_of)

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardc.capture.rewrite import call_like, replace_results
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.ir.graph import call_like, replace_results
 from shardc.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode, decompositions, pytree
 
 aten = torch.ops.aten

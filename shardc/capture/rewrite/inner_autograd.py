@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from shardc.capture.rewrite import replace_results
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
-from shardc.ir.graph import is_call, replace_results
+from shardc.ir.graph import is_call
 from shardc.torch_private import (
     FakeTensor,
     OpOverload,

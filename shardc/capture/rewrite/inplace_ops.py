@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from shardc.capture.rewrite import view_writes
+from shardc.capture.rewrite import call_like, view_writes
 from shardc.capture.rewrite.functional_twins import (
     functional,
     is_inplace,
@@ -28,7 +28,6 @@ from shardc.capture.rewrite.functional_twins import (
 )
 from shardc.errors import ShardcError
 from shardc.ir import source, types
-from shardc.ir.graph import call_like
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten

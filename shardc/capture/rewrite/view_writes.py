@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.capture.rewrite import call_like
 from shardc.capture.rewrite.functional_twins import mutates
-from shardc.ir.graph import call_like
 from shardc.passes.canonical.rewrite import Args
 from shardc.torch_private import OpOverload
 
