@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -108,7 +108,9 @@ def prove(
     buffers = {name: tensors[id(b)] for name, b in model.named_buffers(remove_duplicate=False)}
     before = {name: b.clone() for name, b in buffers.items()}
     versions = {name: _version(x) for name, x in inputs.items()}
-    plain = {name: (x, _version(x)) for name, x in _plain_tensors(model)}
+    # tensors among attributes that are no parameters or buffers: a program has their first values
+    attributes = [(f"{path}.{n}".lstrip("."), x) for path, m in model.named_modules() for n, x in vars(m).items()]
+    plain = {name: (x, x._version) for name, x in attributes if isinstance(x, Tensor) and not x.is_inference()}
     trained = {p.name: params[p.fqn] for p in program.params if p.requires_grad}
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")  # the model's own, which are read below
@@ -128,7 +130,7 @@ def prove(
                 want_grads = _grads(want, trained)
                 after = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
                 _refuse_written_in_backward(forwarded, after)
-            written = {name: Source() for name, (x, version) in plain.items() if _version(x) != version}
+            written = {name: Source() for name, (x, version) in plain.items() if x._version != version}
             changed = {**written, **changed}
             if changed:
                 torch.manual_seed(0)
@@ -352,14 +354,6 @@ def _changes_batch(
         " not change the batch",
         "make a new tensor: write `x = x - 3`, and not `x -= 3`; x = x.clone() before x[mask] = 0",
     )
-
-
-def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensor attributes that are no parameters or buffers: a program has their first values."""
-    for path, module in model.named_modules():
-        for name, x in vars(module).items():
-            if isinstance(x, Tensor) and not x.is_inference():  # those have no version
-                yield f"{path}.{name}" if path else name, x
 
 
 def _empty(x: Any) -> bool:

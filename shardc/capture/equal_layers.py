@@ -73,14 +73,6 @@ def _attributes(m: nn.Module) -> dict[str, Any]:
     return attributes
 
 
-def _lists(model: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Yield the modules of every list of layers, by name: children whose names are numbers."""
-    for name, module in model.named_modules():
-        children = [(f"{name}.{k}" if name else k, m) for k, m in module.named_children() if k.isdigit()]
-        if len(children) > 1:
-            yield children
-
-
 def _alike(a: _Layer, b: _Layer) -> bool:
     """Return whether two layers have the same structure: at most values of their attributes differ."""
     if len(a.modules) != len(b.modules):
@@ -351,15 +343,15 @@ def folded(model: nn.Module, reads: Reads, changes: Changes, effects: Callable[[
 
 
 def _layers(model: nn.Module) -> Iterator[_Layer]:
-    """Yield the layers that have at least one of the same structure."""
+    """Yield the layers that have at least one of the same structure in their list: children with numbers as names."""
     seen: set[int] = set()
-    for children in _lists(model):
+    for path, parent in model.named_modules():
         kinds: list[list[_Layer]] = []
-        for path, module in children:
-            if id(module) in seen:
+        for number, module in parent.named_children():
+            if not number.isdigit() or id(module) in seen:
                 continue
             seen.add(id(module))
-            layer = _Layer(module, path, list(module.modules()))
+            layer = _Layer(module, f"{path}.{number}".lstrip("."), list(module.modules()))
             kind = next((k for k in kinds if _alike(k[0], layer)), None)
             if kind is None:
                 kinds.append([layer])

@@ -105,9 +105,7 @@ def export(
         try:
             with foreign:
                 exported = torch.export.export(wrapper, inputs, strict=False)
-        except (
-            Exception
-        ) as e:  # tracing runs the user's Python, which may raise anything; raised again as a ShardcError
+        except Exception as e:  # of the user's Python, which tracing runs; raised again as a ShardcError
             if isinstance(e, TypeError) and not wrapper.beside.of_loss:
                 check_call(model, *arguments(model, leaves.batch(leaves.tensors), beside), own_loss=beside)
             raise refusals.of_error(e, leaves.named(reads.inputs), of_loss=wrapper.beside.of_loss) from e

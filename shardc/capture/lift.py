@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.export.graph_signature import InputKind
 
 from shardc.capture.batch_leaves import Leaves
@@ -117,7 +117,9 @@ def lift(
         Output(name, v.shape, v.dtype, divisor=divisor)
         for (name, divisor), v in zip(made.beside.items(), (n.meta["value"] for n in kept), strict=True)
     )
-    meta, shared = {"model": type(model).__name__}, _shared_modules(model)
+    meta = {"model": type(model).__name__}
+    # modules that are one object under several names: graph nodes have only one of them
+    named = _group_ties(model.named_modules(remove_duplicate=False))
     return Program(
         Mesh(()),
         graph,
@@ -126,16 +128,8 @@ def lift(
         tuple(inputs),
         outputs=outputs,
         meta=meta,
-        shared_modules=shared,
+        shared_modules=tuple(tuple(names) for names, _ in named if len(names) > 1),
     )
-
-
-def _shared_modules(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return names of modules that are one object under several names: graph nodes have only one of them."""
-    names: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(name)
-    return tuple(tuple(aliases) for aliases in names.values() if len(aliases) > 1)
 
 
 def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -146,9 +140,9 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return cut
 
 
-def _group_ties(named: Iterable[tuple[str, Tensor]]) -> list[tuple[list[str], Any]]:
-    """Group names by the identity of their tensors, not by address: that is 0 for those without storage."""
-    by_id: dict[int, tuple[list[str], Tensor]] = {}
+def _group_ties(named: Iterable[tuple[str, Any]]) -> list[tuple[list[str], Any]]:
+    """Group names by the identity of what they name, not by a tensor's address: that is 0 for those without storage."""
+    by_id: dict[int, tuple[list[str], Any]] = {}
     for name, x in named:
         by_id.setdefault(id(x), ([], x))[0].append(name)
     return list(by_id.values())

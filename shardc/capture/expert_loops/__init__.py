@@ -182,7 +182,7 @@ class _Writer:
             numbers = index = emit.reshape(leaf, (t, k))
         elif to is None:
             chosen = emit(aten.stack.default, [emit.reshape(m, (n,)) for m in trial.masks], 1)  # [n, experts]
-            if trial.disjoint():
+            if all(bool((c.sum(0) <= 1).all()) for c in trial.chosen):  # masks exclude each other
                 numbers = emit(aten._to_copy.default, chosen, dtype=torch.int64)
                 numbers = emit.reshape(emit(aten.argmax.default, numbers, 1), (n, 1))
             elif (covering := trial.covering(n)) is not None:
@@ -219,7 +219,7 @@ class _Writer:
 
 
 class _Trial:
-    """Tests masks on random choices: whether they exclude each other, and which numbers agree with them."""
+    """Tests masks on random choices, such as which numbers agree with them."""
 
     def __init__(self, masks: tuple[fx.Node, ...]) -> None:
         self.masks = masks
@@ -233,9 +233,6 @@ class _Trial:
                 raise StaysLoop("its masks cannot be evaluated") from e
             self.known.append(known)
             self.chosen.append(torch.stack([m.reshape(-1).bool() for m in results]))
-
-    def disjoint(self) -> bool:
-        return all(bool((chosen.sum(0) <= 1).all()) for chosen in self.chosen)
 
     def _chosen_by(self, leaf: fx.Node, known: dict[fx.Node, Any], n: int) -> Tensor:
         """Return bool [experts, n, k]: whether a leaf's number is an expert's."""

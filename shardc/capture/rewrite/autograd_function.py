@@ -215,10 +215,8 @@ class _Call:
 
     def back(self, ctx: Context, gs: Sequence[Tensor]) -> list[Tensor | None]:
         """Run backward; return the gradient of every tensor, in its shape and dtype, or None."""
-        function = self.cls.backward
-        function = getattr(
-            function, "__wrapped__", function
-        )  # without `once_differentiable`: it is differentiated here
+        # without `once_differentiable`: it is differentiated here
+        function = getattr(self.cls.backward, "__wrapped__", self.cls.backward)
         returned = function(ctx, *gs)
         returned = returned if isinstance(returned, tuple) else (returned,)
         by_id = {id(a): g for a, g in zip(self.args, returned, strict=False) if isinstance(a, Tensor)}
