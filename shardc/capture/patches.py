@@ -20,7 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardc.capture.refusals import PACKED, PADDED
 from shardc.capture.rewrite import autograd_function
-from shardc.errors import Errors
+from shardc.errors import Errors, ShardcError
 from shardc.ir import source
 from shardc.runtime.state.quantized import is_composite
 from shardc.torch_modes import untraced
@@ -90,34 +90,28 @@ def check_hooks(model: nn.Module) -> None:
 
 def check_wrapped(model: nn.Module) -> None:
     """Raise ShardcError if a part of the model is wrapped or sharded for several devices (DDP, DTensor)."""
-    errors = Errors()
     if hasattr(model, "full_state_dict") and hasattr(model, "clip_grad_norm_"):  # made by program.module
-        fault, fix = (
-            "the module is already compiled and has only this rank's part",
-            "pass the plain model, which it was compiled from",
-        )
-        errors.add(fault, where="the model", fix=fix)
-        errors.raise_any()
+        fault = "the module is already compiled and has only this rank's part"
+        fix = "pass the plain model, which it was compiled from"
+        raise ShardcError(fault, where="the model", fix=fix)
     for name, module in model.named_modules():
         where = name or "the model"
         if isinstance(module, (DataParallel, DistributedDataParallel)):
             fault = f"it is wrapped in {type(module).__name__}, which splits the batch and sums gradients itself"
             path = f"{name}.module" if name else "model.module"
-            errors.add(fault, where=where, fix=f"pass the wrapped {path}: `mesh: {{dp: ...}}` of the spec does that")
-            break
+            fix = f"pass the wrapped {path}: `mesh: {{dp: ...}}` of the spec does that"
+            raise ShardcError(fault, where=where, fix=fix)
         if kind := _sharded_by_fsdp(module):
             fault = f"{kind} has already sharded its parameters over the ranks"
             fix = "pass the model before that call; `data: {zero: 3}` of the spec shards parameters in the same way"
-            errors.add(fault, where=where, fix=fix)
-            break
-    else:
-        tensor = sys.modules.get("torch.distributed.tensor")
-        cut = [name for name, p in model.named_parameters() if tensor and isinstance(p, tensor.DTensor)]
-        if cut:
-            more = f" ({len(cut)} such)" if len(cut) > 1 else ""
-            fault = f"the parameter is a DTensor: it is already sharded over the ranks{more}"
-            errors.add(fault, where=cut[0], fix="pass the model before it was sharded, and write its plan as `shard:`")
-    errors.raise_any()
+            raise ShardcError(fault, where=where, fix=fix)
+    tensor = sys.modules.get("torch.distributed.tensor")
+    cut = [name for name, p in model.named_parameters() if tensor and isinstance(p, tensor.DTensor)]
+    if cut:
+        more = f" ({len(cut)} such)" if len(cut) > 1 else ""
+        fault = f"the parameter is a DTensor: it is already sharded over the ranks{more}"
+        fix = "pass the model before it was sharded, and write its plan as `shard:`"
+        raise ShardcError(fault, where=cut[0], fix=fix)
 
 
 def _sharded_by_fsdp(module: nn.Module) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -35,7 +34,6 @@ from shardc.torch_private import (
     OpOverload,
     backward_decompositions,
     decompositions,
-    replaced_engine,
     traced_functional,
     traced_node,
 )
@@ -56,15 +54,13 @@ GRADIENT = torch.ops.shardc.gradient.default
 # --- while a model is traced
 
 
-def recorded() -> AbstractContextManager[Any]:
-    """Record torch.autograd.grad on traced tensors as one op in the graph, inside the block."""
-    return replaced_engine(_engine)
-
-
-def _engine(
+def recorded(
     original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradient of every input, as autograd's engine does; None if nothing depends on it."""
+    """Return the gradient of every input, as autograd's engine does; None if nothing depends on it.
+
+    On traced tensors it is one op in the graph.
+    """
     if not any(isinstance(x, FakeTensor) for x in outputs):
         return original(outputs, *args, **kwargs)  # type: ignore[no-any-return]
     if kwargs.get("accumulate_grad"):
