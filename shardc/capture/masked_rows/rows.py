@@ -132,7 +132,8 @@ class Count:
         if not isinstance(other, (Count, int, np.integer)):
             return NotImplemented
         if isinstance(other, Count):
-            operand, shifted, differs = other.tensor, other.shifted, other.differs
+            operand: Any = other.tensor
+            shifted, differs = other.shifted, other.differs
         else:
             operand, shifted, differs = int(other), bool(other), False
         differs = self.differs or differs or combine is not operator.add

@@ -82,7 +82,8 @@ def write(
         if view not in fresh:
             parent = aliased(view)
             assert parent is not None
-            fresh[view] = call_like(view, view.target, renewed(parent), *view.args[1:], **view.kwargs)
+            options: dict[str, Any] = dict(view.kwargs)
+            fresh[view] = call_like(view, view.target, renewed(parent), *view.args[1:], **options)
             order[fresh[view]] = order[writer]
         return fresh[view]
 
