@@ -119,7 +119,7 @@ def lift(
     )
     meta = {"model": type(model).__name__}
     # modules that are one object under several names: graph nodes have only one of them
-    named = _group_ties(model.named_modules(remove_duplicate=False))
+    shared = _group_ties(model.named_modules(remove_duplicate=False))
     return Program(
         Mesh(()),
         graph,
@@ -128,7 +128,7 @@ def lift(
         tuple(inputs),
         outputs=outputs,
         meta=meta,
-        shared_modules=tuple(tuple(names) for names, _ in named if len(names) > 1),
+        shared_modules=tuple(tuple(names) for names, _ in shared if len(names) > 1),
     )
 
 
