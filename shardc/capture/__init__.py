@@ -32,11 +32,11 @@ from torch import nn
 
 from shardc.capture import attribute_reads, compare_eager, expert_loops, patches, refusals, side_effects
 from shardc.capture.batch_leaves import Leaves, with_plain_dicts
-from shardc.capture.export import Fold, export
+from shardc.capture.export import export
 from shardc.capture.forward_arguments import keys_of_loss
 from shardc.capture.layer_copies import UnlikeError
 from shardc.capture.lift import lift
-from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf, check_loss
+from shardc.capture.loss import Forward, Loss, check_loss, values_of_batch
 from shardc.capture.loss import default_loss as default_loss
 from shardc.capture.masked_rows.rows import DrawnError, add_reason
 from shardc.capture.rewrite import attention_sinks, flex_attention
@@ -91,8 +91,8 @@ def capture(
     for fold, rows in [(True, False)] * (not generates) + [(False, False), (False, True)]:
         try:
             with side_effects.unchanged(model) as changes, attribute_reads.recorded(model, changes, function) as reads:
-                folding = Fold(reads, changes) if fold else None
-                exported = export(model, leaves, loss, forward, rows=rows, fold=folding)
+                so_far = (reads, changes) if fold else None
+                exported = export(model, leaves, loss, forward, rows=rows, fold=so_far)
             break
         except UnlikeError:
             pass
@@ -159,9 +159,8 @@ def _constants(program: Program) -> list[TensorRead]:
 
 def _eager(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forward | None) -> tuple[Any, ...]:
     """Run the user's model; return the loss (None for a forward-only program) and the named values."""
-    if forward is None:
-        return LossOf(model, leaves, loss)(*leaves.tensors)  # type: ignore[no-any-return]
-    return None, *ValuesOf(model, leaves, forward)(*leaves.tensors)
+    values = values_of_batch(model, leaves, loss, forward)(*leaves.tensors)
+    return tuple(values) if forward is None else (None, *values)
 
 
 def check_forward(forward: object) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -102,18 +102,15 @@ def prove(
     generator = torch.Generator().manual_seed(0)
     tensors = {id(x): _leaf(x, generator) for x in (*model.parameters(), *model.buffers())}
     inputs = {i.name: _real(reach(batch, i.path), generator, ones=True) for i in program.inputs}
-    whole = _rebuilt(batch, iter(inputs.values()))
-
-    def named(kind: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        return {name: tensors[id(x)] for name, x in kind}
-
-    params, buffers = (
-        named(model.named_parameters(remove_duplicate=False)),
-        named(model.named_buffers(remove_duplicate=False)),
-    )
+    reals = iter(inputs.values())
+    whole = pytree.tree_map(lambda x: next(reals) if isinstance(x, Tensor) else x, batch)
+    params = {name: tensors[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensors[id(b)] for name, b in model.named_buffers(remove_duplicate=False)}
     before = {name: b.clone() for name, b in buffers.items()}
     versions = {name: _version(x) for name, x in inputs.items()}
-    plain = {name: (x, _version(x)) for name, x in _plain_tensors(model)}
+    # tensors among attributes that are no parameters or buffers: a program has their first values
+    attributes = [(f"{path}.{n}".lstrip("."), x) for path, m in model.named_modules() for n, x in vars(m).items()]
+    plain = {name: (x, x._version) for name, x in attributes if isinstance(x, Tensor) and not x.is_inference()}
     trained = {p.name: params[p.fqn] for p in program.params if p.requires_grad}
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")  # the model's own, which are read below
@@ -133,7 +130,7 @@ def prove(
                 want_grads = _grads(want, trained)
                 after = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
                 _refuse_written_in_backward(forwarded, after)
-            written = {name: Source() for name, (x, version) in plain.items() if _version(x) != version}
+            written = {name: Source() for name, (x, version) in plain.items() if x._version != version}
             changed = {**written, **changed}
             if changed:
                 torch.manual_seed(0)
@@ -276,7 +273,8 @@ def _evaluates(
     notes = () if without is None or draws or _all_close(without, expected) else (_without_gradients(model),)
     if _all_close(expected, ours, EVALUATED):
         return Proof(notes, evaluates="alike")
-    if draws and not branches and any(map(_is_dropout, calls(graph))):
+    drops = any(SWITCHED.get(name := op_name(n.target)) == "train" and "dropout" in name for n in calls(graph))
+    if draws and not branches and drops:
         return Proof((KEEPS_DROPOUT,), evaluates="alike")
     return Proof(notes, evaluates="otherwise")
 
@@ -300,11 +298,6 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _is_dropout(node: fx.Node) -> bool:
-    """Return whether a node is a dropout."""
-    return SWITCHED.get(op_name(node.target)) == "train" and "dropout" in op_name(node.target)
-
-
 def _evaluating(graph: fx.Graph) -> fx.Graph:
     """Copy a graph as a program evaluates it: no dropout, batch norms with running statistics."""
     graph = copy_graph(graph)
@@ -313,15 +306,12 @@ def _evaluating(graph: fx.Graph) -> fx.Graph:
             continue
         schema = [a.name for a in node.target._schema.arguments]
         if name in schema and not (name == "training" and node.args[schema.index("running_mean")] is None):
-            _set(node, schema.index(name), name, 0.0 if name == "dropout_p" else False)
+            value = 0.0 if name == "dropout_p" else False
+            if (index := schema.index(name)) < len(node.args):
+                node.update_arg(index, value)
+            else:
+                node.update_kwarg(name, value)
     return graph
-
-
-def _set(node: fx.Node, index: int, name: str, value: float | bool) -> None:
-    if index < len(node.args):
-        node.args = (*node.args[:index], value, *node.args[index + 1 :])
-    else:
-        node.kwargs = {**node.kwargs, name: value}
 
 
 def _all_close(plain: Sequence[Tensor], ours: Sequence[Tensor], tighter: float = 1.0) -> bool:
@@ -345,13 +335,11 @@ def _same_again(eager: Sequence[Any], program: Sequence[Any], changed: Mapping[s
             _compare(again, "the result", "", want, got, floor)
     if again.found:
         place = next((place for place in changed.values() if place.line), Source())
-        code = f" ({place.shown})" if place.code else ""
         names = ", ".join(map(repr, changed))
-        raise ShardcError(
+        raise place.error(
             f"the model returns another {result} on the second call: its forward sets {names}, and a program uses "
-            f"only the first value{code}",
-            where=place.line,
-            fix="make it a buffer (register_buffer) that forward changes in place, or set it outside of forward",
+            "only the first value",
+            "make it a buffer (register_buffer) that forward changes in place, or set it outside of forward",
         )
 
 
@@ -360,22 +348,12 @@ def _changes_batch(
 ) -> ShardcError:
     """Return the error for a forward that writes into the batch. run: runs the user's model once more."""
     place, _ = line_that_changes(lambda: [inputs[name]._version for name in changed], run) or (Source(), "")
-    code = f" ({place.shown})" if place.code else ""
     names = ", ".join(name_of(tuple(path)) for path in changed.values())
-    return ShardcError(
-        f"forward changes {names} of the batch in place{code}: later reads of the batch see other numbers, but a "
-        "program does not change the batch",
-        where=place.line,
-        fix="make a new tensor: write `x = x - 3`, and not `x -= 3`; x = x.clone() before x[mask] = 0",
+    return place.error(
+        f"forward changes {names} of the batch in place: later reads of the batch see other numbers, but a program does"
+        " not change the batch",
+        "make a new tensor: write `x = x - 3`, and not `x -= 3`; x = x.clone() before x[mask] = 0",
     )
-
-
-def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensor attributes that are no parameters or buffers: a program has their first values."""
-    for path, module in model.named_modules():
-        for name, x in vars(module).items():
-            if isinstance(x, Tensor) and not x.is_inference():  # those have no version
-                yield f"{path}.{name}" if path else name, x
 
 
 def _empty(x: Any) -> bool:
@@ -395,10 +373,6 @@ def _real(x: Tensor, generator: torch.Generator, ones: bool = False) -> Tensor:
     if x.dtype.is_floating_point:
         return (0.02 + 0.1 * torch.rand(tuple(x.shape), generator=generator, dtype=torch.float64)).to(x.dtype)
     return torch.randint(0, 2 if ones else 1, tuple(x.shape), generator=generator).to(x.dtype)
-
-
-def _rebuilt(batch: Any, tensors: Iterator[Tensor]) -> Any:
-    return pytree.tree_map(lambda x: next(tensors) if isinstance(x, Tensor) else x, batch)
 
 
 def _grads(loss: Tensor | None, trained: dict[str, Tensor]) -> dict[str, Tensor]:

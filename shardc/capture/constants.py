@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, fx
 
+from shardc.ir.types import op_name
 from shardc.torch_modes import untraced
 from shardc.torch_private import FakeTensor, OpOverload, traced_constant, traced_node, transforming
 
@@ -45,7 +46,8 @@ def constant_ends(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[tuple[Te
     family = _family(node)
     known = {n: c for n in family if n.op == "get_attr" and (c := traced_constant(str(n.target))) is not None}
     known |= {n: c for n, c in stored.items() if n in family}
-    if any(n not in known and (n.op != "call_function" or (is_random(n) and _name(n) not in UNIFORM)) for n in family):
+    drawn = {n for n in family if is_random(n) and op_name(n.target) not in UNIFORM}
+    if any(n not in known and (n.op != "call_function" or n in drawn) for n in family):
         return None, set()
     low, high = (untraced(_evaluate, node, family, known, end) for end in ENDS)
     return (low, high), family & stored.keys()
@@ -95,11 +97,7 @@ def _shares(user: fx.Node, node: fx.Node) -> bool:
 #: Range of uniform random numbers. (0 itself is drawn once in 16 million times.)
 ENDS = (2.0**-25, 1.0 - 2.0**-24)
 #: Random ops that draw from (0, 1).
-UNIFORM = ("aten::rand", "aten::rand_like")
-
-
-def _name(node: fx.Node) -> str:
-    return node.target._schema.name if isinstance(node.target, OpOverload) else ""
+UNIFORM = ("rand", "rand_like")
 
 
 def is_random(node: fx.Node) -> bool:

@@ -27,7 +27,6 @@ from shardc.capture.data_dependent_sizes import KnownSizes
 from shardc.capture.masked_rows import ChosenRows
 from shardc.capture.masked_rows.branches import harmless
 from shardc.capture.refusals import BRANCH
-from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.source import Source
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::ctc_loss)
@@ -50,12 +49,8 @@ class ValueReads:
     def refuse_changed(self, buffers: Iterable[str]) -> None:
         """Raise ShardcError for a buffer whose value was read and that forward changes: it would be outdated."""
         for name in sorted(self.buffers.keys() & set(buffers)):
-            place = self.buffers[name]
-            raise ShardcError(
-                f"the program depends on the value of the buffer {name!r}, which it changes ({place.shown})",
-                where=place.line,
-                fix=BRANCH,
-            )
+            fault = f"the program depends on the value of the buffer {name!r}, which it changes"
+            raise self.buffers[name].error(fault, BRANCH)
 
 
 @contextmanager

@@ -21,15 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 
-from shardc.capture import layer_copies
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.constants import FRESH
-from shardc.capture.layer_copies import EQUAL_LAYER, Copied
+from shardc.capture.layer_copies import EQUAL_LAYER
 from shardc.capture.side_effects import Changes, identity
-from shardc.ir.graph import placeholders
 from shardc.torch_private import (
     FakeTensor,
     call_modes,
@@ -57,16 +53,12 @@ _DEEP = 6
 
 @dataclass
 class _Layer:
-    """A module of a list of layers.
-
-    kind: a number shared by layers that differ at most in `unlike`: (number of the module in the layer, attribute).
-    """
+    """A module of a list of layers. firsts: calls that were traced, shared by layers of one structure."""
 
     module: nn.Module
     path: str
     modules: list[nn.Module]
-    kind: tuple[int, int] = (0, 0)
-    unlike: set[tuple[int, str]] = field(default_factory=set)
+    firsts: list[_First] = field(default_factory=list)
     called: bool = False
 
     def tensors(self) -> list[Tensor]:
@@ -81,53 +73,34 @@ def _attributes(m: nn.Module) -> dict[str, Any]:
     return attributes
 
 
-def _lists(model: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Yield the modules of every list of layers, by name: children whose names are numbers."""
-    for name, module in model.named_modules():
-        children = [(f"{name}.{k}" if name else k, m) for k, m in module.named_children() if k.isdigit()]
-        if len(children) > 1:
-            yield children
-
-
-def _unlike(a: _Layer, b: _Layer) -> set[tuple[int, str]] | None:
-    """Return the attributes in which two layers differ; None if more than unread values may differ."""
+def _alike(a: _Layer, b: _Layer) -> bool:
+    """Return whether two layers have the same structure: at most values of their attributes differ."""
     if len(a.modules) != len(b.modules):
-        return None
+        return False
     twins = {id(x): y for x, y in zip(a.modules, b.modules, strict=True)}
-    differing: set[tuple[int, str]] = set()
-    for i, (x, y) in enumerate(zip(a.modules, b.modules, strict=True)):
+    for x, y in zip(a.modules, b.modules, strict=True):
         one, other = _attributes(x), _attributes(y)
         if type(x) is not type(y) or one.keys() != other.keys() or one["training"] != other["training"]:
-            return None
-        for table in ("_parameters", "_buffers", "_modules"):
-            if list(one[table]) != list(other[table]):
-                return None
+            return False
+        if any(list(one[table]) != list(other[table]) for table in ("_parameters", "_buffers", "_modules")):
+            return False
         children = zip(one["_modules"].values(), other["_modules"].values(), strict=True)
         if any(twins.get(id(m)) is not n for m, n in children if m is not None):
-            return None
-        if not all(_equal(one[table][n], other[table][n]) for table in ("_parameters", "_buffers") for n in one[table]):
-            return None
+            return False
+        tensors = ((one[table][n], other[table][n]) for table in ("_parameters", "_buffers") for n in one[table])
+        if any(_type(x) != _type(y) for x, y in tensors):
+            return False
         if one["_non_persistent_buffers_set"] != other["_non_persistent_buffers_set"]:
-            return None
-        differing |= {(i, k) for k in one if k not in _OF_EVERY_MODULE and not _same(one[k], other[k], twins, _DEEP)}
-    return differing if _ties(a.tensors()) == _ties(b.tensors()) else None
+            return False
+    ties, others = (_places(x.tensors(), x.tensors()) for x in (a, b))
+    return ties == others
 
 
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return _type(a) == _type(b)
-
-
-def _type(x: Tensor) -> tuple[Any, ...]:
+def _type(x: Tensor | None) -> tuple[Any, ...]:
+    if x is None:
+        return ()
     device = fake_device(x) if isinstance(x, FakeTensor) else x.device
     return type(x), tuple(x.shape), x.stride(), x.dtype, device, x.requires_grad, x.is_leaf
-
-
-def _ties(tensors: Sequence[Tensor]) -> list[int]:
-    """Return for each tensor the index of its first occurrence."""
-    places: dict[int, int] = {}
-    return [places.setdefault(id(x), i) for i, x in enumerate(tensors)]
 
 
 def _same(a: Any, b: Any, twins: Mapping[int, nn.Module], deep: int) -> bool:
@@ -192,14 +165,13 @@ class _First:
 
 
 class Folding:
-    """What was folded during a trace. callers: modules in progress; calls: by the number of the op."""
+    """What was folded during a trace. callers: modules in progress; calls: see layer_copies.unfold."""
 
     def __init__(
         self, callers: Sequence[nn.Module], reads: Reads, changes: Changes, effects: Callable[[str], object]
     ) -> None:
         self._callers, self._reads, self._changes, self._effects = callers, reads, changes, effects
-        self._firsts: dict[tuple[int, int], list[_First]] = {}
-        self.calls: list[Copied] = []
+        self.calls: list[tuple[str, str]] = []
 
     def forward_of(self, layer: _Layer) -> Callable[..., Any]:
         """Return the function that a layer runs instead of its forward."""
@@ -224,8 +196,9 @@ class Folding:
                 )
                 if plain:
                     known = [("tensor", *_type(x)) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
-                    key = (structure, known, _ties(operands), _places(operands, layer.tensors()), modes)
-                    for first in self._firsts.get(layer.kind, ()):
+                    at = _places(operands, operands), _places(operands, layer.tensors())
+                    key = (structure, known, at, modes)
+                    for first in layer.firsts:
                         if first.key == key and _reads_same(first, layer) and _is_as_then(first):
                             return self._copy(first, layer, operands)
             if not plain:
@@ -262,7 +235,7 @@ class Folding:
             and all(i < 0 for i in _places(tensors, layer.tensors()))
             and all(x.requires_grad == (grad and (x.is_floating_point() or x.is_complex())) for x in first.fresh)
         ):
-            self._firsts.setdefault(layer.kind, []).append(first)
+            layer.firsts.append(first)
         return result
 
     def _state(self, layer: _Layer, operands: list[Tensor]) -> Any:
@@ -275,7 +248,7 @@ class Folding:
         )
 
     def _copy(self, first: _First, layer: _Layer, operands: list[Tensor]) -> Any:
-        self.calls.append(Copied(first.layer.path, layer.path))
+        self.calls.append((first.layer.path, layer.path))
         others, first.copied = [] if first.copied else first.operands, True
         outputs = iter(traced_call(EQUAL_LAYER, (len(self.calls) - 1, operands, others, first.fresh), first.fresh))
         results = [
@@ -290,19 +263,20 @@ class Folding:
 
 
 def _places(each: Sequence[Any], among: Sequence[Tensor]) -> list[int]:
-    """Return for each item its index among some tensors, or -1."""
+    """Return for each item its first index among some tensors, or -1."""
     places = {id(x): i for i, x in reversed(list(enumerate(among)))}
     return [places.get(id(x), -1) for x in each]
 
 
 def _reads_same(first: _First, layer: _Layer) -> bool:
     """Return whether all attributes that were read of the first layer are the same in this one."""
-    perhaps = first.touched & (first.layer.unlike | layer.unlike)
-    twins = {id(x): y for x, y in zip(first.layer.modules, layer.modules, strict=True)} if perhaps else {}
-    return all(
-        _same(_attributes(first.layer.modules[i])[name], _attributes(layer.modules[i])[name], twins, _DEEP)
-        for i, name in perhaps
-    )
+    pairs = list(zip(first.layer.modules, layer.modules, strict=True))
+    twins = {id(x): y for x, y in pairs}
+    for i, name in first.touched - {(0, "forward")}:  # that one is replaced in every layer
+        one, other = map(_attributes, pairs[i])
+        if name in one and name not in _OF_EVERY_MODULE and not _same(one[name], other.get(name), twins, _DEEP):
+            return False
+    return True
 
 
 def _is_as_then(first: _First) -> bool:
@@ -369,42 +343,19 @@ def folded(model: nn.Module, reads: Reads, changes: Changes, effects: Callable[[
 
 
 def _layers(model: nn.Module) -> Iterator[_Layer]:
-    """Yield the layers that have at least one equal layer."""
+    """Yield the layers that have at least one of the same structure in their list: children with numbers as names."""
     seen: set[int] = set()
-    for number, children in enumerate(_lists(model)):
+    for path, parent in model.named_modules():
         kinds: list[list[_Layer]] = []
-        for path, module in children:
-            if id(module) in seen:
+        for number, module in parent.named_children():
+            if not number.isdigit() or id(module) in seen:
                 continue
             seen.add(id(module))
-            layer = _Layer(module, path, list(module.modules()))
-            for i, kind in enumerate(kinds):
-                if (unlike := _unlike(kind[0], layer)) is not None:
-                    layer.kind, layer.unlike = (number, i), unlike
-                    kind.append(layer)
-                    break
-            else:
-                layer.kind = number, len(kinds)
+            layer = _Layer(module, f"{path}.{number}".lstrip("."), list(module.modules()))
+            kind = next((k for k in kinds if _alike(k[0], layer)), None)
+            if kind is None:
                 kinds.append([layer])
+            else:
+                layer.firsts = kind[0].firsts
+                kind.append(layer)
         yield from (layer for kind in kinds if len(kind) > 1 for layer in kind)
-
-
-# --- in the graph
-
-
-def unfold(model: nn.Module, exported: ExportedProgram, folding: Folding | None, cut: set[fx.Node]) -> None:
-    """Write the copies of equal layers. cut: nodes computed without gradients; their copies are added."""
-    graph, nodes = exported.graph, placeholders(exported.graph)
-    if folding is None or not folding.calls:
-        return
-    by_name = {str(s.target).removeprefix("model."): nodes[s.arg.name] for s in exported.graph_signature.input_specs}
-    tensors = {
-        name: x for named in (model.named_parameters, model.named_buffers) for name, x in named(remove_duplicate=False)
-    }
-    by_tensor: dict[int, fx.Node] = {}
-    for name, node in ((n, by_name[n]) for n in tensors if n in by_name):  # one of two names has two placeholders
-        if (first := by_tensor.setdefault(id(tensors[name]), node)) is not node:
-            node.replace_all_uses_with(first)
-    stored = {name: by_tensor[id(x)] for name, x in tensors.items() if id(x) in by_tensor}
-    constants = {nodes[s.arg.name] for s in exported.graph_signature.input_specs if s.kind == InputKind.CONSTANT_TENSOR}
-    layer_copies.unfold(graph, folding.calls, stored, constants, cut)

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from shardc.capture import equal_layers, patches, refusals, side_effects, transformers
+from shardc.capture import equal_layers, layer_copies, patches, refusals, side_effects, transformers
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.constants import FRESH
 from shardc.capture.data_dependent_values import ValueReads, drop_checks, known_values
 from shardc.capture.foreign_parameters import ForeignParameters
 from shardc.capture.forward_arguments import arguments, check_call
-from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf
+from shardc.capture.loss import Forward, Loss, LossOf, values_of_batch
 from shardc.capture.rewrite import (
     attention_sinks,
     flex_attention,
@@ -34,11 +33,9 @@ from shardc.capture.rewrite import (
     inplace_ops,
 )
 from shardc.capture.side_effects import Changes
-from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
 from shardc.ir.graph import is_call, placeholders, producer_of
-from shardc.ir.outputs import OtherForward
 from shardc.ir.source import Source
 from shardc.torch_private import (
     FakeTensor,
@@ -46,17 +43,11 @@ from shardc.torch_private import (
     fake_tensor,
     functionalized,
     is_transform,
+    replaced_engine,
     silent,
     traced_with,
     without_code,
 )
-
-
-class Fold(NamedTuple):
-    """Request to trace equal layers once. reads, changes: what forward has read and set so far."""
-
-    reads: Reads
-    changes: Changes
 
 
 class Exported(NamedTuple):
@@ -81,13 +72,14 @@ def export(
     forward: Forward | None = None,
     *,
     rows: bool = False,
-    fold: Fold | None = None,
+    fold: tuple[Reads, Changes] | None = None,
 ) -> Exported:
     """Export the model without regions and in-place ops.
 
-    forward: replaces the loss. rows: see known_values. fold: raises UnlikeError if layers are not equal.
+    forward: replaces the loss. rows: see known_values. fold: what forward has read and set so far: trace equal layers
+    once. Raises UnlikeError if they are not equal.
     """
-    wrapper = _wrapper(model, leaves, loss, forward)
+    wrapper = values_of_batch(model, leaves, loss, forward)
     names = {id(p): name for name, p in model.named_parameters()}
     beside = loss is not None or forward is not None
     wrapper.training = model.training
@@ -101,11 +93,11 @@ def export(
         known_values(model, sizes=fold is None, rows=rows) as reads,
         patches.traceable(),
         patches.faked(wrapper) as mode,
-        inner_autograd.recorded(),
+        replaced_engine(inner_autograd.recorded),
         traced_with(source.trace_of_call),
         without_code(),
         silent(),
-        _folded(model, fold, partial(_records_of, wrapper, reads)) as folding,
+        equal_layers.folded(model, *fold, partial(_records_of, wrapper, reads)) if fold else nullcontext() as folding,
     ):
         warnings.simplefilter("ignore")  # warnings of export; the model's appear whenever it runs
         inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # separate ones: export merges identical inputs
@@ -114,9 +106,7 @@ def export(
         try:
             with foreign:
                 exported = torch.export.export(wrapper, inputs, strict=False)
-        except (
-            Exception
-        ) as e:  # tracing runs the user's Python, which may raise anything; raised again as a ShardcError
+        except Exception as e:  # of the user's Python, which tracing runs; raised again as a ShardcError
             if isinstance(e, TypeError) and not wrapper.beside.of_loss:
                 check_call(model, *arguments(model, leaves.batch(leaves.tensors), beside), own_loss=beside)
             raise refusals.of_error(e, leaves.named(reads.inputs), of_loss=wrapper.beside.of_loss) from e
@@ -130,7 +120,7 @@ def export(
         cut = inline_regions.inline_regions(gm)
         drop_checks(gm.graph)
         transformed = any(is_transform(n.target) for n in gm.graph.nodes)
-        equal_layers.unfold(model, exported, folding, cut)
+        layer_copies.unfold(model, exported, folding.calls if folding else (), cut)
         if not transformed:
             _check(gm.graph, leaves.named(reads.inputs))
         signature = exported.graph_signature
@@ -172,25 +162,10 @@ def _fresh(exported: ExportedProgram) -> frozenset[str]:
     return frozenset(str(s.target) for s in constants if all(u.target in FRESH for u in nodes[s.arg.name].users))
 
 
-def _folded(
-    model: nn.Module, fold: Fold | None, effects: Callable[[str], object]
-) -> AbstractContextManager[equal_layers.Folding | None]:
-    if fold is None:
-        return nullcontext()
-    return equal_layers.folded(model, fold.reads, fold.changes, effects)
-
-
 def _records_of(wrapper: LossOf, reads: ValueReads, path: str) -> object:
     """Return capture's records that a layer of this name must not add to, if it represents others."""
     values = [n for n in reads.buffers if n.startswith(f"{path}.")]
     return len(wrapper.side), len(reads.sources), len(reads.inputs), values
-
-
-def _wrapper(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forward | None) -> LossOf:
-    """Return the module that is exported, whose inputs are the batch's tensors."""
-    if isinstance(forward, OtherForward):
-        return cast(LossOf, forward.module(model, leaves))
-    return LossOf(model, leaves, loss) if forward is None else ValuesOf(model, leaves, forward)
 
 
 def _unseen(place: Source) -> str:
@@ -209,11 +184,7 @@ def _mutated(exported: ExportedProgram) -> dict[str, fx.Node]:
         if spec.kind == OutputKind.BUFFER_MUTATION:
             mutated[str(spec.target)] = node
         elif spec.kind == OutputKind.PARAMETER_MUTATION:
-            raise ShardcError(
-                f"the forward pass writes to the parameter {str(spec.target).removeprefix('model.')!r}",
-                where=source.place(node),
-                fix="change parameters outside of forward, or make it a buffer",
-            )
+            raise inplace_ops.writes_to_parameter(str(spec.target), node)
     return mutated
 
 

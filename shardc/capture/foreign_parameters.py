@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardc.errors import ShardcError
 from shardc.ir import source
 
 
@@ -35,7 +34,12 @@ class ForeignParameters(TorchFunctionMode):
             for x in (*args, *kwargs.values()):
                 if type(x) in (nn.Parameter, Tensor) and x.requires_grad and x.is_leaf:
                     if (name := self.own.get(id(x))) is not None:
-                        raise _closure_error(name)
+                        raise source.of_call().error(
+                            f"forward reads the parameter {name!r} from an object other than its module, such as a"
+                            " closure: a program would use its first value and not train it",
+                            "read it from the module at each use: self.weight in the function, not weight ="
+                            " self.weight before it",
+                        )
                     self.found.setdefault(id(x), (x, source.of_call().line))
         return func(*args, **kwargs)
 
@@ -49,16 +53,6 @@ class ForeignParameters(TorchFunctionMode):
             "does not train it. To train it, make it a part of the model; else call requires_grad_(False)"
             for line, every in lines.items()
         )
-
-
-def _closure_error(name: str) -> ShardcError:
-    place = source.of_call()
-    return ShardcError(
-        f"forward reads the parameter {name!r} from an object other than its module, such as a closure"
-        f" ({place.shown}): a program would use its first value and not train it",
-        where=place.line,
-        fix="read it from the module at each use: self.weight in the function, not weight = self.weight before it",
-    )
 
 
 def _describe(every: list[Tensor]) -> str:

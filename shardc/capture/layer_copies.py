@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
+from shardc.capture.rewrite import replace_results
 from shardc.capture.rewrite.inline_regions import unchanged
 from shardc.capture.rewrite.inner_autograd import GRADIENT
+from shardc.ir.graph import placeholders
 from shardc.torch_private import HigherOrderOperator, OpOverload
 
 torch.library.define(
@@ -29,13 +33,6 @@ class UnlikeError(Exception):
     """Layers that seemed equal are not: the whole model is traced."""
 
 
-class Copied(NamedTuple):
-    """The names of a layer that was traced, and of one that is equal to it."""
-
-    first: str
-    layer: str
-
-
 @dataclass
 class _First:
     """A layer that was traced. nodes: its ops.
@@ -49,19 +46,25 @@ class _First:
     weights: dict[str, fx.Node]
 
 
-def unfold(
-    graph: fx.Graph,
-    calls: Sequence[Copied],
-    stored: Mapping[str, fx.Node],
-    constants: Collection[fx.Node],
-    cut: set[fx.Node],
-) -> None:
+def unfold(model: nn.Module, exported: ExportedProgram, calls: Sequence[tuple[str, str]], cut: set[fx.Node]) -> None:
     """Write the copies into a graph. Raises UnlikeError if a layer bypassed its arguments or results.
 
-    calls: by the number of the `equal_layer`; stored: the placeholder of every parameter and buffer, by its names;
-    constants: placeholders that all copies of a layer share. cut: the nodes that were computed without gradients, to
-    which their copies are added.
+    calls: (name of a layer that was traced, name of an equal one), by the number of the `equal_layer`; cut: the nodes
+    that were computed without gradients, to which their copies are added.
     """
+    if not calls:
+        return
+    graph, nodes, specs = exported.graph, placeholders(exported.graph), exported.graph_signature.input_specs
+    by_name = {str(s.target).removeprefix("model."): nodes[s.arg.name] for s in specs}
+    tensors = {
+        name: x for named in (model.named_parameters, model.named_buffers) for name, x in named(remove_duplicate=False)
+    }
+    by_tensor: dict[int, fx.Node] = {}
+    for name, node in ((n, by_name[n]) for n in tensors if n in by_name):  # one of two names has two placeholders
+        if (same := by_tensor.setdefault(id(tensors[name]), node)) is not node:
+            node.replace_all_uses_with(same)
+    stored = {name: by_tensor[id(x)] for name, x in tensors.items() if id(x) in by_tensor}
+    constants = {nodes[s.arg.name] for s in specs if s.kind == InputKind.CONSTANT_TENSOR}  # all copies share them
     if any(n.target is GRADIENT for n in graph.nodes):
         raise UnlikeError("a gradient inside of forward looks at the graph while it is made")
     firsts: dict[str, _First] = {}
@@ -69,7 +72,7 @@ def unfold(
         number, inputs, others, like = call.args
         name, layer = calls[number]
         if name not in firsts:
-            firsts[name] = _first(graph, name, others, like, stored, set(constants))
+            firsts[name] = _first(graph, name, others, like, stored, constants)
         first = firsts[name]
         env = {x: x for x in constants} | {n: stored[layer + end] for end, n in first.weights.items()}
         for x, y in zip(first.operands, inputs, strict=True):
@@ -83,11 +86,7 @@ def unfold(
                 env[n].meta["nn_module_stack"] = {renamed(k): (renamed(v[0]), *v[1:]) for k, v in stack.items()}
                 if n in cut:
                     cut.add(env[n])
-        for user in list(call.users):
-            assert user.target is operator.getitem
-            user.replace_all_uses_with(env[first.results[int(user.args[1])]])
-            graph.erase_node(user)
-        graph.erase_node(call)
+        replace_results(call, [env[n] for n in first.results])
 
 
 def _first(
@@ -137,12 +136,10 @@ def _same_tensor(node: fx.Node, fits: Callable[[fx.Node], bool]) -> fx.Node:
 
 def _renamer(first: str, layer: str) -> Callable[[str], str]:
     """Return a function that maps a module's name in one layer to its name in another."""
-    begins, known = f"{first}.", dict[str, str]()
 
+    @cache
     def renamed(text: str) -> str:
-        if text not in known:
-            within = text == first or text.startswith(begins)
-            known[text] = layer + text.removeprefix(first) if within else text
-        return known[text]
+        within = text == first or text.startswith(f"{first}.")
+        return layer + text.removeprefix(first) if within else text
 
     return renamed

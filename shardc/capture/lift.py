@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.export.graph_signature import InputKind
 
 from shardc.capture.batch_leaves import Leaves
@@ -43,45 +43,37 @@ def lift(
     for name in ("mesh", "rng"):
         graph.placeholder(name).meta["value"] = None
 
-    def place(base: str, value: Value) -> fx.Node:
-        """Add a placeholder; fx makes its name unique and legal."""
+    by_fqn: dict[str, fx.Node] = {}
+
+    def place(base: str, value: Value, names: Iterable[str] = (), *, stored: bool = True) -> fx.Node:
+        """Add a placeholder; fx makes its name unique and legal. names: of the tensor, in the model."""
         node = graph.placeholder(_ILLEGAL.sub("_", base).strip("_") or "input")
         node.target = node.name
         node.meta["value"], node.meta["source"] = value, Source()
+        if stored:
+            node.meta["stored"] = True
+        by_fqn.update(dict.fromkeys(names, node))
         return node
 
     fresh = {fqn.removeprefix("model."): node for fqn, node in made.updated.items()}
     params: list[Param] = []
     buffers: list[Buffer] = []
     inputs: list[Input] = []
-    by_fqn: dict[str, fx.Node] = {}
     for names, p in _group_ties(model.named_parameters(remove_duplicate=False)):
-        node = place(names[0], values.of_tensor(p, p.requires_grad))
-        node.meta["stored"] = True
+        node = place(names[0], values.of_tensor(p, p.requires_grad), names)
         params.append(Param(node.name, names[0], tuple(p.shape), p.dtype, p.requires_grad, tuple(names[1:])))
-        by_fqn.update(dict.fromkeys(names, node))
-    persistent = {n for path, m in model.named_modules(remove_duplicate=False) for n in _persistent(path, m)}
+    modules = model.named_modules(remove_duplicate=False)
+    lost = {f"{path}.{n}".lstrip(".") for path, m in modules for n in m._non_persistent_buffers_set}
     for names, b in _group_ties(model.named_buffers(remove_duplicate=False)):
-        node = place(names[0], values.of_tensor(b))
-        node.meta["stored"] = True
-        buffers.append(
-            Buffer(
-                node.name,
-                names[0],
-                tuple(b.shape),
-                b.dtype,
-                tuple(names[1:]),
-                updated=any(n in fresh for n in names),
-                persistent=names[0] in persistent,
-            )
-        )
-        by_fqn.update(dict.fromkeys(names, node))
+        node = place(names[0], values.of_tensor(b), names)
+        updated, persistent = any(n in fresh for n in names), names[0] not in lost
+        shape, aliases = tuple(b.shape), tuple(names[1:])
+        buffers.append(Buffer(node.name, names[0], shape, b.dtype, aliases, updated=updated, persistent=persistent))
     for name, x in made.caches.items():
-        node = place(name, values.of_tensor(x))
+        node = place(name, values.of_tensor(x), [name], stored=False)
         buffers.append(
             Buffer(node.name, name, tuple(x.shape), x.dtype, updated=name in fresh, persistent=False, cache=True)
         )
-        by_fqn[name] = node
     env: dict[fx.Node, fx.Node] = {}
     exported_nodes = placeholders(exported.graph)
     specs = exported.graph_signature.input_specs
@@ -94,7 +86,6 @@ def lift(
             if key not in constants:  # equal constants are merged, so that equal layers have the same
                 name = f"constant_{len(constants)}" if made_here else str(spec.target).removeprefix("model.")
                 node = constants[key] = place(name, values.of_tensor(constant))
-                node.meta["stored"] = True
                 shape, dtype = tuple(constant.shape), constant.dtype
                 buffers.append(Buffer(node.name, "", shape, dtype, persistent=False, constant=constant))
             env[placeholder] = constants[key]
@@ -105,7 +96,7 @@ def lift(
         if spec.kind == InputKind.USER_INPUT:
             path, x = next(pairs)
             named = path if path and isinstance(path[0], str) else ("input", *path)
-            node = place("_".join(map(str, named)), values.of_tensor(x))
+            node = place("_".join(map(str, named)), values.of_tensor(x), stored=False)
             inputs.append(Input(node.name, path, tuple(x.shape), x.dtype))
             env[exported_nodes[spec.arg.name]] = node
 
@@ -126,7 +117,9 @@ def lift(
         Output(name, v.shape, v.dtype, divisor=divisor)
         for (name, divisor), v in zip(made.beside.items(), (n.meta["value"] for n in kept), strict=True)
     )
-    meta, shared = {"model": type(model).__name__}, _shared_modules(model)
+    meta = {"model": type(model).__name__}
+    # modules that are one object under several names: graph nodes have only one of them
+    shared = _group_ties(model.named_modules(remove_duplicate=False))
     return Program(
         Mesh(()),
         graph,
@@ -135,16 +128,8 @@ def lift(
         tuple(inputs),
         outputs=outputs,
         meta=meta,
-        shared_modules=shared,
+        shared_modules=tuple(tuple(names) for names, _ in shared if len(names) > 1),
     )
-
-
-def _shared_modules(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return names of modules that are one object under several names: graph nodes have only one of them."""
-    names: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(name)
-    return tuple(tuple(aliases) for aliases in names.values() if len(aliases) > 1)
 
 
 def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -155,17 +140,12 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return cut
 
 
-def _group_ties(named: Iterable[tuple[str, Tensor]]) -> list[tuple[list[str], Any]]:
-    """Group names by the identity of their tensors, not by address: that is 0 for those without storage."""
-    by_id: dict[int, tuple[list[str], Tensor]] = {}
+def _group_ties(named: Iterable[tuple[str, Any]]) -> list[tuple[list[str], Any]]:
+    """Group names by the identity of what they name, not by a tensor's address: that is 0 for those without storage."""
+    by_id: dict[int, tuple[list[str], Any]] = {}
     for name, x in named:
         by_id.setdefault(id(x), ([], x))[0].append(name)
     return list(by_id.values())
-
-
-def _persistent(path: str, module: nn.Module) -> list[str]:
-    lost = module._non_persistent_buffers_set
-    return [f"{path}.{n}" if path else n for n in module._buffers if n not in lost]
 
 
 #: Illegal in a placeholder's name.

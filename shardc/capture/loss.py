@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -152,10 +152,10 @@ class LossOf(nn.Module):
                 raise
             at, keys = of_exception(e), ", ".join(map(repr, batch))
             name = "the loss" if self.loss is not None else "forward(output, batch)"
-            fault = f"{name} reads {e.args[0]!r}, but the batch has {keys} ({at.shown})"
+            fault = f"{name} reads {e.args[0]!r}, but the batch has {keys}"
             near = difflib.get_close_matches(str(e.args[0]), [str(k) for k in batch], 1)
             fix = f"did you mean {near[0]!r}?" if near else "use one of these, or return that key from batch() too"
-            raise ShardcError(fault, where=at.line, fix=fix) from e
+            raise at.error(fault, fix) from e
 
     def _flat(self, beside: Mapping[str, Any], line: str) -> list[Tensor]:
         values: dict[str, Tensor] = {}
@@ -204,6 +204,13 @@ class ValuesOf(LossOf):
             fault = f"it returns {_described(output if self.values is True else returned)}: there is no tensor in it"
             raise ShardcError(fault, where=line, fix="return a tensor, or {name: tensor}")
         return tuple(self._flat(values, line))
+
+
+def values_of_batch(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forward | None) -> LossOf:
+    """Return the module that is captured, whose inputs are the batch's tensors. forward: replaces the loss."""
+    if isinstance(forward, OtherForward):
+        return cast(LossOf, forward.module(model, leaves))
+    return LossOf(model, leaves, loss) if forward is None else ValuesOf(model, leaves, forward)
 
 
 def tensors_in(output: Any, name: str = "") -> dict[str, Tensor]:

@@ -90,49 +90,37 @@ def check_hooks(model: nn.Module) -> None:
 
 def check_wrapped(model: nn.Module) -> None:
     """Raise ShardcError if a part of the model is wrapped or sharded for several devices (DDP, DTensor)."""
-    errors = Errors()
     if hasattr(model, "full_state_dict") and hasattr(model, "clip_grad_norm_"):  # made by program.module
-        fault, fix = (
-            "the module is already compiled and has only this rank's part",
-            "pass the plain model, which it was compiled from",
-        )
-        errors.add(fault, where="the model", fix=fix)
-        errors.raise_any()
+        fault = "the module is already compiled and has only this rank's part"
+        fix = "pass the plain model, which it was compiled from"
+        raise ShardcError(fault, where="the model", fix=fix)
     for name, module in model.named_modules():
         where = name or "the model"
         if isinstance(module, (DataParallel, DistributedDataParallel)):
             fault = f"it is wrapped in {type(module).__name__}, which splits the batch and sums gradients itself"
             path = f"{name}.module" if name else "model.module"
-            errors.add(fault, where=where, fix=f"pass the wrapped {path}: `mesh: {{dp: ...}}` of the spec does that")
-            break
+            fix = f"pass the wrapped {path}: `mesh: {{dp: ...}}` of the spec does that"
+            raise ShardcError(fault, where=where, fix=fix)
         if kind := _sharded_by_fsdp(module):
             fault = f"{kind} has already sharded its parameters over the ranks"
             fix = "pass the model before that call; `data: {zero: 3}` of the spec shards parameters in the same way"
-            errors.add(fault, where=where, fix=fix)
-            break
-    else:
-        cut = [name for name, p in model.named_parameters() if _is_dtensor(p)]
-        if cut:
-            more = f" ({len(cut)} such)" if len(cut) > 1 else ""
-            fault = f"the parameter is a DTensor: it is already sharded over the ranks{more}"
-            errors.add(fault, where=cut[0], fix="pass the model before it was sharded, and write its plan as `shard:`")
-    errors.raise_any()
-
-
-# If a model is wrapped, these are already imported; importing them here would slow down every start.
+            raise ShardcError(fault, where=where, fix=fix)
+    tensor = sys.modules.get("torch.distributed.tensor")
+    cut = [name for name, p in model.named_parameters() if tensor and isinstance(p, tensor.DTensor)]
+    if cut:
+        more = f" ({len(cut)} such)" if len(cut) > 1 else ""
+        fault = f"the parameter is a DTensor: it is already sharded over the ranks{more}"
+        fix = "pass the model before it was sharded, and write its plan as `shard:`"
+        raise ShardcError(fault, where=cut[0], fix=fix)
 
 
 def _sharded_by_fsdp(module: nn.Module) -> str:
+    """Return which function of FSDP sharded a module. It is then imported; importing it here would slow every start."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for name, text in (("FSDPModule", "fully_shard"), ("FullyShardedDataParallel", "FullyShardedDataParallel")):
         if (kind := getattr(fsdp, name, None)) is not None and isinstance(module, kind):
             return text
     return ""
-
-
-def _is_dtensor(p: object) -> bool:
-    tensor = sys.modules.get("torch.distributed.tensor")
-    return tensor is not None and isinstance(p, tensor.DTensor)
 
 
 def _name_with_line(name: str, hooks: list[Callable[..., Any]]) -> str:
@@ -158,38 +146,30 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
         return autograd_function.kept(cls, args, side, untraced)
 
     def hook(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        raise ShardcError(
+        raise source.of_call().error(
             "a tensor hook is registered in forward, which a captured graph cannot keep",
-            where=source.of_call().line,
-            fix="remove register_hook; a custom gradient can be written as x + (y - x).detach()",
+            "remove register_hook; a custom gradient can be written as x + (y - x).detach()",
         )
 
     def seed(number: int) -> Any:
         if not source.is_models(sys._getframe(1).f_code.co_filename):
             return seeded(number)
-        place = source.of_call()
-        raise ShardcError(
-            f"forward seeds torch's random numbers, which a program does not draw ({place.shown})",
-            where=place.line,
-            fix="draw them once in __init__, into a buffer: self.register_buffer('noise', torch.randn(...))",
+        raise source.of_call().error(
+            "forward seeds torch's random numbers, which a program does not draw",
+            "draw them once in __init__, into a buffer: self.register_buffer('noise', torch.randn(...))",
         )
 
     def packed(original: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         if not isinstance(x, FakeTensor):
             return original(x, *args)
-        place = source.of_call()  # not the place where the recurrent layer fails later
-        raise ShardcError(f"{PACKED} ({place.shown})", where=place.line, fix=PADDED)
+        raise source.of_call().error(PACKED, PADDED)  # not at the place where the recurrent layer fails later
 
     def switch(self: Tensor, requires_grad: bool = True) -> Tensor:
         if isinstance(self, FakeTensor) and not requires_grad and self.requires_grad and self.is_leaf:
-            place = source.of_call()
-            raise ShardcError(
-                f"the forward pass turns a parameter's gradient off, which tracing does not see ({place.shown})",
-                where=place.line,
-                fix=(
-                    "run the module with detached weights: "
-                    "torch.func.functional_call(m, {n: p.detach() for n, p in m.named_parameters()}, x)"
-                ),
+            raise source.of_call().error(
+                "the forward pass turns a parameter's gradient off, which tracing does not see",
+                "run the module with detached weights: "
+                "torch.func.functional_call(m, {n: p.detach() for n, p in m.named_parameters()}, x)",
             )
         return grad(self, requires_grad)
 
@@ -205,11 +185,9 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
             caller = caller.f_back
         by_user = not caller.f_code.co_filename.startswith(_TORCH)
         if by_user and torch.is_grad_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-            place = source.of_call()
-            raise ShardcError(
-                f"no_grad begins inside an autocast region, where torch.export loses it ({place.shown})",
-                where=place.line,
-                fix="let it begin outside: `with torch.no_grad(), torch.autocast(...):`; or detach the result",
+            raise source.of_call().error(
+                "no_grad begins inside an autocast region, where torch.export loses it",
+                "let it begin outside: `with torch.no_grad(), torch.autocast(...):`; or detach the result",
             )
         enter(self)
 
@@ -305,11 +283,9 @@ def _data(self: Tensor) -> Tensor:
 
 def _set_data(self: Tensor, value: Tensor) -> None:
     if _by_user(self):
-        place = source.of_call()
-        raise ShardcError(
-            f"the forward pass replaces a tensor's .data ({place.shown})",
-            where=place.line,
-            fix="change a buffer in place (self.x.copy_(new)); change parameters outside of forward",
+        raise source.of_call().error(
+            "the forward pass replaces a tensor's .data",
+            "change a buffer in place (self.x.copy_(new)); change parameters outside of forward",
         )
     _DATA.__set__(self, value)  # type: ignore[attr-defined]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -19,29 +20,35 @@ from shardc.torch_private import FakeTensor
 
 
 @contextmanager
-def as_one_op() -> Iterator[None]:
-    """Make layers of experts call `shardc.nn.experts` inside the block.
+def replaced_interface(module: str, name: str, replace: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Let an interface of transformers return `replace(chosen, default)` inside the block.
 
-    The library chooses implementations by name (`config.experts_implementation`); this one replaces all that
-    compute every expert's products at once ("grouped_mm", "batched_mm", kernels of GPUs). "eager" is a Python loop over
-    experts (shardc.capture.expert_loops). Does nothing if transformers is not imported, or is older than its interface
-    of experts.
+    The library chooses implementations by name. Does nothing if transformers is not imported, or is older than its
+    interface.
     """
-    moe: ModuleType | None = sys.modules.get("transformers.integrations.moe")
-    interface = getattr(moe, "ExpertsInterface", None)
-    if interface is None:
+    interface = getattr(sys.modules.get(f"transformers.{module}"), name, None)
+    if (original := getattr(interface, "get_interface", None)) is None:
         yield
         return
-    original = interface.get_interface
 
-    def get_interface(self: Any, experts_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        chosen = original(self, experts_implementation, default)
-        return (
-            chosen if chosen is default else lambda module, *args, **kwargs: _forward(chosen, module, *args, **kwargs)
-        )
+    def get_interface(self: Any, implementation: str, default: Any) -> Any:
+        return replace(original(self, implementation, default), default)
 
     with mock.patch.object(interface, "get_interface", get_interface):
         yield
+
+
+def as_one_op() -> AbstractContextManager[None]:
+    """Make layers of experts call `shardc.nn.experts` inside the block.
+
+    This replaces all implementations that compute every expert's products at once ("grouped_mm", "batched_mm", kernels
+    of GPUs). "eager", the default, is a Python loop over experts (shardc.capture.expert_loops).
+    """
+    return replaced_interface(
+        "integrations.moe",
+        "ExpertsInterface",
+        lambda chosen, default: chosen if chosen is default else partial(_forward, chosen),
+    )
 
 
 def _forward(chosen: Callable[..., Any], module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Any:
@@ -101,13 +108,9 @@ def lean_transformers(model: nn.Module) -> Iterator[None]:
             stack.enter_context(mock.patch.object(masking, "prepare_padding_mask", prepare_padding_mask))
             if hasattr(masking, "is_torchdynamo_exporting"):  # earlier versions call only is_tracing
                 stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False))
-            stack.enter_context(mock.patch.object(masking, "is_tracing", isinstance_fake))
+            # true only for tensors whose values are unknown
+            stack.enter_context(mock.patch.object(masking, "is_tracing", lambda x=None: isinstance(x, FakeTensor)))
             stack.enter_context(
                 mock.patch.object(masking, "find_packed_sequence_indices", find_packed_sequence_indices)
             )
         yield
-
-
-def isinstance_fake(x: Any = None) -> bool:
-    """Replace transformers' `is_tracing`: true only for tensors whose values are unknown."""
-    return isinstance(x, FakeTensor)

@@ -41,15 +41,6 @@ def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
     return {n.name: n for n in graph.find_nodes(op="placeholder")}
 
 
-def call_like(
-    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], model: fx.Node, **meta: Any
-) -> fx.Node:
-    """Add a call at the insertion point, with the metadata of `model` updated by `meta`."""
-    node = graph.call_function(target, args, kwargs)
-    node.meta.update(model.meta, **meta)
-    return node
-
-
 def is_call(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not operator.getitem
 

@@ -56,6 +56,10 @@ class Source:
         """The line's text for a message; a long one is shortened."""
         return self.code if len(self.code) <= _SHOWN else f"{self.code[: _SHOWN - 4].rstrip()} ..."
 
+    def error(self, fault: str, fix: str) -> errors.ShardcError:
+        """Return an error at this line, which it quotes."""
+        return errors.ShardcError(f"{fault} ({self.shown})" if self.code else fault, where=self.line, fix=fix)
+
 
 @cache
 def is_models(filename: str) -> bool:

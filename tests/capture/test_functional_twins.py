@@ -146,7 +146,7 @@ def of_twin(op: Any, given: dict[str, Any]) -> Tensor:
     call = graph.call_function(op, tuple(args.pop(n) for n in positional), args)
     call.meta["val"] = op(**_copied(given)).detach()
     with graph.inserting_before(call):
-        result = with_zeros(graph, call, functional(graph, call), lambda n: n.target is not aten.zeros_like.default)
+        result = with_zeros(call, functional(call), lambda n: n.target is not aten.zeros_like.default)
     graph.erase_node(call)
     graph.output(result)
     cut_gradients(graph)

@@ -734,7 +734,7 @@ def test_a_batch_that_forward_changes_is_named() -> None:
             return nn.functional.mse_loss(self.up(x), data["y"])
 
     batch = {"data": {"x": torch.ones(8, 8), "y": torch.ones(8, 8)}}
-    with pytest.raises(ShardcError, match=r"forward changes data\.x of the batch in place \(x -= self\.shift\)") as e:
+    with pytest.raises(ShardcError, match=r"changes data\.x of the batch in place: .* \(x -= self\.shift\)") as e:
         shardc.compile(Shifts(3.0), batch, {"shardc": 1, "mesh": {"dp": 2}})
     assert e.value.where.startswith("test_refusals.py:")
     assert "write `x = x - 3`" in e.value.fix

@@ -27,7 +27,6 @@ from torch import Tensor, fx
 from shardc.capture.expert_loops.template import (
     SAME_ELEMENTS,
     Op,
-    Same,
     StaysLoop,
     Step,
     Unifier,
@@ -42,6 +41,7 @@ from shardc.errors import ShardcError
 from shardc.ir import types as values
 from shardc.ir.graph import copy_graph, placeholders, source_of, value_of
 from shardc.ir.program import Program
+from shardc.ir.types import op_name
 from shardc.nn import text_of
 from shardc.passes.canonical.choices import draws, leaves, numel, run, unrepeated
 from shardc.passes.canonical.rewrite import Emit, shape
@@ -106,8 +106,9 @@ class _Writer:
         result = emit.reshape(emit.typed(typed, torch.ops.shardc.experts.default, *args), shape(last))
         if typed.dtype != value_of(last).dtype:
             result = emit(aten._to_copy.default, result, dtype=value_of(last).dtype)
-        base = first.before
-        if base is None or _is_zeros(base):
+        base, zeros = first.before, ("zeros", "zeros_like", "new_zeros")
+        start = bare(base, rows=True)
+        if start is None or (start.op == "call_function" and op_name(start.target) in zeros):
             return result
         if first.adds:
             return emit(aten.add.Tensor, base, result)
@@ -124,7 +125,7 @@ class _Writer:
         firsts = list(dict.fromkeys(products_in(second.x)))
         ups = [p for t in firsts if (p := product_of(t)) is not None]
         forms = {(p.x, p.transposed, p.weight.shape, p.bias is None) for p in ups}
-        if len(forms) != 1 or not isinstance(ups[0].x, Same):
+        if len(forms) != 1 or not isinstance(ups[0].x, fx.Node):
             raise StaysLoop("its experts do not begin with products of the rows")
         out = [shape(t.nodes[0])[-1] for t in firsts]
 
@@ -151,7 +152,7 @@ class _Writer:
         if second.transposed != transposed:
             down = self.emit(aten.transpose.int, down, 1, 2)
         down_bias = None if second.bias is None else self._joined([second.bias], 1)
-        return ups[0].x.node, up, down, up_bias, down_bias, text, transposed
+        return ups[0].x, up, down, up_bias, down_bias, text, transposed
 
     def _joined(self, stacks: list[Any], dim: int) -> fx.Node:
         nodes = [s.nodes[0] if len(s.nodes) == 1 else self.emit(aten.stack.default, list(s.nodes)) for s in stacks]
@@ -176,12 +177,12 @@ class _Writer:
             order = fits
         t, k = order.shape
         emit = self.emit
-        plain = all(isinstance(f, (int, float, Same)) for f in factors)
+        plain = all(isinstance(f, (int, float, fx.Node)) for f in factors)
         if plain and (leaf := trial.index(order)) is not None:
             numbers = index = emit.reshape(leaf, (t, k))
         elif to is None:
             chosen = emit(aten.stack.default, [emit.reshape(m, (n,)) for m in trial.masks], 1)  # [n, experts]
-            if trial.disjoint():
+            if all(bool((c.sum(0) <= 1).all()) for c in trial.chosen):  # masks exclude each other
                 numbers = emit(aten._to_copy.default, chosen, dtype=torch.int64)
                 numbers = emit.reshape(emit(aten.argmax.default, numbers, 1), (n, 1))
             elif (covering := trial.covering(n)) is not None:
@@ -194,9 +195,9 @@ class _Writer:
             raise StaysLoop("no number says which expert a token chose")
         share: Any = 1.0
         for f in factors:
-            if isinstance(f, Same):
-                single = numel(f.node) == 1
-                origin = f.node if single else _moved(f.node, order)
+            if isinstance(f, fx.Node):
+                single = numel(f) == 1
+                origin = f if single else _moved(f, order)
                 if origin is None:
                     raise StaysLoop("its weights do not belong to its rows")
                 f = emit.reshape(origin, (1, 1) if single else (t, k))
@@ -218,7 +219,7 @@ class _Writer:
 
 
 class _Trial:
-    """Tests masks on random choices: whether they exclude each other, and which numbers agree with them."""
+    """Tests masks on random choices, such as which numbers agree with them."""
 
     def __init__(self, masks: tuple[fx.Node, ...]) -> None:
         self.masks = masks
@@ -232,9 +233,6 @@ class _Trial:
                 raise StaysLoop("its masks cannot be evaluated") from e
             self.known.append(known)
             self.chosen.append(torch.stack([m.reshape(-1).bool() for m in results]))
-
-    def disjoint(self) -> bool:
-        return all(bool((chosen.sum(0) <= 1).all()) for chosen in self.chosen)
 
     def _chosen_by(self, leaf: fx.Node, known: dict[fx.Node, Any], n: int) -> Tensor:
         """Return bool [experts, n, k]: whether a leaf's number is an expert's."""
@@ -285,7 +283,7 @@ _MOVES = SAME_ELEMENTS | {"index", "transpose", "permute", "t", "expand", "selec
 def _moved(node: fx.Node, order: Tensor) -> fx.Node | None:
     """Return the value whose elements, in row-major order, are a node's in this order."""
     path = [node]
-    while isinstance(path[-1].target, OpOverload) and values.op_name(path[-1].target) in _MOVES:
+    while isinstance(path[-1].target, OpOverload) and op_name(path[-1].target) in _MOVES:
         n = path[-1]
         x: Any = n.args[0]
         if any(constant_of(o) is None for o in n.all_input_nodes if o is not x):
@@ -299,11 +297,6 @@ def _moved(node: fx.Node, order: Tensor) -> fx.Node | None:
         if torch.equal(places.reshape(-1)[order.reshape(-1)], torch.arange(order.numel())):
             return origin
     return None
-
-
-def _is_zeros(node: fx.Node) -> bool:
-    name = values.op_name(node.target) if (node := bare(node, rows=True)).op == "call_function" else ""
-    return name in ("zeros", "zeros_like", "new_zeros")
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:

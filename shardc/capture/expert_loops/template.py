@@ -2,7 +2,7 @@
 
 y = index_add(y, 0, t, where(m0, linear(x[t], up0), 0))
 y = index_add(y, 0, t, where(m1, linear(x[t], up1), 0))      Steps that follow each other: masks m0, m1, and values
-linear(x[t], up0), linear(x[t], up1)                         Op(linear, (Same(x[t]), Stack((up0, up1))))
+linear(x[t], up0), linear(x[t], up1)                         Op(linear, (x[t], Stack((up0, up1))))
 """
 
 from __future__ import annotations
@@ -84,16 +84,12 @@ def _step(node: Any) -> Step | None:
         return Step(node, args[0], True, *masked, to) if to is not None and masked is not None else None
     if node.target is aten.add.Tensor and not node.kwargs and isinstance(args[1], fx.Node):
         masked = _masked(args[1])
-        return Step(node, args[0], True, *masked) if masked is not None and _fills(args[1], node) else None
-    if node.target is aten.where.self and isinstance(args[1], fx.Node) and _fills(args[1], node):
+        return Step(node, args[0], True, *masked) if masked is not None and shape(args[1]) == shape(node) else None
+    if node.target is aten.where.self and isinstance(args[1], fx.Node) and shape(args[1]) == shape(node):
         mask = _mask(args[0], node)
         return Step(node, args[2], False, mask, args[1]) if mask is not None else None
     masked = _masked(node)  # the first of several that are added up
     return Step(node, None, True, *masked) if masked is not None else None
-
-
-def _fills(value: fx.Node, node: fx.Node) -> bool:
-    return shape(value) == shape(node)
 
 
 def _masked(node: Any) -> tuple[fx.Node, fx.Node] | None:
@@ -136,13 +132,6 @@ def chains(graph: fx.Graph) -> Iterator[list[Step]]:
 
 
 @dataclass(frozen=True)
-class Same:
-    """One value for all experts."""
-
-    node: fx.Node
-
-
-@dataclass(frozen=True)
 class Stack:
     """Parameters of the experts: one each, or a single one, [experts, ...]."""
 
@@ -172,7 +161,7 @@ class Op:
 
 @dataclass
 class Unifier:
-    """Finds the common structure of steps. sums: {sum of masked rows: (masks, values)}."""
+    """Finds the common structure of steps. A node is one value for all. sums: {sum of masked rows: (masks, values)}."""
 
     masks: tuple[fx.Node, ...]
     sums: dict[fx.Node, tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]]
@@ -195,7 +184,7 @@ class Unifier:
             if self._has_masks(first):
                 return self.unified(self.sums[first][1])
             if not any(map(self._has_masks, values.behind([first]))):
-                return Same(first)
+                return first
         if not all(isinstance(n, fx.Node) and n.meta["value"] == first.meta["value"] for n in nodes):
             return None
         if all(n.op == "placeholder" for n in nodes):
@@ -209,7 +198,7 @@ class Unifier:
         if args is None or kwargs is None:
             return Each(nodes)
         if not is_random(first) and not any(map(_differs, (*args, *kwargs))):
-            return Same(first)
+            return first
         return Op(first.target, args, kwargs, nodes)
 
     def _arguments(self, many: Sequence[Any]) -> Any:
@@ -277,7 +266,7 @@ def products_in(t: Any) -> Iterator[Op]:
             yield from products_in(part)
     elif isinstance(t, Op):
         yield from [t] if product_of(t) is not None else products_in((t.args, t.kwargs))
-    elif isinstance(t, (Same, Stack, Each)):
+    elif isinstance(t, (fx.Node, Stack, Each)):
         raise StaysLoop("its experts are not two layers of products with elementwise ops in between")
 
 
@@ -299,7 +288,7 @@ def weighted(t: Any) -> tuple[list[Any], Any]:
 
 def rows_of(x: Any) -> tuple[int, int] | None:
     """Return (rows, columns) of a value."""
-    node = x.nodes[0] if isinstance(x, (Op, Each)) else x.node if isinstance(x, Same) else None
+    node = x.nodes[0] if isinstance(x, (Op, Each)) else x if isinstance(x, fx.Node) else None
     return (numel(node) // max(shape(node)[-1], 1), shape(node)[-1]) if node and shape(node) else None
 
 

@@ -36,18 +36,16 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from shardc.capture.constants import constant, is_random
+from shardc.capture.constants import is_random
 from shardc.capture.data_dependent_sizes import KnownSizes, each, functions, hidden
 from shardc.capture.masked_rows.branches import Guards
 from shardc.capture.masked_rows.ends import ADDS, add, from_mean, put, reduced
-from shardc.capture.masked_rows.rows import SIZED, Count, DrawnError, Pick, Rows, Unfit, node_of, structure_of
+from shardc.capture.masked_rows.rows import SIZED, UNROLLED, Count, DrawnError, Pick, Rows, Unfit, node_of, structure_of
 from shardc.capture.masked_rows.rowwise import follow
 from shardc.ir import source
 from shardc.torch_modes import untraced
 from shardc.torch_private import FakeTensor, pytree, traced_node, tracing
 
-#: Most turns of an unrolled loop over selected rows (`for i, j in mask.nonzero()`).
-UNROLLED = 1024
 _WHERE, _NONZERO, _SELECT = functions("where"), functions("nonzero argwhere"), functions("masked_select")
 _LIKE = functions("zeros_like ones_like empty_like full_like new_empty")
 _CAT, _SPLIT, _BINS = functions("cat concat concatenate"), functions("split split_with_sizes"), functions("bincount")
@@ -153,12 +151,6 @@ class ChosenRows(KnownSizes):
         return zeros.scatter_add(0, x.reshape(-1).long(), torch.ones_like(x.reshape(-1), dtype=torch.int64))
 
     # --- values that Python reads
-
-    def unrolled(self, rows: Rows) -> list[Any]:
-        """Return all rows of an index as constants, for a loop: those not selected have nothing to work on."""
-        if rows.at != 0 or constant(rows.full) is None or rows.pick.n > UNROLLED:
-            raise Unfit("Python loops over them")
-        return list(rows.full.unbind(0))
 
     def number(self, x: Any, method: str) -> Any:
         """Return the result of `x.item()`, `x.tolist()`, `x.numpy()` for unknown integers; None for others."""

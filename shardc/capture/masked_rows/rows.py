@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, fx
-from typing_extensions import TypeIs
 
+from shardc.capture.constants import constant
 from shardc.capture.masked_rows.branches import bodies, caller, harmless
 from shardc.errors import ShardcError
 from shardc.ir import source
@@ -29,6 +29,8 @@ from shardc.torch_private import OpOverload, traced_node
 if TYPE_CHECKING:
     from shardc.capture.masked_rows import ChosenRows
 
+#: Most turns of an unrolled loop over selected rows (`for i, j in mask.nonzero()`).
+UNROLLED = 1024
 UNCHECKED = "an operation depends on whether there are any, in a way that cannot be checked"
 
 
@@ -98,10 +100,6 @@ def _is_mask(node: fx.Node) -> bool:
 # --- the number of rows -----------------------------------------------------------------------------------------------
 
 
-def is_count(x: object) -> TypeIs[Count]:
-    return type(x) is Count
-
-
 class Count:
     """An integer >= 0 that depends on values: `tensor` has it in the graph.
 
@@ -133,9 +131,11 @@ class Count:
     def combined(self, other: Any, combine: Callable[[Any, Any], Any]) -> Any:
         if not isinstance(other, (Count, int, np.integer)):
             return NotImplemented
-        operand, shifted, differs = (
-            (other.tensor, other.shifted, other.differs) if is_count(other) else (int(other), bool(other), False)
-        )
+        if isinstance(other, Count):
+            operand: Any = other.tensor
+            shifted, differs = other.shifted, other.differs
+        else:
+            operand, shifted, differs = int(other), bool(other), False
         differs = self.differs or differs or combine is not operator.add
         return Count(self.loop, combine(self.tensor, operand), self.shifted or shifted, differs)
 
@@ -145,8 +145,8 @@ class Count:
             return fine
         if not isinstance(other, (int, np.integer)):
             raise Unfit("their number is compared with something else")
-        difference, least = (self.combined(other, operator.sub), 0) if is_count(other) else (self, int(other))
-        signs = (1, -1) if is_count(other) else (1,)
+        difference, least = (self.combined(other, operator.sub), 0) if isinstance(other, Count) else (self, int(other))
+        signs = (1, -1) if isinstance(other, Count) else (1,)
         splits = [compare(0, least) != compare(s, least) == compare(s << 40, least) for s in signs]
         if difference.shifted or not any(splits):
             raise Unfit("their number is compared with more than 0")
@@ -252,15 +252,14 @@ class Rows(Tensor):
         return len(self) > 0
 
     def __iter__(self) -> Iterator[Any]:
-        return self._turns(self.pick.loop.unrolled(self))
-
-    def _turns(self, rows: list[Any]) -> Iterator[Any]:
-        """Yield all turns of a loop over selected rows, each with a guard."""
+        """Yield all rows of an index, as constants, each with a guard: those not selected have nothing to work on."""
+        if self.at != 0 or constant(self.full) is None or self.pick.n > UNROLLED:
+            raise Unfit("Python loops over them")
 
         def chosen(i: int) -> Callable[[Any], bool]:
             return lambda known: bool(known[0][i])
 
-        for i, row in enumerate(rows):
+        for i, row in enumerate(self.full.unbind(0)):
             if self.pick.loop.guards.take([node_of(self.pick.mask)], chosen(i), loop=True) is None:
                 raise Unfit("a loop over them cannot be checked")
             yield row.tolist() if self.listed else row

@@ -15,41 +15,34 @@ nothing has to be computed, so both are replaced.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardc.capture.transformers import replaced_interface
+
 Attention = Callable[..., tuple[Tensor, Any]]
 DIMS = 8
 
 
-@contextmanager
-def as_one_more_key(*, written_out: bool) -> Iterator[None]:
+def as_one_more_key(*, written_out: bool) -> AbstractContextManager[None]:
     """Compute attention with sinks in transformers' models as above, inside the block.
 
     This replaces FlexAttention's, and, if `written_out`, the one in torch's ops. Does nothing if transformers has none.
     """
-    utils, flex = (sys.modules.get(f"transformers.{n}") for n in ("modeling_utils", "integrations.flex_attention"))
-    interface = getattr(utils, "AttentionInterface", None)
-    if interface is None or not hasattr(interface, "get_interface"):  # earlier versions have another lookup
-        yield
-        return
-    original, masks = interface.get_interface, dict[tuple[int, ...], Any]()
+    flex, masks = sys.modules.get("transformers.integrations.flex_attention"), dict[tuple[int, ...], Any]()
 
-    def get_interface(self: Any, name: str, default: Attention) -> Attention:
-        chosen: Attention = original(self, name, default)
+    def replace(chosen: Attention, default: Attention) -> Attention:
         if chosen is getattr(flex, "flex_attention_forward", None):
             return partial(_flex, chosen, masks)
         return partial(_fused, chosen) if written_out and chosen is default and _is_known(chosen) else chosen
 
-    with mock.patch.object(interface, "get_interface", get_interface):
-        yield
+    return replaced_interface("modeling_utils", "AttentionInterface", replace)
 
 
 def _is_known(attention: Attention) -> bool:

@@ -23,8 +23,9 @@ A backward that is not linear in g, such as clipping, cannot be kept: it is refu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from shardc.ir.graph import operands_of
 from shardc.rules.core import registry
 from shardc.rules.core.op_call import call_of
 from shardc.runtime.ops.torch_library import with_gradient_of
-from shardc.runtime.state.quantized import from_inner_tensors, inner, is_composite
+from shardc.runtime.state.quantized import from_inner_tensors, inner
 from shardc.torch_private import FakeTensor, pytree, traced_on
 
 #: Most elements of a call that is run to test whether its backward is the derivative of its forward.
@@ -126,12 +127,10 @@ def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[S
     side: receives the additional terms of the loss (see the module's docstring). untraced: calls a function outside of
     the trace. Raises ShardcError, with the model's line, for a backward that is not linear, or cannot be traced.
     """
-    if any(isinstance(a, Tensor) and is_composite(a) for a in args):
-        cls, args = _on_inner_tensors(cls, args)
     call = _Call(cls, args)
     if not torch.is_grad_enabled() or not any(call.needs):
         with torch.no_grad():
-            return forward(cls, Context(call.context.needs_input_grad), args)
+            return forward(cls, call.fresh(), args)
     study: Study = untraced(call.study)
     constants: Sequence[Tensor | None] = [None] * len(call.tensors)
     if study.own:
@@ -167,46 +166,6 @@ def _with_gradient(y: Tensor, path: Tensor | None, missing: Sequence[Tensor]) ->
     return y.detach() if path is None else with_gradient_of(y.detach(), path)
 
 
-def _on_inner_tensors(
-    cls: type[torch.autograd.Function], args: tuple[Any, ...]
-) -> tuple[type[torch.autograd.Function], tuple[Any, ...]]:
-    """Return the same Function on the tensors inside quantised arguments, which get no gradient.
-
-    See shardc.runtime.state.quantized.
-    """
-    tensors = [inner(a) for a in args]
-
-    def whole(parts: Sequence[Any]) -> list[Any]:
-        rest, result = list(parts), list[Any]()
-        for a, flat in zip(args, tensors, strict=True):
-            some, rest = rest[: len(flat)], rest[len(flat) :]
-            result += some if flat[0] is a else [from_inner_tensors(a, some)]
-        return result
-
-    def as_given(ctx: Any) -> None:
-        needs = tuple(
-            isinstance(a, Tensor) and flat[0] is a and a.requires_grad for a, flat in zip(args, tensors, strict=True)
-        )
-        ctx.needs_input_grad = needs
-
-    class Apart(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *parts: Any) -> Any:
-            as_given(ctx)
-            return forward(cls, ctx, whole(parts))
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            as_given(ctx)
-            grads = cls.backward(ctx, *gradients)
-            grad_tuple = grads if isinstance(grads, tuple) else (grads,)
-            triples = zip(grad_tuple, args, tensors, strict=True)
-            return tuple(x for g, a, flat in triples for x in ([g] if flat[0] is a else [None] * len(flat)))
-
-    Apart.__name__ = cls.__name__
-    return Apart, tuple(x for flat in tensors for x in flat)
-
-
 class _Replay(fx.Interpreter):
     """Runs a traced graph on tensors that are being traced. Tensors that are no arguments get no gradient."""
 
@@ -216,21 +175,24 @@ class _Replay(fx.Interpreter):
 
 
 class _Call:
-    """One call of a custom Function: its tensors, and the ways to run it on others."""
+    """One call of a custom Function: its tensors, and the ways to run it on others.
+
+    A quantised argument (shardc.runtime.state.quantized) counts as its inner tensors, which get no gradient.
+    """
 
     def __init__(self, cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> None:
         self.cls, self.args, self.at = cls, args, source.of_call()
         self.flat, self.spec = pytree.tree_flatten(args)
-        self.places = [i for i, a in enumerate(self.flat) if isinstance(a, Tensor)]
-        self.tensors: list[Tensor] = [self.flat[i] for i in self.places]
+        self.parts = [inner(a) if isinstance(a, Tensor) else [] for a in self.flat]
+        self.tensors: list[Tensor] = [x for parts in self.parts for x in parts]
         # autograd sees only the tensors that are arguments themselves, not those in lists
         tops = [id(a) for a in args if isinstance(a, Tensor)]
         self.needs = [x.requires_grad and id(x) in tops for x in self.tensors]
-        self.context = Context(tuple(isinstance(a, Tensor) and a.requires_grad for a in args))
+        self.needs_input_grad = tuple(isinstance(a, Tensor) and inner(a)[0] is a and a.requires_grad for a in args)
         self.outs: list[Tensor] = []
 
     def fresh(self) -> Context:
-        return Context(self.context.needs_input_grad)
+        return Context(self.needs_input_grad)
 
     def refuse(self, what: str, fix: str) -> ShardcError:
         return ShardcError(f"the custom autograd function {self.cls.__name__} {what}", where=self.at.line, fix=fix)
@@ -245,17 +207,16 @@ class _Call:
 
     def with_tensors(self, xs: Sequence[Tensor]) -> Any:
         """Return the arguments with other tensors in place of theirs."""
-        flat = list(self.flat)
-        for i, x in zip(self.places, xs, strict=True):
-            flat[i] = x
+        rest, flat = iter(xs), list[Any]()
+        for a, parts in zip(self.flat, self.parts, strict=True):
+            some = list(itertools.islice(rest, len(parts)))
+            flat.append(a if not parts else some[0] if parts[0] is a else from_inner_tensors(a, some))
         return pytree.tree_unflatten(flat, self.spec)
 
     def back(self, ctx: Context, gs: Sequence[Tensor]) -> list[Tensor | None]:
         """Run backward; return the gradient of every tensor, in its shape and dtype, or None."""
-        function = self.cls.backward
-        function = getattr(
-            function, "__wrapped__", function
-        )  # without `once_differentiable`: it is differentiated here
+        # without `once_differentiable`: it is differentiated here
+        function = getattr(self.cls.backward, "__wrapped__", self.cls.backward)
         returned = function(ctx, *gs)
         returned = returned if isinstance(returned, tuple) else (returned,)
         by_id = {id(a): g for a, g in zip(self.args, returned, strict=False) if isinstance(a, Tensor)}
@@ -285,9 +246,9 @@ class _Call:
             g is not None and uses(g, gs) and not smooth for g, smooth in zip(grads, self.differentiable, strict=True)
         )
         linear = linear and not any(t is not None and uses(t, gs) for t in paths)
-        zero = Zeros(module, gs)
+        zero = zero_with(gs, module)
         constants = [g if g is not None and not zero(g) else None for g in grads]
-        heavy = any(map(works, only_for_paths(paths, ys)))
+        heavy = any(map(works, values.behind(n for n in paths if n is not None) - values.behind(ys)))
         missing = self.missing(paths, module.graph.find_nodes(op="placeholder")[n : 2 * n])
         if (not linear or heavy) and self.is_derivative():
             return Study(module, outputs, True, missing)
@@ -326,13 +287,8 @@ class _Call:
             self.differentiable = [g is not None and g.requires_grad for g in grads]
             pairs = [(g, dx.to(g.dtype)) for g, dx in zip(grads, dxs, strict=True) if g is not None and g.requires_grad]
             inputs = [g for g, s in zip(leaves, smooth, strict=True) if s]
-            paths_back = (
-                torch.autograd.grad([g for g, _ in pairs], inputs, [d for _, d in pairs], allow_unused=True)
-                if pairs
-                else ()
-            )
-        remaining = iter(paths_back)
-        paths = [next(remaining, None) if s else None for s in smooth]
+            back = _gradients(pairs, inputs)
+        paths = [next(back, None) if s else None for s in smooth]
         return ys, paths, [None if g is None else g.detach() for g in grads]
 
     def is_derivative(self) -> bool:
@@ -370,14 +326,16 @@ class _Call:
             leaves = [x.requires_grad_(need) for x, need in zip(xs, self.needs, strict=True)]
             again = _tensors(forward(self.cls, self.fresh(), self.with_tensors(leaves)))
         pairs = [(y, g) for y, g in zip(again, gs, strict=True) if y.requires_grad]
-        inputs = [x for x in leaves if x.requires_grad]
-        grads = (
-            torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
-            if pairs
-            else ()
-        )
-        remaining = iter(grads)
-        return written, [next(remaining, None) if x.requires_grad else None for x in leaves]
+        grads = _gradients(pairs, [x for x in leaves if x.requires_grad])
+        return written, [next(grads, None) if x.requires_grad else None for x in leaves]
+
+
+def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Iterator[Tensor | None]:
+    """Compute the gradient of each input. pairs: results, each with its gradient."""
+    if not pairs:
+        return iter(())
+    results, seeds = zip(*pairs, strict=True)
+    return iter(torch.autograd.grad(results, inputs, seeds, allow_unused=True))
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
@@ -423,24 +381,18 @@ def _shape_only(node: fx.Node) -> bool:
     return node.op == "call_function" and (name.endswith("_like") or name.startswith("new_"))
 
 
-class Zeros:
-    """Finds values of a traced graph that are zero if the sources are: linear ops map zeros to zero."""
+def zero_with(sources: Sequence[fx.Node], module: fx.GraphModule) -> Callable[[fx.Node], bool]:
+    """Return a test: whether a value of a traced graph is zero if the sources are. Linear ops map zeros to zero."""
+    for node in module.graph.nodes:
+        val = node.meta.get("val")
+        node.meta["value"] = values.of_tensor(val) if isinstance(val, Tensor) else None
 
-    def __init__(self, module: fx.GraphModule, sources: Sequence[fx.Node]) -> None:
-        self.module = module
-        self.known = dict.fromkeys(sources, True)
-        for node in module.graph.nodes:
-            val = node.meta.get("val")
-            node.meta["value"] = values.of_tensor(val) if isinstance(val, Tensor) else None
-
-    def __call__(self, node: fx.Node) -> bool:
-        if node not in self.known:
-            self.known[node] = self._look(node)
-        return self.known[node]
-
-    def _look(self, node: fx.Node) -> bool:
+    @cache
+    def zero(node: fx.Node) -> bool:
+        if node in sources:
+            return True
         if node.op == "get_attr":
-            value = getattr(self.module, str(node.target), None)
+            value = getattr(module, str(node.target), None)
             return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not bool(value.any())
         if node.op != "call_function" or node.meta["value"] is None:
             return False
@@ -454,17 +406,14 @@ class Zeros:
         if rule is None or any(n.meta["value"] is None for n in operands):
             return False
         return any(
-            group and all(i < len(operands) and self(operands[i]) for i in group)
+            group and all(i < len(operands) and zero(operands[i]) for i in group)
             for group in rule.groups(call_of(node))
         )
+
+    return zero
 
 
 def works(node: fx.Node) -> bool:
     """Return whether an op's work counts (matmuls, convolutions, attention)."""
     rule = registry.find(node.target) if node.op == "call_function" else None
     return rule is not None and rule.flops is not None
-
-
-def only_for_paths(paths: Sequence[fx.Node | None], ys: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that the paths need and the results do not."""
-    return values.behind(n for n in paths if n is not None) - values.behind(ys)

@@ -19,10 +19,10 @@ are refused. The blocks of a BlockMask contain the same as its mask_mod, and are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,21 +39,17 @@ aten = torch.ops.aten
 Mod = Callable[..., Tensor]
 
 
-@contextmanager
-def as_ops() -> Iterator[None]:
+def as_ops() -> AbstractContextManager[None]:
     """Replace `flex_attention` by ops in the block, under any imported name, compiled or not.
 
     `create_block_mask` then computes no blocks.
     """
-    with replaced_flex_attention(partial(_written_out, {}), blocks=False):
-        yield
+    return replaced_flex_attention(partial(_written_out, {}), blocks=False)
 
 
-@contextmanager
-def in_eager() -> Iterator[None]:
+def in_eager() -> AbstractContextManager[None]:
     """Compute it by torch's own definition in the block, unfused: its kernels have no backward on a CPU."""
-    with replaced_flex_attention(None, blocks=True):
-        yield
+    return replaced_flex_attention(None, blocks=True)
 
 
 def _written_out(
@@ -143,10 +139,9 @@ def _check_blocks(block_mask: Sequence[Any]) -> None:
         return
     counts = [x for x in (partial_blocks, full_blocks) if x is not None]
     if untraced(lambda: int(sum(x.long() for x in counts).min())) < which.shape[-1]:
-        raise ShardcError(
+        raise source.of_call().error(
             "a block mask of flex_attention leaves out blocks, and has no mask_mod that says so",
-            where=source.of_call().line,
-            fix="make it by create_block_mask(mask_mod, ...), or give from_kv_blocks a mask_mod that hides them, too",
+            "make it by create_block_mask(mask_mod, ...), or give from_kv_blocks a mask_mod that hides them, too",
         )
 
 
@@ -234,17 +229,7 @@ _NO_BACKWARD = (
 
 
 def _refused(kind: str, said: str, fix: str, place: Source) -> ShardcError:
-    return ShardcError(f"the {kind} of flex_attention {said} ({place.shown})", where=place.line, fix=fix)
-
-
-class _Known(NamedTuple):
-    """A tensor that has an element for each score, kept alive with its id.
-
-    form: of `_form`, or "index" if it does not depend on scores.
-    """
-
-    x: Tensor
-    form: str
+    return place.error(f"the {kind} of flex_attention {said}", fix)
 
 
 #: Elementwise ops without torch's tag.
@@ -255,17 +240,21 @@ _NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 
 
 class _Ops(TorchDispatchMode):
-    """Watches a mod's ops, and refuses those that differ between all scores at once and each one."""
+    """Watches a mod's ops, and refuses those that differ between all scores at once and each one.
+
+    known: by id, a tensor that has an element for each score, and its form: "score", "sum" or "other" as in `_form`, or
+    "index" if it does not depend on scores. numbers: by id, a tensor that is one number, and that.
+    """
 
     def __init__(self, kind: str, scores: list[Tensor], indices: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kind = kind
-        self.known = {id(x): _Known(x, "score") for x in scores} | {id(x): _Known(x, "index") for x in indices}
+        self.known = {id(x): (x, "score") for x in scores} | {id(x): (x, "index") for x in indices}
         self.numbers: dict[int, tuple[Tensor, float]] = {}
 
     def form(self, x: Any) -> str:
         """Return the form of a result; "index" if it depends on no index."""
-        return self.known[id(x)].form if id(x) in self.known else "index"
+        return self.known[id(x)][1] if id(x) in self.known else "index"
 
     def __torch_dispatch__(
         self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -279,7 +268,7 @@ class _Ops(TorchDispatchMode):
         if op in _NEW or not isinstance(out, Tensor) or not any(id(x) in self.known for x in operands):
             return out
         self._check(op, args, operands)
-        self.known[id(out)] = _Known(out, self._of(op, args, kwargs or {}, out))
+        self.known[id(out)] = out, self._of(op, args, kwargs or {}, out)
         return out
 
     def _check(self, op: OpOverload, args: Sequence[Any], operands: Sequence[Tensor]) -> None:

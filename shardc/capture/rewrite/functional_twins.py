@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.capture.rewrite import call_like
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.ir.graph import call_like
 from shardc.ir.types import op_name
+from shardc.passes.canonical.rewrite import Args
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::with_gradient_of)
 from shardc.torch_private import OpOverload
 
@@ -89,31 +90,31 @@ def _name(argument: Any) -> str:
     return "self" if argument.name == "input" else str(argument.name)
 
 
-def functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def functional(node: fx.Node) -> fx.Node:
     """Write an in-place op's functional twin at the insertion point. Raises ShardcError without one."""
     assert isinstance(node.target, OpOverload)
     name, overload = node.target._schema.name.partition("::")[2], node.target._overloadname
     x, *rest = node.args
     val = node.meta["val"]
     if name == "copy_" or (name == "fill_" and overload != "Scalar"):
-        return _copied(graph, node)
+        return _copied(node)
     if name == "zero_":
-        return call_like(graph, aten.zeros_like.default, (x,), {}, node)
+        return call_like(node, aten.zeros_like.default, x)
     if name == "fill_":
-        return call_like(graph, aten.full_like.default, (x, rest[0]), {}, node)
+        return call_like(node, aten.full_like.default, x, rest[0])
     if overload == "from":  # Python cannot write random.from, so the graph could not be written as code
-        return call_like(graph, aten.randint_like.low_dtype, (x, *rest), {"dtype": val.dtype}, node)
+        return call_like(node, aten.randint_like.low_dtype, x, *rest, dtype=val.dtype)
     if (twin := twin_of(node.target)) is None or sum(_writes(a) for a in node.target._schema.arguments) > 1:
         raise without_twin(node)
     args, kwargs = arguments_of(twin, node)
-    result = call_like(graph, twin, args, kwargs, node)
+    result = call_like(node, twin, *args, **kwargs)
     with torch.no_grad():
         natural = twin(*fx.map_arg(args, _val), **fx.map_arg(kwargs, _val))
     if natural.dtype != val.dtype:  # the in-place op keeps its tensor's dtype, its twin promotes
         result.meta["val"] = natural
-        result = call_like(graph, aten._to_copy.default, (result,), {"dtype": val.dtype}, node)
+        result = call_like(node, aten._to_copy.default, result, dtype=val.dtype)
     if name in _UNSEEN and val.is_floating_point():
-        result = call_like(graph, torch.ops.shardc.with_gradient_of.default, (result, x), {}, node)
+        result = call_like(node, torch.ops.shardc.with_gradient_of.default, result, x)
     return result
 
 
@@ -126,9 +127,7 @@ def without_twin(node: fx.Node) -> ShardcError:
     )
 
 
-def with_zeros(
-    graph: fx.Graph, node: fx.Node, value: fx.Node, flows: Callable[[fx.Node], bool], *, whole: bool = True
-) -> fx.Node:
+def with_zeros(node: fx.Node, value: fx.Node, flows: Callable[[fx.Node], bool], *, whole: bool = True) -> fx.Node:
     """Add autograd's zero gradients of overwritten or compared tensors to a new value.
 
     value: the functional twin's result; flows: whether a gradient flows through a value. whole: all of a tensor is
@@ -140,10 +139,10 @@ def with_zeros(
     if not _continuous(value) or not any(map(flows, over)):
         return value
     kept = [value] if value.target is aten.expand.default and flows(value) else []  # copies have their gradient
-    path, *terms = *kept, *(call_like(graph, aten.mul.Scalar, (n, 0), {}, node, val=_val(n)) for n in over)
+    path, *terms = *kept, *(call_like(node, aten.mul.Scalar, n, 0, val=_val(n)) for n in over)
     for term in terms:
-        path = call_like(graph, aten.add.Tensor, (path, term), {}, node)
-    return call_like(graph, torch.ops.shardc.with_gradient_of.default, (value, path), {}, node)
+        path = call_like(node, aten.add.Tensor, path, term)
+    return call_like(node, torch.ops.shardc.with_gradient_of.default, value, path)
 
 
 def _keeps(value: fx.Node, x: fx.Node) -> bool:
@@ -188,9 +187,7 @@ def _val(node: fx.Node) -> Any:
 
 def arguments_of(twin: OpOverload, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return an in-place call's arguments for its twin, with another order and fewer defaults if needed."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    values = {a.name: a.default_value for a in schema}
-    values |= {a.name: value for a, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    values = Args(node.target, node.args, node.kwargs).named  # type: ignore[arg-type]
     args, kwargs, parameters = list[Any](), dict[str, Any](), twin._schema.arguments
     for a in parameters:
         if not a.kwarg_only:
@@ -208,7 +205,7 @@ def cut_gradients(graph: fx.Graph) -> None:
         if node.op == "call_function" and node.target in _CONSTANT:
             with graph.inserting_before(node):
                 for x in node.all_input_nodes:
-                    node.replace_input_with(x, call_like(graph, aten.detach.default, (x,), {}, node, val=_val(x)))
+                    node.replace_input_with(x, call_like(node, aten.detach.default, x, val=_val(x)))
 
 
 def differentiable_copies(graph: fx.Graph) -> None:
@@ -216,45 +213,42 @@ def differentiable_copies(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is aten.copy.default:
             with graph.inserting_before(node):
-                node.replace_all_uses_with(_copied(graph, node))
+                node.replace_all_uses_with(_copied(node))
             graph.erase_node(node)
 
 
-def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _copied(node: fx.Node) -> fx.Node:
     """Write `copy(x, y)` as y in the shape and dtype of the result."""
     other: Any = node.args[1]
-    val = node.meta["val"]
-    if other.meta["val"].dtype != val.dtype:
-        other = call_like(
-            graph, aten._to_copy.default, (other,), {"dtype": val.dtype}, node, val=other.meta["val"].to(val.dtype)
-        )
-    return call_like(graph, aten.expand.default, (other, list(val.shape)), {}, node)
+    val = _val(node)
+    if _val(other).dtype != val.dtype:
+        other = call_like(node, aten._to_copy.default, other, dtype=val.dtype, val=_val(other).to(val.dtype))
+    return call_like(node, aten.expand.default, other, list(val.shape))
 
 
-def new_statistics(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+def new_statistics(node: fx.Node) -> list[fx.Node]:
     """Write a norm that returns its new statistics: [running mean, running variance, output or outputs]."""
     twin, at = _STATISTICS[node.target]
     if twin is None:
-        return _means_of_images(graph, node)
+        return _means_of_images(node)
     stats = [_val(node.args[i]) for i in (3, 4)]  # type: ignore[arg-type]
     results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"], *stats)
-    call = call_like(graph, twin, node.args[: len(twin._schema.arguments)], {}, node, val=(*results, *stats))
+    call = call_like(node, twin, *node.args[: len(twin._schema.arguments)], val=(*results, *stats))
 
     def result(i: int) -> fx.Node:
-        return call_like(graph, operator.getitem, (call, i), {}, node, val=call.meta["val"][i])
+        return call_like(node, operator.getitem, call, i, val=_val(call)[i])
 
     return [result(at), result(at + 1), result(0) if node.target is aten.batch_norm.default else call]
 
 
-def _means_of_images(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+def _means_of_images(node: fx.Node) -> list[fx.Node]:
     """Write instance_norm without updates, and running means over images of means and unbiased variances."""
     x, weight, bias, *running, _training, momentum, eps, cudnn = node.args
     assert isinstance(x, fx.Node)
     assert isinstance(momentum, float)
 
     def call(op: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
-        vals = fx.map_arg(args, lambda n: n.meta["val"])
-        return call_like(graph, op, args, kwargs, node, val=op(*vals, **kwargs))
+        return call_like(node, op, *args, val=op(*fx.map_arg(args, _val), **kwargs), **kwargs)
 
     space = list(range(2, x.meta["val"].dim()))
     data = call(aten.detach.default, x)
@@ -265,10 +259,5 @@ def _means_of_images(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     new = []
     for old, now in zip(running, means, strict=True):
         assert isinstance(old, fx.Node)
-        new.append(call(aten.lerp.Scalar, old, call(aten._to_copy.default, now, dtype=old.meta["val"].dtype), momentum))
-    return [
-        *new,
-        call_like(
-            graph, aten.instance_norm.default, (x, weight, bias, None, None, True, momentum, eps, cudnn), {}, node
-        ),
-    ]
+        new.append(call(aten.lerp.Scalar, old, call(aten._to_copy.default, now, dtype=_val(old).dtype), momentum))
+    return [*new, call_like(node, node.target, x, weight, bias, None, None, True, momentum, eps, cudnn)]

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardc.capture.rewrite import call_like, replace_results
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.ir.graph import call_like
 from shardc.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode, decompositions, pytree
 
 aten = torch.ops.aten
@@ -41,22 +41,13 @@ def inline_regions(gm: fx.GraphModule) -> set[fx.Node]:
         return cut
     for node in regions:
         with gm.graph.inserting_before(node):
-            _replace(node, _region(gm.graph, gm, node, node.args, True, cut))
+            replace_results(node, _region(gm.graph, gm, node, node.args, True, cut))
     for node in reversed(gm.graph.nodes):
         if node.op == "get_attr" and not node.users:
             gm.graph.erase_node(node)
     gm.graph.lint()
     gm.recompile()
     return cut
-
-
-def _replace(call: fx.Node, results: Sequence[Any]) -> None:
-    """Put the results of an inlined region in the place of its `getitem`s."""
-    for user in list(call.users):
-        assert user.target is operator.getitem, f"{user.format_node()} uses a region's results as a whole"
-        user.replace_all_uses_with(results[int(user.args[1])])  # type: ignore[arg-type]
-        user.graph.erase_node(user)
-    call.graph.erase_node(call)
 
 
 def _region(
@@ -93,7 +84,7 @@ def _region(
     def crossing(x: Any, to_grad: bool) -> Any:
         """Detach a value made without gradients where gradients are recorded again."""
         if to_grad and isinstance(x, fx.Node) and x in cut:
-            return call_like(graph, aten.detach.default, (x,), {}, x)
+            return call_like(x, aten.detach.default, x)
         return x
 
     env: dict[fx.Node, Any] = {}
@@ -197,16 +188,17 @@ class AutocastRegion:
             key = env[n], dtype
             casted = self._cache.get(key)
             if casted is None:
-                casted = call_like(
-                    graph, aten._to_copy.default, (env[n],), {"dtype": dtype}, node, val=operands[n].to(dtype)
-                )
+                wide = operands[n].to(dtype)
+                casted = call_like(node, aten._to_copy.default, env[n], dtype=dtype, val=wide, graph=graph)
                 casts.append(casted)
                 if env[n].op == "placeholder" and grad and dtype is self._dtype:
                     self._cache[key] = casted
             return casted
 
         copied = graph.node_copy(node, cast)
-        if self._result(node, dtypes) != _dtypes_of(node.meta["val"]):
+        with torch.no_grad():
+            results = _dtypes_of(_call(node, dtypes))
+        if results != _dtypes_of(node.meta["val"]):
             fault = f"the model turns autocast ({self._dtype}) on around {node.target}, which casts inside"
             raise ShardcError(fault, where=source.place(node), fix=FIX)
         return copied, casts
@@ -219,10 +211,6 @@ class AutocastRegion:
         with torch.no_grad(), without, suppress(RuntimeError):  # if operands have several dtypes
             _call(node, {})
         return {i: dtype for i, dtype in with_region.dtypes.items() if without.dtypes.get(i) != dtype}
-
-    def _result(self, node: fx.Node, dtypes: dict[int, torch.dtype]) -> list[torch.dtype]:
-        with torch.no_grad():
-            return _dtypes_of(_call(node, dtypes))
 
 
 def _call(node: fx.Node, dtypes: dict[int, torch.dtype]) -> Any:

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from shardc.capture.rewrite import replace_results
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
@@ -34,7 +34,6 @@ from shardc.torch_private import (
     OpOverload,
     backward_decompositions,
     decompositions,
-    replaced_engine,
     traced_functional,
     traced_node,
 )
@@ -55,39 +54,31 @@ GRADIENT = torch.ops.shardc.gradient.default
 # --- while a model is traced
 
 
-@contextmanager
-def recorded() -> Iterator[None]:
-    """Record torch.autograd.grad on traced tensors as one op in the graph, inside the block."""
-    with replaced_engine(_engine):
-        yield
-
-
-def _engine(
+def recorded(
     original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradient of every input, as autograd's engine does; None if nothing depends on it."""
+    """Return the gradient of every input, as autograd's engine does; None if nothing depends on it.
+
+    On traced tensors it is one op in the graph.
+    """
     if not any(isinstance(x, FakeTensor) for x in outputs):
         return original(outputs, *args, **kwargs)  # type: ignore[no-any-return]
-    place = source.of_call()
     if kwargs.get("accumulate_grad"):
-        fault = f"backward() is called inside forward ({place.shown})"
-        raise ShardcError(
-            fault, where=place.line, fix="use torch.autograd.grad(y, x, create_graph=True), which returns a tensor"
-        )
+        fix = "use torch.autograd.grad(y, x, create_graph=True), which returns a tensor"
+        raise source.of_call().error("backward() is called inside forward", fix)
     weights, _retain, differentiable, inputs, allow_unused = args
     sources = [traced_node(x) for x in outputs]
     if any(n is None for n in sources):
-        raise ShardcError(
-            f"a gradient is computed inside a transform of torch.func ({place.shown}), where tracing does not see it",
-            where=place.line,
-            fix="use torch.autograd.grad(y, x, create_graph=True) outside of vmap and the like",
+        raise source.of_call().error(
+            "a gradient is computed inside a transform of torch.func, where tracing does not see it",
+            "use torch.autograd.grad(y, x, create_graph=True) outside of vmap and the like",
         )
     above = values.behind([n for n in sources if n is not None], _carries)
     used = [x for x in inputs if traced_node(x) in above]
     if len(used) < len(inputs) and not allow_unused:
-        fault = f"the result does not depend on the tensor with respect to which a gradient is taken ({place.shown})"
-        raise ShardcError(
-            fault, where=place.line, fix="differentiate a result of that very tensor, or pass allow_unused=True"
+        raise source.of_call().error(
+            "the result does not depend on the tensor with respect to which a gradient is taken",
+            "differentiate a result of that very tensor, or pass allow_unused=True",
         )
     seeds = [torch.ones_like(y) if w is None else w for y, w in zip(outputs, weights, strict=True)]
     grads = iter(GRADIENT(list(outputs), used, seeds, bool(differentiable)) if used else [])
@@ -113,12 +104,8 @@ def expand(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         if node.target is GRADIENT:
             with graph.inserting_before(node):
                 grads = _Backward(graph, node).run()
-            for user in list(node.users):
-                assert user.target is operator.getitem
-                new_of[user] = grads[int(user.args[1])]
-                user.replace_all_uses_with(new_of[user])
-                graph.erase_node(user)
-            graph.erase_node(node)
+            new_of |= {user: grads[int(user.args[1])] for user in node.users}
+            replace_results(node, grads)
     return new_of
 
 

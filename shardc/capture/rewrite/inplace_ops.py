@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from shardc.capture.rewrite import view_writes
+from shardc.capture.rewrite import call_like, view_writes
 from shardc.capture.rewrite.functional_twins import (
     functional,
     is_inplace,
@@ -28,7 +28,6 @@ from shardc.capture.rewrite.functional_twins import (
 )
 from shardc.errors import ShardcError
 from shardc.ir import source, types
-from shardc.ir.graph import call_like
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -39,26 +38,22 @@ def remove_inplace(
 ) -> dict[str, fx.Node] | None:
     """Replace in-place ops, in place. buffers, params: placeholders and their names.
 
-    Returns {buffer: its new value}; None (and an unchanged graph) if a changed tensor has living views.
+    Returns {buffer: its new value}; None (and an unchanged graph) if a changed tensor has living views, or is `out=`.
     Raises ShardcError for a parameter that is written to, and for activations changed behind autograd's back.
     """
-    if not view_writes.without_out(graph):
-        return None
     order = {node: i for i, node in enumerate(graph.nodes)}
     root, family = families(graph)
     inplace = [node for node in graph.nodes if is_inplace(node)]
     grads = _with_gradient(graph, params, cut) if inplace else set()
     shared: set[fx.Node] = set()  # writes that are visible elsewhere: through views, or to tensors with views
     for node in inplace:
+        if any(a.is_out for a in node.target._schema.arguments):
+            return None
         if not isinstance(node.args[0], fx.Node):  # a list: torch._foreach_add_
             raise without_twin(node)
         for x in () if is_view(node) else written(node):
             if (name := params.get(root[x])) is not None:
-                raise ShardcError(
-                    f"the forward pass writes to the parameter {name.removeprefix('model.')!r}",
-                    where=source.place(node),
-                    fix="change parameters outside of forward, or make it a buffer",
-                )
+                raise writes_to_parameter(name, node)
             if (
                 ((node in cut and root[x] not in cut) or _detached(x, grads))
                 and root[x] not in buffers
@@ -87,18 +82,18 @@ def remove_inplace(
     for node in inplace:
         changes = written(node)
         with graph.inserting_before(node):
-            values = new_statistics(graph, node) if updates_statistics(node) else [functional(graph, node)]
+            values = new_statistics(node) if updates_statistics(node) else [functional(node)]
             base = root.get(changes[0], changes[0])
             whole = node not in shared or changes[0].meta["val"].numel() == base.meta["val"].numel()
             if node not in cut and not updates_statistics(node):
-                values = [with_zeros(graph, node, values[0], lambda n: _flows(n, params, cut), whole=whole)]
+                values = [with_zeros(node, values[0], lambda n: _flows(n, params, cut), whole=whole)]
             *new, result = values if len(values) > 1 else [values[0], values[0]]
             stored.update(() if is_view(node) else values)
             changed = dict(zip(changes, new, strict=True))
             if node in shared:
-                part = call_like(graph, aten.detach.default, (new[0],), {}, new[0]) if node in cut else new[0]
+                part = call_like(new[0], aten.detach.default, new[0]) if node in cut else new[0]
                 stored.add(part)
-                base, value, result = view_writes.write(graph, changes[0], part, node, order, aliased)
+                base, value, result = view_writes.write(changes[0], part, node, order, aliased)
                 changed = {base: value}
         if node in cut:
             cut.update(values, changed.values())
@@ -112,6 +107,15 @@ def remove_inplace(
         node.replace_all_uses_with(result)
         graph.erase_node(node)
     return {buffers[p]: node for p, node in latest.items()}
+
+
+def writes_to_parameter(name: str, node: fx.Node) -> ShardcError:
+    """Return the error for a forward that writes to a parameter. name: as it is exported; node: the op."""
+    return ShardcError(
+        f"the forward pass writes to the parameter {name.removeprefix('model.')!r}",
+        where=source.place(node),
+        fix="change parameters outside of forward, or make it a buffer",
+    )
 
 
 def families(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, list[fx.Node]]]:
@@ -184,15 +188,14 @@ def _only_one_lives(x: fx.Node, write: fx.Node, family: Sequence[fx.Node], order
     def read_later(node: fx.Node) -> bool:
         return any(order[user] > order[write] for user in node.users)
 
-    def same(node: fx.Node) -> bool:
-        """Return whether `node` is the same whole tensor, also after earlier in-place ops on it."""
+    def before_writes(node: fx.Node) -> fx.Node:
+        """Return the same whole tensor before in-place ops on it."""
         while is_inplace(node) and not updates_statistics(node):
             node = node.args[0]  # type: ignore[assignment]
-        return node is base
+        return node
 
-    base = x
-    while is_inplace(base) and not updates_statistics(base):
-        base = base.args[0]  # type: ignore[assignment]
-    if _aliased(base) is not None and any(read_later(n) or n.op == "placeholder" for n in family if not same(n)):
+    base = before_writes(x)
+    others = [n for n in family if before_writes(n) is not base]
+    if _aliased(base) is not None and any(read_later(n) or n.op == "placeholder" for n in others):
         return False
-    return not any(read_later(n) for n in family if not same(n) and order[n] < order[write])
+    return not any(read_later(n) for n in others if order[n] < order[write])

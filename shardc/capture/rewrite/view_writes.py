@@ -1,10 +1,7 @@
-"""Write functional ops for writes through views, and to `out=`.
+"""Write functional ops for writes through views.
 
 before    v = slice(x, 1, 0, 4);  copy_(v, y);                     use(x), use(v)
 after     v' = y;                 x' = slice_scatter(x, v', 1, 0, 4);  use(x'), use(v')
-
-before    div(a, b, out=x)
-after     copy_(x, div(a, b))
 """
 
 from __future__ import annotations
@@ -15,13 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.capture.rewrite.functional_twins import mutates, twin_of
-from shardc.ir.graph import call_like
+from shardc.capture.rewrite import call_like
+from shardc.capture.rewrite.functional_twins import mutates
+from shardc.passes.canonical.rewrite import Args
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
-#: Creates a node with another one's metadata, as shardc.ir.graph.call_like does.
-Like = Callable[..., fx.Node]
 Aliased = Callable[[fx.Node], fx.Node | None]
 
 #: Views of a part -> the op that puts the part back: (whole, part, *the view's other arguments).
@@ -64,21 +60,21 @@ def can_write(
 
 
 def write(
-    graph: fx.Graph, x: fx.Node, new: fx.Node, writer: fx.Node, order: dict[fx.Node, int], aliased: Aliased
+    x: fx.Node, new: fx.Node, writer: fx.Node, order: dict[fx.Node, int], aliased: Aliased
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Put `new`, the value of the view `x` from `writer` on, into its base tensor, at the insertion point.
 
     Later reads of the tensor or its views get the new value. Returns the tensor, its new value, and the view of that.
     """
 
-    def now(*args: Any, **meta: Any) -> fx.Node:
-        copy = call_like(*args, **meta)
-        order[copy] = order[writer]
-        return copy
+    def call(target: Any, *args: Any, **options: Any) -> fx.Node:
+        added = call_like(writer, target, *args, **options)
+        order[added] = order[writer]
+        return added
 
     root, value = x, new
     while (whole := aliased(root)) is not None:
-        root, value = whole, _replaced(graph, root, whole, value, writer, now)
+        root, value = whole, _replaced(root, whole, value, call)
     fresh = {root: value}
 
     def renewed(view: fx.Node) -> fx.Node:
@@ -86,7 +82,9 @@ def write(
         if view not in fresh:
             parent = aliased(view)
             assert parent is not None
-            fresh[view] = now(graph, view.target, (renewed(parent), *view.args[1:]), dict(view.kwargs), view)
+            options: dict[str, Any] = dict(view.kwargs)
+            fresh[view] = call_like(view, view.target, renewed(parent), *view.args[1:], **options)
+            order[fresh[view]] = order[writer]
         return fresh[view]
 
     for view in list(_family(root, aliased)):
@@ -107,49 +105,34 @@ def _family(root: fx.Node, aliased: Aliased) -> Iterator[fx.Node]:
             yield from _family(user, aliased)
 
 
-def _replaced(graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, writer: fx.Node, like: Like) -> fx.Node:
-    """Return the whole with a part of it replaced."""
+def _replaced(view: fx.Node, whole: fx.Node, part: fx.Node, call: Callable[..., fx.Node]) -> fx.Node:
+    """Return the whole with a part of it replaced. call: adds a call."""
     val = whole.meta["val"]
     if view.target in _PARTS and val.is_complex():
-        return _replaced_complex(graph, view, whole, part, writer, like)
+        return _replaced_complex(view, whole, part, call)
     if view.target in _PARTS:
-        return like(graph, _PARTS[view.target], (whole, part, *view.args[1:]), dict(view.kwargs), writer, val=val)
+        return call(_PARTS[view.target], whole, part, *view.args[1:], **view.kwargs, val=val)
     if (order := _transposed(view)) is not None:
-        return like(
-            graph, aten.permute.default, (part, [order.index(d) for d in range(len(order))]), {}, writer, val=val
-        )
-    return like(graph, aten.reshape.default, (part, list(val.shape)), {}, writer, val=val)
+        return call(aten.permute.default, part, [order.index(d) for d in range(len(order))], val=val)
+    return call(aten.reshape.default, part, list(val.shape), val=val)
 
 
-def _replaced_complex(
-    graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, writer: fx.Node, like: Like
-) -> fx.Node:
+def _replaced_complex(view: fx.Node, whole: fx.Node, part: fx.Node, call: Callable[..., fx.Node]) -> fx.Node:
     """Put back complex parts as pairs of reals: torch cannot differentiate those ops on complex numbers."""
     val = whole.meta["val"]
-    names = [a.name for a in view.target._schema.arguments]  # type: ignore[union-attr]
-    arguments = dict(zip(names, view.args, strict=False)) | view.kwargs
-    arguments |= {
-        n: int(arguments.get(n, default)) % val.dim()
-        for n, default in (("dim", 0), ("dim1", 0), ("dim2", 1))
-        if n in names
-    }
+    assert isinstance(view.target, OpOverload)
+    _, *arguments = Args(view.target, view.args, view.kwargs).named.items()
+    rest = [x % val.dim() if name.startswith("dim") else x for name, x in arguments]
 
     def paired(x: fx.Node) -> fx.Node:
-        plain = like(graph, aten.resolve_conj.default, (x,), {}, writer, val=x.meta["val"].resolve_conj())
-        return like(graph, aten.view_as_real.default, (plain,), {}, writer, val=torch.view_as_real(plain.meta["val"]))
+        plain = call(aten.resolve_conj.default, x, val=x.meta["val"].resolve_conj())
+        return call(aten.view_as_real.default, plain, val=torch.view_as_real(plain.meta["val"]))
 
     real, pairs = paired(whole), paired(part)
     if view.target is aten.diagonal.default:  # a diagonal is the last dim of its view
-        pairs = like(graph, aten.transpose.int, (pairs, -2, -1), {}, writer, val=pairs.meta["val"].transpose(-2, -1))
-    put = like(
-        graph,
-        _PARTS[view.target],
-        (real, pairs, *(arguments[n] for n in names[1:] if n in arguments)),
-        {},
-        writer,
-        val=real.meta["val"],
-    )
-    return like(graph, aten.view_as_complex.default, (put,), {}, writer, val=val)
+        pairs = call(aten.transpose.int, pairs, -2, -1, val=pairs.meta["val"].transpose(-2, -1))
+    put = call(_PARTS[view.target], real, pairs, *rest, val=real.meta["val"])
+    return call(aten.view_as_complex.default, put, val=val)
 
 
 def _transposed(view: fx.Node) -> list[int] | None:
@@ -175,28 +158,3 @@ def _certain(node: fx.Node) -> bool:
         aten.reshape.default,
         aten.contiguous.default,
     )
-
-
-def without_out(graph: fx.Graph) -> bool:
-    """Replace ops that write to `out=` by functional ones and copies; False if one has no functional twin."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, OpOverload):
-            continue
-        outs = [a.name for a in node.target._schema.arguments if a.is_out]
-        if not outs:
-            continue
-        twin = twin_of(node.target)
-        target = node.kwargs.get(outs[0])
-        if (
-            twin is None
-            or len(outs) > 1
-            or not isinstance(target, fx.Node)
-            or target.meta["val"].shape != node.meta["val"].shape
-        ):
-            return False
-        with graph.inserting_before(node):
-            result = call_like(graph, twin, node.args, {k: v for k, v in node.kwargs.items() if k not in outs}, node)
-            copied = call_like(graph, aten.copy_.default, (target, result), {}, node)
-        node.replace_all_uses_with(copied)
-        graph.erase_node(node)
-    return True
