@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ import typer
 
 from shardc.cli.common import Show, is_artifact, model_of, print_model_file, program_of, reporting
 from shardc.cli.options import Named
-from shardc.cli.ranks import compile_once, lasting_output
+from shardc.cli.ranks import lasting_output
+from shardc.cli.ranks.compile_once import compiled_once
 from shardc.cli.ranks.run_folder import run_folder
 from shardc.errors import ShardcError
 
@@ -32,8 +33,8 @@ def ranks(named: Named, nproc: int | None, weights: Path | None) -> Iterator[Ran
     """Yield the ranks of a command; then exit with their status. Raises ShardcError for wrong `weights`."""
     one_rank = any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
     lasting_output.install(report_loss=named.as_json or one_rank)  # else rank 0, which writes the lines, reports it
-    with reporting(named.debug, named.as_json) as show, ExitStack() as stack:
-        all_ranks = Ranks(named, nproc, weights, show, stack)
+    with reporting(named.debug, named.as_json) as show, run_folder() as folder:
+        all_ranks = Ranks(named, nproc, weights, show, folder)
         yield all_ranks
     if all_ranks.joined:
         from shardc.cli.ranks import worker
@@ -48,11 +49,11 @@ class Ranks:
     show: prints the result. folder: the temporary folder of the run. status: exit status of the last job.
     """
 
-    def __init__(self, named: Named, nproc: int | None, weights: Path | None, show: Show, stack: ExitStack) -> None:
+    def __init__(self, named: Named, nproc: int | None, weights: Path | None, show: Show, folder: Path) -> None:
         from shardc.runtime import launch
 
         self.named, self.show, self.status = named, show, 0
-        self.folder, self._nproc, self._stack = stack.enter_context(run_folder()), nproc, stack
+        self.folder, self._nproc = folder, nproc
         launch.join_slurm()
         self.joined = launch.in_world()
         self._weights = _weights(weights)
@@ -65,15 +66,13 @@ class Ranks:
         """
         from shardc.runtime.mesh import presence
 
-        shared = compile_once.meeting() if self.joined and not is_artifact(self.named.model) else None
-        compile_once.check(shared)  # else this process would wait for a first one that has ended
         process = presence.begin(*(() if watch is None else (watch,))) if self.joined else None
         world = int(os.environ["WORLD_SIZE"]) if self.joined else self._nproc
         compiled = functools.partial(program_of, self.named, world=world, as_compiled=as_compiled)
-        first = os.environ.get("LOCAL_RANK", "0") == "0"
         with process.activity.during("compiling") if process is not None else nullcontext():
-            once = compile_once.once(shared, first=first, compiled=compiled, read=self._read)
-            self._program = program = self._stack.enter_context(once)
+            once = self.joined and not is_artifact(self.named.model)
+            program = compiled_once(self.folder / "program", compiled, self._read) if once else compiled()
+            self._program = program
         named = self.named.model_file
         self._ref = named or (model_of(program.meta) if is_artifact(self.named.model) else program.meta["model_ref"])
         if world is not None and world != program.mesh.world:
@@ -102,7 +101,8 @@ class Ranks:
         artifact = Path(self.named.model)
         if not is_artifact(self.named.model):
             artifact = self.folder / "program"
-            self._program.save(artifact)
+            if not artifact.exists():
+                self._program.save(artifact)
         elif os.environ.get("LOCAL_RANK", "0") == "0":
             print_model_file(self.named.model, "" if self.named.model_file else self._ref, writes or {})
         example = self._program.meta.get("example", {})
