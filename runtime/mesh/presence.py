@@ -51,10 +51,10 @@ class Presence:
     def of(store: Any, rank: int, world: int, *, named: float) -> Presence:
         """Announce this rank, and watch. named: seconds, of Watch; 0: never."""
         activity, processes, watch = Activity(), None, None
-        if world > 1 and can_watch(store):
+        if can_watch(store):
             processes = Processes(store.clone(), rank, world)  # the main thread may hold the store while it waits
             activity.noted.append(processes.note)
-            if named:
+            if named and world > 1:
                 watch = Watch(World(world), rank, activity, store, processes, named=named, met=False)
         return Presence(store, rank, world, activity, processes, watch)
 

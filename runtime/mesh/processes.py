@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardc.runtime.launch import process_state
+from shardc.runtime.launch import file_of, process_state
 
 _NOTE = 160  # bytes of the text that describes what a rank is doing
 _ENDING = "told to end by a signal"
@@ -45,7 +45,7 @@ class Processes:
         self._store, self._rank, self._world, self._machine = store, rank, world, _machine()
         self._here = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # number of ranks on this machine
         self._found: dict[int, _Process] = {}
-        self._note, file = _memory()
+        self._note, file = _memory(rank)
         if self._machine:
             _, born = process_state(os.getpid())
             store.append(self._key, f"{rank} {os.getpid()} {born} {file};")
@@ -123,11 +123,17 @@ def _machine() -> str:
     return ""
 
 
-def _memory() -> tuple[mmap.mmap | None, int]:
-    """Make (memory, its descriptor). It has no name, so that it vanishes when no process has it open."""
-    if not hasattr(os, "memfd_create"):
+def _memory(rank: int) -> tuple[mmap.mmap | None, int]:
+    """Make (memory, its descriptor): the file that `launch` reads, else without a name.
+
+    Memory without a name vanishes when no process has it open.
+    """
+    if (path := file_of(rank, "doing")) is not None:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    elif hasattr(os, "memfd_create"):
+        file = os.memfd_create("shardc-doing")
+    else:
         return None, -1
-    file = os.memfd_create("shardc-doing")
     os.ftruncate(file, _NOTE)
     return mmap.mmap(file, _NOTE), file
 

@@ -64,11 +64,6 @@ class Job:
         return Path(self.folder) / "result.json"
 
     @property
-    def progress(self) -> Path | None:
-        """The folder where the launcher reads what each rank does (shardc.runtime.launch.Progress)."""
-        return Path(self.folder) if self.folder and not self.joined else None
-
-    @property
     def settings(self) -> Run:
         return Run.model_validate({name: tuple(x) if isinstance(x, list) else x for name, x in self.run.items()})
 
@@ -78,7 +73,6 @@ def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh]:
     from shardc.api import load
     from shardc.cli import model_file
     from shardc.recompile import Resizer
-    from shardc.runtime.launch import Progress
     from shardc.runtime.stage.communicators import runtime_mesh
 
     settings = job.settings
@@ -88,8 +82,6 @@ def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh]:
     program = dataclasses.replace(program, resize=Resizer(file.on_meta, file.loss, {}, _compiled, forward, file.batch))
     timeout = timedelta(seconds=settings.timeout) if settings.timeout else None
     mesh = runtime_mesh(program, watch=settings.watch, timeout=timeout)
-    if job.progress:
-        mesh.activity.noted.append(Progress(job.progress / f"rank{mesh.rank}").note)
     if mesh.watch is not None and settings.log:
         mesh.watch.record = functools.partial(_record, Path(settings.log) / f"flight-rank{mesh.rank}.json")
     return file, program, mesh

@@ -133,19 +133,17 @@ class Ranks:
             worker.main(str(file))
             return 0
         hidden_modules.check_folder(Path.cwd())
-        failed_first: list[int] = []
+        errors: list[dict[str, str]] = []
         self.status = launch.launch(
             [sys.executable, "-m", "shardc.cli.ranks.worker", str(file)],
             self._program.mesh,
-            progress=self.folder,
-            failed_first=failed_first.append,
+            folder=self.folder,
+            failed_first=errors.extend,
             stdout=sys.stderr.fileno() if self.named.as_json else None,
             patience=SAVING,
         )
-        if failed_first and self.named.as_json:
-            report = self.folder / f"errors{failed_first[0]}.json"
-            killed = [{"where": f"rank {failed_first[0]}", "what": "the process was killed", "fix": ""}]
-            self.show(json.dumps({"errors": json.loads(report.read_text()) if report.exists() else killed}))
+        if errors and self.named.as_json:
+            self.show(json.dumps({"errors": errors}))
         return self.status
 
     def result(self, job: Job) -> dict[str, Any] | None:

@@ -13,8 +13,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,10 +22,10 @@ from shardc.cli.ranks import forward_jobs, lasting_output
 from shardc.cli.ranks.job import Job, collect_as_usual, joined, weights_of
 from shardc.cli.ranks.save_lock import SaveLock
 from shardc.cli.ranks.training_loop import FIRST_WORD, Interrupted, Signals, Training, checkpoints, peak_memory
-from shardc.cli.ranks.user_frames import one_line, place, print_error
+from shardc.cli.ranks.user_frames import one_line, place, users_traceback
 from shardc.cli.same_error_once import for_this_rank
 from shardc.errors import ShardcError
-from shardc.runtime.launch import last_words
+from shardc.runtime.launch import report_failure
 from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_memory
 
 if TYPE_CHECKING:
@@ -171,16 +169,14 @@ def main(file: str) -> None:
         _refuse(job, e, GAVE_UP if isinstance(e, RankFailedError) else 1 if isinstance(e, ReplicasDifferError) else 2)
     except Interrupted as e:
         print(e, file=sys.stderr, flush=True)
-        _report_errors(job, [{"where": "signal", "what": str(e), "fix": ""}])
+        _report(job, "", [{"where": "signal", "what": str(e), "fix": ""}])
         end_rank(128 + e.number)
     except BaseException as e:
         if no_memory(e):
             _refuse(job, out_of_memory(e, "weights, gradients and the optimizer's state, before or after a step"))
-        with _last_words(job):
-            print_error(e, debug=job.debug)
         where = place(e) or f"rank {os.environ.get('RANK', '0')}"
-        _report_errors(job, [{"where": where, "what": one_line(e), "fix": "correct the code that raises it"}])
-        _end_process(job, 1)
+        error = {"where": where, "what": one_line(e), "fix": "correct the code that raises it"}
+        _fail(job, users_traceback(e, debug=job.debug), [error], 1)
     if int(os.environ.get("RANK", "0")) == 0:
         job.result.write_text(json.dumps(summary))
     if torch.distributed.is_initialized():
@@ -192,31 +188,28 @@ def _refuse(job: Job, error: ShardcError, status: int = 2) -> NoReturn:
     """Print an error, unless another rank prints the same one, and end the process."""
     if isinstance(error, OutOfMemoryError):
         error = ShardcError(f"{error.what}; {_expected(job)}", where=error.where, fix=error.fix)
-    with _last_words(job):
-        print(for_this_rank(error.text()) if job.joined else error.text(), file=sys.stderr, flush=True)
-    _report_errors(job, error.to_json())
-    _end_process(job, status)
+    text = for_this_rank(error.text()) if job.joined else error.text()
+    _fail(job, f"{text}\n", error.to_json(), status)
 
 
-@contextmanager
-def _last_words(job: Job) -> Iterator[None]:
-    """Redirect stderr to the launcher's file for this rank; under torchrun or Slurm, keep stderr.
-
-    The launcher shows the file of the rank that failed first.
-    """
-    if not job.progress:
-        yield
-        return
-    file = last_words(job.progress, int(os.environ.get("RANK", "0")))
-    with file.open("a") as f, redirect_stderr(f):
-        yield
-
-
-def _end_process(job: Job, status: int) -> NoReturn:
-    """End the process at once. A rank of torchrun or Slurm removes its own run folder first."""
+def _fail(job: Job, text: str, errors: list[dict[str, str]], status: int) -> NoReturn:
+    """Report a failure, and end the process at once. A rank of torchrun or Slurm removes its own run folder first."""
+    _report(job, text, errors)
     if job.joined:
         shutil.rmtree(job.folder, ignore_errors=True)
     os._exit(status)
+
+
+def _report(job: Job, text: str, errors: list[dict[str, str]]) -> None:
+    """Report a failure to the launcher, which prints that of the rank that failed first.
+
+    Under torchrun or Slurm each rank prints its text, and with --json the first rank its errors.
+    """
+    if not job.joined and report_failure(text, errors):
+        return
+    print(text, end="", file=sys.stderr, flush=True)
+    if job.quiet and os.environ.get("RANK", "0") == "0" and sys.__stdout__ is not None:
+        print(json.dumps({"errors": errors}), file=sys.__stdout__, flush=True)
 
 
 def _expected(job: Job) -> str:
@@ -234,18 +227,6 @@ def _expected(job: Job) -> str:
         return f"the memory of a step cannot be calculated: {e.what}"
     memory = cost.memory
     return f"a step needs by calculation {size(memory.peak)} on a rank at its peak, at {peak_place(cost, memory)}"
-
-
-def _report_errors(job: Job, errors: list[dict[str, str]]) -> None:
-    """Report errors for --json: to the launcher, which prints those of the rank that failed first.
-
-    Under torchrun or Slurm, the first rank prints its own errors.
-    """
-    rank = os.environ.get("RANK", "0")
-    if job.progress:
-        (job.progress / f"errors{rank}.json").write_text(json.dumps(errors))
-    if job.joined and job.quiet and rank == "0" and sys.__stdout__ is not None:
-        print(json.dumps({"errors": errors}), file=sys.__stdout__, flush=True)
 
 
 def end_rank(status: int = 0) -> NoReturn:
