@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,12 +44,11 @@ def command(
         cost = _cost(program, chosen(device, program.spec), compiled=common.is_artifact(named.model))
         if run is not None:
             rows = waterfall.compare(cost, run)
-            show(json.dumps(comparison.comparison_json(rows)) if named.as_json else comparison.comparison_table(rows))
-        elif named.as_json:
-            ranks = [{"at": r.at, "lines": waterfall.predicted(cost, i)} for i, r in enumerate(cost.ranks)]
-            show(json.dumps({"device": cost.device.name, "step_seconds": cost.step_seconds, "ranks": ranks}))
+            show(comparison.comparison_table(rows), comparison.comparison_json(rows))
         else:
-            show(comparison.waterfall_table(cost))
+            ranks = [{"at": r.at, "lines": waterfall.predicted(cost, i)} for i, r in enumerate(cost.ranks)]
+            step = {"device": cost.device.name, "step_seconds": cost.step_seconds, "ranks": ranks}
+            show(comparison.waterfall_table(cost), step)
 
 
 def _cost(program: Program, on: Device, *, compiled: bool) -> Cost:

@@ -55,7 +55,7 @@ def command(
             output["texts"] = words.texts(prompts, output["tokens"])
             new = sum(map(len, output["tokens"]))
             text = "\n".join([*output["texts"], f"{new} tokens in {output['seconds']:.1f} s, compilation included"])
-            all_ranks.show(json.dumps(output) if named.as_json else text)
+            all_ranks.show(text, output)
 
 
 def _check(options: dict[str, Any]) -> None:

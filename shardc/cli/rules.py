@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,7 +47,7 @@ def command(
         rows = [row(op, r) for op, r in rules.items()]
         if not check:
             table = rule_table(rows) + ("" if ops or file else TAGGED)
-            show(json.dumps([asdict(r) for r in rows]) if as_json else table)
+            show(table, [asdict(r) for r in rows])
             return
         if unproven := [op for op in rules if op not in SAMPLES]:
             raise ShardcError(
@@ -61,7 +60,7 @@ def command(
         wrong = any(r.wrong for r in reports)
         strict = [] if wrong else [f for op in rules for f in too_strict(op, SAMPLES[op])]
         result = {"ok": not wrong, "ops": [asdict(r) for r in reports], "too_strict": [asdict(f) for f in strict]}
-        show(json.dumps(result) if as_json else check_text(reports, strict, {r.op: r.where for r in rows}))
+        show(check_text(reports, strict, {r.op: r.where for r in rows}), result)
         raise typer.Exit(int(wrong))
 
 

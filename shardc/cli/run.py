@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -113,7 +112,7 @@ def command(
             raise ShardcError(fault, where="run", fix=fix)
         if summary is not None:
             tied = any(p.aliases for p in program.params)
-            all_ranks.show(json.dumps(summary) if named.as_json else _summary(summary, tied=tied))
+            all_ranks.show(_summary(summary, tied=tied), summary)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -48,4 +47,4 @@ def command(
         if (scores := all_ranks.result(job)) is not None:
             at = f"; scores of each row in {rows}" if rows else ""
             text = f"{scores['tokens']:,.0f} targets: log-probability {scores['logprob']:.4f}, perplexity"
-            all_ranks.show(json.dumps(scores) if named.as_json else f"{text} {scores['perplexity']:.4f}{at}")
+            all_ranks.show(f"{text} {scores['perplexity']:.4f}{at}", scores)

@@ -142,8 +142,8 @@ class Ranks:
             stdout=sys.stderr.fileno() if self.named.as_json else None,
             patience=SAVING,
         )
-        if errors and self.named.as_json:
-            self.show(json.dumps({"errors": errors}))
+        if errors:
+            self.show(document={"errors": errors})
         return self.status
 
     def result(self, job: Job) -> dict[str, Any] | None:
