@@ -76,15 +76,15 @@ class Failures:
         causes: dict[int, str] = {}
 
         def look() -> bool:
-            ended = self._processes.ended() if self._processes is not None else []  # before, as reports precede the end
+            # before, as reports precede the end
+            ended = self._processes.ended(f"in {doing}") if self._processes is not None else {}
             for r in range(self._world):
                 if r not in causes and self._store.check([self._key(r)]):
                     causes[r] = self._store.get(self._key(r)).decode(errors="replace")
-            if not causes and ended:  # ranks that end because of it find this report
-                assert self._processes is not None
-                for r in ended:
-                    causes[r] = f"was killed, or ended without an error, {self._processes.doing(r) or f'in {doing}'}"
-                    self._store.set(self._key(r), causes[r])
+            if not causes:
+                for r, how in ended.items():
+                    causes[r] = how
+                    self._store.set(self._key(r), how)  # ranks that end because of it find this report
             return bool(causes)
 
         with suppress(RuntimeError):  # the store went with the process that held it

@@ -19,7 +19,8 @@ from typing import Any
 from shardc.runtime.launch import file_of, process_state
 
 _NOTE = 160  # bytes of the text that describes what a rank is doing
-_ENDING = "told to end by a signal"
+_ENDING = "ended by a signal"
+KILLED = "was killed, or ended without an error,"
 _SAME = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
@@ -75,10 +76,14 @@ class Processes:
         with suppress(OSError):
             os.kill(self._others()[rank].number, signal.SIGKILL)
 
-    def ended(self) -> list[int]:
-        """Return the ranks whose process is gone or a zombie, unless a launcher or user ended it."""
-        gone = [r for r, p in sorted(self._others().items()) if p.state == ""]
-        return [r for r in gone if self.doing(r) != _ENDING and not self._store.check([_ending_key(r)])]
+    def ended(self, otherwise: str = "") -> dict[int, str]:
+        """Return {rank: how it ended} where the process is gone or a zombie, unless a launcher or user ended it.
+
+        otherwise: where a rank was, if that is not known.
+        """
+        gone = {r: self.doing(r) for r, p in sorted(self._others().items()) if p.state == ""}
+        failed = {r: at for r, at in gone.items() if at != _ENDING and not self._store.check([_ending_key(r)])}
+        return {r: f"{KILLED} {at or otherwise}" for r, at in failed.items()}
 
     def stopped(self) -> list[int]:
         """Return the ranks whose process a signal has stopped (SIGSTOP)."""

@@ -147,11 +147,11 @@ def _report(show: Show, what: str, new: Path) -> None:
 
 def _all(folder: Path) -> list[Generation]:
     """Return the checkpoints in a folder or in its folder `checkpoint`; or the folder, if it is one."""
-    from shardc.runtime.state.checkpoint_folder import generations, is_checkpoint, none_in
+    from shardc.runtime.state.checkpoint_folder import generations, is_checkpoint, none_in, saved_in
 
     if is_checkpoint(folder):
         return [g for g in generations(folder.parent) if g.path.name == folder.name] or [_alone(folder)]
-    checkpoints = generations(folder) or generations(folder / "checkpoint")
+    checkpoints = generations(saved_in(folder))
     if not checkpoints:
         raise none_in(folder)
     return checkpoints

@@ -231,6 +231,11 @@ def program_of(
     )
 
 
+def example_sizes(program: Program) -> dict[str, int]:
+    """Return the batch size and the sequence length of an hf: model's example batch, if they were set."""
+    return {k: n for k, n in program.meta.get("example", {}).items() if k in ("batch", "seq") and n is not None}
+
+
 def _check_source(folder: str, program: Program, model: str | None, *, refuse: bool) -> None:
     """Raise or note if the model file changed after compilation. model: the file of --model."""
     from shardc.artifact import model_source

@@ -60,12 +60,8 @@ def _cost(program: Program, on: Device, *, compiled: bool) -> Cost:
     from shardc.cost.step import cost
     from shardc.runtime.step.engine_optimizer import adamw
 
-    optimizer = None if compiled else model_file.load(str(program.meta["model_ref"]), **_sizes(program)).optimizer
+    ref, sizes = str(program.meta["model_ref"]), common.example_sizes(program)
+    optimizer = None if compiled else model_file.load(ref, **sizes).optimizer
     clip = program.spec.run.clip if program.spec is not None else None
     norm = not program.forward_only
     return cost(program, on, optimizer or adamw, on=lambda rank, done, total: None, clip_norm=clip, norm=norm)
-
-
-def _sizes(program: Program) -> dict[str, int]:
-    """Return the batch size and the sequence length of an hf: model's example batch, if they were set."""
-    return {k: n for k, n in program.meta.get("example", {}).items() if k in ("batch", "seq") and n is not None}

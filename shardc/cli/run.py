@@ -90,9 +90,7 @@ def command(
             writes,
             overwrite=overwrite and not resume,
             resume=str(resume or ""),
-            last_good=last_good,
-            new_schedule=new_schedule,
-            new_data=new_data,
+            load={"last_good": last_good, "new_schedule": new_schedule, "new_data": new_data},
         )
         status = all_ranks.start(job)
         for restart in range(1, run.max_restarts + 1):
@@ -102,8 +100,8 @@ def command(
             again = own or resume
             where = f"the checkpoint in {again}" if again else "the beginning"
             print(f"restart {restart} of {run.max_restarts}, from {where}", file=sys.stderr, flush=True)
-            overwrite, new_data = overwrite and not again, new_data and not own  # its own has the data position
-            job = dataclasses.replace(job, resume=str(again or ""), overwrite=overwrite, new_data=new_data)
+            load = job.load | {"new_data": new_data and not own}  # its own has the data position
+            job = dataclasses.replace(job, resume=str(again or ""), overwrite=overwrite and not again, load=load)
             status = all_ranks.start(job)
         summary = all_ranks.result(job)
         if summary is None and status == 0 and not all_ranks.joined:
@@ -129,8 +127,23 @@ def _check_options(options: Mapping[str, Any]) -> None:
             name = str(wrong["loc"][0])
             examples = Run.model_fields[name].examples or [Run.model_fields[name].default]
             fix = f"e.g. --{name} {examples[0]}, or leave it out"
-            errors.append(ShardcError(wrong["msg"], where=f"--{name.replace('_', '-')}", fix=fix))
+            errors.append(ShardcError(wrong["msg"], where=_flag(name), fix=fix))
         raise ShardcError("wrong options", errors=errors) from None
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+#: Keys of the section that need a folder: (key, key of the folder, what is wrong without it).
+_NEEDS = (
+    ("tensorboard", "log", "tensorboard needs a folder to write to"),
+    ("trace", "log", "trace needs a folder to write to"),
+    ("breakdown", "log", "breakdown needs a folder to write to"),
+    ("memory_snapshot", "log", "memory-snapshot needs a folder to write to"),
+    ("save_every", "save", "checkpoints need a folder"),
+    ("auto_resume", "save", "a restart needs a saved checkpoint"),
+)
 
 
 def _settings(run: Run, **options: Any) -> Run:
@@ -138,21 +151,10 @@ def _settings(run: Run, **options: Any) -> Run:
     run = run.model_copy(update=options)
     paths = {name: str(Path(x).expanduser()) for name in ("save", "log") if (x := getattr(run, name))}
     run = run.model_copy(update=paths)
-    for name, asked in (
-        ("tensorboard", run.tensorboard),
-        ("trace", run.trace),
-        ("breakdown", run.breakdown),
-        ("memory-snapshot", run.memory_snapshot),
-    ):
-        if asked and not run.log:
-            fix = "name a folder, --log DIR or `run: {log: DIR}`"
-            raise ShardcError(f"{name} needs a folder to write to", where=f"--{name}", fix=fix)
-    if run.save_every and not run.save:
-        fix = "name the folder, --save DIR or `run: {save: DIR}`"
-        raise ShardcError("checkpoints need a folder", where="--save-every", fix=fix)
-    if run.auto_resume and not run.save:
-        fix = "name the folder, --save DIR or `run: {save: DIR}`"
-        raise ShardcError("a restart needs a saved checkpoint", where="--auto-resume", fix=fix)
+    for name, needs, fault in _NEEDS:
+        if getattr(run, name) and not getattr(run, needs):
+            fix = f"name the folder, --{needs} DIR or `run: {{{needs}: DIR}}`"
+            raise ShardcError(fault, where=_flag(name), fix=fix)
     if run.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ShardcError("TensorBoard is not installed", where="--tensorboard", fix="pip install tensorboard")
     return run
@@ -181,7 +183,6 @@ def _checkpoint(save: Path | None) -> Path | None:
 
 
 def _check(program: Program, model: str, resume: Path | None) -> None:
-    from shardc.cli.ranks.training_loop import checkpoints
     from shardc.runtime.state import checkpoint_folder
     from shardc.runtime.state.weight_files import has_weights
 
@@ -190,7 +191,7 @@ def _check(program: Program, model: str, resume: Path | None) -> None:
         fix = "compile without --forward and --score; in Python: program.forward(model) (docs/how-to/forward.md)"
         raise ShardcError(fault, where=model, fix=fix)
     if resume is not None:
-        folder = checkpoints(resume)
+        folder = checkpoint_folder.saved_in(resume)
         if not (checkpoint_folder.is_checkpoint(folder) or checkpoint_folder.generations(folder)):
             error = checkpoint_folder.none_in(folder)
             begin = f"to start a run with these weights, write --weights {resume}" if has_weights(resume) else ""

@@ -6,19 +6,18 @@ import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
+from torch import Tensor
+
+from shardc.api import Program
+from shardc.cli.model_file import ModelFile
+from shardc.cli.ranks import training_data
 from shardc.cli.ranks.job import Job, collect_as_usual, joined, weights_of
 from shardc.errors import ShardcError
+from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.step.evaluation import NoBatchesError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from shardc.api import Program
-    from shardc.cli.model_file import ModelFile
-    from shardc.runtime.mesh import TorchMesh
-    from shardc.runtime.step.forward import Forward
+from shardc.runtime.step.forward import Forward
 
 
 def _open_job(job: Job) -> tuple[ModelFile, Program, TorchMesh, Forward]:
@@ -44,8 +43,6 @@ def generate(job: Job) -> dict[str, Any]:
 
 def score(job: Job) -> dict[str, Any]:
     """Score data and write a line for each row; return tokens, log-probability, perplexity. Collective."""
-    from shardc.cli.ranks import training_data
-
     file, program, mesh, scorer = _open_job(job)
     with mesh.together("opening the data"):
         seed = job.settings.seed

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shardc.cli.common import Show, is_artifact, model_of, print_model_file, program_of, reporting
+from shardc.cli.common import Show, example_sizes, is_artifact, model_of, print_model_file, program_of, reporting
 from shardc.cli.options import Named
 from shardc.cli.ranks import lasting_output
 from shardc.cli.ranks.compile_once import compiled_once
@@ -105,13 +105,11 @@ class Ranks:
                 self._program.save(artifact)
         elif os.environ.get("LOCAL_RANK", "0") == "0":
             print_model_file(self.named.model, "" if self.named.model_file else self._ref, writes or {})
-        example = self._program.meta.get("example", {})
         return Job(
             program=str(artifact),
             model=self._ref,
             run=run.model_dump(),
-            batch=example.get("batch"),
-            seq=example.get("seq"),
+            example=example_sizes(self._program),
             weights=self._weights,
             quiet=self.named.as_json,
             folder=str(self.folder),
@@ -124,12 +122,13 @@ class Ranks:
     def start(self, job: Job) -> int:
         """Run the job, as this rank of a joined world or in one process for each rank; return the status."""
         from shardc.cli import hidden_modules
-        from shardc.cli.ranks import worker
         from shardc.runtime import launch
 
         file = self.folder / "job.json"
         file.write_text(json.dumps(vars(job)))
         if self.joined:
+            from shardc.cli.ranks import worker
+
             worker.main(str(file))
             return 0
         hidden_modules.check_folder(Path.cwd())

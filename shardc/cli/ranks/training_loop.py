@@ -14,23 +14,25 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardc.cli.ranks.step_lines import StepLines
+from shardc.cli.ranks.step_metrics import Meter, ModelFlops, timed_ops
+from shardc.cli.ranks.training_data import Batches
 from shardc.errors import ShardcError
 from shardc.runtime.launch import ignored_hangup
+from shardc.runtime.mesh.agreement import DisagreementError
+from shardc.runtime.mesh.failed_rank import RankFailedError
+from shardc.runtime.mesh.replicas import ReplicasDifferError
 from shardc.runtime.mesh.watch import print_line
-from shardc.runtime.state.checkpoint_folder import generations
+from shardc.runtime.stage.not_finite import NotFiniteError
+from shardc.runtime.state.checkpoint_folder import SavingError, generations
 from shardc.runtime.step.evaluation import NoBatchesError
 from shardc.spec import Run
 from shardc.torch_private import let_workers_end, memory_recorded
-
-if TYPE_CHECKING:
-    from shardc.cli.ranks.step_lines import StepLines
-    from shardc.cli.ranks.step_metrics import Meter
-    from shardc.cli.ranks.training_data import Batches
 
 SAY_AFTER = 10.0  # seconds between two reports on an evaluation
 ASK_EVERY = 16  # held-out batches between two agreements on whether to stop
@@ -77,10 +79,13 @@ class Training:
     losses: list[float] = dataclasses.field(default_factory=list)  # of the steps whose numbers were read
     unread: list[Unread] = dataclasses.field(default_factory=list)
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the checkpoints."""
+        return Path(self.settings.save) / "checkpoint"
+
     @functools.cached_property
     def meter(self) -> Meter:
-        from shardc.cli.ranks.step_metrics import Meter
-
         return Meter(self.engine.program, self.engine.mesh, self.engine.matrix_bytes)
 
     def run(self) -> list[float]:
@@ -118,8 +123,6 @@ class Training:
     @contextmanager
     def _measured(self) -> Iterator[None]:
         """Count the products of the first step; record traces, snapshots and op times of the chosen steps."""
-        from shardc.cli.ranks.step_metrics import ModelFlops, timed_ops
-
         step, mesh = self.engine.step_count + 1, self.engine.mesh
         with ExitStack() as stack:
             counted = stack.enter_context(ModelFlops(mesh.step)) if not self.meter.flops else None
@@ -138,9 +141,6 @@ class Training:
 
     def _step(self, batch: Any) -> Any:
         """Run one step. If a save in the background failed, report it and go on: the next may succeed."""
-        from shardc.runtime.stage.not_finite import NotFiniteError
-        from shardc.runtime.state.checkpoint_folder import SavingError
-
         number = self.engine.step_count + 1
         try:
             with self._save_on_failure(f"step {number}"):
@@ -161,11 +161,6 @@ class Training:
 
         The state is saved only if all ranks still have the state of the same step.
         """
-        from shardc.runtime.mesh.failed_rank import RankFailedError
-        from shardc.runtime.mesh.replicas import ReplicasDifferError
-        from shardc.runtime.stage.not_finite import NotFiniteError
-        from shardc.runtime.state.checkpoint_folder import SavingError
-
         try:
             with self.engine.mesh.together(doing):
                 yield
@@ -195,10 +190,8 @@ class Training:
 
     def _last_checkpoint(self) -> str:
         """Return a phrase that says where the last checkpoint is."""
-        saves = generations(Path(self.settings.save) / "checkpoint")
-        return (
-            f"the last checkpoint is in {self.settings.save}" if saves else "there is no checkpoint (see --save-every)"
-        )
+        saves = generations(self.folder)
+        return f"the last checkpoint is in {self.settings.save}" if saves else "there is no checkpoint (--save-every)"
 
     def _report_saved(self) -> None:
         if self.writing is not None and self.engine.saving is None:
@@ -206,8 +199,6 @@ class Training:
             self.writing = None
 
     def _save_in_background(self) -> None:
-        from shardc.runtime.state.checkpoint_folder import SavingError
-
         try:
             with self._save_on_failure(f"saving step {self.engine.step_count}"):
                 self.engine.finish_save()  # the previous one
@@ -346,8 +337,6 @@ class Training:
 
         A rank that ends alone would leave the others in the collectives of a batch that it does not have.
         """
-        from shardc.runtime.mesh.agreement import DisagreementError
-
         if self.valid is None or not self.valid.local or self.valid.resumes:
             yield from batches
             return
@@ -376,14 +365,11 @@ class Training:
 
     def _write(self, *, wait: bool) -> None:
         """Write a checkpoint. The first one may replace an earlier run's: `shardc run` has checked that."""
-        folder, first = checkpoints(Path(self.settings.save), new=True), not self.wrote
-        self.engine.save(folder, wait=wait, keep=self.settings.keep, overwrite=first)
+        self.engine.save(self.folder, wait=wait, keep=self.settings.keep, overwrite=not self.wrote)
         self.wrote = True
 
     def _finish_save(self) -> None:
         """Wait until the save in the background is on disk, and report it, or why it failed."""
-        from shardc.runtime.state.checkpoint_folder import SavingError
-
         try:
             self.engine.finish_save()
         except SavingError as e:
@@ -444,12 +430,6 @@ class Signals:
         if self.seen:  # the second signal does not wait for a save
             os._exit(128 + number)
         self.seen = number
-
-
-def checkpoints(folder: Path, *, new: bool = False) -> Path:
-    """Return the folder of checkpoints in --save or --resume; `folder` itself may be one, or a checkpoint."""
-    inside = folder / "checkpoint"
-    return inside if new or inside.is_dir() else folder
 
 
 def peak_memory(device: torch.device) -> float:

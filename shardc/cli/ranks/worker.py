@@ -14,24 +14,35 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from shardc.cli.ranks import forward_jobs, lasting_output
+from shardc.api import load
+from shardc.cli.model_file import ModelFile
+from shardc.cli.ranks import forward_jobs, lasting_output, training_data
 from shardc.cli.ranks.job import Job, collect_as_usual, joined, weights_of
 from shardc.cli.ranks.save_lock import SaveLock
-from shardc.cli.ranks.training_loop import FIRST_WORD, Interrupted, Signals, Training, checkpoints, peak_memory
+from shardc.cli.ranks.step_lines import StepLines, header
+from shardc.cli.ranks.training_data import Batches
+from shardc.cli.ranks.training_loop import FIRST_WORD, Interrupted, Signals, Training, peak_memory
 from shardc.cli.ranks.user_frames import one_line, place, users_traceback
 from shardc.cli.same_error_once import for_this_rank
+from shardc.cost.measured.device_file import measured_file
 from shardc.errors import ShardcError
+from shardc.ir.units import size
+from shardc.report.cost import peak_place
+from shardc.runtime.checks.engine_options import check_trains
+from shardc.runtime.first_failed import GAVE_UP
 from shardc.runtime.launch import report_failure
+from shardc.runtime.mesh import own_cores
+from shardc.runtime.mesh.failed_rank import RankFailedError
+from shardc.runtime.mesh.replicas import ReplicasDifferError
+from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_memory
-
-if TYPE_CHECKING:
-    from shardc.cli.model_file import ModelFile
-    from shardc.cli.ranks.training_data import Batches
-    from shardc.runtime.step.engine import Engine
+from shardc.runtime.state.checkpoint_folder import saved_in
+from shardc.runtime.step.engine import Engine
+from shardc.runtime.step.engine_optimizer import adamw
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -40,11 +51,6 @@ def run(job: Job) -> dict[str, Any]:
     No training is lost: after a signal, an error in data() or a loss that is not finite, the state of the last complete
     step is saved before the failure is reported.
     """
-    from shardc.cli.ranks.step_lines import StepLines, header
-    from shardc.runtime.checks.engine_options import check_trains
-    from shardc.runtime.stage.interpreter import Interpreter
-    from shardc.runtime.step.engine_optimizer import adamw
-
     signals = Signals()
     settings = job.settings
     file, program, mesh = joined(job)
@@ -70,8 +76,7 @@ def run(job: Job) -> dict[str, Any]:
             interpreter=functools.partial(Interpreter, ranges=bool(settings.trace)),
         )
     if job.resume:
-        folder = checkpoints(Path(job.resume))
-        engine.load(folder, last_good=job.last_good, new_schedule=job.new_schedule, new_data=job.new_data)
+        engine.load(saved_in(Path(job.resume)), **job.load)
     if engine.step_count > settings.steps:
         fault = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {settings.steps}"
         raise ShardcError(fault, where="--steps", fix="--steps counts from the first step of all: name a later one")
@@ -88,8 +93,8 @@ def run(job: Job) -> dict[str, Any]:
     begin_from = (
         [
             f"weights: those of {job.resume}",
-            *["learning rates: the model file's, at its step"] * job.new_schedule,
-            *["data: from its beginning"] * job.new_data,
+            *["learning rates: the model file's, at its step"] * job.load["new_schedule"],
+            *["data: from its beginning"] * job.load["new_data"],
         ]
         if job.resume
         else engine.weight_notes or [file.note] * bool(file.note)
@@ -131,8 +136,6 @@ def run(job: Job) -> dict[str, Any]:
 
 def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches | None]:
     """Return the training data and the held-out data. A resumed run uses the seed of its checkpoint."""
-    from shardc.cli.ranks import training_data
-
     seed = engine.rng.seed
     if file.data is None:
         return training_data.example(file, seed), None
@@ -148,11 +151,6 @@ def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches |
 
 def main(file: str) -> None:
     """Run a job; if it fails, exit at once, as a rank that waits for its peers would hide the cause."""
-    from shardc.runtime.first_failed import GAVE_UP
-    from shardc.runtime.mesh import own_cores
-    from shardc.runtime.mesh.failed_rank import RankFailedError
-    from shardc.runtime.mesh.replicas import ReplicasDifferError
-
     lasting_output.install()
     job = Job(**json.loads(Path(file).read_text()))
     if not job.joined and not torch.cuda.is_available():
@@ -214,11 +212,6 @@ def _report(job: Job, text: str, errors: list[dict[str, str]]) -> None:
 
 def _expected(job: Job) -> str:
     """Return how many bytes a step needs by calculation, for the error of a rank that is out of memory."""
-    from shardc.api import load
-    from shardc.cost.measured.device_file import measured_file
-    from shardc.ir.units import size
-    from shardc.report.cost import peak_place
-
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     known = kind if measured_file(kind).is_file() else None
     try:
