@@ -25,7 +25,6 @@ from pathlib import Path
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.first_failed import GAVE_UP, GRACE, POLL, first_failed
 
 #: The address at which the ranks of one machine meet.
 LOOPBACK = "127.0.0.1"
@@ -33,6 +32,14 @@ LOOPBACK = "127.0.0.1"
 _FOLDER = "SHARDC_REPORTS"
 #: Seconds for which some ranks may be stopped (SIGSTOP) while others run, before all are ended.
 STOPPED = 6.0
+POLL = 0.05  # seconds between looks at the ranks
+_LAST = 5  # lines at the end of an error that name its kind; notes come after it
+# seconds for ranks to fail because another one did; then, for ranks to end after SIGTERM
+GRACE = 1.0
+#: Exit status of a rank that ended because another one failed, or does not answer.
+GAVE_UP = 75
+#: Errors of a rank whose peer has gone.
+PEER_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
 #: Remedies where memory does not suffice.
 LESS_MEMORY = (
     "more microbatches (`batch:`), `checkpoint:`, `data: {zero: 3}`, or a larger tp; `shardc inspect --memory` and"
@@ -229,7 +236,7 @@ def launch(
             if culprit is None and not (failed := [r for r, p in enumerate(ranks) if p.poll()]):
                 return 0
             if culprit is None:
-                culprit = first_failed(ranks, lambda r: _failure(reports, r)[0] or _text(logs[r]), failed)
+                culprit = _first_failed(ranks, lambda r: _failure(reports, r)[0] or _text(logs[r]), failed)
             code, (text, errors) = ranks[culprit].returncode, _failure(reports, culprit)
             killed = {"where": f"rank {culprit}", "what": "the process was killed", "fix": ""}
             failed_first(errors or [killed])
@@ -264,6 +271,32 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], live: _Live) -> int | None:
         if since and now - min(since.values()) > STOPPED:
             return min(since, key=lambda r: since[r])
     return None
+
+
+def _first_failed(ranks: list[subprocess.Popen[bytes]], words_of: Callable[[int], str], failed: list[int]) -> int:
+    """Return the rank that failed first: its error is shown. words_of: returns the last words of a rank.
+
+    Ranks killed by a signal have no words, but come before ranks that lost their peer.
+    """
+    killed = [r for r in failed if ranks[r].returncode < 0]
+    if killed:
+        return killed[0]
+    deadline = time.monotonic() + GRACE
+    while time.monotonic() < deadline and len(failed) < len(ranks):
+        time.sleep(POLL)
+        late = [r for r, p in enumerate(ranks) if p.poll() and r not in failed]
+        killed = [r for r in late if ranks[r].returncode < 0]
+        if killed and all(_lost_peer(words_of(r)) for r in failed):
+            return killed[0]
+        failed = [*failed, *late]
+    culprits = [r for r in failed if ranks[r].returncode != GAVE_UP and not _lost_peer(words_of(r))]
+    return (culprits or failed)[0]
+
+
+def _lost_peer(text: str) -> bool:
+    """Return whether a rank's last words show that its peer went away."""
+    last = "".join(text.strip().lower().splitlines()[-_LAST:])
+    return any(sign in last for sign in (*PEER_GONE, "connection refused"))
 
 
 def _failure(folder: str, rank: int) -> tuple[str, list[dict[str, str]]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.first_failed import PEER_GONE
+from shardc.runtime.launch import PEER_GONE
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.processes import Processes
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardc.ir.mesh import Mesh
-from shardc.runtime.first_failed import GAVE_UP
+from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import activity
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.processes import KILLED, Processes

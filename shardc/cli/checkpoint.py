@@ -147,21 +147,22 @@ def _report(show: Show, what: str, new: Path) -> None:
 
 def _all(folder: Path) -> list[Generation]:
     """Return the checkpoints in a folder or in its folder `checkpoint`; or the folder, if it is one."""
-    from shardc.runtime.state.checkpoint_folder import generations, is_checkpoint, none_in, saved_in
+    from shardc.runtime.state.checkpoint_folder import (
+        Generation,
+        generations,
+        is_checkpoint,
+        none_in,
+        read_index,
+        saved_in,
+    )
 
     if is_checkpoint(folder):
-        return [g for g in generations(folder.parent) if g.path.name == folder.name] or [_alone(folder)]
+        named = [g for g in generations(folder.parent) if g.path.name == folder.name]
+        return named or [Generation(folder, read_index(folder).step, 1, False)]  # one that the user renamed
     checkpoints = generations(saved_in(folder))
     if not checkpoints:
         raise none_in(folder)
     return checkpoints
-
-
-def _alone(folder: Path) -> Generation:
-    """Return a checkpoint that the user renamed."""
-    from shardc.runtime.state.checkpoint_folder import Generation, read_index
-
-    return Generation(folder, read_index(folder).step, 1, False)
 
 
 def _one(folder: Path) -> Path:

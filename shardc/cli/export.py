@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
@@ -51,6 +52,7 @@ def command(
         from shardc.runtime.state.export import foreign_weights, plan, refused, skeleton, write
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
+        from shardc.runtime.state.sliced_tensors import whole
         from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
         from shardc.runtime.state.weight_files import contains_checkpoint, open_weights
 
@@ -80,11 +82,15 @@ def command(
         layouts = plan(out, tensors, ties, skeleton(built), carried, chosen, program, merge=merge)
 
         def held(name: str) -> Iterator[tuple[Any, torch.Tensor]]:
-            for box in _blocks(*tensors[name]):
+            """Yield a tensor in boxes of whole rows, of at most 64 MiB each (or one row)."""
+            shape, of_dtype = tensors[name]
+            rows = max(1, (64 << 20) // max(1, math.prod(shape[1:]) * of_dtype.itemsize))
+            for start in range(0, shape[0], rows) if shape else (0,):
+                box = [(start, min(rows, n - start)) if d == 0 else (0, n) for d, n in enumerate(shape)]
                 yield box, stored[name].read(box)
 
         def gathered(name: str) -> torch.Tensor:
-            return stored[name].read([(0, n) for n in tensors[name][0]])
+            return stored[name].read(whole(tensors[name][0]))
 
         def run(mesh: Any) -> None:
             for layout in layouts:
@@ -113,16 +119,3 @@ def _program(file: ModelFile, spec: Path | None, stored: Mapping[str, Any], *, m
         fault = f"the checkpoint has no {lost[0]}" if lost else "the spec has no `adapters`"
         raise ShardcError(fault, where="--spec", fix="name the spec that the checkpoint was trained with")
     return program
-
-
-def _blocks(shape: tuple[int, ...], dtype: Any) -> Iterator[list[tuple[int, int]]]:
-    """Yield boxes that split a tensor into whole rows, at most 64 MiB each (or one row)."""
-    if not shape:
-        yield []
-        return
-    row = dtype.itemsize
-    for n in shape[1:]:
-        row *= n
-    step = max(1, (64 << 20) // max(1, row))
-    for start in range(0, shape[0], step):
-        yield [(start, min(step, shape[0] - start)), *((0, n) for n in shape[1:])]

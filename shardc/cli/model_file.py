@@ -230,19 +230,15 @@ def _import(path: Path) -> ModuleType:
 
 
 class _Joins(Exception):
-    """A model file calls init_process_group."""
-
-
-def _join(*_: Any, **__: Any) -> None:
-    """Raise instead of joining a world while a model file is read: torch would wait for ranks, and hang."""
-    raise _Joins("shardc run joins the world itself, after it has read this file")
+    """A model file calls init_process_group: torch would wait for ranks, and hang."""
 
 
 @contextmanager
 def _users(path: Path, doing: str) -> Iterator[None]:
     """Turn exceptions of the user's code into a ShardcError at the innermost line of the user's file."""
     try:
-        with mock.patch.object(torch.distributed, "init_process_group", _join):
+        joins = _Joins("shardc run joins the world itself, after it has read this file")
+        with mock.patch.object(torch.distributed, "init_process_group", side_effect=joins):
             yield
     except ShardcError:
         raise

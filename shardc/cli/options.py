@@ -119,10 +119,6 @@ def given(settings: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _words(name: str, words: tuple[str, ...]) -> Any:
-    return Enum(name, {word: word for word in words})
-
-
 def _option(name: str, field: FieldInfo) -> Any:
     """Return the annotation of the option for a field of the spec's section `run:`, as typer reads it."""
     default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
@@ -137,7 +133,8 @@ def _option(name: str, field: FieldInfo) -> Any:
     elif kind is str:
         kind = Path
     elif get_origin(kind) is Literal:
-        kind = _words(name, get_args(kind))
+        words = get_args(kind)
+        kind = Enum(name, dict(zip(words, words, strict=True)))  # type: ignore[misc]
     elif get_origin(kind) is tuple:
         kind, least = list[int], 1
     elif kind is not int:

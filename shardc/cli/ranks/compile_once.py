@@ -39,7 +39,8 @@ def compiled_once(folder: Path, compiled: Callable[[], Program], read: Callable[
     from shardc.runtime.mesh.presence import world_store
 
     store, _, _ = world_store()
-    key = f"compiled/{_machine()}"
+    # the same for all processes that one launcher has started on one machine
+    key = f"compiled/{os.environ.get('GROUP_RANK') or os.environ.get('SLURM_NODEID') or socket.gethostname()}"
     if os.environ["LOCAL_RANK"] == "0":
         try:
             program = compiled()
@@ -57,11 +58,6 @@ def compiled_once(folder: Path, compiled: Callable[[], Program], read: Callable[
         first, *others = errors = [ShardcError(**error) for error in result]
         raise FirstFailedError(first.what, where=first.where, fix=first.fix, errors=errors if others else ())
     return read(Path(result)) if _is_private(Path(result).parent) else compiled()
-
-
-def _machine() -> str:
-    """Return a name that the processes share which one launcher has started on one machine."""
-    return os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname()
 
 
 def _is_private(folder: Path) -> bool:

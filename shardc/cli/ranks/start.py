@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,6 @@ from shardc.cli.common import Show, example_sizes, is_artifact, model_of, print_
 from shardc.cli.options import Named
 from shardc.cli.ranks import lasting_output
 from shardc.cli.ranks.compile_once import compiled_once
-from shardc.cli.ranks.run_folder import run_folder
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
@@ -25,7 +26,28 @@ if TYPE_CHECKING:
     from shardc.cli.ranks.job import Job
     from shardc.spec import Run
 
+_NAME, _LOCK = "shardc-run-", ".lock"
 SAVING = 120.0  # seconds that ranks have for a save when a signal stops the run
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """Yield a new folder, after the removal of folders that killed runs left. It is removed at the end."""
+    from shardc.runtime.state.disk_calls import Lock
+
+    for left in Path(tempfile.gettempdir()).glob(f"{_NAME}*/{_LOCK}"):
+        with suppress(OSError):  # it is in use, removed, or of another user
+            lock = Lock(left)
+            shutil.rmtree(left.parent, ignore_errors=True)
+            lock.release()
+    with tempfile.TemporaryDirectory(prefix=_NAME) as folder:
+        path = Path(folder) / ".new"
+        lock = Lock(path)  # locked before it gets the name that others look for
+        path.rename(Path(folder) / _LOCK)
+        try:
+            yield Path(folder)
+        finally:
+            lock.release()
 
 
 @contextmanager

@@ -33,8 +33,7 @@ from shardc.errors import ShardcError
 from shardc.ir.units import size
 from shardc.report.cost import peak_place
 from shardc.runtime.checks.engine_options import check_trains
-from shardc.runtime.first_failed import GAVE_UP
-from shardc.runtime.launch import report_failure
+from shardc.runtime.launch import GAVE_UP, report_failure
 from shardc.runtime.mesh import own_cores
 from shardc.runtime.mesh.failed_rank import RankFailedError
 from shardc.runtime.mesh.replicas import ReplicasDifferError

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardc.ir.mesh import Mesh
 from shardc.runtime import launch
-from shardc.runtime.first_failed import GAVE_UP
+from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import TorchMesh, presence, processes
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.processes import Processes

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from shardc.ir.mesh import Mesh
-from shardc.runtime.first_failed import GAVE_UP
+from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import activity, processes
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.failed_rank import Failures
