@@ -126,14 +126,12 @@ def progress(doing: str, *, quiet: bool = False) -> Iterator[Callable[[str, int,
         yield on
 
 
-def check_outputs(
-    files: Mapping[str, Path | None] | None = None, folders: Mapping[str, Path | None] | None = None
-) -> None:
+def check_outputs(files: Mapping[str, Path | None] = {}, folders: Mapping[str, Path | None] = {}) -> None:
     """Check that a command can write its outputs before it starts work. Raises ShardcError if not.
 
     files: {option: file}, in a folder that exists. folders: {option: folder}; the command creates missing ones.
     """
-    for option, path in (files or {}).items():
+    for option, path in files.items():
         if path is None:
             continue
         if path.is_dir():
@@ -146,7 +144,7 @@ def check_outputs(
                 raise ShardcError(f"cannot write {path}", where=option, fix="name a place that can be written to")
             continue
         _try(path.parent, path, option)
-    for option, path in (folders or {}).items():
+    for option, path in folders.items():
         if path is None:
             continue
         existing = next(p for p in (path, *path.absolute().parents) if p.exists())

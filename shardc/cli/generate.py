@@ -51,8 +51,7 @@ def command(
         needed("generation", "runtime", "Options")(max_new_tokens, temperature, top_k, top_p, None, seed)
         all_ranks.program()
         job = all_ranks.job(Run(seed=seed), prompts=prompts, generate=options)
-        all_ranks.start(job)
-        if (output := all_ranks.result(job)) is not None:
+        if (output := all_ranks.start(job)) is not None:
             output["texts"] = words.texts(prompts, output["tokens"])
             new = sum(map(len, output["tokens"]))
             text = "\n".join([*output["texts"], f"{new} tokens in {output['seconds']:.1f} s, compilation included"])

@@ -92,9 +92,9 @@ def command(
             resume=str(resume or ""),
             load={"last_good": last_good, "new_schedule": new_schedule, "new_data": new_data},
         )
-        status = all_ranks.start(job)
+        summary = all_ranks.start(job)
         for restart in range(1, run.max_restarts + 1):
-            if all_ranks.joined or status != FAILED:
+            if all_ranks.joined or all_ranks.status != FAILED:
                 break
             own = _checkpoint(save)
             again = own or resume
@@ -102,9 +102,8 @@ def command(
             print(f"restart {restart} of {run.max_restarts}, from {where}", file=sys.stderr, flush=True)
             load = job.load | {"new_data": new_data and not own}  # its own has the data position
             job = dataclasses.replace(job, resume=str(again or ""), overwrite=overwrite and not again, load=load)
-            status = all_ranks.start(job)
-        summary = all_ranks.result(job)
-        if summary is None and status == 0 and not all_ranks.joined:
+            summary = all_ranks.start(job)
+        if summary is None and all_ranks.status == 0 and not all_ranks.joined:
             fault = "rank 0 ended with status 0 before the last step, and nothing was saved then"
             fix = "the model file ends the process (os._exit): raise an error instead, which saves first"
             raise ShardcError(fault, where="run", fix=fix)

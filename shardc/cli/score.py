@@ -43,8 +43,7 @@ def command(
             fault, fix = ("this program has no scores", "compile it for them: shardc compile --score -o DIR")
             raise ShardcError(fault, where=named.model, fix=fix)
         job = all_ranks.job(Run(seed=seed), split=split.value, rows=str(rows.resolve() if rows else ""))
-        all_ranks.start(job)
-        if (scores := all_ranks.result(job)) is not None:
+        if (scores := all_ranks.start(job)) is not None:
             at = f"; scores of each row in {rows}" if rows else ""
             text = f"{scores['tokens']:,.0f} targets: log-probability {scores['logprob']:.4f}, perplexity"
             all_ranks.show(f"{text} {scores['perplexity']:.4f}{at}", scores)

@@ -141,8 +141,11 @@ class Ranks:
             **work,
         )
 
-    def start(self, job: Job) -> int:
-        """Run the job, as this rank of a joined world or in one process for each rank; return the status."""
+    def start(self, job: Job) -> dict[str, Any] | None:
+        """Run the job, as this rank of a joined world or in one process for each rank.
+
+        Returns its summary if it succeeded; in a joined world only the first rank has it.
+        """
         from shardc.cli import hidden_modules
         from shardc.runtime import launch
 
@@ -152,23 +155,16 @@ class Ranks:
             from shardc.cli.ranks import worker
 
             worker.main(str(file))
-            return 0
-        hidden_modules.check_folder(Path.cwd())
-        errors: list[dict[str, str]] = []
-        self.status = launch.launch(
-            [sys.executable, "-m", "shardc.cli.ranks.worker", str(file)],
-            self._program.mesh,
-            folder=self.folder,
-            failed_first=errors.extend,
-            stdout=sys.stderr.fileno() if self.named.as_json else None,
-            patience=SAVING,
-        )
-        if errors:
-            self.show(document={"errors": errors})
-        return self.status
-
-    def result(self, job: Job) -> dict[str, Any] | None:
-        """Return the summary of a job that succeeded; in a joined world only the first rank has it."""
+        else:
+            hidden_modules.check_folder(Path.cwd())
+            self.status = launch.launch(
+                [sys.executable, "-m", "shardc.cli.ranks.worker", str(file)],
+                self._program.mesh,
+                folder=self.folder,
+                failed_first=lambda errors: self.show(document={"errors": errors}),
+                stdout=sys.stderr.fileno() if self.named.as_json else None,
+                patience=SAVING,
+            )
         done = self.status == 0 and job.result.exists()
         return json.loads(job.result.read_text()) if done else None
 
