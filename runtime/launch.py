@@ -301,8 +301,9 @@ def _lost_peer(text: str) -> bool:
 
 def _failure(folder: str, rank: int) -> tuple[str, list[dict[str, str]]]:
     """Return (text, errors) of a rank's `report_failure`; ("", []) if there is none."""
-    text = _text(Path(folder) / f"rank{rank}.failure")
-    report = json.loads(text) if text else {"text": "", "errors": []}
+    if not (written := _text(Path(folder) / f"rank{rank}.failure")):
+        return "", []
+    report = json.loads(written)
     return report["text"], report["errors"]
 
 

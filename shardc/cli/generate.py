@@ -101,7 +101,7 @@ class Words:
         if given is None:
             ends = self._config("generation_config.json").get("eos_token_id")
             return ends if ends is None or isinstance(ends, list) else [ends]
-        stops = []
+        stops: list[int] = []
         for text in given:
             named = text.isdecimal()
             tokens = [int(text)] if named else self.tokenizer("--stop")(text, add_special_tokens=False)["input_ids"]

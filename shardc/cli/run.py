@@ -70,9 +70,8 @@ def command(
         program = all_ranks.program(watch=options.get("watch"), as_compiled=as_compiled)
         run = _settings(program.spec.run if program.spec is not None else Run(), **options)
         save, log = (Path(x) if x else None for x in (run.save, run.log))
-        if new_schedule and resume is None and not run.auto_resume:
-            fix = "name the checkpoint, --resume DIR; a new run has the model file's schedule anyway"
-            raise ShardcError("it needs a checkpoint, but none is resumed", where="--new-schedule", fix=fix)
+        if new_schedule and not run.auto_resume:
+            _check_resumed(resume, "--new-schedule", "has the model file's schedule")
         if new_data:
             _check_new_data(save, resume)
         if run.auto_resume and resume is None:
@@ -159,21 +158,26 @@ def _settings(run: Run, **options: Any) -> Run:
     return run
 
 
+def _check_resumed(resume: Path | None, option: str, otherwise: str) -> None:
+    if resume is None:
+        fix = f"name the checkpoint, --resume DIR; a new run {otherwise} anyway"
+        raise ShardcError("it needs a checkpoint, but none is resumed", where=option, fix=fix)
+
+
 def _check_new_data(save: Path | None, resume: Path | None) -> None:
     """Raise ShardcError if --new-data has no checkpoint to resume from, or --save is that folder.
 
     A restarted run resumes from its own checkpoints and their place in the data. It must not confuse the two folders.
     """
-    if resume is None:
-        fault = "it needs a checkpoint, but none is resumed"
-        fix = "name the checkpoint, --resume DIR; a new run reads its data from the start anyway"
-        raise ShardcError(fault, where="--new-data", fix=fix)
-    if save is not None and save.resolve() in (resume.resolve(), *resume.resolve().parents):
-        fault = (
-            f"--save names {save}, which it also resumes from: a restart could not tell which data its "
-            "checkpoints are of"
-        )
-        raise ShardcError(fault, where="--new-data", fix="save to another folder")
+    _check_resumed(resume, "--new-data", "reads its data from the start")
+    if save is not None and _is_in(resume, save):
+        fault = f"--save names {save}, which it also resumes from: a restart could not tell which data its"
+        raise ShardcError(f"{fault} checkpoints are of", where="--new-data", fix="save to another folder")
+
+
+def _is_in(resume: Path | None, folder: Path) -> bool:
+    """Return whether the run resumes from a checkpoint in this folder."""
+    return resume is not None and folder.resolve() in (resume.resolve(), *resume.resolve().parents)
 
 
 def _checkpoint(save: Path | None) -> Path | None:
@@ -209,9 +213,7 @@ def _check_folders(save: Path | None, log: Path | None, resume: Path | None, *, 
             continue
         check_outputs(folders={option: folder})
         folder.mkdir(parents=True, exist_ok=True)
-        goes_on = resume is not None and (
-            option == "--log" or folder.resolve() in (resume.resolve(), *resume.resolve().parents)
-        )
+        goes_on = resume is not None and (option == "--log" or _is_in(resume, folder))
         if _in_use(folder / kept) and not overwrite and not goes_on:
             on = folder if option == "--save" else "and what it saved to"
             fix = f"continue it (--resume {on}), name another folder, or add --overwrite"

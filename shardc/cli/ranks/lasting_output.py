@@ -43,7 +43,8 @@ def install(*, report_loss: bool = True) -> None:
             continue
         with contextlib.suppress(OSError):  # the next line of the run meets it, too
             stream.flush()
-        raw, lines = io.BufferedWriter(_Lasting(stream.fileno(), reports)), stream.line_buffering or stream.isatty()
+        raw = io.BufferedWriter(_Lasting(stream.fileno(), reports))  # type: ignore[type-var]
+        lines = stream.line_buffering or stream.isatty()
         lasting = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=lines)
         setattr(sys, name, lasting)
         setattr(sys, f"__{name}__", lasting)

@@ -150,7 +150,7 @@ class Training:
                     self._not_saved(e)
                     result = self.engine.step(batch, local=self.train.local)
         except NotFiniteError as e:
-            saved = self._save_separately(f"step-{number}-not-finite")
+            saved = self._save_and_describe(separately=f"step-{number}-not-finite")
             raise ShardcError(e.what, where=e.where, fix=f"{e.fix}; {saved}") from e
         self._report_saved()
         return result
@@ -376,24 +376,18 @@ class Training:
             self._not_saved(e)
         self._report_saved()
 
-    def export(self) -> None:
-        """Export the weights to --save. `shardc run` has checked that they replace nobody's."""
-        self.engine.export(self.settings.save, overwrite=True)
+    def _save_and_describe(self, *, separately: str = "") -> str:
+        """Save if the user named a folder; return a phrase that says so.
 
-    def _save_and_describe(self) -> str:
-        """Save if the user named a folder; return a phrase that says so."""
+        separately: in a folder of this name, so that no good checkpoint is replaced.
+        """
         if not self.settings.save:
             return "nothing was saved (no --save)"
+        if separately:
+            self.engine.save(self.folder.parent / separately / "checkpoint", overwrite=True)
+            return f"the state before that step is in {self.folder.parent / separately}"
         self.save()
         return f"saved to {self.settings.save}; continue with --resume {self.settings.save}"
-
-    def _save_separately(self, name: str) -> str:
-        """Save in a separate folder, so that no good checkpoint is replaced."""
-        if not self.settings.save:
-            return "nothing was saved (no --save)"
-        folder = Path(self.settings.save) / name
-        self.engine.save(folder / "checkpoint", overwrite=True)
-        return f"the state before that step is in {folder}"
 
 
 @contextmanager
@@ -421,10 +415,7 @@ class Signals:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if not ignored_hangup(number):
                     signal.signal(number, self._note)
-            signal.signal(signal.SIGUSR1, self._request_save)
-
-    def _request_save(self, number: int, _: object) -> None:
-        self.save = True
+            signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "save", True))
 
     def _note(self, number: int, _: object) -> None:
         if self.seen:  # the second signal does not wait for a save

@@ -110,7 +110,7 @@ def run(job: Job) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     if settings.save:
         training.save()
-        training.export()
+        engine.export(settings.save, overwrite=True)  # `shardc run` has checked that they replace nobody's weights
     steps = engine.step_count - begun
     held_out = training.held_out()
     summary = {
