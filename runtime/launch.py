@@ -276,7 +276,8 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], live: _Live) -> int | None:
 def _first_failed(ranks: list[subprocess.Popen[bytes]], words_of: Callable[[int], str], failed: list[int]) -> int:
     """Return the rank that failed first: its error is shown. words_of: returns the last words of a rank.
 
-    Ranks killed by a signal have no words, but come before ranks that lost their peer.
+    Ranks killed by a signal have no words, but come before ranks that lost their peer. (Under torchrun and Slurm:
+    shardc.cli.same_error_once; as an exception on other ranks: mesh.failed_rank.)
     """
     killed = [r for r in failed if ranks[r].returncode < 0]
     if killed:

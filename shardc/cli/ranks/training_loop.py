@@ -190,8 +190,9 @@ class Training:
 
     def _last_checkpoint(self) -> str:
         """Return a phrase that says where the last checkpoint is."""
-        saves = generations(self.folder)
-        return f"the last checkpoint is in {self.settings.save}" if saves else "there is no checkpoint (--save-every)"
+        if generations(self.folder):
+            return f"the last checkpoint is in {self.settings.save}"
+        return "there is no checkpoint (see --save-every)"
 
     def _report_saved(self) -> None:
         if self.writing is not None and self.engine.saving is None:
