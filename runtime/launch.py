@@ -251,7 +251,8 @@ def launch(
             for s in before:
                 signal.signal(s, signal.SIG_IGN)  # a second Ctrl-C must not leave the ranks half ended
             live.show(rest=True)
-            _end(ranks)
+            _signal(ranks, signal.SIGTERM, GRACE)
+            _signal(ranks, signal.SIGKILL, 5.0)
             for s, handler in before.items():
                 signal.signal(s, handler)
 
@@ -347,12 +348,6 @@ def _report(rank: int, code: int | None, mesh: Mesh, words: str, doing: str) -> 
 
 def _text(file: Path) -> str:
     return file.read_text(errors="replace") if file.exists() else ""
-
-
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """End each rank and the processes that it started: SIGTERM, a moment, SIGKILL."""
-    _signal(ranks, signal.SIGTERM, GRACE)
-    _signal(ranks, signal.SIGKILL, 5.0)
 
 
 def _signal(ranks: list[subprocess.Popen[bytes]], number: int, patience: float) -> None:

@@ -14,6 +14,7 @@ connections stay, and the next step can begin.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -49,7 +50,7 @@ class Failures:
         everybody, every = [self._key(r) for r in range(self._world)], False
         with suppress(RuntimeError):  # the store went with the process that held it: this rank's own error counts
             self._store.set(self._key(self._rank), f"failed in {doing}: {type(error).__name__}: {first}")
-            every = _within(OWN, lambda: self._store.check(everybody))
+            every = within(OWN, lambda: self._store.check(everybody))
         self.number += 1
         return every
 
@@ -88,7 +89,7 @@ class Failures:
             return bool(causes)
 
         with suppress(RuntimeError):  # the store went with the process that held it
-            _within(CAUSE, look)
+            within(CAUSE, look)
         self.number += 1
         return causes
 
@@ -106,7 +107,8 @@ def _contains_any(error: Exception, signs: tuple[str, ...]) -> bool:
     return any(sign in text for sign in signs)
 
 
-def _within(seconds: float, done: Any) -> bool:
+def within(seconds: float, done: Callable[[], bool]) -> bool:
+    """Wait until `done`, at most so many seconds. Return whether it is done."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:

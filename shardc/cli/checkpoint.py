@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -24,12 +23,6 @@ Folder = Annotated[
     Path, typer.Argument(help="folder that --save or engine.save wrote, or one checkpoint of it", show_default=False)
 ]
 NewFolder = Annotated[Path, typer.Argument(help="folder to write, new or empty", show_default=False)]
-
-
-class Format(str, Enum):
-    """The format of an exported checkpoint."""
-
-    torch = "torch"
 
 
 @app.command()
@@ -121,7 +114,7 @@ def prune(
 def export(
     folder: Folder,
     new: NewFolder,
-    to: Annotated[Format, typer.Option(help="torch: torch.distributed.checkpoint's format")] = Format.torch,
+    to: Annotated[Literal["torch"], typer.Option(help="torch: torch.distributed.checkpoint's format")] = "torch",
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

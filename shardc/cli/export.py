@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,19 +18,14 @@ if TYPE_CHECKING:
     from shardc.ir.program import Program
 
 
-class Dtype(str, Enum):
-    """The dtype of exported floating-point tensors."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
 def command(
     model: Annotated[str, typer.Argument(help="model.py, model.py:builder, or hf:DIR", show_default=False)],
     checkpoint: Annotated[Path, typer.Argument(help="folder that --save wrote", show_default=False)],
     out: Annotated[Path, typer.Argument(help="folder to write, or FILE.safetensors", show_default=False)],
-    dtype: Annotated[Dtype | None, typer.Option(help="of floating-point weights; default: as saved")] = None,
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None,
+        typer.Option(help="of floating-point weights; default: as saved"),
+    ] = None,
     spec: Annotated[Path | None, typer.Option(help="spec.yaml, if it puts adapters beside the model's weights")] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="write the whole model, with adapters merged into their weights")
@@ -75,7 +69,7 @@ def command(
             raise ShardcError(fault, where=str(checkpoint), fix="name the model file of the training")
         tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in state if n not in ties}
         carried = file.weights if file.weights is not None and file.weights.is_dir() else recipe.folder
-        chosen = getattr(torch, dtype.value) if dtype is not None else None
+        chosen = getattr(torch, dtype) if dtype is not None else None
         if program is not None:
             added = (n for p in program.params if p.added for n in p.names)
             tensors |= {n: (tuple(stored[n].shape), stored[n].dtype) for n in added}

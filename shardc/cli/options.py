@@ -10,9 +10,8 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Optional, get_origin, get_type_hints
 
 import typer
 from pydantic.fields import FieldInfo
@@ -108,8 +107,8 @@ def given(settings: dict[str, Any]) -> dict[str, Any]:
     for name, x in values.items():
         if isinstance(x, Path):
             values[name] = str(x.expanduser())  # a shell leaves the `~` of --save=~/runs as it is
-        elif isinstance(x, (Enum, list)):
-            values[name] = x.value if isinstance(x, Enum) else tuple(x)
+        elif isinstance(x, list):
+            values[name] = tuple(x)
     return values
 
 
@@ -126,11 +125,8 @@ def _option(name: str, field: FieldInfo) -> Any:
         flags = [f"--{flag}/--no-{flag}"]
     elif kind is str:
         kind = Path
-    elif get_origin(kind) is Literal:
-        words = get_args(kind)
-        kind = Enum(name, dict(zip(words, words, strict=True)))  # type: ignore[misc, no-redef]
     elif get_origin(kind) is tuple:
         kind, least = list[int], 1
-    elif kind is not int:
+    elif kind is not int and get_origin(kind) is not Literal:
         kind = float
     return Annotated[Optional[kind], typer.Option(*flags, min=least, help=text)]  # noqa: UP045 (of a value)

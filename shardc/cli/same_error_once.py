@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -58,26 +57,22 @@ def _silenced_stderr() -> Iterator[None]:
 
 
 def _first_report(text: str, alone: bool, store: Any, rank: int, world: int) -> str:
+    from shardc.runtime.mesh.failed_rank import within
+
     store.set(f"errors/{rank}", text)
     if rank:
         reported = json.loads(store.get(_DONE))
         store.add(_READ, 1)
         return "" if rank in reported or not alone else text
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # this process holds the store, for late ranks too
-        _wait(lambda: store.add(_CONNECTED, 0) >= world, CONNECT)
+        within(CONNECT, lambda: store.add(_CONNECTED, 0) >= world)
     others = range(1, world)
-    _wait(lambda: all(store.check([f"errors/{r}"]) for r in others), COLLECT)
+    within(COLLECT, lambda: all(store.check([f"errors/{r}"]) for r in others))
     texts = {0: text} | {r: store.get(f"errors/{r}").decode() for r in others if store.check([f"errors/{r}"])}
     store.set(_DONE, json.dumps(list(texts)))
-    _wait(lambda: store.add(_READ, 0) >= len(texts) - 1, 1.0)
+    within(1.0, lambda: store.add(_READ, 0) >= len(texts) - 1)
     kinds = dict.fromkeys(texts.values())
     return "\n".join(_with_ranks(kind, [r for r, t in texts.items() if t == kind], world) for kind in kinds)
-
-
-def _wait(done: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def _with_ranks(text: str, ranks: list[int], world: int) -> str:

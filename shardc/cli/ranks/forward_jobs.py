@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torch import Tensor
 
@@ -59,25 +60,18 @@ def score(job: Job) -> dict[str, Any]:
         print("\n".join(notes), flush=True)
     collect_as_usual()
     with mesh.together("scoring"), Path(job.rows).open("w") if job.rows and first else nullcontext() as rows:
+        numbers = itertools.count()
+
+        def write(scores: Tensor) -> None:  # a line for each row; all ranks call it, and the first one has the file
+            rows_of = scores.double().flatten(1) if scores.ndim > 1 else scores.double().unsqueeze(1)
+            for row in rows_of if rows is not None else ():
+                line = {"row": next(numbers), "logprob": float(row.sum()), "scores": row.tolist()}
+                rows.write(json.dumps(line) + "\n")
+
         try:
-            scores = scorer.score_all(data.one_epoch(), local=data.local, each=Rows(rows) if job.rows else None)
+            scores = scorer.score_all(data.one_epoch(), local=data.local, each=write if job.rows else None)
         except NoBatchesError:
             fault, fix = f"data({job.split!r}) has no batch", "return the data to score"
             raise ShardcError(fault, where=job.model, fix=fix) from None
     about = {"model": program.meta.get("model"), "mesh": dict(program.mesh.axes)}
     return {**about, **scores, "rows": job.rows or None}
-
-
-class Rows:
-    """A writer of scores, one JSON line for each row. Called on all ranks; the first one has the file."""
-
-    def __init__(self, file: TextIO | None) -> None:
-        self._file, self._count = file, 0
-
-    def __call__(self, scores: Tensor) -> None:
-        if self._file is None:
-            return
-        for row in scores.double().flatten(1) if scores.ndim > 1 else scores.double().unsqueeze(1):
-            line = {"row": self._count, "logprob": float(row.sum()), "scores": row.tolist()}
-            self._file.write(json.dumps(line) + "\n")
-            self._count += 1
