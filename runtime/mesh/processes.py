@@ -50,7 +50,7 @@ class Processes:
         if self._machine:
             _, born = process_state(os.getpid())
             store.append(self._key, f"{rank} {os.getpid()} {born} {file};")
-        store.set(_registered_key(rank), "")
+        store.set(f"shardc/came/{rank}", "")
 
     def known(self) -> bool:
         """Return whether all ranks of this machine are registered, so that the store is read no more."""
@@ -64,7 +64,7 @@ class Processes:
     def note_ending(self) -> None:
         """Note that a launcher, or a user, ends this process: it is not the one that failed."""
         self.note(_ENDING)
-        self._store.set(_ending_key(self._rank), "")  # others may not have found its memory yet
+        self._store.set(f"shardc/ending/{self._rank}", "")  # others may not have found its memory yet
 
     def doing(self, rank: int) -> str:
         """Return what a rank did last: "in step 5, at all_reduce 'h' over tp"; "" if not known."""
@@ -82,7 +82,7 @@ class Processes:
         otherwise: where a rank was, if that is not known.
         """
         gone = {r: self.doing(r) for r, p in sorted(self._others().items()) if p.state == ""}
-        failed = {r: at for r, at in gone.items() if at != _ENDING and not self._store.check([_ending_key(r)])}
+        failed = {r: at for r, at in gone.items() if at != _ENDING and not self._store.check([f"shardc/ending/{r}"])}
         return {r: f"{KILLED} {at or otherwise}" for r, at in failed.items()}
 
     def stopped(self) -> list[int]:
@@ -91,7 +91,7 @@ class Processes:
 
     def has_registered(self, rank: int) -> bool:
         """Return whether a rank has registered, on any machine."""
-        return bool(self._store.check([_registered_key(rank)]))
+        return bool(self._store.check([f"shardc/came/{rank}"]))
 
     def _others(self) -> dict[int, _Process]:
         """Return the other ranks on this machine, as far as they are known."""
@@ -110,14 +110,6 @@ class Processes:
     @property
     def _key(self) -> str:
         return f"shardc/processes/{self._machine}"
-
-
-def _registered_key(rank: int) -> str:
-    return f"shardc/came/{rank}"
-
-
-def _ending_key(rank: int) -> str:
-    return f"shardc/told/{rank}"
 
 
 def _machine() -> str:

@@ -154,12 +154,6 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / checkpoint_index.NAME).exists() or _NAME.fullmatch(folder.name) is not None
 
 
-def saved_in(folder: Path) -> Path:
-    """Return the folder of checkpoints in what `shardc run --save` wrote; else the folder itself."""
-    inside = folder / "checkpoint"
-    return inside if inside.is_dir() else folder
-
-
 def newest(folder: Path) -> Path:
     """Return the last checkpoint of a folder. Raises ShardcError if there is none."""
     for g in generations(folder):

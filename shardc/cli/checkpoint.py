@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardc.cli.common import Show, console, reporting
+from shardc.cli.common import Show, console, reporting, saved_in
 from shardc.cli.options import DebugOption, JsonOption
 from shardc.errors import ShardcError
 from shardc.spec.run_section import Run
@@ -140,14 +140,7 @@ def _report(show: Show, what: str, new: Path) -> None:
 
 def _all(folder: Path) -> list[Generation]:
     """Return the checkpoints in a folder or in its folder `checkpoint`; or the folder, if it is one."""
-    from shardc.runtime.state.checkpoint_folder import (
-        Generation,
-        generations,
-        is_checkpoint,
-        none_in,
-        read_index,
-        saved_in,
-    )
+    from shardc.runtime.state.checkpoint_folder import Generation, generations, is_checkpoint, none_in, read_index
 
     if is_checkpoint(folder):
         named = [g for g in generations(folder.parent) if g.path.name == folder.name]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardc.cli.common import check_outputs
+from shardc.cli.common import check_outputs, saved_in
 from shardc.cli.options import Named, NprocOption, given, names_program
 from shardc.cli.ranks.start import ranks
 from shardc.errors import ShardcError
@@ -194,7 +194,7 @@ def _check(program: Program, model: str, resume: Path | None) -> None:
         fix = "compile without --forward and --score; in Python: program.forward(model) (docs/how-to/forward.md)"
         raise ShardcError(fault, where=model, fix=fix)
     if resume is not None:
-        folder = checkpoint_folder.saved_in(resume)
+        folder = saved_in(resume)
         if not (checkpoint_folder.is_checkpoint(folder) or checkpoint_folder.generations(folder)):
             error = checkpoint_folder.none_in(folder)
             begin = f"to start a run with these weights, write --weights {resume}" if has_weights(resume) else ""

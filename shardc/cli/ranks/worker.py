@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardc.api import load
+from shardc.cli.common import saved_in
 from shardc.cli.model_file import ModelFile
 from shardc.cli.ranks import forward_jobs, lasting_output, training_data
 from shardc.cli.ranks.job import Job, collect_as_usual, joined, weights_of
@@ -39,7 +40,6 @@ from shardc.runtime.mesh.failed_rank import RankFailedError
 from shardc.runtime.mesh.replicas import ReplicasDifferError
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_memory
-from shardc.runtime.state.checkpoint_folder import saved_in
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import adamw
 
