@@ -302,7 +302,7 @@ def _function(
 
 
 def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
-    cls, file = config_file.named(ref)
+    cls, _, file = ref.removeprefix("hf:").rpartition(":")
     try:
         import transformers
     except ImportError:

@@ -46,14 +46,8 @@ def score(job: Job) -> dict[str, Any]:
     """Score data and write a line for each row; return tokens, log-probability, perplexity. Collective."""
     file, program, mesh, scorer = _open_job(job)
     with mesh.together("opening the data"):
-        seed = job.settings.seed
-        if file.data is None:
-            data = training_data.example(file, seed, often="")
-        elif (batches := training_data.batches(scorer.engine, file, job.split, seed, whole=True)) is not None:
-            data = batches
-        else:
-            fault, fix = f"data({job.split!r}) returns None", "name another --split; or return the data to score"
-            raise ShardcError(fault, where=job.model, fix=fix)
+        seed, fix = job.settings.seed, "name another --split; or return the data to score"
+        data = training_data.needed(scorer.engine, file, job.split, seed, whole=True, where=job.model, fix=fix)
     first = mesh.rank == 0
     notes = [*(scorer.engine.weight_notes or [file.note] * bool(file.note)), f"data: {data.description}"]
     if first and not job.quiet:

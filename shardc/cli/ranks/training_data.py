@@ -166,6 +166,15 @@ def note_same_data(train: Batches, valid: Batches) -> None:
         valid.description += " (the training data: data('valid') returns the same as data('train'))"
 
 
+def needed(engine: Any, file: Any, split: str, seed: int, *, whole: bool = False, where: str, fix: str) -> Batches:
+    """Return `batches`, or the example batch if there is no data(). Raises ShardcError if data() returns None."""
+    if file.data is None:
+        return example(file, seed, "" if whole else ", repeated")
+    if (result := batches(engine, file, split, seed, whole=whole)) is None:
+        raise ShardcError(f"data({split!r}) returns None", where=where, fix=fix)
+    return result
+
+
 def example(file: Any, seed: int, often: str = ", repeated") -> Batches:
     """Return the example batch, repeated, for a model file without data(). often: for the description."""
     once = [file.batch]

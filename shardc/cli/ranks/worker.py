@@ -135,13 +135,8 @@ def run(job: Job) -> dict[str, Any]:
 
 def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches | None]:
     """Return the training data and the held-out data. A resumed run uses the seed of its checkpoint."""
-    seed = engine.rng.seed
-    if file.data is None:
-        return training_data.example(file, seed), None
-    train = training_data.batches(engine, file, "train", seed)
-    if train is None:
-        fault, fix = "data('train') returns None", "return an iterable of global batches, or a torch Dataset"
-        raise ShardcError(fault, where=job.model, fix=fix)
+    seed, fix = engine.rng.seed, "return an iterable of global batches, or a torch Dataset"
+    train = training_data.needed(engine, file, "train", seed, where=job.model, fix=fix)
     valid = training_data.batches(engine, file, "valid", seed)
     if valid is not None and engine.mesh.rank == 0:  # which prints it
         training_data.note_same_data(train, valid)
