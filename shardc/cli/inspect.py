@@ -85,6 +85,11 @@ def command(
         from shardc import report
         from shardc.artifact import emit
         from shardc.artifact.repeated_layers import fold
+        from shardc.report import cost as of_cost
+        from shardc.report import kept_activations
+        from shardc.report import scores as of_scores
+        from shardc.report.memory_snapshot import snapshot
+        from shardc.report.trace import trace as of_step
 
         one_device = before and named.spec is None and not common.is_artifact(named.model)
         spec, dump = ONE_DEVICE if one_device else None, Path(folder) if diff else None
@@ -96,24 +101,15 @@ def command(
         if html:
             _page(program, html, cost, full=full)
         if trace:
-            from shardc.report.trace import trace as of_step
-
             trace.write_text(json.dumps(of_step(cost())), encoding="utf-8")
         if memory_snapshot:
-            from shardc.report.memory_snapshot import snapshot
-
             memory_snapshot.write_bytes(pickle.dumps(snapshot(cost())))
         written = [str(file) for file in (html, trace, memory_snapshot) if file]
         if scores:
-            from shardc.report import scores as of_scores
-
             show(of_scores.text(program), of_scores.to_json(program))
         elif schedule:
             _schedule(cost(), show)
         elif memory:
-            from shardc.report import cost as of_cost
-            from shardc.report import kept_activations
-
             show(f"{of_cost.table(cost())}\n\n{kept_activations.table(cost())}", of_cost.to_json(cost()))
         elif joint:
             text = program.joint(stage)

@@ -77,6 +77,22 @@ def test_an_error_of_the_first_is_met_by_all(folder: Path, as_rank: Callable[[in
         assert found.value.texts() == ["x: a\n  fix: y", "b"]
 
 
+def test_a_store_that_goes_away_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that held it was killed while it compiled."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    monkeypatch.setattr(presence, "world_store", lambda: (client, 1, 2))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(compiled_once, folder, never, load)
+        while not activity.waits():
+            time.sleep(0.01)
+        del server
+        with pytest.raises(ShardcError, match="rank 0, where the ranks meet, ended while this rank waited"):
+            waits.result(60)
+
+
 @pytest.mark.parametrize("there", ["nothing", "open to all", "a link"])
 def test_who_cannot_trust_the_folder_compiles_for_itself(
     there: str, folder: Path, as_rank: Callable[[int], None]

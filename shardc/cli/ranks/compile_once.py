@@ -50,10 +50,14 @@ def compiled_once(folder: Path, compiled: Callable[[], Program], read: Callable[
             raise
         store.set(key, json.dumps(str(folder)))
         return program
-    with waiting():
-        while not store.check([key]):
-            time.sleep(POLL)
-    result = json.loads(store.get(key))
+    try:
+        with waiting():
+            while not store.check([key]):
+                time.sleep(POLL)
+        result = json.loads(store.get(key))
+    except RuntimeError as e:  # the store went with the process that held it
+        fault = "rank 0, where the ranks meet, ended while this rank waited for the compiled program"
+        raise ShardcError(fault, where="compiling", fix="see the error of rank 0") from e
     if isinstance(result, list):
         first, *others = errors = [ShardcError(**error) for error in result]
         raise FirstFailedError(first.what, where=first.where, fix=first.fix, errors=errors if others else ())
