@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -307,23 +307,37 @@ class Training:
             self.empty = True
             return {}
         with self._save_on_failure(f"the evaluation after step {self.engine.step_count}"):
-            batches = self._until_stopped(islice(self.valid.one_epoch(), self.settings.eval_batches or None))
             values: dict[str, float] = {}
             with suppress(NoBatchesError):  # reported below
-                values = self.engine.evaluate_all(batches, local=self.valid.local)
+                values = self.engine.evaluate_all(self._held_out_batches(self.valid), local=self.valid.local)
         if not values and not self.signals.seen and self.engine.mesh.rank == 0 and not self.empty:
             self.empty = True
             print_line("note: data('valid') has no batch: there is no held-out loss (return None if none is intended)")
         return values
 
-    def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _held_out_batches(self, valid: Batches) -> Iterator[Any]:
         """Yield held-out batches until they end, or all ranks agree that a signal stopped one of them.
 
-        A long evaluation reports its progress: data without end would be read forever.
+        A long evaluation reports its progress: data without end would be read forever. If each rank reads its own part,
+        all ranks check first that all have a batch: one that ends alone would leave the others in the collectives of a
+        batch that it does not have.
         """
+        mesh, batches, end = self.engine.mesh, islice(valid.one_epoch(), self.settings.eval_batches or None), object()
         began = last_report = time.perf_counter()
-        for number, batch in enumerate(self._on_all_ranks(batches)):
-            if number and number % ASK_EVERY == 0 and any(self.engine.mesh.sum_on_host([self.signals.seen])):
+        for number in count():
+            batch = next(batches, end)
+            if valid.local and not valid.resumes:
+                having = [0] * mesh.layout.world
+                having[mesh.rank] = int(batch is not end)
+                having = mesh.sum_on_host(having)
+                if any(having) and not all(having):
+                    ended = mesh.layout.named(*(rank for rank, has in enumerate(having) if not has))
+                    fault = f"the held-out data of {ended} ended after {number} batches, but others have more"
+                    fix = "make data(split, part, parts) return the same number of batches for every part"
+                    raise DisagreementError(fault, where="data", fix=fix)
+            if batch is end:
+                return
+            if number and number % ASK_EVERY == 0 and any(mesh.sum_on_host([self.signals.seen])):
                 return
             if (now := time.perf_counter()) - last_report > SAY_AFTER:
                 last_report = now
@@ -331,30 +345,6 @@ class Training:
                     f"held-out data: {number} batches in {now - began:.0f} s, and it has not ended (--eval-batches N"
                     " reads the first N)"
                 )
-            yield batch
-
-    def _on_all_ranks(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield held-out batches. If each rank reads its own part, all ranks check first that all have one.
-
-        A rank that ends alone would leave the others in the collectives of a batch that it does not have.
-        """
-        if self.valid is None or not self.valid.local or self.valid.resumes:
-            yield from batches
-            return
-        mesh, end, count = self.engine.mesh, object(), 0
-        while True:
-            batch = next(batches, end)
-            having = [0] * mesh.layout.world
-            having[mesh.rank] = int(batch is not end)
-            having = mesh.sum_on_host(having)
-            if not any(having):
-                return
-            if not all(having):
-                ended = mesh.layout.named(*(rank for rank, has in enumerate(having) if not has))
-                fault = f"the held-out data of {ended} ended after {count} batches, but others have more"
-                fix = "make data(split, part, parts) return the same number of batches for every part"
-                raise DisagreementError(fault, where="data", fix=fix)
-            count += 1
             yield batch
 
     def save(self) -> None:
