@@ -133,7 +133,9 @@ def report_failure(text: str, errors: Sequence[Mapping[str, str]]) -> bool:
     """
     file = file_of(int(os.environ.get("RANK", "0")), "failure")
     if file is not None:
-        file.write_text(json.dumps({"text": text, "errors": errors}))
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps({"text": text, "errors": errors}))
+        new.rename(file)  # whole, also if this rank is killed meanwhile
     return file is not None
 
 
