@@ -57,8 +57,9 @@ def score(job: Job) -> dict[str, Any]:
         numbers = itertools.count()
 
         def write(scores: Tensor) -> None:  # a line for each row; all ranks call it, and the first one has the file
-            rows_of = scores.double().flatten(1) if scores.ndim > 1 else scores.double().unsqueeze(1)
-            for row in rows_of if rows is not None else ():
+            if rows is None:
+                return
+            for row in scores.double().flatten(1) if scores.ndim > 1 else scores.double().unsqueeze(1):
                 line = {"row": next(numbers), "logprob": float(row.sum()), "scores": row.tolist()}
                 rows.write(json.dumps(line) + "\n")
 
