@@ -321,31 +321,23 @@ def process_state(pid: int) -> tuple[str, int]:
 
 def _report(rank: int, code: int | None, mesh: Mesh, words: str, doing: str) -> None:
     """Print how a rank failed. code: its exit status; None: it is stopped. words: its last ones."""
-    coords = ", ".join(f"{a}={c}" for a, c in mesh.coords(rank).items())
-    how = f"failed with exit status {code}"
+    how, fix = f"failed with exit status {code}", ""
     if code is None:
-        how = f"was stopped (SIGSTOP) for {STOPPED:.0f} s"
+        how, fix = f"was stopped (SIGSTOP) for {STOPPED:.0f} s", "let all ranks run, or stop all of them together"
     elif code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
-    sys.stdout.flush()
+        fix = "native code of an op or an extension crashed; see its last output"
+        if code == -signal.SIGKILL:
+            fix = f"if no one did, memory ran out (`dmesg` says so): {LESS_MEMORY}"
+    lines = [f"the process {how}"]
     if code == GAVE_UP:
-        print("all ranks were ended", file=sys.stderr)  # the rank's last words name the rank it waited for
-    elif code != 2:  # wrong input is the user's error: its message is enough
-        print(
-            (
-                f"rank {rank} ({coords}) {how}{f' {doing}' if doing else ''}; all ranks were ended"
-                if coords
-                else f"the process {how}"
-            ),
-            file=sys.stderr,
-        )
-    if code == -signal.SIGKILL:
-        print(f"  fix: if no one did, memory ran out (`dmesg` says so): {LESS_MEMORY}", file=sys.stderr)
-    elif code is None:
-        print("  fix: let all ranks run, or stop all of them together", file=sys.stderr)
-    elif code < 0:
-        print("  fix: native code of an op or an extension crashed; see its last output", file=sys.stderr)
-    print(words, file=sys.stderr, end="", flush=True)
+        lines = ["all ranks were ended"]  # the rank's last words name the rank it waited for
+    elif code == 2:
+        lines = []  # wrong input is the user's error: its message is enough
+    elif mesh.names:
+        lines = [f"{mesh.named(rank)} {how}{f' {doing}' if doing else ''}; all ranks were ended"]
+    sys.stdout.flush()
+    print("\n".join([*lines, *[f"  fix: {fix}"] * bool(fix), words]), file=sys.stderr, end="", flush=True)
 
 
 def _text(file: Path) -> str:

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import LOOPBACK
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.inherited import not_inherited
@@ -57,14 +56,6 @@ class Presence:
             if named and world > 1:
                 watch = Watch(World(world), rank, activity, store, processes, named=named, met=False)
         return Presence(store, rank, world, activity, processes, watch)
-
-    def meet(self, layout: Mesh, named: float) -> None:
-        """Note that all ranks are there, on a known mesh. named: see `of`."""
-        if self.watch is not None and not named:
-            self.watch.stop()
-            self.watch = None
-        elif self.watch is not None:
-            self.watch.meet(layout, named)
 
 
 _begun: list[Presence] = []

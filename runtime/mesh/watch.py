@@ -120,7 +120,10 @@ class Watch:
         self._look = max(named / 5, self._layout.world / 1000)
 
     def meet(self, layout: Mesh, named: float) -> None:
-        """Note that all ranks are there, on a known mesh. named: as in the constructor."""
+        """Note that all ranks are there, on a known mesh. named: as in the constructor; 0: stop."""
+        if not named:
+            self.stop()
+            return
         self._layout, self._met = layout, True
         self._set_timeouts(named)
 
