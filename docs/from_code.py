@@ -8,7 +8,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 #: What reference/python.md shows, in its order.
 FUNCTIONS = ("compile", "load", "coverage", "simulate", "plan")
@@ -280,8 +280,7 @@ def _value(p: Any) -> str:
     text = getattr(annotation, "__name__", str(annotation))
     if text == "bool":
         return ""
-    choices = [str(e.value) for e in annotation] if hasattr(annotation, "__members__") else []
-    if choices:
+    if choices := get_args(annotation) if get_origin(annotation) is Literal else ():
         return " \\| ".join(f"`{c}`" for c in choices)
     many = ", may be repeated" if getattr(p, "multiple", False) else ""
     words = {"int": "integer", "float": "number", "str": "text", "Path": "path", "list": "text"}
@@ -291,7 +290,7 @@ def _value(p: Any) -> str:
 def _shown_default(p: Any) -> str:
     if p.default in (None, False, ..., (), []) or "default" in (p.help or "") or not p.show_default:
         return ""
-    return f" (default: `{getattr(p.default, 'value', p.default)}`)"
+    return f" (default: `{p.default}`)"
 
 
 def _cell(text: str) -> str:

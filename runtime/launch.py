@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
+import json
 import os
 import re
 import signal
@@ -20,18 +20,26 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.first_failed import GAVE_UP, GRACE, POLL, first_failed
 
 #: The address at which the ranks of one machine meet.
 LOOPBACK = "127.0.0.1"
-_NOTE = 160  # bytes of the text of what a rank is doing
+#: The variable with the folder in which ranks that `launch` started leave their records.
+_FOLDER = "SHARDC_REPORTS"
 #: Seconds for which some ranks may be stopped (SIGSTOP) while others run, before all are ended.
 STOPPED = 6.0
+POLL = 0.05  # seconds between looks at the ranks
+_LAST = 5  # lines at the end of an error that name its kind; notes come after it
+# seconds for ranks to fail because another one did; then, for ranks to end after SIGTERM
+GRACE = 1.0
+#: Exit status of a rank that ended because another one failed, or does not answer.
+GAVE_UP = 75
+#: Errors of a rank whose peer has gone.
+PEER_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
 #: Remedies where memory does not suffice.
 LESS_MEMORY = (
     "more microbatches (`batch:`), `checkpoint:`, `data: {zero: 3}`, or a larger tp; `shardc inspect --memory` and"
@@ -109,24 +117,26 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-class Progress:
-    """What a rank is doing, in a file that the launcher can read, also after the rank was killed.
+def file_of(rank: int, kind: str) -> Path | None:
+    """Return the file in which a rank leaves a record for `launch`; None if that has not started this process.
 
-    file: made here. `note` costs a copy of some bytes, and they outlive the process.
+    kind: "doing" is what the rank is doing; "failure" is written by `report_failure`.
     """
+    folder = os.environ.get(_FOLDER)
+    return Path(folder) / f"rank{rank}.{kind}" if folder and Path(folder).is_dir() else None
 
-    def __init__(self, file: Path) -> None:
-        file.write_bytes(bytes(_NOTE))
-        with file.open("r+b") as f:
-            self._memory = mmap.mmap(f.fileno(), _NOTE)
 
-    def note(self, text: str) -> None:
-        self._memory[:] = text.encode()[:_NOTE].ljust(_NOTE, b"\0")
+def report_failure(text: str, errors: Sequence[Mapping[str, str]]) -> bool:
+    """Report why this rank fails to `launch`, which prints it if this rank failed first. Returns whether it can.
 
-    @staticmethod
-    def read(file: Path) -> str:
-        """Return the last note; "" if there is none."""
-        return file.read_bytes().rstrip(b"\0").decode(errors="replace") if file.exists() else ""
+    text: for people. errors: as ShardcError.to_json has them.
+    """
+    file = file_of(int(os.environ.get("RANK", "0")), "failure")
+    if file is not None:
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps({"text": text, "errors": errors}))
+        new.rename(file)  # whole, also if this rank is killed meanwhile
+    return file is not None
 
 
 class _Live:
@@ -161,11 +171,6 @@ class _Live:
                 counted.clear()
 
 
-def last_words(folder: Path, rank: int) -> Path:
-    """Return the file of a failed rank's error: only that of the rank that failed first is shown."""
-    return folder / f"words{rank}"
-
-
 def ignored_hangup(number: int) -> bool:
     """Return whether this is SIGHUP in a process that ignores it (started by nohup)."""
     return number == signal.SIGHUP and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -179,36 +184,28 @@ def launch(
     command: Sequence[str],
     mesh: Mesh,
     *,
-    quiet_others: bool = True,
-    progress: Path | None = None,
+    folder: Path | None = None,
     stdout: int | None = None,
-    failed_first: Callable[[int], None] = lambda _: None,
+    failed_first: Callable[[list[dict[str, str]]], None] = lambda _: None,
     patience: float = GRACE,
 ) -> int:
     """Run `command` once for every rank of a mesh, with torch.distributed's environment.
 
     Returns 0, 2 if a rank found the input wrong, 1 if it failed. Rank 0 writes to this terminal; stdout: to this file
     descriptor. Standard errors of all ranks are shown as they are written. If a rank fails, all end within seconds, and
-    the error of the rank that failed first is shown (`last_words`), with its rank, coordinates, and what it was doing.
-    progress: a folder whose files `rank0`, ... record that (`Progress`). failed_first is called with that rank. Ctrl-C,
-    SIGTERM and SIGHUP (the terminal closes; not under nohup) go to all ranks, which have `patience` seconds to save and
-    leave; a second one ends them at once. Then the signal's exit status (130, 143) is returned.
+    the error of the rank that failed first is shown (`report_failure`), with its rank, coordinates, and what it was
+    doing; failed_first is called with its errors. folder: for temporary files. Ctrl-C, SIGTERM and SIGHUP (the terminal
+    closes; not under nohup) go to all ranks, which have `patience` seconds to save and leave; a second one ends them at
+    once. Then the signal's exit status (130, 143) is returned.
     """
-    world = mesh.world
-    threads = str(max(1, (os.cpu_count() or 1) // world))
-    env = {
-        **os.environ,
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-    }
-    env.setdefault("OMP_NUM_THREADS", threads)
+    world = str(mesh.world)
+    env = {**os.environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
+    env |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // mesh.world)))
+    ranks: list[subprocess.Popen[bytes]] = []
 
     def stop(number: int, _: object) -> None:
         raise _Interrupt(number)
-
-    ranks: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _: object) -> None:
         for p in ranks:
@@ -218,77 +215,100 @@ def launch(
     heeded = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if not ignored_hangup(s)]
     before = {s: signal.signal(s, stop) for s in heeded}
     before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, pass_on)
-    watched = _StoppedRanks(ranks)
-    live: _Live | None = None
-    for r in range(world if progress is not None else 0):
-        last_words(Path(str(progress)), r).unlink(missing_ok=True)  # from an earlier start
-    with tempfile.TemporaryDirectory(prefix="shardc-", dir=progress) as folder:
-        logs = [Path(folder) / f"rank{r}.err" for r in range(world)]
-
-        def words_of(rank: int) -> str:
-            return (_text(last_words(progress, rank)) if progress is not None else "") or _text(logs[rank])
-
+    with tempfile.TemporaryDirectory(prefix="shardc-", dir=folder) as reports:
+        env[_FOLDER] = reports
+        logs = [Path(reports) / f"rank{r}.err" for r in range(mesh.world)]
+        for log in logs:
+            log.touch()
+        live = _Live(logs)
         try:
-            for r in range(world):
-                rank_env = {**env, "RANK": str(r), "LOCAL_RANK": str(r)}
-                out = stdout if r == 0 or not quiet_others else subprocess.DEVNULL
-                # separate sessions: a Ctrl-C reaches only the launcher, which ends them in order
-                with logs[r].open("wb") as err:
-                    ranks.append(
-                        subprocess.Popen(
-                            command,
-                            env=rank_env,
-                            stdout=out,
-                            stderr=err,
-                            start_new_session=True,
-                            preexec_fn=_die_with_parent,
-                        )
+            for r, log in enumerate(logs):
+                with log.open("wb") as err:
+                    # separate sessions: a Ctrl-C reaches only the launcher, which ends them in order
+                    p = subprocess.Popen(
+                        command,
+                        env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
+                        stdout=stdout if r == 0 else subprocess.DEVNULL,
+                        stderr=err,
+                        start_new_session=True,
+                        preexec_fn=_die_with_parent,
                     )
-            stopped: int | None = None
-            live = _Live(logs)
-            while stopped is None and any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
-                time.sleep(POLL)
-                stopped = watched.since(STOPPED)
-                live.show()
-            failed = [r for r, p in enumerate(ranks) if p.poll()] if stopped is None else [stopped]
-            if not failed:
-                live.show(rest=True)
+                    ranks.append(p)
+            culprit = _watch(ranks, live)
+            if culprit is None and not (failed := [r for r, p in enumerate(ranks) if p.poll()]):
                 return 0
-            culprit = first_failed(ranks, words_of, failed) if stopped is None else stopped
-            failed_first(culprit)
-            doing = Progress.read(progress / f"rank{culprit}") if progress is not None else ""
+            if culprit is None:
+                culprit = _first_failed(ranks, lambda r: _failure(reports, r)[0] or _text(logs[r]), failed)
+            code, (text, errors) = ranks[culprit].returncode, _failure(reports, culprit)
+            killed = {"where": f"rank {culprit}", "what": "the process was killed", "fix": ""}
+            failed_first(errors or [killed])
             live.show(rest=True)
-            words = _text(last_words(progress, culprit)) if progress is not None else ""
-            _report(culprit, ranks[culprit].returncode, mesh, words, doing)
-            return 2 if ranks[culprit].returncode == 2 else 1
+            _report(culprit, code, mesh, text, _text(Path(reports) / f"rank{culprit}.doing").rstrip("\0"))
+            return 2 if code == 2 else 1
         except _Interrupt as e:
             with contextlib.suppress(_Interrupt):
                 _signal(ranks, e.args[0], patience)
-            if live is not None:
-                live.show(rest=True)
             return 128 + int(e.args[0])
         finally:
             for s in before:
                 signal.signal(s, signal.SIG_IGN)  # a second Ctrl-C must not leave the ranks half ended
-            _end(ranks)
+            live.show(rest=True)
+            _signal(ranks, signal.SIGTERM, GRACE)
+            _signal(ranks, signal.SIGKILL, 5.0)
             for s, handler in before.items():
                 signal.signal(s, handler)
 
 
-class _StoppedRanks:
-    """Ranks that a signal has stopped (SIGSTOP, SIGTSTP) while others run. Stopping all is intended."""
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], live: _Live) -> int | None:
+    """Show lines until a rank fails, or all have ended. Return a rank that is stopped (SIGSTOP, SIGTSTP), else None.
 
-    def __init__(self, ranks: list[subprocess.Popen[bytes]]) -> None:
-        self._ranks, self._since = ranks, dict[int, float]()
-
-    def since(self, seconds: float) -> int | None:
-        """Return the first rank that has been stopped for so many seconds; None if there is none."""
+    Stopping all ranks together is intended: it fails only while others run.
+    """
+    since: dict[int, float] = {}
+    while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
+        time.sleep(POLL)
+        live.show()
         now = time.monotonic()
-        stopped = {r for r, p in enumerate(self._ranks) if process_state(p.pid)[0] == "T"}
-        if len(stopped) == len(self._ranks):
-            stopped = set()
-        self._since = {r: self._since.get(r, now) for r in stopped}
-        return next((r for r, began in sorted(self._since.items(), key=lambda x: x[1]) if now - began > seconds), None)
+        stopped = [r for r, p in enumerate(ranks) if process_state(p.pid)[0] == "T"]
+        since = {r: since.get(r, now) for r in stopped} if len(stopped) < len(ranks) else {}
+        if since and now - min(since.values()) > STOPPED:
+            return min(since, key=lambda r: since[r])
+    return None
+
+
+def _first_failed(ranks: list[subprocess.Popen[bytes]], words_of: Callable[[int], str], failed: list[int]) -> int:
+    """Return the rank that failed first: its error is shown. words_of: returns the last words of a rank.
+
+    Ranks killed by a signal have no words, but come before ranks that lost their peer. (Under torchrun and Slurm:
+    shardc.cli.same_error_once; as an exception on other ranks: mesh.failed_rank.)
+    """
+    killed = [r for r in failed if ranks[r].returncode < 0]
+    if killed:
+        return killed[0]
+    deadline = time.monotonic() + GRACE
+    while time.monotonic() < deadline and len(failed) < len(ranks):
+        time.sleep(POLL)
+        late = [r for r, p in enumerate(ranks) if p.poll() and r not in failed]
+        killed = [r for r in late if ranks[r].returncode < 0]
+        if killed and all(_lost_peer(words_of(r)) for r in failed):
+            return killed[0]
+        failed = [*failed, *late]
+    culprits = [r for r in failed if ranks[r].returncode != GAVE_UP and not _lost_peer(words_of(r))]
+    return (culprits or failed)[0]
+
+
+def _lost_peer(text: str) -> bool:
+    """Return whether a rank's last words show that its peer went away."""
+    last = "".join(text.strip().lower().splitlines()[-_LAST:])
+    return any(sign in last for sign in (*PEER_GONE, "connection refused"))
+
+
+def _failure(folder: str, rank: int) -> tuple[str, list[dict[str, str]]]:
+    """Return (text, errors) of a rank's `report_failure`; ("", []) if there is none."""
+    if not (written := _text(Path(folder) / f"rank{rank}.failure")):
+        return "", []
+    report = json.loads(written)
+    return report["text"], report["errors"]
 
 
 def process_state(pid: int) -> tuple[str, int]:
@@ -301,41 +321,27 @@ def process_state(pid: int) -> tuple[str, int]:
 
 def _report(rank: int, code: int | None, mesh: Mesh, words: str, doing: str) -> None:
     """Print how a rank failed. code: its exit status; None: it is stopped. words: its last ones."""
-    coords = ", ".join(f"{a}={c}" for a, c in mesh.coords(rank).items())
-    how = f"failed with exit status {code}"
+    how, fix = f"failed with exit status {code}", ""
     if code is None:
-        how = f"was stopped (SIGSTOP) for {STOPPED:.0f} s"
+        how, fix = f"was stopped (SIGSTOP) for {STOPPED:.0f} s", "let all ranks run, or stop all of them together"
     elif code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
-    sys.stdout.flush()
+        fix = "native code of an op or an extension crashed; see its last output"
+        if code == -signal.SIGKILL:
+            fix = f"if no one did, memory ran out (`dmesg` says so): {LESS_MEMORY}"
+    lines = [f"the process {how}"]
     if code == GAVE_UP:
-        print("all ranks were ended", file=sys.stderr)  # the rank's last words name the rank it waited for
-    elif code != 2:  # wrong input is the user's error: its message is enough
-        print(
-            (
-                f"rank {rank} ({coords}) {how}{f' {doing}' if doing else ''}; all ranks were ended"
-                if coords
-                else f"the process {how}"
-            ),
-            file=sys.stderr,
-        )
-    if code == -signal.SIGKILL:
-        print(f"  fix: if no one did, memory ran out (`dmesg` says so): {LESS_MEMORY}", file=sys.stderr)
-    elif code is None:
-        print("  fix: let all ranks run, or stop all of them together", file=sys.stderr)
-    elif code < 0:
-        print("  fix: native code of an op or an extension crashed; see its last output", file=sys.stderr)
-    print(words, file=sys.stderr, end="", flush=True)
+        lines = ["all ranks were ended"]  # the rank's last words name the rank it waited for
+    elif code == 2:
+        lines = []  # wrong input is the user's error: its message is enough
+    elif mesh.names:
+        lines = [f"{mesh.named(rank)} {how}{f' {doing}' if doing else ''}; all ranks were ended"]
+    sys.stdout.flush()
+    print("\n".join([*lines, *[f"  fix: {fix}"] * bool(fix), words]), file=sys.stderr, end="", flush=True)
 
 
 def _text(file: Path) -> str:
     return file.read_text(errors="replace") if file.exists() else ""
-
-
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """End each rank and the processes that it started: SIGTERM, a moment, SIGKILL."""
-    _signal(ranks, signal.SIGTERM, GRACE)
-    _signal(ranks, signal.SIGKILL, 5.0)
 
 
 def _signal(ranks: list[subprocess.Popen[bytes]], number: int, patience: float) -> None:

@@ -9,12 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-import torch
 import torch.distributed.distributed_c10d as c10d
 
-_PRODUCT = str(Path(__file__).parents[2])  # shardc's own files, and
-_TORCH = str(Path(torch.__file__).parent)  # torch's: no user code is in them
-_GENERATED = "<eval_with_key>"
+from shardc.ir.source import is_models
 
 
 class Activity:
@@ -110,10 +107,7 @@ def place() -> str:
     thread = threading.main_thread().ident
     frame: FrameType | None = sys._current_frames().get(thread) if thread is not None else None
     first = frame
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_PRODUCT, _TORCH, _GENERATED, "<")) and "importlib" not in file:
-            break
+    while frame is not None and not is_models(frame.f_code.co_filename):
         frame = frame.f_back
     if (frame := frame or first) is None:
         return ""

@@ -14,12 +14,13 @@ connections stay, and the next step can begin.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.first_failed import PEER_GONE
+from shardc.runtime.launch import PEER_GONE
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.processes import Processes
 
@@ -49,7 +50,7 @@ class Failures:
         everybody, every = [self._key(r) for r in range(self._world)], False
         with suppress(RuntimeError):  # the store went with the process that held it: this rank's own error counts
             self._store.set(self._key(self._rank), f"failed in {doing}: {type(error).__name__}: {first}")
-            every = _within(OWN, lambda: self._store.check(everybody))
+            every = within(OWN, lambda: self._store.check(everybody))
         self.number += 1
         return every
 
@@ -76,19 +77,19 @@ class Failures:
         causes: dict[int, str] = {}
 
         def look() -> bool:
-            ended = self._processes.ended() if self._processes is not None else []  # before, as reports precede the end
+            # before, as reports precede the end
+            ended = self._processes.ended(f"in {doing}") if self._processes is not None else {}
             for r in range(self._world):
                 if r not in causes and self._store.check([self._key(r)]):
                     causes[r] = self._store.get(self._key(r)).decode(errors="replace")
-            if not causes and ended:  # ranks that end because of it find this report
-                assert self._processes is not None
-                for r in ended:
-                    causes[r] = f"was killed, or ended without an error, {self._processes.doing(r) or f'in {doing}'}"
-                    self._store.set(self._key(r), causes[r])
+            if not causes:
+                for r, how in ended.items():
+                    causes[r] = how
+                    self._store.set(self._key(r), how)  # ranks that end because of it find this report
             return bool(causes)
 
         with suppress(RuntimeError):  # the store went with the process that held it
-            _within(CAUSE, look)
+            within(CAUSE, look)
         self.number += 1
         return causes
 
@@ -106,7 +107,8 @@ def _contains_any(error: Exception, signs: tuple[str, ...]) -> bool:
     return any(sign in text for sign in signs)
 
 
-def _within(seconds: float, done: Any) -> bool:
+def within(seconds: float, done: Callable[[], bool]) -> bool:
+    """Wait until `done`, at most so many seconds. Return whether it is done."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:

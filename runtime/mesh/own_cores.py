@@ -32,12 +32,9 @@ def share(cores: Collection[int], rank: int, ranks: int) -> set[int]:
     [{0, 1, 2}, {3, 4, 5}]
     """
     count = len(cores) // ranks
-    return set(sorted(cores, key=_place)[rank * count :][:count])
-
-
-def _place(core: int) -> tuple[int, int, int]:
-    """Return (processor, core in it, number): hardware threads of one core become neighbours."""
-    return _number(core, "physical_package_id"), _number(core, "core_id"), core
+    # by processor, and by core in it: hardware threads of one core are neighbours
+    near = sorted(cores, key=lambda core: (_number(core, "physical_package_id"), _number(core, "core_id"), core))
+    return set(near[rank * count :][:count])
 
 
 def _number(core: int, what: str) -> int:

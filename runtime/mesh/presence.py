@@ -7,6 +7,7 @@ there is a process group:
 
     `begin`  the store ── who is there, what they do ── the thread ........ compile, import, build ...
     `take`   by a TorchMesh takes over what `begin` made; in programs that have not called it, makes it then
+    `world_store`   the store before there is a mesh: for the program that one process compiles, and for equal errors
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from shardc.ir.mesh import Mesh
 from shardc.runtime.launch import LOOPBACK
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.inherited import not_inherited
@@ -50,20 +50,12 @@ class Presence:
     def of(store: Any, rank: int, world: int, *, named: float) -> Presence:
         """Announce this rank, and watch. named: seconds, of Watch; 0: never."""
         activity, processes, watch = Activity(), None, None
-        if world > 1 and can_watch(store):
+        if can_watch(store):
             processes = Processes(store.clone(), rank, world)  # the main thread may hold the store while it waits
             activity.noted.append(processes.note)
-            if named:
+            if named and world > 1:
                 watch = Watch(World(world), rank, activity, store, processes, named=named, met=False)
         return Presence(store, rank, world, activity, processes, watch)
-
-    def meet(self, layout: Mesh, named: float) -> None:
-        """Note that all ranks are there, on a known mesh. named: see `of`."""
-        if self.watch is not None and not named:
-            self.watch.stop()
-            self.watch = None
-        elif self.watch is not None:
-            self.watch.meet(layout, named)
 
 
 _begun: list[Presence] = []
@@ -100,26 +92,35 @@ def take(timeout: timedelta, named: float) -> Presence:
 
 def _new(timeout: timedelta, named: float) -> Presence:
     with not_inherited():
-        store, rank, world = _meeting(timeout)
+        store, rank, world, joined = _connected(timeout)
+        # a process that joins again after `close` keeps its store, and needs new keys
+        store = dist.PrefixStore(f"join{next(joined)}", store)  # type: ignore[attr-defined]
         return Presence.of(store, rank, world, named=named)
 
 
-#: By place: this process's store, its rank, the world's size, and how often it has joined a world there.
+#: By place: what `world_store` returns there, and how often this process has joined a world there.
 _stores: dict[tuple[str | None, ...], tuple[Any, int, int, Iterator[int]]] = {}
 
 
-def _meeting(timeout: timedelta) -> tuple[Any, int, int]:
-    """Return (store, rank, world), as torch's env:// has them, with keys of this joining only.
+def world_store(timeout: timedelta = default_pg_timeout) -> tuple[Any, int, int]:
+    """Return (store, rank, world), as torch's env:// has them. The process connects once. timeout: of the store.
 
-    Old keys in the store would mislead: a process that joins again after `close` keeps its store, and torchrun's agent
-    may keep its store when it restarts all processes.
+    Old keys would mislead: torchrun's agent may keep its store when it restarts all processes.
     """
+    store, rank, world, _ = _connected(timeout)
+    store.set_timeout(timeout)
+    return store, rank, world
+
+
+def _connected(timeout: timedelta) -> tuple[Any, int, int, Iterator[int]]:
     place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
     if place not in _stores:
-        _stores[place] = (*_new_store(timeout), itertools.count())
-    store, rank, world, joined = _stores[place]
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"shardc/start{restarts}/join{next(joined)}", store), rank, world  # type: ignore[attr-defined]
+        store, rank, world = _new_store(timeout)
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"shardc/start{restarts}", store)  # type: ignore[attr-defined]
+        store.add("connected", 1)  # ranks, which shardc.cli.same_error_once waits for
+        _stores[place] = store, rank, world, itertools.count()
+    return _stores[place]
 
 
 def _new_store(timeout: timedelta) -> tuple[Any, int, int]:

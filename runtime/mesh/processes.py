@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardc.runtime.launch import process_state
+from shardc.runtime.launch import file_of, process_state
 
 _NOTE = 160  # bytes of the text that describes what a rank is doing
-_ENDING = "told to end by a signal"
+_ENDING = "ended by a signal"
+KILLED = "was killed, or ended without an error,"
 _SAME = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
@@ -45,11 +46,11 @@ class Processes:
         self._store, self._rank, self._world, self._machine = store, rank, world, _machine()
         self._here = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # number of ranks on this machine
         self._found: dict[int, _Process] = {}
-        self._note, file = _memory()
+        self._note, file = _memory(rank)
         if self._machine:
             _, born = process_state(os.getpid())
             store.append(self._key, f"{rank} {os.getpid()} {born} {file};")
-        store.set(_registered_key(rank), "")
+        store.set(f"shardc/came/{rank}", "")
 
     def known(self) -> bool:
         """Return whether all ranks of this machine are registered, so that the store is read no more."""
@@ -63,7 +64,7 @@ class Processes:
     def note_ending(self) -> None:
         """Note that a launcher, or a user, ends this process: it is not the one that failed."""
         self.note(_ENDING)
-        self._store.set(_ending_key(self._rank), "")  # others may not have found its memory yet
+        self._store.set(f"shardc/ending/{self._rank}", "")  # others may not have found its memory yet
 
     def doing(self, rank: int) -> str:
         """Return what a rank did last: "in step 5, at all_reduce 'h' over tp"; "" if not known."""
@@ -75,10 +76,14 @@ class Processes:
         with suppress(OSError):
             os.kill(self._others()[rank].number, signal.SIGKILL)
 
-    def ended(self) -> list[int]:
-        """Return the ranks whose process is gone or a zombie, unless a launcher or user ended it."""
-        gone = [r for r, p in sorted(self._others().items()) if p.state == ""]
-        return [r for r in gone if self.doing(r) != _ENDING and not self._store.check([_ending_key(r)])]
+    def ended(self, otherwise: str = "") -> dict[int, str]:
+        """Return {rank: how it ended} where the process is gone or a zombie, unless a launcher or user ended it.
+
+        otherwise: where a rank was, if that is not known.
+        """
+        gone = {r: self.doing(r) for r, p in sorted(self._others().items()) if p.state == ""}
+        failed = {r: at for r, at in gone.items() if at != _ENDING and not self._store.check([f"shardc/ending/{r}"])}
+        return {r: f"{KILLED} {at or otherwise}" for r, at in failed.items()}
 
     def stopped(self) -> list[int]:
         """Return the ranks whose process a signal has stopped (SIGSTOP)."""
@@ -86,7 +91,7 @@ class Processes:
 
     def has_registered(self, rank: int) -> bool:
         """Return whether a rank has registered, on any machine."""
-        return bool(self._store.check([_registered_key(rank)]))
+        return bool(self._store.check([f"shardc/came/{rank}"]))
 
     def _others(self) -> dict[int, _Process]:
         """Return the other ranks on this machine, as far as they are known."""
@@ -107,14 +112,6 @@ class Processes:
         return f"shardc/processes/{self._machine}"
 
 
-def _registered_key(rank: int) -> str:
-    return f"shardc/came/{rank}"
-
-
-def _ending_key(rank: int) -> str:
-    return f"shardc/told/{rank}"
-
-
 def _machine() -> str:
     """Return a name shared by exactly the processes that see each other; "" where that is not known."""
     with suppress(OSError):
@@ -123,11 +120,17 @@ def _machine() -> str:
     return ""
 
 
-def _memory() -> tuple[mmap.mmap | None, int]:
-    """Make (memory, its descriptor). It has no name, so that it vanishes when no process has it open."""
-    if not hasattr(os, "memfd_create"):
+def _memory(rank: int) -> tuple[mmap.mmap | None, int]:
+    """Make (memory, its descriptor): the file that `launch` reads, else without a name.
+
+    Memory without a name vanishes when no process has it open.
+    """
+    if (path := file_of(rank, "doing")) is not None:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    elif hasattr(os, "memfd_create"):
+        file = os.memfd_create("shardc-doing")
+    else:
         return None, -1
-    file = os.memfd_create("shardc-doing")
     os.ftruncate(file, _NOTE)
     return mmap.mmap(file, _NOTE), file
 

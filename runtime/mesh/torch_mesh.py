@@ -115,8 +115,9 @@ class TorchMesh(RankMesh):
         self._along = tuple(lines)
         with self.activity.during("joining the mesh"):
             self._connect([layout.names, *((n,) for n in layout.names), *axes])
-        present.meet(layout, watch)
         self.watch = present.watch
+        if self.watch is not None:
+            self.watch.meet(layout, watch)
         _HERE.add(self)
 
     def seen_as(self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), lines: Iterable[str] = ()) -> TorchMesh:

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardc.ir.mesh import Mesh
-from shardc.runtime.first_failed import GAVE_UP
+from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import activity
 from shardc.runtime.mesh.activity import Activity
-from shardc.runtime.mesh.processes import Processes
+from shardc.runtime.mesh.processes import KILLED, Processes
 
 #: Default seconds after which the rank that the others wait for is named; after this many times that, they end if it
 #: does not answer.
@@ -43,7 +43,7 @@ _SHOWN = 8  # ranks that a message lists
 STOPPED = "does not answer for SECONDS s: it is stopped (SIGSTOP)"
 SILENT = "does not answer for SECONDS s: it is stopped, or its machine is gone"
 ABSENT = "has not arrived for SECONDS s: it starts slowly, is stopped, or its machine is gone"
-KILLED = "was killed, or ended without an error,"
+_WAITED = "while the others waited for it"  # where a killed rank was, if that is not known
 _PLURAL = {"does": "do", "has": "have", "was": "were"}
 
 
@@ -108,7 +108,7 @@ class Watch:
         self._stop = threading.Event()
         self.record: Callable[[], object] | None = None
         self._round = 0  # number of questions so far
-        self._first_ended: tuple[list[int], float] | None = None  # first ranks that ended before all met, and when
+        self._first_ended: tuple[dict[int, str], float] | None = None  # first ranks that ended before all met, and when
         self._question: _Question | None = None
         self._thread = threading.Thread(target=self._run, name="shardc-watch", daemon=True)
         self._thread.start()
@@ -120,7 +120,10 @@ class Watch:
         self._look = max(named / 5, self._layout.world / 1000)
 
     def meet(self, layout: Mesh, named: float) -> None:
-        """Note that all ranks are there, on a known mesh. named: as in the constructor."""
+        """Note that all ranks are there, on a known mesh. named: as in the constructor; 0: stop."""
+        if not named:
+            self.stop()
+            return
         self._layout, self._met = layout, True
         self._set_timeouts(named)
 
@@ -158,11 +161,10 @@ class Watch:
     def _end_with_one_that_ended(self, now: float) -> None:
         """End this rank if another has ended: ranks that wait in native code ignore the launcher's signal."""
         assert self._processes is not None
-        if self._first_ended is None and (ended := self._processes.ended()):
+        if self._first_ended is None and (ended := self._processes.ended(_WAITED)):
             self._first_ended = ended, now
         elif self._first_ended is not None and now - self._first_ended[1] > self._named / 4 and activity.waits():
-            ranks, since = self._first_ended
-            silent = {r: f"{KILLED}{_spaced(self._processes.doing(r))}" for r in ranks}
+            silent, since = self._first_ended
             self._end_all(verdict(self._layout, {}, now - since, silent))
 
     def _ask(self, now: float, since: float) -> None:
@@ -223,8 +225,7 @@ class Watch:
         silent = [r for r in range(self._layout.world) if r not in answers]
         if self._processes is None:
             return dict.fromkeys(silent, SILENT)
-        known = dict.fromkeys(self._processes.stopped(), STOPPED)
-        known |= {r: f"{KILLED}{_spaced(self._processes.doing(r))}" for r in self._processes.ended()}
+        known = dict.fromkeys(self._processes.stopped(), STOPPED) | self._processes.ended(_WAITED)
         return {r: known.get(r) or (SILENT if self._processes.has_registered(r) else ABSENT) for r in silent}
 
     def _answers(self, number: int) -> dict[int, dict[str, Any]]:
@@ -259,11 +260,10 @@ def verdict(
     """Describe which ranks the others wait for, and where. silent: why some do not answer."""
     waiting = {r: a["doing"] for r, a in answers.items() if a["waits"]}
     busy = [r for r, a in answers.items() if not a["waits"]]
-    where = (
-        f"{_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it {_common(waiting)}".rstrip()
-        if waiting
-        else ""
-    )
+    where = ""
+    if waiting:  # most of them in the same place
+        at = max(waiting.values(), key=list(waiting.values()).count)
+        where = f"{_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it {at}".rstrip()
     if silent:
         why, ranks = _first(silent)
         text = why.replace("SECONDS", f"{seconds:.0f}")
@@ -271,7 +271,7 @@ def verdict(
         verb = verb if len(ranks) == 1 else _PLURAL[verb]
         return f"{layout.named(*ranks)} {verb} {rest}" + (f"; {where}" if where else "")
     if busy:
-        places = [f"{answers[r]['place']}{_comma(answers[r]['doing'])}" for r in busy[:_SHOWN]]
+        places = [", ".join(filter(None, (answers[r]["place"], answers[r]["doing"]))) for r in busy[:_SHOWN]]
         at, many = "; ".join(dict.fromkeys(places)), len(busy) > 1
         keep, are, have = ("keep", "they are", "have") if many else ("keeps", "it is", "has")
         text = f"{keep} the others waiting for {seconds:.0f} s: {are} at {at}"
@@ -295,16 +295,3 @@ def _ranks(ranks: dict[int, Any]) -> str:
     shown = ", ".join(map(str, list(ranks)[:_SHOWN]))
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
-
-
-def _common(waiting: dict[int, str]) -> str:
-    """Return the place where most of them wait."""
-    return max(waiting.values(), key=list(waiting.values()).count)
-
-
-def _comma(text: str) -> str:
-    return f", {text}" if text else ""
-
-
-def _spaced(text: str) -> str:
-    return f" {text}" if text else " while the others waited for it"

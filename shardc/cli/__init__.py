@@ -55,21 +55,8 @@ app = typer.Typer(
         " every rank."
     ),
 )
-for name, module in {
-    "compile": compile,
-    "inspect": inspect,
-    "verify": verify,
-    "run": run,
-    "score": score,
-    "generate": generate,
-    "export": export,
-    "plan": plan,
-    "cost": cost,
-    "rules": rules,
-    "device": device,
-    "spec": spec,
-}.items():
-    app.command(name)(module.command)
+for module in (compile, inspect, verify, run, score, generate, export, plan, cost, rules, device, spec):
+    app.command(module.__name__.rpartition(".")[2])(module.command)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 

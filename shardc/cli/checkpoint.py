@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardc.cli.common import Show, console, reporting
+from shardc.cli.common import Show, console, reporting, saved_in
 from shardc.cli.options import DebugOption, JsonOption
 from shardc.errors import ShardcError
 from shardc.spec.run_section import Run
@@ -27,12 +25,6 @@ Folder = Annotated[
 NewFolder = Annotated[Path, typer.Argument(help="folder to write, new or empty", show_default=False)]
 
 
-class Format(str, Enum):
-    """The format of an exported checkpoint."""
-
-    torch = "torch"
-
-
 @app.command()
 def ls(folder: Folder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """List the checkpoints in a folder, the last one first."""
@@ -40,12 +32,10 @@ def ls(folder: Folder, as_json: JsonOption = False, debug: DebugOption = False) 
 
     with reporting(debug, as_json) as show:
         rows = [_row(g) for g in _all(folder)]
-        if as_json:
-            show(json.dumps({"checkpoints": rows}))
-            return
         for row in rows:
             shown = row["problem"] or f"{row['model']}, {row['mesh']}, {row['tensors']} tensors, {size(row['bytes'])}"
             show(f"{row['name']}  {shown}{'  (training went back to before it)' if row['replaced'] else ''}")
+        show(document={"checkpoints": rows})
 
 
 def _row(g: Generation) -> dict[str, Any]:
@@ -75,13 +65,11 @@ def verify(folder: Folder, as_json: JsonOption = False, debug: DebugOption = Fal
                 by_name[g.path.name] = problems = [
                     e for error in checkpoint_folder.verify(g.path) for e in error.to_json()
                 ]
-            if not as_json:
-                show(f"{g.path.name}  {'whole' if not problems else f'{len(problems)} problems'}")
-                for p in problems:
-                    show(f"  {p['where']}: {p['what']}")
+            show(f"{g.path.name}  {'whole' if not problems else f'{len(problems)} problems'}")
+            for p in problems:
+                show(f"  {p['where']}: {p['what']}")
         whole = not any(by_name.values())
-        if as_json:
-            show(json.dumps({"ok": whole, "checkpoints": by_name}))
+        show(document={"ok": whole, "checkpoints": by_name})
         raise typer.Exit(0 if whole else 1)
 
 
@@ -92,12 +80,10 @@ def diff(a: Folder, b: Folder, as_json: JsonOption = False, debug: DebugOption =
 
     with reporting(debug, as_json) as show:
         differences = list(checkpoint_folder.diff(_one(a), _one(b)))
-        if as_json:
-            show(json.dumps({"differences": [vars(d) for d in differences]}))
-        else:
-            for d in differences:
-                show(f"{d.what}: {d.a or 'missing'}" + (f" | {d.b or 'missing'}" if d.a != d.b else ""))
-            show("the checkpoints are the same" if not differences else f"{len(differences)} differences")
+        for d in differences:
+            show(f"{d.what}: {d.a or 'missing'}" + (f" | {d.b or 'missing'}" if d.a != d.b else ""))
+        summary = f"{len(differences)} differences" if differences else "the checkpoints are the same"
+        show(summary, {"differences": [vars(d) for d in differences]})
         raise typer.Exit(1 if differences else 0)
 
 
@@ -121,14 +107,14 @@ def prune(
         removed = [str(path) for path in checkpoint_folder.prune(holder, keep)]
         lock.release()
         text = "\n".join(f"removed {p}" for p in removed) or "there was nothing to remove"
-        show(json.dumps({"removed": removed}) if as_json else text)
+        show(text, {"removed": removed})
 
 
 @app.command()
 def export(
     folder: Folder,
     new: NewFolder,
-    to: Annotated[Format, typer.Option(help="torch: torch.distributed.checkpoint's format")] = Format.torch,
+    to: Annotated[Literal["torch"], typer.Option(help="torch: torch.distributed.checkpoint's format")] = "torch",
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -136,7 +122,7 @@ def export(
     from shardc.runtime.state.torch_format import export_checkpoint
 
     with reporting(debug, as_json) as show:
-        _report(show, export_checkpoint(_one(folder), new), new, as_json=as_json)
+        _report(show, export_checkpoint(_one(folder), new), new)
 
 
 @app.command("import")
@@ -145,30 +131,24 @@ def import_(old: Folder, new: NewFolder, as_json: JsonOption = False, debug: Deb
     from shardc.runtime.state.torch_format import import_checkpoint
 
     with reporting(debug, as_json) as show:
-        _report(show, import_checkpoint(old, new), new, as_json=as_json)
+        _report(show, import_checkpoint(old, new), new)
 
 
-def _report(show: Show, what: str, new: Path, *, as_json: bool) -> None:
-    show(json.dumps({"what": what, "written": str(new)}) if as_json else f"{what}\nwritten to {new}")
+def _report(show: Show, what: str, new: Path) -> None:
+    show(f"{what}\nwritten to {new}", {"what": what, "written": str(new)})
 
 
 def _all(folder: Path) -> list[Generation]:
     """Return the checkpoints in a folder or in its folder `checkpoint`; or the folder, if it is one."""
-    from shardc.runtime.state.checkpoint_folder import generations, is_checkpoint, none_in
+    from shardc.runtime.state.checkpoint_folder import Generation, generations, is_checkpoint, none_in, read_index
 
     if is_checkpoint(folder):
-        return [g for g in generations(folder.parent) if g.path.name == folder.name] or [_alone(folder)]
-    checkpoints = generations(folder) or generations(folder / "checkpoint")
+        named = [g for g in generations(folder.parent) if g.path.name == folder.name]
+        return named or [Generation(folder, read_index(folder).step, 1, False)]  # one that the user renamed
+    checkpoints = generations(saved_in(folder))
     if not checkpoints:
         raise none_in(folder)
     return checkpoints
-
-
-def _alone(folder: Path) -> Generation:
-    """Return a checkpoint that the user renamed."""
-    from shardc.runtime.state.checkpoint_folder import Generation, read_index
-
-    return Generation(folder, read_index(folder).step, 1, False)
 
 
 def _one(folder: Path) -> Path:

@@ -37,22 +37,27 @@ gc.set_threshold(100_000, 50, 100)
 #: Errors, progress and notes go to stderr: stdout is for results.
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
-Show = Callable[[str], None]
+#: Prints a text, or, with --json, a document. Either may be a function that returns it.
+Show = Callable[..., None]
 #: Seconds between lines of progress if there is no bar.
 EVERY = 5.0
 
 
 @contextmanager
 def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
-    """Yield a function that prints on stdout. Print a ShardcError, and exit with status 2.
+    """Yield a function that prints results on stdout. Print a ShardcError, and exit with status 2.
 
     as_json: stdout has one document, also for errors; output of the user's code goes to stderr.
     """
     stdout = sys.stdout
 
-    def show(text: str) -> None:
-        stdout.write(text if text.endswith("\n") else text + "\n")
-        stdout.flush()
+    def show(text: str | Callable[[], str] = "", document: Any = None) -> None:
+        shown = document if as_json else text
+        if callable(shown):
+            shown = shown()
+        if shown is not None and shown != "":
+            stdout.write(f"{json.dumps(shown) if as_json else shown.rstrip(chr(10))}\n")
+            stdout.flush()
 
     try:
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
@@ -60,24 +65,24 @@ def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
     except ShardcError as e:
         if debug:
             traceback.print_exc()
-        _end(e, show if as_json else None)
+        _end(e, show)
     except OSError as e:
         if debug or not e.filename or not e.strerror:
             raise
         error = ShardcError(e.strerror, where=str(e.filename), fix="name a file or folder of the right kind")
-        _end(error, show if as_json else None)
+        _end(error, show)
     except KeyboardInterrupt:
         console.print("stopped")
         raise typer.Exit(130) from None
 
 
-def _end(error: ShardcError, show_json: Show | None) -> NoReturn:
+def _end(error: ShardcError, show: Show) -> NoReturn:
     """Print an error, unless another rank prints the same one, and end the process with exit status 2."""
     quiet = isinstance(error, FirstFailedError)  # the first process of this machine prints it
     text = for_this_rank(error.text(), alone=not quiet)
     print_error(text)
-    if show_json is not None and text:
-        show_json(json.dumps({"errors": error.to_json()}))
+    if text:
+        show(document={"errors": error.to_json()})
     raise typer.Exit(2) from None
 
 
@@ -121,14 +126,12 @@ def progress(doing: str, *, quiet: bool = False) -> Iterator[Callable[[str, int,
         yield on
 
 
-def check_outputs(
-    files: Mapping[str, Path | None] | None = None, folders: Mapping[str, Path | None] | None = None
-) -> None:
+def check_outputs(files: Mapping[str, Path | None] = {}, folders: Mapping[str, Path | None] = {}) -> None:
     """Check that a command can write its outputs before it starts work. Raises ShardcError if not.
 
     files: {option: file}, in a folder that exists. folders: {option: folder}; the command creates missing ones.
     """
-    for option, path in (files or {}).items():
+    for option, path in files.items():
         if path is None:
             continue
         if path.is_dir():
@@ -141,13 +144,19 @@ def check_outputs(
                 raise ShardcError(f"cannot write {path}", where=option, fix="name a place that can be written to")
             continue
         _try(path.parent, path, option)
-    for option, path in (folders or {}).items():
+    for option, path in folders.items():
         if path is None:
             continue
         existing = next(p for p in (path, *path.absolute().parents) if p.exists())
         if not existing.is_dir():
             raise ShardcError(f"{existing} is a file, not a folder", where=option, fix="name a new or empty folder")
         _try(existing, path, option)
+
+
+def saved_in(folder: Path) -> Path:
+    """Return the folder of checkpoints in what `shardc run --save` wrote; else the folder itself."""
+    inside = folder / "checkpoint"
+    return inside if inside.is_dir() else folder
 
 
 def _try(folder: Path, path: Path, option: str) -> None:
@@ -224,6 +233,11 @@ def program_of(
         meta=program.meta | {"model_ref": file.ref, "example": {"batch": named.batch, "seq": named.seq}},
         origins=(*((model_file.source_of(file.ref), name) for name in names), *program.origins),
     )
+
+
+def example_sizes(program: Program) -> dict[str, int]:
+    """Return the batch size and the sequence length of an hf: model's example batch, if they were set."""
+    return {k: n for k, n in program.meta.get("example", {}).items() if k in ("batch", "seq") and n is not None}
 
 
 def _check_source(folder: str, program: Program, model: str | None, *, refuse: bool) -> None:

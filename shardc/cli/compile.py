@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +30,8 @@ def command(
 ) -> None:
     """Compile a model and a spec; write the artifact with -o, else print the program."""
     with common.reporting(named.debug, named.as_json) as show:
+        from shardc.report import to_json
+
         if common.is_artifact(model := named.model):
             fix = "name a model file; `shardc inspect DIR` shows a compiled one"
             raise ShardcError(f"{model} is a folder", where=model, fix=fix)
@@ -42,14 +43,10 @@ def command(
         program = common.program_of(named, dump=dump)
         if output:
             program.save(output)
-        if named.as_json:
-            from shardc.report import to_json
-
-            show(json.dumps({**to_json(program), "output": str(output) if output else None}))
-        elif output:
-            show(f"{_summary(program, output)}\nwritten to {output}")
-        else:
-            show(program.text(full=full))
+        show(
+            lambda: f"{_summary(program, output)}\nwritten to {output}" if output else program.text(full=full),
+            lambda: {**to_json(program), "output": str(output) if output else None},
+        )
 
 
 def _summary(program: Program, output: Path) -> str:

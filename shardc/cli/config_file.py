@@ -15,12 +15,6 @@ from shardc.ir.patterns import nearest
 MAX_CONFIG, MAX_NUMBER, MAX_LAYERS = 1 << 20, 1e15, 100_000
 
 
-def named(ref: str) -> tuple[str, str]:
-    """Split hf:ClassName:file into (class, file); hf:file has the class ""."""
-    cls, _, file = ref.removeprefix("hf:").rpartition(":")
-    return cls, file
-
-
 def read(path: Path, file: str, ref: str) -> Any:
     """Read a config.json that is not trusted. Raises ShardcError if it is not one.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,12 +44,11 @@ def command(
         cost = _cost(program, chosen(device, program.spec), compiled=common.is_artifact(named.model))
         if run is not None:
             rows = waterfall.compare(cost, run)
-            show(json.dumps(comparison.comparison_json(rows)) if named.as_json else comparison.comparison_table(rows))
-        elif named.as_json:
-            ranks = [{"at": r.at, "lines": waterfall.predicted(cost, i)} for i, r in enumerate(cost.ranks)]
-            show(json.dumps({"device": cost.device.name, "step_seconds": cost.step_seconds, "ranks": ranks}))
+            show(comparison.comparison_table(rows), comparison.comparison_json(rows))
         else:
-            show(comparison.waterfall_table(cost))
+            ranks = [{"at": r.at, "lines": waterfall.predicted(cost, i)} for i, r in enumerate(cost.ranks)]
+            step = {"device": cost.device.name, "step_seconds": cost.step_seconds, "ranks": ranks}
+            show(comparison.waterfall_table(cost), step)
 
 
 def _cost(program: Program, on: Device, *, compiled: bool) -> Cost:
@@ -62,12 +60,8 @@ def _cost(program: Program, on: Device, *, compiled: bool) -> Cost:
     from shardc.cost.step import cost
     from shardc.runtime.step.engine_optimizer import adamw
 
-    optimizer = None if compiled else model_file.load(str(program.meta["model_ref"]), **_sizes(program)).optimizer
+    ref, sizes = str(program.meta["model_ref"]), common.example_sizes(program)
+    optimizer = None if compiled else model_file.load(ref, **sizes).optimizer
     clip = program.spec.run.clip if program.spec is not None else None
     norm = not program.forward_only
     return cost(program, on, optimizer or adamw, on=lambda rank, done, total: None, clip_norm=clip, norm=norm)
-
-
-def _sizes(program: Program) -> dict[str, int]:
-    """Return the batch size and the sequence length of an hf: model's example batch, if they were set."""
-    return {k: n for k, n in program.meta.get("example", {}).items() if k in ("batch", "seq") and n is not None}

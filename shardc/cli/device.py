@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, cast
@@ -46,11 +45,9 @@ def command(
             raise ShardcError("-o names the file that --measure writes", where="-o", fix="add --measure")
         if name:
             shown = device(name)
-            show(json.dumps(shown.model_dump()) if as_json else shown.to_yaml())
-        elif as_json:
-            show(json.dumps([d.model_dump() for d in known_devices()]))
+            show(shown.to_yaml(), shown.model_dump())
         else:
-            show(device_table(known_devices()))
+            show(device_table(known_devices()), [d.model_dump() for d in known_devices()])
 
 
 def _measure(which: str | None, output: Path | None, processes: int | None, on: Callable[[str], None]) -> Path:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,19 +18,14 @@ if TYPE_CHECKING:
     from shardc.ir.program import Program
 
 
-class Dtype(str, Enum):
-    """The dtype of exported floating-point tensors."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
 def command(
     model: Annotated[str, typer.Argument(help="model.py, model.py:builder, or hf:DIR", show_default=False)],
     checkpoint: Annotated[Path, typer.Argument(help="folder that --save wrote", show_default=False)],
     out: Annotated[Path, typer.Argument(help="folder to write, or FILE.safetensors", show_default=False)],
-    dtype: Annotated[Dtype | None, typer.Option(help="of floating-point weights; default: as saved")] = None,
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None,
+        typer.Option(help="of floating-point weights; default: as saved"),
+    ] = None,
     spec: Annotated[Path | None, typer.Option(help="spec.yaml, if it puts adapters beside the model's weights")] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="write the whole model, with adapters merged into their weights")
@@ -51,6 +46,7 @@ def command(
         from shardc.runtime.state.export import foreign_weights, plan, refused, skeleton, write
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
+        from shardc.runtime.state.sliced_tensors import whole
         from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
         from shardc.runtime.state.weight_files import contains_checkpoint, open_weights
 
@@ -73,18 +69,22 @@ def command(
             raise ShardcError(fault, where=str(checkpoint), fix="name the model file of the training")
         tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in state if n not in ties}
         carried = file.weights if file.weights is not None and file.weights.is_dir() else recipe.folder
-        chosen = getattr(torch, dtype.value) if dtype is not None else None
+        chosen = getattr(torch, dtype) if dtype is not None else None
         if program is not None:
             added = (n for p in program.params if p.added for n in p.names)
             tensors |= {n: (tuple(stored[n].shape), stored[n].dtype) for n in added}
         layouts = plan(out, tensors, ties, skeleton(built), carried, chosen, program, merge=merge)
 
         def held(name: str) -> Iterator[tuple[Any, torch.Tensor]]:
-            for box in _blocks(*tensors[name]):
+            """Yield a tensor in boxes of whole rows, of at most 64 MiB each (or one row)."""
+            shape, of_dtype = tensors[name]
+            rows = max(1, (64 << 20) // max(1, math.prod(shape[1:]) * of_dtype.itemsize))
+            for start in range(0, shape[0], rows) if shape else (0,):
+                box = [(start, min(rows, n - start)) if d == 0 else (0, n) for d, n in enumerate(shape)]
                 yield box, stored[name].read(box)
 
         def gathered(name: str) -> torch.Tensor:
-            return stored[name].read([(0, n) for n in tensors[name][0]])
+            return stored[name].read(whole(tensors[name][0]))
 
         def run(mesh: Any) -> None:
             for layout in layouts:
@@ -113,16 +113,3 @@ def _program(file: ModelFile, spec: Path | None, stored: Mapping[str, Any], *, m
         fault = f"the checkpoint has no {lost[0]}" if lost else "the spec has no `adapters`"
         raise ShardcError(fault, where="--spec", fix="name the spec that the checkpoint was trained with")
     return program
-
-
-def _blocks(shape: tuple[int, ...], dtype: Any) -> Iterator[list[tuple[int, int]]]:
-    """Yield boxes that split a tensor into whole rows, at most 64 MiB each (or one row)."""
-    if not shape:
-        yield []
-        return
-    row = dtype.itemsize
-    for n in shape[1:]:
-        row *= n
-    step = max(1, (64 << 20) // max(1, row))
-    for start in range(0, shape[0], step):
-        yield [(start, min(step, shape[0] - start)), *((0, n) for n in shape[1:])]

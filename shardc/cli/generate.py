@@ -47,22 +47,15 @@ def command(
         prompts = words.prompts(prompt or [], ids or [])
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
         options |= {"top_k": top_k, "top_p": top_p, "stop": words.stop(stop)}
-        _check(options)
+        # it checks them, before any process is started
+        needed("generation", "runtime", "Options")(max_new_tokens, temperature, top_k, top_p, None, seed)
         all_ranks.program()
         job = all_ranks.job(Run(seed=seed), prompts=prompts, generate=options)
-        all_ranks.start(job)
-        if (output := all_ranks.result(job)) is not None:
+        if (output := all_ranks.start(job)) is not None:
             output["texts"] = words.texts(prompts, output["tokens"])
             new = sum(map(len, output["tokens"]))
             text = "\n".join([*output["texts"], f"{new} tokens in {output['seconds']:.1f} s, compilation included"])
-            all_ranks.show(json.dumps(output) if named.as_json else text)
-
-
-def _check(options: dict[str, Any]) -> None:
-    """Check the options of generation before any process is started."""
-    values = {"tokens" if name == "max_new_tokens" else name: x for name, x in options.items()}
-    values["stop"] = tuple(options["stop"]) if options["stop"] is not None else None
-    needed("generation", "runtime", "Options")(**values)
+            all_ranks.show(text, output)
 
 
 class Words:
@@ -106,34 +99,30 @@ class Words:
     def stop(self, given: list[str] | None) -> list[int] | None:
         """Return the ids that end a text: those given, else those of the model's generation_config.json."""
         if given is None:
-            file = self.folder / "generation_config.json" if self.folder is not None else None
-            ends = json.loads(file.read_text()).get("eos_token_id") if file is not None and file.is_file() else None
+            ends = self._config("generation_config.json").get("eos_token_id")
             return ends if ends is None or isinstance(ends, list) else [ends]
-        stops = []
+        stops: list[int] = []
         for text in given:
-            tokens = [int(text)] if text.isdecimal() else self._token(text)
+            named = text.isdecimal()
+            tokens = [int(text)] if named else self.tokenizer("--stop")(text, add_special_tokens=False)["input_ids"]
             if len(tokens) != 1:
                 fault = f"{text!r} is {len(tokens)} tokens, but exactly one token ends a text"
                 raise ShardcError(fault, where="--stop", fix="name one token, or its id")
             stops += tokens
         return stops
 
-    def _token(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer("--stop")(text, add_special_tokens=False)["input_ids"]
-        return ids
-
     def texts(self, prompts: list[list[int]], tokens: list[list[int]]) -> list[str]:
         """Return prompts with the generated texts; ids without a tokenizer. An encoder's prompt is left out."""
         if self._tokenizer is None:
             return [f"{_ids(p)} -> {_ids(t)}" for p, t in zip(prompts, tokens, strict=True)]
-        before = [[] for _ in prompts] if self._encodes() else prompts
+        before = [[] for _ in prompts] if self._config("config.json").get("is_encoder_decoder") else prompts
         both = (p + t for p, t in zip(before, tokens, strict=True))
         return [str(self._tokenizer.decode(ids, skip_special_tokens=True)) for ids in both]
 
-    def _encodes(self) -> bool:
-        file = self.folder / "config.json" if self.folder is not None else None
-        exists = file is not None and file.is_file()
-        return bool(exists and file is not None and json.loads(file.read_text()).get("is_encoder_decoder"))
+    def _config(self, name: str) -> dict[str, Any]:
+        """Read a file of the model's folder; {} without it."""
+        file = self.folder / name if self.folder is not None else None
+        return json.loads(file.read_text()) if file is not None and file.is_file() else {}
 
 
 def _ids(ids: list[int]) -> str:

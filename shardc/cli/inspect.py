@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import pickle
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -81,11 +80,16 @@ def command(
             known_device(device)
         if coverage:
             covered = _coverage(named.model, named.batch, named.seq)
-            show(json.dumps(covered.to_json()) if as_json else str(covered))
+            show(str(covered), covered.to_json())
             return
         from shardc import report
         from shardc.artifact import emit
         from shardc.artifact.repeated_layers import fold
+        from shardc.report import cost as of_cost
+        from shardc.report import kept_activations
+        from shardc.report import scores as of_scores
+        from shardc.report.memory_snapshot import snapshot
+        from shardc.report.trace import trace as of_step
 
         one_device = before and named.spec is None and not common.is_artifact(named.model)
         spec, dump = ONE_DEVICE if one_device else None, Path(folder) if diff else None
@@ -97,36 +101,24 @@ def command(
         if html:
             _page(program, html, cost, full=full)
         if trace:
-            from shardc.report.trace import trace as of_step
-
             trace.write_text(json.dumps(of_step(cost())), encoding="utf-8")
         if memory_snapshot:
-            from shardc.report.memory_snapshot import snapshot
-
             memory_snapshot.write_bytes(pickle.dumps(snapshot(cost())))
         written = [str(file) for file in (html, trace, memory_snapshot) if file]
         if scores:
-            from shardc.report import scores as of_scores
-
-            show(json.dumps(of_scores.to_json(program)) if as_json else of_scores.text(program))
+            show(of_scores.text(program), of_scores.to_json(program))
         elif schedule:
-            _schedule(cost(), as_json, show)
+            _schedule(cost(), show)
         elif memory:
-            from shardc.report import cost as of_cost
-            from shardc.report import kept_activations
-
-            if as_json:
-                show(json.dumps(of_cost.to_json(cost())))
-            else:
-                show(f"{of_cost.table(cost())}\n\n{kept_activations.table(cost())}")
+            show(f"{of_cost.table(cost())}\n\n{kept_activations.table(cost())}", of_cost.to_json(cost()))
         elif joint:
             text = program.joint(stage)
             if not text:
                 fix = "leave --forward out"
                 raise ShardcError("this program is forward-only: it has no backward graph", where="--joint", fix=fix)
-            show(json.dumps({"text": text}) if as_json else text)
+            show(text, {"text": text})
         elif as_json:
-            show(json.dumps(report.to_json(program)))
+            show(document=report.to_json(program))
         elif diff:
             show(_difference(Path(folder), diff, named.model))
         elif before:
@@ -173,21 +165,18 @@ def _page(program: Program, file: Path, cost: Callable[[], Cost], *, full: bool)
     file.write_text(report.html(program, priced, proof, full=full), encoding="utf-8")
 
 
-def _schedule(cost: Cost, as_json: bool, show: common.Show) -> None:
+def _schedule(cost: Cost, show: common.Show) -> None:
     from rich.console import Console
 
     from shardc.report import timeline
 
+    terminal, text = Console(), timeline.text(cost.timeline).plain
+    if terminal.is_terminal:
+        with terminal.capture() as printed:
+            terminal.print(timeline.text(cost.timeline, width=terminal.width))
+        text = printed.get().rstrip("\n")
     step = {"device": cost.device.name, "step_seconds": cost.step_seconds}
-    if as_json:
-        show(json.dumps(timeline.to_json(cost.timeline) | step))
-        return
-    if sys.stdout.isatty():
-        terminal = Console()
-        terminal.print(timeline.text(cost.timeline, width=terminal.width))
-    else:
-        show(timeline.text(cost.timeline).plain)
-    show(f"on {cost.device.name}: {cost.step_words}")
+    show(f"{text}\non {cost.device.name}: {cost.step_words}", timeline.to_json(cost.timeline) | step)
 
 
 def _difference(folder: Path, name: str, model: str) -> str:

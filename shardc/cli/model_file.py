@@ -49,6 +49,10 @@ OPTIONAL = {
 }
 #: Words in torch's errors when a model without weights is moved, or the machine lacks the device.
 _OF_DEVICE = re.compile(r"CUDA|meta tensor|HIP|No NVIDIA|device", re.IGNORECASE)
+_SCRIPT = '`if __name__ == "__main__":`'
+#: Fixes of model(): for a wrapper such as DistributedDataParallel, and for code that reads values.
+_WRAPPED = "remove the wrapper: model() returns the plain model, which `mesh: {dp: ...}` of the spec distributes"
+_VALUES = "remove code that reads values: model() runs without them, and each rank makes or reads its part later"
 
 
 @dataclass(frozen=True)
@@ -230,46 +234,38 @@ def _import(path: Path) -> ModuleType:
 
 
 class _Joins(Exception):
-    """A model file calls init_process_group."""
-
-
-def _join(*_: Any, **__: Any) -> None:
-    """Raise instead of joining a world while a model file is read: torch would wait for ranks, and hang."""
-    raise _Joins("shardc run joins the world itself, after it has read this file")
+    """A model file calls init_process_group: torch would wait for ranks, and hang."""
 
 
 @contextmanager
 def _users(path: Path, doing: str) -> Iterator[None]:
     """Turn exceptions of the user's code into a ShardcError at the innermost line of the user's file."""
     try:
-        with mock.patch.object(torch.distributed, "init_process_group", _join):
+        joins = _Joins("shardc run joins the world itself, after it has read this file")
+        with mock.patch.object(torch.distributed, "init_process_group", side_effect=joins):
             yield
     except ShardcError:
         raise
     except (Exception, SystemExit) as e:  # the user's code may raise any exception; --debug shows the cause
         frames = [f for f in traceback.extract_tb(e.__traceback__) if Path(f.filename).resolve() == path.resolve()]
         where = f"{path}:{frames[-1].lineno}" if frames else str(path)
-        code = f" ({frames[-1].line})" if frames and frames[-1].line else ""
-        fix = "correct what that line does; --debug shows the whole traceback"
-        if isinstance(e, ModuleNotFoundError):
-            fix = f"pip install {str(e.name).partition('.')[0]}, or put that module beside {path.name}"
-        elif isinstance(e, SystemExit):
-            fix = 'put what only a script does under `if __name__ == "__main__":`'
-        elif isinstance(e, _Joins):
-            fix = 'leave it out; put what the file needs as a script under `if __name__ == "__main__":`'
-        elif frames and re.search(r"\.(cuda|to|to_empty)\(", frames[-1].line or "") and _OF_DEVICE.search(str(e)):
-            fix = "leave out .cuda() and .to(device): each rank builds its part on its own device"
-        elif "Default process group has not been initialized" in str(e):
-            fix = "remove the wrapper: model() returns the plain model, which `mesh: {dp: ...}` of the spec distributes"
-        elif "meta tensor" in str(e):
-            fix = (
-                "remove code that reads values: model() runs without them, and each rank makes or reads its part later"
-            )
-        text = str(e).strip().splitlines()
-        fault = f"{doing} raises {type(e).__name__}{': ' + text[0] if text else ''}{code}"
+        line, text = (frames[-1].line or "") if frames else "", str(e).strip()
+        moves = re.search(r"\.(cuda|to|to_empty)\(", line) and _OF_DEVICE.search(text)
+        missing = str(getattr(e, "name", "")).partition(".")[0]
+        fixes = (
+            (isinstance(e, ModuleNotFoundError), f"pip install {missing}, or put that module beside {path.name}"),
+            (isinstance(e, SystemExit), f"put what only a script does under {_SCRIPT}"),
+            (isinstance(e, _Joins), f"leave it out; put what the file needs as a script under {_SCRIPT}"),
+            (moves, "leave out .cuda() and .to(device): each rank builds its part on its own device"),
+            ("Default process group has not been initialized" in text, _WRAPPED),
+            ("meta tensor" in text, _VALUES),
+            (True, "correct what that line does; --debug shows the whole traceback"),
+        )
+        fix = next(fix for applies, fix in fixes if applies)
+        fault = f"{doing} raises {type(e).__name__}{f': {text.splitlines()[0]}' if text else ''}"
         if isinstance(e, _Joins):
-            fault = f"init_process_group: {e}{code}"
-        raise ShardcError(fault, where=where, fix=fix) from e
+            fault = f"init_process_group: {e}"
+        raise ShardcError(f"{fault} ({line})" if line else fault, where=where, fix=fix) from e
 
 
 def _function(
@@ -306,7 +302,7 @@ def _function(
 
 
 def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
-    cls, file = config_file.named(ref)
+    cls, _, file = ref.removeprefix("hf:").rpartition(":")
     try:
         import transformers
     except ImportError:

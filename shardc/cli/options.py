@@ -10,9 +10,8 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Optional, get_origin, get_type_hints
 
 import typer
 from pydantic.fields import FieldInfo
@@ -22,32 +21,13 @@ from shardc.spec.run_section import Run
 Source = Annotated[
     str, typer.Argument(help="model.py, model.py:builder, hf:config.json, or a compiled DIR", show_default=False)
 ]
-SpecFile = Annotated[Path | None, typer.Argument(help="spec.yaml (not with a compiled DIR)", show_default=False)]
-MeshOption = Annotated[list[str] | None, typer.Option("--mesh", help="sizes instead of the spec's: dp=4,tp=1")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="a setting instead of the spec's: data.bucket_mb=50")
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
 BatchOption = Annotated[int | None, typer.Option(min=1, help="batch size of an hf: model's example batch")]
 SeqOption = Annotated[int | None, typer.Option(min=1, help="sequence length of an hf: model's example batch")]
 NprocOption = Annotated[
     int | None, typer.Option("--nproc", min=1, help="processes on this machine; default: what the mesh needs")
 ]
-TrustOption = Annotated[bool, typer.Option("--trust", help="accept a compiled DIR whose files were edited")]
 FullOption = Annotated[bool, typer.Option("--full", help="show every layer (by default equal layers are folded)")]
-ModelOption = Annotated[
-    str | None, typer.Option("--model", help="with a compiled DIR: the model file, if not the one it was compiled from")
-]
-ForwardOption = Annotated[
-    bool,
-    typer.Option(
-        "--forward",
-        help="forward only: return outputs(output, batch) of the model file, or all tensors that the model returns",
-    ),
-]
-ScoreOption = Annotated[
-    bool, typer.Option("--score", help="forward only: return the log-probability of each target of the loss")
-]
 DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 
 
@@ -60,15 +40,28 @@ class Named:
     """
 
     model: Source
-    spec: SpecFile = None
-    mesh: MeshOption = None
-    overrides: SetOption = None
-    forward: ForwardOption = False
-    score: ScoreOption = False
+    spec: Annotated[Path | None, typer.Argument(help="spec.yaml (not with a compiled DIR)", show_default=False)] = None
+    mesh: Annotated[list[str] | None, typer.Option("--mesh", help="sizes instead of the spec's: dp=4,tp=1")] = None
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="a setting instead of the spec's: data.bucket_mb=50")
+    ] = None
+    forward: Annotated[
+        bool,
+        typer.Option(
+            "--forward",
+            help="forward only: return outputs(output, batch) of the model file, or all tensors that the model returns",
+        ),
+    ] = False
+    score: Annotated[
+        bool, typer.Option("--score", help="forward only: return the log-probability of each target of the loss")
+    ] = False
     batch: BatchOption = None
     seq: SeqOption = None
-    trust: TrustOption = False
-    model_file: ModelOption = None
+    trust: Annotated[bool, typer.Option("--trust", help="accept a compiled DIR whose files were edited")] = False
+    model_file: Annotated[
+        str | None,
+        typer.Option("--model", help="with a compiled DIR: the model file, if not the one it was compiled from"),
+    ] = None
     as_json: JsonOption = False
     debug: DebugOption = False
 
@@ -114,13 +107,9 @@ def given(settings: dict[str, Any]) -> dict[str, Any]:
     for name, x in values.items():
         if isinstance(x, Path):
             values[name] = str(x.expanduser())  # a shell leaves the `~` of --save=~/runs as it is
-        elif isinstance(x, (Enum, list)):
-            values[name] = x.value if isinstance(x, Enum) else tuple(x)
+        elif isinstance(x, list):
+            values[name] = tuple(x)
     return values
-
-
-def _words(name: str, words: tuple[str, ...]) -> Any:
-    return Enum(name, {word: word for word in words})
 
 
 def _option(name: str, field: FieldInfo) -> Any:
@@ -136,10 +125,8 @@ def _option(name: str, field: FieldInfo) -> Any:
         flags = [f"--{flag}/--no-{flag}"]
     elif kind is str:
         kind = Path
-    elif get_origin(kind) is Literal:
-        kind = _words(name, get_args(kind))
     elif get_origin(kind) is tuple:
         kind, least = list[int], 1
-    elif kind is not int:
+    elif kind is not int and get_origin(kind) is not Literal:
         kind = float
     return Annotated[Optional[kind], typer.Option(*flags, min=least, help=text)]  # noqa: UP045 (of a value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -111,15 +110,14 @@ def command(
             plan.save(output)
         if html:
             html.write_text(plan.html(), encoding="utf-8")
-        if as_json:
-            errors = {"errors": failure.to_json()} if failure else {}
-            show(json.dumps({**plan.to_json(), "output": str(output) if output and fits else None, **errors}))
-        else:
+        errors = {"errors": failure.to_json()} if failure else {}
+        written = [str(file) for file in (output if fits else None, html) if file]
+        if not as_json:
             _print(plan, given=len(given or ()) == 1)
-            if output and fits:
-                show(f"written to {output}")
-            if html:
-                show(f"written to {html}")
+        show(
+            "\n".join(f"written to {file}" for file in written),
+            lambda: {**plan.to_json(), "output": str(output) if output and fits else None, **errors},
+        )
         if failure:
             for text in failure.texts():
                 print_error(f"error {text}")

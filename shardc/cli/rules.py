@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,7 +47,7 @@ def command(
         rows = [row(op, r) for op, r in rules.items()]
         if not check:
             table = rule_table(rows) + ("" if ops or file else TAGGED)
-            show(json.dumps([asdict(r) for r in rows]) if as_json else table)
+            show(table, [asdict(r) for r in rows])
             return
         if unproven := [op for op in rules if op not in SAMPLES]:
             raise ShardcError(
@@ -61,13 +60,14 @@ def command(
         wrong = any(r.wrong for r in reports)
         strict = [] if wrong else [f for op in rules for f in too_strict(op, SAMPLES[op])]
         result = {"ok": not wrong, "ops": [asdict(r) for r in reports], "too_strict": [asdict(f) for f in strict]}
-        show(json.dumps(result) if as_json else check_text(reports, strict, {r.op: r.where for r in rows}))
+        show(check_text(reports, strict, {r.op: r.where for r in rows}), result)
         raise typer.Exit(int(wrong))
 
 
 def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
     """Return the rules that the command names: those that match, else those of the file, else all."""
     from shardc.rules import RULES
+    from shardc.rules.core.registry import find
     from shardc.verify.rules.case import name_of
 
     before = set(RULES)
@@ -75,49 +75,26 @@ def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
         from shardc.cli import model_file
 
         model_file.imported(file)
-    rules, unmatched = _select(patterns)
-    if unmatched:
-        names = list(map(name_of, RULES))
-        stems = dict.fromkeys(n.rpartition(".")[0] for n in names)
-        near = nearest(unmatched[0], names if unmatched[0].count(".") > 1 else stems)
-        fix = f"did you mean {near}?" if near else "`shardc rules` lists all; --file loads yours"
-        raise ShardcError(f"no op with a rule matches {unmatched[0]!r}", where="shardc rules", fix=fix)
-    if file and not patterns:
-        rules = {op: r for op, r in rules.items() if op in RULES and op not in before}
-        if not rules:
-            raise ShardcError(
-                f"{file} registers no rule", where=file, fix="call shardc.rule(op, ...) where the op is defined"
-            )
-    return rules
-
-
-def _select(patterns: Sequence[str]) -> tuple[dict[Any, Rule], list[str]]:
-    """Return the ops that match one of the globs, with their rules, and the patterns that match no op.
-
-    Without patterns: all ops with a registered rule.
-    """
-    from shardc.rules import RULES
-    from shardc.rules.core.registry import find
-
     if not patterns:
-        return dict(RULES), []
+        rules = {op: r for op, r in RULES.items() if not file or op not in before}
+        if not rules:
+            fix = "call shardc.rule(op, ...) where the op is defined"
+            raise ShardcError(f"{file} registers no rule", where=str(file), fix=fix)
+        return rules
     selected: dict[Any, Rule] = {}
-    unmatched = []
     for pattern in patterns:
-        matches = _matching(pattern, RULES)
+        globs = (pattern, f"{pattern}.*")
+        matches = {op: r for op, r in RULES.items() if any(fnmatch.fnmatchcase(name_of(op), g) for g in globs)}
         if not matches and (op := _op(pattern)) is not None and (rule := find(op)) is not None:
             matches = {op: rule}
         if not matches:
-            unmatched.append(pattern)
+            names = list(map(name_of, RULES))
+            stems = dict.fromkeys(n.rpartition(".")[0] for n in names)
+            near = nearest(pattern, names if pattern.count(".") > 1 else stems)
+            fix = f"did you mean {near}?" if near else "`shardc rules` lists all; --file loads yours"
+            raise ShardcError(f"no op with a rule matches {pattern!r}", where="shardc rules", fix=fix)
         selected |= matches
-    return selected, unmatched
-
-
-def _matching(pattern: str, rules: Mapping[Any, Rule]) -> dict[Any, Rule]:
-    from shardc.verify.rules.case import name_of
-
-    globs = (pattern, f"{pattern}.*")
-    return {op: r for op, r in rules.items() if any(fnmatch.fnmatchcase(name_of(op), g) for g in globs)}
+    return selected
 
 
 def _op(name: str) -> Any:

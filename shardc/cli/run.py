@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardc.cli.common import check_outputs
+from shardc.cli.common import check_outputs, saved_in
 from shardc.cli.options import Named, NprocOption, given, names_program
 from shardc.cli.ranks.start import ranks
 from shardc.errors import ShardcError
@@ -71,9 +70,8 @@ def command(
         program = all_ranks.program(watch=options.get("watch"), as_compiled=as_compiled)
         run = _settings(program.spec.run if program.spec is not None else Run(), **options)
         save, log = (Path(x) if x else None for x in (run.save, run.log))
-        if new_schedule and resume is None and not run.auto_resume:
-            fix = "name the checkpoint, --resume DIR; a new run has the model file's schedule anyway"
-            raise ShardcError("it needs a checkpoint, but none is resumed", where="--new-schedule", fix=fix)
+        if new_schedule and not run.auto_resume:
+            _check_resumed(resume, "--new-schedule", "has the model file's schedule")
         if new_data:
             _check_new_data(save, resume)
         if run.auto_resume and resume is None:
@@ -91,29 +89,26 @@ def command(
             writes,
             overwrite=overwrite and not resume,
             resume=str(resume or ""),
-            last_good=last_good,
-            new_schedule=new_schedule,
-            new_data=new_data,
+            load={"last_good": last_good, "new_schedule": new_schedule, "new_data": new_data},
         )
-        status = all_ranks.start(job)
+        summary = all_ranks.start(job)
         for restart in range(1, run.max_restarts + 1):
-            if all_ranks.joined or status != FAILED:
+            if all_ranks.joined or all_ranks.status != FAILED:
                 break
             own = _checkpoint(save)
             again = own or resume
             where = f"the checkpoint in {again}" if again else "the beginning"
             print(f"restart {restart} of {run.max_restarts}, from {where}", file=sys.stderr, flush=True)
-            overwrite, new_data = overwrite and not again, new_data and not own  # its own has the data position
-            job = dataclasses.replace(job, resume=str(again or ""), overwrite=overwrite, new_data=new_data)
-            status = all_ranks.start(job)
-        summary = all_ranks.result(job)
-        if summary is None and status == 0 and not all_ranks.joined:
+            load = job.load | {"new_data": new_data and not own}  # its own has the data position
+            job = dataclasses.replace(job, resume=str(again or ""), overwrite=overwrite and not again, load=load)
+            summary = all_ranks.start(job)
+        if summary is None and all_ranks.status == 0 and not all_ranks.joined:
             fault = "rank 0 ended with status 0 before the last step, and nothing was saved then"
             fix = "the model file ends the process (os._exit): raise an error instead, which saves first"
             raise ShardcError(fault, where="run", fix=fix)
         if summary is not None:
             tied = any(p.aliases for p in program.params)
-            all_ranks.show(json.dumps(summary) if named.as_json else _summary(summary, tied=tied))
+            all_ranks.show(_summary(summary, tied=tied), summary)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -130,8 +125,23 @@ def _check_options(options: Mapping[str, Any]) -> None:
             name = str(wrong["loc"][0])
             examples = Run.model_fields[name].examples or [Run.model_fields[name].default]
             fix = f"e.g. --{name} {examples[0]}, or leave it out"
-            errors.append(ShardcError(wrong["msg"], where=f"--{name.replace('_', '-')}", fix=fix))
+            errors.append(ShardcError(wrong["msg"], where=_flag(name), fix=fix))
         raise ShardcError("wrong options", errors=errors) from None
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+#: Keys of the section that need a folder: (key, key of the folder, what is wrong without it).
+_NEEDS = (
+    ("tensorboard", "log", "tensorboard needs a folder to write to"),
+    ("trace", "log", "trace needs a folder to write to"),
+    ("breakdown", "log", "breakdown needs a folder to write to"),
+    ("memory_snapshot", "log", "memory-snapshot needs a folder to write to"),
+    ("save_every", "save", "checkpoints need a folder"),
+    ("auto_resume", "save", "a restart needs a saved checkpoint"),
+)
 
 
 def _settings(run: Run, **options: Any) -> Run:
@@ -139,24 +149,19 @@ def _settings(run: Run, **options: Any) -> Run:
     run = run.model_copy(update=options)
     paths = {name: str(Path(x).expanduser()) for name in ("save", "log") if (x := getattr(run, name))}
     run = run.model_copy(update=paths)
-    for name, asked in (
-        ("tensorboard", run.tensorboard),
-        ("trace", run.trace),
-        ("breakdown", run.breakdown),
-        ("memory-snapshot", run.memory_snapshot),
-    ):
-        if asked and not run.log:
-            fix = "name a folder, --log DIR or `run: {log: DIR}`"
-            raise ShardcError(f"{name} needs a folder to write to", where=f"--{name}", fix=fix)
-    if run.save_every and not run.save:
-        fix = "name the folder, --save DIR or `run: {save: DIR}`"
-        raise ShardcError("checkpoints need a folder", where="--save-every", fix=fix)
-    if run.auto_resume and not run.save:
-        fix = "name the folder, --save DIR or `run: {save: DIR}`"
-        raise ShardcError("a restart needs a saved checkpoint", where="--auto-resume", fix=fix)
+    for name, needs, fault in _NEEDS:
+        if getattr(run, name) and not getattr(run, needs):
+            fix = f"name the folder, --{needs} DIR or `run: {{{needs}: DIR}}`"
+            raise ShardcError(fault, where=_flag(name), fix=fix)
     if run.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ShardcError("TensorBoard is not installed", where="--tensorboard", fix="pip install tensorboard")
     return run
+
+
+def _check_resumed(resume: Path | None, option: str, otherwise: str) -> None:
+    if resume is None:
+        fix = f"name the checkpoint, --resume DIR; a new run {otherwise} anyway"
+        raise ShardcError("it needs a checkpoint, but none is resumed", where=option, fix=fix)
 
 
 def _check_new_data(save: Path | None, resume: Path | None) -> None:
@@ -164,16 +169,15 @@ def _check_new_data(save: Path | None, resume: Path | None) -> None:
 
     A restarted run resumes from its own checkpoints and their place in the data. It must not confuse the two folders.
     """
-    if resume is None:
-        fault = "it needs a checkpoint, but none is resumed"
-        fix = "name the checkpoint, --resume DIR; a new run reads its data from the start anyway"
-        raise ShardcError(fault, where="--new-data", fix=fix)
-    if save is not None and save.resolve() in (resume.resolve(), *resume.resolve().parents):
-        fault = (
-            f"--save names {save}, which it also resumes from: a restart could not tell which data its "
-            "checkpoints are of"
-        )
-        raise ShardcError(fault, where="--new-data", fix="save to another folder")
+    _check_resumed(resume, "--new-data", "reads its data from the start")
+    if save is not None and _is_in(resume, save):
+        fault = f"--save names {save}, which it also resumes from: a restart could not tell which data its"
+        raise ShardcError(f"{fault} checkpoints are of", where="--new-data", fix="save to another folder")
+
+
+def _is_in(resume: Path | None, folder: Path) -> bool:
+    """Return whether the run resumes from a checkpoint in this folder."""
+    return resume is not None and folder.resolve() in (resume.resolve(), *resume.resolve().parents)
 
 
 def _checkpoint(save: Path | None) -> Path | None:
@@ -182,7 +186,6 @@ def _checkpoint(save: Path | None) -> Path | None:
 
 
 def _check(program: Program, model: str, resume: Path | None) -> None:
-    from shardc.cli.ranks.training_loop import checkpoints
     from shardc.runtime.state import checkpoint_folder
     from shardc.runtime.state.weight_files import has_weights
 
@@ -191,7 +194,7 @@ def _check(program: Program, model: str, resume: Path | None) -> None:
         fix = "compile without --forward and --score; in Python: program.forward(model) (docs/how-to/forward.md)"
         raise ShardcError(fault, where=model, fix=fix)
     if resume is not None:
-        folder = checkpoints(resume)
+        folder = saved_in(resume)
         if not (checkpoint_folder.is_checkpoint(folder) or checkpoint_folder.generations(folder)):
             error = checkpoint_folder.none_in(folder)
             begin = f"to start a run with these weights, write --weights {resume}" if has_weights(resume) else ""
@@ -210,9 +213,7 @@ def _check_folders(save: Path | None, log: Path | None, resume: Path | None, *, 
             continue
         check_outputs(folders={option: folder})
         folder.mkdir(parents=True, exist_ok=True)
-        goes_on = resume is not None and (
-            option == "--log" or folder.resolve() in (resume.resolve(), *resume.resolve().parents)
-        )
+        goes_on = resume is not None and (option == "--log" or _is_in(resume, folder))
         if _in_use(folder / kept) and not overwrite and not goes_on:
             on = folder if option == "--save" else "and what it saved to"
             fix = f"continue it (--resume {on}), name another folder, or add --overwrite"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,20 +14,15 @@ from shardc.cli.ranks.start import ranks
 from shardc.errors import ShardcError
 
 
-class Split(str, Enum):
-    """The argument of data(split)."""
-
-    valid = "valid"
-    train = "train"
-
-
 @names_program("forward", "score")
 def command(
     named: Named,
     weights: Annotated[
         Path | None, typer.Option(help="weights: a folder or file of safetensors, a torch file, or what --save wrote")
     ] = None,
-    split: Annotated[Split, typer.Option(help="split that is passed to data(split) of the model file")] = Split.valid,
+    split: Annotated[
+        Literal["valid", "train"], typer.Option(help="split that is passed to data(split) of the model file")
+    ] = "valid",
     rows: Annotated[Path | None, typer.Option(help="file for the scores of each row, one JSON document a line")] = None,
     nproc: NprocOption = None,
     seed: Annotated[int, typer.Option(min=0, help="seed of weights that no file has, and of data()")] = 0,
@@ -43,9 +36,8 @@ def command(
         if not all_ranks.program(as_compiled=True).scores:
             fault, fix = ("this program has no scores", "compile it for them: shardc compile --score -o DIR")
             raise ShardcError(fault, where=named.model, fix=fix)
-        job = all_ranks.job(Run(seed=seed), split=split.value, rows=str(rows.resolve() if rows else ""))
-        all_ranks.start(job)
-        if (scores := all_ranks.result(job)) is not None:
+        job = all_ranks.job(Run(seed=seed), split=split, rows=str(rows.resolve() if rows else ""))
+        if (scores := all_ranks.start(job)) is not None:
             at = f"; scores of each row in {rows}" if rows else ""
             text = f"{scores['tokens']:,.0f} targets: log-probability {scores['logprob']:.4f}, perplexity"
-            all_ranks.show(json.dumps(scores) if named.as_json else f"{text} {scores['perplexity']:.4f}{at}")
+            all_ranks.show(f"{text} {scores['perplexity']:.4f}{at}", scores)

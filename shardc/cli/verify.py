@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from typing import Annotated
 
 import typer
@@ -34,21 +34,10 @@ def command(
             with common.console.status(f"proving the program of {program.mesh.world} ranks"):
                 proof = program.prove()
             gaps = [{"where": g.where, "what": g.what, "line": g.line, "model": g.source} for g in proof.gaps]
-            summary = {"ok": proof.ok, "lines": proof.lines, "seconds": proof.seconds, "gaps": gaps}
-            show(json.dumps({**summary, "assumed": [a.name for a in ASSUMPTIONS]}) if named.as_json else str(proof))
+            document = {"ok": proof.ok, "lines": proof.lines, "seconds": proof.seconds, "gaps": gaps}
+            show(str(proof), {**document, "assumed": [a.name for a in ASSUMPTIONS]})
             raise typer.Exit(0 if proof.ok else 1)
         with common.console.status(f"running {program.mesh.world} ranks in float64"):
             report = program.verify(seed=seed, compiled=compiled)
-        if named.as_json:
-            document = {
-                "ok": report.ok,
-                "checked": report.checked,
-                "worst": report.worst,
-                "seconds": report.seconds,
-                "compiled": report.compiled,
-                "findings": [{"where": f.where, "what": f.what, "fix": f.fix} for f in report.findings],
-            }
-            show(json.dumps(document))
-        else:
-            show(str(report))
+        show(str(report), {"ok": report.ok, **dataclasses.asdict(report)})
         raise typer.Exit(0 if report.ok else 1)

@@ -1,8 +1,7 @@
-"""Under torchrun one process of a machine compiles, and the others read its program: also where it fails or dies."""
+"""Under torchrun one process of a machine compiles, and the others read its program: also where it fails."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardc
 from shardc.api import load
-from shardc.cli.ranks import compile_once
+from shardc.cli.ranks.compile_once import compiled_once
 from shardc.cli.same_error_once import FirstFailedError
 from shardc.errors import ShardcError
+from shardc.runtime.mesh import activity, presence
 
 SPEC = {"shardc": 1, "mesh": {"tp": 2}}
 
@@ -27,115 +28,99 @@ def program() -> Any:
     return shardc.compile(nn.Linear(4, 4), batch, SPEC, loss=lambda y, _: y.square().mean(), prove=False)
 
 
-def meet(folder: Path, compiled: Callable[[int], Any], ranks: int = 3) -> list[Any]:
-    """What each of the processes of a machine gets: a program, or an error. Threads stand for them."""
-
-    def one(rank: int) -> Any:
-        try:
-            with compile_once.once(folder, first=rank == 0, compiled=lambda: compiled(rank), read=load) as found:
-                return str(found)
-        except ShardcError as e:
-            return e
-
-    with ThreadPoolExecutor(ranks) as threads:
-        return list(threads.map(one, range(ranks)))
+def never() -> Any:
+    raise AssertionError("it compiles, too")
 
 
-def test_the_first_compiles_and_the_others_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_once.shutil, "rmtree", lambda *_, **__: None)  # until all have it, as when it trains
-    compiled: list[int] = []
-
-    def compile_(rank: int) -> Any:
-        compiled.append(rank)
-        return program()
-
-    texts = meet(tmp_path / "there", compile_)
-    assert compiled == [0]
-    assert len(set(texts)) == 1
-    assert oct((tmp_path / "there").stat().st_mode & 0o777) == "0o700"
-
-
-def test_the_folder_goes_with_the_first(tmp_path: Path) -> None:
-    with compile_once.once(tmp_path / "there", first=True, compiled=program, read=load):
-        assert (tmp_path / "there" / "program").is_dir()
-    assert not (tmp_path / "there").exists()
-
-
-def test_an_error_of_the_first_is_met_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_once, "APPEARS", 0.5)
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes this process one of three of a machine, which share a store."""
+    store = dist.HashStore()
+    monkeypatch.setattr(presence, "world_store", lambda: (store, 0, 3))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-
-    def compile_(rank: int) -> Any:
-        raise ShardcError(f"wrong on {rank}", where="spec")
-
-    assert [str(e) for e in meet(tmp_path / "there", compile_)] == ["spec: wrong on 0"] * 3
+    return lambda rank: monkeypatch.setenv("LOCAL_RANK", str(rank))
 
 
-def test_who_comes_when_the_first_has_failed_ends_with_its_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also one that failed after it had compiled; what an earlier run has left there is not looked at; the last of the
-    others removes the folder."""
-    folder = tmp_path / "there"
-    two = [ShardcError("a", where="x", fix="y"), ShardcError("b")]
-    with (
-        pytest.raises(ShardcError, match="x: a"),
-        compile_once.once(folder, first=True, compiled=program, read=load),
-    ):
-        raise ShardcError("2 errors", errors=two)
-    assert [f.name for f in folder.iterdir()] == ["failed"]
-    monkeypatch.setattr(compile_once, "_BEGAN", time.time() + 9)
-    compile_once.check(folder)
-    monkeypatch.setattr(compile_once, "_BEGAN", 0.0)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    for rank in ("1", "2"):
-        assert folder.exists()
-        monkeypatch.setenv("LOCAL_RANK", rank)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path / "program"
+
+
+def test_the_first_compiles_and_the_others_read(folder: Path, as_rank: Callable[[int], None]) -> None:
+    as_rank(1)
+    with ThreadPoolExecutor(1) as threads:
+        early = threads.submit(compiled_once, folder.parent / "mine", never, load)
+        while not activity.waits():
+            time.sleep(0.01)
+        assert not early.done()
+        as_rank(0)
+        first = compiled_once(folder, program, load)
+        assert str(early.result(60)) == str(first)
+    as_rank(2)
+    assert str(compiled_once(folder.parent / "mine", never, load)) == str(first)
+
+
+def test_an_error_of_the_first_is_met_by_all(folder: Path, as_rank: Callable[[int], None]) -> None:
+    """Also by one that comes later."""
+    as_rank(0)
+
+    def compiled() -> Any:
+        raise ShardcError("2 errors", errors=[ShardcError("a", where="x", fix="y"), ShardcError("b")])
+
+    with pytest.raises(ShardcError, match="x: a"):
+        compiled_once(folder, compiled, load)
+    for rank in (1, 2):
+        as_rank(rank)
         with pytest.raises(FirstFailedError) as found:
-            compile_once.check(folder)
+            compiled_once(folder, never, load)
         assert found.value.texts() == ["x: a\n  fix: y", "b"]
-    assert not folder.exists()
+
+
+def test_a_store_that_goes_away_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that held it was killed while it compiled."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    monkeypatch.setattr(presence, "world_store", lambda: (client, 1, 2))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(compiled_once, folder, never, load)
+        while not activity.waits():
+            time.sleep(0.01)
+        del server
+        with pytest.raises(ShardcError, match="rank 0, where the ranks meet, ended while this rank waited"):
+            waits.result(60)
 
 
 @pytest.mark.parametrize("there", ["nothing", "open to all", "a link"])
 def test_who_cannot_trust_the_folder_compiles_for_itself(
-    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there: str, folder: Path, as_rank: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr(compile_once, "APPEARS", 0.2)
-    folder, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
-    program().save(elsewhere / "program")
-    elsewhere.chmod(0o700)
+    as_rank(0)
+    (holder := folder.parent / "there").mkdir(mode=0o700)
+    compiled_once(holder / "program", program, load)
     if there == "open to all":
-        elsewhere.rename(folder)
-        folder.chmod(0o777)
-    elif there == "a link":
-        folder.symlink_to(elsewhere)
+        holder.chmod(0o777)
+    else:
+        holder.rename(elsewhere := folder.parent / "elsewhere")
+        if there == "a link":
+            holder.symlink_to(elsewhere)
+    as_rank(1)
     compiled: list[int] = []
 
-    def compile_() -> Any:
+    def compiled_here() -> Any:
         compiled.append(1)
         return program()
 
-    with compile_once.once(folder, first=False, compiled=compile_, read=load):
-        assert compiled == [1]
+    compiled_once(folder, compiled_here, lambda _: never())
+    assert compiled == [1]
 
 
-def test_what_an_earlier_run_left_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "there" / "program").mkdir(parents=True)
-    (tmp_path / "there").chmod(0o700)
-    with compile_once.once(tmp_path / "there", first=True, compiled=program, read=load):
-        assert load(tmp_path / "there" / "program").mesh == program().mesh
-
-
-def test_processes_of_one_parent_and_world_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"):
-        monkeypatch.delenv(name, raising=False)
-    assert compile_once.meeting() is None
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    first = compile_once.meeting()
-    assert first is not None
-    assert str(os.getppid()) in first.name
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # a restart may have another spec
-    assert compile_once.meeting() != first
+@pytest.mark.parametrize("missing", ["LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_a_process_alone_asks_nobody(missing: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "world_store", never)
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.delenv(missing)
+    assert compiled_once(folder, program, load).mesh.world == 2

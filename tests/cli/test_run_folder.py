@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardc.cli.ranks.run_folder import run_folder
+from shardc.cli.ranks.start import run_folder
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any
 
+from torch import Tensor
+
+from shardc.api import Program
+from shardc.cli.model_file import ModelFile
+from shardc.cli.ranks import training_data
 from shardc.cli.ranks.job import Job, collect_as_usual, joined, weights_of
 from shardc.errors import ShardcError
+from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.step.evaluation import NoBatchesError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from shardc.api import Program
-    from shardc.cli.model_file import ModelFile
-    from shardc.runtime.mesh import TorchMesh
-    from shardc.runtime.step.forward import Forward
+from shardc.runtime.step.forward import Forward
 
 
 def _open_job(job: Job) -> tuple[ModelFile, Program, TorchMesh, Forward]:
@@ -44,43 +44,29 @@ def generate(job: Job) -> dict[str, Any]:
 
 def score(job: Job) -> dict[str, Any]:
     """Score data and write a line for each row; return tokens, log-probability, perplexity. Collective."""
-    from shardc.cli.ranks import training_data
-
     file, program, mesh, scorer = _open_job(job)
     with mesh.together("opening the data"):
-        seed = job.settings.seed
-        if file.data is None:
-            data = training_data.example(file, seed, often="")
-        elif (batches := training_data.batches(scorer.engine, file, job.split, seed, whole=True)) is not None:
-            data = batches
-        else:
-            fault, fix = f"data({job.split!r}) returns None", "name another --split; or return the data to score"
-            raise ShardcError(fault, where=job.model, fix=fix)
+        seed, fix = job.settings.seed, "name another --split; or return the data to score"
+        data = training_data.needed(scorer.engine, file, job.split, seed, whole=True, where=job.model, fix=fix)
     first = mesh.rank == 0
     notes = [*(scorer.engine.weight_notes or [file.note] * bool(file.note)), f"data: {data.description}"]
     if first and not job.quiet:
         print("\n".join(notes), flush=True)
     collect_as_usual()
     with mesh.together("scoring"), Path(job.rows).open("w") if job.rows and first else nullcontext() as rows:
+        numbers = itertools.count()
+
+        def write(scores: Tensor) -> None:  # a line for each row; all ranks call it, and the first one has the file
+            if rows is None:
+                return
+            for row in scores.double().flatten(1) if scores.ndim > 1 else scores.double().unsqueeze(1):
+                line = {"row": next(numbers), "logprob": float(row.sum()), "scores": row.tolist()}
+                rows.write(json.dumps(line) + "\n")
+
         try:
-            scores = scorer.score_all(data.one_epoch(), local=data.local, each=Rows(rows) if job.rows else None)
+            scores = scorer.score_all(data.one_epoch(), local=data.local, each=write if job.rows else None)
         except NoBatchesError:
             fault, fix = f"data({job.split!r}) has no batch", "return the data to score"
             raise ShardcError(fault, where=job.model, fix=fix) from None
     about = {"model": program.meta.get("model"), "mesh": dict(program.mesh.axes)}
     return {**about, **scores, "rows": job.rows or None}
-
-
-class Rows:
-    """A writer of scores, one JSON line for each row. Called on all ranks; the first one has the file."""
-
-    def __init__(self, file: TextIO | None) -> None:
-        self._file, self._count = file, 0
-
-    def __call__(self, scores: Tensor) -> None:
-        if self._file is None:
-            return
-        for row in scores.double().flatten(1) if scores.ndim > 1 else scores.double().unsqueeze(1):
-            line = {"row": self._count, "logprob": float(row.sum()), "scores": row.tolist()}
-            self._file.write(json.dumps(line) + "\n")
-            self._count += 1

@@ -8,40 +8,40 @@ import gc
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from shardc.api import Program, load
+from shardc.cli import model_file
 from shardc.cli.common import COLLECT_EVERY
+from shardc.cli.model_file import ModelFile
 from shardc.optional import registered
+from shardc.recompile import Resizer
+from shardc.runtime.mesh import TorchMesh
+from shardc.runtime.stage.communicators import runtime_mesh
 from shardc.runtime.state.weight_files import contains_checkpoint
 from shardc.spec.run_section import Run
 from shardc.torch_private import flight_record
-
-if TYPE_CHECKING:
-    from shardc.api import Program
-    from shardc.cli.model_file import ModelFile
-    from shardc.runtime.mesh import TorchMesh
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """The work of a run's processes, as `shardc run`, `score` or `generate` writes it to a file.
 
-    program: artifact folder. model: model reference. run: the spec's section `run:`, updated with command-line options.
-    weights: file or folder to begin from, or "": those of the model file. quiet: print no lines (--json). folder: the
-    temporary folder of the run. trust: run an edited artifact. joined: torchrun or Slurm started the processes. debug:
-    tracebacks show all frames, not only those of the user's code. overwrite: replace the log.
+    program: artifact folder. model: model reference. example: sizes of an hf: model's example batch. run: the spec's
+    section `run:`, updated with command-line options. weights: file or folder to begin from, or "": those of the model
+    file. quiet: print no lines (--json). folder: the temporary folder of the run. trust: run an edited artifact.
+    joined: torchrun or Slurm started the processes. debug: tracebacks show all frames, not only those of the user's
+    code. overwrite: replace the log.
 
-    resume: folder, or "". last_good: if the last checkpoint is damaged, resume from the last undamaged one.
-    new_schedule: use the model file's learning rates, not the checkpoint's. new_data: read the data from its beginning.
-    split: split of the data to score (shardc.cli.ranks.forward_jobs); "": train. rows: file for the scores of each row,
-    or "". prompts: token ids of each prompt to continue; generate: the arguments of Engine.generate.
+    resume: folder, or "". load: the other arguments of Engine.load. split: split of the data to score
+    (shardc.cli.ranks.forward_jobs); "": train. rows: file for the scores of each row, or "". prompts: token ids of each
+    prompt to continue; generate: the arguments of Engine.generate.
     """
 
     program: str
     model: str
     run: dict[str, Any] = dataclasses.field(default_factory=dict)
-    batch: int | None = None
-    seq: int | None = None
+    example: dict[str, int] = dataclasses.field(default_factory=dict)
     weights: str = ""
     quiet: bool = False
     folder: str = ""
@@ -50,9 +50,7 @@ class Job:
     debug: bool = False
     overwrite: bool = False
     resume: str = ""
-    last_good: bool = False
-    new_schedule: bool = False
-    new_data: bool = False
+    load: dict[str, bool] = dataclasses.field(default_factory=dict)
     split: str = ""
     rows: str = ""
     prompts: list[list[int]] = dataclasses.field(default_factory=list)
@@ -64,32 +62,19 @@ class Job:
         return Path(self.folder) / "result.json"
 
     @property
-    def progress(self) -> Path | None:
-        """The folder where the launcher reads what each rank does (shardc.runtime.launch.Progress)."""
-        return Path(self.folder) if self.folder and not self.joined else None
-
-    @property
     def settings(self) -> Run:
         return Run.model_validate({name: tuple(x) if isinstance(x, list) else x for name, x in self.run.items()})
 
 
 def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh]:
     """Return the model file, the program, and this rank's mesh. Collective."""
-    from shardc.api import load
-    from shardc.cli import model_file
-    from shardc.recompile import Resizer
-    from shardc.runtime.launch import Progress
-    from shardc.runtime.stage.communicators import runtime_mesh
-
     settings = job.settings
-    file = model_file.load(job.model, batch=job.batch, seq=job.seq, seed=settings.seed)
+    file = model_file.load(job.model, **job.example, seed=settings.seed)
     program = load(job.program, trust=job.trust, as_compiled=True)
     forward = "score" if program.scores else program.forward_only and (file.outputs or True)
     program = dataclasses.replace(program, resize=Resizer(file.on_meta, file.loss, {}, _compiled, forward, file.batch))
     timeout = timedelta(seconds=settings.timeout) if settings.timeout else None
     mesh = runtime_mesh(program, watch=settings.watch, timeout=timeout)
-    if job.progress:
-        mesh.activity.noted.append(Progress(job.progress / f"rank{mesh.rank}").note)
     if mesh.watch is not None and settings.log:
         mesh.watch.record = functools.partial(_record, Path(settings.log) / f"flight-rank{mesh.rank}.json")
     return file, program, mesh

@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shardc.cli.common import Show, is_artifact, model_of, print_model_file, program_of, reporting
+from shardc.cli.common import Show, example_sizes, is_artifact, model_of, print_model_file, program_of, reporting
 from shardc.cli.options import Named
-from shardc.cli.ranks import compile_once, lasting_output
-from shardc.cli.ranks.run_folder import run_folder
+from shardc.cli.ranks import lasting_output
+from shardc.cli.ranks.compile_once import compiled_once
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
@@ -24,7 +26,28 @@ if TYPE_CHECKING:
     from shardc.cli.ranks.job import Job
     from shardc.spec import Run
 
+_NAME, _LOCK = "shardc-run-", ".lock"
 SAVING = 120.0  # seconds that ranks have for a save when a signal stops the run
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """Yield a new folder, after the removal of folders that killed runs left. It is removed at the end."""
+    from shardc.runtime.state.disk_calls import Lock
+
+    for left in Path(tempfile.gettempdir()).glob(f"{_NAME}*/{_LOCK}"):
+        with suppress(OSError):  # it is in use, removed, or of another user
+            lock = Lock(left)
+            shutil.rmtree(left.parent, ignore_errors=True)
+            lock.release()
+    with tempfile.TemporaryDirectory(prefix=_NAME) as folder:
+        path = Path(folder) / ".new"
+        lock = Lock(path)  # locked before it gets the name that others look for
+        path.rename(Path(folder) / _LOCK)
+        try:
+            yield Path(folder)
+        finally:
+            lock.release()
 
 
 @contextmanager
@@ -32,8 +55,8 @@ def ranks(named: Named, nproc: int | None, weights: Path | None) -> Iterator[Ran
     """Yield the ranks of a command; then exit with their status. Raises ShardcError for wrong `weights`."""
     one_rank = any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
     lasting_output.install(report_loss=named.as_json or one_rank)  # else rank 0, which writes the lines, reports it
-    with reporting(named.debug, named.as_json) as show, ExitStack() as stack:
-        all_ranks = Ranks(named, nproc, weights, show, stack)
+    with reporting(named.debug, named.as_json) as show, run_folder() as folder:
+        all_ranks = Ranks(named, nproc, weights, show, folder)
         yield all_ranks
     if all_ranks.joined:
         from shardc.cli.ranks import worker
@@ -48,11 +71,11 @@ class Ranks:
     show: prints the result. folder: the temporary folder of the run. status: exit status of the last job.
     """
 
-    def __init__(self, named: Named, nproc: int | None, weights: Path | None, show: Show, stack: ExitStack) -> None:
+    def __init__(self, named: Named, nproc: int | None, weights: Path | None, show: Show, folder: Path) -> None:
         from shardc.runtime import launch
 
         self.named, self.show, self.status = named, show, 0
-        self.folder, self._nproc, self._stack = stack.enter_context(run_folder()), nproc, stack
+        self.folder, self._nproc = folder, nproc
         launch.join_slurm()
         self.joined = launch.in_world()
         self._weights = _weights(weights)
@@ -65,15 +88,13 @@ class Ranks:
         """
         from shardc.runtime.mesh import presence
 
-        shared = compile_once.meeting() if self.joined and not is_artifact(self.named.model) else None
-        compile_once.check(shared)  # else this process would wait for a first one that has ended
         process = presence.begin(*(() if watch is None else (watch,))) if self.joined else None
         world = int(os.environ["WORLD_SIZE"]) if self.joined else self._nproc
         compiled = functools.partial(program_of, self.named, world=world, as_compiled=as_compiled)
-        first = os.environ.get("LOCAL_RANK", "0") == "0"
         with process.activity.during("compiling") if process is not None else nullcontext():
-            once = compile_once.once(shared, first=first, compiled=compiled, read=self._read)
-            self._program = program = self._stack.enter_context(once)
+            once = self.joined and not is_artifact(self.named.model)
+            program = compiled_once(self.folder / "program", compiled, self._read) if once else compiled()
+            self._program = program
         named = self.named.model_file
         self._ref = named or (model_of(program.meta) if is_artifact(self.named.model) else program.meta["model_ref"])
         if world is not None and world != program.mesh.world:
@@ -102,16 +123,15 @@ class Ranks:
         artifact = Path(self.named.model)
         if not is_artifact(self.named.model):
             artifact = self.folder / "program"
-            self._program.save(artifact)
+            if not artifact.exists():
+                self._program.save(artifact)
         elif os.environ.get("LOCAL_RANK", "0") == "0":
             print_model_file(self.named.model, "" if self.named.model_file else self._ref, writes or {})
-        example = self._program.meta.get("example", {})
         return Job(
             program=str(artifact),
             model=self._ref,
             run=run.model_dump(),
-            batch=example.get("batch"),
-            seq=example.get("seq"),
+            example=example_sizes(self._program),
             weights=self._weights,
             quiet=self.named.as_json,
             folder=str(self.folder),
@@ -121,35 +141,30 @@ class Ranks:
             **work,
         )
 
-    def start(self, job: Job) -> int:
-        """Run the job, as this rank of a joined world or in one process for each rank; return the status."""
+    def start(self, job: Job) -> dict[str, Any] | None:
+        """Run the job, as this rank of a joined world or in one process for each rank.
+
+        Returns its summary if it succeeded; in a joined world only the first rank has it.
+        """
         from shardc.cli import hidden_modules
-        from shardc.cli.ranks import worker
         from shardc.runtime import launch
 
         file = self.folder / "job.json"
         file.write_text(json.dumps(vars(job)))
         if self.joined:
-            worker.main(str(file))
-            return 0
-        hidden_modules.check_folder(Path.cwd())
-        failed_first: list[int] = []
-        self.status = launch.launch(
-            [sys.executable, "-m", "shardc.cli.ranks.worker", str(file)],
-            self._program.mesh,
-            progress=self.folder,
-            failed_first=failed_first.append,
-            stdout=sys.stderr.fileno() if self.named.as_json else None,
-            patience=SAVING,
-        )
-        if failed_first and self.named.as_json:
-            report = self.folder / f"errors{failed_first[0]}.json"
-            killed = [{"where": f"rank {failed_first[0]}", "what": "the process was killed", "fix": ""}]
-            self.show(json.dumps({"errors": json.loads(report.read_text()) if report.exists() else killed}))
-        return self.status
+            from shardc.cli.ranks import worker
 
-    def result(self, job: Job) -> dict[str, Any] | None:
-        """Return the summary of a job that succeeded; in a joined world only the first rank has it."""
+            worker.main(str(file))
+        else:
+            hidden_modules.check_folder(Path.cwd())
+            self.status = launch.launch(
+                [sys.executable, "-m", "shardc.cli.ranks.worker", str(file)],
+                self._program.mesh,
+                folder=self.folder,
+                failed_first=lambda errors: self.show(document={"errors": errors}),
+                stdout=sys.stderr.fileno() if self.named.as_json else None,
+                patience=SAVING,
+            )
         done = self.status == 0 and job.result.exists()
         return json.loads(job.result.read_text()) if done else None
 

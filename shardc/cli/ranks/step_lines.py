@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,8 +25,8 @@ def header(program: Program, engine: Any, data: str, held_out: str, steps: int, 
 
     weights: lines that say where training begins.
     """
-    numbers = sum(_count(p.shape) for p in program.params)
-    trained = sum(_count(p.shape) for p in program.params if p.requires_grad)
+    numbers = sum(math.prod(p.shape) for p in program.params)
+    trained = sum(math.prod(p.shape) for p in program.params if p.requires_grad)
     frozen = f", {count(numbers - trained)} of them frozen" if trained < numbers else ""
     mesh = " x ".join(f"{a}={n}" for a, n in program.mesh.axes) or "one device"
     nbytes = sum(p.nbytes for p in engine.owned.values())
@@ -46,10 +47,6 @@ def header(program: Program, engine: Any, data: str, held_out: str, steps: int, 
         *note_lines(program.notes),
     ]
     return "\n".join(lines)
-
-
-def _count(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel())
 
 
 def _optimizer(optimizer: torch.optim.Optimizer | None) -> str:

@@ -87,7 +87,6 @@ def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = Fals
     if file.data is None:
         return None
     by_parts = takes_parts(file.data)
-
     part, parts = engine.part if by_parts else (0, 1)
 
     def make() -> Any:  # also for a later epoch, with that epoch's seed
@@ -105,17 +104,44 @@ def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = Fals
         raise
     if source is None:
         return None
-    result = _batches(source, make, engine, file, "" if whole else split, seed, apart=by_parts)
-    their_seed = torch.initial_seed() if torch.initial_seed() != our_seed else _of_generator(source)
-    if their_seed is not None and not isinstance(source, (list, tuple)) and not _in_order(source, train=train):
-        result.description += (
-            f" (drawn from --seed {seed}: the seed {their_seed} that data() sets does not reach its epochs)"
-        )
+    seeds = [torch.initial_seed()] if torch.initial_seed() != our_seed else []
+    _check_kind(source, by_parts)
+    kind, options = type(source).__name__, None if by_parts else _taken_over(source)
+    if _is_map_style(source):
+        # held-out data includes a smaller last batch, if the program can be compiled for it
+        dropped = train or (not whole and engine.program.resize is None)
+        options = {"shuffle": train, "collate_fn": file.collate, "drop_last": dropped}
+    if options is None:
+        description = f"part {part} of {parts} of each global batch, of a {kind}"
+        if not by_parts:
+            description = f"global batches of a {kind}"
+        result = Batches(source, make, seed, local=by_parts, description=description, part=part if by_parts else None)
+        draws = not isinstance(source, (list, tuple))
+    else:
+        dataset, how = source, ""
+        if isinstance(source, DataLoader):
+            options |= {"shuffle": False, "drop_last": False} if whole else {}
+            dataset, how = source.dataset, f" of a DataLoader, {'shuffled' if options['shuffle'] else 'in order'}"
+            generator = source.generator or getattr(getattr(source.batch_sampler, "sampler", None), "generator", None)
+            seeds += [generator.initial_seed()] if generator is not None else []  # shardc does not use it
+        loader = engine.loader(dataset, seed=seed, name=split if train else None, **options)
+        result = Batches(loader, make, seed, local=True, resumes=True, description=f"{_samples(loader)}{how}")
+        draws = options["shuffle"]
+    if seeds and draws:
+        note = f"drawn from --seed {seed}: the seed {seeds[0]} that data() sets does not reach its epochs"
+        result.description += f" ({note})"
     return result
 
 
-def _check_kind(source: Any) -> None:
-    """Raise ShardcError if data() returns a tensor (its rows would be batches) or a DistributedSampler."""
+def _is_map_style(source: Any) -> bool:
+    return isinstance(source, Dataset) and not isinstance(source, IterableDataset)
+
+
+def _check_kind(source: Any, by_parts: bool) -> None:
+    """Raise ShardcError for a tensor (its rows would be batches), a DistributedSampler, or a Dataset by parts."""
+    if by_parts and _is_map_style(source):
+        fault = f"data(split, part, parts) returns a {type(source).__name__}, but each rank reads its part anyway"
+        raise ShardcError(fault, where="data", fix="write data(split), which returns all of it")
     if isinstance(source, Tensor):
         fault = f"data() returns a tensor {list(source.shape)}: each of its rows would be a whole global batch"
         fix = "return a Dataset of samples, such as torch.utils.data.TensorDataset(x, y) with collate(samples)"
@@ -140,37 +166,13 @@ def note_same_data(train: Batches, valid: Batches) -> None:
         valid.description += " (the training data: data('valid') returns the same as data('train'))"
 
 
-def _batches(
-    source: Any, make: Callable[[], Any], engine: Any, file: Any, split: str, seed: int, *, apart: bool
-) -> Batches:
-    """Make Batches of what data() returned. split "": every sample once, in order."""
-    train, whole = split == "train", not split
-    _check_kind(source)
-    if apart:
-        return _part_of_a_stream(source, make, engine, seed)
-    name = split if train else None
-    if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
-        # held-out data includes a smaller last batch, if the program can be compiled for it
-        dropped = train or (not whole and engine.program.resize is None)
-        loader = engine.loader(source, shuffle=train, seed=seed, collate_fn=file.collate, name=name, drop_last=dropped)
-        return Batches(loader, make, seed, local=True, resumes=True, description=_samples(loader))
-    if isinstance(source, DataLoader) and (options := _taken_over(source)) is not None:
-        if whole:
-            options |= {"shuffle": False, "drop_last": False}
-        loader = engine.loader(source.dataset, seed=seed, name=name, **options)
-        how = "shuffled" if options["shuffle"] else "in order"
-        description = f"{_samples(loader)} of a DataLoader, {how}"
-        return Batches(loader, make, seed, local=True, resumes=True, description=description)
-    return Batches(source, make, seed, local=False, description=f"global batches of a {type(source).__name__}")
-
-
-def _part_of_a_stream(source: Any, make: Callable[[], Any], engine: Any, seed: int) -> Batches:
-    if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
-        fault = f"data(split, part, parts) returns a {type(source).__name__}, but each rank reads its part anyway"
-        raise ShardcError(fault, where="data", fix="write data(split), which returns all of it")
-    part, parts = engine.part
-    description = f"part {part} of {parts} of each global batch, of a {type(source).__name__}"
-    return Batches(source, make, seed, local=True, description=description, part=part)
+def needed(engine: Any, file: Any, split: str, seed: int, *, whole: bool = False, where: str, fix: str) -> Batches:
+    """Return `batches`, or the example batch if there is no data(). Raises ShardcError if data() returns None."""
+    if file.data is None:
+        return example(file, seed, "" if whole else ", repeated")
+    if (result := batches(engine, file, split, seed, whole=whole)) is None:
+        raise ShardcError(f"data({split!r}) returns None", where=where, fix=fix)
+    return result
 
 
 def example(file: Any, seed: int, often: str = ", repeated") -> Batches:
@@ -191,29 +193,14 @@ def _samples(loader: Loader) -> str:
     )
 
 
-def _of_generator(source: Any) -> int | None:
-    """Return the seed of a DataLoader's custom generator, which shardc does not use; None without one."""
-    if not isinstance(source, DataLoader) or _taken_over(source) is None:
-        return None
-    sampler = getattr(source.batch_sampler, "sampler", None)
-    of_sampler = source.generator or getattr(sampler, "generator", None)
-    return of_sampler.initial_seed() if of_sampler is not None else None
-
-
-def _in_order(source: Any, *, train: bool) -> bool:
-    """Return whether reading the source draws no random numbers."""
-    if isinstance(source, DataLoader):
-        options = _taken_over(source)
-        return options is not None and not options["shuffle"]
-    return isinstance(source, Dataset) and not isinstance(source, IterableDataset) and not train
-
-
-def _taken_over(loader: DataLoader[Any]) -> dict[str, Any] | None:
-    """Return options of engine.loader that read a DataLoader's samples; None if it cannot know them.
+def _taken_over(loader: Any) -> dict[str, Any] | None:
+    """Return options of engine.loader that read a DataLoader's samples; None for others, or if it cannot know them.
 
     That is the case for a custom `__iter__`, for samplers other than torch's plain ones (a subclass may draw anything),
     and for samplers of a part of the dataset.
     """
+    if not isinstance(loader, DataLoader):
+        return None
     batches, dataset = loader.batch_sampler, loader.dataset
     if type(loader).__iter__ is not DataLoader.__iter__ or type(batches) is not BatchSampler:
         return None

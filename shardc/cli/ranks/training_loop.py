@@ -12,25 +12,27 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardc.cli.ranks.step_lines import StepLines
+from shardc.cli.ranks.step_metrics import Meter, ModelFlops, timed_ops
+from shardc.cli.ranks.training_data import Batches
 from shardc.errors import ShardcError
 from shardc.runtime.launch import ignored_hangup
+from shardc.runtime.mesh.agreement import DisagreementError
+from shardc.runtime.mesh.failed_rank import RankFailedError
+from shardc.runtime.mesh.replicas import ReplicasDifferError
 from shardc.runtime.mesh.watch import print_line
-from shardc.runtime.state.checkpoint_folder import generations
+from shardc.runtime.stage.not_finite import NotFiniteError
+from shardc.runtime.state.checkpoint_folder import SavingError, generations
 from shardc.runtime.step.evaluation import NoBatchesError
 from shardc.spec import Run
 from shardc.torch_private import let_workers_end, memory_recorded
-
-if TYPE_CHECKING:
-    from shardc.cli.ranks.step_lines import StepLines
-    from shardc.cli.ranks.step_metrics import Meter
-    from shardc.cli.ranks.training_data import Batches
 
 SAY_AFTER = 10.0  # seconds between two reports on an evaluation
 ASK_EVERY = 16  # held-out batches between two agreements on whether to stop
@@ -77,10 +79,13 @@ class Training:
     losses: list[float] = dataclasses.field(default_factory=list)  # of the steps whose numbers were read
     unread: list[Unread] = dataclasses.field(default_factory=list)
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the checkpoints."""
+        return Path(self.settings.save) / "checkpoint"
+
     @functools.cached_property
     def meter(self) -> Meter:
-        from shardc.cli.ranks.step_metrics import Meter
-
         return Meter(self.engine.program, self.engine.mesh, self.engine.matrix_bytes)
 
     def run(self) -> list[float]:
@@ -118,8 +123,6 @@ class Training:
     @contextmanager
     def _measured(self) -> Iterator[None]:
         """Count the products of the first step; record traces, snapshots and op times of the chosen steps."""
-        from shardc.cli.ranks.step_metrics import ModelFlops, timed_ops
-
         step, mesh = self.engine.step_count + 1, self.engine.mesh
         with ExitStack() as stack:
             counted = stack.enter_context(ModelFlops(mesh.step)) if not self.meter.flops else None
@@ -138,9 +141,6 @@ class Training:
 
     def _step(self, batch: Any) -> Any:
         """Run one step. If a save in the background failed, report it and go on: the next may succeed."""
-        from shardc.runtime.stage.not_finite import NotFiniteError
-        from shardc.runtime.state.checkpoint_folder import SavingError
-
         number = self.engine.step_count + 1
         try:
             with self._save_on_failure(f"step {number}"):
@@ -150,7 +150,7 @@ class Training:
                     self._not_saved(e)
                     result = self.engine.step(batch, local=self.train.local)
         except NotFiniteError as e:
-            saved = self._save_separately(f"step-{number}-not-finite")
+            saved = self._save_and_describe(separately=f"step-{number}-not-finite")
             raise ShardcError(e.what, where=e.where, fix=f"{e.fix}; {saved}") from e
         self._report_saved()
         return result
@@ -161,11 +161,6 @@ class Training:
 
         The state is saved only if all ranks still have the state of the same step.
         """
-        from shardc.runtime.mesh.failed_rank import RankFailedError
-        from shardc.runtime.mesh.replicas import ReplicasDifferError
-        from shardc.runtime.stage.not_finite import NotFiniteError
-        from shardc.runtime.state.checkpoint_folder import SavingError
-
         try:
             with self.engine.mesh.together(doing):
                 yield
@@ -195,10 +190,9 @@ class Training:
 
     def _last_checkpoint(self) -> str:
         """Return a phrase that says where the last checkpoint is."""
-        saves = generations(Path(self.settings.save) / "checkpoint")
-        return (
-            f"the last checkpoint is in {self.settings.save}" if saves else "there is no checkpoint (see --save-every)"
-        )
+        if generations(self.folder):
+            return f"the last checkpoint is in {self.settings.save}"
+        return "there is no checkpoint (see --save-every)"
 
     def _report_saved(self) -> None:
         if self.writing is not None and self.engine.saving is None:
@@ -206,8 +200,6 @@ class Training:
             self.writing = None
 
     def _save_in_background(self) -> None:
-        from shardc.runtime.state.checkpoint_folder import SavingError
-
         try:
             with self._save_on_failure(f"saving step {self.engine.step_count}"):
                 self.engine.finish_save()  # the previous one
@@ -315,23 +307,37 @@ class Training:
             self.empty = True
             return {}
         with self._save_on_failure(f"the evaluation after step {self.engine.step_count}"):
-            batches = self._until_stopped(islice(self.valid.one_epoch(), self.settings.eval_batches or None))
             values: dict[str, float] = {}
             with suppress(NoBatchesError):  # reported below
-                values = self.engine.evaluate_all(batches, local=self.valid.local)
+                values = self.engine.evaluate_all(self._held_out_batches(self.valid), local=self.valid.local)
         if not values and not self.signals.seen and self.engine.mesh.rank == 0 and not self.empty:
             self.empty = True
             print_line("note: data('valid') has no batch: there is no held-out loss (return None if none is intended)")
         return values
 
-    def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _held_out_batches(self, valid: Batches) -> Iterator[Any]:
         """Yield held-out batches until they end, or all ranks agree that a signal stopped one of them.
 
-        A long evaluation reports its progress: data without end would be read forever.
+        A long evaluation reports its progress: data without end would be read forever. If each rank reads its own part,
+        all ranks check first that all have a batch: one that ends alone would leave the others in the collectives of a
+        batch that it does not have.
         """
+        mesh, batches, end = self.engine.mesh, islice(valid.one_epoch(), self.settings.eval_batches or None), object()
         began = last_report = time.perf_counter()
-        for number, batch in enumerate(self._on_all_ranks(batches)):
-            if number and number % ASK_EVERY == 0 and any(self.engine.mesh.sum_on_host([self.signals.seen])):
+        for number in count():
+            batch = next(batches, end)
+            if valid.local and not valid.resumes:
+                having = [0] * mesh.layout.world
+                having[mesh.rank] = int(batch is not end)
+                having = mesh.sum_on_host(having)
+                if any(having) and not all(having):
+                    ended = mesh.layout.named(*(rank for rank, has in enumerate(having) if not has))
+                    fault = f"the held-out data of {ended} ended after {number} batches, but others have more"
+                    fix = "make data(split, part, parts) return the same number of batches for every part"
+                    raise DisagreementError(fault, where="data", fix=fix)
+            if batch is end:
+                return
+            if number and number % ASK_EVERY == 0 and any(mesh.sum_on_host([self.signals.seen])):
                 return
             if (now := time.perf_counter()) - last_report > SAY_AFTER:
                 last_report = now
@@ -339,32 +345,6 @@ class Training:
                     f"held-out data: {number} batches in {now - began:.0f} s, and it has not ended (--eval-batches N"
                     " reads the first N)"
                 )
-            yield batch
-
-    def _on_all_ranks(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield held-out batches. If each rank reads its own part, all ranks check first that all have one.
-
-        A rank that ends alone would leave the others in the collectives of a batch that it does not have.
-        """
-        from shardc.runtime.mesh.agreement import DisagreementError
-
-        if self.valid is None or not self.valid.local or self.valid.resumes:
-            yield from batches
-            return
-        mesh, end, count = self.engine.mesh, object(), 0
-        while True:
-            batch = next(batches, end)
-            having = [0] * mesh.layout.world
-            having[mesh.rank] = int(batch is not end)
-            having = mesh.sum_on_host(having)
-            if not any(having):
-                return
-            if not all(having):
-                ended = mesh.layout.named(*(rank for rank, has in enumerate(having) if not has))
-                fault = f"the held-out data of {ended} ended after {count} batches, but others have more"
-                fix = "make data(split, part, parts) return the same number of batches for every part"
-                raise DisagreementError(fault, where="data", fix=fix)
-            count += 1
             yield batch
 
     def save(self) -> None:
@@ -376,38 +356,29 @@ class Training:
 
     def _write(self, *, wait: bool) -> None:
         """Write a checkpoint. The first one may replace an earlier run's: `shardc run` has checked that."""
-        folder, first = checkpoints(Path(self.settings.save), new=True), not self.wrote
-        self.engine.save(folder, wait=wait, keep=self.settings.keep, overwrite=first)
+        self.engine.save(self.folder, wait=wait, keep=self.settings.keep, overwrite=not self.wrote)
         self.wrote = True
 
     def _finish_save(self) -> None:
         """Wait until the save in the background is on disk, and report it, or why it failed."""
-        from shardc.runtime.state.checkpoint_folder import SavingError
-
         try:
             self.engine.finish_save()
         except SavingError as e:
             self._not_saved(e)
         self._report_saved()
 
-    def export(self) -> None:
-        """Export the weights to --save. `shardc run` has checked that they replace nobody's."""
-        self.engine.export(self.settings.save, overwrite=True)
+    def _save_and_describe(self, *, separately: str = "") -> str:
+        """Save if the user named a folder; return a phrase that says so.
 
-    def _save_and_describe(self) -> str:
-        """Save if the user named a folder; return a phrase that says so."""
+        separately: in a folder of this name, so that no good checkpoint is replaced.
+        """
         if not self.settings.save:
             return "nothing was saved (no --save)"
+        if separately:
+            self.engine.save(self.folder.parent / separately / "checkpoint", overwrite=True)
+            return f"the state before that step is in {self.folder.parent / separately}"
         self.save()
         return f"saved to {self.settings.save}; continue with --resume {self.settings.save}"
-
-    def _save_separately(self, name: str) -> str:
-        """Save in a separate folder, so that no good checkpoint is replaced."""
-        if not self.settings.save:
-            return "nothing was saved (no --save)"
-        folder = Path(self.settings.save) / name
-        self.engine.save(folder / "checkpoint", overwrite=True)
-        return f"the state before that step is in {folder}"
 
 
 @contextmanager
@@ -435,21 +406,12 @@ class Signals:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if not ignored_hangup(number):
                     signal.signal(number, self._note)
-            signal.signal(signal.SIGUSR1, self._request_save)
-
-    def _request_save(self, number: int, _: object) -> None:
-        self.save = True
+            signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "save", True))
 
     def _note(self, number: int, _: object) -> None:
         if self.seen:  # the second signal does not wait for a save
             os._exit(128 + number)
         self.seen = number
-
-
-def checkpoints(folder: Path, *, new: bool = False) -> Path:
-    """Return the folder of checkpoints in --save or --resume; `folder` itself may be one, or a checkpoint."""
-    inside = folder / "checkpoint"
-    return inside if new or inside.is_dir() else folder
 
 
 def peak_memory(device: torch.device) -> float:

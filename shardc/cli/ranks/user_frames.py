@@ -54,9 +54,11 @@ def _notes(error: BaseException) -> list[str]:
     return [str(note) for note in getattr(error, "__notes__", ())]
 
 
-def users_traceback(error: BaseException) -> str:
-    """Format an exception with the frames of the user's code only, or all frames if there are none."""
+def users_traceback(error: BaseException, *, debug: bool = False) -> str:
+    """Format an exception with the frames of the user's code only; with all if there are none, or with `debug`."""
     frames, inner = _frames(error), _in_message(error)
+    if debug:
+        return "".join(traceback.format_exception(error))
     if not frames and not inner:
         return "".join(traceback.format_exception(error)) + _notes_of_old_python(error)
     text = "".join(traceback.format_exception_only(error)) + _notes_of_old_python(error)
@@ -68,9 +70,3 @@ def users_traceback(error: BaseException) -> str:
 def _notes_of_old_python(error: BaseException) -> str:
     """Return the notes as lines on Python 3.10, which does not print them; "" on later versions."""
     return "" if sys.version_info >= (3, 11) else "".join(f"{note}\n" for note in _notes(error))
-
-
-def print_error(error: BaseException, *, debug: bool) -> None:
-    """Print an exception on stderr: the user's frames, or with `debug` the whole traceback."""
-    text = "".join(traceback.format_exception(error)) if debug else users_traceback(error)
-    print(text, end="", file=sys.stderr, flush=True)

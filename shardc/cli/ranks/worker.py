@@ -13,27 +13,35 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from shardc.cli.ranks import forward_jobs, lasting_output
+from shardc.api import load
+from shardc.cli.common import saved_in
+from shardc.cli.model_file import ModelFile
+from shardc.cli.ranks import forward_jobs, lasting_output, training_data
 from shardc.cli.ranks.job import Job, collect_as_usual, joined, weights_of
 from shardc.cli.ranks.save_lock import SaveLock
-from shardc.cli.ranks.training_loop import FIRST_WORD, Interrupted, Signals, Training, checkpoints, peak_memory
-from shardc.cli.ranks.user_frames import one_line, place, print_error
+from shardc.cli.ranks.step_lines import StepLines, header
+from shardc.cli.ranks.training_data import Batches
+from shardc.cli.ranks.training_loop import FIRST_WORD, Interrupted, Signals, Training, peak_memory
+from shardc.cli.ranks.user_frames import one_line, place, users_traceback
 from shardc.cli.same_error_once import for_this_rank
+from shardc.cost.measured.device_file import measured_file
 from shardc.errors import ShardcError
-from shardc.runtime.launch import last_words
+from shardc.ir.units import size
+from shardc.report.cost import peak_place
+from shardc.runtime.checks.engine_options import check_trains
+from shardc.runtime.launch import GAVE_UP, report_failure
+from shardc.runtime.mesh import own_cores
+from shardc.runtime.mesh.failed_rank import RankFailedError
+from shardc.runtime.mesh.replicas import ReplicasDifferError
+from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_memory
-
-if TYPE_CHECKING:
-    from shardc.cli.model_file import ModelFile
-    from shardc.cli.ranks.training_data import Batches
-    from shardc.runtime.step.engine import Engine
+from shardc.runtime.step.engine import Engine
+from shardc.runtime.step.engine_optimizer import adamw
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -42,11 +50,6 @@ def run(job: Job) -> dict[str, Any]:
     No training is lost: after a signal, an error in data() or a loss that is not finite, the state of the last complete
     step is saved before the failure is reported.
     """
-    from shardc.cli.ranks.step_lines import StepLines, header
-    from shardc.runtime.checks.engine_options import check_trains
-    from shardc.runtime.stage.interpreter import Interpreter
-    from shardc.runtime.step.engine_optimizer import adamw
-
     signals = Signals()
     settings = job.settings
     file, program, mesh = joined(job)
@@ -72,8 +75,7 @@ def run(job: Job) -> dict[str, Any]:
             interpreter=functools.partial(Interpreter, ranges=bool(settings.trace)),
         )
     if job.resume:
-        folder = checkpoints(Path(job.resume))
-        engine.load(folder, last_good=job.last_good, new_schedule=job.new_schedule, new_data=job.new_data)
+        engine.load(saved_in(Path(job.resume)), **job.load)
     if engine.step_count > settings.steps:
         fault = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {settings.steps}"
         raise ShardcError(fault, where="--steps", fix="--steps counts from the first step of all: name a later one")
@@ -90,8 +92,8 @@ def run(job: Job) -> dict[str, Any]:
     begin_from = (
         [
             f"weights: those of {job.resume}",
-            *["learning rates: the model file's, at its step"] * job.new_schedule,
-            *["data: from its beginning"] * job.new_data,
+            *["learning rates: the model file's, at its step"] * job.load["new_schedule"],
+            *["data: from its beginning"] * job.load["new_data"],
         ]
         if job.resume
         else engine.weight_notes or [file.note] * bool(file.note)
@@ -108,7 +110,7 @@ def run(job: Job) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     if settings.save:
         training.save()
-        training.export()
+        engine.export(settings.save, overwrite=True)  # `shardc run` has checked that they replace nobody's weights
     steps = engine.step_count - begun
     held_out = training.held_out()
     summary = {
@@ -133,15 +135,8 @@ def run(job: Job) -> dict[str, Any]:
 
 def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches | None]:
     """Return the training data and the held-out data. A resumed run uses the seed of its checkpoint."""
-    from shardc.cli.ranks import training_data
-
-    seed = engine.rng.seed
-    if file.data is None:
-        return training_data.example(file, seed), None
-    train = training_data.batches(engine, file, "train", seed)
-    if train is None:
-        fault, fix = "data('train') returns None", "return an iterable of global batches, or a torch Dataset"
-        raise ShardcError(fault, where=job.model, fix=fix)
+    seed, fix = engine.rng.seed, "return an iterable of global batches, or a torch Dataset"
+    train = training_data.needed(engine, file, "train", seed, where=job.model, fix=fix)
     valid = training_data.batches(engine, file, "valid", seed)
     if valid is not None and engine.mesh.rank == 0:  # which prints it
         training_data.note_same_data(train, valid)
@@ -150,11 +145,6 @@ def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches |
 
 def main(file: str) -> None:
     """Run a job; if it fails, exit at once, as a rank that waits for its peers would hide the cause."""
-    from shardc.runtime.first_failed import GAVE_UP
-    from shardc.runtime.mesh import own_cores
-    from shardc.runtime.mesh.failed_rank import RankFailedError
-    from shardc.runtime.mesh.replicas import ReplicasDifferError
-
     lasting_output.install()
     job = Job(**json.loads(Path(file).read_text()))
     if not job.joined and not torch.cuda.is_available():
@@ -171,16 +161,14 @@ def main(file: str) -> None:
         _refuse(job, e, GAVE_UP if isinstance(e, RankFailedError) else 1 if isinstance(e, ReplicasDifferError) else 2)
     except Interrupted as e:
         print(e, file=sys.stderr, flush=True)
-        _report_errors(job, [{"where": "signal", "what": str(e), "fix": ""}])
+        _report(job, "", [{"where": "signal", "what": str(e), "fix": ""}])
         end_rank(128 + e.number)
     except BaseException as e:
         if no_memory(e):
             _refuse(job, out_of_memory(e, "weights, gradients and the optimizer's state, before or after a step"))
-        with _last_words(job):
-            print_error(e, debug=job.debug)
         where = place(e) or f"rank {os.environ.get('RANK', '0')}"
-        _report_errors(job, [{"where": where, "what": one_line(e), "fix": "correct the code that raises it"}])
-        _end_process(job, 1)
+        error = {"where": where, "what": one_line(e), "fix": "correct the code that raises it"}
+        _fail(job, users_traceback(e, debug=job.debug), [error], 1)
     if int(os.environ.get("RANK", "0")) == 0:
         job.result.write_text(json.dumps(summary))
     if torch.distributed.is_initialized():
@@ -192,40 +180,32 @@ def _refuse(job: Job, error: ShardcError, status: int = 2) -> NoReturn:
     """Print an error, unless another rank prints the same one, and end the process."""
     if isinstance(error, OutOfMemoryError):
         error = ShardcError(f"{error.what}; {_expected(job)}", where=error.where, fix=error.fix)
-    with _last_words(job):
-        print(for_this_rank(error.text()) if job.joined else error.text(), file=sys.stderr, flush=True)
-    _report_errors(job, error.to_json())
-    _end_process(job, status)
+    text = for_this_rank(error.text()) if job.joined else error.text()
+    _fail(job, f"{text}\n", error.to_json(), status)
 
 
-@contextmanager
-def _last_words(job: Job) -> Iterator[None]:
-    """Redirect stderr to the launcher's file for this rank; under torchrun or Slurm, keep stderr.
-
-    The launcher shows the file of the rank that failed first.
-    """
-    if not job.progress:
-        yield
-        return
-    file = last_words(job.progress, int(os.environ.get("RANK", "0")))
-    with file.open("a") as f, redirect_stderr(f):
-        yield
-
-
-def _end_process(job: Job, status: int) -> NoReturn:
-    """End the process at once. A rank of torchrun or Slurm removes its own run folder first."""
+def _fail(job: Job, text: str, errors: list[dict[str, str]], status: int) -> NoReturn:
+    """Report a failure, and end the process at once. A rank of torchrun or Slurm removes its own run folder first."""
+    _report(job, text, errors)
     if job.joined:
         shutil.rmtree(job.folder, ignore_errors=True)
     os._exit(status)
 
 
+def _report(job: Job, text: str, errors: list[dict[str, str]]) -> None:
+    """Report a failure to the launcher, which prints that of the rank that failed first.
+
+    Under torchrun or Slurm each rank prints its text, and with --json the first rank its errors.
+    """
+    if not job.joined and report_failure(text, errors):
+        return
+    print(text, end="", file=sys.stderr, flush=True)
+    if job.quiet and os.environ.get("RANK", "0") == "0" and sys.__stdout__ is not None:
+        print(json.dumps({"errors": errors}), file=sys.__stdout__, flush=True)
+
+
 def _expected(job: Job) -> str:
     """Return how many bytes a step needs by calculation, for the error of a rank that is out of memory."""
-    from shardc.api import load
-    from shardc.cost.measured.device_file import measured_file
-    from shardc.ir.units import size
-    from shardc.report.cost import peak_place
-
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     known = kind if measured_file(kind).is_file() else None
     try:
@@ -234,18 +214,6 @@ def _expected(job: Job) -> str:
         return f"the memory of a step cannot be calculated: {e.what}"
     memory = cost.memory
     return f"a step needs by calculation {size(memory.peak)} on a rank at its peak, at {peak_place(cost, memory)}"
-
-
-def _report_errors(job: Job, errors: list[dict[str, str]]) -> None:
-    """Report errors for --json: to the launcher, which prints those of the rank that failed first.
-
-    Under torchrun or Slurm, the first rank prints its own errors.
-    """
-    rank = os.environ.get("RANK", "0")
-    if job.progress:
-        (job.progress / f"errors{rank}.json").write_text(json.dumps(errors))
-    if job.joined and job.quiet and rank == "0" and sys.__stdout__ is not None:
-        print(json.dumps({"errors": errors}), file=sys.__stdout__, flush=True)
 
 
 def end_rank(status: int = 0) -> NoReturn:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardc.ir.mesh import Mesh
 from shardc.runtime import launch
-from shardc.runtime.first_failed import GAVE_UP
+from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import TorchMesh, presence, processes
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.processes import Processes
@@ -83,7 +83,7 @@ def test_a_process_that_has_not_said_a_word_is_known_by_what_its_launcher_told_i
         for p in (beside, other):
             p.send_signal(signal.SIGSTOP)
             os.waitpid(p.pid, os.WUNTRACED)
-        assert (mine.stopped(), mine.ended(), mine.has_registered(2)) == ([2], [], False)
+        assert (mine.stopped(), mine.ended(), mine.has_registered(2)) == ([2], {}, False)
         mine.end(2)
         other.kill()
     assert beside.returncode == -signal.SIGKILL
@@ -102,11 +102,10 @@ def test_what_a_process_did_is_known_after_it_was_killed() -> None:
         os._exit(0)
     assert os.read(ours, 5) == b"noted"
     mine = Processes(store, 0, 2)
-    assert mine.ended() == []
+    assert mine.ended() == {}
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert mine.ended() == [1]
-    assert mine.doing(1) == "in step 7, at all_reduce 'h.0' over tp"
+    assert mine.ended() == {1: "was killed, or ended without an error, in step 7, at all_reduce 'h.0' over tp"}
 
 
 def ends(rank: int, port: int) -> None:
@@ -122,7 +121,7 @@ def ends(rank: int, port: int) -> None:
     os.kill(pids[0], signal.SIGTERM)
     os.kill(pids[1], signal.SIGKILL)
     within(60, lambda: all(processes.process_state(pid)[0] in ("", "Z") for pid in pids))
-    assert here.processes.ended() == [2]
+    assert [*here.processes.ended()] == [2]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -166,7 +165,8 @@ def test_a_rank_that_ended_before_all_have_met_ends_those_that_wait(monkeypatch:
     monkeypatch.setattr("os._exit", leave)
     monkeypatch.setattr("shardc.runtime.mesh.watch.print_line", said.append)
     monkeypatch.setattr("shardc.runtime.mesh.activity.waits", lambda: True)
-    states = {"stopped.return_value": [], "ended.return_value": [1], "doing.return_value": "in compiling"}
+    how = "was killed, or ended without an error, in compiling"
+    states = {"stopped.return_value": [], "ended.return_value": {1: how}}
     known = mock.Mock(**states, **{"known.return_value": True})
     watch = Watch(World(2), 0, Activity(), store, known, named=0.4, met=False)
     watch._thread.join(30)

@@ -15,11 +15,11 @@ import pytest
 import torch.distributed as dist
 
 from shardc.ir.mesh import Mesh
-from shardc.runtime.first_failed import GAVE_UP
+from shardc.runtime.launch import GAVE_UP
 from shardc.runtime.mesh import activity, processes
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.failed_rank import Failures
-from shardc.runtime.mesh.processes import Processes
+from shardc.runtime.mesh.processes import KILLED, Processes
 from shardc.runtime.mesh.watch import SILENT, Watch, verdict
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
@@ -101,13 +101,13 @@ def test_what_is_known_of_a_process() -> None:
         # before that number was given anew
         store.append(f"shardc/processes/{processes._machine()}", f"3 {other.pid} 1 -1;")
         mine = Processes(store, 0, 5)
-        assert (mine.ended(), mine.stopped()) == ([3], [])
+        assert ([*mine.ended()], mine.stopped()) == ([3], [])
         other.send_signal(signal.SIGSTOP)
         os.waitpid(other.pid, os.WUNTRACED)
-        assert (mine.ended(), mine.stopped()) == ([3], [1])
+        assert ([*mine.ended()], mine.stopped()) == ([3], [1])
         mine.end(1)
         other.wait()
-        assert (mine.ended(), mine.stopped()) == ([1, 3], [])
+        assert ([*mine.ended()], mine.stopped()) == ([1, 3], [])
 
 
 def test_a_rank_that_was_killed_is_named_by_those_it_cut_off() -> None:
@@ -115,7 +115,7 @@ def test_a_rank_that_was_killed_is_named_by_those_it_cut_off() -> None:
     store, said = dist.HashStore(), "rank 2 (dp=1, tp=0) was killed, or ended without an error, in step 5"
     gone = RuntimeError("Connection closed by peer")
     for rank, ended in ((0, [2]), (1, [0, 2])):
-        known = mock.Mock(**{"ended.return_value": ended, "doing.return_value": ""})
+        known = mock.Mock(**{"ended.side_effect": lambda at, ended=ended: dict.fromkeys(ended, f"{KILLED} {at}")})
         error = Failures(store, rank, MESH, known).of_another(gone, "step 5", Activity())
         assert error.what == said
 
