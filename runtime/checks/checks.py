@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardc.ir.program import Program
-from shardc.runtime.checks import parameter_parts, shared_facts, user_changes
+from shardc.runtime.checks import marks, shared_facts, user_changes
 from shardc.runtime.checks.every_optimizer import observe
 from shardc.runtime.checks.given_model import SourceModel
 from shardc.runtime.checks.moments import CheckHooks, Model
@@ -103,11 +103,11 @@ class Checks(CheckHooks):
 
     def _mark_gradients(self) -> None:
         """Make gradients of which this rank has parts refuse ops that mix elements."""
-        parameter_parts.mark_gradients(self._program, self._model.owned, self._model.buckets.runs)
+        marks.mark_gradients(self._program, self._model.owned, self._model.buckets.runs)
 
     def _watch_parts(self) -> None:
         """Make parameters of which this rank has parts refuse ops that mix elements."""
-        parameter_parts.watch_parameters(self._program, self._model.owned, self._model.buckets.runs)
+        marks.watch_parameters(self._program, self._model.owned, self._model.buckets.runs)
 
     def note_weights_read(self) -> None:
         self._source.weights_were_read = True

@@ -12,8 +12,8 @@ from shardc import torch_modes
 from shardc.ir.program import Program
 from shardc.runtime.checks import engine_options, shared_facts, user_changes
 from shardc.runtime.checks.checks import Checks
+from shardc.runtime.checks.marks import OptimizerMarks
 from shardc.runtime.checks.moments import CheckHooks
-from shardc.runtime.checks.optimizer_marks import OptimizerMarks
 from shardc.runtime.checks.stepped_once import SteppedLoss, SteppedOnce, keep_groups
 from shardc.runtime.data import inputs, same_samples
 from shardc.runtime.data.loader import Loader

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shardc import torch_modes
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
-from shardc.runtime.checks import shared_facts, state_dict_marks, tensor_parts, user_changes
+from shardc.runtime.checks import marks, shared_facts, tensor_parts, user_changes
 from shardc.runtime.checks.checks import Checks
 from shardc.runtime.checks.loop_watch import LoopWatch
 from shardc.runtime.checks.optimizer_watch import OptimizerWatch
@@ -20,7 +20,6 @@ from shardc.runtime.checks.stepped_once import ValueBeside
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import SAME_CALLS, SAME_OPTIMIZER, Fact, hashed, stated
-from shardc.runtime.stage.clip_grad_norm import norm_axes
 from shardc.runtime.zero.optimizer_list import learning_rates, rates_text
 from shardc.torch_private import current_backward
 
@@ -97,7 +96,8 @@ class ModuleChecks(Checks):
         ]
         equal_facts = self._compare("forward", [*facts, *calls, *self._loop.facts()])
         if self._unmarked:
-            self._check_loaded()
+            marks.check_loaded(self._program, self._mesh, self._model.owned)
+            self._unmarked = False
         self._same_rows.look(self._program, batch, facts, equal_facts, self._mesh.note)
         step = self._model.rng.step
         if training and self._check_every and step and step % self._check_every == 0:
@@ -120,14 +120,6 @@ class ModuleChecks(Checks):
         if after_step:
             self._loop.check_others(self._mesh)
         return equal_facts
-
-    def _check_loaded(self) -> None:
-        """Check loaded weights whose slices are not marked. Collective."""
-        axes = {p.name: norm_axes(self._program, p.name) for p in self._program.params}
-        params = [(axes[n], p.detach()) for n, p in self._model.owned.items() if axes[n]]
-        facts = state_dict_marks.loaded_facts(params, self._mesh.rank)
-        state_dict_marks.check_loaded(facts, agreement.check(self._mesh, facts, "forward"))
-        self._unmarked = False
 
     def loss_gradient(self, gradient: Tensor) -> None:
         self._loop.note_gradient(gradient)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.checks.every_optimizer import observe
-from shardc.runtime.checks.optimizer_marks import OptimizerMarks
+from shardc.runtime.checks.marks import OptimizerMarks
 from shardc.runtime.zero.flat_partition import FlatShard
 from shardc.runtime.zero.optimizer_check import check_sharded
 

@@ -21,7 +21,7 @@ from shardc.errors import ShardcError
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.program import Program
 from shardc.optional import needed
-from shardc.runtime.checks import engine_options, parameter_parts
+from shardc.runtime.checks import engine_options
 from shardc.runtime.checks.engine_checks import EngineChecks
 from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
@@ -51,6 +51,7 @@ from shardc.runtime.step.saver import Saver
 from shardc.runtime.step.schedulers import SchedulerOf
 from shardc.runtime.step.update import Update
 from shardc.runtime.zero.buckets import Buckets
+from shardc.runtime.zero.named_parameters import ByName
 from shardc.runtime.zero.optimizer_list import class_of, learning_rates
 
 
@@ -568,7 +569,7 @@ class Engine:
     def params(self) -> dict[str, nn.Parameter]:
         """This rank's shards, by the model's names. Reading it starts the checks of partial parameters."""
         self._checks.read_params()
-        return parameter_parts.ByName(self.program, self.owned)
+        return ByName(self.program, self.owned)
 
     @property
     def buckets(self) -> Buckets:

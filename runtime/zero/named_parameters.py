@@ -1,4 +1,4 @@
-"""Define the argument of a user's `optimizer(params)`: (name, parameter) pairs."""
+"""Define what users see of a rank's parameters: pairs in `optimizer(params)`, and `engine.params` by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from shardc.errors import ShardcError
 from shardc.ir.program import Program
+from shardc.ir.stored import UnknownParameterError
 
 _LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default)
 
@@ -61,6 +63,41 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
         matrices = inner_matrices(program)
         inner = [p.fqn for p in trained if p.name in matrices]
         return cls([(p.fqn, params[p.name]) for p in trained if p.name in params], known, inner)
+
+
+class ByName(dict[str, nn.Parameter]):
+    """A rank's parameters by the model's names, each once.
+
+    Look-up also works by other names of a tied parameter, and by the program's placeholder names.
+    """
+
+    def __init__(self, program: Program, owned: Mapping[str, nn.Parameter]) -> None:
+        params = [p for p in program.params if p.name in owned]
+        super().__init__((p.fqn, owned[p.name]) for p in params)
+        self._others = {name: owned[p.name] for p in params for name in (p.name, *p.aliases)}
+        self._names = [n for p in program.params for n in p.names]
+        self._elsewhere = {n: p.stages for p in program.params for n in (p.fqn, *p.aliases) if p.stages}
+
+    def __missing__(self, name: str) -> nn.Parameter:
+        if name not in self._others and name in self._elsewhere:
+            where = " and ".join(map(str, self._elsewhere[name]))
+            raise KeyError(f"{name}: only ranks of stage {where} have it; test with `in` first")
+        if name not in self._others:
+            raise UnknownParameterError.of(name, self._names, f"engine.params[{name!r}]")
+        return self._others[name]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._others
+
+    def __setitem__(self, name: str, value: object) -> None:
+        raise ShardcError(
+            "an engine's parameters cannot be replaced",
+            where=f"engine.params[{name!r}] = ...",
+            fix="write into it: with torch.no_grad(): engine.params[name].copy_(value)",
+        )
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(name, self._others.get(name, default))
 
 
 def inner_matrices(program: Program) -> frozenset[str]:
