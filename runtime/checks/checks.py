@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from shardc.ir.program import Program
 from shardc.runtime.checks import marks, shared_facts, user_changes
-from shardc.runtime.checks.every_optimizer import observe
 from shardc.runtime.checks.given_model import SourceModel
 from shardc.runtime.checks.moments import CheckHooks, Model
+from shardc.runtime.checks.optimizer_steps import observe
 from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import Fact
 from shardc.runtime.stage.clip_grad_norm import norm_axes

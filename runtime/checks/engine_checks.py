@@ -12,9 +12,10 @@ from shardc import torch_modes
 from shardc.ir.program import Program
 from shardc.runtime.checks import engine_options, shared_facts, user_changes
 from shardc.runtime.checks.checks import Checks
+from shardc.runtime.checks.detached import SteppedLoss
 from shardc.runtime.checks.marks import OptimizerMarks
 from shardc.runtime.checks.moments import CheckHooks
-from shardc.runtime.checks.stepped_once import SteppedLoss, SteppedOnce, keep_groups
+from shardc.runtime.checks.optimizer_steps import SteppedOnce
 from shardc.runtime.data import inputs, same_samples
 from shardc.runtime.data.loader import Loader
 from shardc.runtime.mesh import agreement
@@ -34,12 +35,10 @@ class EngineChecks(Checks):
     def optimizer(self, optimizer: Optimizer | None) -> None:
         self._optimizer = optimizer
         self._once = SteppedOnce(optimizer)
-        if optimizer is not None:
-            if self.compares:
-                fix = "save with engine.save(folder) on all ranks, and load with engine.load(folder)"
-                runs = self._model.buckets.runs
-                OptimizerMarks(self._program, self._mesh, self._model.owned, runs, fix).guard(optimizer)
-            keep_groups(optimizer)
+        if optimizer is not None and self.compares:
+            fix = "save with engine.save(folder) on all ranks, and load with engine.load(folder)"
+            runs = self._model.buckets.runs
+            OptimizerMarks(self._program, self._mesh, self._model.owned, runs, fix).guard(optimizer)
         if self.compares:
             self.call("making an engine", *shared_facts.optimizer_facts(self._program, optimizer))
 

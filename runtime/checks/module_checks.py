@@ -14,9 +14,8 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.checks import marks, shared_facts, tensor_parts, user_changes
 from shardc.runtime.checks.checks import Checks
+from shardc.runtime.checks.detached import ValueBeside
 from shardc.runtime.checks.loop_watch import LoopWatch
-from shardc.runtime.checks.optimizer_watch import OptimizerWatch
-from shardc.runtime.checks.stepped_once import ValueBeside
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import SAME_CALLS, SAME_OPTIMIZER, Fact, hashed, stated
@@ -53,8 +52,7 @@ class ModuleChecks(Checks):
         """Start watching registered parameters and buffers. model: source of weights; parts: submodules."""
         self._parts, self._held, self._updates = parts, held, updates
         owned, runs = self._model.owned, self._model.buckets.runs
-        self._optimizers = OptimizerWatch(self._program, owned, runs, model, self._mesh)
-        self._loop = LoopWatch(owned.values(), noting=self.compares)
+        self._loop = LoopWatch(self._program, owned, runs, model, self._mesh, compares=self.compares)
         self._watch_parts()
 
     def mode(self, *, training: bool) -> None:
@@ -72,7 +70,7 @@ class ModuleChecks(Checks):
             )
         self._watched.check()
         if training and torch.is_grad_enabled():
-            self._optimizers.check_model(changed=self._updates.written)
+            self._loop.check_model(changed=self._updates.written)
         self._parts.check()
         user_changes.check_not_replaced(self._held)
         user_changes.check_submodules(self._parts, self._program.still)
