@@ -100,9 +100,9 @@ class Engine:
     finite on some rank, the step leaves parameters and optimizer unchanged on every rank.
 
     At ZeRO 0 on a CPU, `step` updates a bucket's parameters as soon as their gradients are summed, while later buckets
-    are still summed (shardc.runtime.zero.early_step). It does so if the optimizer treats each parameter separately, and
-    without clip_norm, nonfinite, loss scaling, offload and `matrices`. Without the first four, gradients of `matrices`
-    are sent to their owners while backward runs, at every ZeRO stage and on every device.
+    are still summed. It does so if the optimizer treats each parameter separately (shardc.runtime.zero.optimizer_check
+    tries it), and without clip_norm, nonfinite, loss scaling, offload and `matrices`. Without the first four, gradients
+    of `matrices` are sent to their owners while backward runs, at every ZeRO stage and on every device.
 
     An error in forward or backward (a wrong batch, a failing op, Ctrl-C) on all ranks leaves the engine unchanged,
     except perhaps buffers: the next step starts fresh. After one in the update (a custom optimizer) load a checkpoint.
