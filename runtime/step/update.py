@@ -19,7 +19,7 @@ from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.schedulers import NewSchedule, SchedulerOf, Schedulers
 from shardc.runtime.zero.offloaded_optimizer import Paged
 from shardc.runtime.zero.optimizer_check import OverlappedStep
-from shardc.runtime.zero.optimizer_kernels import prefer_fused
+from shardc.runtime.zero.optimizer_list import prefer_fused
 
 
 class Update:

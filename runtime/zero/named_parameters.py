@@ -1,4 +1,8 @@
-"""Define what users see of a rank's parameters: pairs in `optimizer(params)`, and `engine.params` by name."""
+"""Define what users see of a rank's parameters: pairs in `optimizer(params)`, and `engine.params` by name.
+
+At ZeRO 1 to 3 the user's function makes its optimizer from `stand_in`s: parameters of the whole local shapes with the
+memory of one element, so it can group them by name or shape. Then the groups get this rank's flat shards of them.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import UnknownParameterError
+from shardc.runtime.zero.flat_partition import FlatShard
+from shardc.runtime.zero.optimizer_check import has_param_shape
 
 _LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default)
 
@@ -128,3 +135,29 @@ def inner_matrices(program: Program) -> frozenset[str]:
         if others and not any(user.target in _LOOKUPS for user in users):
             names.add(name)
     return frozenset(names)
+
+
+def stand_in(shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
+    """Return a read-only parameter with the memory of one element. like: has its device and dtype."""
+    return nn.Parameter(
+        torch.zeros((), dtype=like.dtype, device=like.device).expand(shape), requires_grad=like.requires_grad
+    )
+
+
+def replace_stand_ins(
+    optimizer: Optimizer,
+    stand_ins: Mapping[str, nn.Parameter],
+    owned: Mapping[str, nn.Parameter],
+    runs: Mapping[str, FlatShard],
+) -> None:
+    """Replace `stand_ins` by this rank's flat shards, in the optimizer's groups and in existing state."""
+    name_of = {id(stand_ins[n]): n for n in runs}
+    for group in optimizer.param_groups:
+        group["params"][:] = [
+            owned[name_of[id(p)]] if id(p) in name_of else p for p in group["params"]
+        ]  # in place: others may hold the list
+    for p in [p for p in optimizer.state if id(p) in name_of]:
+        name = name_of[id(p)]
+        run, state = runs[name], optimizer.state.pop(p)
+        cut = {k: x.reshape(-1)[run.start : run.stop].clone() for k, x in state.items() if has_param_shape(k, x, p)}
+        optimizer.state[owned[name]] = {**state, **cut}
