@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from shardc.ir.program import Program
 from shardc.runtime.checks import marks, shared_facts, user_changes
-from shardc.runtime.checks.given_model import SourceModel
 from shardc.runtime.checks.moments import CheckHooks, Model
 from shardc.runtime.checks.optimizer_steps import observe
 from shardc.runtime.mesh import agreement, replicas
@@ -50,7 +49,9 @@ class Checks(CheckHooks):
 
     def follow_model(self, model: Any) -> None:
         """Watch the source model of the weights for changes from now on."""
-        self._source = SourceModel(model, f"this {self._made.split()[-1]}", self._mesh.rank, copied=self._copied)
+        self._source = user_changes.SourceModel(
+            model, f"this {self._made.split()[-1]}", self._mesh.rank, copied=self._copied
+        )
         observe(self._source)
 
     def _note(self, notes: user_changes.Notes) -> None:

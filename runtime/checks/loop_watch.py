@@ -45,7 +45,7 @@ _OTHERS_FIX = (
 class LoopWatch:
     """Watches the optimizers of a loop, and the gradients of the loss. params: the module's, by placeholder name.
 
-    runs: their flat shards (ZeRO). model: source of the weights. compares: whether other ranks compare.
+    runs: their flat shards (ZeRO). compares: whether other ranks compare.
     """
 
     FORWARDS = 3  # training forwards after which it is an error that only the plain model was stepped
@@ -55,12 +55,11 @@ class LoopWatch:
         program: Program,
         params: Mapping[str, nn.Parameter],
         runs: Mapping[str, FlatShard],
-        model: Any,
         mesh: Any,
         *,
         compares: bool,
     ) -> None:
-        self._program, self._params, self._runs, self._model, self._mesh = program, params, runs, model, mesh
+        self._program, self._params, self._runs, self._mesh = program, params, runs, mesh
         self._compares = compares
         self.names = {id(p): name for name, p in params.items()}
         self._gradients: list[tuple[Tensor, Any]] = []  # host copies, with the event of a pending copy
@@ -69,7 +68,6 @@ class LoopWatch:
         self._others: list[tuple[str, list[Tensor], int]] = []  # (optimizer, its parameters of no module, their hash)
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # number of params
         self._forwards: int | None = 0  # so far; None: the module's parameters are trained, so there is no error
-        self._plain_class = ""  # the class of the optimizer that stepped the plain model
         fix = "save with module.save(folder, optimizer) on all ranks, and load with module.load(folder, optimizer)"
         self._marks = OptimizerMarks(program, mesh, params, runs, fix)
         observe(self)
@@ -78,9 +76,6 @@ class LoopWatch:
         """Check an optimizer that is about to step, and record its settings. It may be none of the module's."""
         params = [p for g in optimizer.param_groups for p in g["params"]]
         if not any(id(p) in self.names for p in params):
-            if isinstance(self._model, nn.Module) and self._forwards is not None and not self._plain_class:
-                of_model = {id(p) for p in self._model.parameters()}
-                self._plain_class = type(optimizer).__name__ if any(id(p) in of_model for p in params) else ""
             return
         new, self._forwards = optimizer not in self._seen, None
         if self._seen.get(optimizer) != len(params):
@@ -100,21 +95,22 @@ class LoopWatch:
         self._rates += [_number(g.get("lr", 0.0)) for g in optimizer.param_groups]
         self._settings.append((class_of(optimizer), plain_settings(optimizer), len(self._others)))
 
-    def check_model(self, *, changed: bool) -> None:
+    def check_model(self, plain_optimizer: str, *, changed: bool) -> None:
         """Raise ShardcError, at a training forward, if only the plain model is stepped, and not the module.
 
-        changed: parameters changed since the last forward.
+        plain_optimizer: the class of the optimizer that steps the model, or "". changed: parameters changed since the
+        last forward.
         """
         if changed or self._forwards is None:
             self._forwards = None
             return
         self._forwards += 1
-        if self._plain_class and self._forwards >= self.FORWARDS:
+        if plain_optimizer and self._forwards >= self.FORWARDS:
             raise ShardcError(
                 "it has the parameters of the plain model, and no optimizer has the module's parameters: nothing "
                 "would train",
-                where=f"the optimizer {self._plain_class}",
-                fix=f"make it from the module's parameters: torch.optim.{self._plain_class}(module.parameters(), ...)",
+                where=f"the optimizer {plain_optimizer}",
+                fix=f"make it from the module's parameters: torch.optim.{plain_optimizer}(module.parameters(), ...)",
             )
 
     def _check_groups(self, optimizer: Optimizer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,16 +31,6 @@ _FIX_EVALUATE = (
 _FIX_ZERO_GRAD = "call optimizer.zero_grad(), or set p.grad to None, on all ranks"
 
 
-class Updates(Protocol):
-    """Whether parameters may have changed since they were last gathered."""
-
-    @property
-    def due(self) -> bool: ...
-
-    @property
-    def written(self) -> bool: ...
-
-
 class ModuleChecks(Checks):
     """The checks of a module: see CheckHooks. A module's forward is a step of its loop."""
 
@@ -48,11 +38,10 @@ class ModuleChecks(Checks):
         super().__init__(program, mesh, "a module", copied=copied)
         self._unmarked = False
 
-    def watch_module(self, model: Any, parts: Any, held: Sequence[user_changes.ModuleParam], updates: Updates) -> None:
-        """Start watching registered parameters and buffers. model: source of weights; parts: submodules."""
+    def watch_module(self, parts: Any, held: Sequence[user_changes.ModuleParam], updates: Any) -> None:
         self._parts, self._held, self._updates = parts, held, updates
         owned, runs = self._model.owned, self._model.buckets.runs
-        self._loop = LoopWatch(self._program, owned, runs, model, self._mesh, compares=self.compares)
+        self._loop = LoopWatch(self._program, owned, runs, self._mesh, compares=self.compares)
         self._watch_parts()
 
     def mode(self, *, training: bool) -> None:
@@ -70,7 +59,7 @@ class ModuleChecks(Checks):
             )
         self._watched.check()
         if training and torch.is_grad_enabled():
-            self._loop.check_model(changed=self._updates.written)
+            self._loop.check_model(self._source.idle_optimizer, changed=self._model.written)
         self._parts.check()
         user_changes.check_not_replaced(self._held)
         user_changes.check_submodules(self._parts, self._program.still)

@@ -1,19 +1,23 @@
-"""Refuse changes of a module or its parameters that a captured program would not notice.
+"""Refuse or note changes of a model, a module or its parameters that a captured program would not notice.
 
 A plain model reads `requires_grad`, hooks, and the modes and attributes of its submodules in every run. A program
 has read them once, so later changes would silently have no effect.
+
+An engine or a module has copies of the weights. A user who freezes a layer of the model after the first epoch, or loads
+weights into it, means to change the training, so each kind of change of the `SourceModel` gets one note. It is no
+error: the model may now be used for something else, such as a fixed teacher.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from traceback import walk_stack
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Program
@@ -36,7 +40,24 @@ _HOOKED = (
     " function return the value, which is then returned beside the loss"
 )
 _NOTHING = object()
-_AGAIN = "compile again after the change, and load the weights (engine.save, engine.load) into the new program"
+_AGAIN = "compile again after the change, and load the weights (save, load) into the new program"
+#: {what changed in the source model: the fix}.
+_LATER = {
+    **dict.fromkeys(("another module", "a hook", "in training mode", "in eval mode", "requires_grad"), _AGAIN),
+    "its dtype": "it is the spec's `precision`",
+    "its values": "to train new values, make {made} after they are written, or pass them as `weights`",
+}
+_TWICE = (
+    "another engine or module was made from it and is used too: it and {made} each have a copy of the weights. To train"
+    " one, compile a model that computes both losses; or copy the weights after each step, a.weights_to(b)"
+)
+_IN_VAIN = (
+    "it steps the parameters of the model, which get no gradients: {made} trains a copy of them with its own "
+    "optimizer. Pass this one as a function, program.engine(model, optimizer=lambda params: ...), and remove its step"
+)
+#: {module: the living objects that took weights from it or from a model around it}; ranks may be threads.
+_LOCK = threading.Lock()
+_TAKERS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[SourceModel]] = weakref.WeakKeyDictionary()
 
 
 def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
@@ -76,26 +97,6 @@ def _other_dtype(program: Program, now: Mapping[str, nn.Parameter]) -> Notes:
     return {}
 
 
-@dataclass(frozen=True)
-class TensorRead:
-    """A tensor of neither model nor batch that forward or the loss reads: a constant of the program.
-
-    version: autograd's write count at capture. line: where it is read.
-    """
-
-    tensor: Tensor
-    version: int
-    line: str
-
-    @classmethod
-    def of(cls, tensor: Tensor, line: str) -> TensorRead:
-        return cls(tensor, version_of(tensor), line)
-
-    @property
-    def changed(self) -> bool:
-        return version_of(self.tensor) != self.version
-
-
 def version_of(x: Tensor) -> int:
     """Return autograd's count of writes to a tensor; 0 for an inference tensor, which has none."""
     return 0 if x.is_inference() else x._version
@@ -105,8 +106,8 @@ class Attributes:
     """Plain values (numbers, strings, bools, None) that forward read while it was captured.
 
     values: attributes of modules, and of objects that these hold, by the module's name; of_loss: of a loss that is an
-    object; tensors: not the model's. Does not keep the model alive. A changed object or tensor is only a note: forward
-    may read it for a log, or not at all.
+    object; tensors: (line that reads it, a constant of the program that is not the model's). Does not keep the model
+    alive. A changed object or tensor is only a note: forward may read it for a log, or not at all.
     """
 
     def __init__(
@@ -114,9 +115,10 @@ class Attributes:
         model: nn.Module,
         values: Mapping[str, Mapping[str, Any]],
         of_loss: tuple[Any, Mapping[str, Any]] = (None, {}),
-        tensors: Sequence[TensorRead] = (),
+        tensors: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
-        self._of_loss, self._tensors = of_loss, tuple(tensors)
+        self._of_loss = of_loss
+        self._tensors = [(line, x, version_of(x)) for line, x in tensors]
         modules = dict(model.named_modules())
         self._hooks = {path: n for path, m in modules.items() if (n := hooks_of(m))}
         self._values: dict[str, list[tuple[str, tuple[str, ...], Any]]] = {}
@@ -153,12 +155,12 @@ class Attributes:
         for name, then in settings.items():
             if _differs(now := _attribute(loss, (name,), then), then):
                 notes[f"{name} of {type(loss).__name__}()"] = _changed("the loss read it", now, then) + _PERHAPS
-        for tensor in self._tensors:
-            if tensor.changed:
-                shape = list(tensor.tensor.shape)
-                notes[tensor.line] = (
-                    f"a tensor of shape {shape} that is read here was written to, and the program has it as it was when"
-                    " the model was compiled: make it a buffer of the model, an entry of the batch, or compile again"
+        for line, x, version in self._tensors:
+            if version_of(x) != version:
+                notes[line] = (
+                    f"a tensor of shape {list(x.shape)} that is read here was written to, and the program has it as it"
+                    " was when the model was compiled: make it a buffer of the model, an entry of the batch, or compile"
+                    " again"
                 )
         return notes
 
@@ -290,27 +292,14 @@ def check_not_replaced(held: Iterable[ModuleParam]) -> None:
         if p is not h.parameter or p.dtype != h.dtype or (h.pointer and p.data_ptr() != h.pointer):
             replaced.append(h)
     if replaced:
-        if _within("functional_call"):
-            raise ShardcError(
-                "it replaces parameters by other tensors, but the program uses its own",
-                where=f"torch.func.functional_call(module, {{{replaced[0].fqn!r}: ...}})",
-                fix="write them in, and back after the call: p.copy_(value) under torch.no_grad(); for whole weights "
-                "make a separate module, program.module(model, weights=state_dict)",
-            )
         more = f" ({len(replaced)} such)" if len(replaced) > 1 else ""
         raise ShardcError(
             f"the module's parameter, or its memory, was replaced: the program still uses the old one{more}",
             where=replaced[0].fqn,
             fix="write into it: load_state_dict without assign=True, or p.copy_(value) under torch.no_grad();"
-            " a dtype is the spec's `precision`",
+            " a dtype is the spec's `precision`; for torch.func.functional_call make a module of these weights,"
+            " program.module(model, weights=state_dict)",
         )
-
-
-def _within(name: str) -> bool:
-    """Return whether a torch function of this name is on the call stack."""
-    return any(
-        f.f_code.co_name == name and f.f_globals.get("__name__", "").startswith("torch.") for f, _ in walk_stack(None)
-    )
 
 
 def _add(errors: Errors, fqn: str, *, trains: bool) -> None:
@@ -332,3 +321,127 @@ def hook_counts(p: nn.Parameter) -> tuple[int, int]:
 
 def _mode(m: nn.Module) -> str:
     return "training" if m.training else "eval"
+
+
+# --- the model that an engine or a module took its weights from -------------------------------------------------------
+
+
+class SourceModel:
+    """A model as it was when `made` was made of it; it is not kept alive.
+
+    Other sources (a builder, a folder) cannot change.
+    """
+
+    def __init__(self, model: Any, made: str, rank: int, *, copied: bool = False) -> None:
+        """Record the model. copied: `made` is a copy, such as an average of weights, which nobody trains."""
+        self._made, self._rank = made, rank
+        self._model = weakref.ref(model) if isinstance(model, nn.Module) else lambda: None
+        self._then = _facts(model) if isinstance(model, nn.Module) else {}
+        #: The user got the trained weights, so new values in the model may be these.
+        self.weights_were_read = False
+        self._used = False
+        #: The class of an optimizer that steps the model, whose parameters have no gradients.
+        self.idle_optimizer = ""
+        #: Others that took the same weights, and the shared module: for example a discriminator inside two models.
+        self._others: weakref.WeakKeyDictionary[SourceModel, str] = weakref.WeakKeyDictionary()
+        if isinstance(model, nn.Module) and not copied:
+            self._join(model)
+
+    def _join(self, model: nn.Module) -> None:
+        with _LOCK:
+            for path, m in model.named_modules():
+                if path and not m._parameters:
+                    continue
+                takers = _TAKERS.setdefault(m, weakref.WeakSet())
+                for t in takers:
+                    if t is not self and t._rank == self._rank:
+                        self._others.setdefault(t, path)
+                        t._others.setdefault(self, next(p for p, then in t._then.items() if then.module() is m))
+                takers.add(self)
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """Record an optimizer that steps the source model: see optimizer_steps."""
+        model = self._model()
+        if model is None or not self._used or self.idle_optimizer:
+            return
+        ids = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is None}
+        # an engine that steps bucket by bucket calls this often, but its parameters have gradients: `ids` is empty
+        if ids and any(id(p) in ids for p in model.parameters()):
+            self.idle_optimizer = type(optimizer).__name__
+
+    def notes(self, noted: set[str]) -> Iterator[str]:
+        """Yield the notes of kinds that are new. noted: new ones are added."""
+        model: nn.Module | None = self._model()
+        if model is None:
+            return
+        self._used = True
+        with _LOCK:
+            shared = next((path for t, path in self._others.items() if t._used), None)
+        names: dict[str, list[str]] = {}
+        if shared is not None:
+            names[_TWICE] = [shared or "the model"]
+        if self.idle_optimizer:
+            names[_IN_VAIN] = [f"the optimizer {self.idle_optimizer}"]
+        for kind, name in self._changes(model):
+            fault = f"{kind}, changed after {{made}} was made from the model: {{made}} has a copy, and this does not"
+            names.setdefault(f"{fault} change it; {_LATER[kind]}", []).append(name)
+        for fault in [f for f in names if f not in noted]:
+            noted.add(fault)
+            more = f" and {len(names[fault]) - 1} more" if len(names[fault]) > 1 else ""
+            yield f"{names[fault][0]}{more}: {fault.format(made=self._made)}"
+
+    def _changes(self, model: nn.Module) -> Iterator[tuple[str, str]]:
+        """Yield (kind of change, name of what changed)."""
+        trains = model.training and self._then[""].training
+        for path, now in _facts(model).items():
+            then = self._then.get(path)
+            if then is None or then.module() is not now.module():
+                yield "another module", path
+                continue
+            if now.hooks > then.hooks:
+                yield "a hook", path
+            if trains and now.training != then.training:
+                yield "in training mode" if now.training else "in eval mode", path
+            for name, p in now.parameters.items():
+                fqn, was = f"{path}.{name}" if path else name, then.parameters.get(name, p)
+                if p.trains != was.trains:
+                    yield "requires_grad", fqn
+                if p.dtype != was.dtype:
+                    yield "its dtype", fqn
+                elif not self.weights_were_read and (p.parameter() is not was.parameter() or p.version != was.version):
+                    yield "its values", fqn
+
+
+class _Parameter(NamedTuple):
+    """A parameter as it is now."""
+
+    parameter: weakref.ref[Tensor]
+    version: int
+    trains: bool
+    dtype: torch.dtype
+
+
+class _Module(NamedTuple):
+    """A submodule as it is now."""
+
+    module: weakref.ref[nn.Module]
+    training: bool
+    hooks: int
+    parameters: dict[str, _Parameter]
+
+
+def _facts(model: nn.Module) -> dict[str, _Module]:
+    """Return what is compared later, by path."""
+    return {
+        path: _Module(
+            weakref.ref(m),
+            m.training,
+            hooks_of(m),
+            {
+                name: _Parameter(weakref.ref(p), version_of(p), p.requires_grad, p.dtype)
+                for name, p in m._parameters.items()
+                if p is not None
+            },
+        )
+        for path, m in model.named_modules()
+    }

@@ -106,7 +106,7 @@ class ShardedModule(ModuleState):
         self._running = running
         running.read_buffers = WeakMethod(self._buffers_by_name)
         running.checks.new_model(running)
-        running.checks.watch_module(running.model, parts, entries, running.updates)
+        running.checks.watch_module(parts, entries, running.updates)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """Copy the module with new parameters and buffers, on the same mesh, as weight averages need.

@@ -153,7 +153,7 @@ TAKERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "jit.script": (torch.jit.script, r"torch.jit.script\(module\): .*TorchScript"),
     "export": (lambda m: torch.export.export(m, (), dict(BATCH)), "module.forward: torch.export records what runs"),
     "make_fx": (lambda m: make_fx(m)(*BATCH.values()), "module.forward: make_fx records what runs"),
-    "functional_call": (lambda m: _functional(m, _moved(m)), r"torch.func.functional_call\(module, {'up.weight': "),
+    "functional_call": (lambda m: _functional(m, _moved(m)), r"up.weight: .* was replaced: (.|\n)*torch.func.functional_call"),
     "grad": (lambda m: torch.func.grad(lambda w: _functional(m, w))(_moved(m)), r"a transform of torch.func"),
     "jvp": (lambda m: torch.func.jvp(m, *[tuple(BATCH.values())] * 2), r"a transform of torch.func"),
     "vmap": (lambda m: torch.func.vmap(m)(*(x[None] for x in BATCH.values())), r"a transform of torch.func"),
