@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -98,17 +98,25 @@ class Checks(CheckHooks):
         """Return facts that all ranks share between steps."""
         raise NotImplementedError
 
+    def _compare_batch(self, call: str, batch: Any, *, local: bool) -> None:
+        """Compare a batch, and what was done since the last one."""
+        facts = shared_facts.batch_facts(self._program, batch, local=local)
+        equal_facts = self._compare(call, [*facts, *self._between_steps()])
+        self._same_rows.look(self._program, batch, facts, equal_facts, self._mesh.note)
+
+    def _compare(self, call: str, facts: Sequence[Fact]) -> Sequence[Fact]:
+        """Compare facts over ranks; return the equal ones of those that may differ."""
+        return agreement.check(self._mesh, facts, call)
+
     def _compare_copies(self, call: str, optimizer: Optimizer | None) -> None:
         copies = self._model.owned, self._model.buffers, optimizer
         replicas.check_replicas(self._program, self._mesh, *copies, step=self._model.rng.step, call=call)
 
-    def _mark_gradients(self) -> None:
-        """Make gradients of which this rank has parts refuse ops that mix elements."""
-        marks.mark_gradients(self._program, self._model.owned, self._model.buckets.runs)
-
-    def _watch_parts(self) -> None:
-        """Make parameters of which this rank has parts refuse ops that mix elements."""
+    def read_params(self) -> None:
         marks.watch_parameters(self._program, self._model.owned, self._model.buckets.runs)
+
+    def gradients(self, *, user_reads: bool = False) -> None:
+        marks.mark_gradients(self._program, self._model.owned, self._model.buckets.runs)
 
     def note_weights_read(self) -> None:
         self._source.weights_were_read = True

@@ -66,10 +66,7 @@ class EngineChecks(Checks):
         if training:
             inputs.check_no_gradient(batch)
         if self.compares:
-            facts = shared_facts.batch_facts(self._program, batch, local=local)
-            call = "a step" if training else "evaluating"
-            equal_facts = agreement.check(self._mesh, [*facts, *self._between_steps()], call)
-            self._same_rows.look(self._program, batch, facts, equal_facts, self._mesh.note)
+            self._compare_batch("a step" if training else "evaluating", batch, local=local)
 
     def _between_steps(self) -> list[Fact]:
         """Return facts that ranks share between steps. Stages of a pipeline may have other parameter groups."""
@@ -84,13 +81,13 @@ class EngineChecks(Checks):
         ]
 
     def read_params(self) -> None:
-        self._watch_parts()
+        super().read_params()
         self._params_read = True
         self.gradients()
 
     def gradients(self, *, user_reads: bool = False) -> None:
         if user_reads or self._params_read:
-            self._mark_gradients()
+            super().gradients()
 
     def loss(self, loss: Any) -> Any:
         return loss.as_subclass(SteppedLoss) if type(loss) is Tensor else loss

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc import torch_modes
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
-from shardc.runtime.checks import marks, shared_facts, tensor_parts, user_changes
+from shardc.runtime.checks import marks, tensor_parts, user_changes
 from shardc.runtime.checks.checks import Checks
 from shardc.runtime.checks.detached import ValueBeside
 from shardc.runtime.checks.loop_watch import LoopWatch
@@ -38,11 +38,13 @@ class ModuleChecks(Checks):
         super().__init__(program, mesh, "a module", copied=copied)
         self._unmarked = False
 
-    def watch_module(self, parts: Any, held: Sequence[user_changes.ModuleParam], updates: Any) -> None:
-        self._parts, self._held, self._updates = parts, held, updates
+    def watch_module(self, module: nn.Module, updates: Any) -> None:
+        buckets = self._model.buckets
+        fixed = [p for name, p in buckets.owned.items() if name in buckets.runs]
+        self._module, self._updates = user_changes.Snapshot(module, fixed), updates
         owned, runs = self._model.owned, self._model.buckets.runs
         self._loop = LoopWatch(self._program, owned, runs, self._mesh, compares=self.compares)
-        self._watch_parts()
+        self.read_params()
 
     def mode(self, *, training: bool) -> None:
         if training and self._program.eval_mode:
@@ -60,35 +62,34 @@ class ModuleChecks(Checks):
         self._watched.check()
         if training and torch.is_grad_enabled():
             self._loop.check_model(self._source.idle_optimizer, changed=self._model.written)
-        self._parts.check()
-        user_changes.check_not_replaced(self._held)
-        user_changes.check_submodules(self._parts, self._program.still)
-        self._look_at_model(self._parts if training else ())  # the user's own train() sets attributes by the mode
+        user_changes.check_module(self._module, self._program.still)
+        module: Any = self._module.model()  # the user's own train() sets attributes by the mode
+        self._look_at_model(module.named_modules() if training else ())
 
     def batch(self, batch: Any, *, local: bool) -> None:
         if torch.is_grad_enabled():
             inputs.check_no_gradient(batch)
         if not self.compares:
             return
-        training = self._model.rng.training
-        facts = shared_facts.batch_facts(self._program, batch, local=local)
-        calls = [
+        self._compare_batch("forward", batch, local=local)
+        if self._unmarked:
+            marks.check_loaded(self._program, self._mesh, self._model.owned)
+            self._unmarked = False
+        step = self._model.rng.step
+        if self._model.rng.training and self._check_every and step and step % self._check_every == 0:
+            self._compare_copies("a step", None)
+
+    def _between_steps(self) -> list[Fact]:
+        return [
             stated("the number of steps done", self._model.rng.step, fix=SAME_CALLS),
-            stated("whether the module trains", training, fix="call train() or eval() on all ranks"),
+            stated("whether the module trains", self._model.rng.training, fix="call train() or eval() on all ranks"),
             stated("whether parameters changed", self._updates.due, fix="update parameters equally on all ranks"),
             stated("whether weights were loaded", self._unmarked, fix="load the same weights on all ranks"),
             stated("which parameters have a gradient", self._with_gradients(), fix=_FIX_ZERO_GRAD),
             stated("which parameters are frozen", self._watched.frozen(), fix=user_changes.FIX_FREEZE),
             stated("whether gradients are on", torch.is_grad_enabled(), fix=_FIX_EVALUATE),
+            *self._loop.facts(),
         ]
-        equal_facts = self._compare("forward", [*facts, *calls, *self._loop.facts()])
-        if self._unmarked:
-            marks.check_loaded(self._program, self._mesh, self._model.owned)
-            self._unmarked = False
-        self._same_rows.look(self._program, batch, facts, equal_facts, self._mesh.note)
-        step = self._model.rng.step
-        if training and self._check_every and step and step % self._check_every == 0:
-            self._compare_copies("a step", None)
 
     def _with_gradients(self) -> str:
         owned = self._model.owned
@@ -110,9 +111,6 @@ class ModuleChecks(Checks):
 
     def loss_gradient(self, gradient: Tensor) -> None:
         self._loop.note_gradient(gradient)
-
-    def gradients(self, *, user_reads: bool = False) -> None:
-        self._mark_gradients()
 
     def owners_step(self, optimizer: Optimizer, *, written: bool) -> None:
         if self.compares:

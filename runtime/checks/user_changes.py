@@ -41,11 +41,39 @@ _HOOKED = (
 )
 _NOTHING = object()
 _AGAIN = "compile again after the change, and load the weights (save, load) into the new program"
-#: {what changed in the source model: the fix}.
-_LATER = {
-    **dict.fromkeys(("another module", "a hook", "in training mode", "in eval mode", "requires_grad"), _AGAIN),
+#: {kind of change (`Snapshot.changes`) of the model that weights were taken from: the fix in a note}.
+_OF_SOURCE = {
+    **dict.fromkeys(("a new module", "another module", "a hook", "a gradient hook", "requires_grad"), _AGAIN),
+    **dict.fromkeys(("in training mode", "in eval mode"), _AGAIN),
     "its dtype": "it is the spec's `precision`",
-    "its values": "to train new values, make {made} after they are written, or pass them as `weights`",
+    **dict.fromkeys(
+        ("another parameter", "its values"),
+        "to train new values, make {made} after they are written, or pass them as `weights`",
+    ),
+}
+_CHANGED = ", but the program is of the model at compile time: the change would not be used or trained"
+_CHANGE_BEFORE = (
+    "change the model before shardc.compile; trained weights are kept by"
+    " program.module(model, weights=old.full_state_dict())"
+)
+#: {kind of change of a program's module: (error, fix)}.
+_OF_MODULE = {
+    "a new module": (f"this submodule is new{_CHANGED}", _CHANGE_BEFORE),
+    "another module": (f"this submodule was replaced or removed{_CHANGED}", _CHANGE_BEFORE),
+    "a new parameter": (f"this parameter is new{_CHANGED}", _CHANGE_BEFORE),
+    **dict.fromkeys(
+        ("another parameter", "its dtype", "its memory"),
+        (
+            "the module's parameter, or its memory, was replaced: the program still uses the old one",
+            "write into it: load_state_dict without assign=True, or p.copy_(value) under torch.no_grad(); a dtype is"
+            " the spec's `precision`; for torch.func.functional_call make a module of these weights,"
+            " program.module(model, weights=state_dict)",
+        ),
+    ),
+    "a hook": (
+        "a hook on this submodule would never run: the program replaces its forward and backward",
+        "let the loss function return the value: it is returned beside the loss",
+    ),
 }
 _TWICE = (
     "another engine or module was made from it and is used too: it and {made} each have a copy of the weights. To train"
@@ -214,18 +242,17 @@ class WatchedParameters:
     ) -> None:
         self._params, self._sharded, self._partial = params, sharded, partial
         self._fqns = {p.name: p.fqn for p in program.params}
-        self._trained = {name: p.requires_grad for name, p in params.items()}
-        self._hooks = {name: hook_counts(p) for name, p in params.items()}
+        self._then = {name: _Parameter.of(p) for name, p in params.items()}
 
     def check(self) -> None:
         """Raise ShardcError for released parameters, frozen sharded ones, and hooks on partial gradients."""
         errors = Errors()
         for name, p in self._params.items():
-            trains, hooks = p.requires_grad, hook_counts(p)
-            if trains != self._trained[name] and (trains or name in self._sharded):
-                _add(errors, self._fqns[name], trains=trains)
+            then, (before, after) = self._then[name], hook_counts(p)
+            if p.requires_grad != then.trains and (p.requires_grad or name in self._sharded):
+                _add(errors, self._fqns[name], trains=p.requires_grad)
             # a hook on a summed gradient runs too early, before the sum over ranks; one on a flat shard never runs
-            elif hooks[1] > self._hooks[name][1] or (hooks[0] > self._hooks[name][0] and name in self._partial):
+            elif after > then.hooks[1] or (before > then.hooks[0] and name in self._partial):
                 fault = "a hook on this parameter's gradient would not see the gradient of the whole batch and of the"
                 fault += " whole parameter, or never run"
                 errors.add(fault, where=self._fqns[name], fix="remove it, and change .grad after backward")
@@ -233,7 +260,7 @@ class WatchedParameters:
 
     def frozen(self) -> str:
         """Return names of parameters that trained when this was made, and no longer do."""
-        return ", ".join(self._fqns[n] for n, p in self._params.items() if self._trained[n] and not p.requires_grad)
+        return ", ".join(self._fqns[n] for n, p in self._params.items() if self._then[n].trains and not p.requires_grad)
 
 
 def _check_still(still: Collection[str], training: Mapping[str, bool], model: str) -> None:
@@ -252,54 +279,30 @@ def _check_still(still: Collection[str], training: Mapping[str, bool], model: st
     errors.raise_any()
 
 
-def check_submodules(modules: Iterable[tuple[str, nn.Module]], still: Collection[str]) -> None:
-    """Raise ShardcError for hooks and different modes of submodules that only hold a program's parameters.
+def check_module(then: Snapshot, still: Collection[str]) -> None:
+    """Raise ShardcError for changes of a module whose submodules only hold a program's parameters.
 
-    modules: with names, the root first. still: in eval mode at capture, and in training too.
+    then: the module when it was made. still: submodules in eval mode at capture, and in training too.
     """
-    (_, root), *others = modules
+    root = then.model()
+    assert root is not None, "its forward runs"
+    (_, _), *others = root.named_modules()
     if root.training:
         _check_still(still, {name: m.training for name, m in others}, "module")
+    changed: dict[tuple[str, str], list[str]] = {}
+    for kind, name in then.changes():
+        if name and kind in _OF_MODULE:  # hooks on the module itself run
+            changed.setdefault(_OF_MODULE[kind], []).append(name)
     errors = Errors()
+    for (fault, fix), names in changed.items():
+        more = f" ({len(names)} such)" if len(names) > 1 else ""
+        errors.add(f"{fault}{more}", where=f"module.{names[0]}", fix=fix)
     for name, m in others:
-        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
-            fault = "a hook on this submodule would never run: the program replaces its forward and backward"
-            errors.add(fault, where=name, fix="let the loss function return the value: it is returned beside the loss")
-        elif m.training != root.training and not any(f"{name}.".startswith(f"{outer}.") for outer in still):
-            fault = (
-                f"this submodule is in {_mode(m)} mode and the module in {_mode(root)} mode, which would change nothing"
-            )
+        if m.training != root.training and not any(f"{name}.".startswith(f"{outer}.") for outer in still):
+            modes = [f"in {'training' if x.training else 'eval'} mode" for x in (m, root)]
+            fault = f"this submodule is {modes[0]} and the module {modes[1]}, which would change nothing"
             errors.add(fault, where=name, fix=f"call eval() on it before shardc.compile; {_AGAIN}")
     errors.raise_any()
-
-
-class ModuleParam(NamedTuple):
-    """A parameter of a module. pointer: its address, 0 if it may move. dtype: when made."""
-
-    parameters: Mapping[str, nn.Parameter | None]
-    name: str
-    parameter: nn.Parameter
-    pointer: int
-    dtype: torch.dtype
-    fqn: str
-
-
-def check_not_replaced(held: Iterable[ModuleParam]) -> None:
-    """Raise ShardcError if a module's parameter or its memory was replaced: the program uses the old."""
-    replaced: list[ModuleParam] = []
-    for h in held:
-        p = h.parameters.get(h.name)
-        if p is not h.parameter or p.dtype != h.dtype or (h.pointer and p.data_ptr() != h.pointer):
-            replaced.append(h)
-    if replaced:
-        more = f" ({len(replaced)} such)" if len(replaced) > 1 else ""
-        raise ShardcError(
-            f"the module's parameter, or its memory, was replaced: the program still uses the old one{more}",
-            where=replaced[0].fqn,
-            fix="write into it: load_state_dict without assign=True, or p.copy_(value) under torch.no_grad();"
-            " a dtype is the spec's `precision`; for torch.func.functional_call make a module of these weights,"
-            " program.module(model, weights=state_dict)",
-        )
 
 
 def _add(errors: Errors, fqn: str, *, trains: bool) -> None:
@@ -310,8 +313,11 @@ def _add(errors: Errors, fqn: str, *, trains: bool) -> None:
 
 def hooks_of(m: nn.Module) -> int:
     """Count the hooks of a module and of the gradients of its direct parameters."""
-    hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-    return sum(map(len, hooks)) + sum(sum(hook_counts(p)) for p in m._parameters.values() if p is not None)
+    return _module_hooks(m) + sum(sum(hook_counts(p)) for p in m._parameters.values() if p is not None)
+
+
+def _module_hooks(m: nn.Module) -> int:
+    return sum(map(len, (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)))
 
 
 def hook_counts(p: nn.Parameter) -> tuple[int, int]:
@@ -319,8 +325,79 @@ def hook_counts(p: nn.Parameter) -> tuple[int, int]:
     return len(p._backward_hooks or ()), len(getattr(p, "_post_accumulate_grad_hooks", None) or ())
 
 
-def _mode(m: nn.Module) -> str:
-    return "training" if m.training else "eval"
+# --- a model as it was ------------------------------------------------------------------------------------------------
+
+
+class _Parameter(NamedTuple):
+    """A parameter as it was. pointer: its address, 0 if it may move."""
+
+    parameter: weakref.ref[Tensor]
+    version: int
+    trains: bool
+    dtype: torch.dtype
+    hooks: tuple[int, int]
+    pointer: int = 0
+
+    @classmethod
+    def of(cls, p: nn.Parameter, *, fixed: bool = False) -> _Parameter:
+        at = p.data_ptr() if fixed else 0
+        return cls(weakref.ref(p), version_of(p), p.requires_grad, p.dtype, hook_counts(p), at)
+
+    def changes(self, p: nn.Parameter) -> Iterator[str]:
+        if p.requires_grad != self.trains:
+            yield "requires_grad"
+        if sum(hook_counts(p)) > sum(self.hooks):
+            yield "a gradient hook"
+        if p.dtype != self.dtype:
+            yield "its dtype"
+        elif self.parameter() is not p:
+            yield "another parameter"
+        elif self.pointer and p.data_ptr() != self.pointer:
+            yield "its memory"
+        elif version_of(p) != self.version:
+            yield "its values"
+
+
+class _Module(NamedTuple):
+    """A submodule as it was."""
+
+    module: weakref.ref[nn.Module]
+    training: bool
+    hooks: int
+    parameters: dict[str, _Parameter | None]
+
+
+class Snapshot:
+    """A model as it is now, to compare it later; it is not kept alive. fixed: parameters whose memory never moves."""
+
+    def __init__(self, model: nn.Module, fixed: Iterable[nn.Parameter] = ()) -> None:
+        self.model, ids = weakref.ref(model), {id(p) for p in fixed}
+        self.modules: dict[str, _Module] = {}
+        for path, m in model.named_modules(remove_duplicate=False):
+            held = {n: p if p is None else _Parameter.of(p, fixed=id(p) in ids) for n, p in m._parameters.items()}
+            self.modules[path] = _Module(weakref.ref(m), m.training, _module_hooks(m), held)
+
+    def changes(self) -> Iterator[tuple[str, str]]:
+        """Yield (kind of change, name of what changed)."""
+        model: Any = self.model()
+        modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+        for path, m in modules.items():
+            then = self.modules.get(path)
+            if then is None or id(then.module()) != id(m):
+                yield "a new module" if then is None else "another module", path
+                continue
+            if _module_hooks(m) > then.hooks:
+                yield "a hook", path
+            if m.training != then.training:
+                yield "in training mode" if m.training else "in eval mode", path
+            for name, p in m._parameters.items():
+                if (was := then.parameters.get(name)) is not None and p is not None:
+                    for kind in was.changes(p):
+                        yield kind, f"{path}.{name}" if path else name
+                elif p is not None:
+                    yield "a new parameter", f"{path}.{name}" if path else name
+        for path in self.modules.keys() - modules.keys():
+            yield "another module", path
 
 
 # --- the model that an engine or a module took its weights from -------------------------------------------------------
@@ -335,8 +412,7 @@ class SourceModel:
     def __init__(self, model: Any, made: str, rank: int, *, copied: bool = False) -> None:
         """Record the model. copied: `made` is a copy, such as an average of weights, which nobody trains."""
         self._made, self._rank = made, rank
-        self._model = weakref.ref(model) if isinstance(model, nn.Module) else lambda: None
-        self._then = _facts(model) if isinstance(model, nn.Module) else {}
+        self._then = Snapshot(model) if isinstance(model, nn.Module) else None
         #: The user got the trained weights, so new values in the model may be these.
         self.weights_were_read = False
         self._used = False
@@ -354,14 +430,14 @@ class SourceModel:
                     continue
                 takers = _TAKERS.setdefault(m, weakref.WeakSet())
                 for t in takers:
-                    if t is not self and t._rank == self._rank:
+                    if t is not self and t._rank == self._rank and t._then is not None:
                         self._others.setdefault(t, path)
-                        t._others.setdefault(self, next(p for p, then in t._then.items() if then.module() is m))
+                        t._others.setdefault(self, next(p for p, x in t._then.modules.items() if x.module() is m))
                 takers.add(self)
 
     def stepping(self, optimizer: Optimizer) -> None:
         """Record an optimizer that steps the source model: see optimizer_steps."""
-        model = self._model()
+        model = self._then.model() if self._then is not None else None
         if model is None or not self._used or self.idle_optimizer:
             return
         ids = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is None}
@@ -371,8 +447,7 @@ class SourceModel:
 
     def notes(self, noted: set[str]) -> Iterator[str]:
         """Yield the notes of kinds that are new. noted: new ones are added."""
-        model: nn.Module | None = self._model()
-        if model is None:
+        if self._then is None or (model := self._then.model()) is None:
             return
         self._used = True
         with _LOCK:
@@ -382,66 +457,14 @@ class SourceModel:
             names[_TWICE] = [shared or "the model"]
         if self.idle_optimizer:
             names[_IN_VAIN] = [f"the optimizer {self.idle_optimizer}"]
-        for kind, name in self._changes(model):
+        left_out = {"another parameter", "its values"} if self.weights_were_read else set[str]()
+        if not (model.training and self._then.modules[""].training):  # to use the model, its user calls eval()
+            left_out |= {"in training mode", "in eval mode"}
+        for kind, name in self._then.changes():
             fault = f"{kind}, changed after {{made}} was made from the model: {{made}} has a copy, and this does not"
-            names.setdefault(f"{fault} change it; {_LATER[kind]}", []).append(name)
+            if kind in _OF_SOURCE.keys() - left_out:
+                names.setdefault(f"{fault} change it; {_OF_SOURCE[kind]}", []).append(name)
         for fault in [f for f in names if f not in noted]:
             noted.add(fault)
             more = f" and {len(names[fault]) - 1} more" if len(names[fault]) > 1 else ""
             yield f"{names[fault][0]}{more}: {fault.format(made=self._made)}"
-
-    def _changes(self, model: nn.Module) -> Iterator[tuple[str, str]]:
-        """Yield (kind of change, name of what changed)."""
-        trains = model.training and self._then[""].training
-        for path, now in _facts(model).items():
-            then = self._then.get(path)
-            if then is None or then.module() is not now.module():
-                yield "another module", path
-                continue
-            if now.hooks > then.hooks:
-                yield "a hook", path
-            if trains and now.training != then.training:
-                yield "in training mode" if now.training else "in eval mode", path
-            for name, p in now.parameters.items():
-                fqn, was = f"{path}.{name}" if path else name, then.parameters.get(name, p)
-                if p.trains != was.trains:
-                    yield "requires_grad", fqn
-                if p.dtype != was.dtype:
-                    yield "its dtype", fqn
-                elif not self.weights_were_read and (p.parameter() is not was.parameter() or p.version != was.version):
-                    yield "its values", fqn
-
-
-class _Parameter(NamedTuple):
-    """A parameter as it is now."""
-
-    parameter: weakref.ref[Tensor]
-    version: int
-    trains: bool
-    dtype: torch.dtype
-
-
-class _Module(NamedTuple):
-    """A submodule as it is now."""
-
-    module: weakref.ref[nn.Module]
-    training: bool
-    hooks: int
-    parameters: dict[str, _Parameter]
-
-
-def _facts(model: nn.Module) -> dict[str, _Module]:
-    """Return what is compared later, by path."""
-    return {
-        path: _Module(
-            weakref.ref(m),
-            m.training,
-            hooks_of(m),
-            {
-                name: _Parameter(weakref.ref(p), version_of(p), p.requires_grad, p.dtype)
-                for name, p in m._parameters.items()
-                if p is not None
-            },
-        )
-        for path, m in model.named_modules()
-    }
