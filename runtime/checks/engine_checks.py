@@ -18,9 +18,8 @@ from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.checks.optimizer_steps import SteppedOnce
 from shardc.runtime.data import inputs, same_samples
 from shardc.runtime.data.loader import Loader
-from shardc.runtime.mesh import agreement
-from shardc.runtime.mesh.agreement import Fact, hashed, stated
-from shardc.runtime.zero.optimizer_list import learning_rates, rates_text
+from shardc.runtime.mesh.agreement import Fact, stated
+from shardc.runtime.zero.optimizer_list import learning_rates
 
 
 class EngineChecks(Checks):
@@ -70,12 +69,12 @@ class EngineChecks(Checks):
 
     def _between_steps(self) -> list[Fact]:
         """Return facts that ranks share between steps. Stages of a pipeline may have other parameter groups."""
-        rates, rng, axis = learning_rates(self._optimizer), self._model.rng, self._program.axis
+        rng, axis = self._model.rng, self._program.axis
         stage = (axis,) if axis else ()
         return [
             stated("the number of steps done", rng.step, fix="load the same checkpoint on all ranks"),
             stated("the seed", rng.seed, fix="use the same seed on all ranks"),
-            Fact("the learning rate", hashed(rates), stage, fix=agreement.SAME_OPTIMIZER, shown=rates_text(rates)),
+            shared_facts.rates_fact(learning_rates(self._optimizer), stage),
             shared_facts.written(self._program, self._model.written),
             stated("which parameters are frozen", self._watched.frozen(), stage, fix=user_changes.FIX_FREEZE),
         ]

@@ -25,11 +25,11 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.checks.marks import OptimizerMarks
 from shardc.runtime.checks.optimizer_steps import observe, observers
-from shardc.runtime.checks.shared_facts import plain_settings
+from shardc.runtime.checks.shared_facts import plain_settings, rates_fact
 from shardc.runtime.mesh.agreement import SAME_OPTIMIZER, DisagreementError, Fact, fingerprint, hashed
 from shardc.runtime.zero.flat_partition import FlatShard
 from shardc.runtime.zero.optimizer_check import check_sharded
-from shardc.runtime.zero.optimizer_list import class_of, rates_text
+from shardc.runtime.zero.optimizer_list import class_of
 
 _SAME_LOSS = (
     "the module returns the loss of the whole batch, the same on all ranks: a factor or term computed from this rank's "
@@ -154,11 +154,10 @@ class LoopWatch:
                 event.synchronize()
         values = [float(x) for x, _ in ready]
         rates, settings, self._rates, self._settings = self._rates, self._settings, [], []
+        losses = ", ".join(f"{x:g}" for x in dict.fromkeys(values))
         return [
-            Fact(
-                "the gradient of the loss in backward", hashed(values), (), "loss.backward()", _SAME_LOSS, _text(values)
-            ),
-            Fact("the learning rate", hashed(rates), (), "optimizer.step()", SAME_OPTIMIZER, rates_text(rates, "g")),
+            Fact("the gradient of the loss in backward", hashed(values), (), "loss.backward()", _SAME_LOSS, losses),
+            rates_fact(rates, where="optimizer.step()", form="g"),
             Fact("the setting of the optimizer", hashed(settings), (), "optimizer.step()", SAME_OPTIMIZER),
         ]
 
@@ -195,7 +194,3 @@ def _number(x: Any) -> float | None:
     if x is None:
         return None
     return float(x) if not isinstance(x, Tensor) or x.device.type == "cpu" else -1.0
-
-
-def _text(values: list[float]) -> str:
-    return ", ".join(f"{x:g}" for x in dict.fromkeys(values))

@@ -18,8 +18,8 @@ from shardc.runtime.checks.detached import ValueBeside
 from shardc.runtime.checks.loop_watch import LoopWatch
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh import agreement
-from shardc.runtime.mesh.agreement import SAME_CALLS, SAME_OPTIMIZER, Fact, hashed, stated
-from shardc.runtime.zero.optimizer_list import learning_rates, rates_text
+from shardc.runtime.mesh.agreement import SAME_CALLS, Fact, stated
+from shardc.runtime.zero.optimizer_list import learning_rates
 from shardc.torch_private import current_backward
 
 _FIX_EVALUATE = (
@@ -114,9 +114,8 @@ class ModuleChecks(Checks):
 
     def owners_step(self, optimizer: Optimizer, *, written: bool) -> None:
         if self.compares:
-            rates = learning_rates(optimizer)
             facts = [
-                Fact("the learning rate", hashed(rates), fix=SAME_OPTIMIZER, shown=rates_text(rates)),
+                shared_facts.rates_fact(learning_rates(optimizer)),
                 stated("whether parameters were written to", written, fix="write to parameters equally on all ranks"),
             ]
             agreement.check(self._mesh, facts, "the optimizer's step")

@@ -97,10 +97,16 @@ def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
         return {}
     now = dict(model.named_parameters(remove_duplicate=False))
     errors = Errors()
-    for p in program.params:
-        for fqn in p.shapes:
-            if fqn in now and now[fqn].requires_grad != p.requires_grad and not (p.frozen or program.forward_only):
-                _add(errors, fqn, trains=now[fqn].requires_grad)
+    notes: Notes = {}
+    casts = not built and program.spec is not None and program.spec.precision.params is None
+    for p, fqn in ((x, n) for x in program.params for n in x.shapes if n in now):
+        trains, dtype = now[fqn].requires_grad, now[fqn].dtype
+        if trains != p.requires_grad and not (p.frozen or program.forward_only):
+            _add(errors, fqn, trains=trains)
+        if casts and dtype.is_floating_point and dtype.itemsize < p.dtype.itemsize:
+            old, new = (str(d).removeprefix("torch.") for d in (p.dtype, dtype))
+            note = f"its weights were {old} when it was compiled, and are {new} now: they are held as {old} again"
+            notes["the model's dtype"] = f"{note}; `precision:` of the spec says in which dtype it computes"
     errors.raise_any()
     if program.eval_mode and model.training and not built:
         fault = "the model was in eval mode when it was compiled, and is in training mode now: a program has no dropout"
@@ -108,21 +114,9 @@ def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
         raise ShardcError(fault, where="model.train()", fix=fix)
     if model.training and not built:
         _check_still(program.still, {name: m.training for name, m in model.named_modules()}, "model")
-    notes = program.check_attributes(model.named_modules()) if program.check_attributes is not None else {}
-    return notes if built else {**notes, **_other_dtype(program, now)}
-
-
-def _other_dtype(program: Program, now: Mapping[str, nn.Parameter]) -> Notes:
-    """Return a note if the model was cast to fewer bits since compiling: the program keeps its dtypes."""
-    if program.spec is None or program.spec.precision.params is not None:
-        return {}
-    for p in program.params:
-        x = now.get(p.fqn)
-        if x is not None and x.dtype.is_floating_point and x.element_size() < p.dtype.itemsize:
-            old, new = (str(d).removeprefix("torch.") for d in (p.dtype, x.dtype))
-            note = f"its weights were {old} when it was compiled, and are {new} now: they are held as {old} again"
-            return {"the model's dtype": f"{note}; `precision:` of the spec says in which dtype it computes"}
-    return {}
+    if program.check_attributes is not None:
+        notes |= program.check_attributes(model.named_modules())
+    return notes
 
 
 def version_of(x: Tensor) -> int:

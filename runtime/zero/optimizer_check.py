@@ -15,7 +15,6 @@ train by the part that it sees, and ranks that hold the same parameter would dri
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -127,10 +126,6 @@ def _check_separate(
 ) -> Trial:
     """Raise ShardcError if the update of a parameter depends on others; return the trial of whole parameters."""
     kind = type(optimizer).__name__
-    if closure := _closure_of(optimizer):
-        fault = f"the optimizer {kind} needs all parameters on one rank: its step({closure}) computes the loss again"
-        fix = f"use an optimizer whose step takes no {closure}, such as any optimizer of torch except LBFGS"
-        raise ShardcError(f"{fault}, and {reason.why}", where=reason.where, fix=fix)
     with _refused(f"{_untried(kind)} whether it may update parts, and {reason.why}", reason, fix):
         # the same parameters, with and without others beside them
         whole, beside_others = Trial(optimizer, shardings), Trial(optimizer, shardings, copies=2)
@@ -156,16 +151,6 @@ def _refused(fault: str, reason: ParamSharding, fix: str) -> Iterator[None]:
 
 def _untried(kind: str) -> str:
     return f"the optimizer {kind} cannot be tried on a small sample (ERROR), so it is unknown"
-
-
-def _closure_of(optimizer: Optimizer) -> str:
-    """Return the name of the required argument of `step`, such as LBFGS's closure; "" for others."""
-    for member in members_of(optimizer):
-        step = inspect.signature(inspect.unwrap(type(member).step)).parameters.values()
-        for p in [*step][1:]:
-            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-                return p.name
-    return ""
 
 
 #: Classes of optimizers over whole matrices, in lower case: their first steps may not reveal it.

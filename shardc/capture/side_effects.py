@@ -173,33 +173,26 @@ def line_that_changes(state: Callable[[], Any], run: Callable[[], Any]) -> tuple
     Return None if only functions made by CHECKERS change it. Exceptions of `run` are ignored.
     """
     lines: list[tuple[Source, str]] = []
-    checked = False
-    last: dict[FrameType, int] = {}
-    known = [state()]
+    known, active, checked = state(), (sys._getframe(), 0), False  # the line that runs now
 
-    def look(frame: FrameType | None) -> None:
-        nonlocal checked
-        if (now := state()) != known[0] and frame in last:
-            known[0] = now
-            if frame.f_code.co_filename.startswith(CHECKERS):
-                checked = True
-            else:
-                lines.append((source.of_frame(frame, last[frame]), frame.f_code.co_name))
-
-    def local(frame: FrameType, event: str, _: Any) -> Any:
-        look(frame)
-        last[frame] = frame.f_lineno
-        return local
+    def watched(frame: FrameType) -> bool:
+        return source.is_models(frame.f_code.co_filename) or frame.f_code.co_filename.startswith(CHECKERS)
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        name = frame.f_code.co_filename
-        if not source.is_models(name) and not name.startswith(CHECKERS):
+        nonlocal known, active, checked
+        if not watched(frame):
             return None
-        caller = frame.f_back
-        while caller is not None and caller not in last:
+        if (now := state()) != known:
+            known, (changed, line) = now, active
+            if changed.f_code.co_filename.startswith(CHECKERS):
+                checked = True
+            elif watched(changed):
+                lines.append((source.of_frame(changed, line), changed.f_code.co_name))
+        caller: FrameType | None = frame.f_back if event == "return" else frame
+        while caller is not None and not watched(caller):
             caller = caller.f_back
-        look(caller)  # the line that calls this may have changed it before: `super().forward(x * np.random.rand())`
-        return local
+        active = (caller, caller.f_lineno) if caller is not None else active
+        return trace
 
     old = sys.gettrace()
     sys.settrace(trace)
