@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shardc import torch_modes
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
-from shardc.runtime.checks import marks, tensor_parts, user_changes
+from shardc.runtime.checks import marks, shared_facts, tensor_parts, user_changes
 from shardc.runtime.checks.checks import Checks
 from shardc.runtime.checks.detached import ValueBeside
 from shardc.runtime.checks.loop_watch import LoopWatch
