@@ -26,6 +26,7 @@ from shardc.ir.program import Program
 from shardc.runtime.checks.marks import OptimizerMarks
 from shardc.runtime.checks.optimizer_steps import observe, observers
 from shardc.runtime.checks.shared_facts import plain_settings, rates_fact
+from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import SAME_OPTIMIZER, DisagreementError, Fact, fingerprint, hashed
 from shardc.runtime.zero.flat_partition import FlatShard
 from shardc.runtime.zero.optimizer_check import check_sharded
@@ -166,16 +167,14 @@ class LoopWatch:
 
         Foreign: of no module. They were equal on all ranks before.
         """
-        numbers = [len(self._others)]
         others, self._others = self._others, []
-        for _, params, before in others:
-            after = fingerprint(params)
-            numbers += [before, before**2, after, after**2]
-        n = mesh.layout.world
-        _, *sums = mesh.sum_on_host(numbers)
-        for i, (name, params, _) in enumerate(others):
-            before, squares, after, squares_after = sums[4 * i : 4 * i + 4]
-            if n * squares == before**2 and n * squares_after != after**2:
+        axes = tuple(mesh.layout.names)  # every rank may have its own
+        pairs = [
+            (Fact("before", before, axes), Fact("after", fingerprint(params), axes)) for _, params, before in others
+        ]
+        equal = agreement.check(mesh, [fact for pair in pairs for fact in pair], "the first step of the optimizer")
+        for (name, params, _), (before, after) in zip(others, pairs, strict=True):
+            if before in equal and after not in equal:
                 raise DisagreementError(
                     f"it also steps parameters that are not the module's ({len(params)}), and their gradients are "
                     "not summed over ranks: they were the same on all ranks before its first step, and differ after it",
