@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.ir.buckets import Bucket, Rounded
+from shardc.ir.stored import Bucket, Rounded
 from shardc.runtime.mesh import Work
 from shardc.runtime.ops import fp8
 from shardc.runtime.ops.fp8 import casts as fp8_cast

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from shardc.ir.buckets import Bucket, Rounded
 from shardc.ir.graph import operands_of, producer_of
+from shardc.ir.stored import Bucket, Rounded
 from shardc.runtime import ops
 from shardc.runtime.ops.fp8.recipe import RECIPES
 from shardc.verify.static.statement import Claim
