@@ -101,9 +101,9 @@ class Slices:
             if norm_axes(program, x.name) if isinstance(x, Param) else x.layout.shards():
                 self.split |= set(names)
 
-    def mark(self, names: Iterable[str] = ()) -> dict[str, Any]:
+    def mark(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Return the mark of a state_dict with these names; default: with all."""
-        return {"rank": self._rank, "slices": {n: self._text[n] for n in names or self._text}}
+        return {"rank": self._rank, "slices": {n: self._text[n] for n in (self._text if names is None else names)}}
 
     def compare(self, mark: Mapping[str, Any], names: Iterable[str], loaded: str, where: str, fix: str) -> None:
         """Raise ShardcError for a mark with other slices of these names than this rank's."""

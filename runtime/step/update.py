@@ -46,7 +46,7 @@ class Update:
         if optimizer is not None and model.mesh.device.type == "cuda" and not model.offload.places:
             prefer_fused(optimizer)  # not with offload, where optimizer state moves between host and device
         self.new_schedule = NewSchedule(optimizer, scheduler) if optimizer is not None else None
-        checks.optimizer(optimizer)  # before schedulers are made, which read its method `step`
+        checks.optimizer(optimizer)
         self.paged = Paged(optimizer, model.offload) if optimizer is not None and model.offload.places else None
         schedule = Schedulers.make(scheduler, optimizer) if scheduler is not None and optimizer is not None else None
         self.schedule(schedule)
