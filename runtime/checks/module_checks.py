@@ -26,8 +26,6 @@ _FIX_EVALUATE = (
     "all ranks must run a forward under torch.no_grad(), like every forward: call it outside of `if rank == 0:`; one "
     "rank may print the result"
 )
-
-
 _FIX_ZERO_GRAD = "call optimizer.zero_grad(), or set p.grad to None, on all ranks"
 
 
@@ -39,10 +37,9 @@ class ModuleChecks(Checks):
         self._unmarked = False
 
     def watch_module(self, module: nn.Module, updates: Any) -> None:
-        buckets = self._model.buckets
-        fixed = [p for name, p in buckets.owned.items() if name in buckets.runs]
-        self._module, self._updates = user_changes.Snapshot(module, fixed), updates
         owned, runs = self._model.owned, self._model.buckets.runs
+        fixed = [p for name, p in owned.items() if name in runs]
+        self._module, self._updates = user_changes.Snapshot(module, fixed), updates
         self._loop = LoopWatch(self._program, owned, runs, self._mesh, compares=self.compares)
         self.read_params()
 
