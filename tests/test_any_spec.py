@@ -239,6 +239,8 @@ def test_any_spec(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> 
                 return
             ran.append(True)
             own = {n: spec[n] for n in ("adapters", "freeze", "precision") if n in spec}
+            if any("is the same in all microbatches" in note for note in program.notes):  # fp8 leaves that layer
+                own |= {n: spec[n] for n in ("batch", "uneven") if n in spec}
             check(program, model, batch, alone(name, json.dumps(own)) if own else want)
             if not own and (fuzz or len(str(spec)) % 4 == 0):
                 whole_matrices(name, spec)
@@ -298,7 +300,7 @@ def resharded(old: Program, new: Program, model: nn.Module, batch: Any) -> None:
         there = engine.to(new)
         same(engine, there)
         back = there.to(old)
-        assert torch.equal(back.step(batch), engine.step(batch))
+        assert torch.equal(back.step(batch).nan_to_num(), engine.step(batch).nan_to_num())
         same(engine, back)
 
     loopback(old.mesh, work)
