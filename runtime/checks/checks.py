@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shardc.ir.program import Program
 from shardc.runtime.checks import marks, shared_facts, user_changes
-from shardc.runtime.checks.moments import CheckHooks, Model
+from shardc.runtime.checks.hooks import CheckHooks, Model
 from shardc.runtime.checks.optimizer_steps import observe
 from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import Fact
@@ -85,7 +85,7 @@ class Checks(CheckHooks):
         if self.compares and not self._copied:
             self._weights.check(self._mesh, model.buffers)
         partial = model.buckets.names | {n for n in model.owned if norm_axes(self._program, n)}
-        self._watched = user_changes.WatchedParameters(self._program, model.owned, model.buckets.runs, partial)
+        self._watched = user_changes.WatchedParameters(self._program, model.owned, model.buckets.shards, partial)
 
     def compare_every(self, steps: int) -> None:
         self._check_every = steps if self.compares else 0
@@ -113,10 +113,10 @@ class Checks(CheckHooks):
         replicas.check_replicas(self._program, self._mesh, *copies, step=self._model.rng.step, call=call)
 
     def read_params(self) -> None:
-        marks.watch_parameters(self._program, self._model.owned, self._model.buckets.runs)
+        marks.watch_parameters(self._program, self._model.owned, self._model.buckets.shards)
 
     def gradients(self, *, user_reads: bool = False) -> None:
-        marks.mark_gradients(self._program, self._model.owned, self._model.buckets.runs)
+        marks.mark_gradients(self._program, self._model.owned, self._model.buckets.shards)
 
     def note_weights_read(self) -> None:
         self._source.weights_were_read = True

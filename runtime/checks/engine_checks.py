@@ -13,8 +13,8 @@ from shardc.ir.program import Program
 from shardc.runtime.checks import engine_options, shared_facts, user_changes
 from shardc.runtime.checks.checks import Checks
 from shardc.runtime.checks.detached import SteppedLoss
+from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.checks.marks import OptimizerMarks
-from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.checks.optimizer_steps import SteppedOnce
 from shardc.runtime.data import inputs, same_samples
 from shardc.runtime.data.loader import Loader
@@ -36,8 +36,8 @@ class EngineChecks(Checks):
         self._once = SteppedOnce(optimizer)
         if optimizer is not None and self.compares:
             fix = "save with engine.save(folder) on all ranks, and load with engine.load(folder)"
-            runs = self._model.buckets.runs
-            OptimizerMarks(self._program, self._mesh, self._model.owned, runs, fix).guard(optimizer)
+            shards = self._model.buckets.shards
+            OptimizerMarks(self._program, self._mesh, self._model.owned, shards, fix).guard(optimizer)
         if self.compares:
             self.call("making an engine", *shared_facts.optimizer_facts(self._program, optimizer))
 

@@ -46,7 +46,7 @@ _OTHERS_FIX = (
 class LoopWatch:
     """Watches the optimizers of a loop, and the gradients of the loss. params: the module's, by placeholder name.
 
-    runs: their flat shards (ZeRO). compares: whether other ranks compare.
+    shards: their flat shards (ZeRO). compares: whether other ranks compare.
     """
 
     FORWARDS = 3  # training forwards after which it is an error that only the plain model was stepped
@@ -55,12 +55,12 @@ class LoopWatch:
         self,
         program: Program,
         params: Mapping[str, nn.Parameter],
-        runs: Mapping[str, FlatShard],
+        shards: Mapping[str, FlatShard],
         mesh: Any,
         *,
         compares: bool,
     ) -> None:
-        self._program, self._params, self._runs, self._mesh = program, params, runs, mesh
+        self._program, self._params, self._shards, self._mesh = program, params, shards, mesh
         self._compares = compares
         self.names = {id(p): name for name, p in params.items()}
         self._gradients: list[tuple[Tensor, Any]] = []  # host copies, with the event of a pending copy
@@ -70,7 +70,7 @@ class LoopWatch:
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # number of params
         self._forwards: int | None = 0  # so far; None: the module's parameters are trained, so there is no error
         fix = "save with module.save(folder, optimizer) on all ranks, and load with module.load(folder, optimizer)"
-        self._marks = OptimizerMarks(program, mesh, params, runs, fix)
+        self._marks = OptimizerMarks(program, mesh, params, shards, fix)
         observe(self)
 
     def stepping(self, optimizer: Optimizer) -> None:
@@ -85,7 +85,7 @@ class LoopWatch:
                 if new:
                     self._marks.guard(optimizer)
                 self._check_groups(optimizer)
-                check_sharded(self._program, optimizer, self._params, self._runs)
+                check_sharded(self._program, optimizer, self._params, self._shards)
             self._seen[optimizer] = len(params)
         if not self._compares:
             return
@@ -120,7 +120,7 @@ class LoopWatch:
         filled = [names for names in groups if names]
         if len(filled) == len(groups) or len(filled) > 1:
             return
-        dims = {len(self._program.param(name).shape) > 1 for name in filled[0] if name in self._runs}
+        dims = {len(self._program.param(name).shape) > 1 for name in filled[0] if name in self._shards}
         if len(dims) > 1:
             zero = max(b.zero for b in self._program.buckets)
             raise ShardcError(

@@ -39,31 +39,31 @@ KEY = "shardc"
 # --- parameters and gradients -----------------------------------------------------------------------------------------
 
 
-def watch_parameters(program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]) -> None:
-    """Make `ParameterPart`s of split parameters. params: by placeholder name; runs: those that are flat shards.
+def watch_parameters(program: Program, params: Mapping[str, nn.Parameter], shards: Collection[str]) -> None:
+    """Make `ParameterPart`s of split parameters. params: by placeholder name; shards: those that are flat shards.
 
     Of a module at once; of an engine when somebody reads them.
     """
-    for x, p, dims in _split(program, params, runs):
+    for x, p, dims in _split(program, params, shards):
         if type(p) is nn.Parameter:  # not a tensor of tensors, such as a quantised weight
             tensor_parts.make_part(p, dims, Origin(x.fqn, tuple(x.shape), grad=False))
 
 
-def mark_gradients(program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]) -> None:
-    """Make the gradients of split parameters `TensorPart`s. params, runs: see `watch_parameters`."""
-    for x, p, dims in _split(program, params, runs):
+def mark_gradients(program: Program, params: Mapping[str, nn.Parameter], shards: Collection[str]) -> None:
+    """Make the gradients of split parameters `TensorPart`s. params, shards: see `watch_parameters`."""
+    for x, p, dims in _split(program, params, shards):
         if p.grad is not None and type(p.grad) is Tensor:
             p.grad = tensor_parts.part(p.grad, dims, Origin(x.fqn))
 
 
 def _split(
-    program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]
+    program: Program, params: Mapping[str, nn.Parameter], shards: Collection[str]
 ) -> Iterator[tuple[Param, nn.Parameter, frozenset[int] | None]]:
     """Yield parameters of which ranks hold different parts, with the split dims; None: a flat shard."""
     for x in program.params:
         if x.name in params and norm_axes(program, x.name):
             split_dims = frozenset(s.dim for a, s in x.layout.shards() if program.mesh.size(a) > 1)
-            yield x, params[x.name], None if x.name in runs else split_dims
+            yield x, params[x.name], None if x.name in shards else split_dims
 
 
 def refuse_checkpoint(x: Tensor, fqn: str) -> None:
@@ -86,18 +86,18 @@ def _no_state() -> None:
 
 
 class Slices:
-    """This rank's slices of a program's parameters and buffers. runs: flat shards of ZeRO, by placeholder name.
+    """This rank's slices of a program's parameters and buffers. shards: flat shards of ZeRO, by placeholder name.
 
     .split: names of which any rank has a slice, the same on all ranks: at ZeRO one may have all of a weight, and the
     others nothing.
     """
 
-    def __init__(self, program: Program, mesh: Any, runs: Mapping[str, FlatShard]) -> None:
+    def __init__(self, program: Program, mesh: Any, shards: Mapping[str, FlatShard]) -> None:
         self._rank, self._text = mesh.rank, dict[str, str]()
         self.split: set[str] = set()
         for x in (x for x in program.params_and_buffers if x.fqn):
             names = (x.fqn, *x.aliases)
-            self._text |= dict.fromkeys(names, _slice(x, mesh, runs.get(x.name)))
+            self._text |= dict.fromkeys(names, _slice(x, mesh, shards.get(x.name)))
             if norm_axes(program, x.name) if isinstance(x, Param) else x.layout.shards():
                 self.split |= set(names)
 
@@ -130,14 +130,14 @@ class Slices:
         return False
 
 
-def _slice(x: Param | Buffer, mesh: Any, run: FlatShard | None) -> str:
+def _slice(x: Param | Buffer, mesh: Any, shard: FlatShard | None) -> str:
     """Return this rank's slice of a tensor as text."""
     boxes = list(x.layout.boxes(x.shape, mesh.layout, {a: mesh.coordinate(a) for a in mesh.layout.names}))
     text = " and ".join(f"[{', '.join(f'{start}:{start + n}' for _, start, n in box)}]" for box in boxes) or "nothing"
     if 0 in x.shape or boxes == [tuple((0, 0, n) for n in x.shape)]:
         text = "the whole"
-    if run is not None and run.size != math.prod(run.shape):
-        text = f"elements {run.start}:{run.stop} of {text}"
+    if shard is not None and shard.size != math.prod(shard.shape):
+        text = f"elements {shard.start}:{shard.stop} of {text}"
     return text
 
 
@@ -169,13 +169,13 @@ def check_loaded(program: Program, mesh: Any, params: Mapping[str, Tensor]) -> N
 class OptimizerMarks:
     """Marks and checks optimizer states. params: the optimizer's, by placeholder name.
 
-    runs: the flat shard of each (ZeRO). fix: how to save and load instead.
+    shards: the flat shard of each (ZeRO). fix: how to save and load instead.
     """
 
     def __init__(
-        self, program: Program, mesh: Any, params: Mapping[str, nn.Parameter], runs: Mapping[str, FlatShard], fix: str
+        self, program: Program, mesh: Any, params: Mapping[str, nn.Parameter], shards: Mapping[str, FlatShard], fix: str
     ) -> None:
-        self._slices, self._fix = Slices(program, mesh, runs), fix
+        self._slices, self._fix = Slices(program, mesh, shards), fix
         self._here = {
             id(params[x.name]): (x.fqn, x.shape, tuple(params[x.name].shape))
             for x in program.params

@@ -37,10 +37,10 @@ class ModuleChecks(Checks):
         self._unmarked = False
 
     def watch_module(self, module: nn.Module, updates: Any) -> None:
-        owned, runs = self._model.owned, self._model.buckets.runs
-        fixed = [p for name, p in owned.items() if name in runs]
+        owned, shards = self._model.owned, self._model.buckets.shards
+        fixed = [p for name, p in owned.items() if name in shards]
         self._module, self._updates = user_changes.Snapshot(module, fixed), updates
-        self._loop = LoopWatch(self._program, owned, runs, self._mesh, compares=self.compares)
+        self._loop = LoopWatch(self._program, owned, shards, self._mesh, compares=self.compares)
         self.read_params()
 
     def mode(self, *, training: bool) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shardc.ir.program import Program
 from shardc.runtime.checks import tensor_parts
+from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.checks.marks import Slices
-from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.stage.joint_function import JointCall, differentiable
@@ -110,7 +110,7 @@ def running_of(program: Program, model: Any, mesh: Any, rng: Rng, buckets: Bucke
         GradNorm(program, buckets.owned, mesh),
         tuple(sorted(buckets.names | split)),
         checks,
-        Slices(program, mesh, buckets.runs),
+        Slices(program, mesh, buckets.shards),
         Saves(mesh),
     )
 
