@@ -60,7 +60,7 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
     """Record what forward sets on the model's modules inside the block, and restore everything after it."""
     modules = list(model.named_modules())
     names = {identity(m): name for name, m in modules}
-    before = [  # with copies of the lists, dicts and sets
+    before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = [  # with copies of the lists, dicts and sets
         (m, dict(m.__dict__), {n: x.copy() for n, x in m.__dict__.items() if isinstance(x, (list, dict, set))})
         for _, m in modules
     ]
