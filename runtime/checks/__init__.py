@@ -4,12 +4,10 @@ hooks               when checks run: with check=False none does; checks: checks 
                     engine_checks, module_checks: what each checks, at which moment
 engine_options      options that do not exist, or have invalid values
 shared_facts        what all ranks share: program, options, batch, learning rates (compared in shardc.runtime.mesh)
-user_changes        changes of the compiled model: frozen, hooked, other modes or attributes; given_model: changes of
-                    the model that an engine took its weights from
-loop_watch          what a loop does between two forwards, the same on all ranks; optimizer_watch: its optimizer, before
-                    the first step; both see all optimizers by every_optimizer
-tensor_parts        parameters and gradients of which a rank has a part: they refuse ops that mix elements;
-                    parameter_parts: which parameters these are
-state_dict_marks    marks whose slices a module's state_dict has; optimizer_marks: an optimizer's
-stepped_once        refuses a second step of an optimizer, a schedule or a loss that an engine has stepped
+user_changes        a model as it was, and what changed since: frozen, hooked, replaced, other modes or attributes
+optimizer_steps     every optimizer that steps, seen by one hook; refuses a second step of an engine's
+loop_watch          the loop around a module: its optimizer before the first step, and what differs between ranks
+tensor_parts        parameters and gradients of which a rank has a part: they refuse ops that mix elements
+marks               which tensors are parts, and marks in state dicts, so that another rank does not load them
+detached            a loss whose backward has run, and values beside a loss, which have no gradient
 """

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardc.ir.program import Program
-from shardc.runtime.checks import parameter_parts, shared_facts, user_changes
-from shardc.runtime.checks.every_optimizer import observe
-from shardc.runtime.checks.given_model import SourceModel
+from shardc.runtime.checks import marks, shared_facts, user_changes
 from shardc.runtime.checks.hooks import CheckHooks, Model
+from shardc.runtime.checks.optimizer_steps import observe
 from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import Fact
 from shardc.runtime.stage.clip_grad_norm import norm_axes
@@ -50,7 +49,9 @@ class Checks(CheckHooks):
 
     def follow_model(self, model: Any) -> None:
         """Watch the source model of the weights for changes from now on."""
-        self._source = SourceModel(model, f"this {self._made.split()[-1]}", self._mesh.rank, copied=self._copied)
+        self._source = user_changes.SourceModel(
+            model, f"this {self._made.split()[-1]}", self._mesh.rank, copied=self._copied
+        )
         observe(self._source)
 
     def _note(self, notes: user_changes.Notes) -> None:
@@ -97,17 +98,25 @@ class Checks(CheckHooks):
         """Return facts that all ranks share between steps."""
         raise NotImplementedError
 
+    def _compare_batch(self, call: str, batch: Any, *, local: bool) -> None:
+        """Compare a batch, and what was done since the last one."""
+        facts = shared_facts.batch_facts(self._program, batch, local=local)
+        equal_facts = self._compare(call, [*facts, *self._between_steps()])
+        self._same_rows.look(self._program, batch, facts, equal_facts, self._mesh.note)
+
+    def _compare(self, call: str, facts: Sequence[Fact]) -> Sequence[Fact]:
+        """Compare facts over ranks; return the equal ones of those that may differ."""
+        return agreement.check(self._mesh, facts, call)
+
     def _compare_copies(self, call: str, optimizer: Optimizer | None) -> None:
         copies = self._model.owned, self._model.buffers, optimizer
         replicas.check_replicas(self._program, self._mesh, *copies, step=self._model.rng.step, call=call)
 
-    def _mark_gradients(self) -> None:
-        """Make gradients of which this rank has parts refuse ops that mix elements."""
-        parameter_parts.mark_gradients(self._program, self._model.owned, self._model.buckets.shards)
+    def read_params(self) -> None:
+        marks.watch_parameters(self._program, self._model.owned, self._model.buckets.shards)
 
-    def _watch_parts(self) -> None:
-        """Make parameters of which this rank has parts refuse ops that mix elements."""
-        parameter_parts.watch_parameters(self._program, self._model.owned, self._model.buckets.shards)
+    def gradients(self, *, user_reads: bool = False) -> None:
+        marks.mark_gradients(self._program, self._model.owned, self._model.buckets.shards)
 
     def note_weights_read(self) -> None:
         self._source.weights_were_read = True

@@ -12,14 +12,14 @@ from shardc import torch_modes
 from shardc.ir.program import Program
 from shardc.runtime.checks import engine_options, shared_facts, user_changes
 from shardc.runtime.checks.checks import Checks
+from shardc.runtime.checks.detached import SteppedLoss
 from shardc.runtime.checks.hooks import CheckHooks
-from shardc.runtime.checks.optimizer_marks import OptimizerMarks
-from shardc.runtime.checks.stepped_once import SteppedLoss, SteppedOnce, keep_groups
+from shardc.runtime.checks.marks import OptimizerMarks
+from shardc.runtime.checks.optimizer_steps import SteppedOnce
 from shardc.runtime.data import inputs, same_samples
 from shardc.runtime.data.loader import Loader
-from shardc.runtime.mesh import agreement
-from shardc.runtime.mesh.agreement import Fact, hashed, stated
-from shardc.runtime.zero.optimizer_list import learning_rates, rates_text
+from shardc.runtime.mesh.agreement import Fact, stated
+from shardc.runtime.zero.optimizer_list import learning_rates
 
 
 class EngineChecks(Checks):
@@ -34,12 +34,10 @@ class EngineChecks(Checks):
     def optimizer(self, optimizer: Optimizer | None) -> None:
         self._optimizer = optimizer
         self._once = SteppedOnce(optimizer)
-        if optimizer is not None:
-            if self.compares:
-                fix = "save with engine.save(folder) on all ranks, and load with engine.load(folder)"
-                shards = self._model.buckets.shards
-                OptimizerMarks(self._program, self._mesh, self._model.owned, shards, fix).guard(optimizer)
-            keep_groups(optimizer)
+        if optimizer is not None and self.compares:
+            fix = "save with engine.save(folder) on all ranks, and load with engine.load(folder)"
+            shards = self._model.buckets.shards
+            OptimizerMarks(self._program, self._mesh, self._model.owned, shards, fix).guard(optimizer)
         if self.compares:
             self.call("making an engine", *shared_facts.optimizer_facts(self._program, optimizer))
 
@@ -67,31 +65,28 @@ class EngineChecks(Checks):
         if training:
             inputs.check_no_gradient(batch)
         if self.compares:
-            facts = shared_facts.batch_facts(self._program, batch, local=local)
-            call = "a step" if training else "evaluating"
-            equal_facts = agreement.check(self._mesh, [*facts, *self._between_steps()], call)
-            self._same_rows.look(self._program, batch, facts, equal_facts, self._mesh.note)
+            self._compare_batch("a step" if training else "evaluating", batch, local=local)
 
     def _between_steps(self) -> list[Fact]:
         """Return facts that ranks share between steps. Stages of a pipeline may have other parameter groups."""
-        rates, rng, axis = learning_rates(self._optimizer), self._model.rng, self._program.axis
+        rng, axis = self._model.rng, self._program.axis
         stage = (axis,) if axis else ()
         return [
             stated("the number of steps done", rng.step, fix="load the same checkpoint on all ranks"),
             stated("the seed", rng.seed, fix="use the same seed on all ranks"),
-            Fact("the learning rate", hashed(rates), stage, fix=agreement.SAME_OPTIMIZER, shown=rates_text(rates)),
+            shared_facts.rates_fact(learning_rates(self._optimizer), stage),
             shared_facts.written(self._program, self._model.written),
             stated("which parameters are frozen", self._watched.frozen(), stage, fix=user_changes.FIX_FREEZE),
         ]
 
     def read_params(self) -> None:
-        self._watch_parts()
+        super().read_params()
         self._params_read = True
         self.gradients()
 
     def gradients(self, *, user_reads: bool = False) -> None:
         if user_reads or self._params_read:
-            self._mark_gradients()
+            super().gradients()
 
     def loss(self, loss: Any) -> Any:
         return loss.as_subclass(SteppedLoss) if type(loss) is Tensor else loss

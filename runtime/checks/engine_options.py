@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,24 +19,18 @@ from shardc.runtime.stage import not_finite
 _OF_OPTIMIZERS = ("lr", "weight_decay", "betas", "momentum", "eps")
 
 
+#: Options that `engine.set` changes during training.
+SETTABLE = ("clip_norm", "norm", "nonfinite", "check_every")
+
+
 def check_names(call: str, made: type, options: Mapping[str, Any]) -> None:
     """Raise ShardcError for an unknown option, with the nearest one. call: of Program; made: its result."""
     known = [n for n in inspect.signature(made).parameters if n not in ("program", "model")]
     errors = Errors()
     for name in (n for n in options if n not in known):
-        if name in _OF_OPTIMIZERS and "optimizer" in known:
-            fix = f"it is an option of the optimizer: optimizer=lambda params: torch.optim.AdamW(params, {name}=...)"
-            errors.add("there is no such option", where=f"program.{call}({name}=...)", fix=fix)
-            continue
-        sharing = (n for n in known if {*name.split("_")} & {*n.split("_")})  # grad_clip, clip_norm
-        near = nearest(name, known) or next(sharing, "")
-        fix = f"did you mean {near!r}? ({', '.join(known)})" if near else f"one of {', '.join(known)}"
-        errors.add("there is no such option", where=f"program.{call}({name}=...)", fix=fix)
+        lr = f"optimizer=lambda params: torch.optim.AdamW(params, {name}=...)" if "optimizer" in known else ""
+        _add_unknown(errors, name, f"program.{call}({name}=...)", known, lr)
     errors.raise_any()
-
-
-#: Options that `engine.set` changes during training.
-SETTABLE = ("clip_norm", "norm", "nonfinite", "check_every")
 
 
 def check_settable(made: type, options: Mapping[str, Any]) -> None:
@@ -46,17 +40,20 @@ def check_settable(made: type, options: Mapping[str, Any]) -> None:
         where = f"engine.set({name}=...)"
         if name in _HELD or name in _options(made):
             errors.add("an engine cannot change this once made", where=where, fix=_fix_for(name))
-        elif name in _OF_OPTIMIZERS:
-            fix = (
-                f"it is an option of the optimizer: for g in engine.optimizer.param_groups: g[{name!r}] = ..., on "
-                "all ranks"
-            )
-            errors.add("there is no such option", where=where, fix=fix)
         else:
-            near = nearest(name, SETTABLE)
-            fix = (f"did you mean {near!r}? " if near else "") + f"it sets {', '.join(SETTABLE)}"
-            errors.add("there is no such option", where=where, fix=fix)
+            lr = f"for g in engine.optimizer.param_groups: g[{name!r}] = ..., on all ranks"
+            _add_unknown(errors, name, where, SETTABLE, lr)
     errors.raise_any()
+
+
+def _add_unknown(errors: Errors, name: str, where: str, known: Sequence[str], of_optimizer: str) -> None:
+    """Add the error for an unknown option. of_optimizer: how to set the optimizer's; "": there is no optimizer."""
+    sharing = (n for n in known if {*name.split("_")} & {*n.split("_")})  # grad_clip, clip_norm
+    near = nearest(name, known) or next(sharing, "")
+    fix = f"did you mean {near!r}? ({', '.join(known)})" if near else f"one of {', '.join(known)}"
+    if name in _OF_OPTIMIZERS and of_optimizer:
+        fix = f"it is an option of the optimizer: {of_optimizer}"
+    errors.add("there is no such option", where=where, fix=fix)
 
 
 def check(

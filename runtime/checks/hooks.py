@@ -107,8 +107,11 @@ class CheckHooks:
 
     # --- of a module alone
 
-    def watch_module(self, model: Any, parts: Any, held: Any, updates: Any) -> None:
-        """Start watching a module's parameters and buffers, registered under the model's names."""
+    def watch_module(self, module: nn.Module, updates: Any) -> None:
+        """Start watching a module's submodules and parameters.
+
+        updates: whether parameters may have changed since they were last gathered.
+        """
 
     def mode(self, *, training: bool) -> None:
         """Check the user's call of `train()`."""

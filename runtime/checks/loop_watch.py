@@ -1,4 +1,6 @@
-"""Compare over ranks what a custom loop around a module does between two forwards.
+"""Check a custom loop around a module: its optimizer before the first step, and over ranks what it does.
+
+The optimizer must do on parts what it does on wholes (shardc.runtime.zero.optimizer_check).
 
     loss = module(**part); (loss * weight).backward()      the loss is the whole batch's: so is its gradient
     optimizer.step()                                       replicas stay the same by equal learning rates
@@ -12,17 +14,23 @@ equal on all ranks before it and differ after it, they drift.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardc.runtime.checks.every_optimizer import observe, observers
-from shardc.runtime.checks.shared_facts import plain_settings
+from shardc.errors import ShardcError
+from shardc.ir.program import Program
+from shardc.runtime.checks.marks import OptimizerMarks
+from shardc.runtime.checks.optimizer_steps import observe, observers
+from shardc.runtime.checks.shared_facts import plain_settings, rates_fact
+from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import SAME_OPTIMIZER, DisagreementError, Fact, fingerprint, hashed
-from shardc.runtime.zero.optimizer_list import class_of, rates_text
+from shardc.runtime.zero.flat_partition import FlatShard
+from shardc.runtime.zero.optimizer_check import check_sharded
+from shardc.runtime.zero.optimizer_list import class_of
 
 _SAME_LOSS = (
     "the module returns the loss of the whole batch, the same on all ranks: a factor or term computed from this rank's "
@@ -36,41 +44,102 @@ _OTHERS_FIX = (
 
 
 class LoopWatch:
-    """Records gradients of the loss and optimizer settings. params: the module's. noting: whether it records."""
+    """Watches the optimizers of a loop, and the gradients of the loss. params: the module's, by placeholder name.
 
-    def __init__(self, params: Iterable[Tensor], *, noting: bool) -> None:
-        self._noting = noting
-        self.ids = frozenset(map(id, params))
+    shards: their flat shards (ZeRO). compares: whether other ranks compare.
+    """
+
+    FORWARDS = 3  # training forwards after which it is an error that only the plain model was stepped
+
+    def __init__(
+        self,
+        program: Program,
+        params: Mapping[str, nn.Parameter],
+        shards: Mapping[str, FlatShard],
+        mesh: Any,
+        *,
+        compares: bool,
+    ) -> None:
+        self._program, self._params, self._shards, self._mesh = program, params, shards, mesh
+        self._compares = compares
+        self.names = {id(p): name for name, p in params.items()}
         self._gradients: list[tuple[Tensor, Any]] = []  # host copies, with the event of a pending copy
         self._rates: list[float | None] = []
         self._settings: list[object] = []
         self._others: list[tuple[str, list[Tensor], int]] = []  # (optimizer, its parameters of no module, their hash)
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # number of params
+        self._forwards: int | None = 0  # so far; None: the module's parameters are trained, so there is no error
+        fix = "save with module.save(folder, optimizer) on all ranks, and load with module.load(folder, optimizer)"
+        self._marks = OptimizerMarks(program, mesh, params, shards, fix)
         observe(self)
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """Check an optimizer that is about to step, and record its settings. It may be none of the module's."""
+        params = [p for g in optimizer.param_groups for p in g["params"]]
+        if not any(id(p) in self.names for p in params):
+            return
+        new, self._forwards = optimizer not in self._seen, None
+        if self._seen.get(optimizer) != len(params):
+            with self._mesh.together("the first step of the optimizer"):
+                self._marks.check_loaded(optimizer)
+                if new:
+                    self._marks.guard(optimizer)
+                self._check_groups(optimizer)
+                check_sharded(self._program, optimizer, self._params, self._shards)
+            self._seen[optimizer] = len(params)
+        if not self._compares:
+            return
+        if new:
+            known = {i for w in observers() if isinstance(w, LoopWatch) for i in w.names}
+            if others := [p for p in params if id(p) not in known]:
+                self._others.append((type(optimizer).__name__, others, fingerprint(others)))
+        self._rates += [_number(g.get("lr", 0.0)) for g in optimizer.param_groups]
+        self._settings.append((class_of(optimizer), plain_settings(optimizer), len(self._others)))
+
+    def check_model(self, plain_optimizer: str, *, changed: bool) -> None:
+        """Raise ShardcError, at a training forward, if only the plain model is stepped, and not the module.
+
+        plain_optimizer: the class of the optimizer that steps the model, or "". changed: parameters changed since the
+        last forward.
+        """
+        if changed or self._forwards is None:
+            self._forwards = None
+            return
+        self._forwards += 1
+        if plain_optimizer and self._forwards >= self.FORWARDS:
+            raise ShardcError(
+                "it has the parameters of the plain model, and no optimizer has the module's parameters: nothing "
+                "would train",
+                where=f"the optimizer {plain_optimizer}",
+                fix=f"make it from the module's parameters: torch.optim.{plain_optimizer}(module.parameters(), ...)",
+            )
+
+    def _check_groups(self, optimizer: Optimizer) -> None:
+        """Raise ShardcError for groups made by the parameters' dims, if all are flat."""
+        groups = [[self.names.get(id(p), "") for p in g["params"]] for g in optimizer.param_groups]
+        filled = [names for names in groups if names]
+        if len(filled) == len(groups) or len(filled) > 1:
+            return
+        dims = {len(self._program.param(name).shape) > 1 for name in filled[0] if name in self._shards}
+        if len(dims) > 1:
+            zero = max(b.zero for b in self._program.buckets)
+            raise ShardcError(
+                f"one group has all parameters, and another has none: at ZeRO {zero} those of a module are flat "
+                "stretches,"
+                " whose `p.ndim` is 1 whatever the model's is",
+                where="the optimizer's groups",
+                fix='group by name: shardc.groups(module.named_parameters(), {"*.bias": {"weight_decay": 0.0}})',
+            )
 
     def note_gradient(self, g: Tensor) -> None:
         """Record the gradient of the loss, 0-dim, in a backward. Does not wait for a device."""
-        if not self._noting:
+        if not self._compares:
             return
         copy = g.detach().to("cpu", non_blocking=True, copy=True)
         event = torch.cuda.Event() if g.is_cuda else None  # type: ignore[no-untyped-call]
         if event is not None:
             event.record()
         self._gradients.append((copy, event))
-
-    def stepping(self, optimizer: Optimizer) -> None:
-        """Record an optimizer that is about to step. It may be none of the module's."""
-        groups = optimizer.param_groups
-        if not self._noting or not any(id(p) in self.ids for g in groups for p in g["params"]):
-            return
-        self._rates += [_number(g.get("lr", 0.0)) for g in groups]
-        if optimizer not in self._seen:
-            self._seen.add(optimizer)
-            known = frozenset[int]().union(*(w.ids for w in observers() if isinstance(w, LoopWatch)))
-            others = [p for g in groups for p in g["params"] if id(p) not in known]
-            if others:
-                self._others.append((type(optimizer).__name__, others, fingerprint(others)))
-        self._settings.append((class_of(optimizer), plain_settings(optimizer), len(self._others)))
 
     def facts(self, *, last: bool = False) -> list[Fact]:
         """Return facts about what was done since the last call. Collective: all ranks have done the same.
@@ -86,11 +155,10 @@ class LoopWatch:
                 event.synchronize()
         values = [float(x) for x, _ in ready]
         rates, settings, self._rates, self._settings = self._rates, self._settings, [], []
+        losses = ", ".join(f"{x:g}" for x in dict.fromkeys(values))
         return [
-            Fact(
-                "the gradient of the loss in backward", hashed(values), (), "loss.backward()", _SAME_LOSS, _text(values)
-            ),
-            Fact("the learning rate", hashed(rates), (), "optimizer.step()", SAME_OPTIMIZER, rates_text(rates, "g")),
+            Fact("the gradient of the loss in backward", hashed(values), (), "loss.backward()", _SAME_LOSS, losses),
+            rates_fact(rates, where="optimizer.step()", form="g"),
             Fact("the setting of the optimizer", hashed(settings), (), "optimizer.step()", SAME_OPTIMIZER),
         ]
 
@@ -99,16 +167,14 @@ class LoopWatch:
 
         Foreign: of no module. They were equal on all ranks before.
         """
-        numbers = [len(self._others)]
         others, self._others = self._others, []
-        for _, params, before in others:
-            after = fingerprint(params)
-            numbers += [before, before**2, after, after**2]
-        n = mesh.layout.world
-        _, *sums = mesh.sum_on_host(numbers)
-        for i, (name, params, _) in enumerate(others):
-            before, squares, after, squares_after = sums[4 * i : 4 * i + 4]
-            if n * squares == before**2 and n * squares_after != after**2:
+        axes = tuple(mesh.layout.names)  # every rank may have its own
+        pairs = [
+            (Fact("before", before, axes), Fact("after", fingerprint(params), axes)) for _, params, before in others
+        ]
+        equal = agreement.check(mesh, [fact for pair in pairs for fact in pair], "the first step of the optimizer")
+        for (name, params, _), (before, after) in zip(others, pairs, strict=True):
+            if before in equal and after not in equal:
                 raise DisagreementError(
                     f"it also steps parameters that are not the module's ({len(params)}), and their gradients are "
                     "not summed over ranks: they were the same on all ranks before its first step, and differ after it",
@@ -127,7 +193,3 @@ def _number(x: Any) -> float | None:
     if x is None:
         return None
     return float(x) if not isinstance(x, Tensor) or x.device.type == "cpu" else -1.0
-
-
-def _text(values: list[float]) -> str:
-    return ", ".join(f"{x:g}" for x in dict.fromkeys(values))

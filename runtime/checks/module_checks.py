@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc import torch_modes
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
-from shardc.runtime.checks import shared_facts, state_dict_marks, tensor_parts, user_changes
+from shardc.runtime.checks import marks, shared_facts, tensor_parts, user_changes
 from shardc.runtime.checks.checks import Checks
+from shardc.runtime.checks.detached import ValueBeside
 from shardc.runtime.checks.loop_watch import LoopWatch
-from shardc.runtime.checks.optimizer_watch import OptimizerWatch
-from shardc.runtime.checks.stepped_once import ValueBeside
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh import agreement
-from shardc.runtime.mesh.agreement import SAME_CALLS, SAME_OPTIMIZER, Fact, hashed, stated
-from shardc.runtime.stage.clip_grad_norm import norm_axes
-from shardc.runtime.zero.optimizer_list import learning_rates, rates_text
+from shardc.runtime.mesh.agreement import SAME_CALLS, Fact, stated
+from shardc.runtime.zero.optimizer_list import learning_rates
 from shardc.torch_private import current_backward
 
 _FIX_EVALUATE = (
     "all ranks must run a forward under torch.no_grad(), like every forward: call it outside of `if rank == 0:`; one "
     "rank may print the result"
 )
-
-
 _FIX_ZERO_GRAD = "call optimizer.zero_grad(), or set p.grad to None, on all ranks"
-
-
-class Updates(Protocol):
-    """Whether parameters may have changed since they were last gathered."""
-
-    @property
-    def due(self) -> bool: ...
-
-    @property
-    def written(self) -> bool: ...
 
 
 class ModuleChecks(Checks):
@@ -50,13 +36,12 @@ class ModuleChecks(Checks):
         super().__init__(program, mesh, "a module", copied=copied)
         self._unmarked = False
 
-    def watch_module(self, model: Any, parts: Any, held: Sequence[user_changes.ModuleParam], updates: Updates) -> None:
-        """Start watching registered parameters and buffers. model: source of weights; parts: submodules."""
-        self._parts, self._held, self._updates = parts, held, updates
+    def watch_module(self, module: nn.Module, updates: Any) -> None:
         owned, shards = self._model.owned, self._model.buckets.shards
-        self._optimizers = OptimizerWatch(self._program, owned, shards, model, self._mesh)
-        self._loop = LoopWatch(owned.values(), noting=self.compares)
-        self._watch_parts()
+        fixed = [p for name, p in owned.items() if name in shards]
+        self._module, self._updates = user_changes.Snapshot(module, fixed), updates
+        self._loop = LoopWatch(self._program, owned, shards, self._mesh, compares=self.compares)
+        self.read_params()
 
     def mode(self, *, training: bool) -> None:
         if training and self._program.eval_mode:
@@ -73,35 +58,35 @@ class ModuleChecks(Checks):
             )
         self._watched.check()
         if training and torch.is_grad_enabled():
-            self._optimizers.check_model(changed=self._updates.written)
-        self._parts.check()
-        user_changes.check_not_replaced(self._held)
-        user_changes.check_submodules(self._parts, self._program.still)
-        self._look_at_model(self._parts if training else ())  # the user's own train() sets attributes by the mode
+            self._loop.check_model(self._source.idle_optimizer, changed=self._model.written)
+        user_changes.check_module(self._module, self._program.still)
+        module: Any = self._module.model()  # the user's own train() sets attributes by the mode
+        self._look_at_model(module.named_modules() if training else ())
 
     def batch(self, batch: Any, *, local: bool) -> None:
         if torch.is_grad_enabled():
             inputs.check_no_gradient(batch)
         if not self.compares:
             return
-        training = self._model.rng.training
-        facts = shared_facts.batch_facts(self._program, batch, local=local)
-        calls = [
+        self._compare_batch("forward", batch, local=local)
+        if self._unmarked:
+            marks.check_loaded(self._program, self._mesh, self._model.owned)
+            self._unmarked = False
+        step = self._model.rng.step
+        if self._model.rng.training and self._check_every and step and step % self._check_every == 0:
+            self._compare_copies("a step", None)
+
+    def _between_steps(self) -> list[Fact]:
+        return [
             stated("the number of steps done", self._model.rng.step, fix=SAME_CALLS),
-            stated("whether the module trains", training, fix="call train() or eval() on all ranks"),
+            stated("whether the module trains", self._model.rng.training, fix="call train() or eval() on all ranks"),
             stated("whether parameters changed", self._updates.due, fix="update parameters equally on all ranks"),
             stated("whether weights were loaded", self._unmarked, fix="load the same weights on all ranks"),
             stated("which parameters have a gradient", self._with_gradients(), fix=_FIX_ZERO_GRAD),
             stated("which parameters are frozen", self._watched.frozen(), fix=user_changes.FIX_FREEZE),
             stated("whether gradients are on", torch.is_grad_enabled(), fix=_FIX_EVALUATE),
+            *self._loop.facts(),
         ]
-        equal_facts = self._compare("forward", [*facts, *calls, *self._loop.facts()])
-        if self._unmarked:
-            self._check_loaded()
-        self._same_rows.look(self._program, batch, facts, equal_facts, self._mesh.note)
-        step = self._model.rng.step
-        if training and self._check_every and step and step % self._check_every == 0:
-            self._compare_copies("a step", None)
 
     def _with_gradients(self) -> str:
         owned = self._model.owned
@@ -121,25 +106,13 @@ class ModuleChecks(Checks):
             self._loop.check_others(self._mesh)
         return equal_facts
 
-    def _check_loaded(self) -> None:
-        """Check loaded weights whose slices are not marked. Collective."""
-        axes = {p.name: norm_axes(self._program, p.name) for p in self._program.params}
-        params = [(axes[n], p.detach()) for n, p in self._model.owned.items() if axes[n]]
-        facts = state_dict_marks.loaded_facts(params, self._mesh.rank)
-        state_dict_marks.check_loaded(facts, agreement.check(self._mesh, facts, "forward"))
-        self._unmarked = False
-
     def loss_gradient(self, gradient: Tensor) -> None:
         self._loop.note_gradient(gradient)
 
-    def gradients(self, *, user_reads: bool = False) -> None:
-        self._mark_gradients()
-
     def owners_step(self, optimizer: Optimizer, *, written: bool) -> None:
         if self.compares:
-            rates = learning_rates(optimizer)
             facts = [
-                Fact("the learning rate", hashed(rates), fix=SAME_OPTIMIZER, shown=rates_text(rates)),
+                shared_facts.rates_fact(learning_rates(optimizer)),
                 stated("whether parameters were written to", written, fix="write to parameters equally on all ranks"),
             ]
             agreement.check(self._mesh, facts, "the optimizer's step")

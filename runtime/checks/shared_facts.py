@@ -21,7 +21,7 @@ from shardc.runtime.mesh.agreement import (
     slots_of,
     stated,
 )
-from shardc.runtime.zero.optimizer_list import class_of
+from shardc.runtime.zero.optimizer_list import class_of, rates_text
 
 
 def program_facts(program: Program, *, seed: int, **options: object) -> list[Fact]:
@@ -61,6 +61,11 @@ def optimizer_facts(program: Program, optimizer: torch.optim.Optimizer | None) -
         stated("the optimizer", name, stage, fix=SAME_OPTIMIZER),
         Fact("the setting of the optimizer", hashed(settings), stage, fix=SAME_OPTIMIZER, shown=", ".join(shown)),
     ]
+
+
+def rates_fact(rates: Sequence[float | None], axes: tuple[str, ...] = (), where: str = "", form: str = "") -> Fact:
+    """Return the fact of learning rates. form: of `format`, in an error."""
+    return Fact("the learning rate", hashed(rates), axes, where, SAME_OPTIMIZER, rates_text(rates, form))
 
 
 def plain_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:

@@ -22,7 +22,7 @@ import copy
 import functools
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FrameType
@@ -41,10 +41,10 @@ def _names(text: str) -> frozenset[str]:
 
 #: Pointwise functions that torch does not tag as such: aliases, Python's operators, and others.
 _POINTWISE = _names(
-    """absolute add and copy clip div divide eq fill fma floordiv floor_divide ge greater greater_equal gt iadd iand
-    idiv imul invert ior ipow isub itruediv isclose le less less_equal lt masked_fill mul multiply ne negative not_equal
-    or polar pos pow radd rand rdiv rfloordiv ror rmul rpow rsub rtruediv setitem sub subtract truediv true_divide where
-    xor zero conj conj_physical real imag resolve_conj resolve_neg view_as_real view_as_complex"""
+    """absolute and copy divide fill fma floordiv floor_divide greater greater_equal iadd iand idiv imul invert ior ipow
+    isub itruediv isclose less less_equal multiply negative not_equal or polar pos radd rand rdiv rfloordiv ror rmul
+    rpow rtruediv setitem subtract truediv xor zero conj real imag resolve_conj resolve_neg view_as_real
+    view_as_complex"""
 )
 _VIEWS_AND_COPIES = _names(
     """get iter alias bfloat16 bool chunk clone contiguous cpu cuda data detach diagonal double empty_like expand
@@ -56,16 +56,16 @@ _VIEWS_AND_COPIES = _names(
 _SAME_DIMS = _names(
     "alias bfloat16 bool clone contiguous cpu cuda detach double empty_like float get half int long to type type_as"
 )
-#: Functions that select entries of a dim, and the position of the argument that names it.
-_SELECTING = {
-    **dict.fromkeys(_names("select narrow index_select unbind index_fill index_copy index_add iter"), 1),
-    **dict.fromkeys(_names("chunk split split_with_sizes tensor_split"), 2),
-}
-#: Functions along dims, and the position of the argument that names them.
+#: Functions that mix elements along dims: {name: position of the argument that names them; default: all}.
 _ALONG = {
     **dict.fromkeys(("vector_norm", "matrix_norm", "norm", "quantile", "nanquantile"), 2),
     **dict.fromkeys(_names("sum nansum mean nanmean var std prod logsumexp cumsum cumprod count_nonzero softmax"), 1),
     **dict.fromkeys(_names("amax amin max min argmax argmin median nanmedian all any"), 1),
+}
+#: Functions that select entries of a dim by index: {name: position of the argument that names it; default: 0}.
+_SELECTING = {
+    **dict.fromkeys(_names("select narrow index_select unbind index_fill index_copy index_add iter"), 1),
+    **dict.fromkeys(_names("chunk split split_with_sizes tensor_split"), 2),
 }
 _LIKE = _names("full_like ones_like zeros_like new_empty new_full new_ones new_zeros as_subclass")
 _DRAWS = _names(
@@ -74,32 +74,104 @@ _DRAWS = _names(
 )
 _READS = _names("array complex contains float index int item numpy tolist bool is_nonzero")
 #: Functions of torch.nn.init that fill a part as they would fill the whole.
-_SAME_FILL = frozenset(("constant_", "ones_", "zeros_"))
+_SAME_FILL = ("constant_", "ones_", "zeros_")
 #: Functions of torch.distributed that replace this rank's tensor by one of other ranks.
-_MIXING = frozenset(("all_reduce", "broadcast", "reduce", "all_reduce_coalesced", "reduce_scatter", "scatter"))
+_MIXING = ("all_reduce", "broadcast", "reduce", "all_reduce_coalesced", "reduce_scatter", "scatter")
 _PLAIN = ".as_subclass(torch.Tensor) returns this rank's part as a plain tensor"
-#: (functions called by the user, what would happen, fix). A module's name means all of its functions.
-_OF_WHOLES: tuple[tuple[str, str, str], ...] = (
-    (
-        "safetensors.torch.",
+#: {kind of misuse: (place, what would happen, fix)}. {x}: the part in the user's code.
+_ERRORS: dict[str, tuple[str, str, str]] = {
+    "mixes a gradient": (
+        "{name} of {origin}",
+        "this would use this rank's part of the gradient as the whole: each rank would get a different result",
+        "clip with module.clip_grad_norm_(max_norm), which returns the norm of the whole model's gradient, or by an"
+        " engine's clip_norm=max_norm, which has it in engine.grad_norm; norms(grad=True) of either has that of each"
+        f" parameter; clip_grad_value_ and all that works element by element is as it is; {{x}}{_PLAIN}",
+    ),
+    "mixes": (
+        "{origin}",
+        "{shown} would be that of the part which this rank has, another on every rank; a penalty of it has another"
+        " gradient than on one device",
+        "compute it in the model's forward or in the loss function (shardc.compile(..., loss=...)), where the"
+        " parameter is whole; norms of the whole: module.norms(), engine.norms(); all else of full_state_dict();"
+        f" {{x}}{_PLAIN}",
+    ),
+    "selects": (
+        "{origin}",
+        "{shown} selects entries by index in a dim of which this rank has only a part: each rank would select "
+        "different ones",
+        "choose entries in the model's forward or in the loss function, where the parameter is whole: to train some"
+        " rows alone, w * mask + (w * (1 - mask)).detach() there; to set values, do it in the plain model before"
+        f" program.module or program.engine takes it; {{x}}{_PLAIN}",
+    ),
+    "draws": (
+        "{origin}",
+        "{name} would draw only for this rank's part: other ranks draw the same numbers, or numbers that differ from "
+        "one device",
+        "fill it where the model is built (given the function that builds it, each rank computes its part);"
+        " or p.copy_() this rank's part of what you draw, under torch.no_grad()",
+    ),
+    "scaler": (
+        "torch.amp.GradScaler",
+        "each rank would look for overflows only in its part: some would skip an update that others make",
+        "use program.engine(...) with `precision: {{loss_scale: dynamic}}`, which skips on all ranks",
+    ),
+    "sums a gradient": (
+        "torch.distributed.{name} of {origin}",
+        "ranks have different parts of it: this would mix the parts",
+        "remove it: backward already sums gradients over all ranks that compute some of them; all_gather takes parts,"
+        f" and {{x}}{_PLAIN}",
+    ),
+    "sums": (
+        "torch.distributed.{name} of {origin}",
+        "ranks have different parts of it: this would mix the parts",
+        "remove it: weights are already equal where they must be; broadcast=True of program.module and engine sends"
+        f" those of rank 0; all_gather takes parts, and {{x}}{_PLAIN}",
+    ),
+    "whole operand": (
+        "{origin}",
+        "this is a rank's part {part} of {whole}, with a tensor of the whole's shape",
+        "an average of weights: of copy.deepcopy(module), or AveragedModel(module), which have the same parts; or of"
+        " the whole weights, module.full_state_dict() on all ranks",
+    ),
+    "checkpoint": (
+        "{origin}",
+        "this rank has a part of it, which torch.distributed.checkpoint would treat as the whole, the same on all "
+        "ranks",
+        "save with module.save(folder, optimizer) or engine.save(folder), which any mesh loads; or pass the whole"
+        " weights, full_state_dict()",
+    ),
+    # the beginning of a function's name that the user calls
+    "safetensors.torch.": (
+        "{name}: {origin}",
         "this rank has only a part of it: the file would contain the part instead of the weight",
         "write the whole weights: engine.export(folder), or save_file of module.full_state_dict(), which all ranks"
         " call",
     ),
-    (
-        "torch.nn.utils.convert_parameters.",
+    "torch.nn.utils.convert_parameters.": (
+        "{name}: {origin}",
         "this rank has only a part of it: the vector would differ on every rank, and never be the whole model's",
         "take the whole weights, model.load_state_dict(module.full_state_dict()) on all ranks, and the plain model's"
         " parameters for the vector; program.module(model) makes a module of them again. A norm of gradients is"
         " module.clip_grad_norm_(max_norm)",
     ),
-    (
-        "torch.nn.modules.module._load_from_state_dict",
+    "torch.nn.modules.module._load_from_state_dict": (
+        "{name}: {origin}",
         "this is a rank's part of the weight that is loaded",
         "load the whole weights: module.full_state_dict(), which all ranks call, or the folder that"
         " engine.export(folder) wrote",
     ),
-)
+}
+#: How an error writes a call of these functions.
+_SHOWN = {"matmul": "p @ ...", "getitem": "x[...]", "setitem": "x[...] = ...", "iter": "a loop over x"}
+
+
+def refuse(kind: str, origin: Origin, name: str = "", **names: Any) -> NoReturn:
+    """Raise the error of a row of `_ERRORS`. name: of the function that was called."""
+    place, fault, fix = _ERRORS[kind]
+    x = ".grad" if origin.grad else "p"
+    shown = _SHOWN.get(name, f"x.{name}(...)" if kind == "selects" else f"p.{name}()")
+    names |= {"name": name, "origin": origin, "x": x, "shown": shown}
+    raise ShardcError(fault.format(**names), where=place.format(**names), fix=fix.format(**names))
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +211,7 @@ class TensorPart(Tensor):
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __create_write_items__(self, *_: Any) -> NoReturn:
-        refuse_checkpoint_of(self.origin.fqn)
+        refuse("checkpoint", Origin(self.origin.fqn, grad=False))
 
     __create_chunk_list__ = __create_write_items__
 
@@ -244,102 +316,83 @@ def _kind(name: str) -> str:
 
 def _call(func: Any, args: Any, kwargs: Mapping[str, Any], callers: list[str]) -> Any:
     """Run a torch function that user code calls on parts, directly or by these library functions."""
-    name, kind = getattr(func, "__name__", ""), _kind(getattr(func, "__name__", ""))
+    name, module = getattr(func, "__name__", ""), getattr(func, "__module__", "")
+    bare, kind = _base_name(name), _kind(name)
     # prefer tensors of which ranks have different parts, and parameters over gradients
-    first = max(_parts_in((args, kwargs)), key=lambda x: (x.split_dims != frozenset(), not x.origin.grad))
-    module = getattr(func, "__module__", "")
-    for function in callers:
-        filled = function.removeprefix("torch.nn.init.")
-        if filled != function and filled not in _SAME_FILL and not filled.startswith("_"):
-            _refuse_draw(f"nn.init.{filled}", first.origin)
+    parts = (x for x in tensors_in((args, kwargs)) if isinstance(x, TensorPart))
+    first = max(parts, key=lambda x: (x.split_dims != frozenset(), not x.origin.grad))
+    origin, of_gradient = first.origin, " a gradient" if first.origin.grad else ""
+    for filled in (f.removeprefix("torch.nn.init.") for f in callers if f.startswith("torch.nn.init.")):
+        if filled not in _SAME_FILL and not filled.startswith("_"):
+            refuse("draws", origin, f"nn.init.{filled}")
     if kind == "draws":
-        _refuse_draw(name, first.origin)
+        refuse("draws", origin, name)
     if name.startswith("_amp"):
-        _refuse_scaler()
+        refuse("scaler", origin)
     if first.split_dims == frozenset():
         return func(*args, **kwargs)
     if name in _MIXING and module.startswith("torch.distributed"):
-        _refuse_sum_over_ranks(name, first.origin)
-    _refuse_for_wholes(callers, first)
+        refuse(f"sums{of_gradient}", origin, name)
+    for function in callers:
+        for helper in (k for k in _ERRORS if "." in k and function.startswith(k)):
+            refuse(helper, origin, function.rpartition(".")[2])
     # Python functions that call torch's ops, which are then checked. transformers temporarily replaces those of
     # torch.nn.init by its own
     if module in ("torch.nn.init", "torch.autograd") or getattr(torch.nn.init, name, None) is func:
         return func(*args, **kwargs)
-    if kind == "reads" or (kind == "along" and not _along_whole(name, args, kwargs)):
-        _refuse(name, first.origin)
-    if _selects_of_part(_base_name(name), args, kwargs):
-        _refuse_selection(_base_name(name), first.origin)
+    x = args[0] if args else kwargs.get("input", kwargs.get("x", kwargs.get("condition")))
+    dims = _dims_of_call(bare, x, args, kwargs) if isinstance(x, TensorPart) else set[int]()
+    mixes = isinstance(x, TensorPart) and dims and (x.split_dims is None or not dims.isdisjoint(x.split_dims))
+    if kind == "reads" or (kind == "along" and (mixes or not isinstance(x, Tensor))):
+        refuse(f"mixes{of_gradient}", origin, bare)
+    if mixes:
+        refuse("selects", origin, bare)
     if kind == "pointwise" and name != "__setitem__":  # __setitem__ writes into a place in the whole
-        _refuse_whole_operands(args, kwargs)
+        _refuse_whole_operands((*args, *kwargs.values()))
     result = func(*args, **kwargs)
     if kind == "mixes" and next(tensors_in(result), None) is not None:
-        _refuse(name, first.origin)
+        refuse(f"mixes{of_gradient}", origin, bare.strip("_"))
     attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
     # a view's base stays plain, because torch.compile walks from base to base
     if kind in ("mixes", "harmless") or attribute in ("grad", "_base"):
         return result
-    keeps_dims = kind != "copies" or attribute == "data" or (_base_name(name) in _SAME_DIMS and not attribute)
-    return _as_parts(result, args, first.origin, keeps_dims=keeps_dims)
+    keeps_dims = kind != "copies" or attribute == "data" or (bare in _SAME_DIMS and not attribute)
+    return _as_parts(result, args, origin, keeps_dims=keeps_dims)
 
 
-def _selects_of_part(bare: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call selects entries by number in a dim of which this rank has a part."""
-    x = args[0] if args else kwargs.get("input", kwargs.get("condition"))
-    if not isinstance(x, TensorPart):
-        return False
+def _dims_of_call(bare: str, x: TensorPart, args: Any, kwargs: Mapping[str, Any]) -> set[int]:
+    """Return the dims of x along which a call mixes elements or selects them by index."""
+    every = set(range(max(x.ndim, 1)))
     if bare in ("getitem", "setitem"):
-        dims = _indexed(x, args[1])
-    elif bare == "pad":
-        dims = set(range(x.ndim - len(kwargs.get("pad", args[1] if len(args) > 1 else ())) // 2, x.ndim))
-    elif bare == "where":  # with a condition only, it returns the numbers of entries
-        dims = set(range(x.ndim)) if len(args) + len(kwargs) == 1 else set()
-    elif bare == "diagonal":
-        dims = set(range(x.ndim))
-    elif bare in _SELECTING:
-        place = _SELECTING[bare]
-        dim = kwargs.get("dim", args[place] if len(args) > place else 0)
-        dims = {dim % x.ndim} if isinstance(dim, int) and x.ndim else set(range(x.ndim))
-    else:
-        return False
-    return bool(dims) and (x.split_dims is None or not dims.isdisjoint(x.split_dims))
+        return _indexed(x, args[1])
+    if bare == "pad":
+        return set(range(x.ndim - len(kwargs.get("pad", args[1] if len(args) > 1 else ())) // 2, x.ndim))
+    if bare == "diagonal" or (bare == "where" and len(args) + len(kwargs) == 1):  # it returns the numbers of entries
+        return every
+    place = _ALONG.get(bare, _SELECTING.get(bare))
+    if place is None:
+        return set()
+    default = 0 if bare in _SELECTING else None
+    dims = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else default))
+    if isinstance(dims, Tensor) or isinstance(kwargs.get("other"), Tensor):  # the maximum of two tensors
+        return set()
+    dims = (dims,) if type(dims) is int else dims
+    named = x.ndim and isinstance(dims, (tuple, list)) and dims and all(isinstance(d, int) for d in dims)
+    return {d % x.ndim for d in dims} if named else every
 
 
 def _indexed(x: TensorPart, index: Any) -> set[int]:
     """Return the dims that an index selects from; none for a mask that is a part of x's shape."""
     items = index if isinstance(index, tuple) else (index,)
-    sizes = [
-        0 if i is None else i.ndim if isinstance(i, Tensor) and i.dtype == torch.bool else 1
-        for i in items
-        if i is not Ellipsis
-    ]
+    masks = [isinstance(i, Tensor) and i.dtype == torch.bool for i in items]
+    sizes = [0 if i is None or i is Ellipsis else i.ndim if mask else 1 for i, mask in zip(items, masks, strict=True)]
     dims, d = set[int](), 0
-    for i in items:
-        if i is Ellipsis:
-            d += x.ndim - sum(sizes)
-        elif isinstance(i, Tensor) and i.dtype == torch.bool:
-            if not (isinstance(i, TensorPart) and i.shape == x.shape):
-                dims |= set(range(d, d + i.ndim))
-            d += i.ndim
-        elif i is not None:
-            dims |= {d} if not (isinstance(i, slice) and i in (slice(None), slice(None, None, 1))) else set()
-            d += 1
+    for i, mask, size in zip(items, masks, sizes, strict=True):
+        all_of_it = isinstance(i, slice) and i in (slice(None), slice(None, None, 1))
+        if not (all_of_it or (mask and isinstance(i, TensorPart) and i.shape == x.shape)):
+            dims |= set(range(d, d + size))
+        d += x.ndim - sum(sizes) if i is Ellipsis else size
     return dims
-
-
-def _along_whole(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call works along whole dims only, or is the maximum of two tensors."""
-    place = _ALONG[_base_name(name)]
-    x = args[0] if args else kwargs.get("input", kwargs.get("x"))
-    dims = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
-    if isinstance(dims, Tensor) or isinstance(kwargs.get("other"), Tensor):
-        return True
-    if not isinstance(x, TensorPart):
-        return isinstance(x, Tensor)  # a method of another tensor, with this one as an argument
-    if isinstance(dims, int) and not isinstance(dims, bool):
-        dims = (dims,)
-    if not isinstance(dims, (tuple, list)) or not dims or x.split_dims is None:
-        return False
-    return all(isinstance(d, int) and d % x.ndim not in x.split_dims for d in dims)
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -353,10 +406,6 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
         yield from tensors_in(list(values.values()))
 
 
-def _parts_in(args: Any) -> Iterator[TensorPart]:
-    return (x for x in tensors_in(args) if isinstance(x, TensorPart))
-
-
 def _as_parts(result: Any, args: Any, origin: Origin, *, keeps_dims: bool) -> Any:
     """Return new tensors in a result as parts. keeps_dims: a result with as many dims has the same ones."""
     if isinstance(result, (tuple, list)):
@@ -364,117 +413,20 @@ def _as_parts(result: Any, args: Any, origin: Origin, *, keeps_dims: bool) -> An
         return type(result)(parts)  # also for torch.return_types
     if type(result) is not Tensor or any(result is x for x in args):
         return result
-    dims: frozenset[int] | None = frozenset()
-    for x in args:
-        if isinstance(x, TensorPart):
-            known = keeps_dims and x.ndim == result.ndim and x.split_dims is not None and dims is not None
-            dims = dims | x.split_dims if known and dims is not None and x.split_dims is not None else None
-    return part(result, dims or None, origin)
+    split = [(x.ndim, x.split_dims) for x in args if isinstance(x, TensorPart)]
+    dims = frozenset[int]().union(*(d or () for _, d in split))
+    known = keeps_dims and all(n == result.ndim and d is not None for n, d in split)
+    return part(result, dims if known and dims else None, origin)
 
 
-# --- errors
-
-
-def _refuse(name: str, origin: Origin) -> NoReturn:
-    bare = name.strip("_").removeprefix("linalg_")
-    if origin.grad:
-        raise ShardcError(
-            "this would use this rank's part of the gradient as the whole: each rank would get a different result",
-            where=f"{bare} of {origin}",
-            fix="clip with module.clip_grad_norm_(max_norm), which returns the norm of the whole model's gradient,"
-            " or by an engine's clip_norm=max_norm, which has it in engine.grad_norm; norms(grad=True) of either has"
-            " that of each parameter; clip_grad_value_ and all that"
-            f" works element by element is as it is; .grad{_PLAIN}",
-        )
-    shown = {"matmul": "p @ ..."}.get(bare, f"p.{bare}()")
-    raise ShardcError(
-        f"{shown} would be that of the part which this rank has, another on every rank; a penalty of it has"
-        " another gradient than on one device",
-        where=origin.fqn,
-        fix="compute it in the model's forward or in the loss function (shardc.compile(..., loss=...)), where the"
-        " parameter is whole; norms of the whole: module.norms(), engine.norms(); all else of full_state_dict();"
-        f" p{_PLAIN}",
-    )
-
-
-def _refuse_selection(bare: str, origin: Origin) -> NoReturn:
-    shown = {"getitem": "x[...]", "setitem": "x[...] = ...", "iter": "a loop over x"}.get(bare, f"x.{bare}(...)")
-    raise ShardcError(
-        f"{shown} selects entries by index in a dim of which this rank has only a part: each rank would select "
-        "different ones",
-        where=str(origin),
-        fix="choose entries in the model's forward or in the loss function, where the parameter is whole: to train some"
-        " rows alone, w * mask + (w * (1 - mask)).detach() there; to set values, do it in the plain model before"
-        f" program.module or program.engine takes it; {'.grad' if origin.grad else 'p'}{_PLAIN}",
-    )
-
-
-def _refuse_scaler() -> NoReturn:
-    raise ShardcError(
-        "each rank would look for overflows only in its part: some would skip an update that others make",
-        where="torch.amp.GradScaler",
-        fix="use program.engine(...) with `precision: {loss_scale: dynamic}`, which skips on all ranks",
-    )
-
-
-def _refuse_draw(name: str, origin: Origin) -> NoReturn:
-    raise ShardcError(
-        f"{name} would draw only for this rank's part: other ranks draw the same numbers, or numbers that differ from "
-        "one device",
-        where=str(origin),
-        fix="fill it where the model is built (given the function that builds it, each rank computes its part);"
-        " or p.copy_() this rank's part of what you draw, under torch.no_grad()",
-    )
-
-
-def _refuse_sum_over_ranks(name: str, origin: Origin) -> NoReturn:
-    """Refuse sums over ranks, as in loops that are written for torch.distributed alone."""
-    fix = "remove it: backward already sums gradients over all ranks that compute some of them"
-    if not origin.grad:
-        fix = (
-            "remove it: weights are already equal where they must be; broadcast=True of program.module and engine sends"
-        )
-        fix += " those of rank 0"
-    raise ShardcError(
-        "ranks have different parts of it: this would mix the parts",
-        where=f"torch.distributed.{name} of {origin}",
-        fix=f"{fix}; all_gather takes parts, and {'.grad' if origin.grad else 'p'}{_PLAIN}",
-    )
-
-
-def _refuse_for_wholes(callers: list[str], x: TensorPart) -> None:
-    """Refuse helpers for whole tensors that would not fail on parts."""
-    for function in callers:
-        for prefix, happens, fix in _OF_WHOLES:
-            if function.startswith(prefix):
-                raise ShardcError(happens, where=f"{function.rpartition('.')[2]}: {x.origin}", fix=fix)
-
-
-def _refuse_whole_operands(args: Any, kwargs: Mapping[str, Any]) -> None:
+def _refuse_whole_operands(operands: Sequence[Any]) -> None:
     """Refuse a tensor of the whole parameter's shape beside a part, as when averaging with a plain model.
 
     torch would report different sizes, or broadcast one of them.
     """
-    operands = (*args, *kwargs.values())
     lists = [x for x in operands if isinstance(x, (tuple, list))]  # arguments of _foreach functions
     for row in zip(*lists, strict=False) if lists else [operands]:
         wholes = {tuple(x.shape) for x in row if isinstance(x, Tensor) and not isinstance(x, TensorPart)}
         for x in (x for x in row if isinstance(x, TensorPart)):
-            whole = tuple(x.origin.shape)
-            if whole and whole in wholes and tuple(x.shape) != whole:
-                raise ShardcError(
-                    f"this is a rank's part {list(x.shape)} of {list(whole)}, with a tensor of the whole's shape",
-                    where=x.origin.fqn,
-                    fix="an average of weights: of copy.deepcopy(module), or AveragedModel(module), which have the same"
-                    " parts; or of the whole weights, module.full_state_dict() on all ranks",
-                )
-
-
-def refuse_checkpoint_of(fqn: str) -> NoReturn:
-    raise ShardcError(
-        "this rank has a part of it, which torch.distributed.checkpoint would treat as the whole, the same on all "
-        "ranks",
-        where=fqn,
-        fix="save with module.save(folder, optimizer) or engine.save(folder), which any mesh loads; or pass the whole "
-        "weights, full_state_dict()",
-    )
+            if (whole := x.origin.shape) and whole in wholes and tuple(x.shape) != whole:
+                refuse("whole operand", x.origin, part=list(x.shape), whole=list(whole))

@@ -21,8 +21,7 @@ from shardc.runtime.state.boxes import Part, by_name, copied, cut_axes, replicas
 from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.owners import RankState
 from shardc.runtime.state.sources import check_names
-from shardc.runtime.zero.optimizer_kernels import IMPLEMENTATIONS
-from shardc.runtime.zero.optimizer_list import class_of, group_classes
+from shardc.runtime.zero.optimizer_list import IMPLEMENTATIONS, class_of, group_classes
 
 #: (parameter, name of a state of it, a tensor with its shape and dtype) -> a tensor to fill
 Room = Callable[[Any, str, Tensor], Tensor]

@@ -21,7 +21,7 @@ from shardc.errors import ShardcError
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.program import Program
 from shardc.optional import needed
-from shardc.runtime.checks import engine_options, parameter_parts
+from shardc.runtime.checks import engine_options
 from shardc.runtime.checks.engine_checks import EngineChecks
 from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.data import inputs
@@ -51,6 +51,7 @@ from shardc.runtime.step.saver import Saver
 from shardc.runtime.step.schedulers import SchedulerOf
 from shardc.runtime.step.update import Update
 from shardc.runtime.zero.buckets import Buckets
+from shardc.runtime.zero.named_parameters import ByName
 from shardc.runtime.zero.optimizer_list import class_of, learning_rates
 
 
@@ -100,7 +101,7 @@ class Engine:
 
     Without clip_norm, nonfinite, loss scaling and offload, `step` begins the update early. Gradients of `matrices` are
     sent to their owners while backward runs. Without `matrices`, at ZeRO 0 on a CPU, a bucket's parameters are updated
-    while later buckets are still summed (shardc.runtime.zero.early_step), if the optimizer treats each separately.
+    while later buckets are still summed (shardc.runtime.zero.optimizer_check), if the optimizer treats each separately.
 
     An error in forward or backward (a wrong batch, a failing op, Ctrl-C) on all ranks leaves the engine unchanged,
     except perhaps buffers: the next step starts fresh. After one in the update (a custom optimizer) load a checkpoint.
@@ -567,7 +568,7 @@ class Engine:
     def params(self) -> dict[str, nn.Parameter]:
         """This rank's shards, by the model's names. Reading it starts the checks of partial parameters."""
         self._checks.read_params()
-        return parameter_parts.ByName(self.program, self.owned)
+        return ByName(self.program, self.owned)
 
     @property
     def buckets(self) -> Buckets:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import named_nearest
-from shardc.runtime.checks import engine_options, tensor_parts, user_changes
+from shardc.runtime.checks import engine_options, tensor_parts
 from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.checks.module_checks import ModuleChecks
 from shardc.runtime.data import inputs
@@ -27,7 +27,7 @@ from shardc.runtime.state.quantized import plain
 from shardc.runtime.state.sources import weights_of
 from shardc.runtime.step import engine_optimizer
 from shardc.runtime.step.engine_optimizer import OptimizerOf
-from shardc.runtime.step.module_parts import Parts
+from shardc.runtime.step.module_parts import add_parts, parent_of
 from shardc.runtime.step.module_running import Running, running_of
 from shardc.runtime.step.module_state import ModuleState, check_marks, mark
 from shardc.runtime.zero.buckets import Buckets
@@ -78,35 +78,28 @@ class ShardedModule(ModuleState):
     def _register(self, running: Running, buffers: Mapping[str, Tensor], like: Any) -> None:
         """Register parameters and buffers under the model's names. like: a module with the model's submodules."""
         program = running.program
-        self._parts = parts = Parts(self, like)
-        entries: list[user_changes.ModuleParam] = []
+        if isinstance(like, nn.Module):
+            add_parts(self, like)
         for x in program.params:
             for fqn in (x.fqn, *x.aliases):
-                parent, name = parts.parent_of(fqn)
-                p = running.buckets.owned[x.name]
-                parent._parameters[name] = p
-                entries.append(
-                    user_changes.ModuleParam(
-                        parent._parameters, name, p, p.data_ptr() * (x.name in running.buckets.shards), p.dtype, fqn
-                    )
-                )
+                parent, name = parent_of(self, fqn)
+                parent._parameters[name] = running.buckets.owned[x.name]
         self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
         for b in program.buffers:
             for fqn in (b.fqn, *b.aliases) if b.fqn else ():
-                parent, name = parts.parent_of(fqn)
+                parent, name = parent_of(self, fqn)
                 parent._buffers[name] = buffers[b.name]
                 if not b.persistent:
                     parent._non_persistent_buffers_set.add(name)
         for name in program.still:  # also modules without parameters, such as dropout: user code may read their mode
-            parts.parent_of(f"{name}.")[0].eval()
-        parts.seal()
+            parent_of(self, f"{name}.")[0].eval()
         self.register_state_dict_post_hook(mark)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(check_marks)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(running.updates.note)  # type: ignore[no-untyped-call]
         self._running = running
         running.read_buffers = WeakMethod(self._buffers_by_name)
         running.checks.new_model(running)
-        running.checks.watch_module(running.model, parts, entries, running.updates)
+        running.checks.watch_module(self, running.updates)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """Copy the module with new parameters and buffers, on the same mesh, as weight averages need.
@@ -272,7 +265,7 @@ class ShardedModule(ModuleState):
         # alias a parameter or the batch
         b = next(b for b in self._running.program.buffers if b.name == name)
         for fqn in (b.fqn, *b.aliases):
-            parent, last = self._parts.parent_of(fqn)
+            parent, last = parent_of(self, fqn)
             parent._buffers[last] = new
 
     def extra_repr(self) -> str:

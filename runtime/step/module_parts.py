@@ -10,8 +10,7 @@ parameters.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -45,77 +44,24 @@ class Part(nn.Module):
     forward = staticmethod(refuse)
 
 
-class _Children(NamedTuple):
-    """What one part holds now, and what it held when it was sealed."""
-
-    path: str
-    modules: dict[str, nn.Module | None]
-    parameters: dict[str, nn.Parameter | None]
-    modules_then: dict[str, nn.Module | None]
-    parameters_then: frozenset[str]
-
-
-class Parts:
-    """The tree of parts below `root`, like the submodules of `model`, if that is a module.
-
-    Parts have their names, classes and attributes. Keeps neither `root` nor `model` alive.
-    """
-
-    def __init__(self, root: nn.Module, model: Any) -> None:
-        self._root = ref(root)
-        self._below: list[tuple[str, nn.Module]] = []
-        self._then: list[_Children] = []
-        if isinstance(model, nn.Module):
-            parts = {id(model): root}
-            _grow(model, root, parts)
-            for m in model.modules():
-                if m is not model:
-                    _describe(m, parts[id(m)], parts)
-
-    def parent_of(self, fqn: str) -> tuple[nn.Module, str]:
-        """Return the module that holds `fqn` (made if necessary), and the last part of the name."""
-        *path, name = fqn.split(".")
-        module: Any = self._root()
-        for part in path:
-            if module._modules.get(part) is None:
-                module._modules[part] = Part()
-            module = module._modules[part]
-        return module, name
-
-    def seal(self) -> None:
-        """Record the finished tree: later additions come from the user."""
-        root: Any = self._root()
-        (_, _), *self._below = root.named_modules()
-        self._then = [
-            _Children(path, m._modules, m._parameters, dict(m._modules), frozenset(m._parameters))
-            for path, m in [("", root), *self._below]
-        ]
-
-    def __iter__(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield (path, module), the root first, as they were when sealed."""
-        root: Any = self._root()
-        yield "", root
-        yield from self._below
-
-    def check(self) -> None:
-        """Raise ShardcError for submodules and parameters that are new, replaced, or gone."""
-        for path, now, parameters, then, known in self._then:
-            if now != then:  # modules compare by identity
-                name = next(n for n in [*now, *then] if now.get(n, _LEFT_OUT) is not then.get(n, _LEFT_OUT))
-                fault = "this submodule is new" if name not in then else "this submodule was replaced or removed"
-                _refuse_change(f"{path}.{name}" if path else name, fault)
-            if not parameters.keys() <= known:
-                name = next(n for n in parameters if n not in known)
-                _refuse_change(f"{path}.{name}" if path else name, "this parameter is new")
+def add_parts(root: nn.Module, model: nn.Module) -> None:
+    """Give `root` submodules like those of `model`, with their names, classes and attributes. Keeps neither alive."""
+    parts = {id(model): root}
+    _grow(model, root, parts)
+    for m in model.modules():
+        if m is not model:
+            _describe(m, parts[id(m)], parts)
 
 
-def _refuse_change(name: str, what: str) -> NoReturn:
-    raise ShardcError(
-        f"{what}, but the program is of the model at compile time: the change would not be used or trained",
-        where=f"module.{name}",
-        fix="change the model before shardc.compile; trained weights are kept by"
-        " program.module(model, weights=old.full_state_dict())",
-    )
+def parent_of(root: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    """Return the module below `root` that holds `fqn` (made if necessary), and the last part of the name."""
+    *path, name = fqn.split(".")
+    module: Any = root
+    for part in path:
+        if module._modules.get(part) is None:
+            module._modules[part] = Part()
+        module = module._modules[part]
+    return module, name
 
 
 def _grow(model: nn.Module, part: nn.Module, parts: dict[int, nn.Module]) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardc.ir.program import Program
-from shardc.runtime.checks import state_dict_marks, tensor_parts
+from shardc.runtime.checks import tensor_parts
 from shardc.runtime.checks.hooks import CheckHooks
+from shardc.runtime.checks.marks import Slices
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.stage.joint_function import JointCall, differentiable
@@ -40,7 +41,7 @@ class Running:
     norm: GradNorm
     summed: tuple[str, ...]  # parameters whose gradient is not final after the graph's backward, or is of a part
     checks: CheckHooks
-    slices: dict[str, str]
+    slices: Slices
     saves: Saves
     #: Reads the module's buffers: a weak reference, because the module holds this object.
     read_buffers: Callable[[], Callable[[], dict[str, Tensor]] | None] = lambda: None
@@ -109,7 +110,7 @@ def running_of(program: Program, model: Any, mesh: Any, rng: Rng, buckets: Bucke
         GradNorm(program, buckets.owned, mesh),
         tuple(sorted(buckets.names | split)),
         checks,
-        state_dict_marks.slices(program, mesh, buckets.shards),
+        Slices(program, mesh, buckets.shards),
         Saves(mesh),
     )
 

@@ -10,11 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardc.errors import ShardcError
-from shardc.ir.program import Program
 from shardc.optional import needed
-from shardc.runtime.checks import parameter_parts, state_dict_marks
+from shardc.runtime.checks import marks
 from shardc.runtime.mesh.agreement import SAME_CALLS, stated
-from shardc.runtime.stage.clip_grad_norm import norm_axes, parameter_norms
+from shardc.runtime.stage.clip_grad_norm import parameter_norms
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.state.loading import load
 from shardc.runtime.state.owners import Owners, OwnersOptimizer, RankState
@@ -45,7 +44,7 @@ class ModuleState(nn.Module):
                 fix="leave assign out: then values are written into the parameters",
             )
         parts = dict(self.named_parameters(remove_duplicate=False))
-        if state_dict_marks.KEY in getattr(state_dict, "_metadata", {}).get("", {}):
+        if marks.KEY in getattr(state_dict, "_metadata", {}).get("", {}):
             parts = {}  # its marks say what it has
         split = [n for n, x in state_dict.items() if n in parts and isinstance(x, Tensor) and x.shape != parts[n].shape]
         program = self._running.program
@@ -145,24 +144,16 @@ class ModuleState(nn.Module):
 
 
 def mark(module: ModuleState, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    for name in _split_names(module._running.program):
+    slices = module._running.slices
+    for name in slices.split:
         if isinstance(x := state_dict.get(prefix + name), Tensor):
-            parameter_parts.refuse_checkpoint(x, name)
-    metadata[state_dict_marks.KEY] = {"rank": module._running.mesh.rank, "slices": module._running.slices}
+            marks.refuse_checkpoint(x, name)
+    metadata[marks.KEY] = slices.mark()
 
 
 def check_marks(module: ModuleState, given: Mapping[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-    r = module._running
-    names = (n for x in (*r.program.params, *r.program.buffers) if x.fqn for n in x.names)
-    note = metadata.get(state_dict_marks.KEY)
-    if state_dict_marks.check(given, prefix, note, r.slices, names, _split_names(r.program)):
-        r.checks.loaded_unmarked()
-
-
-def _split_names(program: Program) -> set[str]:
-    """Return all names of tensors of which a rank has a part."""
-    split = {n for x in program.params if norm_axes(program, x.name) for n in x.names}
-    return split | {n for x in program.buffers if x.layout.shards() for n in x.names}
+    if module._running.slices.check(given, prefix, metadata.get(marks.KEY)):
+        module._running.checks.loaded_unmarked()
 
 
 class _End:

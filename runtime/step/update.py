@@ -17,9 +17,9 @@ from shardc.runtime.stage.run import Values
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.schedulers import NewSchedule, SchedulerOf, Schedulers
-from shardc.runtime.zero.early_step import OverlappedStep
 from shardc.runtime.zero.offloaded_optimizer import Paged
-from shardc.runtime.zero.optimizer_kernels import prefer_fused
+from shardc.runtime.zero.optimizer_check import OverlappedStep
+from shardc.runtime.zero.optimizer_list import prefer_fused
 
 
 class Update:
@@ -46,7 +46,7 @@ class Update:
         if optimizer is not None and model.mesh.device.type == "cuda" and not model.offload.places:
             prefer_fused(optimizer)  # not with offload, where optimizer state moves between host and device
         self.new_schedule = NewSchedule(optimizer, scheduler) if optimizer is not None else None
-        checks.optimizer(optimizer)  # before schedulers are made, which read its method `step`
+        checks.optimizer(optimizer)
         self.paged = Paged(optimizer, model.offload) if optimizer is not None and model.offload.places else None
         schedule = Schedulers.make(scheduler, optimizer) if scheduler is not None and optimizer is not None else None
         self.schedule(schedule)

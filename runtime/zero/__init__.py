@@ -5,11 +5,9 @@
     buckets            all buckets of a rank: when each starts its sum, and when the sum is waited for
     flat_partition     where each parameter is in a bucket's flat buffer, and which part a rank owns
     rounded_gather     gathers a bucket of parameters that are rounded to float8 before
-    optimizer          makes the user's optimizer update this rank's shards of parameters
-    optimizer_check    tests on a small copy whether an optimizer may be sharded, or may step bucket by bucket
-    early_step         steps the optimizer bucket by bucket, while later gradients are still being summed
-    optimizer_kernels  chooses among torch's implementations of an optimizer: fused ones on GPUs
-    optimizer_list     combines several optimizers; named_parameters: the argument of the user's `optimizer(params)`
+    optimizer_check    tests on a small copy whether an optimizer may be sharded; steps it bucket by bucket
+    optimizer_list     combines several optimizers in one; prefers fused ones on GPUs
+    named_parameters   the argument of the user's `optimizer(params)`, and what replaces its parameters by shards
     offloaded_optimizer  an optimizer whose state is outside of the device
     trained_params     finds the parameters that get gradients
 

@@ -1,4 +1,8 @@
-"""Define the argument of a user's `optimizer(params)`: (name, parameter) pairs."""
+"""Define what users see of a rank's parameters: pairs in `optimizer(params)`, and `engine.params` by name.
+
+At ZeRO 1 to 3 the user's function makes its optimizer from `stand_in`s: parameters of the whole local shapes with the
+memory of one element, so it can group them by name or shape. Then the groups get this rank's flat shards of them.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
 
+from shardc.errors import ShardcError
 from shardc.ir.program import Program
+from shardc.ir.stored import UnknownParameterError
+from shardc.runtime.zero.flat_partition import FlatShard
+from shardc.runtime.zero.optimizer_check import has_param_shape
 
 _LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default)
 
@@ -63,6 +72,41 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
         return cls([(p.fqn, params[p.name]) for p in trained if p.name in params], known, inner)
 
 
+class ByName(dict[str, nn.Parameter]):
+    """A rank's parameters by the model's names, each once.
+
+    Look-up also works by other names of a tied parameter, and by the program's placeholder names.
+    """
+
+    def __init__(self, program: Program, owned: Mapping[str, nn.Parameter]) -> None:
+        params = [p for p in program.params if p.name in owned]
+        super().__init__((p.fqn, owned[p.name]) for p in params)
+        self._others = {name: owned[p.name] for p in params for name in (p.name, *p.aliases)}
+        self._names = [n for p in program.params for n in p.names]
+        self._elsewhere = {n: p.stages for p in program.params for n in (p.fqn, *p.aliases) if p.stages}
+
+    def __missing__(self, name: str) -> nn.Parameter:
+        if name not in self._others and name in self._elsewhere:
+            where = " and ".join(map(str, self._elsewhere[name]))
+            raise KeyError(f"{name}: only ranks of stage {where} have it; test with `in` first")
+        if name not in self._others:
+            raise UnknownParameterError.of(name, self._names, f"engine.params[{name!r}]")
+        return self._others[name]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._others
+
+    def __setitem__(self, name: str, value: object) -> None:
+        raise ShardcError(
+            "an engine's parameters cannot be replaced",
+            where=f"engine.params[{name!r}] = ...",
+            fix="write into it: with torch.no_grad(): engine.params[name].copy_(value)",
+        )
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(name, self._others.get(name, default))
+
+
 def inner_matrices(program: Program) -> frozenset[str]:
     """Return the placeholder names of parameters for optimizers over matrices.
 
@@ -91,3 +135,29 @@ def inner_matrices(program: Program) -> frozenset[str]:
         if others and not any(user.target in _LOOKUPS for user in users):
             names.add(name)
     return frozenset(names)
+
+
+def stand_in(shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
+    """Return a read-only parameter with the memory of one element. like: has its device and dtype."""
+    return nn.Parameter(
+        torch.zeros((), dtype=like.dtype, device=like.device).expand(shape), requires_grad=like.requires_grad
+    )
+
+
+def replace_stand_ins(
+    optimizer: Optimizer,
+    stand_ins: Mapping[str, nn.Parameter],
+    owned: Mapping[str, nn.Parameter],
+    shards: Mapping[str, FlatShard],
+) -> None:
+    """Replace `stand_ins` by this rank's flat shards, in the optimizer's groups and in existing state."""
+    name_of = {id(stand_ins[n]): n for n in shards}
+    for group in optimizer.param_groups:
+        group["params"][:] = [
+            owned[name_of[id(p)]] if id(p) in name_of else p for p in group["params"]
+        ]  # in place: others may hold the list
+    for p in [p for p in optimizer.state if id(p) in name_of]:
+        name = name_of[id(p)]
+        shard, state = shards[name], optimizer.state.pop(p)
+        cut = {k: x.reshape(-1)[shard.start : shard.stop].clone() for k, x in state.items() if has_param_shape(k, x, p)}
+        optimizer.state[owned[name]] = {**state, **cut}

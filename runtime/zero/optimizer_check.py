@@ -1,7 +1,7 @@
 """Test on small random parameters whether an optimizer may be sharded, or stepped in pieces.
 
-    one by one            `why_all_at_once`   the optimizer steps a bucket while others are summed
-                                              (shardc.runtime.zero.early_step), or pages of its state (offload)
+    one by one            `why_all_at_once`   the optimizer steps a bucket while others are summed (`OverlappedStep`),
+                                              or pages of its state (offload)
     without the others    `check_sharded`     ranks have other parameters, or other parts of them, than their neighbours
     in parts              `check_sharded`     parameters are split over ranks, or ZeRO leaves each rank a stretch
                           `needs_whole`       where the spec says `optimizer: {matrices: ...}`: else they get owners
@@ -15,7 +15,6 @@ train by the part that it sees, and ranks that hold the same parameter would dri
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from shardc.ir.stored import Param
 from shardc.optional import registered
 from shardc.runtime.zero.flat_partition import FlatShard
 from shardc.runtime.zero.optimizer_list import members_of
-from shardc.torch_private import TorchDispatchMode, no_modes
+from shardc.torch_private import TorchDispatchMode, no_modes, step_hooks
 
 _STEPS, _SIDE = 3, 4
 _LR = 1e-2  # the smallest tried rate: with 0, or a rate too small for 16 bits, all orders would look equal
@@ -102,98 +101,56 @@ def _check_sharded(
     )
     fix = "use an optimizer that updates each element separately (SGD, Adam, AdamW, ...), or "
     fix += f"{give_owners}, or {reason.instead}"
-    samples, grads, stepped_whole = _try_steps(optimizer, shardings, reason, fix)
+    whole = _check_separate(optimizer, shardings, reason, fix)
     if shards:
-        _check_skips(optimizer, shardings, reason, samples, grads)
-    pieces = TrialCopy(optimizer, shardings)
-    try:
-        stepped_parts = pieces.run(samples, grads, cut=True)
-    except Exception as e:  # the user's own optimizer: whatever it raises is the reason
-        fault = f"the optimizer {kind} needs whole parameters ({type(e).__name__} on parts: {e}), and {reason.why}"
-        raise ShardcError(fault, where=reason.where, fix=fix) from e
-    for m, before, (after,), parts in zip(pieces.members, samples, stepped_whole, stepped_parts, strict=True):
-        if m.sharding is not None and not _same(m.sharding.parts(before), m.sharding.parts(after), parts, _SLACK):
-            fault = f"the optimizer {kind} needs whole parameters: it updates their parts in another way"
-            raise ShardcError(f"{fault}, and {m.sharding.why}", where=m.sharding.where, fix=fix)
-
-
-def _check_skips(
-    optimizer: Optimizer,
-    shardings: Mapping[Tensor, ParamSharding],
-    reason: ParamSharding,
-    samples: Sequence[Tensor],
-    grads: Sequence[Sequence[Tensor]],
-) -> None:
-    """Raise ShardcError for an optimizer that cannot step where a parameter has no gradient."""
-    lacking = TrialCopy(optimizer, shardings)
-    try:
-        lacking.run(samples, grads)
-        lacking.step_without_one()
-    except Exception as e:  # the user's own optimizer
-        kind = type(optimizer).__name__
-        fault = f"the optimizer {kind} fails where a parameter has no gradient ({type(e).__name__}: {e})"
-        fault += f", and ranks that have no part of a small one have none: {reason.why}"
-        fix = "make its step skip a parameter whose .grad is None, as torch's optimizers do"
-        raise ShardcError(fault, where=reason.where, fix=fix) from e
-
-
-def _closure_of(optimizer: Optimizer) -> str:
-    """Return the name of the required argument of `step`, such as LBFGS's closure; "" for others."""
-    for member in members_of(optimizer):
-        step = inspect.signature(inspect.unwrap(type(member).step)).parameters.values()
-        for p in [*step][1:]:
-            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-                return p.name
-    return ""
+        fault = f"the optimizer {kind} fails where a parameter has no gradient (ERROR), and ranks that have no part of"
+        skip = "make its step skip a parameter whose .grad is None, as torch's optimizers do"
+        with _refused(f"{fault} a small one have none: {reason.why}", reason, skip):
+            Trial(optimizer, shardings).step_without_one()
+    with _refused(f"the optimizer {kind} needs whole parameters (ERROR on parts), and {reason.why}", reason, fix):
+        pieces = Trial(optimizer, shardings, cut=True)
+    if (differing := whole.differing(pieces)) is not None and (sharding := differing.sharding) is not None:
+        fault = f"the optimizer {kind} needs whole parameters: it updates their parts in another way"
+        raise ShardcError(f"{fault}, and {sharding.why}", where=sharding.where, fix=fix)
 
 
 def check_matrices(optimizer: Optimizer) -> None:
     """Raise ShardcError if whole matrices are updated depending on others, which other ranks own."""
     reason = ParamSharding((), "other ranks own the others", "optimizer", "")
     fix = "use an optimizer that updates each parameter separately, or leave optimizer: {matrices: ...} out"
-    _try_steps(optimizer, {}, reason, fix)
+    _check_separate(optimizer, {}, reason, fix)
 
 
-def _try_steps(
+def _check_separate(
     optimizer: Optimizer, shardings: Mapping[Tensor, ParamSharding], reason: ParamSharding, fix: str
-) -> tuple[list[Tensor], list[list[Tensor]], list[list[Tensor]]]:
-    """Try an optimizer; return (values, gradients by step, values after the steps).
-
-    Raises ShardcError if the update of a parameter depends on others.
-    """
+) -> Trial:
+    """Raise ShardcError if the update of a parameter depends on others; return the trial of whole parameters."""
     kind = type(optimizer).__name__
-    if closure := _closure_of(optimizer):
-        fault = f"the optimizer {kind} needs all parameters on one rank: its step({closure}) computes the loss again"
-        fix = f"use an optimizer whose step takes no {closure}, such as any optimizer of torch except LBFGS"
-        raise ShardcError(f"{fault}, and {reason.why}", where=reason.where, fix=fix)
-    try:
+    with _refused(f"{_untried(kind)} whether it may update parts, and {reason.why}", reason, fix):
         # the same parameters, with and without others beside them
-        without, beside_others = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings, copies=2)
-        samples, grads = beside_others.data()
-        stepped_beside_others = beside_others.run(samples, grads)
-        n = len(without.members)
-        samples, grads = samples[:n], [g[:n] for g in grads]
-        stepped = without.run(samples, grads)
-        if any(x.numel() for x in samples) and all(
-            torch.equal(before, after) for before, (after,) in zip(samples, stepped, strict=True)
-        ):
+        whole, beside_others = Trial(optimizer, shardings), Trial(optimizer, shardings, copies=2)
+        if not whole.moved:
             raise ValueError("it moves none of the parameters in its param_groups")
-    except Exception as e:  # the user's own optimizer: whatever it raises is the reason
-        fault = f"{_cannot_be_tried(optimizer, e)} whether it may update parts"
-        raise ShardcError(f"{fault}, and {reason.why}", where=reason.where, fix=fix) from e
-    pairs = zip(samples, stepped, stepped_beside_others[:n], strict=True)
-    if not all(_same([before], a, b, _SLACK) for before, a, b in pairs):
+    if whole.differing(beside_others) is not None:
         fault = (
             f"the optimizer {kind} updates a parameter depending on others, and no rank has all of them: {reason.why}"
         )
         clips = "if it clips gradients, use the engine's option: clip_norm=1.0, --clip 1.0; else "
         raise ShardcError(fault, where=reason.where, fix=clips + fix)
-    return samples, grads, stepped
+    return whole
 
 
-def _cannot_be_tried(optimizer: Optimizer, error: Exception) -> str:
-    tried = f"the optimizer {type(optimizer).__name__} cannot be tried on a small sample"
-    return f"{tried} ({type(error).__name__}: {error}), so it is unknown"
+@contextmanager
+def _refused(fault: str, reason: ParamSharding, fix: str) -> Iterator[None]:
+    """Convert exceptions of the user's optimizer to ShardcError. fault: with ERROR where its text belongs."""
+    try:
+        yield
+    except Exception as e:  # the user's own optimizer: whatever it raises is the reason
+        raise ShardcError(fault.replace("ERROR", f"{type(e).__name__}: {e}"), where=reason.where, fix=fix) from e
+
+
+def _untried(kind: str) -> str:
+    return f"the optimizer {kind} cannot be tried on a small sample (ERROR), so it is unknown"
 
 
 #: Classes of optimizers over whole matrices, in lower case: their first steps may not reveal it.
@@ -212,13 +169,9 @@ def needs_whole(optimizer: Optimizer) -> bool:
     shardings: dict[Tensor, ParamSharding] = {p: stretch for group in optimizer.param_groups for p in group["params"]}
     with no_modes():  # the cost model runs this on tensors without data, which cannot be compared
         try:
-            whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
-            samples, grads = whole.data()
-            stepped_whole, stepped_parts = whole.run(samples, grads), pieces.run(samples, grads, cut=True)
+            return Trial(optimizer, shardings).differing(Trial(optimizer, shardings, cut=True)) is not None
         except Exception:  # `check_matrices` reports what is wrong
             return True
-        rows = zip(samples, stepped_whole, stepped_parts, strict=True)
-        return not all(_same(stretch.parts(x), stretch.parts(after), parts, _SLACK) for x, (after,), parts in rows)
 
 
 def whole(optimizer: Optimizer) -> Optimizer:
@@ -258,8 +211,7 @@ def multiplies(optimizer: Optimizer) -> bool:
     """
     with no_modes(), _Products() as products:
         try:
-            trial = TrialCopy(optimizer)
-            trial.run(*trial.data())
+            trial = Trial(optimizer)
         except Exception:  # the user's own optimizer
             return True
     elements = sum(math.prod(m.shape) for m in trial.members if len(m.shape) > 1)
@@ -288,33 +240,15 @@ def _sharding(program: Program, p: Param, shards: Mapping[str, FlatShard]) -> Pa
 
 def why_all_at_once(optimizer: Optimizer) -> str | None:
     """Return why an optimizer must step all parameters at once; None if one by one has the same bits."""
-    return next(filter(None, map(_why_all_at_once, members_of(optimizer))), None)
-
-
-def _why_all_at_once(optimizer: Optimizer) -> str | None:
-    try:
-        together, one_by_one = TrialCopy(optimizer, copies=2), _OneByOne(optimizer, copies=2)
-        samples, grads = together.data()
-        rows = zip(samples, together.run(samples, grads), one_by_one.run(samples, grads), strict=True)
-    except Exception as e:  # the user's own optimizer: whatever it raises is the reason
-        return f"{_cannot_be_tried(optimizer, e)} whether it may step some parameters"
-    if all(_same([before], a, b, None) for before, a, b in rows):
-        return None
-    return f"the optimizer {type(optimizer).__name__} updates parameters together, not separately"
-
-
-def _same(
-    before: Sequence[Tensor], one: Sequence[Tensor], other: Sequence[Tensor], slack: Mapping[torch.dtype, float] | None
-) -> bool:
-    """Return whether parts moved equally, relative to how far they moved. slack None: bit by bit."""
-    atol, dtype = 0.0, before[0].dtype
-    if slack is not None:
-        moved = max(
-            (float((a - b).abs().nan_to_num(0.0).max()) for a, b in zip(one, before, strict=True) if a.numel()),
-            default=0.0,
-        )
-        atol = slack.get(dtype, 5e-2) * moved + torch.finfo(dtype).tiny
-    return all(torch.allclose(a, b, rtol=0.0, atol=atol, equal_nan=True) for a, b in zip(one, other, strict=True))
+    for member in members_of(optimizer):
+        kind = type(member).__name__
+        try:
+            together, one_by_one = Trial(member, copies=2), Trial(member, copies=2, one_by_one=True)
+        except Exception as e:  # the user's own optimizer: whatever it raises is the reason
+            return f"{_untried(kind)} whether it may step some parameters".replace("ERROR", f"{type(e).__name__}: {e}")
+        if together.differing(one_by_one, exactly=True) is not None:
+            return f"the optimizer {kind} updates parameters together, not separately"
+    return None
 
 
 # --- some of an optimizer's parameters --------------------------------------------------------------------------------
@@ -345,6 +279,33 @@ def only_params(optimizer: Optimizer, some: Sequence[nn.Parameter], before: Sequ
             group["params"][:] = params
 
 
+class OverlappedStep:
+    """Steps the parameters of one bucket after the other, while gradients of others are still summed. params: by name.
+
+    An optimizer that, say, scales every update by the norm of all of them steps once.
+
+    In every step: call `begin_if_possible()`; if it is, call `step` with each parameter's name once.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> None:
+        self.optimizer, self._params = optimizer, params
+        self._separable = why_all_at_once(optimizer) is None
+        self._settings: list[dict[str, Any]] = []
+
+    def begin_if_possible(self) -> bool:
+        """Return whether this step may run in parts; if so, begin it.
+
+        Not where the optimizer has hooks: they run once a step, with all parameters.
+        """
+        self._settings = group_settings(self.optimizer)
+        return self._separable and not any(map(step_hooks, members_of(self.optimizer)))
+
+    def step(self, names: Sequence[str]) -> None:
+        """Step those of the named parameters that have gradients."""
+        with only_params(self.optimizer, [self._params[n] for n in names], self._settings):
+            self.optimizer.step()
+
+
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
@@ -360,16 +321,32 @@ class _Member:
     def parts(self, x: Tensor, *, cut: bool) -> list[Tensor]:
         return self.sharding.parts(x) if cut and self.sharding is not None else [x]
 
+    def random(self, seed: int) -> list[Tensor]:
+        """Return random numbers: the parameter, and its gradient in each step."""
+        wide = torch.complex128 if self.like.dtype.is_complex else torch.float64
+        generator = torch.Generator().manual_seed(seed)
+        numbers = torch.randn((1 + _STEPS, *self.shape), generator=generator, dtype=wide)
+        return list(numbers.to(device=self.like.device, dtype=self.like.dtype))
 
-class TrialCopy:
-    """A copy of an optimizer, with its whole state, that works on other parameters.
 
-    members: one for all equal parameters of a group; copies: how often all of them.
+class Trial:
+    """Some steps of a copy of an optimizer, with its whole state, on other parameters.
+
+    members: one for all equal parameters of a group; copies: how often all of them. cut: as ranks have them; else each
+    is whole. one_by_one: steps every parameter separately. .values: of the members before the steps; .stepped: the
+    parts of each after them.
     """
 
     def __init__(
-        self, optimizer: Optimizer, shardings: Mapping[Tensor, ParamSharding] | None = None, copies: int = 1
+        self,
+        optimizer: Optimizer,
+        shardings: Mapping[Tensor, ParamSharding] | None = None,
+        *,
+        copies: int = 1,
+        cut: bool = False,
+        one_by_one: bool = False,
     ) -> None:
+        self._cut, self._one_by_one = cut, one_by_one
         self.members: list[_Member] = []
         for i, group in enumerate(optimizer.param_groups):
             members: dict[Any, _Member] = {}
@@ -387,55 +364,74 @@ class TrialCopy:
         options = {
             k: v for k, v in optimizer.__dict__.items() if k != "step"
         }  # a scheduler may have wrapped the original's step
-        self.optimizer: Optimizer = object.__new__(type(optimizer))
-        self.optimizer.__dict__.update(copy.deepcopy(options, memo))
-        self._made = optimizer.state  # state that the constructor made
+        self._optimizer: Optimizer = object.__new__(type(optimizer))
+        self._optimizer.__dict__.update(copy.deepcopy(options, memo))
+        self._optimizer.state.clear()
+        numbers = [m.random(seed) for seed, m in enumerate(self.members)]
+        self.values = [x for x, *_ in numbers]
+        self.stepped = self._run(optimizer.state, [grads for _, *grads in numbers])
 
-    def data(self) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Return random (values of the members, gradients by step)."""
-        generator = torch.Generator().manual_seed(0)
-        values, *grads = [[_random(m, generator) for m in self.members] for _ in range(1 + _STEPS)]
-        return values, grads
-
-    def step(self) -> None:
-        type(self.optimizer).step(self.optimizer)
-
-    def run(
-        self, values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], *, cut: bool = False
-    ) -> list[list[Tensor]]:
-        """Run some steps and return the members' parts. cut: as ranks have them; else each is whole."""
-        self.optimizer.state.clear()
+    def _run(self, made: Mapping[Tensor, Any], grads: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Run the steps, and return the members' parts. made: state that the constructor made."""
         copies = [
-            [nn.Parameter(part.clone()) for part in m.parts(x, cut=cut)]
-            for m, x in zip(self.members, values, strict=True)
+            [nn.Parameter(part.clone()) for part in m.parts(x, cut=self._cut)]
+            for m, x in zip(self.members, self.values, strict=True)
         ]
-        for i, group in enumerate(self.optimizer.param_groups):
+        for i, group in enumerate(self._optimizer.param_groups):
             group["params"][:] = itertools.chain(
                 *(parts for m, parts in zip(self.members, copies, strict=True) if m.group == i)
             )
             if (lr := group.get("lr", _LR)) is None or lr < _LR:
                 group["lr"] = torch.full_like(lr, _LR) if isinstance(lr, Tensor) else _LR
         for m, parts in zip(self.members, copies, strict=True):
-            self._begin(m, parts, cut)
-        for step in grads:
-            for m, parts, grad in zip(self.members, copies, step, strict=True):
-                for p, g in zip(parts, m.parts(grad, cut=cut), strict=True):
+            for key, state in made.get(m.like, {}).items():
+                like_param = has_param_shape(key, state, m.like)
+                small = m.parts(_small(state, m.shape), cut=self._cut) if like_param else [state] * len(parts)
+                for p, x in zip(parts, small, strict=True):
+                    self._optimizer.state[p][key] = copy.deepcopy(x)
+        for step in range(_STEPS):
+            for m, parts, of_steps in zip(self.members, copies, grads, strict=True):
+                for p, g in zip(parts, m.parts(of_steps[step], cut=self._cut), strict=True):
                     p.grad = g.clone() if p.numel() else None
-            self.step()
+            self._step()
         return [[p.detach() for p in parts] for parts in copies]
 
-    def step_without_one(self) -> None:
-        """Step once more after `run`, while one parameter has no gradient."""
-        self.optimizer.param_groups[0]["params"][0].grad = None
-        self.step()
+    def _step(self) -> None:
+        before = group_settings(self._optimizer)
+        every = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for some in [[p] for p in every] if self._one_by_one else [every]:
+            with only_params(self._optimizer, some, before):
+                type(self._optimizer).step(self._optimizer)
 
-    def _begin(self, m: _Member, parts: Sequence[nn.Parameter], cut: bool) -> None:
-        """Copy state that the optimizer's constructor has made, in the small shape."""
-        for key, state in self._made.get(m.like, {}).items():
-            like_param = has_param_shape(key, state, m.like)
-            small = m.parts(_small(state, m.shape), cut=cut) if like_param else [state] * len(parts)
-            for p, x in zip(parts, small, strict=True):
-                self.optimizer.state[p][key] = copy.deepcopy(x)
+    def step_without_one(self) -> None:
+        """Step once more, while one parameter has no gradient."""
+        self._optimizer.param_groups[0]["params"][0].grad = None
+        self._step()
+
+    @property
+    def moved(self) -> bool:
+        """Whether some parameter changed, of whole ones that have elements."""
+        pairs = [(x, after) for x, (after,) in zip(self.values, self.stepped, strict=True) if x.numel()]
+        return not pairs or not all(torch.equal(x, after) for x, after in pairs)
+
+    def differing(self, other: Trial, *, exactly: bool = False) -> _Member | None:
+        """Return the first of this trial's whole members that moves otherwise in the other trial; None: none does.
+
+        Relative to how far it moved; exactly: bit by bit.
+        """
+        rows = zip(self.members, self.values, self.stepped, other.stepped, strict=False)  # the other may have copies
+        for m, x, (after,), others in rows:
+            before, parts = m.parts(x, cut=other._cut), m.parts(after, cut=other._cut)
+            slack = 0.0
+            if not exactly:
+                moves = [
+                    float((a - b).abs().nan_to_num(0.0).max()) for a, b in zip(parts, before, strict=True) if a.numel()
+                ]
+                slack = _SLACK.get(x.dtype, 5e-2) * max(moves, default=0.0) + torch.finfo(x.dtype).tiny
+            pairs = zip(parts, others, strict=True)
+            if not all(torch.allclose(a, b, rtol=0.0, atol=slack, equal_nan=True) for a, b in pairs):
+                return m
+        return None
 
 
 def _small(state: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -445,21 +441,6 @@ def _small(state: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.cat([state.reshape(-1), state.new_zeros(math.prod(shape))])[: math.prod(shape)].reshape(shape)
 
 
-class _OneByOne(TrialCopy):
-    """A small copy of an optimizer that steps every parameter separately."""
-
-    def step(self) -> None:
-        before = group_settings(self.optimizer)
-        for p in [p for group in self.optimizer.param_groups for p in group["params"]]:
-            with only_params(self.optimizer, [p], before):
-                super().step()
-
-
 def has_param_shape(key: str, x: Any, p: Tensor) -> bool:
     """Return whether state is elementwise, with its parameter's shape. A scalar's "step" is not."""
     return isinstance(x, Tensor) and x.shape == p.shape and (p.dim() > 0 or key != "step")
-
-
-def _random(m: _Member, generator: torch.Generator) -> Tensor:
-    wide = torch.complex128 if m.like.dtype.is_complex else torch.float64
-    return torch.randn(m.shape, generator=generator, dtype=wide).to(device=m.like.device, dtype=m.like.dtype)

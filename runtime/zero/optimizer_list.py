@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -145,3 +146,35 @@ def learning_rates(optimizer: Optimizer | None) -> list[float | None]:
 def rates_text(values: Iterable[float | None], form: str = "") -> str:
     """Format the different rates, in their order, each once. form: of `format`."""
     return ", ".join("computed by the optimizer" if lr is None else format(lr, form) for lr in dict.fromkeys(values))
+
+
+#: Settings that name an implementation.
+IMPLEMENTATIONS = ("foreach", "fused")
+#: The classes that are fused on GPUs. Not their subclasses, which may override `step`.
+_FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+
+
+def prefer_fused(optimizer: Optimizer) -> None:
+    """Set `fused` in groups on a GPU that leave the implementation open and have no state yet.
+
+    The user leaves it open by `foreach=None, fused=None`. A fused kernel reads and writes every element once; torch's
+    own choice on a GPU is foreach, which makes temporaries as large as all parameters. (On a CPU it is one parameter
+    after the other.) Fused kernels round the last digits differently. A checkpoint does not record which one ran.
+    """
+    for member in members_of(optimizer):
+        for group in member.param_groups:
+            if type(member) in _FUSED and _open(group) and not any(p in member.state for p in group["params"]):
+                group["fused"] = True
+
+
+def _open(group: dict[str, object]) -> bool:
+    """Return whether the user left the implementation open, and the fused one supports the group."""
+    params = group["params"]
+    assert isinstance(params, list)
+    return (
+        all(group.get(name, False) is None for name in IMPLEMENTATIONS)
+        and not group.get("differentiable")
+        and not group.get("capturable")
+        and isinstance(group.get("lr"), float)
+        and all(p.is_floating_point() for p in params)
+    )

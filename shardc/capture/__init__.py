@@ -28,7 +28,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardc.capture import attribute_reads, compare_eager, expert_loops, patches, refusals, side_effects
 from shardc.capture.batch_leaves import Leaves, with_plain_dicts
@@ -46,7 +46,7 @@ from shardc.ir.graph import placeholders, source_of
 from shardc.ir.outputs import OtherForward
 from shardc.ir.program import Program
 from shardc.ir.source import Source
-from shardc.runtime.checks.user_changes import EVAL_MODE, Attributes, TensorRead
+from shardc.runtime.checks.user_changes import EVAL_MODE, Attributes
 from shardc.torch_private import quick_walks
 
 
@@ -147,11 +147,11 @@ def capture(
     )
 
 
-def _constants(program: Program) -> list[TensorRead]:
-    """Return the tensors that forward and the loss read, other than the model's and the batch's."""
+def _constants(program: Program) -> list[tuple[str, Tensor]]:
+    """Return the tensors, other than the model's and the batch's, that forward and the loss read, and the lines."""
     nodes = placeholders(program.graph)
     return [
-        TensorRead.of(b.constant, source_of(user).line)
+        (source_of(user).line, b.constant)
         for b in program.buffers
         if b.constant is not None and (user := next(iter(nodes[b.name].users), None)) is not None
     ]

@@ -168,18 +168,17 @@ class _HeldObjects:
     def __init__(self, reads: Reads, changes: Changes) -> None:
         self.patches = ExitStack()
         self._reads, self._changes = reads, changes
-        self._names: dict[int, tuple[str, str]] = {}  # of an object: module, attribute
-        self._alive: list[Any] = []  # so that no two objects have one id
+        #: {id: (object, module, attribute)}; objects stay alive, so that no two have one id.
+        self._watched: dict[int, tuple[Any, str, str]] = {}
         self._classes: set[type] = set()
         self._set: set[tuple[int, str]] = set()
 
     def watch(self, value: Any, path: str, name: str) -> None:
         """Watch an object that was read of a module. Notes use the first name that it has."""
         kind = type(value)
-        if id(value) in self._names or not _has_own_attributes(value, called=path == LOSS):
+        if id(value) in self._watched or not _has_own_attributes(value, called=path == LOSS):
             return
-        self._names[id(value)] = path, name
-        self._alive.append(value)
+        self._watched[id(value)] = value, path, f"{name}." if name else ""
         if kind not in self._classes:
             self._classes.add(kind)
             self._patch(kind)
@@ -190,21 +189,21 @@ class _HeldObjects:
 
         def read(this: Any, name: str) -> Any:
             value = get(this, name)
-            known = self._names.get(id(this))
+            known = self._watched.get(id(this))
             if known is not None and type(value) in PLAIN and not name.startswith("__"):
-                path, attribute = known
+                _, path, prefix = known
                 self._reads.touched[id(this), name] = this
                 if (id(this), name) not in self._set:
-                    self._reads.values.setdefault(path, {}).setdefault(f"{attribute}.{name}".lstrip("."), value)
+                    self._reads.values.setdefault(path, {}).setdefault(f"{prefix}{name}", value)
             return value
 
         def write(this: Any, name: str, value: Any) -> None:
-            known = self._names.get(id(this))
+            known = self._watched.get(id(this))
             if known is not None:
-                path, attribute = known
+                _, path, prefix = known
                 self._changes.assigned += 1
                 self._set.add((id(this), name))
-                self._reads.values.get(path, {}).pop(f"{attribute}.{name}".lstrip("."), None)
+                self._reads.values.get(path, {}).pop(f"{prefix}{name}", None)
             put(this, name, value)
 
         with contextlib.suppress(TypeError, AttributeError):  # a metaclass may refuse: the class is not watched

@@ -127,13 +127,14 @@ def export(
         nodes = placeholders(gm.graph)
         kinds: dict[InputKind, dict[fx.Node, str]] = {}
         for spec in signature.input_specs:
-            kinds.setdefault(spec.kind, {})[nodes[spec.arg.name]] = str(spec.target)
+            node = nodes[spec.arg.name]
+            kinds.setdefault(spec.kind, {})[node] = str(spec.target)
             if spec.kind == InputKind.CUSTOM_OBJ:
-                raise refusals.of_input(nodes[spec.arg.name], "object")
+                raise refusals.of_op(next(iter(node.users), node), "object")
             if spec.kind == InputKind.CONSTANT_TENSOR and isinstance(
                 exported.constants[str(spec.target)].detach(), FakeTensor
             ):
-                raise refusals.of_input(nodes[spec.arg.name], "fake")
+                raise refusals.of_op(next(iter(node.users), node), "fake")
         stored = kinds.get(InputKind.BUFFER, {}), kinds.get(InputKind.PARAMETER, {})
         updated = None if transformed else inplace_ops.remove_inplace(gm.graph, *stored, cut)
         if updated is None:  # traced again, in ops below in-place ops and torch.func's transforms

@@ -382,15 +382,9 @@ def of_error(error: BaseException, read: Sequence[str] = (), *, of_loss: bool = 
         return named
     at = source.of_exception(error)
     text = str(error).strip().splitlines()
-    code = f" ({at.shown})" if at.code else ""
-    part, fix = "the model's forward", advice(error, of_loss=of_loss)
-    if of_loss:
-        part = "the loss"
-    return ShardcError(
-        f"{part} failed: {type(error).__name__}: {text[0] if text else ''}{code}",
-        where=at.line,
-        fix=fix,
-    )
+    part, code = "the loss" if of_loss else "the model's forward", f" ({at.shown})" if at.code else ""
+    fault = f"{part} failed: {type(error).__name__}: {text[0] if text else ''}{code}"
+    return ShardcError(fault, where=at.line, fix=advice(error, of_loss=of_loss))
 
 
 @contextmanager
@@ -417,7 +411,10 @@ def torch_errors(graph: fx.Graph | None = None) -> Iterator[None]:
 
 
 def of_op(node: fx.Node, name: str, read: Sequence[str] = ()) -> ShardcError:
-    """Return the error for an op that no program can contain. read: inputs whose values Python read."""
+    """Return the error for an op that no program can contain. read: inputs whose values Python read.
+
+    name: the op's; "object" or "fake": the node takes a placeholder of no parameter, buffer or constant.
+    """
     at = source.of_node(node)
     cause = next(c for c in REFUSALS if c.op and c.fits("", name, at.code, source.loops_of_node(node)))
     return _error(cause, at, source.where(at), read, op=name)
@@ -426,14 +423,6 @@ def of_op(node: fx.Node, name: str, read: Sequence[str] = ()) -> ShardcError:
 def of_values(error: ShardcError) -> bool:
     """Return whether something was refused because Python, or a tensor's size, depends on values."""
     return any(words in error.what for words in (DEPENDS, "leaves torch"))
-
-
-def of_input(placeholder: fx.Node, kind: str) -> ShardcError:
-    """Return the error for a placeholder of no parameter, buffer or constant. kind: "object" or "fake"."""
-    user = next(iter(placeholder.users), placeholder)
-    at = source.of_node(user)
-    cause = next(c for c in REFUSALS if c.op and c.fits("", kind, at.code))
-    return _error(cause, at, source.where(at))
 
 
 def _error(cause: Cause, at: Source, where: str, read: Sequence[str] = (), **names: Any) -> ShardcError:

@@ -6,10 +6,8 @@ self.count += 1; y * self.count     every step would see the first value: undone
 
 from __future__ import annotations
 
-import operator
 import random
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +23,6 @@ from shardc.ir.source import Source
 from shardc.torch_private import FakeTensor
 
 _HELD = ("_parameters", "_buffers", "_modules")
-_EMPTY: dict[type, Any] = {kind: kind() for kind in (list, dict, OrderedDict, set)}
 
 
 # --- attributes of modules --------------------------------------------------------------------------------------------
@@ -63,7 +60,10 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
     """Record what forward sets on the model's modules inside the block, and restore everything after it."""
     modules = list(model.named_modules())
     names = {identity(m): name for name, m in modules}
-    before = [(m, dict(m.__dict__), _contents(m.__dict__)) for _, m in modules]
+    before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = [  # with copies of the lists, dicts and sets
+        (m, dict(m.__dict__), {n: x.copy() for n, x in m.__dict__.items() if isinstance(x, (list, dict, set))})
+        for _, m in modules
+    ]
     lines: dict[tuple[int, str], Source] = {}
     original = nn.Module.__setattr__
     changes = Changes()
@@ -93,8 +93,6 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
             yield changes
     finally:
         for module, attributes, contents in before:
-            if _as_before(module.__dict__, attributes, contents):
-                continue
             path = names[identity(module)]
             for name in module.__dict__.keys() | attributes.keys():
                 inside = contents.get(name)
@@ -113,23 +111,8 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
                     _refill(attributes[name], inside)
 
 
-def _as_before(now: Mapping[str, Any], then: Mapping[str, Any], contents: Mapping[str, Any]) -> bool:
-    """Return whether a module's attributes are the same objects with the same contents (most are)."""
-    return (
-        now.keys() == then.keys()
-        and all(map(operator.is_, now.values(), then.values()))
-        and all(_same_items(then[name], inside) for name, inside in contents.items() if inside or then[name])
-    )
-
-
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _contents(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the lists, dicts and sets among a module's attributes, shallowly, to read. Most are empty."""
-    containers = ((name, x) for name, x in attributes.items() if isinstance(x, (list, dict, set)))
-    return {name: x.copy() if x or type(x) not in _EMPTY else _EMPTY[type(x)] for name, x in containers}
 
 
 def _same_items(now: Any, then: Any) -> bool:
@@ -173,33 +156,26 @@ def line_that_changes(state: Callable[[], Any], run: Callable[[], Any]) -> tuple
     Return None if only functions made by CHECKERS change it. Exceptions of `run` are ignored.
     """
     lines: list[tuple[Source, str]] = []
-    checked = False
-    last: dict[FrameType, int] = {}
-    known = [state()]
+    known, active, checked = state(), (sys._getframe(), 0), False  # the line that runs now
 
-    def look(frame: FrameType | None) -> None:
-        nonlocal checked
-        if (now := state()) != known[0] and frame in last:
-            known[0] = now
-            if frame.f_code.co_filename.startswith(CHECKERS):
-                checked = True
-            else:
-                lines.append((source.of_frame(frame, last[frame]), frame.f_code.co_name))
-
-    def local(frame: FrameType, event: str, _: Any) -> Any:
-        look(frame)
-        last[frame] = frame.f_lineno
-        return local
+    def watched(frame: FrameType) -> bool:
+        return source.is_models(frame.f_code.co_filename) or frame.f_code.co_filename.startswith(CHECKERS)
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        name = frame.f_code.co_filename
-        if not source.is_models(name) and not name.startswith(CHECKERS):
+        nonlocal known, active, checked
+        if not watched(frame):
             return None
-        caller = frame.f_back
-        while caller is not None and caller not in last:
+        if (now := state()) != known:
+            known, (changed, line) = now, active
+            if changed.f_code.co_filename.startswith(CHECKERS):
+                checked = True
+            elif watched(changed):
+                lines.append((source.of_frame(changed, line), changed.f_code.co_name))
+        caller: FrameType | None = frame.f_back if event == "return" else frame
+        while caller is not None and not watched(caller):
             caller = caller.f_back
-        look(caller)  # the line that calls this may have changed it before: `super().forward(x * np.random.rand())`
-        return local
+        active = (caller, caller.f_lineno) if caller is not None else active
+        return trace
 
     old = sys.gettrace()
     sys.settrace(trace)

@@ -18,8 +18,7 @@ from shardc.features.matrices.whole import WholeMatrices
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.runtime.offload import Offload
-from shardc.runtime.zero.named_parameters import NamedParameters, inner_matrices
-from shardc.runtime.zero.optimizer import stand_in
+from shardc.runtime.zero.named_parameters import NamedParameters, inner_matrices, stand_in
 from shardc.runtime.zero.optimizer_check import has_param_shape, needs_whole
 from shardc.runtime.zero.optimizer_list import members_of
 

@@ -18,7 +18,7 @@ from shardc.api import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.zero.bucket import Bucket
-from shardc.runtime.zero.early_step import OverlappedStep
+from shardc.runtime.zero.optimizer_check import OverlappedStep
 from tests.runtime.offload.test_offload import Normalised
 
 SIZES = (6, 10, 14, 9)
