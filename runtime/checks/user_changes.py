@@ -48,10 +48,14 @@ def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
         return {}
     now = dict(model.named_parameters(remove_duplicate=False))
     errors = Errors()
+    owners: dict[int, str] = {}  # id of a tensor -> the program's parameter that holds it
     for p in program.params:
         for fqn in p.shapes:
             if fqn in now and now[fqn].requires_grad != p.requires_grad and not (p.frozen or program.forward_only):
                 _add(errors, fqn, trains=now[fqn].requires_grad)
+            if fqn in now and (other := owners.setdefault(id(now[fqn]), p.fqn)) != p.fqn:
+                fault = f"it is one tensor with {other} now, but the program has two"
+                errors.add(fault, where=fqn, fix="tie weights, or untie them, before shardc.compile")
     errors.raise_any()
     if program.eval_mode and model.training and not built:
         fault = "the model was in eval mode when it was compiled, and is in training mode now: a program has no dropout"
@@ -119,6 +123,7 @@ class Attributes:
         self._of_loss, self._tensors = of_loss, tuple(tensors)
         modules = dict(model.named_modules())
         self._hooks = {path: n for path, m in modules.items() if (n := hooks_of(m))}
+        self._kinds = {path: _kind(m) for path, m in modules.items()}
         self._values: dict[str, list[tuple[str, tuple[str, ...], Any]]] = {}
         for path, module in ((path, m) for path, m in modules.items() if path in values):
             read = [(f"{path}.{n}" if path else n, tuple(n.split(".")), v) for n, v in values[path].items()]
@@ -139,6 +144,10 @@ class Attributes:
         for path, module in modules:
             if hooks_of(module) > self._hooks.get(path, 0) and not getattr(module, "runs_hooks", False):
                 notes[path or "the model"] = _HOOKED
+            then, now = self._kinds.get(path), _kind(module)
+            if then not in (None, now) and not getattr(module, "runs_hooks", False):
+                fault = f"it was {then} when the model was compiled, and is {now} now, which a program does not see"
+                notes[f"the class of {path or 'the model'}"] = fault + _PERHAPS
             if path not in self._values:
                 continue
             for name, parts, then in self._values[path]:
@@ -161,6 +170,12 @@ class Attributes:
                     " the model was compiled: make it a buffer of the model, an entry of the batch, or compile again"
                 )
         return notes
+
+
+def _kind(m: nn.Module) -> str:
+    """Return a module's class, and whether its forward was replaced; parts of a program's module have shardc's."""
+    forward = vars(m).get("forward", hooks_of)
+    return type(m).__name__ + " with another forward" * (not getattr(forward, "__module__", "").startswith("shardc."))
 
 
 def _attribute(thing: Any, parts: Iterable[str], otherwise: Any) -> Any:

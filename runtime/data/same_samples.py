@@ -12,6 +12,7 @@ as well: such samples prove nothing, and are not compared.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -89,8 +90,11 @@ class _Digests(Dataset[Any]):
 
 
 def digest(sample: Any) -> int:
-    """Hash a nested sample: tensors, arrays (images), numbers and texts by value, anything else by type."""
-    return hashed([(name_of(path), _value(leaf)) for path, leaf in leaves(sample)])
+    """Hash a nested sample: tensors, arrays (images), numbers and texts by value, anything else by type.
+
+    The order of keys does not count: made of a set of texts, it differs in each process.
+    """
+    return hashed(sorted(((name_of(path), _value(leaf)) for path, leaf in leaves(sample)), key=itemgetter(0)))
 
 
 def _value(leaf: Any) -> Any:

@@ -129,6 +129,11 @@ class Saver:
         elif update.schedulers is not None and "scheduler" in extra:
             update.schedulers.load_state_dict(extra["scheduler"])
             update.schedule(update.schedulers)
+        elif update.schedulers is not None and rng.step:
+            self.mesh.note(
+                "scheduler: the checkpoint has none, so this one begins with its first step; to begin it at the step"
+                f" of the checkpoint, {rng.step}: load(folder, new_schedule=True), run: --new-schedule"
+            )
         if new_data:
             self._loaders.restart()
         else:
