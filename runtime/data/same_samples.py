@@ -90,10 +90,7 @@ class _Digests(Dataset[Any]):
 
 
 def digest(sample: Any) -> int:
-    """Hash a nested sample: tensors, arrays (images), numbers and texts by value, anything else by type.
-
-    The order of keys does not count: made of a set of texts, it differs in each process.
-    """
+    """Hash a nested sample: tensors, arrays, numbers and texts by value, else by type; the order of keys is ignored."""
     return hashed(sorted(((name_of(path), _value(leaf)) for path, leaf in leaves(sample)), key=itemgetter(0)))
 
 

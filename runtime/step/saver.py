@@ -130,10 +130,8 @@ class Saver:
             update.schedulers.load_state_dict(extra["scheduler"])
             update.schedule(update.schedulers)
         elif update.schedulers is not None and rng.step:
-            self.mesh.note(
-                "scheduler: the checkpoint has none, so this one begins with its first step; to begin it at the step"
-                f" of the checkpoint, {rng.step}: load(folder, new_schedule=True), run: --new-schedule"
-            )
+            note = "the checkpoint has none, so this one begins at step 0; to begin at the checkpoint's:"
+            self.mesh.note(f"scheduler: {note} load(folder, new_schedule=True), run: --new-schedule")
         if new_data:
             self._loaders.restart()
         else:

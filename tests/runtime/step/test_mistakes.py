@@ -633,6 +633,14 @@ def test_a_module_that_computes_otherwise_since_compiling_is_noted(capsys: pytes
     assert "the class of 2: it was Linear when the model was compiled, and is Linear with another forward now" in notes
 
 
+def test_weights_that_are_tied_since_compiling_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    program = shardc.compile(model, ROWS["input"], ONE, loss=lambda output, _: output.square().mean())
+    model[1].weight = model[0].weight
+    with pytest.raises(ShardcError, match=r"1.weight: it is one tensor with 0.weight now, but the program has two"):
+        program.engine(model)
+
+
 def test_ranks_freeze_and_evaluate_alike() -> None:
     def freezes(mesh: LoopbackMesh) -> None:
         module = ShardedModule(PROGRAM, MODEL, mesh=mesh)

@@ -64,8 +64,8 @@ def warmed_up(length: int) -> Schedule:
             (1e-2, lambda o: StepLR(o, 1)),
             (0, 0),
             [
-                "scheduler: the checkpoint has none, so this one begins with its first step; to begin it at the step of"
-                " the checkpoint, 3: load(folder, new_schedule=True), run: --new-schedule"
+                "scheduler: the checkpoint has none, so this one begins at step 0; to begin at the checkpoint's:"
+                " load(folder, new_schedule=True), run: --new-schedule"
             ],
         ),
         # a run that goes on with what it had
