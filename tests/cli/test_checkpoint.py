@@ -66,11 +66,13 @@ def test_two_are_compared_whatever_their_meshes(saved: Path) -> None:
 
 
 def test_a_model_of_other_shapes_is_not_exported(saved: Path) -> None:
-    text = "from torch import nn\n\ndef model():\n    return nn.ModuleDict({'emb': nn.Embedding(99, 8)})\n"
+    model = "def model():\n    net = Net()\n    net.qkv.weight = torch.nn.Parameter(torch.zeros(99, 8))\n    return net"
+    net = "import torch\nfrom tests.runtime.state.test_state import Net"
+    text = f"{net}\n\n{model}\n\ndef batch():\n    return torch.ones(4)\n"
     (saved / "larger.py").write_text(text)
     done = CliRunner().invoke(app, ["export", str(saved / "larger.py"), str(saved), str(saved / "out")])
     assert done.exit_code == 2
-    assert "emb.weight has the shape" in done.output
+    assert "qkv.weight has the shape" in done.output
     assert "name the model file of the training" in done.output
     assert not (saved / "out").exists()
 
