@@ -213,7 +213,7 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
             )
         enter(self)
 
-    def inference(self: torch.inference_mode) -> None:
+    def inference(self: Any) -> None:
         """Turn gradients off, which inference mode also does: tracing does not see the mode."""
         self._inference_mode_context = torch.no_grad() if self.mode else torch.enable_grad()
         self._inference_mode_context.__enter__()
