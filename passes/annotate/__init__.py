@@ -71,7 +71,7 @@ class Annotate(Pass):
             notes += [f"{d.where}: {d.what}: {d.fix}" for d in disagreements(spec, program).values()]
         with errors.collect():
             pin_activations(spec, program, mesh)
-        outputs = wanted_outputs(spec, program.outputs, mesh, errors, all_named=self.options.forward is True)
+        outputs = wanted_outputs(spec, program.outputs, mesh, errors, notes, all_named=self.options.forward is True)
         if isinstance(self.options.forward, OtherForward):
             outputs = self.options.forward.outputs(outputs)
         mark_methods(spec, program, mesh, _weight_axes(spec), errors)

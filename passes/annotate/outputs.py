@@ -16,11 +16,11 @@ from shardc.spec import Spec
 
 
 def wanted_outputs(
-    spec: Spec, outputs: Sequence[Output], mesh: Mesh, errors: Errors, *, all_named: bool
+    spec: Spec, outputs: Sequence[Output], mesh: Mesh, errors: Errors, notes: list[str], *, all_named: bool
 ) -> tuple[Output, ...]:
     """Return the outputs with the layout of the first entry that names each.
 
-    Adds an error for an entry that does not fit, and, if all_named, for one that matches no output.
+    Adds an error for an entry that does not fit, and for one that matches no output: if all_named, else a note.
     """
     result = list(outputs)
     for rule in reversed(spec.outputs):  # the first match wins
@@ -36,7 +36,8 @@ def wanted_outputs(
             cause = quote(spec, "outputs", rule.pattern, dims_text(rule.dims) if rule.dims is not None else "whole")
             no_effect = rule.dims is not None and not layout.items  # all its axes have one rank
             result[i] = replace(o, wanted=None if no_effect else layout, cause=cause)
-        if not matched and all_named:
-            known = f"the outputs are {', '.join(o.name for o in outputs)}"
-            errors.add(f"pattern {rule.pattern!r} matches no output", where=where, fix=known)
+        if not matched:
+            known = f"the outputs are {', '.join(o.name for o in outputs) or 'the loss alone'}"
+            fault = f"pattern {rule.pattern!r} matches no output"
+            errors.add(fault, where=where, fix=known) if all_named else notes.append(f"{where}: {fault}: {known}")
     return tuple(result)

@@ -91,7 +91,7 @@ def loader_facts(order: Order) -> list[Fact]:
 
 def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
     """Return facts of the global batch, or of the part that ranks share, such as a tensor-parallel group."""
-    tensors = {path: x for path, x in leaves(batch) if isinstance(x, Tensor)}
+    tensors = {path: x for path, x in sorted(leaves(batch), key=lambda leaf: name_of(leaf[0])) if isinstance(x, Tensor)}
     names = ", ".join(f"{name_of(path)} {type_name(x.dtype, x.shape)}" for path, x in tensors.items())
     if not local:
         form = Fact("the form of the batch", hashed(names), fix=SAME_BATCH, shown=names)

@@ -99,10 +99,14 @@ def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
     errors = Errors()
     notes: Notes = {}
     casts = not built and program.spec is not None and program.spec.precision.params is None
+    owners: dict[int, str] = {}  # id of a tensor -> the program's parameter that holds it
     for p, fqn in ((x, n) for x in program.params for n in x.shapes if n in now):
         trains, dtype = now[fqn].requires_grad, now[fqn].dtype
         if trains != p.requires_grad and not (p.frozen or program.forward_only):
             _add(errors, fqn, trains=trains)
+        if (other := owners.setdefault(id(now[fqn]), p.fqn)) != p.fqn:
+            fault = f"it is one tensor with {other} now, but the program has two"
+            errors.add(fault, where=fqn, fix="tie weights, or untie them, before shardc.compile")
         if casts and dtype.is_floating_point and dtype.itemsize < p.dtype.itemsize:
             old, new = (str(d).removeprefix("torch.") for d in (p.dtype, dtype))
             note = f"its weights were {old} when it was compiled, and are {new} now: they are held as {old} again"
@@ -143,6 +147,7 @@ class Attributes:
         self._tensors = [(line, x, version_of(x)) for line, x in tensors]
         modules = dict(model.named_modules())
         self._hooks = {path: n for path, m in modules.items() if (n := hooks_of(m))}
+        self._kinds = {path: _kind(m) for path, m in modules.items()}
         self._values: dict[str, list[tuple[str, tuple[str, ...], Any]]] = {}
         for path, module in ((path, m) for path, m in modules.items() if path in values):
             read = [(f"{path}.{n}" if path else n, tuple(n.split(".")), v) for n, v in values[path].items()]
@@ -163,6 +168,10 @@ class Attributes:
         for path, module in modules:
             if hooks_of(module) > self._hooks.get(path, 0) and not getattr(module, "runs_hooks", False):
                 notes[path or "the model"] = _HOOKED
+            then, now = self._kinds.get(path), _kind(module)
+            if then not in (None, now) and not getattr(module, "runs_hooks", False):
+                fault = f"it was {then} when the model was compiled, and is {now} now, which a program does not see"
+                notes[f"the class of {path or 'the model'}"] = fault + _PERHAPS
             if path not in self._values:
                 continue
             for name, parts, then in self._values[path]:
@@ -185,6 +194,12 @@ class Attributes:
                     " again"
                 )
         return notes
+
+
+def _kind(m: nn.Module) -> str:
+    """Return a module's class, and whether its forward was replaced; parts of a program's module have shardc's."""
+    forward = vars(m).get("forward", hooks_of)
+    return type(m).__name__ + " with another forward" * (not getattr(forward, "__module__", "").startswith("shardc."))
 
 
 def _attribute(thing: Any, parts: Iterable[str], otherwise: Any) -> Any:

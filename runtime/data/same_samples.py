@@ -12,6 +12,7 @@ as well: such samples prove nothing, and are not compared.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -89,8 +90,8 @@ class _Digests(Dataset[Any]):
 
 
 def digest(sample: Any) -> int:
-    """Hash a nested sample: tensors, arrays (images), numbers and texts by value, anything else by type."""
-    return hashed([(name_of(path), _value(leaf)) for path, leaf in leaves(sample)])
+    """Hash a nested sample: tensors, arrays, numbers and texts by value, else by type; the order of keys is ignored."""
+    return hashed(sorted(((name_of(path), _value(leaf)) for path, leaf in leaves(sample)), key=itemgetter(0)))
 
 
 def _value(leaf: Any) -> Any:

@@ -129,6 +129,9 @@ class Saver:
         elif update.schedulers is not None and "scheduler" in extra:
             update.schedulers.load_state_dict(extra["scheduler"])
             update.schedule(update.schedulers)
+        elif update.schedulers is not None and rng.step:
+            note = "the checkpoint has none, so this one begins at step 0; to begin at the checkpoint's:"
+            self.mesh.note(f"scheduler: {note} load(folder, new_schedule=True), run: --new-schedule")
         if new_data:
             self._loaders.restart()
         else:

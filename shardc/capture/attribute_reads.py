@@ -55,7 +55,8 @@ class Reads:
     training: lines that read `.training`, or call a torch module that does, except modules whose ops are switched; own:
     one of these lines is in no library, or in such a module; reading: modules whose `.training` those read. values:
     module name -> attributes that were read, with their values; of_loss: those of a loss object. touched: everything
-    that was read: (id of a module or held object, attribute or "__dict__") -> its owner.
+    that was read: (id of a module or held object, attribute or "__dict__") -> its owner. missing: what a module did not
+    have when it was read: `getattr(self, "count", 0)`.
     """
 
     training: dict[str, Source] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class Reads:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     of_loss: dict[str, Any] = field(default_factory=dict)
     touched: dict[tuple[int, str], Any] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
 
     def again(self, module: nn.Module, name: str) -> None:
         """Record a plain attribute as if forward had read it; no property runs."""
@@ -92,7 +94,7 @@ class Reads:
 
     def set_too(self, changes: Changes) -> dict[str, Source]:
         """Return the numbers that forward reads and then changes, with the line; remove these from `values`."""
-        sources = {}
+        sources = {name: changes.set[name] for name in self.missing & changes.numbers & changes.set.keys()}
         for path, values in self.values.items():
             for name in [n for n in values if (f"{path}.{n}" if path else n) in changes.set]:
                 full = f"{path}.{name}" if path else name
@@ -127,7 +129,12 @@ def recorded(model: nn.Module, changes: Changes, loss: Any = None) -> Iterator[R
         held_objects.watch(owner, LOSS, "")
 
     def read(self: nn.Module, name: str) -> Any:
-        value = super(nn.Module, self).__getattribute__(name)
+        try:
+            value = super(nn.Module, self).__getattribute__(name)
+        except AttributeError:
+            if (path := names.get(identity(self))) is not None:
+                reads.missing.add(f"{path}.{name}" if path else name)
+            raise
         if name in _OF_TORCH:
             return value
         if name not in _OF_EVERY_MODULE or (

@@ -191,9 +191,15 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
             )
         enter(self)
 
+    def inference(self: Any) -> None:
+        """Turn gradients off, which inference mode also does: tracing does not see the mode."""
+        self._inference_mode_context = torch.no_grad() if self.mode else torch.enable_grad()
+        self._inference_mode_context.__enter__()
+
     grad, put, enter, seeded = Tensor.requires_grad_, nn.Module._apply, torch.no_grad.__enter__, torch.manual_seed
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.no_grad, "__enter__", without_gradients))
+        stack.enter_context(mock.patch.object(torch.inference_mode, "__enter__", inference))
         for norm in (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm):
             stack.enter_context(mock.patch.object(norm, "forward", _counting(norm.forward)))
         stack.enter_context(mock.patch.object(nn.Module, "_apply", moved))

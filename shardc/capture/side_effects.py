@@ -33,10 +33,11 @@ class Changes:
     """Attributes that a forward set, by their full name, and where.
 
     created: parameters, buffers and modules that it added. written: all that it assigned so far, even an equal value;
-    assigned: how often, also to objects that modules hold.
+    numbers: those that were a number; assigned: how often, also to objects that modules hold.
     """
 
     written: set[str] = field(default_factory=set)
+    numbers: set[str] = field(default_factory=set)
     set: dict[str, Source] = field(default_factory=dict)
     created: dict[str, Source] = field(default_factory=dict)
     assigned: int = 0
@@ -80,12 +81,13 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
         place = lines[identity(self), name] = source.of_call()
         registered = any(name in self.__dict__.get(h, ()) for h in _HELD)
         if identity(self) in names:
+            full = _join(names[identity(self)], name)
             changes.assigned += 1
-            changes.written.add(_join(names[identity(self)], name))
-        if (
-            identity(self) in names and not registered and self.__dict__.get(name, changes) is not value
-        ):  # export itself may set it back
-            changes.set[_join(names[identity(self)], name)] = place
+            changes.written.add(full)
+            if type(value) in (int, float):
+                changes.numbers.add(full)
+            if not registered and self.__dict__.get(name, changes) is not value:  # export itself may set it back
+                changes.set[full] = place
         original(self, name, value)
 
     try:

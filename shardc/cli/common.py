@@ -305,5 +305,7 @@ def _mesh_sizes(options: list[str]) -> dict[str, int]:
         axis, _, size = pair.partition("=")
         if not axis or not re.fullmatch(r"-?[0-9]{1,18}", size):
             raise ShardcError(f"{pair!r} does not name an axis and its size", where="--mesh", fix="e.g. dp=4,tp=1")
+        if axis in sizes:
+            raise ShardcError(f"{axis} has two sizes, {sizes[axis]} and {size}", where="--mesh", fix="keep one of them")
         sizes[axis] = int(size)
     return sizes

@@ -11,7 +11,7 @@ import typer
 
 from shardc.cli.common import check_outputs, reporting
 from shardc.cli.options import DebugOption
-from shardc.errors import ShardcError
+from shardc.errors import Errors, ShardcError
 
 if TYPE_CHECKING:
     from shardc.cli.model_file import ModelFile
@@ -47,6 +47,7 @@ def command(
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
         from shardc.runtime.state.sliced_tensors import whole
+        from shardc.runtime.state.sources import check_names
         from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
         from shardc.runtime.state.weight_files import contains_checkpoint, open_weights
 
@@ -63,10 +64,10 @@ def command(
         state = named_state(built)
         first = {id(x): n for n, x in reversed(state.items())}
         ties = {n: first[id(x)] for n, x in state.items() if first[id(x)] != n}
-        lacking = [n for n in state if n not in ties and n not in stored]
-        if lacking:
-            fault = f"the checkpoint lacks {len(lacking)} of the model's {len(state)} tensors, such as {lacking[0]}"
-            raise ShardcError(fault, where=str(checkpoint), fix="name the model file of the training")
+        wanted, present = ({n: tuple(x.shape) for n, x in y.items() if n not in ties} for y in (state, stored))
+        fix = "name the model file of the training"
+        check_names(errors := Errors(), wanted, present, present, str(checkpoint), fix)
+        errors.raise_any()
         tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in state if n not in ties}
         carried = file.weights if file.weights is not None and file.weights.is_dir() else recipe.folder
         chosen = getattr(torch, dtype) if dtype is not None else None

@@ -72,6 +72,9 @@ class Net(nn.Module):
         elif self.kind == "counter":
             self.calls += 1
             y = y * 0 if self.calls > 100 else y
+        elif self.kind == "counter that forward makes":
+            self.more = getattr(self, "more", 0) + 1
+            y = y * 0 if self.more > 100 else y
         elif self.kind == "reset":
             self.calls = 0
             self.calls += 1
@@ -260,6 +263,8 @@ def test_a_number_that_forward_reads_and_sets_is_a_note() -> None:
     (note,) = capture(net("counter"), BATCH).notes
     assert "forward sets 'calls', which it reads (self.calls += 1): a program uses its first value" in note
     assert note.startswith("test_attribute_reads.py:")
+    (note,) = capture(net("counter that forward makes"), BATCH).notes
+    assert "forward sets 'more', which it reads (self.more = getattr(self," in note
     assert capture(net("reset"), BATCH).notes == ()
 
 

@@ -271,6 +271,25 @@ def test_no_grad_regions() -> None:
     assert torch.allclose(grads(program, model, X)["fc.weight"], want, rtol=1e-6)
 
 
+def test_inference_mode_is_no_grad() -> None:
+    """Also where nothing compares the graph with the model: tracing does not see the mode."""
+
+    @torch.inference_mode()
+    def mean(y: Tensor) -> Tensor:
+        return y.abs().mean()
+
+    def forward(self: Net, y: Tensor) -> Tensor:
+        with torch.inference_mode():
+            scale = mean(y)
+            with torch.inference_mode(False):
+                inner = self.fc.weight.sum()
+        return (y / scale.clone()).pow(2).sum() + inner
+
+    model = Net(forward)
+    want = torch.autograd.grad(model(X), [model.fc.weight])[0]
+    assert torch.allclose(grads(capture(model, X, prove=False), model, X)["fc.weight"], want, rtol=1e-6)
+
+
 def test_what_a_no_grad_region_gives_back_as_it_is_keeps_its_gradient() -> None:
     """`y.to(y.dtype)` is y: the trace calls it by that name from there on."""
 

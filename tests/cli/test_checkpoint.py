@@ -65,6 +65,18 @@ def test_two_are_compared_whatever_their_meshes(saved: Path) -> None:
     assert call("diff", saved, saved) == (0, "the checkpoints are the same\n")
 
 
+def test_a_model_of_other_shapes_is_not_exported(saved: Path) -> None:
+    model = "def model():\n    net = Net()\n    net.qkv.weight = torch.nn.Parameter(torch.zeros(99, 8))\n    return net"
+    net = "import torch\nfrom tests.runtime.state.test_state import Net"
+    text = f"{net}\n\n{model}\n\ndef batch():\n    return torch.ones(4)\n"
+    (saved / "larger.py").write_text(text)
+    done = CliRunner().invoke(app, ["export", str(saved / "larger.py"), str(saved), str(saved / "out")])
+    assert done.exit_code == 2
+    assert "qkv.weight has the shape" in done.output
+    assert "name the model file of the training" in done.output
+    assert not (saved / "out").exists()
+
+
 def test_old_ones_are_removed(saved: Path) -> None:
     assert said("prune", saved, "--keep", 1)[1] == {"removed": [str(saved / "checkpoint" / "step-000001")]}
     assert call("prune", saved) == (0, "there was nothing to remove\n")

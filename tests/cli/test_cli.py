@@ -449,6 +449,7 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
         "'tp' does not name an axis and its size",
         "dp=4,tp=1",
     ),
+    ("two sizes", ["compile", "model.py", "spec.yaml", "--mesh", "tp=2,tp=4"], "tp has two sizes, 2 and 4", "keep one"),
     ("unknown --set", ["compile", "model.py", "spec.yaml", "--set", "data.zerro=1"], "zerro", "zero"),
     ("a folder that is no artifact", ["inspect", "."], "is not a shardc artifact", "shardc compile -o DIR"),
     ("a folder to compile", ["compile", "."], "is a folder", "name a model file"),

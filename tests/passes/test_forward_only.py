@@ -283,6 +283,14 @@ def test_outputs_of_a_spec_that_cannot_be() -> None:
         compiled({"1": "tp"}, {"tp": 2})
 
 
+def test_an_output_that_a_training_program_does_not_have_is_a_note() -> None:
+    """One spec may be for training and for a forward-only program."""
+    model, batch = zoo.gpt()
+    spec = {"shardc": 1, "mesh": {"tp": 2}, **TP, "outputs": {"logits": {2: "tp"}}}
+    notes = shardc.compile(model, batch, spec, loss=lambda output, batch: output[0]).notes
+    assert "spec: outputs.logits: pattern 'logits' matches no output: the outputs are the loss alone" in notes
+
+
 def test_outputs_beside_a_loss() -> None:
     """As split as the spec says, too."""
     model, batch = zoo.gpt()

@@ -145,6 +145,7 @@ def test_digests() -> None:
 
     same = [lambda: {"a": [1, 2.0], "b": (torch.ones(2, 2), np.ones(3), b"x", Own(), Image())}] * 2
     assert digest(same[0]()) == digest(same[1]())
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 2, "b": 1})
     assert (
         len({digest(x) for x in (1, 1.0, "1", b"1", [1], torch.ones(1), np.ones(1), np.ones(2), Own(), Image())}) == 10
     )

@@ -168,6 +168,23 @@ def test_a_difference_between_ranks_is_an_error_on_all(work: Callable[[LoopbackM
     assert len(set(loopback(PROGRAM.mesh, caught))) == 1
 
 
+def test_the_order_of_keys_is_no_difference() -> None:
+    """Made of a set of texts, it differs in each process."""
+
+    def work(mesh: LoopbackMesh) -> float:
+        engine = Engine(compiled_pair, model, mesh=mesh)
+        order = reversed(batch) if mesh.rank else iter(batch)
+        return float(engine.step({name: batch[name] for name in order}))
+
+    model, batch = nn.Bilinear(4, 4, 4).double(), {"input1": torch.ones(8, 4).double(), "input2": torch.eye(8).double()}
+    batch["input2"] = batch["input2"][:, :4]
+    compiled_pair = shardc.compile(
+        model, batch, {"shardc": 1, "mesh": {"dp": 4}}, loss=lambda output, _: output.square().mean()
+    )
+    want = float(model(**batch).detach().square().mean())
+    assert loopback(compiled_pair.mesh, work) == pytest.approx([want] * 4, rel=1e-12)
+
+
 def test_broadcast_gives_every_rank_the_weights_of_rank_0() -> None:
     def work(mesh: LoopbackMesh) -> dict[str, torch.Tensor]:
         return Engine(PROGRAM, net(seed=mesh.rank), mesh=mesh, broadcast=True).full_state_dict()

@@ -629,6 +629,26 @@ def test_a_hook_that_came_after_compiling_is_told(capsys: pytest.CaptureFixture[
     assert "note: up: a hook was added after the model was compiled, and never runs" in capsys.readouterr().err
 
 
+def test_a_module_that_computes_otherwise_since_compiling_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    program = shardc.compile(model, ROWS["input"], ONE, loss=lambda output, _: output.square().mean())
+    program.module(model)(ROWS["input"]).backward()
+    assert "the class" not in capsys.readouterr().err
+    model[1], model[2].forward = nn.GELU(), torch.tanh
+    program.engine(model)
+    notes = capsys.readouterr().err
+    assert "the class of 1: it was ReLU when the model was compiled, and is GELU now" in notes
+    assert "the class of 2: it was Linear when the model was compiled, and is Linear with another forward now" in notes
+
+
+def test_weights_that_are_tied_since_compiling_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    program = shardc.compile(model, ROWS["input"], ONE, loss=lambda output, _: output.square().mean())
+    model[1].weight = model[0].weight
+    with pytest.raises(ShardcError, match=r"1.weight: it is one tensor with 0.weight now, but the program has two"):
+        program.engine(model)
+
+
 def test_ranks_freeze_and_evaluate_alike() -> None:
     def freezes(mesh: LoopbackMesh) -> None:
         module = ShardedModule(PROGRAM, MODEL, mesh=mesh)

@@ -59,6 +59,15 @@ def warmed_up(length: int) -> Schedule:
             (0, 0),
             ["T_max of CosineAnnealingLR, number 1 of SequentialLR: the checkpoint's 10 is used, not 20", TODAY],
         ),
+        (
+            (1e-2, None),
+            (1e-2, lambda o: StepLR(o, 1)),
+            (0, 0),
+            [
+                "scheduler: the checkpoint has none, so this one begins at step 0; to begin at the checkpoint's:"
+                " load(folder, new_schedule=True), run: --new-schedule"
+            ],
+        ),
         # a run that goes on with what it had
         ((1e-2, lambda o: StepLR(o, 1)), (1e-2, lambda o: StepLR(o, 1)), (0, 0), []),
         ((1e-2, warmed_up(10)), (1e-2, warmed_up(10)), (4, 4), []),
