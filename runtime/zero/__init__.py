@@ -4,7 +4,6 @@
                        graphs decide when each starts: shardc.passes.joint.write)
     buckets            all buckets of a rank: when each starts its sum, and when the sum is waited for
     flat_partition     where each parameter is in a bucket's flat buffer, and which part a rank owns
-    rounded_gather     gathers a bucket of parameters that are rounded to float8 before
     optimizer          makes the user's optimizer update this rank's shards of parameters
     optimizer_check    tests on a small copy whether an optimizer may be sharded, or may step bucket by bucket
     early_step         steps the optimizer bucket by bucket, while later gradients are still being summed

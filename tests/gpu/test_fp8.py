@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardc.runtime.ops import fp8
-from shardc.runtime.ops.fp8 import kernel as fp8_kernel
-from shardc.runtime.ops.fp8 import products as fp8_products
-from shardc.runtime.ops.fp8.recipe import RECIPES
+from shardc.features.fp8 import kernel as fp8_kernel
+from shardc.features.fp8 import products as fp8_products
+from shardc.features.fp8 import rounding as fp8
+from shardc.features.fp8.recipe import RECIPES
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -1,6 +1,6 @@
 """Round to float8 (`cast`), and find rows' largest scaled numbers (`largest`), by Triton kernels.
 
-They have the arithmetic of torch's casts in shardc.runtime.ops.fp8.casts, on the bits of float32, so that the results
+They have the arithmetic of torch's casts in casts, on the bits of float32, so that the results
 are equal bit for bit, and a GPU needs no float8 type. A granule's scale is computed from its largest number in
 registers.
 """
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardc.runtime.ops.fp8.format import EXPONENTS, FORMATS, NAN
+from shardc.features.fp8.format import EXPONENTS, FORMATS, NAN
 
 #: Elements that one program computes; at most this many in a row.
 TILE = 2048

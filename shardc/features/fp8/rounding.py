@@ -18,10 +18,6 @@ row; (0, 0) one scale; (1, 32) one for each 32 features of a row.
 Scales are those of torchao's float8 (`round_scales_to_power_of_2`) and of the OCP's MX formats, except at the very top:
 a scale is the largest with which the largest element still rounds to a number. Then it is also the scale of the rounded
 values.
-
-format, recipe      the two formats, and how products use them
-casts, cast_kernel  rounding, on the CPU and as a Triton kernel
-products, kernel    products of rounded factors, and torch's kernels for them
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops.fp8.casts import blocks, cast, of_columns, scaled, wide
+from shardc.features.fp8.casts import blocks, cast, of_columns, scaled, wide
 from shardc.runtime.ops.with_backward import with_backward
 
 Granule = Sequence[int]

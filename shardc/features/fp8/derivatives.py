@@ -1,23 +1,24 @@
-"""Write the rules of float8 rounding and of 8-bit products by hand (shardc.runtime.ops.fp8.products)."""
+"""Write the rules of float8 rounding and of 8-bit products by hand (products)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+from shardc.features.fp8.products import fp8_grad_of_data, fp8_grad_of_weight
+from shardc.features.fp8.rounding import fp8_grad, fp8_round_grad
 from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.derivatives.record import Ref, Type
 from shardc.passes.joint.derivatives.rule import Request, Rule
 from shardc.passes.joint.derivatives.template import Template
 from shardc.passes.joint.derivatives.transposed import Lines
-from shardc.runtime import ops
 
 
 def rounded(rank: Rank, call: Template, request: Request) -> Rule:
     """Return the rule of `fp8_round`, which passes the gradient on, or of `fp8_grad`, which rounds it."""
     w, g = Lines(rank, call, request), Ref("g")
-    if call.target is ops.fp8_grad:
-        g = w.call(ops.fp8_round_grad, g, *call.args[1:], type_=request.tangents[0], **call.kwargs)
+    if call.target is fp8_grad:
+        g = w.call(fp8_round_grad, g, *call.args[1:], type_=request.tangents[0], **call.kwargs)
     grads: list[Ref | None] = [None] * len(request.operands)
     grads[call.args[0].index] = g
     return w.rule(grads, "transposed")
@@ -36,8 +37,8 @@ def product(rank: Rank, call: Template, request: Request) -> Rule:
             like = request.operands[at.index]
             grads[at.index] = w.call(target, Ref("g"), *args, *how, type_=_contiguous(like))
 
-    made(x, ops.fp8_grad_of_data, weight, amax)
-    made(weight, ops.fp8_grad_of_weight, kept)
+    made(x, fp8_grad_of_data, weight, amax)
+    made(weight, fp8_grad_of_weight, kept)
     return w.rule(grads, "product")
 
 

@@ -10,8 +10,8 @@
              y_biased = add(y_fp8, b)
 
 The pass edits the graph of one device, so one device computes the same, and later passes split it like any other ops.
-Rounded values keep their dtype, which loses nothing (shardc.runtime.ops.fp8). They are sent and kept as 8 bits, and
-multiplied as 8 bits where a kernel exists (shardc.runtime.ops.fp8.products). The pass runs before placement, because
+Rounded values keep their dtype, which loses nothing (rounding). They are sent and kept as 8 bits, and
+multiplied as 8 bits where a kernel exists (products). The pass runs before placement, because
 the largest values of split granules must be compared over ranks, and after all passes that match layers by shape.
 """
 
@@ -25,18 +25,26 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors, ShardcError
+from shardc.features.fp8 import derivatives, section
+from shardc.features.fp8.experts import fp8_experts
+from shardc.features.fp8.packed_inputs import PackedInputs
+from shardc.features.fp8.products import fp8_linear
+from shardc.features.fp8.recipe import ALIGNED, BLOCK, RECIPES, Recipe, along
+from shardc.features.fp8.rounding import fp8_amax, fp8_grad, fp8_round, granules
+from shardc.features.fp8.weights import how_rounded
 from shardc.ir.graph import calls, copy_graph, source_of, value_of
 from shardc.ir.metadata import Value
 from shardc.ir.patterns import names_weight
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
+from shardc.passes import Entry
 from shardc.passes.base import Pass
 from shardc.rules.experts import DOWN, DOWN_BIAS, TRANSPOSED, UP, UP_BIAS
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import PRODUCTS, factors
-from shardc.runtime.ops.fp8 import granules
-from shardc.runtime.ops.fp8.recipe import ALIGNED, BLOCK, RECIPES, Recipe, along
 from shardc.spec.names import Names
+
+__all__ = ["DERIVATIVES", "PASSES", "how_rounded"]
 
 aten = torch.ops.aten
 _CAST = aten._to_copy.default
@@ -50,13 +58,13 @@ class Products(Pass):
     """Rounds what the chosen linear layers multiply. Notes the layers that it leaves as they are, and why."""
 
     def applies(self, program: Program) -> bool:
-        return self.spec.precision.products is not None
+        return section.of(self.spec) is not None
 
     def run(self, program: Program) -> Program:
-        products = self.spec.precision.products
+        products = section.of(self.spec)
         assert products is not None
         where = self.spec.where(("precision", "products"))
-        self._check(program, where)
+        self._check(products, program, where)
         graph = copy_graph(program.graph)
         writer = _Writer(graph, products.recipe)
         left: dict[str, list[str]] = {}
@@ -85,10 +93,8 @@ class Products(Pass):
             notes.append(f"{where}: {products.recipe} found no linear layer to compute in 8 bits")
         return replace(program, graph=graph, notes=(*program.notes, *notes))
 
-    def _check(self, program: Program, where: str) -> None:
+    def _check(self, products: section.Products, program: Program, where: str) -> None:
         """Raise ShardcError for settings that change one device's numbers, and for patterns without a match."""
-        products = self.spec.precision.products
-        assert products is not None
         if self.spec.precision.compute == "float16":
             fault = (
                 f"products: {products.recipe} with compute: float16, which has no numbers for float8 times its scale"
@@ -103,10 +109,7 @@ class Products(Pass):
             raise ShardcError(fault, where=where, fix="write fp8-rowwise or mxfp8, or microbatches: 1")
         errors = Errors()
         names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
-        patterns = [text.removeprefix("!") for text in products.match]
-        names.check_weights(
-            ((("precision", "products"), x, False) for x in patterns if x != "*"), self.spec.where, errors
-        )
+        names.check_weights(section.patterns(products), self.spec.where, errors)
         errors.raise_any()
 
 
@@ -160,6 +163,17 @@ class _Chosen:
         return False
 
 
+_PRODUCTS = "after all that finds linear layers by shape; before place: its ops are placed too"
+_PACKED_INPUTS = "after partition: it reads operands' layouts; before recompute counts bytes"
+#: Each with the pass that it follows.
+PASSES = (
+    ("forward_only", Entry("products", Products, _PRODUCTS)),
+    ("loss_chunks", Entry("packed_inputs", PackedInputs, _PACKED_INPUTS)),
+)
+#: Rules of backward, by op (shardc.passes.joint.derivatives).
+DERIVATIVES = {fp8_round: derivatives.rounded, fp8_grad: derivatives.rounded, fp8_linear: derivatives.product}
+
+
 def _unfit(product: fx.Node, multiple: int) -> str:
     """Return why a product is not computed in 8 bits; "" if it is."""
     x, w, _ = factors(product.target, product.args)
@@ -207,11 +221,11 @@ class _Writer:
         with self.graph.inserting_before(node):
             x8 = self._round(x, along(recipe.x, len(value_of(x).shape)), node)
             amax = self._amax(w, recipe.of_weight(transposed), node)
-        node.target, node.args = ops.fp8_linear, (x8, w, amax, self.name, *([True] if transposed else []))
+        node.target, node.args = fp8_linear, (x8, w, amax, self.name, *([True] if transposed else []))
         y, name = node, node.name
         if v.requires_grad:
             how = recipe.gradient, along(recipe.grad, len(v.shape))
-            y = self._behind(y, ops.fp8_grad, (y, amax if recipe.rows else None, *how), f"{name}_fp8")
+            y = self._behind(y, fp8_grad, (y, amax if recipe.rows else None, *how), f"{name}_fp8")
         if bias is not None:
             y = self._behind(y, aten.add.Tensor, (y, bias), f"{name}_biased")
         for user in users if y is not node else ():
@@ -229,21 +243,21 @@ class _Writer:
         with self.graph.inserting_before(node):
             x8 = self._round(x, (1, 0), node)
             scales = (self._amax(up, granule, node), self._amax(down, granule, node))
-        node.target, node.args = ops.fp8_experts, (x8, *node.args[1:TRANSPOSED], transposed, *scales)
+        node.target, node.args = fp8_experts, (x8, *node.args[1:TRANSPOSED], transposed, *scales)
 
     def _amax(self, x: fx.Node, granule: tuple[int, ...], product: fx.Node) -> fx.Node:
         """Return the granules' largest values, computed once for all products that take x."""
         if (x, granule) not in self.found:
             v = value_of(x)
             scales = Value(granules(v.shape, granule), torch.promote_types(v.dtype, torch.float32), False)
-            self.found[x, granule] = self._call(ops.fp8_amax, (x, granule), f"{x.name}_amax", scales, product)
+            self.found[x, granule] = self._call(fp8_amax, (x, granule), f"{x.name}_amax", scales, product)
         return self.found[x, granule]
 
     def _round(self, x: fx.Node, granule: tuple[int, ...], product: fx.Node) -> fx.Node:
         """Return the rounded value, computed once for all products that take x."""
         if (x, granule, "e4m3") not in self.found:
             args = (x, self._amax(x, granule, product), "e4m3", granule)
-            self.found[x, granule, "e4m3"] = self._call(ops.fp8_round, args, f"{x.name}_fp8", value_of(x), product)
+            self.found[x, granule, "e4m3"] = self._call(fp8_round, args, f"{x.name}_fp8", value_of(x), product)
         return self.found[x, granule, "e4m3"]
 
     def _behind(self, y: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops.fp8.format import EXPONENTS, FORMATS, NAN
+from shardc.features.fp8.format import EXPONENTS, FORMATS, NAN
 
 torch.library.define(
     "shardc::fp8_cast",
@@ -106,10 +106,10 @@ def _empty(x: Tensor, amax: Tensor, kind: str) -> Tensor:
 def _kernels() -> Any:
     """Import the Triton kernels; return None without Triton (it comes with torch for CUDA on Linux)."""
     try:
-        from shardc.runtime.ops.fp8 import cast_kernel as fp8_cast_kernel
+        from shardc.features.fp8 import cast_kernel
     except ModuleNotFoundError:
         return None
-    return fp8_cast_kernel
+    return cast_kernel
 
 
 def by_kernel(

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops import fp8
-from shardc.runtime.ops.fp8.casts import _empty, by_torch, row_amax_by_torch
+from shardc.features.fp8 import rounding as fp8
+from shardc.features.fp8.casts import _empty, by_torch, row_amax_by_torch
 from tests.triton_interpreter import interpreted
 
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[ModuleType]:
-    with interpreted("fp8.cast_kernel") as module:
+    with interpreted("shardc.features.fp8.cast_kernel") as module:
         yield module
 
 

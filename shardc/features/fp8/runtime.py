@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.features.fp8 import casts, rounding
 from shardc.ir.buckets import Bucket, Rounded
 from shardc.runtime.mesh import Work
-from shardc.runtime.ops import fp8
-from shardc.runtime.ops.fp8 import casts as fp8_cast
 from shardc.runtime.zero.flat_partition import Flat, FlatShard
 
 
@@ -37,7 +36,7 @@ def scale_bytes(bucket: Bucket, flat: Flat, names: tuple[str, ...]) -> dict[tupl
     sizes: dict[tuple[str, ...], int] = {}
     for shape, how in zip(flat.shapes, bucket.rounded, strict=True):
         axes = axes_of(bucket, how, names)
-        sizes[axes] = sizes.get(axes, 0) + 4 * math.prod(fp8.granules(shape, how.granule))
+        sizes[axes] = sizes.get(axes, 0) + 4 * math.prod(rounding.granules(shape, how.granule))
     return sizes
 
 
@@ -91,7 +90,7 @@ class RoundedGather:
                 s = self._stretches[name]
                 if s.run.size:
                     low = x.storage_offset() - part.storage_offset()
-                    narrow = fp8_cast.narrow(s.as_rows(x), s.of_scales(scales[name]), *self._how(name))
+                    narrow = casts.narrow(s.as_rows(x), s.of_scales(scales[name]), *self._how(name))
                     message[low : low + x.numel()] = s.of_rows(narrow.view(torch.uint8))
             messages = message.new_empty(self._flat.padded)
             whole = torch.empty(self._flat.padded, dtype=part.dtype, device=part.device)
@@ -104,7 +103,7 @@ class RoundedGather:
                 for name, start, shape in self._places():
                     size = math.prod(shape)
                     x = messages[start : start + size].view(shape)
-                    whole[start : start + size] = fp8_cast.wide(x, scales[name], part.dtype, *self._how(name)).view(-1)
+                    whole[start : start + size] = casts.wide(x, scales[name], part.dtype, *self._how(name)).view(-1)
 
         return whole, Work(work, wide, messages)
 
@@ -121,13 +120,13 @@ class RoundedGather:
         for name, x in slices.items():
             s, how = self._stretches[name], self._hows[name]
             wide = torch.promote_types(x.dtype, torch.float32)
-            largest[name] = x.new_zeros(fp8.granules(s.run.shape, how.granule), dtype=wide)
+            largest[name] = x.new_zeros(rounding.granules(s.run.shape, how.granule), dtype=wide)
             if s.run.size:
-                s.of_scales(largest[name]).copy_(fp8.fp8_amax(s.as_rows(x), how.granule))
+                s.of_scales(largest[name]).copy_(rounding.fp8_amax(s.as_rows(x), how.granule))
             groups.setdefault(axes_of(self._bucket, how, self._mesh.layout.names), []).append(name)
         for axes, names in groups.items():
             flat = torch.cat([largest[n].view(-1) for n in names])
             flat = self._mesh.all_reduce(flat, axes, op="max", direction=direction, tag=self._tag)
             for n, part in zip(names, flat.split([largest[n].numel() for n in names]), strict=True):
                 largest[n] = part.view(largest[n].shape)
-        return {n: fp8_cast.exponents(x, self._hows[n].format) for n, x in largest.items()}
+        return {n: casts.exponents(x, self._hows[n].format) for n, x in largest.items()}

@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardc.cost.ledger import Ledger
+from shardc.features.fp8 import kernel as fp8_kernel
+from shardc.features.fp8 import products as fp8_products
+from shardc.features.fp8 import rounding as fp8
+from shardc.features.fp8.recipe import RECIPES, along
 from shardc.machine.work import Op
-from shardc.runtime.ops import fp8
-from shardc.runtime.ops.fp8 import kernel as fp8_kernel
-from shardc.runtime.ops.fp8 import products as fp8_products
-from shardc.runtime.ops.fp8.recipe import RECIPES, along
 from shardc.torch_private import TorchDispatchMode, multiplies_float8_on_cpu
 
 KERNEL = torch.ops.aten._scaled_mm_v2.default
