@@ -6,7 +6,7 @@ reads the apps that its settings list; shardc.features lists the files and names
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -33,7 +33,7 @@ def registered(file: str, name: str, features: Iterable[str] = FEATURES) -> Iter
 
 
 @cache
-def table(file: str, name: str) -> Mapping[Any, Any]:
+def table(file: str, name: str) -> dict[Any, Any]:
     """Return the entries of the tables that all features' `file` call `name`."""
     return {key: value for entries in registered(file, name) for key, value in entries.items()}
 

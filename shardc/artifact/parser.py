@@ -336,8 +336,8 @@ class _Reader:
 
     def _resolve(self, path: tuple[str, ...], text: str, line: int) -> Any:
         of_ours = path[:1] == ("ops",) and len(path) == 2
-        if of_ours and (op := ops.named(path[1], joint=self.joint)) is not None:
-            return op
+        if of_ours and (known := ops.named(path[1], joint=self.joint)) is not None:
+            return known
         if path[:1] == ("aten",):
             path = ("torch", "ops", *path)
         # only ops: other attributes of torch.ops load a library, or name the loaded files

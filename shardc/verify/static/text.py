@@ -222,8 +222,10 @@ class Text:
 
     def _as_bytes(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[fx.Node]:
         """Return the line that computes a call's result as bytes, if there is one: it may be instead or beside."""
-        as_bytes = table("proof", "AS_BYTES").get(target)
-        line = self.by_call.get(call_key(*as_bytes(*args), kwargs, self.one)) if as_bytes else None
+        if (as_bytes := table("proof", "AS_BYTES").get(target)) is None:
+            return []
+        target, args = as_bytes(*args)
+        line = self.by_call.get(call_key(target, args, kwargs, self.one))
         return [line] if line is not None else []
 
     def _shows(self, line: fx.Node, layouts: tuple[Layout, ...]) -> bool:
