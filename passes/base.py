@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardc.ir.other_forward import OtherForward
+from shardc.ir.outputs import OtherForward
 from shardc.ir.program import Program
 from shardc.spec import Spec
 

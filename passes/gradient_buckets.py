@@ -12,14 +12,13 @@ import torch
 from torch import fx
 
 from shardc.errors import ShardcError
-from shardc.ir.buckets import Bucket, Rounded
 from shardc.ir.graph import copy_graph, source_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PartialGrad, Shard
 from shardc.ir.program import Program
 from shardc.ir.source import Source
-from shardc.ir.stored import Param
+from shardc.ir.stored import Bucket, Param, Rounded
 from shardc.ir.types import full_op_name
 from shardc.optional import registered
 from shardc.passes.base import Pass

@@ -29,7 +29,7 @@ from shardc.cost.measured.device_file import of_spec
 from shardc.errors import ShardcError
 from shardc.ir import program as ir
 from shardc.ir.offload import OffloadPlaces
-from shardc.ir.other_forward import OtherForward
+from shardc.ir.outputs import OtherForward
 from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner, with_features
 from shardc.passes.annotate import model_plan
 from shardc.passes.annotate.inputs import with_microbatches

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.api import Program
-from shardc.ir.buckets import Bucket
 from shardc.ir.graph import copy_graph
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL_GRAD, Layout, Placement, Shard
 from shardc.ir.stage import Stage
-from shardc.ir.stored import Buffer, Input, Param
+from shardc.ir.stored import Bucket, Buffer, Input, Param
 from shardc.passes.joint import with_joint_graphs
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback

@@ -14,13 +14,12 @@ import torch
 from torch import fx
 
 from shardc.api import Program
-from shardc.ir.buckets import Bucket
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import Layout
 from shardc.ir.source import Source
 from shardc.ir.stage import Stage
-from shardc.ir.stored import Buffer, Input, Param
+from shardc.ir.stored import Bucket, Buffer, Input, Param
 from shardc.ir.type_text import parse
 from shardc.runtime import ops
 

@@ -27,7 +27,7 @@ from torch import fx
 from shardc.errors import Errors
 from shardc.ir.graph import copy_graph, placeholders
 from shardc.ir.mesh import Mesh
-from shardc.ir.other_forward import OtherForward
+from shardc.ir.outputs import OtherForward
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.passes.annotate import kv_heads, model_plan, padding, structure, to_spec

@@ -29,7 +29,7 @@ from torch import fx
 
 from shardc.ir.fused_regions import moved, region_of
 from shardc.ir.graph import source_of, values_of
-from shardc.ir.pairs import role
+from shardc.ir.stage import mesh_or_rng
 from shardc.layer_names import layer_of
 from shardc.passes.joint.derivatives.record import is_view
 from shardc.passes.joint.memory import Sizes, shares_operand
@@ -163,7 +163,7 @@ class _Cut:
             return False
         region = region_of(0, lines)
         one_by_one, together = moved(region, fuses, self._sizes.bytes_of, shares_memory)
-        return any(not role(x) for x in region.takes) and one_by_one - together >= LEAST_SAVED
+        return any(not mesh_or_rng(x) for x in region.takes) and one_by_one - together >= LEAST_SAVED
 
 
 def shares_memory(n: fx.Node) -> bool:
@@ -178,7 +178,7 @@ def fuses(n: fx.Node) -> bool:
 
 def _compiles(n: fx.Node) -> bool:
     """Return whether the compiler takes a line."""
-    values = [v for x in (n, *n.all_input_nodes) if not role(x) for v in values_of(x) or (None,)]
+    values = [v for x in (n, *n.all_input_nodes) if not mesh_or_rng(x) for v in values_of(x) or (None,)]
     if any(v is None or v.dtype not in _DTYPES for v in values):
         return False
     if not isinstance(n.target, OpOverload):

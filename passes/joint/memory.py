@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.buckets import Bucket
 from shardc.ir.conversions import BY_OP
 from shardc.ir.graph import values_of
 from shardc.ir.program import Program
+from shardc.ir.stored import Bucket
 from shardc.passes.joint.derivatives.record import is_view
 from shardc.passes.joint.seconds import Work
 from shardc.runtime import ops

@@ -10,7 +10,7 @@ Each line may run while the other half waits for a collective (an overlapped pai
         ...
 
 Both halves are the lines of the stages' graphs. Names of the second microbatch have a prefix (`back_`, for a second
-forward `next_`, see shardc.ir.pairs); parameters are the same. So are random numbers, and the order of gradients, of
+forward `next_`, see shardc.ir.stage); parameters are the same. So are random numbers, and the order of gradients, of
 buckets and of collectives within each half: the numbers are equal to those of one half after the other, to the bit.
 Each half gathers its own buckets of ZeRO 3; a second forward gathers one when the first one's gather has ended.
 
@@ -30,9 +30,8 @@ from typing import Any
 from torch import fx
 
 from shardc.ir.graph import copy_graph
-from shardc.ir.pairs import Pair, prefix_of, shared
 from shardc.ir.program import Program
-from shardc.ir.stage import Joint
+from shardc.ir.stage import Joint, Pair, names_in_both, second_prefix
 from shardc.passes.joint.memory import Memory, Sizes
 from shardc.passes.joint.overlap import OrderedGraph, ScheduledLine, best_order, within
 from shardc.passes.joint.seconds import Seconds
@@ -52,7 +51,7 @@ def pairs_of(
         forward, other = program.stages[f].joint, program.stages[t].joint
         assert forward is not None
         assert other is not None
-        prefix = prefix_of(kind, forward.forward)
+        prefix = second_prefix(kind, forward.forward)
         second = _whole(other, seconds, sizes) if kind == "FB" else other.forward
         graph = _joined(program, forward.forward, second, prefix)
         _overlap(kind, graph, seconds, sizes)
@@ -63,7 +62,7 @@ def pairs_of(
 def _joined(program: Program, first: fx.Graph, then: fx.Graph, prefix: str) -> fx.Graph:
     """Return a graph with the lines of both graphs, one after the other."""
     then = copy_graph(then) if then is first else then
-    same = shared(program)
+    same = names_in_both(program)
     stored = {name: i for i, name in enumerate(("mesh", "rng", *(x.name for x in program.stored)))}
     inputs: dict[str, tuple[fx.Node, fx.Graph]] = {}
     for graph in (first, then):

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, fx
 
 from shardc.artifact.emit import target_text
-from shardc.ir.comm_record import CommRecord
 from shardc.ir.graph import is_call, map_value, values_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.metadata import Value
+from shardc.ir.metadata import CommRecord, Value
 from shardc.ir.offload import HOST_LINK
-from shardc.ir.pairs import role
 from shardc.ir.program import Program
+from shardc.ir.stage import mesh_or_rng
 from shardc.machine.assumed import ASSUMED
 from shardc.machine.clock import Clock
 from shardc.machine.flops import op_of
@@ -172,7 +171,7 @@ class Seconds:
         with self._rank.mode, torch.no_grad():
             args, kwargs = fx.map_arg(n.args, self._operand), fx.map_arg(dict(n.kwargs), self._operand)
             try:
-                if any(map(role, n.all_input_nodes)):  # values that a rank makes once are no line's work
+                if any(map(mesh_or_rng, n.all_input_nodes)):  # values that a rank makes once are no line's work
                     target(*args, **kwargs)
                 with _Count() as count:
                     outputs = target(*args, **kwargs)
@@ -205,7 +204,7 @@ class Seconds:
         return Work(count.seconds, count.most - count.live)
 
     def _operand(self, x: fx.Node, device: str = "cpu") -> Any:
-        if which := role(x):
+        if which := mesh_or_rng(x):
             return self._rank.named(which)
         part = self._part(x)
 
@@ -221,7 +220,7 @@ class Seconds:
     def _with_types(self, a: Any, leave: tuple[str, ...] = ()) -> Any:
         """Return arguments with types in place of values, as a part of a key."""
         if isinstance(a, fx.Node):
-            return role(a) or ((str(a.meta["value"]), self._part(a)) if "value" in a.meta else a.name)
+            return mesh_or_rng(a) or ((str(a.meta["value"]), self._part(a)) if "value" in a.meta else a.name)
         if isinstance(a, (tuple, list)):
             return tuple(map(self._with_types, a))
         if isinstance(a, dict):

@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 from shardc.ir.conversions import CONVERSIONS
 from shardc.ir.fused_regions import FusedRegion, fused_regions
 from shardc.ir.graph import source_of
-from shardc.ir.pairs import role
+from shardc.ir.stage import mesh_or_rng
 from shardc.runtime import ops
 from shardc.runtime.compiled import masks
 from shardc.runtime.compiled.inductor import Compiler, Run
@@ -209,8 +209,8 @@ class _RegionCall:
     """One region of one rank. takes: its inputs, in order; named: "mesh" and "rng", if its lines use them."""
 
     def __init__(self, region: FusedRegion, compiler: Compiler) -> None:
-        self.named = {role(x): x for x in region.takes if role(x)}
-        self.takes = tuple(x for x in region.takes if not role(x))
+        self.named = {mesh_or_rng(x): x for x in region.takes if mesh_or_rng(x)}
+        self.takes = tuple(x for x in region.takes if not mesh_or_rng(x))
         self._masks = [_mask(n) for n in region.lines if n.target is ops.dropout]
         self._code = code_of(region)
         self._written = sorted(self._code.writes.items())
@@ -252,7 +252,7 @@ def _mask(n: fx.Node) -> partial[list[Tensor]]:
 
 def code_of(region: FusedRegion) -> RegionCode:
     """Return the parts of a region that equal regions share."""
-    takes = [x for x in region.takes if not role(x)]
+    takes = [x for x in region.takes if not mesh_or_rng(x)]
     numbered: dict[fx.Node, Any] = {n: _Take(i) for i, n in enumerate(takes)}
     numbered |= {n: _Line(i) for i, n in enumerate(region.lines)}
 
@@ -291,7 +291,7 @@ def _one_by_one(region: FusedRegion, takes: Sequence[fx.Node]) -> fx.GraphModule
     """Build the region without a compiler, as a function of (its inputs, mesh, rng)."""
     graph = fx.Graph()
     box, mesh, rng = (graph.placeholder(name) for name in ("box", "mesh", "rng"))
-    env = {x: {"mesh": mesh, "rng": rng}[role(x)] for x in region.takes if role(x)}
+    env = {x: {"mesh": mesh, "rng": rng}[mesh_or_rng(x)] for x in region.takes if mesh_or_rng(x)}
     for x in takes:
         env[x] = graph.create_node("call_method", "pop", (box, 0), name=x.name)
     for n in region.lines:

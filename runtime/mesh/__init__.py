@@ -18,7 +18,7 @@
 A program does not depend on the kind of mesh. Collectives return new tensors and never change their argument.
 """
 
-from shardc.ir.comm_record import CommRecord
+from shardc.ir.metadata import CommRecord
 from shardc.runtime.mesh.base import RankMesh, Work
 from shardc.runtime.mesh.torch_mesh import TorchMesh, rank_here
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.ir.comm_record import CommRecord
 from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.ir.metadata import CommRecord
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.step_context import StepContext
 from shardc.runtime.mesh.waits import Waits

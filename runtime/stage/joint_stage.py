@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.ir.graph import copy_graph
-from shardc.ir.pairs import prefix_of
-from shardc.ir.stage import Stage
+from shardc.ir.stage import Stage, second_prefix
 from shardc.runtime.compiled import Compiler, with_compiled_regions
 from shardc.runtime.mesh.step_context import MicrobatchContext, StepContext
 from shardc.runtime.stage import op_errors
@@ -113,7 +112,7 @@ class JointPair:
     ) -> None:
         self._on_host = on_host
         assert forward.joint is not None
-        self._second_prefix = prefix_of(kind, forward.joint.forward)
+        self._second_prefix = second_prefix(kind, forward.joint.forward)
         self._then = then
         returned: Any = graph.output_node().args[0]
         halves = returned[:1] if kind == "FB" else returned

@@ -12,9 +12,8 @@ from torch import fx, nn
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph
-from shardc.ir.pairs import Pair
 from shardc.ir.program import Program
-from shardc.ir.stage import Stage
+from shardc.ir.stage import Pair, Stage
 from shardc.runtime import ops
 from shardc.runtime.compiled import Compiler
 from shardc.runtime.stage import outputs

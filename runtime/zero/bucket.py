@@ -12,7 +12,7 @@
 Gradients are copied into one flat buffer. Without `scatters` (or with `keep`) they add up there over microbatches, and
 are summed over ranks once a step. With `scatters` they add up in this rank's part: the whole gradients of a few buckets
 exist at a time, however many microbatches a step has. buckets.py has a table of when each sum starts and is waited for;
-shardc.ir.buckets explains `keep`, `late`, `compute` and `prefetch`. (Rajbhandari et al. 2020, "ZeRO")
+shardc.ir.stored explains `keep`, `late`, `compute` and `prefetch`. (Rajbhandari et al. 2020, "ZeRO")
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardc.ir import buckets as ir
+from shardc.ir import stored as ir
 from shardc.ir.program import Program
 from shardc.optional import needed
 from shardc.runtime.mesh import Work

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 
-from shardc.ir.buckets import Bucket
 from shardc.ir.program import Program
-from shardc.ir.stored import Param
+from shardc.ir.stored import Bucket, Param
 
 #: In bytes.
 ALIGNMENT = 16

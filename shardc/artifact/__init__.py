@@ -39,9 +39,8 @@ from shardc.artifact.tables import Facts, Manifest, check, of_form
 from shardc.errors import Errors, ShardcError
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.metadata import Value
-from shardc.ir.pairs import Pair
 from shardc.ir.program import Program
-from shardc.ir.stage import Joint, Stage
+from shardc.ir.stage import Joint, Pair, Stage
 from shardc.ir.stored import Buffer
 from shardc.runtime import schedule
 from shardc.spec import Spec

@@ -27,16 +27,14 @@ from torch import fx
 
 from shardc.artifact.repeated_layers import NOTHING, Folded, fold
 from shardc.errors import ShardcError
-from shardc.ir.buckets import Bucket
 from shardc.ir.graph import source_of
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.offload import HostCopy, OffloadPlaces
 from shardc.ir.outputs import Output
-from shardc.ir.pairs import Pair
 from shardc.ir.program import Program
 from shardc.ir.source import Source
-from shardc.ir.stage import Region
-from shardc.ir.stored import Buffer, Input, Param
+from shardc.ir.stage import Pair, Region
+from shardc.ir.stored import Bucket, Buffer, Input, Param
 from shardc.ir.type_text import show
 from shardc.ir.units import plural, size
 from shardc.layer_names import note_lines

@@ -24,14 +24,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from torch import Tensor, fx
 
 from shardc.artifact.folder_files import dtype
-from shardc.ir.buckets import Bucket, Rounded
 from shardc.ir.mesh import Mesh
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.outputs import Output
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
-from shardc.ir.stored import Buffer, Input, Param
+from shardc.ir.stored import Bucket, Buffer, Input, Param, Rounded
 from shardc.ir.type_text import parse, show
 from shardc.optional import FEATURES, table
 

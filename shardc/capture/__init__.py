@@ -43,7 +43,7 @@ from shardc.capture.rewrite import attention_sinks, flex_attention
 from shardc.errors import ShardcError
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.graph import placeholders, source_of
-from shardc.ir.other_forward import OtherForward
+from shardc.ir.outputs import OtherForward
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.runtime.checks.user_changes import EVAL_MODE, Attributes, TensorRead

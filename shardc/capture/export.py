@@ -38,7 +38,7 @@ from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
 from shardc.ir.graph import is_call, placeholders, producer_of
-from shardc.ir.other_forward import OtherForward
+from shardc.ir.outputs import OtherForward
 from shardc.ir.source import Source
 from shardc.torch_private import (
     FakeTensor,

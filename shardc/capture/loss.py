@@ -17,7 +17,7 @@ from shardc.capture.batch_leaves import Leaves
 from shardc.capture.forward_arguments import arguments
 from shardc.capture.rewrite.autograd_function import SideTerm, with_side_terms
 from shardc.errors import ShardcError
-from shardc.ir.other_forward import OtherForward
+from shardc.ir.outputs import OtherForward
 from shardc.ir.source import of_exception, of_function
 from shardc.torch_private import traced_node
 

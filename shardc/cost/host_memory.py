@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardc.cost.ledger import Ledger
-from shardc.ir.comm_record import CommRecord
+from shardc.ir.metadata import CommRecord
 from shardc.ir.offload import HOST_LINK, OffloadPlaces
 from shardc.machine.work import Sent, Waited
 from shardc.runtime.offload import Offload

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from shardc.ir.comm_record import CommRecord
+from shardc.ir.metadata import CommRecord
 from shardc.machine.clock import Clock
 from shardc.machine.flights import Flight
 from shardc.machine.work import Op, Part

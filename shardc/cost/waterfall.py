@@ -25,7 +25,7 @@ from shardc.cost.measured.run_log import RunLog
 from shardc.cost.recorded import parts
 from shardc.cost.step import Cost
 from shardc.errors import ShardcError
-from shardc.ir.comm_record import CommRecord
+from shardc.ir.metadata import CommRecord
 from shardc.machine.clock import Clock
 from shardc.machine.device import Device
 from shardc.machine.work import Op, Part

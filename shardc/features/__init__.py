@@ -24,7 +24,7 @@ runtime     weights_of: weights of a program with the parameters that it adds; e
 
 A method of core that is a feature's alone (`engine.generate`) is a line there: `shardc.optional.needed` finds the
 feature's function, or says that the feature is not installed. A forward that is not the model's own is a
-shardc.ir.other_forward.OtherForward.
+shardc.ir.outputs.OtherForward.
 
 section, program, ops and runtime import what core's folders of the same names may import: no compiler on a rank. One
 feature does not import another. Each has a page in docs/how-to and tests in tests/features.

@@ -84,3 +84,23 @@ class Collective:
     def forward_bytes(self) -> int:
         """Bytes of the forward direction."""
         return self.packed or self.bytes
+
+
+@dataclass(frozen=True)
+class CommRecord:
+    """One collective that ran on this rank.
+
+    bytes: of the whole (reduced, gathered or exchanged) local tensor, as in Collective.
+    direction: "forward", "recompute" (of forward, in backward), "backward" or "update". tag: the program's node or
+    bucket that it belongs to.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    direction: str
+    tag: str = ""
+
+    @property
+    def axis(self) -> str:
+        return "+".join(self.axes)

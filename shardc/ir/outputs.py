@@ -14,6 +14,7 @@ same in all microbatches there is one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from shardc.ir.mesh import Mesh
     from shardc.ir.metadata import Value
     from shardc.ir.program import Program
+    from shardc.spec import Spec
 
 #: A partial value of at most this many elements is summed at the end of the step; a larger one in the graph.
 SMALL = 1024
@@ -98,3 +100,22 @@ def sum_axes(outputs: tuple[Output, ...], mesh: Mesh, pipeline: str) -> tuple[st
 def summed(outputs: tuple[Output, ...], pipeline: str) -> tuple[Output, ...]:
     """Return the outputs that take part in the sum at the end of a step."""
     return tuple(o for o in outputs if o.small and (o.summed_over or pipeline))
+
+
+class OtherForward:
+    """A forward other than the model's own, with a batch and outputs of its own kind.
+
+    An optional feature compiles it (`forward=` of shardc.compile).
+    """
+
+    def spec(self, spec: Spec) -> Spec:
+        """Return the part of a spec that applies."""
+        raise NotImplementedError
+
+    def module(self, model: Any, leaves: Any) -> Any:
+        """Return the module to capture, a shardc.capture.loss.ValuesOf."""
+        raise NotImplementedError
+
+    def outputs(self, outputs: Sequence[Output]) -> tuple[Output, ...]:
+        """Return the program's outputs with the layouts that they need."""
+        raise NotImplementedError

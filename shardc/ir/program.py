@@ -1,7 +1,7 @@
 """Define the compiled program: a value that needs no process group, weights or devices.
 
 shardc.api has the methods for users. A `Program` holds fx graphs whose nodes have typed metadata (metadata.py), the
-layouts of parameters, buffers and inputs (stored.py), and how gradients are reduced (buckets.py). The *global* graph is
+layouts of parameters, buffers and inputs (stored.py), and how gradients are reduced (Bucket). The *global* graph is
 the model as one device runs it; a *stage*'s graph is what one rank runs (stage.py).
 
 Conventions of both graphs
@@ -30,19 +30,17 @@ import torch
 from torch import fx
 
 from shardc.errors import ShardcError
-from shardc.ir.buckets import Bucket
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.outputs import MEAN_SCORE, SCORE, SCORED, Output
 from shardc.ir.placement import Layout
-from shardc.ir.stage import Edge, Region, Stage
-from shardc.ir.stored import Buffer, Input, Param, UnknownParameterError
+from shardc.ir.stage import Edge, Pair, Region, Stage
+from shardc.ir.stored import Bucket, Buffer, Input, Param, UnknownParameterError
 from shardc.ir.units import count, plural
 
 if TYPE_CHECKING:
     from shardc.ir.forward_record import ForwardRecord
-    from shardc.ir.pairs import Pair
     from shardc.runtime.schedule import Schedule
     from shardc.spec import Spec
 

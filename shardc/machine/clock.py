@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-from shardc.ir.comm_record import CommRecord
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import CommRecord
 from shardc.ir.offload import HOST_LINK
 from shardc.machine.collectives import collective_seconds, reach
 from shardc.machine.device import Device

@@ -30,7 +30,7 @@ def collective_seconds(device: Device, kind: str, nbytes: float, ranks: tuple[in
     """Return the seconds of one collective among ranks (numbers in the world; neighbours share a node).
 
     nbytes: of the whole tensor that is gathered or reduced, or that a rank exchanges (with its own part), as in
-    shardc.ir.comm_record.CommRecord.
+    shardc.ir.metadata.CommRecord.
     """
     n = len(ranks)
     if n <= 1:

@@ -13,7 +13,7 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from shardc.ir.comm_record import CommRecord
+from shardc.ir.metadata import CommRecord
 
 #: The kind of messages between stages of a pipeline.
 SENDS = "send_recv"

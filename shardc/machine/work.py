@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardc.ir.comm_record import CommRecord
+from shardc.ir.metadata import CommRecord
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.cost.recorded import KINDS, DryRun
-from shardc.ir.comm_record import CommRecord
+from shardc.ir.metadata import CommRecord
 from shardc.ir.offload import HOST_LINK
 from shardc.machine.clock import Clock
 from shardc.machine.work import Op, Part, Storage

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from shardc.cost.fake_mesh import rank_of as rank_of_coordinate
-from shardc.ir.comm_record import CommRecord
-from shardc.ir.metadata import Value
+from shardc.ir.metadata import CommRecord, Value
 from shardc.ir.offload import HOST_LINK
 from shardc.ir.outputs import loss_axes, loss_value, sum_axes, summed
 from shardc.ir.program import Program

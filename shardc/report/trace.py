@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardc.cost import Cost
-from shardc.ir.comm_record import CommRecord
+from shardc.ir.metadata import CommRecord
 from shardc.report.page import step
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from shardc import torch_modes
 from shardc.call_arguments import checked
 from shardc.errors import ShardcError
-from shardc.ir.comm_record import CommRecord
-from shardc.ir.metadata import Collective
+from shardc.ir.metadata import Collective, CommRecord
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.ir.units import plural

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardc.cost.measured.device_file import device, names
-from shardc.ir.comm_record import CommRecord
+from shardc.ir.metadata import CommRecord
 from shardc.machine.collectives import collective_seconds, reach
 from shardc.machine.device import Device, Link
 from shardc.machine.flights import Flight, Flights

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cost.streams import Streams
-from shardc.ir.comm_record import CommRecord
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import CommRecord
 from shardc.machine.clock import Clock
 from shardc.machine.device import Device, Reaches
 from shardc.machine.flights import Flight, Flights

@@ -17,7 +17,7 @@ import shardc
 from shardc.cost.dry_run import dry_run
 from shardc.cost.peak_memory import memory
 from shardc.ir.graph import copy_graph
-from shardc.ir.pairs import prefix_of
+from shardc.ir.stage import second_prefix
 from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.memory import Sizes
 from shardc.passes.joint.seconds import Seconds
@@ -131,7 +131,7 @@ def test_a_pair_has_the_lines_of_both_texts_and_takes_no_more_memory(case: str) 
         forward, other = program.stages[p.first].joint, program.stages[p.then].joint
         assert forward is not None
         assert other is not None
-        prefix = prefix_of(p.kind, forward.forward)
+        prefix = second_prefix(p.kind, forward.forward)
         first, then = halves(program, p.graph, prefix)
         second = [g for w, g in other.graphs.items() if (w == "forward") == (p.kind == "FF")]
         for half, texts in ((first, [forward.forward]), (then, second)):

@@ -34,11 +34,10 @@ sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
 from shardc.api import Program  # noqa: E402
-from shardc.ir.buckets import Bucket  # noqa: E402
 from shardc.ir.graph import copy_graph, operands_of, values_of  # noqa: E402
 from shardc.ir.placement import Shard  # noqa: E402
 from shardc.ir.stage import Stage  # noqa: E402
-from shardc.ir.stored import Param  # noqa: E402
+from shardc.ir.stored import Bucket, Param  # noqa: E402
 from shardc.passes.joint import with_joint_graphs  # noqa: E402
 from shardc.runtime import ops  # noqa: E402
 from shardc.spec.step_sections import Execution  # noqa: E402

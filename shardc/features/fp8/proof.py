@@ -11,8 +11,8 @@ from shardc.features.fp8.experts import fp8_experts
 from shardc.features.fp8.products import fp8_linear, fp8_pack
 from shardc.features.fp8.recipe import RECIPES, along
 from shardc.features.fp8.rounding import fp8_amax, fp8_round
-from shardc.ir.buckets import Rounded
 from shardc.ir.graph import operands_of
+from shardc.ir.stored import Rounded
 from shardc.verify.static.same_values import frozen
 from shardc.verify.static.statement import Claim
 

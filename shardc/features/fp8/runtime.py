@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardc.features.fp8 import casts, rounding
-from shardc.ir.buckets import Bucket, Rounded
+from shardc.ir.stored import Bucket, Rounded
 from shardc.runtime.mesh import Work
 from shardc.runtime.zero.flat_partition import Flat, FlatShard
 

@@ -9,7 +9,7 @@ from torch import fx
 from shardc.features.fp8.experts import fp8_experts, fp8_experts_apply
 from shardc.features.fp8.products import fp8_linear
 from shardc.features.fp8.rounding import fp8_amax
-from shardc.ir.buckets import Rounded
+from shardc.ir.stored import Rounded
 from shardc.runtime import ops
 
 #: Ops that round the weights that they read: argument places of (weight, its largest values).

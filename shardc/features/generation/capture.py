@@ -19,8 +19,7 @@ from shardc.capture.loss import ValuesOf, tensors_in
 from shardc.errors import ShardcError
 from shardc.features.generation.cache import Now, checked_states, join_cache, new_cache, split_cache
 from shardc.features.generation.program import AT, ENCODER, IDS, LOGITS, PLACE, Form, State
-from shardc.ir.other_forward import OtherForward
-from shardc.ir.outputs import Output
+from shardc.ir.outputs import OtherForward, Output
 from shardc.ir.placement import Layout
 from shardc.ir.source import of_function
 from shardc.spec import Batch, Spec

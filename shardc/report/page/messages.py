@@ -10,8 +10,8 @@ from torch import fx
 
 from shardc.artifact.emit import bucket_text, value_text
 from shardc.cost import Cost
-from shardc.ir.comm_record import CommRecord
 from shardc.ir.graph import source_of
+from shardc.ir.metadata import CommRecord
 from shardc.ir.offload import HOST_LINK
 from shardc.ir.program import Program
 from shardc.ir.repeats import Repeats

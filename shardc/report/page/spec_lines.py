@@ -8,10 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from shardc.errors import Errors
-from shardc.ir.buckets import Bucket
 from shardc.ir.patterns import match, names_weight
 from shardc.ir.program import Program
-from shardc.ir.stored import Param
+from shardc.ir.stored import Bucket, Param
 from shardc.spec import Spec
 from shardc.spec.yaml_reader import Places, dotted, read
 

@@ -10,7 +10,7 @@ from typing import Any
 from shardc.cost import Cost
 from shardc.cost.recorded import KINDS, parts
 from shardc.cost.streams import Streams
-from shardc.ir.comm_record import CommRecord
+from shardc.ir.metadata import CommRecord
 from shardc.report.cost import op_place, part_name, peak_place
 from shardc.runtime.schedule import Slot
 from shardc.runtime.schedule.actions import COMPUTE, PAIRS

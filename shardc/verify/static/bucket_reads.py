@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from shardc.ir.buckets import Bucket
 from shardc.ir.graph import producer_of
+from shardc.ir.stored import Bucket
 from shardc.optional import needed
 from shardc.runtime import ops
 

@@ -19,9 +19,8 @@ from torch import fx
 
 from shardc.ir.graph import operands_of
 from shardc.ir.metadata import Value
-from shardc.ir.pairs import Pair, prefix_of
 from shardc.ir.program import Program
-from shardc.ir.stage import Joint, Stage
+from shardc.ir.stage import Joint, Pair, Stage, second_prefix
 from shardc.passes.joint.derivatives import Rules
 from shardc.passes.joint.derivatives.record import is_view
 from shardc.passes.joint.derivatives.transposed import CONVERTED
@@ -103,7 +102,7 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
     assert one.joint is not None
     assert other.joint is not None
     try:
-        first, then = halves(program, pair.graph, prefix := prefix_of(pair.kind, one.joint.forward))
+        first, then = halves(program, pair.graph, prefix := second_prefix(pair.kind, one.joint.forward))
     except MixedError as e:
         yield Wrong("pair", e.line, "it takes a value of the other microbatch", "one of its own half")
         return

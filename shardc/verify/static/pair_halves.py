@@ -1,4 +1,4 @@
-"""Split the text of an overlapped pair into the two texts that it consists of (shardc.ir.pairs)."""
+"""Split the text of an overlapped pair into the two texts that it consists of (shardc.ir.stage)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from shardc.artifact.emit import EFFECTS
-from shardc.ir.pairs import shared
 from shardc.ir.program import Program
+from shardc.ir.stage import names_in_both
 
 
 class MixedError(Exception):
@@ -22,7 +22,7 @@ class MixedError(Exception):
 
 def halves(program: Program, graph: fx.Graph, prefix: str) -> tuple[fx.Graph, fx.Graph]:
     """Return the two texts of a pair, lines in their order, with their own names. Raises MixedError."""
-    same = shared(program)
+    same = names_in_both(program)
     returned: Any = graph.output_node().args[0]
     return _half(graph, "", prefix, same, returned[0]), _half(graph, prefix, prefix, same, returned[1])
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.ir.comm_record import CommRecord
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import CommRecord
 from shardc.runtime.mesh import RankMesh, TorchMesh
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.mesh.torch_mesh import _check_world

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardc.ir.buckets import Bucket, Rounded
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
-from shardc.ir.stored import Param
+from shardc.ir.stored import Bucket, Param, Rounded
 from shardc.runtime.mesh.loopback import LoopbackMesh
 from shardc.runtime.zero.buckets import Buckets
 from tests import example_program

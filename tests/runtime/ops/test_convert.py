@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardc.ir.comm_record import CommRecord
 from shardc.ir.conversions import CONVERSIONS, Conversion
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import CommRecord
 from shardc.ir.placement import Partial, PartialGrad, Placement, Shard
 from shardc.ir.shard_chunks import chunks, trim, unchunk, widen
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback

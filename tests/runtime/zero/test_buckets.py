@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardc.ir.buckets import Bucket
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
-from shardc.ir.stored import Param
+from shardc.ir.stored import Bucket, Param
 from shardc.runtime import ops
 from shardc.runtime.mesh import RankMesh, Work
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
