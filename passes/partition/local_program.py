@@ -336,6 +336,6 @@ class LocalProgram:
         packed = table("ops", "PACKED").get(producer.target)
         if packed is not None and collective is not None and row.forward == "all_gather":
             kwargs["fp8"] = packed(*producer.args)
-            message = needed("fp8", "ops", "message_bytes")(old.local_shape(v.shape, self.mesh), kwargs["fp8"][1])
+            message = needed("fp8", "rounding", "message_bytes")(old.local_shape(v.shape, self.mesh), kwargs["fp8"][1])
             collective = replace(collective, packed=self.mesh.size(axes[0]) * message)
         return new, self._emit(getattr(ops, row.op), args, kwargs, replace(v, layout=new), line, collective, name)

@@ -90,11 +90,6 @@ _MOVES: dict[Move, Callable[..., Tensor]] = {
 }
 
 
-def _move_of(move: Move, fp8: Packed | None) -> Callable[..., Tensor]:
-    """Return the function that makes a move. fp8: it gathers in 8 bits."""
-    return _MOVES[move] if fp8 is None else partial(needed("fp8", "gathers", "all_gather"), fp8=fp8)
-
-
 @dataclass(frozen=True)
 class Started:
     """A tensor that is on its way: after `work` has ended, `result` returns it."""
@@ -147,8 +142,12 @@ def _convert(
     tag: str,
     overlap: bool = False,
     fp8: Packed | None = None,
-) -> Tensor:
-    result = _move_of(BY_OP[op].forward, fp8)(x, mesh, over, old, new, {"direction": "forward", "tag": tag})
+    *,
+    start: bool = False,
+) -> Any:
+    """Make the move that forward makes with a value, at once or started."""
+    record = {"direction": "forward", "tag": tag}
+    result = _move(x, BY_OP[op].forward, mesh, over, old, new, record, start=start, fp8=fp8)
     return x.view_as(x) if result is x else result
 
 
@@ -291,24 +290,6 @@ def all_reduce_max(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") 
 # --- single directions, at once or started, for backward graphs (shardc.passes.joint)
 
 
-def _one_way(
-    x: Tensor,
-    op: str,
-    mesh: Mesh,
-    over: Any,
-    old: Shard | None,
-    new: Shard | None,
-    tag: str,
-    overlap: bool = False,
-    fp8: Packed | None = None,
-    *,
-    start: bool,
-) -> Any:
-    """Make the move that forward makes with a value, at once or started."""
-    record = {"direction": "forward", "tag": tag}
-    return _move(x, BY_OP[op].forward, mesh, over, old, new, record, start=start, fp8=fp8)
-
-
 def _way_back(
     g: Tensor, op: str, mesh: Mesh, over: Any, old: Shard | None, new: Shard | None, tag: str, *_: Any, start: bool
 ) -> Any:
@@ -328,14 +309,14 @@ def _move(
     start: bool,
     fp8: Packed | None = None,
 ) -> Any:
-    if not start:
-        return _move_of(move, fp8)(x, mesh, over, old, new, record)
-    if mesh.members((over,) if isinstance(over, str) else over) == 1:
-        result = _move_of(move, fp8)(x, mesh, over, old, new, record)
-        return Started(Work(), lambda: result)
-    if fp8 is not None:
-        return needed("fp8", "gathers", "start_all_gather")(x, mesh, over, old, record, fp8)
-    return _STARTS[move](x, mesh, over, old, new, record)
+    """Make a move. fp8: it gathers in 8 bits."""
+    starts = start and mesh.members((over,) if isinstance(over, str) else over) > 1
+    if fp8 is None:
+        result = (_STARTS if starts else _MOVES)[move](x, mesh, over, old, new, record)
+    else:
+        gather = needed("fp8", "runtime", "start_all_gather" if starts else "all_gather")
+        result = gather(x, mesh, over, old, record, fp8)
+    return result if starts or not start else Started(Work(), lambda: result)
 
 
 def _forms(way: Callable[..., Any], *, start: bool) -> dict[str, Callable[..., Any]]:
@@ -346,4 +327,4 @@ def _forms(way: Callable[..., Any], *, start: bool) -> dict[str, Callable[..., A
 
 #: {conversion: function with its arguments}: its transpose, the transpose started, the conversion started.
 TRANSPOSED, TRANSPOSE_STARTED = _forms(_way_back, start=False), _forms(_way_back, start=True)
-FORWARD_STARTED = _forms(_one_way, start=True)
+FORWARD_STARTED = _forms(_convert, start=True)

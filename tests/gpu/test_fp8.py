@@ -27,7 +27,7 @@ def test_rounding_is_the_cpus(device: str, granule: tuple[int, int], format: str
     def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x = x.clone().requires_grad_()
         y = fp8.fp8_round(x, fp8.fp8_amax(x, granule), format, granule)
-        sent = fp8.unpacked(fp8.packed(y.detach(), format, granule), y.detach(), format, granule)
+        sent = fp8.unpacked(fp8.fp8_pack(y.detach(), format, granule), y.detach(), format, granule)
         rows = fp8.fp8_amax(x.detach().t(), (1, 0))
         (g,) = torch.autograd.grad(fp8.fp8_grad(y, rows, format, granule), x, y.detach())
         return y.detach().cpu(), sent.cpu(), g.cpu()

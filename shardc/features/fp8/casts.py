@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.features.fp8.format import EXPONENTS, FORMATS, NAN
+from shardc.features.fp8.recipe import EXPONENTS, FORMATS, NAN
 
 torch.library.define(
     "shardc::fp8_cast",
@@ -73,7 +73,7 @@ def of_columns(weights: Tensor, dims: int = 2) -> Tensor:
 def by_torch(x: Tensor, amax: Tensor, weights: Tensor | None, format: str, granule: Sequence[int], kind: str) -> Tensor:
     """Round x [height, width] to float8. amax: of its granules.
 
-    kind: "bytes" like x; "packed": u8[..], those and the exponents of scales after them; "values": like x, as numbers.
+    kind: "packed": u8[..], a byte for each number and the exponents of scales after them; "values": like x, as numbers.
     weights: largest values of a weight's rows, one for each column, by whose scales columns are divided before and
     multiplied after.
     """
@@ -83,8 +83,6 @@ def by_torch(x: Tensor, amax: Tensor, weights: Tensor | None, format: str, granu
     rounded = narrow(v, exponent, format, granule)
     if kind == "packed":
         return torch.cat((rounded.reshape(-1), exponent.to(torch.int8).view(torch.uint8).reshape(-1)))
-    if kind == "bytes":
-        return rounded
     v = wide(rounded, exponent, x.dtype, format, granule)
     return v if columns is None else scaled(v, columns, (0, 1))
 
@@ -100,7 +98,7 @@ def row_amax_by_torch(x: Tensor, weights: Tensor) -> Tensor:
 def _empty(x: Tensor, amax: Tensor, kind: str) -> Tensor:
     if kind == "packed":
         return x.new_empty(x.numel() + amax.numel(), dtype=torch.uint8)
-    return x.new_empty(x.shape, dtype=torch.uint8 if kind == "bytes" else x.dtype)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _kernels() -> Any:
@@ -162,8 +160,4 @@ def cast(
         )
         return rounded if kind == "packed" else rounded.view(x.shape)
     assert weights is None
-    exponent = exponents(amax, format)
-    rounded = narrow(x, exponent, format, granule)
-    if kind == "packed":
-        return torch.cat((rounded.reshape(-1), exponent.to(torch.int8).view(torch.uint8).reshape(-1)))
-    return rounded if kind == "bytes" else wide(rounded, exponent, x.dtype, format, granule)
+    return by_torch(x, amax, weights, format, granule, kind)

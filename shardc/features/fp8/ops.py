@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from shardc.features.fp8.experts import fp8_experts, fp8_experts_apply
-from shardc.features.fp8.products import fp8_grad_of_data, fp8_grad_of_weight, fp8_linear, fp8_pack
-from shardc.features.fp8.rounding import fp8_amax, fp8_grad, fp8_round, fp8_round_grad, message_bytes
-
-__all__ = ["message_bytes"]
+from shardc.features.fp8.products import fp8_grad_of_data, fp8_grad_of_weight, fp8_linear
+from shardc.features.fp8.rounding import fp8_amax, fp8_grad, fp8_pack, fp8_round, fp8_round_grad
 
 #: The ops that programs call, by name.
 OPS = {
     op.__name__: op
     for op in (
-        *(fp8_amax, fp8_round, fp8_grad, fp8_round_grad),
-        *(fp8_linear, fp8_grad_of_data, fp8_grad_of_weight, fp8_pack),
+        *(fp8_amax, fp8_round, fp8_pack, fp8_grad, fp8_round_grad),
+        *(fp8_linear, fp8_grad_of_data, fp8_grad_of_weight),
         *(fp8_experts, fp8_experts_apply),
     )
 }

@@ -25,9 +25,9 @@ import torch
 from torch import fx
 
 from shardc.features.fp8 import section
-from shardc.features.fp8.products import fp8_linear, fp8_pack
+from shardc.features.fp8.products import fp8_linear
 from shardc.features.fp8.recipe import RECIPES, along
-from shardc.features.fp8.rounding import fp8_round, message_bytes
+from shardc.features.fp8.rounding import fp8_pack, fp8_round, message_bytes
 from shardc.ir.graph import calls, copy_graph, source_of, value_of
 from shardc.ir.metadata import Value
 from shardc.ir.placement import Layout

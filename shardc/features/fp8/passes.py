@@ -25,26 +25,28 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors, ShardcError
-from shardc.features.fp8 import derivatives, section
-from shardc.features.fp8.experts import fp8_experts
+from shardc.features.fp8 import section
+from shardc.features.fp8.experts import fp8_experts, fp8_experts_apply
 from shardc.features.fp8.packed_inputs import PackedInputs
-from shardc.features.fp8.products import fp8_linear
+from shardc.features.fp8.products import fp8_grad_of_data, fp8_grad_of_weight, fp8_linear
 from shardc.features.fp8.recipe import ALIGNED, BLOCK, RECIPES, Recipe, along
-from shardc.features.fp8.rounding import fp8_amax, fp8_grad, fp8_round, granules
-from shardc.features.fp8.weights import how_rounded
+from shardc.features.fp8.rounding import fp8_amax, fp8_grad, fp8_round, fp8_round_grad, granules
 from shardc.ir.graph import calls, copy_graph, source_of, value_of
 from shardc.ir.metadata import Value
 from shardc.ir.patterns import names_weight
 from shardc.ir.program import Program
-from shardc.ir.stored import Param
+from shardc.ir.stored import Param, Rounded
 from shardc.passes import Entry
 from shardc.passes.base import Pass
+from shardc.passes.joint.derivatives.rank import Rank
+from shardc.passes.joint.derivatives.record import Ref, Type
+from shardc.passes.joint.derivatives.rule import Request, Rule
+from shardc.passes.joint.derivatives.template import Template
+from shardc.passes.joint.derivatives.transposed import Lines
 from shardc.rules.experts import DOWN, DOWN_BIAS, TRANSPOSED, UP, UP_BIAS
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import PRODUCTS, factors
 from shardc.spec.names import Names
-
-__all__ = ["DERIVATIVES", "PASSES", "how_rounded"]
 
 aten = torch.ops.aten
 _CAST = aten._to_copy.default
@@ -163,17 +165,6 @@ class _Chosen:
         return False
 
 
-_PRODUCTS = "after all that finds linear layers by shape; before place: its ops are placed too"
-_PACKED_INPUTS = "after partition: it reads operands' layouts; before recompute counts bytes"
-#: Each with the pass that it follows.
-PASSES = (
-    ("forward_only", Entry("products", Products, _PRODUCTS)),
-    ("loss_chunks", Entry("packed_inputs", PackedInputs, _PACKED_INPUTS)),
-)
-#: Rules of backward, by op (shardc.passes.joint.derivatives).
-DERIVATIVES = {fp8_round: derivatives.rounded, fp8_grad: derivatives.rounded, fp8_linear: derivatives.product}
-
-
 def _unfit(product: fx.Node, multiple: int) -> str:
     """Return why a product is not computed in 8 bits; "" if it is."""
     x, w, _ = factors(product.target, product.args)
@@ -269,3 +260,71 @@ class _Writer:
         new = self.graph.create_node("call_function", target, args, {}, name=name)
         new.meta = {"value": value, "source": source_of(like)}
         return new
+
+
+# --- what later passes ask: how a parameter is rounded (at ZeRO 3 then before it is gathered); derivatives
+
+#: Ops that round the weights that they read: argument places of (weight, its largest values).
+WEIGHTS: dict[Any, tuple[tuple[int, int], ...]] = {
+    fp8_linear: ((1, 2),),
+    fp8_experts: ((3, 9), (4, 10)),
+    fp8_experts_apply: ((2, 8), (3, 9)),
+}
+
+
+def how_rounded(reader: fx.Node, x: fx.Node) -> Rounded | None:
+    """Return how an op that reads x rounds it; None if it does something else with it."""
+    amax = reader if reader.target is fp8_amax else _largest(reader, x)
+    if amax is None or sum(a is x for a in reader.args) != 1:
+        return None
+    of = amax.args[0] if amax.target is ops.all_reduce_max else amax
+    whole = next((u for u in of.users if u.target is ops.all_reduce_max), of)
+    if of.target is not fp8_amax or of.args[0] is not x or not any(_largest(u, x) is whole for u in whole.users):
+        return None
+    axes: Any = whole.args[2] if whole is not of else ()
+    return Rounded("e4m3", tuple(of.args[1]), tuple(axes))
+
+
+def _largest(reader: fx.Node, x: fx.Node) -> Any:
+    """Return the largest values by which an op rounds x; None if it does not."""
+    return next((reader.args[at] for weight, at in WEIGHTS.get(reader.target, ()) if reader.args[weight] is x), None)
+
+
+def _rounded(rank: Rank, call: Template, request: Request) -> Rule:
+    """Return the rule of `fp8_round`, which passes the gradient on, or of `fp8_grad`, which rounds it."""
+    w, g = Lines(rank, call, request), Ref("g")
+    if call.target is fp8_grad:
+        g = w.call(fp8_round_grad, g, *call.args[1:], type_=request.tangents[0], **call.kwargs)
+    grads: list[Ref | None] = [None] * len(request.operands)
+    grads[call.args[0].index] = g
+    return w.rule(grads, "transposed")
+
+
+def _product(rank: Rank, call: Template, request: Request) -> Rule:
+    """Return the rule of `fp8_linear`: the wanted gradients of its input and of its weight."""
+    x, weight, amax, recipe, *rest = call.args
+    transposed = bool(rest and rest[0])
+    kept = rest[1] if len(rest) > 1 and rest[1] is not None else x
+    w, how = Lines(rank, call, request), (recipe, transposed, request.operands[x.index].shape)
+    grads: list[Ref | None] = [None] * len(request.operands)
+
+    def made(at: Ref, target: Any, *args: Any) -> None:
+        if request.wanted[at.index]:
+            like = request.operands[at.index]
+            like = replace(Type.contiguous(like.shape, like.dtype), ragged=like.ragged)
+            grads[at.index] = w.call(target, Ref("g"), *args, *how, type_=like)
+
+    made(x, fp8_grad_of_data, weight, amax)
+    made(weight, fp8_grad_of_weight, kept)
+    return w.rule(grads, "product")
+
+
+_PRODUCTS = "after all that finds linear layers by shape; before place: its ops are placed too"
+_PACKED_INPUTS = "after partition: it reads operands' layouts; before recompute counts bytes"
+#: Each with the pass that it follows.
+PASSES = (
+    ("forward_only", Entry("products", Products, _PRODUCTS)),
+    ("loss_chunks", Entry("packed_inputs", PackedInputs, _PACKED_INPUTS)),
+)
+#: By op.
+DERIVATIVES = {fp8_round: _rounded, fp8_grad: _rounded, fp8_linear: _product}

@@ -27,18 +27,9 @@ from torch import Tensor
 
 from shardc.features.fp8 import rounding
 from shardc.features.fp8.casts import cast
-from shardc.features.fp8.format import FORMATS
 from shardc.features.fp8.kernel import Narrow, has_kernel, multiplied
-from shardc.features.fp8.recipe import BLOCK, RECIPES, Recipe, along
+from shardc.features.fp8.recipe import BLOCK, FORMATS, RECIPES, Recipe, along
 from shardc.runtime.ops.with_backward import with_backward
-
-
-def fp8_pack(x: Tensor, format: str, granule: rounding.Granule, amax: Tensor | None = None) -> Tensor:
-    """Return x, a result of `fp8_round`, as bytes u8[..]: one a number and one a granule; no gradient.
-
-    amax: x is not rounded yet; round it by these largest values.
-    """
-    return rounding.packed(x.detach(), format, granule, amax)
 
 
 def fp8_linear(
@@ -86,7 +77,7 @@ class Fp8:
             w = rounding.fp8_round(weight, amax, "e4m3", self.recipe.of_weight(self.transposed))
             x = x if kept is None else self._wide(kept, x.dtype)
             return x @ (w if self.transposed else w.t())
-        bytes_ = fp8_pack(x, "e4m3", self._granule) if kept is None else kept
+        bytes_ = rounding.fp8_pack(x, "e4m3", self._granule) if kept is None else kept
         result = multiplied(self._read(bytes_), self._weight(weight, amax, across=False), blocks=self.recipe.blocks)
         return result.view(*self.shape[:-1], result.shape[-1])
 
@@ -107,7 +98,7 @@ class Fp8:
         rows, packed = g.reshape(-1, g.shape[-1]), x.dtype is torch.uint8
         one_scale = self.recipe.x == (0, 0)
         if one_scale and has_kernel(g, self.recipe, self.shape[-1], *rows.shape):
-            x8 = self._read(x if packed else fp8_pack(x, "e4m3", self._granule))
+            x8 = self._read(x if packed else rounding.fp8_pack(x, "e4m3", self._granule))
             g8 = self._gradient(rows)
             one, other = Narrow(g8.data.t(), g8.exponent), Narrow(x8.data.t(), x8.exponent)
             return multiplied(*((other, one) if self.transposed else (one, other)))

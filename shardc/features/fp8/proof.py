@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from shardc.features.fp8.experts import fp8_experts
-from shardc.features.fp8.products import fp8_linear, fp8_pack
+from shardc.features.fp8.passes import how_rounded
+from shardc.features.fp8.products import fp8_linear
 from shardc.features.fp8.recipe import RECIPES, along
-from shardc.features.fp8.rounding import fp8_amax, fp8_round
+from shardc.features.fp8.rounding import fp8_amax, fp8_pack, fp8_round
 from shardc.ir.graph import operands_of
 from shardc.ir.stored import Rounded
 from shardc.verify.static.same_values import frozen
@@ -21,21 +22,15 @@ if TYPE_CHECKING:
 
 
 def _same_call(args: Any, one: Mapping[fx.Node, fx.Node]) -> Any:
-    """Return the arguments of `fp8_linear` without the bytes of its input: the same for each of its forms."""
-    if len(args) < 6 or (x := _input(args[5], args[0], args[3], one)) is None:
-        return args
-    return (x, *args[1 : 5 if args[4] else 4])
-
-
-def _input(kept: Any, x: Any, recipe: Any, one: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
-    """Return a product's rounded input: x, or `kept` if it packs unrounded values; None for other bytes."""
+    """Return the arguments of `fp8_linear` without the bytes of its input: the same for each form of it."""
+    x, weight, amax, recipe, transposed, kept = (*args, None, None)[:6]
     if not isinstance(kept, fx.Node) or kept.target is not fp8_pack:
-        return None
-    of, format, granule, *amax = kept.args
-    how = format, tuple(granule)  # type: ignore[arg-type]
-    if frozen(of, one) is not frozen(x, one) or how != ("e4m3", along(RECIPES[recipe].x, len(how[1]))):
-        return None
-    return kept if amax else one.get(x, x)
+        return args
+    of, *how, granule = kept.args[:3]
+    read = "e4m3", along(RECIPES[recipe].x, len(granule))
+    if frozen(of, one) is not frozen(x, one) or (*how, tuple(granule)) != read:
+        return args  # other bytes
+    return (kept if len(kept.args) > 3 else x, weight, amax, recipe, *([transposed] if transposed else []))
 
 
 def _packed(text: Text, node: fx.Node, claim: Claim) -> None:
@@ -64,7 +59,7 @@ def rounded(text: Text, node: fx.Node, claim: Claim, how: Rounded) -> None:
     Every op of the model that reads it must round it in this way, or compute its scale (rounding changes no scale).
     """
     readers = [n for n in text.model.graph.nodes if n.op == "call_function" and claim.of in operands_of(n)]
-    rounds = [n for n in readers if _rounds_so(n, claim.of, how)]
+    rounds = [n for n in readers if n.target is not fp8_amax and how_rounded(n, claim.of) == replace(how, axes=())]
     scales = [n for n in readers if n.target is fp8_amax and tuple(n.args[1]) == how.granule]
     other = [n for n in readers if n not in rounds and n not in scales]
     split = {a for a, s in claim.layout.shards() if how.granule[s.dim] == 0}
@@ -76,18 +71,3 @@ def rounded(text: Text, node: fx.Node, claim: Claim, how: Rounded) -> None:
         text.wrong[node] = f"its scales are compared over {how.axes}, and what has one scale is split over {over}"
     else:
         text.claim(node, claim)
-
-
-def _rounds_so(reader: fx.Node, x: fx.Node, how: Rounded) -> bool:
-    """Return whether an op of the model rounds x in this way, and does nothing else with it."""
-    if reader.target is fp8_experts:
-        granule = (1, 0, 1) if reader.args[8] else (1, 1, 0)
-        weight = x in reader.args[3:5] and sum(a is x for a in reader.args) == 1
-        return weight and (how.format, how.granule) == ("e4m3", granule)
-    if reader.target is fp8_linear:
-        recipe, transposed = RECIPES[str(reader.args[3])], len(reader.args) > 4 and bool(reader.args[4])
-        return reader.args[1] is x is not reader.args[0] and (how.format, how.granule) == (
-            "e4m3",
-            recipe.of_weight(transposed),
-        )
-    return False

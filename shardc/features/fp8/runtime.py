@@ -1,4 +1,6 @@
-"""Gather parameters that all ops round by `fp8_round`: they are rounded before, and sent in 8 bits.
+"""Gather in 8 bits: results of `fp8_round` (shardc.runtime.ops.convert with `fp8=`), and ZeRO 3's parameters.
+
+Parameters that all ops round by `fp8_round` are rounded before:
 
     scales      each rank finds the largest numbers of its stretches; one all_reduce for each set of axes makes them
                 the maxima of whole granules
@@ -20,9 +22,35 @@ import torch
 from torch import Tensor
 
 from shardc.features.fp8 import casts, rounding
+from shardc.ir.placement import Shard
+from shardc.ir.shard_chunks import trim
 from shardc.ir.stored import Bucket, Rounded
 from shardc.runtime.mesh import Work
+from shardc.runtime.ops import shard_parts
+from shardc.runtime.ops.convert import Packed, Record, Started
 from shardc.runtime.zero.flat_partition import Flat, FlatShard
+
+
+def all_gather(x: Tensor, mesh: Any, axis: str, old: Shard, record: Record, fp8: Packed) -> Tensor:
+    """Gather at once. x: this rank's part; old: the shards of which it is one."""
+    return _whole(mesh.all_gather(rounding.fp8_pack(x, *fp8), axis, **record), x, old, fp8)
+
+
+def start_all_gather(x: Tensor, mesh: Any, axis: str, old: Shard, record: Record, fp8: Packed) -> Started:
+    """Start to gather."""
+    message = rounding.fp8_pack(x, *fp8)
+    stack = message.new_empty(mesh.size(axis), *message.shape)
+    work = mesh.start_all_gather(message, stack.view(-1), axis, **record)
+    return Started(work, lambda: _whole(stack, x, old, fp8))
+
+
+def _whole(messages: Tensor, x: Tensor, old: Shard, fp8: Packed) -> Tensor:
+    """Join the value from all ranks' messages. x: this rank's part."""
+    parts = torch.stack([rounding.unpacked(m, x, *fp8) for m in messages])
+    return trim(shard_parts.unstack(parts, old), old)
+
+
+# --- parameters
 
 
 def axes_of(bucket: Bucket, rounded: Rounded, names: tuple[str, ...]) -> tuple[str, ...]:

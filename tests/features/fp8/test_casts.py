@@ -47,7 +47,7 @@ def test_the_kernel_is_the_torch_form_bit_for_bit(
     weights = torch.exp(3 * torch.randn(96)).float()
     for of in (None, weights):
         top = amax if of is None else fp8.fp8_amax(x.float() * 2.0**-5, granule)
-        for kind in ("bytes", "packed", "values"):
+        for kind in ("packed", "values"):
             if of is not None:  # no number may be larger than the largest
                 top = top.clamp(min=1e30) if kind == "values" else amax * 1e6
             found = _empty(x, top, kind)

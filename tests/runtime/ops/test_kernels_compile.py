@@ -53,7 +53,7 @@ def test_dropout(compiled: list[Any], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weighted", "kind"), [(False, "values"), (False, "packed"), (True, "values"), (True, "bytes")], ids=str
+    ("weighted", "kind"), [(False, "values"), (False, "packed"), (True, "values"), (True, "packed")], ids=str
 )
 def test_float8(compiled: list[Any], weighted: bool, kind: str) -> None:
     from shardc.features.fp8.cast_kernel import cast
