@@ -312,10 +312,9 @@ def _move(
     """Make a move. fp8: it gathers in 8 bits."""
     starts = start and mesh.members((over,) if isinstance(over, str) else over) > 1
     if fp8 is None:
-        result = (_STARTS if starts else _MOVES)[move](x, mesh, over, old, new, record)
+        result: Any = (_STARTS if starts else _MOVES)[move](x, mesh, over, old, new, record)
     else:
-        gather = needed("fp8", "runtime", "start_all_gather" if starts else "all_gather")
-        result = gather(x, mesh, over, old, record, fp8)
+        result = needed("fp8", "runtime", "all_gather")(x, mesh, over, old, record, fp8, start=starts)
     return result if starts or not start else Started(Work(), lambda: result)
 
 

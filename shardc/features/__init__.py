@@ -6,18 +6,14 @@ fp8             products of numbers of 8 bits
 
 A feature has those of these files that it needs. Tables of core read the names behind them from all features:
 
-section     Sections: the sections of a spec that it adds or extends, as pydantic fields; the values of those that it
-            adds are in `Spec.sections`
+section     Sections: the sections of a spec that it adds (`Spec.sections`) or extends, as pydantic fields
             spans_layers: whether a spec has decisions that need all layers
 program     STORED: the type of what the feature puts into `Program.features`; faults: of these, in a compiled folder
             added: the program after a pass has added parameters; axes: over which an optimizer communicates
-ops         OPS: ops of programs, by name; PRODUCTS (runtime.ops.factors), JOINED (passes.pipeline.cuts), PACKED: of
-            these, for their callers
+ops         OPS: ops of programs, by name; PRODUCTS, JOINED, PACKED: which of them are of a kind that core knows
 rules       the rules of its ops: an import registers them
-passes      PASSES: the stage that each pass of the feature follows, and its own stage; DERIVATIVES: of its ops;
-            how_rounded: how an op rounds a parameter
-proof       wrong: what is wrong in a compiled program, for `Program.prove`; FOLLOWED, SAME_CALL, AS_BYTES, BYTES,
-            READS_BYTES: of its ops, for the lines of a rank
+passes      PASSES: the stage that each pass of the feature follows, and its own stage; DERIVATIVES; how_rounded
+proof       wrong: what is wrong in a compiled program, for `Program.prove`; FOLLOWED, SAME_CALL, AS_BYTES, BYTES
 runtime     weights_of: weights of a program with the parameters that it adds; exported: these, for other programs
             StandIns: the parameters that optimizers get (shardc.runtime.state.owners); assumed_optimizer: for costs;
             messages: of a step; CAUSES: of these, by tag

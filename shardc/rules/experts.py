@@ -80,11 +80,11 @@ def local(
 ) -> fx.Node:
     """Rewrite split experts as routing, exchange, products, exchange and weighted sum, one op each.
 
-    apply, more: the op of the products, and its last arguments; options: of its `LocalCall.emit`.
+    apply: the op of the products; more: its last arguments, as of the whole op; options: of their `LocalCall.emit`.
     """
-    shards = call.inputs[UP].shards(0)
+    shards, tag = call.inputs[UP].shards(0), {"tag": ""} if more else {}
     if not shards:
-        return call.same()
+        return call.emit(call.call.target, (*call.args, *more), {**call.kwargs, **tag}, **options)
     axes = call.mesh.merge(call.axes("exchange"))
     x, index, weights, up, down, up_bias, down_bias, activation, *rest = call.args
     types = call.call.operands
@@ -122,7 +122,7 @@ def local(
     order, numbers = part(route, 0, pairs), part(route, 1, counts)
     sent = call.emit(ops.experts_send, (x, order, numbers, mesh, axes, k), {}, value=rows, collective=sends(rows))
     apply_to = (sent, numbers, up, down, up_bias, down_bias, activation, *rest, *more)
-    result = call.emit(apply, apply_to, {"tag": ""} if more else {}, value=results, **options)
+    result = call.emit(apply, apply_to, tag, value=results, **options)
     back = (
         call.emit(ops.experts_return, (result, numbers, mesh, axes), {}, value=results, collective=sends(results))
         if axes

@@ -8,7 +8,7 @@ bfloat16, float32 or float64; for float64 the form below runs on every device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -129,13 +129,10 @@ def row_amax_by_kernel(x: Tensor, weights: Tensor) -> Tensor:
     return largest
 
 
-_FORMS: tuple[tuple[str, Callable[..., Tensor], Callable[..., Tensor]], ...] = (
-    ("fp8_cast", by_torch, by_kernel),
-    ("fp8_row_amax", row_amax_by_torch, row_amax_by_kernel),
-)
-for _name, _anywhere, _on_gpu in _FORMS:
-    torch.library.impl(f"shardc::{_name}", "CompositeExplicitAutograd", _anywhere)
-    torch.library.impl(f"shardc::{_name}", "CUDA", _on_gpu)
+torch.library.impl("shardc::fp8_cast", "CompositeExplicitAutograd", by_torch)
+torch.library.impl("shardc::fp8_cast", "CUDA", by_kernel)
+torch.library.impl("shardc::fp8_row_amax", "CompositeExplicitAutograd", row_amax_by_torch)
+torch.library.impl("shardc::fp8_row_amax", "CUDA", row_amax_by_kernel)
 
 
 @torch.library.register_fake("shardc::fp8_cast")  # type: ignore[untyped-decorator]

@@ -111,7 +111,8 @@ class Products(Pass):
             raise ShardcError(fault, where=where, fix="write fp8-rowwise or mxfp8, or microbatches: 1")
         errors = Errors()
         names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
-        names.check_weights(section.patterns(products), self.spec.where, errors)
+        sections = section.Sections.model_construct(precision=self.spec.precision)
+        names.check_weights(sections.patterns(), self.spec.where, errors)
         errors.raise_any()
 
 
@@ -274,15 +275,14 @@ WEIGHTS: dict[Any, tuple[tuple[int, int], ...]] = {
 
 def how_rounded(reader: fx.Node, x: fx.Node) -> Rounded | None:
     """Return how an op that reads x rounds it; None if it does something else with it."""
-    amax = reader if reader.target is fp8_amax else _largest(reader, x)
+    amax: Any = reader if reader.target is fp8_amax else _largest(reader, x)
     if amax is None or sum(a is x for a in reader.args) != 1:
         return None
     of = amax.args[0] if amax.target is ops.all_reduce_max else amax
     whole = next((u for u in of.users if u.target is ops.all_reduce_max), of)
     if of.target is not fp8_amax or of.args[0] is not x or not any(_largest(u, x) is whole for u in whole.users):
         return None
-    axes: Any = whole.args[2] if whole is not of else ()
-    return Rounded("e4m3", tuple(of.args[1]), tuple(axes))
+    return Rounded("e4m3", tuple(of.args[1]), tuple(whole.args[2] if whole is not of else ()))
 
 
 def _largest(reader: fx.Node, x: fx.Node) -> Any:

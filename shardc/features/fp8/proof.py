@@ -26,9 +26,11 @@ def _same_call(args: Any, one: Mapping[fx.Node, fx.Node]) -> Any:
     x, weight, amax, recipe, transposed, kept = (*args, None, None)[:6]
     if not isinstance(kept, fx.Node) or kept.target is not fp8_pack:
         return args
-    of, *how, granule = kept.args[:3]
+    of: Any
+    granule: Any
+    of, format, granule = kept.args[:3]
     read = "e4m3", along(RECIPES[recipe].x, len(granule))
-    if frozen(of, one) is not frozen(x, one) or (*how, tuple(granule)) != read:
+    if frozen(of, one) is not frozen(x, one) or (format, tuple(granule)) != read:
         return args  # other bytes
     return (kept if len(kept.args) > 3 else x, weight, amax, recipe, *([transposed] if transposed else []))
 

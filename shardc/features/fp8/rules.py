@@ -155,8 +155,6 @@ def local_experts(call: LocalCall) -> fx.Node:
         return experts.local(call, fp8_experts_apply)
     index = call.inputs[experts.INDEX].local_shape(call.call.operands[experts.INDEX].shape, call.mesh)
     scales = Collective("all_reduce", "all_reduce", over, 4 * math.prod(index), _CAUSE)
-    if not call.inputs[experts.UP].shards(0):
-        return call.emit(fp8_experts, (*call.args, call.mesh_node, over), {"tag": ""}, collective=scales)
     return experts.local(call, fp8_experts_apply, (call.mesh_node, over), collective=scales)
 
 

@@ -14,7 +14,7 @@ Rounding the result again changes nothing, so ops read it as they would read the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,23 +31,19 @@ from shardc.runtime.ops.convert import Packed, Record, Started
 from shardc.runtime.zero.flat_partition import Flat, FlatShard
 
 
-def all_gather(x: Tensor, mesh: Any, axis: str, old: Shard, record: Record, fp8: Packed) -> Tensor:
-    """Gather at once. x: this rank's part; old: the shards of which it is one."""
-    return _whole(mesh.all_gather(rounding.fp8_pack(x, *fp8), axis, **record), x, old, fp8)
-
-
-def start_all_gather(x: Tensor, mesh: Any, axis: str, old: Shard, record: Record, fp8: Packed) -> Started:
-    """Start to gather."""
+def all_gather(x: Tensor, mesh: Any, axis: str, old: Shard, record: Record, fp8: Packed, *, start: bool) -> Any:
+    """Gather at once, or start to. x: this rank's part; old: the shards of which it is one."""
     message = rounding.fp8_pack(x, *fp8)
+
+    def whole(messages: Tensor) -> Tensor:
+        parts = torch.stack([rounding.unpacked(m, x, *fp8) for m in messages])
+        return trim(shard_parts.unstack(parts, old), old)
+
+    if not start:
+        return whole(mesh.all_gather(message, axis, **record))
     stack = message.new_empty(mesh.size(axis), *message.shape)
     work = mesh.start_all_gather(message, stack.view(-1), axis, **record)
-    return Started(work, lambda: _whole(stack, x, old, fp8))
-
-
-def _whole(messages: Tensor, x: Tensor, old: Shard, fp8: Packed) -> Tensor:
-    """Join the value from all ranks' messages. x: this rank's part."""
-    parts = torch.stack([rounding.unpacked(m, x, *fp8) for m in messages])
-    return trim(shard_parts.unstack(parts, old), old)
+    return Started(work, lambda: whole(stack))
 
 
 # --- parameters
@@ -119,7 +115,7 @@ class RoundedGather:
                 if s.run.size:
                     low = x.storage_offset() - part.storage_offset()
                     narrow = casts.narrow(s.as_rows(x), s.of_scales(scales[name]), *self._how(name))
-                    message[low : low + x.numel()] = s.of_rows(narrow.view(torch.uint8))
+                    message[low : low + x.numel()] = s.of_rows(narrow)
             messages = message.new_empty(self._flat.padded)
             whole = torch.empty(self._flat.padded, dtype=part.dtype, device=part.device)
             work = self._mesh.start_all_gather(
@@ -128,7 +124,7 @@ class RoundedGather:
 
         def wide() -> None:
             with torch.no_grad():
-                for name, start, shape in self._places():
+                for name, start, shape in zip(self._hows, self._flat.starts, self._flat.shapes, strict=True):
                     size = math.prod(shape)
                     x = messages[start : start + size].view(shape)
                     whole[start : start + size] = casts.wide(x, scales[name], part.dtype, *self._how(name)).view(-1)
@@ -137,9 +133,6 @@ class RoundedGather:
 
     def _how(self, name: str) -> tuple[str, tuple[int, ...]]:
         return self._hows[name].format, self._hows[name].granule
-
-    def _places(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-        return zip(self._bucket.params, self._flat.starts, self._flat.shapes, strict=True)
 
     def _scales(self, slices: Mapping[str, Tensor], direction: str) -> dict[str, Tensor]:
         """Return the exponents of each parameter's scales."""

@@ -72,15 +72,10 @@ class Sections(Section):
     precision: Precision = Field(default=Precision(), examples=[{"compute": "bfloat16"}])
 
     def patterns(self) -> Iterator[tuple[tuple[str | int, ...], str, bool]]:
-        """Yield the patterns of this feature (see the function)."""
-        yield from patterns(self.precision.products)
-
-
-def patterns(products: Products | None) -> Iterator[tuple[tuple[str | int, ...], str, bool]]:
-    """Yield (place, pattern, False: it must name a weight) of each pattern."""
-    for text in products.match if products is not None else ():
-        if text not in ("*", "!*"):
-            yield ("precision", "products"), text.removeprefix("!"), False
+        """Yield (place, pattern, False: it must name a weight) of each pattern."""
+        for text in self.precision.products.match if self.precision.products is not None else ():
+            if text not in ("*", "!*"):
+                yield ("precision", "products"), text.removeprefix("!"), False
 
 
 def of(spec: Spec) -> Products | None:
