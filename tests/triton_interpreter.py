@@ -29,10 +29,8 @@ def interpreted(name: str) -> Iterator[ModuleType]:
             return torch.from_numpy(data.copy()).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
         return real(data, source, target, mode)
 
-    found = importlib.util.find_spec(name)
-    assert found is not None
-    assert found.origin is not None
-    spec = importlib.util.spec_from_file_location(f"interpreted_{name}", found.origin)
+    file = importlib.import_module(name).__file__
+    spec = importlib.util.spec_from_file_location(f"interpreted_{name}", file)
     assert spec is not None
     assert spec.loader is not None
     with (

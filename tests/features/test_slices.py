@@ -25,8 +25,8 @@ USES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "fp8": (
-        {"precision": {"products": "fp8-rowwise"}},
-        ["shardc.compile(model, batch, spec | {'precision': {'products': 'fp8-rowwise'}})"],
+        {"precision": {"products": "mxfp8"}},
+        ["shardc.compile(model, batch, spec | {'precision': {'products': 'mxfp8'}})"],
     ),
     "reshard": ({}, ["program.reshard(one)", "loopback(one.mesh, move)"]),
     "generation": ({}, ["loopback(one.mesh, lambda mesh: one.engine(model, mesh=mesh).generate([[1, 2]]))"]),

@@ -1,6 +1,6 @@
 """Rounding to float8, and its messages, are the CPU's bit for bit.
 
-Products by torch's kernels are those of 16 bits. (A CPU's: tests/passes/test_products.py.)"""
+Products by torch's kernels are those of 16 bits. (A CPU's: tests/features/fp8/test_passes.py.)"""
 
 from __future__ import annotations
 
