@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from shardc.ir.conversions import BY_OP
-from shardc.optional import registered
 from shardc.runtime import ops
 from shardc.verify.static.assumptions import ASSUMPTIONS, Assumption, short
 from tests.runtime.ops.checks import CHECKS
@@ -18,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_op_of_the_runtime_and_every_conversion_is_checked() -> None:
-    assert set(CHECKS) == set(ops.__all__).union(*registered("ops", "OPS"))
+    assert set(CHECKS) == set(ops.__all__) | ops.table("ops", "OPS").keys()
     assert set(BY_OP) <= set(CHECKS)
 
 
