@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -80,10 +79,13 @@ class RunnableStage:
         self.run: Callable[..., Any] = with_ranges(module, stage.graph) if ranges else module
         self._stage, self._device, self._copies = stage, device, copies
         self._compiler, self._ranges = compiler, ranges
+        self._joint: JointStage | None = None
 
-    @cached_property
+    @property
     def joint(self) -> JointStage:
         """Its forward and backward graphs, made when a step first runs them."""
+        if self._joint is not None:  # no cached_property: before Python 3.12 it locks, and WRITING is taken inside
+            return self._joint
         if self._stage.joint is None:
             raise ShardcError(
                 "the program has no backward graph: an earlier version of shardc wrote it",
@@ -92,7 +94,8 @@ class RunnableStage:
             )
         with WRITING:
             graphs = {way: on_device(graph, self._device) for way, graph in self._stage.joint.graphs.items()}
-            return JointStage(self._stage, graphs, self._copies, ranges=self._ranges, compiler=self._compiler)
+            self._joint = JointStage(self._stage, graphs, self._copies, ranges=self._ranges, compiler=self._compiler)
+        return self._joint
 
 
 def only_stage(program: Program, mesh: Any) -> RunnableStage:

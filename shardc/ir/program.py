@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import torch
 from torch import fx
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from shardc.ir.forward_record import ForwardRecord
     from shardc.runtime.schedule import Schedule
     from shardc.spec import Spec
+
+
+#: An int of any sign: other fields count from 0.
+AnyInt = Annotated[int, "any sign"]
 
 
 class Resize(Protocol):
@@ -92,8 +96,8 @@ class Program:
     #: The engine multiplies the loss by this before backward: a number, or "dynamic".
     loss_scale: float | str | None = None
     offload: OffloadPlaces = OffloadPlaces()
-    #: Numbers of the batch that are not tensors and became constants of the graph: (path, value).
-    baked: tuple[tuple[tuple[str | int, ...], float | str], ...] = ()
+    #: Numbers and texts of the batch that are not tensors and became constants of the graph: (path, value).
+    baked: tuple[tuple[tuple[str | int, ...], bool | AnyInt | float | str], ...] = ()
     #: Whether the graph with dropout and BatchNorm switched computes the same as the model in eval mode. "untried":
     #: forward branches on `self.training` itself, and was not run.
     evaluates: Literal["alike", "otherwise", "untried"] = "alike"

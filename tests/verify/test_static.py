@@ -75,6 +75,21 @@ def test_a_loss_in_chunks_of_a_pinned_layer_is_proven() -> None:
     assert prove(compiled).ok, str(prove(compiled))
 
 
+def test_a_constant_in_two_layouts_is_proven_where_microbatches_pad_one() -> None:
+    """The cells' first states are equal zeros, of which one is split over tp."""
+    spec = {
+        "shardc": 1,
+        "mesh": {"tp": 3},
+        "batch": {"microbatches": 3},
+        "uneven": "pad",
+        "shard": {"head": "column"},
+        "activations": {"one": {0: "tp"}},
+    }
+    with zoo.Wide():
+        compiled = shardc.compile(*plain.ALL["cells"](), spec, prove=False)
+    assert prove(compiled).ok, str(prove(compiled))
+
+
 @pytest.mark.parametrize("method", ["gather", "ulysses", "ring"])
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 def test_split_sequences_are_proven(method: str, balance: str) -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -387,6 +388,13 @@ def test_a_number_of_the_batch_stays_what_it_was_in_an_artifact(tmp_path: Any) -
     PROGRAM.save(tmp_path / "out")
     loaded = shardc.load(tmp_path / "out")
     assert loaded.baked == PROGRAM.baked == ((("strength",), 2.0),)
+
+
+@pytest.mark.parametrize("value", [True, False, 3, -3, (1 << 70) + 1, 0.5, float("inf")])
+def test_a_constant_of_the_batch_is_the_same_in_an_artifact(value: Any, tmp_path: Any) -> None:
+    replace(PROGRAM, baked=((("flags", 0), value),)).save(tmp_path / "out")
+    ((_, loaded),) = shardc.load(tmp_path / "out").baked
+    assert (type(loaded), loaded) == (type(value), value)
 
 
 def test_a_parameter_that_there_is_not() -> None:
