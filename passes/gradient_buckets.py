@@ -41,10 +41,8 @@ class GradientBuckets(Pass):
 
     def _shard_axes(self) -> tuple[str, ...]:
         """Return the axes over which buckets may be sharded, innermost first."""
-        axes = self.spec.data.axis or tuple(n for n in self.spec.mesh.names if n == "dp" or n.startswith("dp_"))
-        if not axes and self.spec.sequence is not None:
-            axes = self.spec.sequence.axis
-        return tuple(reversed(axes))
+        named_dp = tuple(n for n in self.spec.mesh.names if n == "dp" or n.startswith("dp_"))
+        return tuple(reversed(self.spec.data.axis or named_dp or self.spec.sequence_axes))
 
     def run(self, program: Program) -> Program:
         uses, mesh, zero = _Uses(program), program.mesh, self.spec.data.zero
@@ -156,7 +154,7 @@ class GradientBuckets(Pass):
         """Return the first of these axes that does not split a parameter yet; "" if there is none."""
 
         def whole(axis: str) -> bool:
-            parts = mesh.parts(axis)
+            parts = mesh.digits(axis)
             split = any(isinstance(p.layout[part], Shard) for part in parts)
             return not split and (axis in reduce or not set(reduce) & set(parts))
 

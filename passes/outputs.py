@@ -15,7 +15,7 @@ from shardc.spec import Spec
 def batch_axes(spec: Spec, mesh: Mesh) -> frozenset[str]:
     """Return the axes, or digits of axes, that the spec sets for the batch, including the microbatch axis."""
     names = {n.partition(".")[0] for n in mesh.names}
-    return frozenset(part for a in (*spec.data_axes, MICROBATCH) if a in names for part in mesh.parts(a))
+    return frozenset(part for a in (*spec.data_axes, MICROBATCH) if a in names for part in mesh.digits(a))
 
 
 def layout_of(

@@ -300,7 +300,7 @@ def resharded(old: Program, new: Program, model: nn.Module, batch: Any) -> None:
         there = engine.to(new)
         same(engine, there)
         back = there.to(old)
-        assert torch.equal(back.step(batch), engine.step(batch))
+        assert torch.equal(back.step(batch).nan_to_num(), engine.step(batch).nan_to_num())
         same(engine, back)
 
     loopback(old.mesh, work)

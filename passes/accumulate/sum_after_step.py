@@ -26,7 +26,7 @@ from shardc.runtime import ops
 CONVERTERS = {getattr(ops, row.op) for row in CONVERSIONS}
 
 
-def _mark_partial(node: fx.Node, axes: list[str]) -> None:
+def _mark_partial(node: fx.Node, axes: tuple[str, ...]) -> None:
     """Set a node's type: ranks of these axes have a summand of it."""
     value: Value = node.meta["value"]
     items = tuple((a, p) for a, p in value.layout.items if a not in axes)
@@ -44,7 +44,7 @@ def sum_after_step(graph: fx.Graph, summands: set[fx.Node], mesh_node: fx.Node, 
     summed_over: set[Any] = {n.args[2] for n in sums}
     if len(summed_over) != 1:
         return
-    parts = [part for a in summed_over.pop() for part in mesh.parts(a)]
+    parts = mesh.digits(*summed_over.pop())
 
     def is_unsplit(x: fx.Node) -> bool:
         return all(v.layout[a] in (REPLICATE, PARTIAL_GRAD) for v in values_of(x) for a in parts)
@@ -52,7 +52,7 @@ def sum_after_step(graph: fx.Graph, summands: set[fx.Node], mesh_node: fx.Node, 
     def converts(x: fx.Node) -> bool:
         over: Any = x.args[2] if x.target in CONVERTERS else ()
         axes = (over,) if isinstance(over, str) else over
-        return any(part in parts for a in axes for part in mesh.parts(a))
+        return any(part in parts for a in axes for part in mesh.digits(a))
 
     inside = {*linear, output}
     if any(n in new_values or not inside.issuperset(n.users) for n in (*linear, *sums)):
@@ -72,7 +72,7 @@ def sum_after_step(graph: fx.Graph, summands: set[fx.Node], mesh_node: fx.Node, 
             with graph.inserting_after(once):
                 once = graph.create_node("call_function", op, (once, mesh_node, a), {}, name=f"{x.name}_once")
             once.meta = {"value": value, "source": source_of(x)}
-            _mark_partial(once, [a])
+            _mark_partial(once, (a,))
         for n in (n for n in linear if x in n.all_input_nodes):
             n.replace_input_with(x, once)
     for n in linear:

@@ -110,7 +110,7 @@ def _refined(spec: Spec, shared: Mapping[fx.Node, kv_heads.Shared], running: Pro
     """Return the mesh with the digits that shared key-value heads need; those of `running` if it has any."""
     mesh = spec.mesh
     for axis in sorted(_weight_axes(spec)):
-        if running is not None and len(digits := running.mesh.parts(axis)) > 1:
+        if running is not None and len(digits := running.mesh.digits(axis)) > 1:
             mesh = mesh.refine(axis, *map(running.mesh.size, digits[:-1]))
         else:
             mesh = kv_heads.refine(mesh, axis, shared.values())
@@ -139,7 +139,7 @@ def _plan(
         return model_plan.resolve(words, program, axis, named, where)
     fixed: dict[str, Shard | None] = {}
     for name in named:
-        shards = [s for part, s in layouts.get(name, Layout()).shards() if part in mesh.parts(axis)]
+        shards = [s for part, s in layouts.get(name, Layout()).shards() if part in mesh.digits(axis)]
         fixed[name] = min(shards, key=lambda s: s.split) if shards else None
     return structure.choose(program, fixed, axis, mesh.size(axis), where, pad=spec.uneven == "pad")
 
@@ -150,7 +150,7 @@ def _plan_of(running: Program, spec: Spec, mesh: Mesh, named: set[str]) -> Plan:
     The current graph, with one token or fewer rows, might suggest another plan.
     """
     axis = spec.shard_axis
-    parts, nodes = mesh.parts(axis), placeholders(running.graph)
+    parts, nodes = mesh.digits(axis), placeholders(running.graph)
     splits: dict[str, tuple[Shard, str]] = {}
     for p in running.params:
         causes = nodes[p.name].meta.get("cause", {})

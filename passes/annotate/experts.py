@@ -90,7 +90,7 @@ class Experts:
             n, size = mesh.size(entry.axis), p.shape[dim]
             if n == 1:
                 continue
-            if any(layout[a] != Layout()[a] for a in mesh.parts(entry.axis)):
+            if any(layout[a] != Layout()[a] for a in mesh.digits(entry.axis)):
                 fault = f"{p.fqn} is split over {entry.axis} by `shard:` too"
                 fix = f"keep {entry.axis} for the experts: drop that entry of `shard:`"
                 errors.add(fault, where=self.where(i, "axis"), fix=fix)
@@ -105,7 +105,7 @@ class Experts:
                 inner = math.prod(mesh.size(a) for a, _ in layout.shards(dim))
                 layouts[name] = Layout.of({**dict(layout.items), entry.axis: Shard(dim, inner)}, mesh)
                 cause = f"{self.where(i)} experts {entry.match!r}"
-                node.meta.setdefault("cause", {}).update(dict.fromkeys(mesh.parts(entry.axis), cause))
+                node.meta.setdefault("cause", {}).update(dict.fromkeys(mesh.digits(entry.axis), cause))
         self._report_unused(used, errors)
         errors.raise_any()
         return layouts

@@ -127,9 +127,8 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
     layouts = _split_rows(spec, program, mesh, axes, names, errors)
     nodes = placeholders(program.graph)
     for placeholder, why in split_sequence(spec, program, mesh, names, layouts, errors).items():
-        assert spec.sequence is not None
         causes = nodes[placeholder].meta.setdefault("cause", {})
-        causes |= dict.fromkeys((part for a in spec.sequence.axis for part in mesh.parts(a)), why)
+        causes |= dict.fromkeys(mesh.digits(*spec.sequence_axes), why)
     errors.raise_any()
     return layouts
 

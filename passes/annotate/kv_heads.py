@@ -67,7 +67,7 @@ def refine(mesh: Mesh, axis: str, heads: Iterable[Shared]) -> Mesh:
 def shares(mesh: Mesh, axis: str, heads: Shared) -> list[str]:
     """Return the digits of an axis whose ranks hold the same key-value heads."""
     digits, outer = [], 1  # outer: ranks of the digits up to this one
-    for digit in mesh.parts(axis):
+    for digit in mesh.digits(axis):
         outer *= mesh.size(digit)
         divided = heads.heads % outer == 0
         if not divided and outer % heads.heads == 0 and heads.queries % mesh.size(axis) == 0:

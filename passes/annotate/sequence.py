@@ -129,7 +129,7 @@ def split_ids(spec: Spec, program: Program, mesh: Mesh, layouts: dict[str, Layou
     sequence = spec.sequence
     if sequence is None or spec.sequence_ranks == 1:
         return
-    parts = {part for a in sequence.axis for part in mesh.parts(a)}
+    parts = set(mesh.digits(*sequence.axis))
     split: dict[tuple[int, int], dict[str, Shard]] = {}
     for x in program.inputs:
         for a, s in layouts.get(x.name, Layout()).shards():
@@ -181,7 +181,7 @@ def mark_methods(spec: Spec, program: Program, mesh: Mesh, weight_axes: set[str]
         for i, (axis, name) in enumerate(zip(sequence.axis, one_each, strict=False)):
             where = spec.where(("sequence", "method"))
             method = Method(name, head_ranks, where, module, ring=name == "ring" or i == 0)
-            node.meta["method"] |= dict.fromkeys(mesh.parts(axis), method)
+            node.meta["method"] |= dict.fromkeys(mesh.digits(axis), method)
             head_ranks *= mesh.size(axis) if name in ("ulysses", "auto") else 1  # they may split heads
 
 

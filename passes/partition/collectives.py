@@ -25,8 +25,8 @@ from shardc.rules.core.strategy import needs_sum_grad
 def digit_arguments(mesh: Mesh, axis: str, old: Layout, new: Layout) -> tuple[Any, ...]:
     """Return the digits that a conversion joins and cuts, as op arguments (shardc.runtime.ops.convert).
 
-    `dim, split` of the old shard and of the new one; its sections, if only one of the two is a shard; with padding:
-    `padding, blocks` of each. all_gather of Shard(1, 3): (1, 3, ()); all_to_all, Shard(0) to Shard(1): (0, 1, 1, 1).
+    `dim, split` of the old and the new shard; `sections`, if only one of the two is a shard; `padding, blocks` of each,
+    if padded: see Shard. all_gather of Shard(1, 3): (1, 3, ()); all_to_all, Shard(0) to Shard(1): (0, 1, 1, 1).
     """
     sides = [(s, a, b) for a, b in ((old, new), (new, old)) if isinstance(s := a[axis], Shard)]
     digits = [arg for s, layout, _ in sides for arg in (s.dim, layout.local_split(axis, mesh))]
@@ -75,7 +75,7 @@ def _cause(mesh: Mesh, row: Conversion, axes: tuple[str, ...], producer: fx.Node
         return str(line)
     first, second = (producer, user) if row.source is Partial else (user, producer)
     causes: list[str] = []
-    for axis in (part for a in axes for part in mesh.parts(a)):
+    for axis in mesh.digits(*axes):
         strategy = user.meta.get("strategies", {}).get(axis)
         unsplit = strategy is None or strategy.kind in ("replicate", "partial_grad", "partial")
         if row.forward == "all_gather" and unsplit:

@@ -117,8 +117,8 @@ class LocalProgram:
         operands = operands_of(node)
         need = [self._layout({a: s.inputs[i] for a, s in strategies.items()}) for i in range(len(operands))]
         out = [self._layout({a: s.outputs[i] for a, s in strategies.items()}) for i in range(len(values_of(node)))]
-        if len(operands) == 1 and not any(map(needs_sum_grad, values_of(node))):
-            need = [self._existing_form(operands[0], need[0])]
+        if not any(map(needs_sum_grad, values_of(node))):
+            need = [self._existing_form(n, layout) for n, layout in zip(operands, need, strict=True)]
         converted = [self._in_layout(n, layout, node) for n, layout in zip(operands, need, strict=True)]
         converted = [self._with_summable_padding(operands, x, i, need[i], strategies) for i, x in enumerate(converted)]
         in_order = iter(self._with_finite_padding(node, converted, need))
@@ -142,7 +142,7 @@ class LocalProgram:
             new = rule.local(call)
         else:
             new = emit(node.target, tuple(args), kwargs)
-            if "mixed" in node.meta:
+            if "mixed" in node.meta:  # a cast of mixed precision: accumulate lets it round summands
                 new.meta["mixed"] = True
         if not isinstance(node.meta["value"], tuple):
             self.forms[node, 0] = {out[0]: new}
@@ -175,7 +175,7 @@ class LocalProgram:
         if once and key in self.shared_lines:
             return self.shared_lines[key]
         if collective is not None and not collective.cause:
-            causes = (node.meta.get("why", {}).get(p, "") for a in collective.axes for p in self.mesh.parts(a))
+            causes = (node.meta.get("why", {}).get(digit, "") for digit in self.mesh.digits(*collective.axes))
             cause = "; ".join(dict.fromkeys(filter(None, causes)))
             collective = replace(collective, cause=cause, implicit=not cause)
         name = f"{node.name}_{once}" if once else ""
@@ -322,9 +322,9 @@ class LocalProgram:
         x: the local node. v: its global value. producer: the global node that it comes from. user: the node that needs
         it. cause: the spec line to name if the two have none.
         """
-        part, new = self.mesh.parts(axes[0])[0], Routes(self.mesh).after(row, axes, old, need)
+        digit, new = self.mesh.digits(axes[0])[0], Routes(self.mesh).after(row, axes, old, need)
         over = axes if row.merged else axes[0]
-        args = (x, self.mesh_node, over, *digit_arguments(self.mesh, part, old, new))
+        args = (x, self.mesh_node, over, *digit_arguments(self.mesh, digit, old, new))
         line = producer if row.source is Partial else user  # a sum belongs to the op whose result is summed
         name = f"{producer.name}_{row.suffix}"
         collective = collective_of(self.mesh, row, axes, old, new, v, producer, user, cause)
@@ -335,7 +335,7 @@ class LocalProgram:
         kwargs: dict[str, Any] = {}
         packed = table("ops", "PACKED").get(producer.target)
         if packed is not None and collective is not None and row.forward == "all_gather":
-            kwargs["fp8"] = packed(*producer.args)
+            kwargs["fp8"] = packed(*producer.args)  # the format, and the granule: of each dim the block with one scale
             message = needed("fp8", "rounding", "message_bytes")(old.local_shape(v.shape, self.mesh), kwargs["fp8"][1])
             collective = replace(collective, packed=self.mesh.size(axes[0]) * message)
         return new, self._emit(getattr(ops, row.op), args, kwargs, replace(v, layout=new), line, collective, name)

@@ -11,7 +11,7 @@ A row of shardc.ir.conversions is for one axis; here a value changes on several.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardc.ir import conversions
@@ -42,7 +42,7 @@ class Routes:
             ready = (
                 i
                 for i, (row, axes) in enumerate(steps)
-                if not any({*self._parts(axes)} & {*self._parts(earlier)} for _, earlier in steps[:i])
+                if not any({*self.mesh.digits(*axes)} & {*self.mesh.digits(*earlier)} for _, earlier in steps[:i])
                 and not self.after(row, axes, layout, new).problem(v.shape, self.mesh)
             )
             exchanges = (i for i, (row, _) in enumerate(steps) if row.source is row.target)
@@ -57,16 +57,12 @@ class Routes:
 
     def after(self, row: Conversion, axes: tuple[str, ...], old: Layout, need: Layout) -> Layout:
         """Return the layout that a conversion leads to on the way to the one that is needed."""
-        part = self.mesh.parts(axes[0])[0]  # the outermost part of an axis that is converted as one
+        digit = self.mesh.digits(axes[0])[0]  # the outermost digit of an axis that is converted as one
         # the first of two conversions always leads to Replicate
-        target = need[part] if isinstance(need[part], row.target) else REPLICATE
+        target = need[digit] if isinstance(need[digit], row.target) else REPLICATE
         for axis in axes:
             old = old.replace(axis, target, self.mesh)
         return old
-
-    def _parts(self, axes: Iterable[str]) -> Iterator[str]:
-        """Return the digits of some axes."""
-        return (part for a in axes for part in self.mesh.parts(a))
 
     def _steps(self, old: Layout, new: Layout) -> list[tuple[Conversion, tuple[str, ...]]]:
         """Return the conversions in order, each with the axes of one call: several if the op allows it."""
@@ -84,7 +80,7 @@ class Routes:
         merged: list[str] = []
         for axis in dict.fromkeys(a.partition(".")[0] for a in axes):
             digits = [a for a in axes if a.partition(".")[0] == axis]
-            together = digits == list(self.mesh.parts(axis)) and all(
+            together = digits == list(self.mesh.digits(axis)) and all(
                 Layout.of({axis: layout[digits[0]]}, self.mesh)
                 == Layout(tuple(i for i in layout.items if i[0] in digits))
                 for layout in (old, new)

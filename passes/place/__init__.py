@@ -6,7 +6,7 @@ and inputs get their layouts. Partition then inserts the conversions that the ch
 one_axis        chooses strategies on one axis, greedily
 storing         moves conversions to parameters and buffers; writes strategies and their causes to nodes
 scans           splits by another dim those ops that need all tokens of a split sequence
-refuse          refuses annotated splits that could not be carried out
+refuse          refuses *pins* (annotated activations) and other annotated splits that could not be carried out
 transfer_cost   prices conversions and repeated work
 """
 
@@ -46,11 +46,9 @@ class Place(Pass):
         for node in program.graph.nodes:
             node.meta["strategies"] = {}
         batch_axes, running = outputs.batch_axes(self.spec, mesh), self.options.compatible_with
-        section = self.spec.sequence
-        token_axes = {part for a in section.axis for part in mesh.parts(a)} if section is not None else set[str]()
-        # Axes that split inputs come first, as only a dim that no axis has split yet can be padded. An annotation of
-        # such a dim splits what they leave of it. Of these axes and of the others, a sequence's come last: `scans` may
-        # split rows over them, in the digits that other axes left.
+        token_axes = set(mesh.digits(*self.spec.sequence_axes))
+        # Axes that split inputs come first: only a dim that is not split yet can be padded, and an annotation may split
+        # such a dim further. Within both groups, axes of a sequence come last: `scans` may split rows further by them.
         input_axes = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
         for axis, n in sorted(mesh.axes, key=lambda a: (a[0] not in input_axes, a[0] in token_axes)):
             if n == 1:

@@ -21,15 +21,15 @@ from shardc.passes.place.transfer_cost import MESSAGE, REPEATED, UNDO, Prices
 from shardc.rules import attention_methods, softmax
 from shardc.rules.attention import RING, sent_by_ring
 from shardc.rules.core import reduce_parts
-from shardc.rules.core.along_split_dim import STRETCHES
+from shardc.rules.core.along_split_dim import ALONG_SPLIT_DIM
 from shardc.rules.core.choices import Choices
 from shardc.rules.core.strategy import Strategy
 
 #: Each sweep carries demands past one more op that has a choice; few models change after the second sweep.
 SWEEPS = 4
 
-#: Extra strategies in which ranks communicate: not for microbatches. (softmax.PARTS is tried; accumulate refuses it.)
-_COMMUNICATING = (STRETCHES, reduce_parts.PARTS)
+#: Extra strategies whose ranks communicate, as microbatches cannot. (softmax.PARTS too, but accumulate refuses it.)
+_COMMUNICATING = (ALONG_SPLIT_DIM, reduce_parts.PARTS)
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)
 _text = lru_cache(maxsize=1024)(repr)  # sorts demanded placements: their order must not depend on that of the users
@@ -199,7 +199,7 @@ class Axis:
     def _candidates(self, node: fx.Node, operands: list[Key]) -> Iterator[Strategy]:
         """Yield the strategies to compare, in the order in which they win at equal cost."""
         pin: Placement = node.meta["pin"][self.name] if "pin" in node.meta else REPLICATE
-        if pin != REPLICATE:  # on other axes a pin is an ordinary identity
+        if pin != REPLICATE:  # on other axes a pin (an `alias` of an annotated activation) is an ordinary identity
             pin = self._inner_digit(node, pin)
             yield Strategy("pin", (pin,), (pin,))
             return
@@ -343,7 +343,7 @@ class Axis:
     def _strategy_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
         """Return the price of a strategy: of conversions of operands and results, messages, and repeated work."""
         # In `a @ b + c @ d` both products are partial, and one sum serves both. So a result that only joins a sum has
-        # no price; nor have conversions of its operands to Partial, whose price (`Conversion.deferred`) is a sum's.
+        # no price; nor have conversions of its operands to Partial, which are priced as a sum that follows later.
         joins = PARTIAL in strategy.outputs and self._joins_a_sum(node)
         pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
         cost = sum(self._operand_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
@@ -469,7 +469,7 @@ class Axis:
             (user,) = node.users
             if user not in self.choices or (0,) not in self.choices[user].rule.groups(self.choices[user].call):
                 break
-            if self.operands[user][0][0] is not node or len(values_of(user)) > 1:
+            if [i for i, (o, _) in enumerate(self.operands[user]) if o is node] != [0] or len(values_of(user)) > 1:
                 break
             node, smallest = user, min(smallest, self.size((user, 0)))
         return smallest

@@ -24,7 +24,7 @@ _REORDERS = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch
 
 
 def refuse_pins(program: Program, mesh: Mesh) -> None:
-    """Raise ShardcError for annotated activations whose dim cannot be split again: another axis has it."""
+    """Raise ShardcError for annotated activations (pins) whose dim cannot be split again: another axis has it."""
     errors = Errors()
     for node in program.graph.nodes:
         if "pin" not in node.meta:
@@ -86,11 +86,10 @@ def _other_fix(program: Program, axis: str, why: str) -> str:
 def _indivisible_factors(c: Choices, shard: Shard, n: int) -> Iterator[int]:
     """Yield the factors of a view ([72] as [3, 6, 4]: 3, 6, 4) that a shard cuts, but n does not divide."""
     for factor, (places, _) in c.places.items():
-        place, size = places[0], c.signature.sizes[factor]  # place: (its dim, the product of the factors before it)
-        if place is not None and place[0] == shard.dim and shard.split % place[1] == 0:
-            split = shard.split // place[1]  # within the factor; from its size on, the shard cuts an inner one
-            if split < size and size % (split * n):
-                yield size
+        dim, outer = places[0] or (None, 1)  # outer: the product of the factors before this one
+        size, (split, rest) = c.signature.sizes[factor], divmod(shard.split, outer)  # split: of this factor
+        if dim == shard.dim and not rest and split < size and size % (split * n):
+            yield size
 
 
 def _noun(node: fx.Node) -> str:

@@ -30,7 +30,7 @@ from torch import fx
 from shardc.ir.graph import source_of, values_of
 from shardc.ir.placement import REPLICATE, Partial, Placement, Shard
 from shardc.passes.place.one_axis import Axis, Key
-from shardc.rules.core.along_split_dim import STRETCHES
+from shardc.rules.core.along_split_dim import ALONG_SPLIT_DIM
 from shardc.rules.core.strategy import Strategy
 
 #: Strategies that read single entries of a split dim, as sums over ranks.
@@ -100,7 +100,7 @@ def _note(axis: Axis, region: ScanRegion, way: tuple[int, Shard]) -> str:
 
 def _regions(axis: Axis) -> list[ScanRegion]:
     """Return the connected ops that placement left whole though they come from values with split tokens."""
-    split: dict[Key, Shard] = {}  # values whose tokens are split, or can be
+    split: dict[Key, Shard] = {}  # values whose tokens are split, or could be if their users did not need all
     group: dict[fx.Node, fx.Node] = {}  # a forest: another op of the same region for each op
     reads: dict[fx.Node, list[Key]] = {}
 
@@ -140,8 +140,8 @@ def _needs_all(operand: Key, split: dict[Key, Shard], need: Placement, strategy:
     """Return whether an op needs a split float value whole, or single entries. (Integers are small.)"""
     node, i = operand
     placement = split.get(operand)
-    numbers = values_of(node)[i].dtype.is_floating_point
-    return placement is not None and numbers and (need != placement or strategy.kind in _ONE_BY_ONE)
+    is_float = values_of(node)[i].dtype.is_floating_point
+    return placement is not None and is_float and (need != placement or strategy.kind in _ONE_BY_ONE)
 
 
 def _keeps(axis: Axis, node: fx.Node, split: dict[Key, Shard]) -> Strategy | None:
@@ -150,7 +150,7 @@ def _keeps(axis: Axis, node: fx.Node, split: dict[Key, Shard]) -> Strategy | Non
     strategies = [s for i, o in enumerate(operands) if o in split and (s := choices.from_operand(i, split[o], axis.n))]
     if choices.rule.extra is not None:
         available: list[frozenset[Placement]] = [frozenset({split.get(o, REPLICATE)}) for o in operands]
-        strategies += [s for s in choices.rule.extra(choices.call, axis.n, available) if s.kind == STRETCHES]
+        strategies += [s for s in choices.rule.extra(choices.call, axis.n, available) if s.kind == ALONG_SPLIT_DIM]
     for s in strategies:
         matches = all(split.get(o, need) == need for o, need in zip(operands, s.inputs, strict=True))
         if matches and all(isinstance(p, Shard) for p in s.outputs) and axis.fits(node, s):

@@ -52,7 +52,7 @@ class Prices:
         if old == new:
             return 0.0
         gradient = needs_sum_grad(v)
-        rows = between(type(old), type(new))  # two digits of one dim: an all_to_all, not `conversions.path`
+        rows = between(type(old), type(new))  # between digits of one dim (rare) that is an all_to_all, not a gather
         return nbytes * sum(row.price(self.per_byte, gradient=gradient, packed=packed) for row in rows)
 
     def work(self, flops: float, touched: float) -> float:

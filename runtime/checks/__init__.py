@@ -1,6 +1,6 @@
 """Check the user's code around an engine or a module. Not checked: docs/reference/not-checked.md.
 
-moments             when checks run: with check=False none does; checks: checks that engine and module share;
+hooks               when checks run: with check=False none does; checks: checks that engine and module share;
                     engine_checks, module_checks: what each checks, at which moment
 engine_options      options that do not exist, or have invalid values
 shared_facts        what all ranks share: program, options, batch, learning rates (compared in shardc.runtime.mesh)

@@ -13,7 +13,7 @@ from shardc.ir.program import Program
 from shardc.runtime.checks import parameter_parts, shared_facts, user_changes
 from shardc.runtime.checks.every_optimizer import observe
 from shardc.runtime.checks.given_model import SourceModel
-from shardc.runtime.checks.moments import CheckHooks, Model
+from shardc.runtime.checks.hooks import CheckHooks, Model
 from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import Fact
 from shardc.runtime.stage.clip_grad_norm import norm_axes
@@ -84,7 +84,7 @@ class Checks(CheckHooks):
         if self.compares and not self._copied:
             self._weights.check(self._mesh, model.buffers)
         partial = model.buckets.names | {n for n in model.owned if norm_axes(self._program, n)}
-        self._watched = user_changes.WatchedParameters(self._program, model.owned, model.buckets.runs, partial)
+        self._watched = user_changes.WatchedParameters(self._program, model.owned, model.buckets.shards, partial)
 
     def compare_every(self, steps: int) -> None:
         self._check_every = steps if self.compares else 0
@@ -103,11 +103,11 @@ class Checks(CheckHooks):
 
     def _mark_gradients(self) -> None:
         """Make gradients of which this rank has parts refuse ops that mix elements."""
-        parameter_parts.mark_gradients(self._program, self._model.owned, self._model.buckets.runs)
+        parameter_parts.mark_gradients(self._program, self._model.owned, self._model.buckets.shards)
 
     def _watch_parts(self) -> None:
         """Make parameters of which this rank has parts refuse ops that mix elements."""
-        parameter_parts.watch_parameters(self._program, self._model.owned, self._model.buckets.runs)
+        parameter_parts.watch_parameters(self._program, self._model.owned, self._model.buckets.shards)
 
     def note_weights_read(self) -> None:
         self._source.weights_were_read = True

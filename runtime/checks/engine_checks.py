@@ -12,7 +12,7 @@ from shardc import torch_modes
 from shardc.ir.program import Program
 from shardc.runtime.checks import engine_options, shared_facts, user_changes
 from shardc.runtime.checks.checks import Checks
-from shardc.runtime.checks.moments import CheckHooks
+from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.checks.optimizer_marks import OptimizerMarks
 from shardc.runtime.checks.stepped_once import SteppedLoss, SteppedOnce, keep_groups
 from shardc.runtime.data import inputs, same_samples
@@ -37,8 +37,8 @@ class EngineChecks(Checks):
         if optimizer is not None:
             if self.compares:
                 fix = "save with engine.save(folder) on all ranks, and load with engine.load(folder)"
-                runs = self._model.buckets.runs
-                OptimizerMarks(self._program, self._mesh, self._model.owned, runs, fix).guard(optimizer)
+                shards = self._model.buckets.shards
+                OptimizerMarks(self._program, self._mesh, self._model.owned, shards, fix).guard(optimizer)
             keep_groups(optimizer)
         if self.compares:
             self.call("making an engine", *shared_facts.optimizer_facts(self._program, optimizer))

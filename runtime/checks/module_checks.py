@@ -53,8 +53,8 @@ class ModuleChecks(Checks):
     def watch_module(self, model: Any, parts: Any, held: Sequence[user_changes.ModuleParam], updates: Updates) -> None:
         """Start watching registered parameters and buffers. model: source of weights; parts: submodules."""
         self._parts, self._held, self._updates = parts, held, updates
-        owned, runs = self._model.owned, self._model.buckets.runs
-        self._optimizers = OptimizerWatch(self._program, owned, runs, model, self._mesh)
+        owned, shards = self._model.owned, self._model.buckets.shards
+        self._optimizers = OptimizerWatch(self._program, owned, shards, model, self._mesh)
         self._loop = LoopWatch(owned.values(), noting=self.compares)
         self._watch_parts()
 

@@ -26,14 +26,14 @@ KEY = "shardc"
 class OptimizerMarks:
     """Marks and checks optimizer states. params: the optimizer's, by placeholder name.
 
-    runs: the flat shard of each (ZeRO). fix: how to save and load instead.
+    shards: the flat shard of each (ZeRO). fix: how to save and load instead.
     """
 
     def __init__(
-        self, program: Program, mesh: Any, params: Mapping[str, nn.Parameter], runs: Mapping[str, FlatShard], fix: str
+        self, program: Program, mesh: Any, params: Mapping[str, nn.Parameter], shards: Mapping[str, FlatShard], fix: str
     ) -> None:
         self._rank, self._fix = mesh.rank, fix
-        slices = state_dict_marks.slices(program, mesh, runs)
+        slices = state_dict_marks.slices(program, mesh, shards)
         self._here = {
             id(params[x.name]): (x.fqn, slices.get(x.fqn, "the whole"), x.shape, tuple(params[x.name].shape))
             for x in program.params

@@ -18,7 +18,7 @@ from shardc.runtime.zero.optimizer_check import check_sharded
 
 
 class OptimizerWatch:
-    """Watches optimizers of a custom loop. params: by placeholder name; runs: their flat shards (ZeRO).
+    """Watches optimizers of a custom loop. params: by placeholder name; shards: their flat shards (ZeRO).
 
     model: source of the weights.
     """
@@ -26,15 +26,15 @@ class OptimizerWatch:
     FORWARDS = 3  # training forwards after which it is an error that only the plain model was stepped
 
     def __init__(
-        self, program: Program, params: Mapping[str, nn.Parameter], runs: Mapping[str, FlatShard], model: Any, mesh: Any
+        self, program: Program, params: Mapping[str, nn.Parameter], shards: dict[str, FlatShard], model: Any, mesh: Any
     ) -> None:
-        self._program, self._params, self._runs, self._model, self._mesh = program, params, runs, model, mesh
+        self._program, self._params, self._shards, self._model, self._mesh = program, params, shards, model, mesh
         self._names = {id(p): name for name, p in params.items()}
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # number of params
         self._forwards: int | None = 0  # so far; None: the module's parameters are trained, so there is no error
         self._plain_class = ""  # the class of the optimizer that stepped the plain model
         fix = "save with module.save(folder, optimizer) on all ranks, and load with module.load(folder, optimizer)"
-        self._marks = OptimizerMarks(program, mesh, params, runs, fix)
+        self._marks = OptimizerMarks(program, mesh, params, shards, fix)
         observe(self)
 
     def stepping(self, optimizer: Optimizer) -> None:
@@ -49,7 +49,7 @@ class OptimizerWatch:
                 if optimizer not in self._seen:
                     self._marks.guard(optimizer)
                 self._check_groups([[self._names.get(id(p), "") for p in g["params"]] for g in optimizer.param_groups])
-                check_sharded(self._program, optimizer, self._params, self._runs)
+                check_sharded(self._program, optimizer, self._params, self._shards)
             self._forwards = None
         elif isinstance(self._model, nn.Module) and not ids.isdisjoint(map(id, self._model.parameters())):
             self._plain_class = type(optimizer).__name__
@@ -77,7 +77,7 @@ class OptimizerWatch:
         filled = [names for names in groups if names]
         if len(filled) == len(groups) or len(filled) > 1:
             return
-        dims = {len(self._program.param(name).shape) > 1 for name in filled[0] if name in self._runs}
+        dims = {len(self._program.param(name).shape) > 1 for name in filled[0] if name in self._shards}
         if len(dims) > 1:
             zero = max(b.zero for b in self._program.buckets)
             raise ShardcError(

@@ -21,28 +21,28 @@ from shardc.runtime.checks.tensor_parts import Origin
 from shardc.runtime.stage.clip_grad_norm import norm_axes
 
 
-def watch_parameters(program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]) -> None:
-    """Make `ParameterPart`s of split parameters. params: by placeholder name; runs: those that are flat shards."""
-    for x, p, dims in _split(program, params, runs):
+def watch_parameters(program: Program, params: Mapping[str, nn.Parameter], shards: Collection[str]) -> None:
+    """Make `ParameterPart`s of split parameters. params: by placeholder name; shards: those that are flat shards."""
+    for x, p, dims in _split(program, params, shards):
         if type(p) is nn.Parameter:  # not a tensor of tensors, such as a quantised weight
             tensor_parts.make_part(p, dims, Origin(x.fqn, tuple(x.shape), grad=False))
 
 
-def mark_gradients(program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]) -> None:
-    """Make the gradients of split parameters `TensorPart`s. params, runs: see `watch_parameters`."""
-    for x, p, dims in _split(program, params, runs):
+def mark_gradients(program: Program, params: Mapping[str, nn.Parameter], shards: Collection[str]) -> None:
+    """Make the gradients of split parameters `TensorPart`s. params, shards: see `watch_parameters`."""
+    for x, p, dims in _split(program, params, shards):
         if p.grad is not None and type(p.grad) is Tensor:
             p.grad = tensor_parts.part(p.grad, dims, Origin(x.fqn))
 
 
 def _split(
-    program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]
+    program: Program, params: Mapping[str, nn.Parameter], shards: Collection[str]
 ) -> Iterator[tuple[Param, nn.Parameter, frozenset[int] | None]]:
     """Yield parameters of which ranks hold different parts, with the split dims; None: a flat shard."""
     for x in program.params:
         if x.name in params and norm_axes(program, x.name):
             split_dims = frozenset(s.dim for a, s in x.layout.shards() if program.mesh.size(a) > 1)
-            yield x, params[x.name], None if x.name in runs else split_dims
+            yield x, params[x.name], None if x.name in shards else split_dims
 
 
 def refuse_checkpoint(x: Tensor, fqn: str) -> None:

@@ -93,7 +93,7 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
         return [form, Fact("the global batch", fingerprint(tensors.values()), fix=SAME_BATCH)]
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for x in program.inputs:
-        split = {part for axis, _ in x.layout.shards() for part in program.mesh.parts(axis)}
+        split = {part for axis, _ in x.layout.shards() for part in program.mesh.digits(axis)}
         axes = tuple(a for a in program.mesh.names if a in split)
         parts.setdefault(axes, [])
         if x.path in tensors:

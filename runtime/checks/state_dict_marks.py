@@ -23,27 +23,27 @@ from shardc.runtime.zero.flat_partition import FlatShard
 KEY = "shardc"
 
 
-def slices(program: Program, mesh: Any, runs: Mapping[str, FlatShard]) -> dict[str, str]:
+def slices(program: Program, mesh: Any, shards: Mapping[str, FlatShard]) -> dict[str, str]:
     """Return {name: this rank's slice as text} of the tensors of which this rank has a slice.
 
-    runs: flat shards of ZeRO, by placeholder name.
+    shards: flat shards of ZeRO, by placeholder name.
     """
     texts: dict[str, str] = {}
     coords = {a: mesh.coordinate(a) for a in mesh.layout.names}
     for x in program.params_and_buffers:
-        if text := _slice(x, mesh, coords, runs.get(x.name)):
+        if text := _slice(x, mesh, coords, shards.get(x.name)):
             texts |= dict.fromkeys(x.names if x.fqn else (), text)
     return texts
 
 
-def _slice(x: Param | Buffer, mesh: Any, coords: Mapping[str, int], run: FlatShard | None) -> str:
+def _slice(x: Param | Buffer, mesh: Any, coords: Mapping[str, int], shard: FlatShard | None) -> str:
     if 0 in x.shape:
         return ""
     boxes = list(x.layout.boxes(x.shape, mesh.layout, coords))
     whole = [tuple((0, 0, n) for n in x.shape)]
     text = "" if boxes == whole else " and ".join(_box(b) for b in boxes) or "nothing"
-    if run is not None and run.size != math.prod(run.shape):
-        text = f"elements {run.start}:{run.stop} of {text or 'the whole'}"
+    if shard is not None and shard.size != math.prod(shard.shape):
+        text = f"elements {shard.start}:{shard.stop} of {text or 'the whole'}"
     return text
 
 

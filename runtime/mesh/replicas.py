@@ -122,10 +122,10 @@ def _parts(program: Program, *, owned: bool = False) -> Iterator[tuple[Param | B
     owned: as the optimizer has it, with what ZeRO shards.
     """
     for x in program.params_and_buffers:
-        split = {part for axis, _ in x.layout.shards() for part in program.mesh.parts(axis)}
+        split = {part for axis, _ in x.layout.shards() for part in program.mesh.digits(axis)}
         bucket = program.bucket(x) if owned and isinstance(x, Param) else None
         if bucket is not None and bucket.zero:
-            split |= set(program.mesh.parts(bucket.shard))
+            split |= set(program.mesh.digits(bucket.shard))
         # a stage's weights are only on its own ranks, so only these compare them
         yield x, tuple(a for a in program.mesh.names if a in split or a == program.axis)
 

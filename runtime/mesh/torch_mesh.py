@@ -162,7 +162,7 @@ class TorchMesh(RankMesh):
                 self._groups[names] = group
 
     def _split(self, axes: Iterable[str]) -> frozenset[str]:
-        return frozenset(part for a in axes for part in self.layout.parts(a) if self.layout.size(part) > 1)
+        return frozenset(part for a in axes for part in self.layout.digits(a) if self.layout.size(part) > 1)
 
     def _new_group(self, groups: list[tuple[int, ...]], name: str) -> Any:
         """Make process groups; return this rank's, or None if it is in none or its group has one rank.

@@ -79,7 +79,7 @@ class Offload:
         for p in params:
             self.homes[p] = Home(p.data, home.slot)
             self.rest(p)
-        home.slot.behind()
+        home.slot.release()
 
     def rest(self, p: nn.Parameter) -> None:
         """Let a parameter that is not used point to its home, or on a GPU to no memory."""
@@ -101,7 +101,7 @@ class Offload:
                 self.rest(p)
                 p.grad = grad
             for slot in {h.slot for h in self.homes.values()}:
-                slot.behind()
+                slot.release()
 
     # --- reading ahead of gathers
 
@@ -119,7 +119,7 @@ class Offload:
         (tensor,) = self.mover.taken(coming)
         self._read.append(home)
         if len(self._read) > 2:  # earlier gathers have ended, or read it again
-            self._read.pop(0).slot.behind()
+            self._read.pop(0).slot.release()
         if key in self._after:
             following, as_dtype = self._after[key]
             self._coming = following, self.mover.fetch([following[0]], as_dtype)
@@ -129,7 +129,7 @@ class Offload:
         """Drop what was read ahead, as parameters have changed."""
         self._coming = self._last = None
         while self._read:
-            self._read.pop().slot.behind()
+            self._read.pop().slot.release()
 
     def close(self) -> None:
         """Remove the files. Tensors in them stay readable as long as they are referenced."""

@@ -77,7 +77,7 @@ class Mover:
     def _fetch(self, homes: list[Home], dtype: torch.dtype | None) -> tuple[list[Tensor], Any]:
         slots = dict.fromkeys(h.slot for h in homes)
         for slot in slots:
-            slot.ahead()
+            slot.prefetch()
         if self.in_place and all(dtype in (None, h.tensor.dtype) for h in homes):
             return [h.tensor for h in homes], None
         with self._on_stream():
@@ -104,4 +104,4 @@ class Mover:
 
     def _free_slots(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
-            slot.behind()
+            slot.release()

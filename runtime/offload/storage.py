@@ -1,8 +1,8 @@
 """Keep tensors in places outside of the device: the machine's memory, or a file of a directory.
 
 A file is mapped into memory: its tensors are ordinary CPU tensors, which checkpoints and users can read. The system
-reads their pages when they are touched, or earlier on request (`Slot.ahead`), and writes them in the background. Unused
-ones are released (`Slot.behind`): then they are not this process's memory, and the system's cache keeps them only while
+reads their pages when they are touched, or earlier (`Slot.prefetch`), and writes them in the background. Unused ones
+are released (`Slot.release`): then they are not this process's memory, and the system's cache keeps them only while
 memory is free.
 """
 
@@ -45,10 +45,10 @@ class Slot:
         flat = self.bytes[start : start + nbytes].view(dtype or like.dtype)
         return flat.as_strided(like.shape, like.stride())
 
-    def ahead(self) -> None:
+    def prefetch(self) -> None:
         """Announce that it will be read soon."""
 
-    def behind(self) -> None:
+    def release(self) -> None:
         """Announce that it is not needed for a while. Written data is kept."""
 
 
@@ -101,11 +101,11 @@ class _Mapped(Slot):
         )
         self._chunk, self._at, self._room = chunk, offset, room
 
-    def ahead(self) -> None:
+    def prefetch(self) -> None:
         if self._room:
             self._chunk.mapped.madvise(mmap.MADV_WILLNEED, self._at, self._room)
 
-    def behind(self) -> None:
+    def release(self) -> None:
         # a shared mapping loses nothing: written data is in the system's cache, or on the disk
         if self._room:
             self._chunk.mapped.madvise(mmap.MADV_DONTNEED, self._at, self._room)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def gather_start(params: Sequence[Any], tag: str = "") -> Any:
-    """Start to gather a bucket. params: all of the bucket's, as parts. Backward: reduce_scatter."""
+    """Start to gather a bucket. params: for each of its parameters, the bucket. Backward: reduce_scatter."""
     params[0].gather()
     return params[0]
 

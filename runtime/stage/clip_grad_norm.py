@@ -71,7 +71,7 @@ def norm_axes(program: Program, name: str) -> tuple[str, ...]:
     cut = {a for a, _ in p.layout.shards()} | ({program.axis} if program.axis else set())
     bucket = program.bucket(p)
     if bucket is not None and bucket.zero:
-        cut |= set(mesh.parts(bucket.shard))
+        cut |= set(mesh.digits(bucket.shard))
     return tuple(a for a in mesh.names if a in cut and mesh.size(a) > 1)
 
 

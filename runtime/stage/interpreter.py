@@ -40,9 +40,9 @@ class Interpreter:
         offloaded: type[OffloadedTensors] = OffloadedTensors,
         ranges: bool = False,
     ) -> None:
-        self.program, self.mesh, self.axis = program, mesh, program.axis
+        self.program, self.mesh, self.pipeline_axis = program, mesh, program.axis
         self.schedule = schedule.of(program)
-        self.at = mesh.coordinate(self.axis) if self.axis else 0
+        self.at = mesh.coordinate(self.pipeline_axis) if self.pipeline_axis else 0
         self.actions = self.schedule.actions[self.at]
         stages = [s for s, coordinate in enumerate(self.schedule.placement) if coordinate == self.at]
         compiler = Compiler(strict=program.spec is not None and program.spec.strict) if self.compiles else None
@@ -64,8 +64,8 @@ class Interpreter:
             #: Totals of the prologue that are also summed over ranks: {number: (axes, tag)}.
             self._over_ranks = {int(n.args[1]): (n.args[2], n.name) for n in calls_here if len(n.args) > 2}
             calls = [n for s in program.stages for n in s.graph.find_nodes(op="call_function", target=summed)]
-            #: The number of all totals, if some are values of forward (`ops.summed`); else 0.
-            self._totals_of_forward = max((int(str(n.args[2])) + 1 for n in calls), default=0)
+            #: How many totals there are, if forward computes some of them (`ops.summed`); else 0.
+            self._total_count = max((int(str(n.args[2])) + 1 for n in calls), default=0)
         self.added_buffers = {b.name for b in program.buffers if b.adds}  # new values add up over microbatches
 
     def compute_totals(self, values: Values) -> None:
@@ -81,10 +81,10 @@ class Interpreter:
             for i, (axes, tag) in sorted(self._over_ranks.items())
         }
         self.mesh.step.set_microbatch(0, len(values), totals, over_ranks)
-        if self._totals_of_forward:
+        if self._total_count:
             sums = self._forward_totals(values)
             none = torch.zeros((), device=self.mesh.device)  # for stages of other ranks
-            later = (sums.get(i, none) for i in range(len(totals), self._totals_of_forward))
+            later = (sums.get(i, none) for i in range(len(totals), self._total_count))
             self.mesh.step.set_microbatch(0, len(values), (*totals, *later), over_ranks)
 
     def _prologue_totals(self, values: Values) -> list[Tensor]:
@@ -122,16 +122,14 @@ class Interpreter:
 
     def _share_buffers(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the new values of the buffers here; receive them from the ranks that computed them."""
-        received, works = {}, []
-        for b in self.program.buffers if self.axis else ():
+        received, works, axis = {}, [], self.pipeline_axis
+        for b in self.program.buffers if axis else ():
             home, others = self.program.broadcast_of(b)
             if self.at in others:
                 received[b.name] = self.empty(b.value)
-                works.append(self.mesh.start_receive(received[b.name], self.axis, home, tag=b.name))
+                works.append(self.mesh.start_receive(received[b.name], axis, home, tag=b.name))
             elif b.name in new:
-                works += [
-                    self.mesh.start_send(new[b.name], self.axis, c, direction="update", tag=b.name) for c in others
-                ]
+                works += [self.mesh.start_send(new[b.name], axis, c, direction="update", tag=b.name) for c in others]
         for work in works:
             work.wait()
         return {**new, **received}

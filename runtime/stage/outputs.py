@@ -62,7 +62,7 @@ def _summed(program: Program, mesh: Any, here: Mapping[str, Tensor]) -> Values:
     axes = outputs.sum_axes(program.outputs, program.mesh, program.axis)
     if not taking_part or mesh.members(axes) == 1:
         return {}
-    over = {part for axis in axes for part in program.mesh.parts(axis)}
+    over = set(program.mesh.digits(*axes))
     flat: list[Tensor] = []
     for o in taking_part:
         equal = over - set(o.summed_over) - {program.axis}  # ranks along these have the same: the first adds it

@@ -136,7 +136,7 @@ class Run:
         except Exception as e:
             if op_errors.no_memory(e):
                 raise op_errors.out_of_memory(e, _PHASES.get(action.kind, "a step")) from e
-            if self.interpreter.axis and hasattr(e, "add_note"):  # Python 3.11
+            if self.interpreter.pipeline_axis and hasattr(e, "add_note"):  # Python 3.11
                 e.add_note(doing)
             raise
 
@@ -154,7 +154,7 @@ class Run:
             getattr(self, _METHODS[action.kind])(action)
 
     def _note_activity(self, doing: str) -> None:
-        if self.interpreter.axis:
+        if self.interpreter.pipeline_axis:
             self.mesh.activity.act(doing)
 
     # --- computing
@@ -205,7 +205,7 @@ class Run:
 
         After the stage's last forward, only copies that backward needs are alive.
         """
-        if self.training is None or len(self.values) == 1:
+        if len(self.values) == 1:
             yield
             return
         step = self.mesh.step
@@ -348,7 +348,7 @@ class Run:
         received = zip(edge.names, edge.values, strict=True) if way == "forward" else edge.differentiable()
         into = {n: self.interpreter.empty(v) for n, v in received}
         peer = self.interpreter.schedule.placement[action.peer]
-        works = [self.mesh.start_receive(x, self.interpreter.axis, peer, tag=n) for n, x in into.items()]
+        works = [self.mesh.start_receive(x, self.interpreter.pipeline_axis, peer, tag=n) for n, x in into.items()]
         self.posted.setdefault((action.stage, action.microbatch, way), []).append((edge, into, works))
 
     def _wait_for_receives(self, stage: int, microbatch: int, way: Way) -> None:
@@ -365,7 +365,7 @@ class Run:
         to = self.interpreter.schedule.placement[action.peer]
         values = self.outbox.pop((edge.source, edge.target, action.microbatch, way))
         works = [
-            self.mesh.start_send(x, self.interpreter.axis, to, direction=way, tag=n)
+            self.mesh.start_send(x, self.interpreter.pipeline_axis, to, direction=way, tag=n)
             for n, x in zip(names, values, strict=True)
         ]
         self.sending.append(works)

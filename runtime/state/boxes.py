@@ -130,7 +130,7 @@ def _name(plan: Plan, piece: Piece) -> str:
 
 # --- boxes
 
-Runs = Mapping[str, FlatShard]
+Shards = Mapping[str, FlatShard]
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Box:
 class Part:
     """This rank's part of a global tensor.
 
-    run: local is 1-d, this flat shard of the local part; None: it is the local part. replicas: the axes whose ranks
+    shard: local is 1-d, this flat shard of the local part; None: it is the local part. replicas: the axes whose ranks
     have the same part. elsewhere: another pipeline stage's rank writes this part. stack: local is of a stack of several
     model parameters, of this shape, and this is the part of entry `member`.
     """
@@ -167,7 +167,7 @@ class Part:
     local: Tensor
     shape: Numbers
     layout: Layout = field(default_factory=Layout)
-    run: FlatShard | None = None
+    shard: FlatShard | None = None
     replicas: tuple[str, ...] = ()
     elsewhere: bool = False
     stack: Numbers = ()
@@ -175,7 +175,7 @@ class Part:
 
     def boxes(self, mesh: Mesh, rank: int) -> Sequence[Box]:
         """Return the boxes of the part that have elements."""
-        boxes = boxes_of(self.stack or self.shape, self.layout, self.run, mesh, rank)
+        boxes = boxes_of(self.stack or self.shape, self.layout, self.shard, mesh, rank)
         if not self.stack:
             return boxes
         result = []
@@ -201,27 +201,27 @@ def by_name(p: Param, part: Part) -> dict[str, Part]:
 
 
 @functools.lru_cache(maxsize=1 << 16)  # a tensor's moments have its boxes, in this save and in the next one
-def boxes_of(shape: Numbers, layout: Layout, run: FlatShard | None, mesh: Mesh, rank: int) -> tuple[Box, ...]:
-    """Return the boxes of a global tensor that a rank has. run: the flat shard that it keeps; None: all."""
-    return tuple(_each_box(shape, layout, run, mesh, mesh.coords(rank)))
+def boxes_of(shape: Numbers, layout: Layout, shard: FlatShard | None, mesh: Mesh, rank: int) -> tuple[Box, ...]:
+    """Return the boxes of a global tensor that a rank has. shard: the flat shard that it keeps; None: all."""
+    return tuple(_each_box(shape, layout, shard, mesh, mesh.coords(rank)))
 
 
 def _each_box(
-    shape: Numbers, layout: Layout, run: FlatShard | None, mesh: Mesh, coords: Mapping[str, int]
+    shape: Numbers, layout: Layout, shard: FlatShard | None, mesh: Mesh, coords: Mapping[str, int]
 ) -> Iterator[Box]:
     if 0 in shape:
         return
-    if run is None:
+    if shard is None:
         for box in layout.boxes(shape, mesh, coords):
             yield _placed(box)
         return
-    for stretch in run.boxes():
-        first, count = elements(stretch, run.shape)
+    for stretch in shard.boxes():
+        first, count = elements(stretch, shard.shape)
         form = tuple(n for _, n in stretch)
         for box in layout.boxes(shape, mesh, coords):
             common = [_common(mine, has) for mine, has in zip(stretch, box, strict=True)]
             if all(n > 0 for _, _, n in common):
-                yield _placed(common, (first - run.start, count), form)
+                yield _placed(common, (first - shard.start, count), form)
 
 
 def _placed(box: Iterable[tuple[int, int, int]], flat_range: tuple[int, int] | None = None, form: Numbers = ()) -> Box:
@@ -275,7 +275,7 @@ def replicas(program: Program, layout: Layout, cut: Iterable[str] = ()) -> tuple
 def cut_axes(program: Program, p: Param) -> tuple[str, ...]:
     """Return the axes over which ZeRO splits a parameter into flat shards."""
     bucket = program.bucket(p)
-    return program.mesh.parts(bucket.shard) if bucket is not None and bucket.zero else ()
+    return program.mesh.digits(bucket.shard) if bucket is not None and bucket.zero else ()
 
 
 def copied(program: Program, x: Param | Buffer, mesh: Any) -> bool:

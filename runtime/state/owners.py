@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from shardc.errors import Errors
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
-from shardc.runtime.state.boxes import Part, Runs, by_name, copied, cut_axes, kept, replicas
+from shardc.runtime.state.boxes import Part, Shards, by_name, copied, cut_axes, kept, replicas
 from shardc.runtime.state.checkpoint_index import Index
 
 
@@ -88,7 +88,7 @@ class OwnersOptimizer(Optimizer):
 class RankState:
     """What a rank holds of a program's training.
 
-    params, buffers: by placeholder name; runs: flat shards (ZeRO) among params. optimizer: over these params. owners:
+    params, buffers: by placeholder name; shards: flat shards (ZeRO) among params. optimizer: over these params. owners:
     where it steps them.
     """
 
@@ -97,15 +97,15 @@ class RankState:
     params: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     optimizer: Optimizer | None = None
-    runs: Runs = field(default_factory=dict)
+    shards: Shards = field(default_factory=dict)
     owners: Owners = field(default_factory=Owners)
 
     def part(self, p: Param, x: Tensor) -> Part:
         """Return the part that x, of a parameter's local shape, is of a global tensor."""
-        run = self.runs.get(p.name)
-        cut = cut_axes(self.program, p) if run is not None else ()
+        shard = self.shards.get(p.name)
+        cut = cut_axes(self.program, p) if shard is not None else ()
         copy = copied(self.program, p, self.mesh)
-        return Part(x, p.shape, p.layout, run, replicas(self.program, p.layout, cut), copy)
+        return Part(x, p.shape, p.layout, shard, replicas(self.program, p.layout, cut), copy)
 
     def model_parts(self) -> dict[str, Part]:
         """Return the parts of parameters and buffers, by their names in a checkpoint."""

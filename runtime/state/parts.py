@@ -84,13 +84,13 @@ def local_parts(
     mesh: Any,
     *,
     broadcast: bool = False,
-    whole_of: Callable[[Param | Buffer, Tensor], None] = lambda x, whole: None,
+    on_whole: Callable[[Param | Buffer, Tensor], None] = lambda x, whole: None,
 ) -> tuple[Iterator[tuple[str, nn.Parameter]], dict[str, Tensor]]:
     """Return this rank's parameters, made one at a time, and buffers, by placeholder name.
 
     In new memory on `mesh.device`, in the program's dtypes. Of files it reads only its part.
     broadcast: rank 0's weights for all ranks, one tensor at a time, instead of each rank's. Collective.
-    whole_of: called with each whole tensor that this rank cuts its part from.
+    on_whole: called with each whole tensor before this rank's part is cut from it.
 
     Raises ShardcError for names that are missing or unexpected, other shapes, and ties that the program has and the
     source has not.
@@ -107,7 +107,7 @@ def local_parts(
                 return _read(x, source, mesh)
             whole = source.tensor()
             whole = mesh.broadcast(whole, tag=x.fqn) if broadcast else whole
-        whole_of(x, whole)
+        on_whole(x, whole)
         return _local(x, whole, mesh)
 
     def parts(stored: Sequence[Param] | Sequence[Buffer]) -> Iterator[tuple[Any, Tensor]]:

@@ -73,12 +73,12 @@ def state_parts(
     parts, numbers = held.owners.state_parts(optimizer, mesh)
     groups = _groups(held, optimizer)
     for p in (p for group in groups for p in group.params):
-        local, run = held.params[p.name], held.runs.get(p.name)
-        if run is not None and not run.size:
+        local, shard = held.params[p.name], held.shards.get(p.name)
+        if shard is not None and not shard.size:
             continue  # an empty shard has no useful state
         # a number is the same on all ranks; the first that holds some of the parameter writes it
-        first = run is None or not run.start
-        whole = replicas(program, Layout(), cut_axes(program, p) if run is not None else ())
+        first = shard is None or not shard.start
+        whole = replicas(program, Layout(), cut_axes(program, p) if shard is not None else ())
         for name, x in optimizer.state.get(local, {}).items():
             if not isinstance(x, Tensor):
                 for n in _named(p):
@@ -88,7 +88,7 @@ def state_parts(
             if x.shape == local.shape:
                 named_parts = by_name(p, held.part(p, x))
                 parts |= {f"optimizer.{n}.{name}": part for n, part in named_parts.items()}
-            elif x.dim() == 0 or (run is None and not p.layout.shards()):
+            elif x.dim() == 0 or (shard is None and not p.layout.shards()):
                 if first or copies:
                     part = Part(x, tuple(x.shape), replicas=whole, elsewhere=copied(program, p, mesh))
                     parts |= {f"optimizer.{n}.{name}": part for n in _named(p)}

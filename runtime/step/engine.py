@@ -4,7 +4,7 @@ local_model   the rank's part of the model, and the interpreter that runs a batc
 update        the optimizer's half of a step
 evaluation    forward without training
 saver         saves the state to files, and moves it to other plans
-checks        checks of user code, and whether ranks agree (shardc.runtime.checks.moments)
+checks        checks of user code, and whether ranks agree (shardc.runtime.checks.hooks)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardc.ir.program import Program
 from shardc.optional import needed
 from shardc.runtime.checks import engine_options, parameter_parts
 from shardc.runtime.checks.engine_checks import EngineChecks
-from shardc.runtime.checks.moments import CheckHooks
+from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.data.loader import Loader, Loaders
 from shardc.runtime.mesh import TorchMesh, replicas
@@ -98,16 +98,15 @@ class Engine:
     .scaler: the loss scaling of `precision.loss_scale` (shardc.runtime.step.loss_scale), or None. If gradients are not
     finite on some rank, the step leaves parameters and optimizer unchanged on every rank.
 
-    At ZeRO 0 on a CPU, `step` updates a bucket's parameters as soon as their gradients are summed, while later buckets
-    are still summed (shardc.runtime.zero.early_step). It does so if the optimizer treats each parameter separately, and
-    without clip_norm, nonfinite, loss scaling, offload and `matrices`. Without the first four, gradients of `matrices`
-    are sent to their owners while backward runs, at every ZeRO stage and on every device.
+    Without clip_norm, nonfinite, loss scaling and offload, `step` begins the update early. Gradients of `matrices` are
+    sent to their owners while backward runs. Without `matrices`, at ZeRO 0 on a CPU, a bucket's parameters are updated
+    while later buckets are still summed (shardc.runtime.zero.early_step), if the optimizer treats each separately.
 
     An error in forward or backward (a wrong batch, a failing op, Ctrl-C) on all ranks leaves the engine unchanged,
     except perhaps buffers: the next step starts fresh. After one in the update (a custom optimizer) load a checkpoint.
     """
 
-    #: Whether small copies of the optimizer show if it can step shards; not on tensors without data (shardc.cost).
+    #: Whether to try on small copies if the optimizer can step shards. On tensors without data (shardc.cost) it cannot.
     _tries_optimizer = True
 
     def __init__(
@@ -154,8 +153,8 @@ class Engine:
         loaded = weights_of(program, model, weights, seed)
         self.weight_notes = loaded.notes
         self._checks.weights(model, loaded)
-        whole_of = self._checks.whole_weight
-        parts, buffers = local_parts(program, loaded, self.mesh, broadcast=broadcast, whole_of=whole_of)
+        on_whole = self._checks.whole_weight
+        parts, buffers = local_parts(program, loaded, self.mesh, broadcast=broadcast, on_whole=on_whole)
         local = LocalModel(
             program,
             self.mesh,
@@ -163,8 +162,8 @@ class Engine:
             self._checks.parts(parts),
             buffers,
             offload(program.offload, self.mesh),
-            inputs.arguments(loaded.model),
-            interpreter,
+            forward_arguments=inputs.arguments(loaded.model),
+            make_interpreter=interpreter,
         )
         self._model = local
         self._checks.new_model(local)
@@ -198,7 +197,7 @@ class Engine:
         time that such sizes come, every rank compiles for them (shardc.recompile).
         Raises ShardcError if names, shapes or dtypes differ from the compiled ones.
         """
-        with self.mesh.together(f"step {self.rng.step + 1}"):
+        with self.mesh.together(f"step {self.rng.step + 1}"):  # an error on one rank ends the others
             result = self._backward(batch, local=local, gather=gather, early=self._step_graphs is None)
             self._update()
             for callback in self.callbacks:
@@ -227,7 +226,7 @@ class Engine:
 
         Raises ShardcError without a `backward` before it, and, on all ranks, if some ranks call something else.
         """
-        self._optimizer_half.check_whole()
+        self._optimizer_half.check_consistent()
         if not self._waiting:
             raise ShardcError(
                 "no backward was called since the last update: the current gradients are used already",
@@ -241,7 +240,7 @@ class Engine:
     def _backward(self, batch: Any, *, local: bool, gather: bool, early: bool) -> Any:
         """Run the batch forward and backward, replace buffers, wait for gradients. early: see Update.begin."""
         model, update, checks = self._model, self._optimizer_half, self._checks
-        update.check_whole()
+        update.check_consistent()
         self._saver.saves.poll()
         checks.forward("engine.step", training=True)
         model.buckets.reset(forward=True)
@@ -291,7 +290,7 @@ class Engine:
         self._optimizer_half.apply()
         self.rng.step += 1  # counts steps; random numbers depend on it
         self.loaders.note_step()
-        self._optimizer_half.whole = True
+        self._optimizer_half.consistent = True
         self._optimizer_half.step_schedule()
         self._checks.updated()
 
@@ -302,7 +301,7 @@ class Engine:
 
         If forward branches on `self.training`, the model is compiled once more, in eval mode.
         """
-        self._optimizer_half.check_whole()
+        self._optimizer_half.check_consistent()
         return self._evaluation.loss(batch, local=local, gather=gather)
 
     def evaluate_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
@@ -312,7 +311,7 @@ class Engine:
         divisors, such as each batch's number of tokens (shardc.runtime.step.means); other single numbers: by rows (a
         note if the loss is one).
         """
-        self._optimizer_half.check_whole()
+        self._optimizer_half.check_consistent()
         return self._evaluation.losses(batches, local=local)
 
     def score(self, batch: Any, *, local: bool = False, gather: bool = False) -> Tensor:
@@ -324,7 +323,7 @@ class Engine:
         The first call compiles a forward-only program on the same parameters: logits stay split by classes, and are
         computed a few rows at a time. Raises ShardcError if the loss has no cross entropy of class indices, or several.
         """
-        self._optimizer_half.check_whole()
+        self._optimizer_half.check_consistent()
         return self._evaluation.score(batch, local=local, gather=gather)
 
     def score_all(
@@ -335,7 +334,7 @@ class Engine:
         Only targets that the loss counts. Exact on any mesh. each: called on every rank with the scores of all rows of
         each batch. Raises NoBatchesError without any batch.
         """
-        self._optimizer_half.check_whole()
+        self._optimizer_half.check_consistent()
         return self._evaluation.scores(batches, local=local, each=each)
 
     def generate(
@@ -360,7 +359,7 @@ class Engine:
         ends = tuple(stop) if stop is not None else None
         make = needed("generation", "runtime", "Options")
         options = make(max_new_tokens, temperature, top_k, top_p, ends, seed)
-        self._optimizer_half.check_whole()
+        self._optimizer_half.check_consistent()
         return self._evaluation.generate(prompts, options)
 
     # --- the state
@@ -470,7 +469,7 @@ class Engine:
         Raises ShardcError, on all ranks, for values that differ between ranks, other options, invalid values, and
         gradients that wait for an update.
         """
-        with self.mesh.together("setting options"):  # an error on one rank ends the others
+        with self.mesh.together("setting options"):
             engine_options.check_settable(Engine, options)
             changed = {**self._options, **options}
             engine_options.check(
@@ -617,9 +616,9 @@ class Engine:
         return self._optimizer_half.norm
 
     @property
-    def whole(self) -> bool:
+    def consistent(self) -> bool:
         """Whether all of the state belongs to the same step. False after an error in an update or a load."""
-        return self._optimizer_half.whole
+        return self._optimizer_half.consistent
 
     @property
     def lr(self) -> float | None:

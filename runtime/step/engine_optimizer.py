@@ -51,8 +51,8 @@ def create_optimizer(
     train. offload: where parameters are kept outside of the device. try_it: try it on small copies. Raises ShardcError
     for an optimizer that trains nothing, or needs more than this rank's shards or the matrices that it owns.
     """
-    params, runs = buckets.owned, buckets.runs
-    shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in params.items()}
+    params, shards = buckets.owned, buckets.shards
+    shown = {n: stand_in(shards[n].shape, p) if n in shards else p for n, p in params.items()}
     make_stand_ins = stand_ins_of(program)
     stand_ins = make_stand_ins(program, params) if make_stand_ins is not None else None
     trained = NamedParameters.of(program, shown) if stand_ins is None else stand_ins.pairs
@@ -66,11 +66,11 @@ def create_optimizer(
     _check_parameters(optimizer, trained, mesh)
     whole = stand_ins.place(optimizer, shown, mesh.layout.coords(mesh.rank)) if stand_ins is not None else []
     if try_it:
-        check_sharded(program, optimizer, shown, runs)
+        check_sharded(program, optimizer, shown, shards)
         for each in whole:
             check_matrices(each)
-    if runs:
-        replace_stand_ins(optimizer, shown, params, runs)
+    if shards:
+        replace_stand_ins(optimizer, shown, params, shards)
     if stand_ins is None or not whole:
         return optimizer, Owners()
     return optimizer, stand_ins.owners(mesh, params, whole, offload)

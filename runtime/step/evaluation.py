@@ -13,7 +13,7 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.ir.outputs import MEAN_SCORE, SCORE
 from shardc.optional import needed
-from shardc.runtime.checks.moments import CheckHooks
+from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh.agreement import stated
 from shardc.runtime.stage import outputs

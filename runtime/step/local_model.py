@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardc.ir.program import Program
-from shardc.runtime.checks.moments import CheckHooks
+from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.data.loader import Rest
 from shardc.runtime.offload import Offload
@@ -105,7 +105,8 @@ class LocalModel:
         shapes = batch_sizes.other_shapes(self.program, batch, local=local)
         if (use == "evaluate" and self._can_evaluate) or (use == "score" and self.program.scores):
             use = "as compiled"
-        if use != "score" and (self.program.resize is None or (shapes is None and use == "as compiled")):
+        can_compile = use == "score" or self.program.resize is not None
+        if not can_compile or (shapes is None and use == "as compiled"):
             return self.interpreter, {}
         key = shapes or tuple(x.shape for x in self.program.inputs), use
         if key not in self._recompiled:

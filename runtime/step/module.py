@@ -14,8 +14,8 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import named_nearest
 from shardc.runtime.checks import engine_options, tensor_parts, user_changes
+from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.checks.module_checks import ModuleChecks
-from shardc.runtime.checks.moments import CheckHooks
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh import replicas
 from shardc.runtime.offload import Offload
@@ -70,7 +70,7 @@ class ShardedModule(ModuleState):
         checks.compare_every(check_every)
         loaded = weights_of(program, model, weights, seed)
         checks.weights(model, loaded)
-        parts, buffers = local_parts(program, loaded, mesh, broadcast=broadcast, whole_of=checks.whole_weight)
+        parts, buffers = local_parts(program, loaded, mesh, broadcast=broadcast, on_whole=checks.whole_weight)
         buckets = Buckets(program, checks.parts(parts), mesh, aliased=True)
         source = model if isinstance(model, nn.Module) else loaded.model
         self._register(running_of(program, source, mesh, Rng(seed), buckets, checks), buffers, loaded.model)
@@ -87,7 +87,7 @@ class ShardedModule(ModuleState):
                 parent._parameters[name] = p
                 entries.append(
                     user_changes.ModuleParam(
-                        parent._parameters, name, p, p.data_ptr() * (x.name in running.buckets.runs), p.dtype, fqn
+                        parent._parameters, name, p, p.data_ptr() * (x.name in running.buckets.shards), p.dtype, fqn
                     )
                 )
         self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}

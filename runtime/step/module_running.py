@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardc.ir.program import Program
 from shardc.runtime.checks import state_dict_marks, tensor_parts
-from shardc.runtime.checks.moments import CheckHooks
+from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.stage.joint_function import JointCall, differentiable
@@ -109,7 +109,7 @@ def running_of(program: Program, model: Any, mesh: Any, rng: Rng, buckets: Bucke
         GradNorm(program, buckets.owned, mesh),
         tuple(sorted(buckets.names | split)),
         checks,
-        state_dict_marks.slices(program, mesh, buckets.runs),
+        state_dict_marks.slices(program, mesh, buckets.shards),
         Saves(mesh),
     )
 

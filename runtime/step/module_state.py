@@ -112,7 +112,7 @@ class ModuleState(nn.Module):
         elif optimizer is not None:
             optimizer = as_one(optimizer)
         buffers, owned = self._buffers_by_name(), r.buckets.owned
-        return RankState(r.program, r.mesh, owned, buffers, optimizer, r.buckets.runs, owners)
+        return RankState(r.program, r.mesh, owned, buffers, optimizer, r.buckets.shards, owners)
 
     @property
     def weights_end(self) -> _End:

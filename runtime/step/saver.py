@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from shardc.runtime.checks import shared_facts
-from shardc.runtime.checks.moments import CheckHooks
+from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.data.loader import Loaders
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.mesh.agreement import stated
@@ -48,15 +48,15 @@ class Saver:
     @property
     def held(self) -> RankState:
         """What this rank holds, with its optimizer."""
-        model, optimizer = self.model, self.update.optimizer
-        return RankState(self.program, self.mesh, self.owned, model.buffers, optimizer, self.buckets.runs, model.owners)
+        model, optimizer, shards = self.model, self.update.optimizer, self.buckets.shards
+        return RankState(self.program, self.mesh, self.owned, model.buffers, optimizer, shards, model.owners)
 
     @property
     def checks(self) -> bool:
         return self.hooks.compares
 
     def save(self, folder: str | Path, *, wait: bool, keep: int | None, overwrite: bool) -> None:
-        self.update.check_whole()
+        self.update.check_consistent()
         model = self.model
         extra = self.extra_state()
         if not wait and isinstance(self.mesh, TorchMesh):
@@ -133,7 +133,7 @@ class Saver:
             self._loaders.restart()
         else:
             self._loaders.load_state_dict(extra.get("loaders", {}))
-        update.whole = True
+        update.consistent = True
 
     def accept(self, extra: Mapping[str, Any], *, new_schedule: bool = False, new_data: bool = False) -> None:
         """Raise if schedulers or loaders cannot continue from these."""
@@ -146,7 +146,7 @@ class Saver:
             self._loaders.check(extra.get("loaders", {}))
 
     def _changing(self) -> None:
-        self.update.whole = False  # stays so if the load fails
+        self.update.consistent = False  # stays so if the load fails
 
     def full_state_dict(self, *, rank0_only: bool) -> dict[str, Tensor]:
         self.hooks.note_weights_read()
@@ -157,7 +157,7 @@ class Saver:
             return full_state_dict(self.program, self.mesh, model.wholes(), model.buffers, rank0_only=rank0_only)
 
     def export(self, folder: str | Path, **options: Any) -> list[Path]:
-        self.update.check_whole()
+        self.update.check_consistent()
         model = self.model
         with self.mesh.together("exporting"), model.offload.params_on_host():
             self.hooks.call("exporting")
@@ -178,7 +178,7 @@ class Saver:
     @contextmanager
     def sending(self) -> Iterator[None]:
         """Prepare weights for sending: see shardc.features.reshard.runtime.End."""
-        self.update.check_whole()
+        self.update.check_consistent()
         self.model.gather_written()
         self.buckets.wait_for_gathers()
         with self.model.offload.params_on_host():

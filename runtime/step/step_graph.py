@@ -35,9 +35,9 @@ from shardc.runtime.stage.run import Values
 from shardc.runtime.zero.buckets import Buckets
 from shardc.torch_private import watched
 
-#: Steps per batch size before one is recorded; number of recorded steps kept, each with separate gradients; steps that
-#: an unused one is kept when another needs its place.
-WARM, KEPT, UNUSED = 2, 4, 50
+WARM = 2  # steps of a batch size before one is recorded
+KEPT, UNUSED = 4, 50  # recorded steps kept, each with its gradients; steps after which an unused one may be replaced
+SEEN = 50  # batch sizes whose steps are counted; then the count begins again: sizes differ in every batch
 #: (the loss, buffers' new values, values beside the loss) of a step; its gradients are in `.grad`.
 Result = tuple[Tensor, dict[str, Tensor], outputs.Values]
 
@@ -146,7 +146,7 @@ class StepGraphs:
         self.buckets.wait_for_gathers()  # of the last update
         key, self._steps = (key, self._signature(values)), self._steps + 1
         if key not in self._recorded:
-            if len(self._seen) > UNUSED:  # as many sizes as batches
+            if len(self._seen) > SEEN:
                 self._seen.clear()
             self._seen[key] = self._seen.get(key, 0) + 1
             if self._seen[key] <= WARM or not self._room():

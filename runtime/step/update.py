@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
-from shardc.runtime.checks.moments import CheckHooks
+from shardc.runtime.checks.hooks import CheckHooks
 from shardc.runtime.stage import not_finite
 from shardc.runtime.stage.clip_grad_norm import GradNorm
 from shardc.runtime.stage.interpreter import Interpreter
@@ -28,7 +28,7 @@ class Update:
     In each step: `begin`, backward, `check_loss`, `replace_buffers`, `reduced` for each bucket whose sum has ended,
     `finish_gradients`, `apply`, `step_schedule`. If owners get gradients early (`begin`), backward calls `reduced`.
     optimizer: of what this rank owns; None: it has nothing to train. trains: the engine has an optimizer.
-    .whole: all of the state belongs to one step. .norm: the gradient's 2-norm, before clipping; None: nothing needs it.
+    .consistent: all of the state is of one step. .norm: the gradient's 2-norm, before clipping; None: nothing needs it.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Update:
         self.scaler = LossScaler(program.loss_scale, model.mesh) if program.loss_scale is not None else None
         self._norm = GradNorm(program, model.owned, model.mesh)
         self.norm: Tensor | None = None
-        self.whole = True
+        self.consistent = True
         self._skipping = self._updated = False  # whether this step leaves out its update; whether it updated
         self._steps_early = self._sends_early = False  # see `begin`
         self._buffers_before = model.buffers  # put back if gradients are not finite
@@ -83,9 +83,9 @@ class Update:
         self.schedulers = schedulers
         self._checks.schedule(schedulers)
 
-    def check_whole(self) -> None:
+    def check_consistent(self) -> None:
         """Raise ShardcError after an error in an update: nobody knows which parameters were updated."""
-        if not self.whole:
+        if not self.consistent:
             raise ShardcError(
                 "an update or a load failed halfway: some parameters may be updated, others not, and ranks may differ",
                 where="Engine.update",
@@ -130,7 +130,7 @@ class Update:
         if self._sends_early:
             self.model.owners.begin(names)
         if self._steps_early and self._overlapped is not None and names and not self._skipping:
-            self.whole = False
+            self.consistent = False
             with self._checks.stepping():
                 self._overlapped.step(names)
 
@@ -149,7 +149,7 @@ class Update:
                 self._check_gradients(self.norm)
         self._updated = self.trains and not self._skipping and (self.scaler is None or not self.scaler.overflow)
         if self._updated:
-            self.whole = False
+            self.consistent = False
             if self.clip_norm is not None and self.norm is not None:
                 self._norm.clip(self.clip_norm, self.norm)
             if self.optimizer is not None and not self._steps_early:

@@ -81,11 +81,11 @@ class Bucket:
         self._sum_input: Tensor | None = None  # the buffer that the running sum reads: not freed before
         # parameters
         self.rank = mesh.coordinate(self.spec.shard) if self.sharded else 0
-        self.runs: dict[str, FlatShard] = self.flat.runs(self.rank) if self.sharded else {}
+        self.shards: dict[str, FlatShard] = self.flat.shards(self.rank) if self.sharded else {}
         self.other_axes = tuple(a for a in self.spec.axes if a != self.spec.shard)
         self.low, self.high = self.rank * self.flat.part, (self.rank + 1) * self.flat.part
         rounds = bool(self.spec.rounded) and not self.params_whole
-        args = self.spec, self.flat, self.runs, mesh, self.tag
+        args = self.spec, self.flat, self.shards, mesh, self.tag
         self._rounded = needed("fp8", "runtime", "RoundedGather")(*args) if rounds else None
         self._trains: dict[str, bool] = {}
         self._flat_params: Tensor | None = None  # ZeRO 1 and 2: all parameters, as ops take them
@@ -115,8 +115,8 @@ class Bucket:
                 place = self._named_views(self._flat_params)[name]
                 place.copy_(p)
                 self.params[name] = nn.Parameter(place, requires_grad=p.requires_grad)
-            run = self.runs[name]
-            self._slices(self._master)[name].copy_(p.reshape(-1)[run.start : run.stop])
+            shard = self.shards[name]
+            self._slices(self._master)[name].copy_(p.reshape(-1)[shard.start : shard.stop])
         self._trains[name] = p.requires_grad
         return self
 
@@ -156,9 +156,9 @@ class Bucket:
         """Return this rank's shard of every parameter in its part of the flat buffer."""
         starts = dict(zip(self.spec.params, self.flat.starts, strict=True))
         slices = {}
-        for name, run in self.runs.items():
-            first = starts[name] + run.start - self.low if run.size else 0
-            slices[name] = part[first : first + run.size]
+        for name, shard in self.shards.items():
+            first = starts[name] + shard.start - self.low if shard.size else 0
+            slices[name] = part[first : first + shard.size]
         return slices
 
     def _version(self) -> int:
@@ -183,7 +183,7 @@ class Bucket:
         if self.spec.compute is not None:
             part.copy_(self._master)
             if self._home is not None:
-                self._home.slot.behind()  # its memory may be released until the next update
+                self._home.slot.release()  # until the next update
         self._gather = self.mesh.start_all_gather(part, flat, self.spec.shard, direction="update", tag=self.tag)
         self._versions = self._version()
 
@@ -426,7 +426,7 @@ class Bucket:
         elif part is None:
             self._set_grads({})
         else:
-            self._set_grads({n: x for n, x in self._slices(part).items() if self.runs[n].size or self._aliased})
+            self._set_grads({n: x for n, x in self._slices(part).items() if self.shards[n].size or self._aliased})
         self._free()
 
     def _free(self) -> None:

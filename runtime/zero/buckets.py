@@ -12,13 +12,13 @@ When a sum starts, and when a rank waits for it (`Bucket.launch`, `advance_sum`)
     1     the same                        reduce_scatter into this rank's    GPU: `finish`. CPU: when the next bucket
                                           part, a view of the buffer         has started: a sum needs its memory twice
     2     every backward*                 reduce_scatter, added to what      when the next bucket has started, or before
-    3     every backward (with `keep`:    the part has already               its own next sum: this frees the buffer
+    3     every backward (`keep`: the     the part has already               its own next sum: this frees the buffer
           last), by `Bucket.arrived`
 
     * when the bucket is full and those before it have started; buckets that did not fill, after the (stage's) backward.
     ZeRO 1 to 3: once a step an all_reduce over the other data axes follows. `late` buckets (of parameters that stages
-    on other ranks use too): `finish` starts their sum (ZeRO 0, 1), or only that all_reduce (2, 3). With `early`, a
-    bucket whose last sum runs is finished when the next one has started.
+    on other ranks use too): `finish` starts their sum (ZeRO 0, 1), or only that all_reduce (2, 3). `keep`: gathered
+    parameters and whole gradients stay until the last backward. `early`: a bucket is finished when the next one starts.
 
 A step at ZeRO 2 with two microbatches and buckets a, b (the backward graph calls `ops.accumulate` for each gradient and
 `ops.launch` where a bucket is full):
@@ -56,7 +56,7 @@ class Buckets:
 
     .given: what the graph takes for each parameter: the parameter (or an alias of it, for a custom loop), or its
     bucket. .owned: what the optimizer steps, and whose `.grad` is reduced: the parameters, or this rank's shard of each
-    (1-d). .runs: where each such shard is.
+    (1-d). .shards: where each such shard is.
 
     A custom loop may add gradients up: if a parameter has a `.grad` when a step starts, the new sum is added to it (an
     engine clears it before). A parameter that no backward reaches counts as zeros in the sum, and keeps its `.grad`.
@@ -95,7 +95,7 @@ class Buckets:
         self._summed_each_time = [b for b in self._all if b.scatters and b.params_whole]
         self._due_in_backward: deque[Bucket] = deque()
         self.active = False  # whether a step is between `start` and `finish`
-        self._in_flight: list[Bucket] = []  # whose sum started and was not waited for
+        self._last_started: Bucket | None = None  # the bucket whose sum started last in this step
         #: Called during backward with the parameters of a bucket whose sum is ready; None: `finish` reports all.
         self.early: Reduced | None = None
         self._finished: set[Bucket] = set()
@@ -113,7 +113,7 @@ class Buckets:
             self.owned |= b.owned
         #: The parameters that are in no bucket.
         self.unsummed = [name for name in self.owned if name not in self._bucket_of]
-        self.runs: dict[str, FlatShard] = {n: run for b in self._all for n, run in b.runs.items()}
+        self.shards: dict[str, FlatShard] = {n: s for b in self._all for n, s in b.shards.items()}
         # `ops.accumulate` calls these hooks as autograd would, for each gradient that a backward graph computes
         for b in (*self._summed_once, *self._summed_each_time):
             for name, p in b.params.items():
@@ -152,7 +152,7 @@ class Buckets:
     def start(self, stage: int = 0, first: bool = True, last: bool = True) -> None:
         """Prepare for a backward. first: of the step on this rank; last: of the step, of this pipeline stage."""
         if first:
-            self.active, self._in_flight, self._finished = True, [], set()
+            self.active, self._last_started, self._finished = True, None, set()
             self._due_in_step = deque(self._summed_once)
             self._stages_left = {b: set(stages) for b, stages in self._stages.items()}
         for b in self._all:
@@ -208,14 +208,14 @@ class Buckets:
         return bucket.scatters or not (bucket.spec.late or self._stages_left[bucket])
 
     def _wait_for_earlier(self, bucket: Bucket) -> None:
-        """Wait for the sums that started before that of `bucket`, to free their buffers."""
-        for other in (b for b in self._in_flight if b is not bucket):
-            other.advance_sum()
-            if self.early is not None and other.final and other not in self._finished:
-                self._finished.add(other)
-                other.finish()
-                self.early(other.spec.params)
-        self._in_flight = [bucket]
+        """Wait for the sum that started before that of `bucket`, to free its buffer. (At ZeRO 0 only with `early`.)"""
+        if (earlier := self._last_started) is not None and earlier is not bucket:
+            earlier.advance_sum()
+            if self.early is not None and earlier.final and earlier not in self._finished:
+                self._finished.add(earlier)
+                earlier.finish()
+                self.early(earlier.spec.params)
+        self._last_started = bucket
 
     def finish(self, reduced: Reduced | None = None) -> None:
         """Wait for all sums, after backward. reduced: called for each bucket that `early` did not get."""

@@ -69,14 +69,14 @@ class Flat:
         """Elements of the whole buffer, padding included."""
         return self.part * self.ranks
 
-    def runs(self, rank: int) -> dict[str, FlatShard]:
+    def shards(self, rank: int) -> dict[str, FlatShard]:
         """Return the shard of each parameter's flattened local part that a rank keeps."""
         low, high = rank * self.part, (rank + 1) * self.part
-        runs = {}
+        shards = {}
         for name, shape, start, size in zip(self.names, self.shapes, self.starts, self.sizes, strict=True):
             begin, end = max(start, low), min(start + size, high)
-            runs[name] = FlatShard(shape, begin - start, end - start) if begin < end else FlatShard(shape, 0, 0)
-        return runs
+            shards[name] = FlatShard(shape, begin - start, end - start) if begin < end else FlatShard(shape, 0, 0)
+        return shards
 
 
 class FlatShards:
@@ -86,15 +86,15 @@ class FlatShards:
         self._program = program
         flat = cache(lambda bucket: Flat.of(program, program.buckets[bucket]))
         self._place = cache(lambda axis, rank: program.mesh.group(rank, (axis,)).index(rank))
-        self._runs = cache(lambda bucket, place: flat(bucket).runs(place))
+        self._shards = cache(lambda bucket, place: flat(bucket).shards(place))
 
     def of(self, p: Param, rank: int) -> FlatShard | None:
         """Return the shard of a parameter's flattened local part that a rank keeps; None: all of it."""
         bucket = self._program.bucket(p)
         if bucket is None or not bucket.zero:
             return None
-        runs: dict[str, FlatShard] = self._runs(p.bucket, self._place(bucket.shard, rank))
-        return runs[p.name]
+        shards: dict[str, FlatShard] = self._shards(p.bucket, self._place(bucket.shard, rank))
+        return shards[p.name]
 
 
 @dataclass(frozen=True)

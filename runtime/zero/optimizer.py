@@ -27,16 +27,16 @@ def replace_stand_ins(
     optimizer: Optimizer,
     stand_ins: Mapping[str, nn.Parameter],
     owned: Mapping[str, nn.Parameter],
-    runs: Mapping[str, FlatShard],
+    shards: Mapping[str, FlatShard],
 ) -> None:
     """Replace `stand_ins` by this rank's flat shards, in the optimizer's groups and in existing state."""
-    name_of = {id(stand_ins[n]): n for n in runs}
+    name_of = {id(stand_ins[n]): n for n in shards}
     for group in optimizer.param_groups:
         group["params"][:] = [
             owned[name_of[id(p)]] if id(p) in name_of else p for p in group["params"]
         ]  # in place: others may hold the list
     for p in [p for p in optimizer.state if id(p) in name_of]:
         name = name_of[id(p)]
-        run, state = runs[name], optimizer.state.pop(p)
-        cut = {k: x.reshape(-1)[run.start : run.stop].clone() for k, x in state.items() if has_param_shape(k, x, p)}
+        shard, state = shards[name], optimizer.state.pop(p)
+        cut = {k: x.reshape(-1)[shard.start : shard.stop].clone() for k, x in state.items() if has_param_shape(k, x, p)}
         optimizer.state[owned[name]] = {**state, **cut}

@@ -71,24 +71,24 @@ def stand_ins_of(program: Program) -> Any:
 
 
 def check_sharded(
-    program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], runs: Mapping[str, FlatShard]
+    program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], shards: Mapping[str, FlatShard]
 ) -> None:
     """Raise ShardcError if the optimizer updates parts of a parameter differently from the whole.
 
-    params: the whole local parts, by name, from which it was made. runs: the stretches of those that will be cut.
+    params: the whole local parts, by name, from which it was made. shards: the stretches of those that will be cut.
     """
     for member in members_of(optimizer):
-        _check_sharded(program, member, params, runs)
+        _check_sharded(program, member, params, shards)
 
 
 def _check_sharded(
-    program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], runs: Mapping[str, FlatShard]
+    program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], shards: Mapping[str, FlatShard]
 ) -> None:
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     shardings: dict[Tensor, ParamSharding] = {
-        params[p.name]: sharding
+        params[p.name]: how
         for p in program.params
-        if p.name in params and id(params[p.name]) in stepped and (sharding := _sharding(program, p, runs)) is not None
+        if p.name in params and id(params[p.name]) in stepped and (how := _sharding(program, p, shards)) is not None
     }
     if not shardings and not program.axis:
         return
@@ -103,7 +103,7 @@ def _check_sharded(
     fix = "use an optimizer that updates each element separately (SGD, Adam, AdamW, ...), or "
     fix += f"{give_owners}, or {reason.instead}"
     samples, grads, stepped_whole = _try_steps(optimizer, shardings, reason, fix)
-    if runs:
+    if shards:
         _check_skips(optimizer, shardings, reason, samples, grads)
     pieces = TrialCopy(optimizer, shardings)
     try:
@@ -266,14 +266,14 @@ def multiplies(optimizer: Optimizer) -> bool:
     return bool(products.count > 2 * _STEPS * elements)
 
 
-def _sharding(program: Program, p: Param, runs: Mapping[str, FlatShard]) -> ParamSharding | None:
-    if p.name in runs:
+def _sharding(program: Program, p: Param, shards: Mapping[str, FlatShard]) -> ParamSharding | None:
+    if p.name in shards:
         return ParamSharding(
             (),
             f"data.zero: {program.buckets[p.bucket].zero} gives each rank a part of them",
             "data.zero",
             "write data.zero: 0",
-            tuple(runs[p.name].shape),
+            tuple(shards[p.name].shape),
         )
     axes = {s.dim: a for a, s in p.layout.shards() if program.mesh.size(a) > 1}
     if p.members and not axes:

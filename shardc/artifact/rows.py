@@ -193,7 +193,7 @@ def typed(text: str, mesh: Mesh) -> tuple[tuple[int, ...], torch.dtype, Layout]:
     shape, kind, placements = parse(text)
     for axis in placements:
         try:
-            mesh.parts(axis)
+            mesh.digits(axis)
         except KeyError:
             raise ValueError(f"the mesh has no axis {axis}") from None
     layout = Layout.of(placements, mesh)

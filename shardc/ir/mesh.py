@@ -63,11 +63,9 @@ class Mesh:
                 return {**dict(self.axes), axis: world // others}
         return {}
 
-    def parts(self, axis: str) -> tuple[str, ...]:
-        """Return the digits of an axis: itself, if it has no digits. Raises KeyError for an unknown axis."""
-        if "[" in axis:
-            return (axis,)
-        return self._digits[axis]
+    def digits(self, *axes: str) -> tuple[str, ...]:
+        """Return the digits of axes; an axis without digits is its own. Raises KeyError for an unknown axis."""
+        return tuple(digit for a in axes for digit in ((a,) if "[" in a else self._digits[a]))
 
     @cached_property
     def _digits(self) -> dict[str, tuple[str, ...]]:
@@ -102,16 +100,16 @@ class Mesh:
 
     def merge(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Return the axes in the mesh's order, with digits replaced by their axis where all are present."""
-        parts = {part for a in axes for part in self.parts(a)}
-        whole = {n: n.partition(".")[0] for n in parts}
-        names = {n: parent if set(self.parts(parent)) <= parts else n for n, parent in whole.items()}
-        return tuple(dict.fromkeys(names[n] for n in self.names if n in parts))
+        digits = set(self.digits(*axes))
+        whole = {n: n.partition(".")[0] for n in digits}
+        names = {n: parent if set(self.digits(parent)) <= digits else n for n, parent in whole.items()}
+        return tuple(dict.fromkeys(names[n] for n in self.names if n in digits))
 
     def size(self, axis: str) -> int:
         sizes = dict(self.axes)
         if "[" in axis:
             return len(self.coords_of(axis)[1])
-        return sizes[axis] if axis in sizes else math.prod(sizes[part] for part in self.parts(axis))
+        return sizes[axis] if axis in sizes else math.prod(sizes[digit] for digit in self.digits(axis))
 
     def stride(self, axis: str) -> int:
         """Return the distance in ranks between neighbours along `axis`."""
@@ -140,14 +138,11 @@ class Mesh:
     def on(self, rank: int, axes: Iterable[str]) -> bool:
         """Return whether the rank has a coordinate on all these axes."""
         coords = self.coords(rank)
-        return all(
-            coords[whole] in members
-            for whole, members in (self.coords_of(part) for a in axes for part in self.parts(a))
-        )
+        return all(coords[whole] in members for whole, members in map(self.coords_of, self.digits(*axes)))
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """Return `rank` and the ranks that differ from it only in `axes`, in the mesh's order of axes."""
-        ranges = dict(self.coords_of(part) for a in axes for part in self.parts(a))
+        ranges = dict(map(self.coords_of, self.digits(*axes)))
         coords = self.coords(rank)
         first = rank - sum(coords[a] * self.stride(a) for a in ranges)
         return tuple(first + offset for offset in self._offsets(ranges))
@@ -161,7 +156,7 @@ class Mesh:
         >>> mesh.groups(("tp",)), mesh.groups(("dp",)), mesh.groups(("tp[0,2]",))
         ([(0, 1, 2), (3, 4, 5)], [(0, 3), (1, 4), (2, 5)], [(0, 2), (3, 5)])
         """
-        ranges = dict(self.coords_of(part) for a in axes for part in self.parts(a))
+        ranges = dict(map(self.coords_of, self.digits(*axes)))
         offsets = self._offsets(ranges)
         firsts = self._offsets({name: range(size) for name, size in self.axes if name not in ranges})
         return [tuple(first + offset for offset in offsets) for first in firsts]

@@ -105,8 +105,8 @@ class Layout:
     @classmethod
     def of(cls, placements: Mapping[str, Placement], mesh: Mesh) -> Layout:
         """Return the layout with these placements. An axis of several digits (Mesh.refine) gets one for each."""
-        by_part = {part: p for a, placed in placements.items() for part, p in _by_digit(a, placed, mesh)}
-        return cls(tuple((a, by_part[a]) for a in mesh.names if a in by_part and by_part[a] != REPLICATE))
+        by_digit = {digit: p for a, placed in placements.items() for digit, p in _by_digit(a, placed, mesh)}
+        return cls(tuple((a, by_digit[a]) for a in mesh.names if a in by_digit and by_digit[a] != REPLICATE))
 
     def __getitem__(self, axis: str) -> Placement:
         return dict(self.items).get(axis, REPLICATE)
@@ -214,12 +214,12 @@ class Layout:
 def _by_digit(axis: str, placement: Placement, mesh: Mesh) -> Iterator[tuple[str, Placement]]:
     """Yield the digits of an axis, outermost first, each with the placement on it."""
     outer = 1
-    for part in mesh.parts(axis):
+    for digit in mesh.digits(axis):
         if isinstance(placement, Shard) and outer > 1:
-            yield part, replace(placement, split=placement.split * outer)
+            yield digit, replace(placement, split=placement.split * outer)
         else:
-            yield part, placement
-        outer *= mesh.size(part)
+            yield digit, placement
+        outer *= mesh.size(digit)
 
 
 def runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int, int]]:

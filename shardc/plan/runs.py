@@ -179,7 +179,7 @@ def _weights(program: Program, coordinate: int) -> Weights:
     copied = [n for n in calls(program.stages[coordinate].graph) if n.target in copies]
     casts = [n for n in copied if operands_of(n)[0].name in names]
     experts = program.spec.experts if program.spec is not None else ()
-    parts = {part for e in experts if e.axis in mesh.names for part in mesh.parts(e.axis)}
+    parts = {part for e in experts if e.axis in mesh.names for part in mesh.digits(e.axis)}
     trained, smallest = [p for p in held if p.requires_grad], Data().bucket_bytes()
     spread = [p for p in held if any(isinstance(p.layout[x], Shard) for x in parts)]
     buckets = {p.name: min(p.value.nbytes(mesh) / smallest, 1.0) for p in trained}

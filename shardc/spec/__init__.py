@@ -256,9 +256,14 @@ class Spec:
         return math.prod(map(self.mesh.size, self.data_axes))
 
     @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        """The axes that split the sequence, outermost first."""
+        return self.sequence.axis if self.sequence is not None else ()
+
+    @property
     def sequence_ranks(self) -> int:
         """The number of parts into which ranks split the sequence."""
-        return math.prod(map(self.mesh.size, self.sequence.axis if self.sequence else ()))
+        return math.prod(map(self.mesh.size, self.sequence_axes))
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
@@ -276,7 +281,7 @@ class Spec:
         ]
         axes |= {s.axis for dims in entries for shards in dims.values() for s in shards}
         axes |= {self.shard_axis} if self.shard_use else set()
-        axes |= {*(self.sequence.axis if self.sequence else ()), *([self.pipeline.axis] if self.pipeline else [])}
+        axes |= {*self.sequence_axes, *([self.pipeline.axis] if self.pipeline else [])}
         return frozenset(axes)
 
     def where(self, path: tuple[str | int, ...]) -> str:

@@ -405,7 +405,7 @@ def unsummed(program: Program) -> Iterator[Callable[[], Program]]:
 def oversummed(program: Program) -> Iterator[Callable[[], Program]]:
     for p in program.params:
         more = [a for a in program.mesh.names if a not in p.reduce and a != program.axis and not p.layout.shards()]
-        parts = {x for a in p.reduce if "[" not in a for x in program.mesh.parts(a)}
+        parts = {x for a in p.reduce if "[" not in a for x in program.mesh.digits(a)}
         more = [a for a in more if a not in parts]
         if p.requires_grad and more and (p.bucket >= 0 or not program.axis):
             yield lambda p=p, more=more: with_sum(program, p, (*p.reduce, more[0]))  # type: ignore[misc]

@@ -184,8 +184,8 @@ class Training:
         try:
             engine.mesh.reconnect()
             n, world = engine.step_count, engine.mesh.layout.world
-            whole, total, squares = engine.mesh.sum_on_host([int(engine.whole), n, n * n])
-            if whole < world or world * squares != total * total:
+            consistent, total, squares = engine.mesh.sum_on_host([int(engine.consistent), n, n * n])
+            if consistent < world or world * squares != total * total:
                 self._finish_save()  # the save of an earlier step
                 return f"some ranks had already updated, so nothing was saved; {self._last_checkpoint()}"
             return f"after step {n}: {self._save_and_describe()}"

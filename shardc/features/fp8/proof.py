@@ -68,7 +68,7 @@ def rounded(text: Text, node: fx.Node, claim: Claim, how: Rounded) -> None:
     if other or not rounds:
         fault = f"{other[0].name} reads it otherwise" if other else "the model does not round it"
         text.wrong[node] = f"it is rounded to float8 before it is gathered, and {fault}"
-    elif split != {part for a in how.axes for part in text.mesh.parts(a)}:
+    elif split != set(text.mesh.digits(*how.axes)):
         over = ", ".join(sorted(split)) or "no axis"
         text.wrong[node] = f"its scales are compared over {how.axes}, and what has one scale is split over {over}"
     else:

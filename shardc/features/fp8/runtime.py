@@ -66,33 +66,33 @@ def scale_bytes(bucket: Bucket, flat: Flat, names: tuple[str, ...]) -> dict[tupl
 
 @dataclass(frozen=True)
 class _Stretch:
-    """A rank's run of one parameter, and its granules: rows first .. last of the first dim."""
+    """A rank's shard of one parameter, and its granules: rows first .. last of the first dim."""
 
-    run: FlatShard
+    shard: FlatShard
     granule: tuple[int, ...]
 
     @property
     def rows(self) -> tuple[int, int]:
-        size, inner = self.run.shape[0], math.prod(self.run.shape[1:])
+        size, inner = self.shard.shape[0], math.prod(self.shard.shape[1:])
         step = self.granule[0] or size
-        first, last = self.run.start // inner, -(-self.run.stop // inner)
+        first, last = self.shard.start // inner, -(-self.shard.stop // inner)
         return first // step * step, -(-last // step) * step
 
     def as_rows(self, values: Tensor) -> Tensor:
-        """Return the run's values in their place in whole rows; the rest is zero."""
+        """Return the shard's values in their place in whole rows; the rest is zero."""
         first, last = self.rows
-        inner = math.prod(self.run.shape[1:])
+        inner = math.prod(self.shard.shape[1:])
         flat = values.new_zeros((last - first) * inner)
-        flat[self.run.start - first * inner : self.run.stop - first * inner] = values
-        return flat.view(last - first, *self.run.shape[1:])
+        flat[self.shard.start - first * inner : self.shard.stop - first * inner] = values
+        return flat.view(last - first, *self.shard.shape[1:])
 
     def of_rows(self, rows: Tensor) -> Tensor:
         first, _ = self.rows
-        inner = math.prod(self.run.shape[1:])
-        return rows.reshape(-1)[self.run.start - first * inner : self.run.stop - first * inner]
+        inner = math.prod(self.shard.shape[1:])
+        return rows.reshape(-1)[self.shard.start - first * inner : self.shard.stop - first * inner]
 
     def of_scales(self, scales: Tensor) -> Tensor:
-        """Return the scales of the run's granules."""
+        """Return the scales of the shard's granules."""
         first, last = self.rows
         return scales if self.granule[0] == 0 else scales[first // self.granule[0] : last // self.granule[0]]
 
@@ -100,10 +100,10 @@ class _Stretch:
 class RoundedGather:
     """The gather of one bucket on one rank."""
 
-    def __init__(self, bucket: Bucket, flat: Flat, runs: Mapping[str, FlatShard], mesh: Any, tag: str) -> None:
+    def __init__(self, bucket: Bucket, flat: Flat, shards: Mapping[str, FlatShard], mesh: Any, tag: str) -> None:
         self._bucket, self._flat, self._mesh, self._tag = bucket, flat, mesh, tag
         self._hows = dict(zip(bucket.params, bucket.rounded, strict=True))
-        self._stretches = {n: _Stretch(runs[n], how.granule) for n, how in self._hows.items()}
+        self._stretches = {n: _Stretch(shards[n], how.granule) for n, how in self._hows.items()}
 
     def start(self, part: Tensor, slices: Mapping[str, Tensor], direction: str) -> tuple[Tensor, Work]:
         """Start to gather; return the whole bucket and the work. part: this rank's; slices: its stretches."""
@@ -112,7 +112,7 @@ class RoundedGather:
             message = torch.zeros(self._flat.part, dtype=torch.uint8, device=part.device)
             for name, x in slices.items():
                 s = self._stretches[name]
-                if s.run.size:
+                if s.shard.size:
                     low = x.storage_offset() - part.storage_offset()
                     narrow = casts.narrow(s.as_rows(x), s.of_scales(scales[name]), *self._how(name))
                     message[low : low + x.numel()] = s.of_rows(narrow)
@@ -141,8 +141,8 @@ class RoundedGather:
         for name, x in slices.items():
             s, how = self._stretches[name], self._hows[name]
             wide = torch.promote_types(x.dtype, torch.float32)
-            largest[name] = x.new_zeros(rounding.granules(s.run.shape, how.granule), dtype=wide)
-            if s.run.size:
+            largest[name] = x.new_zeros(rounding.granules(s.shard.shape, how.granule), dtype=wide)
+            if s.shard.size:
                 s.of_scales(largest[name]).copy_(rounding.fp8_amax(s.as_rows(x), how.granule))
             groups.setdefault(axes_of(self._bucket, how, self._mesh.layout.names), []).append(name)
         for axes, names in groups.items():

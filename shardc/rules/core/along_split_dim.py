@@ -23,7 +23,7 @@ from shardc.runtime import ops
 from shardc.runtime.ops.along_split_dim import count
 
 #: The kind of these strategies. Microbatches cannot communicate as ranks do.
-STRETCHES = "stretches"
+ALONG_SPLIT_DIM = "along split dim"
 
 
 def _splits(x: Value, dim: int, n: int, available: frozenset[Placement], least: int) -> Iterable[Shard]:
@@ -38,7 +38,7 @@ def of_cumsum(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> 
     x = call.operands[0]
     if x.shape:
         for p in _splits(x, call.dim(call.arg(1, "dim", -1)), n, available[0], 1):
-            yield Strategy(STRETCHES, (p,), (p,))
+            yield Strategy(ALONG_SPLIT_DIM, (p,), (p,))
 
 
 def _digits(call: LocalCall, dim: int) -> tuple[tuple[str, int], ...]:
@@ -46,7 +46,7 @@ def _digits(call: LocalCall, dim: int) -> tuple[tuple[str, int], ...]:
 
 
 def local_cumsum(call: LocalCall) -> fx.Node:
-    if not call.axes(STRETCHES):
+    if not call.axes(ALONG_SPLIT_DIM):
         return call.same()
     out = call.call.results[0]
     dim = call.call.dim(call.call.arg(1, "dim", -1))
@@ -63,7 +63,7 @@ def of_conv1d(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> 
     left, right = edges(call)
     for p in _splits(x, 2, n, available[0], max(left, right)):
         others = [PARTIAL_GRAD if needs_sum_grad(v) else REPLICATE for v in call.operands[1:]]
-        yield Strategy(STRETCHES, (p, *others), (p,))
+        yield Strategy(ALONG_SPLIT_DIM, (p, *others), (p,))
 
 
 def edges(call: Call) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def local_conv1d(call: LocalCall) -> fx.Node:
     groups = shape[1] // call.inputs[1].local_shape(weight.shape, call.mesh)[1]
     args = (*call.args[:3], call.call.arg(3, "left"), call.call.arg(4, "dilation", 1), groups)
     digits = _digits(call, 2)
-    if not call.axes(STRETCHES) or not digits:
+    if not call.axes(ALONG_SPLIT_DIM) or not digits:
         return call.emit(ops.conv1d, args, {})
     left, right = edges(call.call)
     if right and any(s.dim == 2 for s in call.inputs[0].paddings()):
@@ -90,5 +90,5 @@ def local_conv1d(call: LocalCall) -> fx.Node:
 
 
 def _sum(call: LocalCall, nbytes: int, *, grad: bool) -> Collective:
-    axes = call.mesh.merge(call.axes(STRETCHES))
+    axes = call.mesh.merge(call.axes(ALONG_SPLIT_DIM))
     return Collective("all_reduce", "all_reduce" if grad else "none", tuple(axes), nbytes)

@@ -39,7 +39,7 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
     axes: Any = over if isinstance(over, tuple | list) else (over,)
     digits = tuple(node.args[3:])
     try:
-        parts = [part for a in axes for part in mesh.parts(a)]
+        parts = mesh.digits(*axes)
     except KeyError:
         raise WrongError(f"the mesh has no axis {over!r}") from None
     for part in parts:
@@ -117,13 +117,13 @@ def _digits(axis: str, old: Layout, new: Layout, mesh: Mesh) -> tuple[Any, ...]:
     (dim, split of the local tensor) for each side that is a shard; its sections if only one side is; (padding, blocks)
     that are added or removed, if any side is padded.
     """
-    first = mesh.parts(axis)[0]
+    first = mesh.digits(axis)[0]
     sides = [(a[first], a, b) for a, b in ((old, new), (new, old)) if isinstance(a[first], Shard)]
     digits: list[Any] = []
     for s, layout, _ in sides:
         assert isinstance(s, Shard)
         outer = math.prod(
-            mesh.size(a) for a, o in layout.shards(s.dim) if a not in mesh.parts(axis) and o.split < s.split
+            mesh.size(a) for a, o in layout.shards(s.dim) if a not in mesh.digits(axis) and o.split < s.split
         )
         local = s.split // outer
         digits += [s.dim, -local if s.mirrored else local]
@@ -132,6 +132,6 @@ def _digits(axis: str, old: Layout, new: Layout, mesh: Mesh) -> tuple[Any, ...]:
     if any(s.padding for s, _, _ in sides):  # type: ignore[union-attr]
         for s, _, other in sides:
             assert isinstance(s, Shard)
-            still = any(a not in mesh.parts(axis) for a, _ in other.shards(s.dim))
+            still = any(a not in mesh.digits(axis) for a, _ in other.shards(s.dim))
             digits += [0, 1] if still else [s.padding, s.blocks]
     return tuple(digits)

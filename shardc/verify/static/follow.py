@@ -91,7 +91,7 @@ def _fill(text: Text, node: fx.Node, claim: Claim) -> None:
 
 def _maximum(text: Text, node: fx.Node, claim: Claim) -> None:
     axes: Any = node.args[2]
-    parts = [part for a in axes for part in text.mesh.parts(a)]
+    parts = text.mesh.digits(*axes)
     if all(claim.layout[p] == Partial("max") for p in parts):
         layout = claim.layout
         for p in parts:
@@ -108,7 +108,7 @@ def _total(text: Text, node: fx.Node) -> None:
         return
     for claim in text.totals[number]:
         layout = claim.layout
-        parts = (MICROBATCH, *(p for a in over for p in text.mesh.parts(a)))
+        parts = (MICROBATCH, *text.mesh.digits(*over))
         if late := [p for p in parts if layout[p] != Partial()]:
             text.wrong[node] = f"over {', '.join(late)} it adds up what is no summand there"
             continue

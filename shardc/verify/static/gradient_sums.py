@@ -46,7 +46,7 @@ def wrong(program: Program) -> Iterator[Wrong]:
 
 def _of_param(program: Program, p: Param, times: int) -> Iterator[Wrong]:
     mesh = program.mesh
-    summed = {part for a in p.reduce for part in mesh.parts(a)}
+    summed = set(mesh.digits(*p.reduce))
     declared = {a for a, x in p.layout.items if isinstance(x, PartialGrad)} if p.requires_grad else set()
     shared = program.replica_axis(p) if p.requires_grad else ""
     if missing := sorted((declared | ({shared} if shared else set())) - summed):
@@ -80,7 +80,7 @@ def _owners(program: Program, i: int) -> Iterator[Wrong]:
     if b.shard not in {a.partition(".")[0] for a in program.mesh.names} | set(program.mesh.names):
         yield f"bucket{i}", f"it is cut over {b.shard!r}, which is no axis"
         return
-    parts = program.mesh.parts(b.shard)
+    parts = program.mesh.digits(b.shard)
     for p in map(program.param, b.params):
         if any(isinstance(p.layout[part], Shard) for part in parts):
             yield p.fqn, f"it is split over {b.shard}, and bucket{i} cuts it there again"

@@ -259,7 +259,7 @@ def test_a_token_sees_an_axis_in_the_digits_that_weights_are_split_by() -> None:
     model, batch = hf.build(sequences.FAMILIES["nemotron_h"])
     first, following = steps_of(model, batch, {"mesh": {"tp": 8}, "shard": {"use": "structure"}}, Sizes(4, 16, 64))
     assert first.mesh == following.mesh
-    assert [following.mesh.size(a) for a in following.mesh.parts("tp")] == [2, 2, 2]
+    assert [following.mesh.size(a) for a in following.mesh.digits("tp")] == [2, 2, 2]
 
 
 def test_a_token_has_the_entries_and_causes_of_the_program_whose_weights_it_runs_on() -> None:

@@ -131,11 +131,11 @@ Rank = dict[str, list[Local]]
 def held(engine: Any) -> Rank:
     """All that a rank has: {name: its forms}, with copies."""
     found: Rank = {}
-    runs = engine.buckets.runs
+    shards = engine.buckets.shards
     for p in engine.program.params:
         if p.name not in engine.params:
             continue
-        own, run = engine.params[p.name], runs.get(p.name)
+        own, run = engine.params[p.name], shards.get(p.name)
         forms = found.setdefault(p.fqn, [Local(p, own.detach().clone(), run)])
         whole = engine.buckets.kept_whole(p.name)
         if whole is not None and run is not None:

@@ -180,9 +180,9 @@ def test_digits_whose_ranks_share_a_head() -> None:
 def test_the_name_of_an_axis_stands_for_its_digits() -> None:
     mesh = Mesh((("dp", 2), ("tp", 8))).refine("tp", 2)
     assert mesh.size("tp") == 8
-    assert mesh.parts("tp") == ("tp.0", "tp.1")
+    assert mesh.digits("tp") == ("tp.0", "tp.1")
     assert mesh.merge(["tp.1", "dp", "tp.0"]) == ("dp", "tp")
     assert mesh.merge(["tp.1", "dp"]) == ("dp", "tp.1")
     assert mesh.group(9, ["tp"]) == tuple(range(8, 16))
     with pytest.raises(KeyError):
-        mesh.parts("cp")
+        mesh.digits("cp")

@@ -450,8 +450,8 @@ def test_a_file_holds_many_slots_and_strides(tmp_path: Path, monkeypatch: pytest
         for x in like:
             kept.append((slot.take(x).copy_(x), x))
             assert kept[-1][0].stride() == x.stride()
-        slot.behind()
-        slot.ahead()
+        slot.release()
+        slot.prefetch()
     assert all(torch.equal(a, b) for a, b in kept)
     place.close()
 

@@ -67,8 +67,8 @@ def check(levels: tuple[int, ...], work: Work) -> None:
                     for found, name in zip(params, SHAPES, strict=True):
                         assert found.dtype == narrow
                         assert torch.equal(found.detach().to(dtype), values[name])
-                    runs = {k: buckets.runs[k] if zero else None for k in SHAPES}
-                    return tuple((runs[name], buckets.owned[name].grad) for name in SHAPES)
+                    shards = {k: buckets.shards[k] if zero else None for k in SHAPES}
+                    return tuple((shards[name], buckets.owned[name].grad) for name in SHAPES)
 
                 for name, parts in zip(SHAPES, on_ranks(n, on_rank), strict=True):
                     total = torch.stack([gradient(name, rank, dtype) for rank in range(n)]).sum(0)

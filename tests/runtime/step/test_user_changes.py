@@ -233,7 +233,7 @@ def test_an_error_of_a_scheduler_leaves_the_state_of_a_step() -> None:
         engine.step(BATCH)
         with pytest.raises(IndexError):
             engine.step(BATCH)
-        assert engine.whole
+        assert engine.consistent
         assert engine.step_count == 3
 
     loopback(program.mesh, work)

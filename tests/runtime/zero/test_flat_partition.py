@@ -26,8 +26,8 @@ def test_every_element_is_in_one_part(ranks: int, aligned: int) -> None:
         taken[start:stop] += 1
     assert (taken == 1).all()
     for name, size in zip(flat.names, flat.sizes, strict=True):
-        runs = [flat.runs(rank)[name] for rank in range(ranks)]
-        kept = [i for run in runs for i in range(run.start, run.stop)]
+        shards = [flat.shards(rank)[name] for rank in range(ranks)]
+        kept = [i for shard in shards for i in range(shard.start, shard.stop)]
         assert kept == list(range(size))
 
 
